@@ -1,0 +1,34 @@
+"""nmrun: train neural networks with N:M structured sparsity, and compare the recipes that do it.
+
+``nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=T)`` makes any training loop sparse;
+``nmrun.optim`` holds the Adam and AdamW whose second moment can be frozen, ``nmrun.sparsity`` the masks and projections.
+Importing ``nmrun`` is cheap: torch is imported when the first of these names is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nmrun import optim as optim
+    from nmrun import sparsity as sparsity
+    from nmrun.handle import Handle as Handle
+    from nmrun.handle import sparsify as sparsify
+
+__version__ = "0.1.0"
+__all__ = ["Handle", "Pattern", "__version__", "optim", "sparsify", "sparsity"]
+
+_LAZY = {"sparsify": "nmrun.handle", "Handle": "nmrun.handle", "Pattern": "nmrun.patterns"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("optim", "sparsity"):
+        return importlib.import_module(f"nmrun.{name}")
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'nmrun' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,17 @@
+"""The two ways a run can end badly. Neither shows a traceback: the message is for the person who typed the command."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class ConfigError(ValueError):
+    """A mistake in what was asked for: exit status 2. A ValueError, for users of the library. Carries all problems found, one line each."""
+
+    def __init__(self, problems: str | Iterable[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class RunError(Exception):
+    """A run that started and could not go on (a non-finite loss, say): exit status 1."""

@@ -1,0 +1,206 @@
+"""``nmrun.sparsify``: make the weights of a model N:M sparse inside any training loop."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nmrun import recipes
+from nmrun.optim import skipped_by_loss_scaling
+from nmrun.patterns import Pattern
+from nmrun.recipes.base import Recipe
+from nmrun.sparsity.attach import SparseWeight, attach, attached, detach
+from nmrun.sparsity.export import layer_report
+from nmrun.sparsity.select import LeftDense, candidates, select
+
+
+class Handle:
+    """What :func:`sparsify` returns: the sparse weights, the recipe's clock, and the way back to plain parameters.
+
+    Attributes: ``recipe``, ``sparse`` (list of SparseWeight), ``left_dense`` (list of LeftDense with reasons),
+    ``measure_flips`` (set True before ``optimizer.step()`` to have that step's ``flip_rate`` measured).
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, recipe: Recipe, sparse: list[SparseWeight], left_dense: list[LeftDense]
+    ) -> None:
+        self.recipe, self.sparse, self.left_dense = recipe, sparse, left_dense
+        self.measure_flips = False
+        self.flip_rate: float | None = None
+        self._optimizer = optimizer
+        self._skip = False
+        self._hooks = []
+        if sparse:
+            self._hooks = [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
+        self._refresh()
+
+    # --- the clock ----------------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("closure") is not None or any(callable(a) for a in args[1:]):
+            raise RuntimeError(
+                "nmrun edits gradients just before the update, so they must exist: call loss.backward(), then optimizer.step() "
+                "without a closure"
+            )
+        self._skip = skipped_by_loss_scaling(optimizer)
+        if not self._skip:
+            self.recipe.edit_gradients(self.sparse, optimizer)
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._skip:
+            return
+        self.recipe.step += 1
+        was_sparse = not self.recipe.dense_forward
+        measure = self.measure_flips and was_sparse
+        before = [w.projection.projected != 0 for w in self.sparse] if measure else []
+        self.recipe.after_step(self.sparse, optimizer)
+        self._refresh()
+        self.flip_rate = None
+        if measure:
+            flips = sum(((w.projection.projected != 0) ^ b).sum() for w, b in zip(self.sparse, before, strict=True))
+            self.flip_rate = float(flips) / sum(b.numel() for b in before)
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        if not self.recipe.dense_forward:
+            for weight in self.sparse:
+                weight.projection.refresh(weight.dense)
+
+    # --- what a loop asks ---------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """``"dense"`` or ``"sparse"``: which weights the forward pass uses now."""
+        return self.recipe.phase if self.sparse else "dense"
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the forward pass uses N:M weights now. False with no sparse weight at all."""
+        return bool(self.sparse) and not self.recipe.dense_forward
+
+    def pop_events(self) -> list[str]:
+        """Sentences about what the recipe did since the last call (STEP's switch and its reason, ASP's pruning)."""
+        events, self.recipe.events[:] = list(self.recipe.events), []
+        return events
+
+    def metrics(self) -> dict[str, float]:
+        """The recipe's scalars for a log, and the flip rate if it was measured in the last step."""
+        flips = {} if self.flip_rate is None else {"sparsity/flip_rate": self.flip_rate}
+        return {**flips, **self.recipe.metrics()} if self.sparse else {}
+
+    def report(self) -> dict[str, Any]:
+        """Plain data on the projected weights: ``pattern``, ``density`` over the sparse weights, ``layers`` (``name``, ``shape``,
+        ``nonzeros``, ``numel``, ``holds``: at most N of every M), ``left_dense`` (``name``, ``shape``, ``reason``)."""
+        layers = [layer_report(w.name, w.projected, w.pattern, w.dim) for w in self.sparse]
+        numel = sum(layer["numel"] for layer in layers)
+        return {
+            "pattern": str(self.recipe.pattern) if self.sparse else "dense",
+            "density": sum(layer["nonzeros"] for layer in layers) / numel if numel else 1.0,
+            "layers": layers,
+            "left_dense": [{"name": d.name, "shape": list(d.shape), "reason": d.reason} for d in self.left_dense],
+        }
+
+    # --- saving and finishing -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The recipe's clock: tensors and plain numbers. Save it beside the model's and the optimizer's state dicts."""
+        return {"recipe": self.recipe.name, **self.recipe.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`; call it after loading the model's and the optimizer's, since it rewrites the working copies."""
+        if state.get("recipe") != self.recipe.name:
+            raise ValueError(f"this state is of recipe {state.get('recipe')!r}, the handle's recipe is {self.recipe.name!r}")
+        self.recipe.load_state_dict(state)
+        self._refresh()
+
+    def finalize(self, model: nn.Module | None = None) -> None:
+        """Make every sparse weight a plain ``nn.Parameter`` again, exactly N:M, with plain state-dict keys; the recipe ends.
+
+        The parameter objects stay the same, so optimizers and references to them stay valid. With ``model``, a deep copy of the
+        model (an EMA) is finished instead and the handle goes on.
+        """
+        for weight in self.sparse if model is None else attached(model):
+            detach(weight)
+        if model is None:
+            for hook in self._hooks:
+                hook.remove()
+            self.sparse, self._hooks = [], []
+
+
+def sparsify(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recipe: str = "sr_ste",
+    pattern: str | Pattern = "2:4",
+    total_steps: int | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] = (),
+    **hyperparameters: Any,
+) -> Handle:
+    """Train ``model`` with N:M sparse weights: call this once, then train as always.
+
+    ::
+
+        optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-3)
+        handle = nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=T)
+        for batch in loader:
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.finalize()   # plain parameters, exactly 2:4
+
+    Gradient accumulation, clipping and ``torch.amp.GradScaler`` need no change: everything happens in hooks of ``optimizer.step``.
+
+    recipe: ``dense``, ``asp``, ``ste``, ``sr_ste``, ``step``, ``s_ste``, or the dotted path of a subclass of ``nmrun.recipes.base.Recipe``.
+    pattern: at most N non-zeros in every M consecutive weights along the input dimension, any 1 <= N <= M.
+    total_steps: optimizer steps of the whole run; ``step`` and ``asp`` need it for their switch points.
+    include, exclude: regular expressions for whole module names. By default every linear layer, convolution and attention projection
+    whose inputs are a multiple of M is sparse; tied, frozen and foreign parameters stay dense (``handle.left_dense`` says why).
+    hyperparameters: the recipe's own, under the names of its paper, such as ``decay=2e-4`` for ``sr_ste``.
+
+    Raises ValueError for an unknown recipe or pattern, a model without a single eligible weight, a model that is sparse already,
+    or an optimizer the recipe cannot work with; TypeError for an unknown hyperparameter.
+    """
+    pattern = Pattern.parse(pattern)
+    kind = recipes.find(recipe)
+    rule = _build(kind, recipe, pattern, total_steps, hyperparameters)
+    if attached(model):
+        raise ValueError("this model is sparse already: call finalize() on its handle first")
+    if recipe == "dense":
+        return Handle(optimizer, rule, [], [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in candidates(model)])
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    chosen, left_dense = select(model, pattern, include, exclude, owned)
+    if not chosen:
+        reasons = "; ".join(f"{d.name} {list(d.shape)}: {d.reason}" for d in left_dense[:8]) or "it has no such layer"
+        raise ValueError(f"no weight of this model can be {pattern} sparse ({reasons})")
+    sparse = [attach(c.module_name, c.module, c.attribute, pattern, c.dim, rule) for c in chosen]
+    try:
+        rule.attach(sparse, optimizer)
+    except ValueError:
+        for weight in sparse:  # leave the model as it was
+            torch.nn.utils.parametrize.remove_parametrizations(weight.module, weight.attribute, leave_parametrized=False)
+        raise
+    return Handle(optimizer, rule, sparse, left_dense)
+
+
+def _build(
+    kind: type[Recipe], name: str, pattern: Pattern, total_steps: int | None, hyperparameters: dict[str, Any]
+) -> Recipe:
+    known = [
+        p.name for p in inspect.signature(kind).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    for key in hyperparameters:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise TypeError(f"{name} has no hyperparameter {key!r}; {hint}It has {', '.join(known) or 'none'}")
+    return kind(pattern, total_steps, **hyperparameters)

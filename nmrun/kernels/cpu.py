@@ -1,0 +1,124 @@
+"""The compiled CPU projection: ``nm_project.c`` built for one N:M by the system's C compiler, called through ctypes.
+
+Building takes about 0.2 s and happens once a pattern and machine; the result is kept in ``~/.cache/nmrun/kernels`` (or under
+``XDG_CACHE_HOME``). Without a compiler everything still works, through the torch reference, and gives the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nmrun.patterns import Pattern
+
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+SMALLEST = 1 << 13  # weights; below this, one call of the reference is cheaper than a first build ever pays back
+CHUNK = 1 << 16  # weights a thread should at least get
+LARGEST_M = 256  # the working set of a column block must stay in the first-level cache and the code small
+
+_Kernel = Callable[[int, int, int, int, int, int, float], None]
+
+
+def project(weight: Tensor, out: Tensor, pattern: Pattern, dim: int, soft: bool = False, scale: float = 1.0) -> bool:
+    """Write the N:M projection of ``weight`` into ``out`` and return True, or return False where this kernel does not apply.
+
+    Hard threshold by default, ``scale * soft threshold`` with ``soft``. Applies to contiguous float32 CPU tensors of at
+    least ``SMALLEST`` elements, for M up to ``LARGEST_M``. Runs on as many threads as torch does.
+    """
+    if (
+        weight.device.type != "cpu"
+        or weight.dtype != torch.float32
+        or weight.numel() < SMALLEST
+        or pattern.m > LARGEST_M
+        or not (weight.is_contiguous() and out.is_contiguous())
+    ):
+        return False
+    kernel = load(pattern)
+    if kernel is None:
+        return False
+    inner = weight[0].numel() if dim == 0 else weight.shape[dim + 1 :].numel()
+    columns = weight.numel() // pattern.m
+    threads = max(1, min(torch.get_num_threads(), weight.numel() // CHUNK))
+    step = -(-columns // threads)
+    source, target = weight.data_ptr(), out.data_ptr()
+    parts = [(begin, min(begin + step, columns)) for begin in range(0, columns, step)]
+    jobs = [
+        _pool().submit(kernel, source, target, begin, end, inner, int(soft), scale) for begin, end in parts[1:]
+    ]  # ctypes lets go of the interpreter lock during the call
+    kernel(source, target, *parts[0], inner, int(soft), scale)
+    for job in jobs:
+        job.result()
+    return True
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="nm_project")
+
+
+@cache
+def load(pattern: Pattern) -> _Kernel | None:
+    """The kernel for this pattern, built if needed; None where there is no working C compiler."""
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    source = resources.files("nmrun.kernels").joinpath("nm_project.c").read_text()
+    key = hashlib.sha256("\0".join([source, *FLAGS, str(pattern), compiler, _processor()]).encode()).hexdigest()[:16]
+    try:
+        library = _cache_folder() / f"nm_project-{pattern.slug}-{key}.so"
+        if not library.exists():
+            _build(compiler, source, pattern, library)
+        kernel = ctypes.CDLL(str(library)).nm_project
+    except (OSError, subprocess.SubprocessError):
+        return None
+    kernel.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_int, ctypes.c_float]
+    kernel.restype = None
+    return kernel
+
+
+def find_compiler() -> str | None:
+    """The C compiler: ``$CC``, else the first of cc, gcc, clang on the path, else None."""
+    return next((found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
+
+
+def _build(compiler: str, source: str, pattern: Pattern, library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        code, built = Path(folder, "nm_project.c"), Path(folder, "nm_project.so")
+        code.write_text(source)
+        command = [compiler, *FLAGS, f"-DN={pattern.n}", f"-DM={pattern.m}", str(code), "-o", str(built), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        os.replace(built, library)  # another process may be building the same file
+
+
+def _cache_folder() -> Path:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = root / "nmrun" / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="nmrun-kernels-"))
+
+
+def _processor() -> str:
+    """What ``-march=native`` depends on: a cache shared between machines must not hand one the other's code."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return platform.platform() + platform.processor()

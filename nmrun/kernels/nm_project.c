@@ -1,0 +1,51 @@
+/* One pass over a float32 tensor: dense weights in, their N:M projection out. N and M are fixed at compile time.
+
+   A column is one group: its M weights lie `inner` elements apart (inner = 1 for a linear layer's input dimension, kh * kw
+   for a convolution's). LANES columns go through a selection network side by side, which the compiler turns into vector
+   code; top[k] holds the (k+1)-th largest magnitude met so far. Ties keep the lower index, a NaN is kept on top of the N,
+   and every zero written is +0.0: the same bits as nmrun.sparsity.masks. */
+#include <math.h>
+#include <stdint.h>
+
+#define LANES 16
+
+void nm_project(const float *restrict weight, float *restrict out, int64_t begin, int64_t end, int64_t inner, int soft,
+                float scale) {
+  for (int64_t column = begin; column < end; column += LANES) {
+    int lanes = end - column < LANES ? (int)(end - column) : LANES;
+    int64_t first[LANES];
+    float w[M][LANES], top[N + 1][LANES];
+    int32_t room[LANES];
+    for (int l = 0; l < LANES; l++) {
+      int64_t c = l < lanes ? column + l : end - 1; /* idle lanes repeat the last column and store nothing */
+      first[l] = inner == 1 ? c * M : (c / inner) * M * inner + c % inner;
+    }
+    for (int j = 0; j < M; j++)
+      for (int l = 0; l < LANES; l++) w[j][l] = weight[first[l] + j * inner];
+    for (int k = 0; k <= N; k++)
+      for (int l = 0; l < LANES; l++) top[k][l] = -1.0f;
+    for (int j = 0; j < M; j++)
+      for (int l = 0; l < LANES; l++) {
+        float x = fabsf(w[j][l]);
+        for (int k = 0; k <= N; k++) {
+          float larger = x > top[k][l] ? x : top[k][l];
+          x = x > top[k][l] ? top[k][l] : x;
+          top[k][l] = larger;
+        }
+      }
+    for (int l = 0; l < LANES; l++) room[l] = N;
+    for (int k = 0; k < N; k++)
+      for (int l = 0; l < LANES; l++) room[l] -= top[k][l] > top[N - 1][l];
+    for (int j = 0; j < M; j++)
+      for (int l = 0; l < LANES; l++) {
+        float x = fabsf(w[j][l]), shift = N < M ? top[N][l] : 0.0f;
+        int tie = (x == top[N - 1][l]) & (room[l] > 0);
+        int keep = (x > top[N - 1][l]) | tie | (x != x);
+        float kept = soft ? copysignf(x - shift, w[j][l]) * scale : w[j][l];
+        room[l] -= tie;
+        w[j][l] = keep ? kept + 0.0f : 0.0f;
+      }
+    for (int j = 0; j < M; j++)
+      for (int l = 0; l < lanes; l++) out[first[l] + j * inner] = w[j][l];
+  }
+}

@@ -1,0 +1,199 @@
+"""Adam and AdamW whose second moment can be frozen, and learning-rate schedules as pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+EPS_MODES = ("inside", "outside", "floor")
+
+
+class Adam(torch.optim.Adam):
+    """``torch.optim.Adam`` (coupled weight decay) with a second moment that can be frozen: STEP's preconditioner.
+
+    Arguments, state and results are those of ``torch.optim.Adam`` until :meth:`freeze_second_moment` is called for some
+    parameters; from then on those are divided by a constant, while the first moment, the bias correction of the
+    first moment, weight decay and all other parameters go on as before. ``capturable`` and ``differentiable`` are refused then.
+    """
+
+    @torch.no_grad()
+    def freeze_second_moment(
+        self, params: Iterable[Tensor], eps_mode: str = "inside", bias_correction: bool = True
+    ) -> None:
+        """Replace the second moment v of ``params`` by the constant denominator of STEP's second phase (arXiv 2302.01172).
+
+        ``v*`` is v (the running maximum under amsgrad), divided by ``1 - beta2^t`` with ``bias_correction``, so that the step
+        size does not jump at the switch. The denominator is ``sqrt(v* + eps)`` for ``eps_mode="inside"`` (a coordinate with
+        v* = 0 then moves by at most ``lr * |m| / sqrt(eps)``), ``sqrt(v*) + eps`` for ``"outside"`` (Adam's own form; dead
+        coordinates explode), ``sqrt(v*) + eps^(3/4)`` for ``"floor"``. Kept as ``state[p]["frozen_denominator"]`` in place
+        of v, so it travels in ``state_dict()`` and costs no memory. Parameters without state yet have v* = 0.
+        """
+        if eps_mode not in EPS_MODES:
+            raise ValueError(f"eps_mode={eps_mode!r}: allowed are {', '.join(EPS_MODES)}")
+        wanted = {id(p) for p in params}
+        for group in self.param_groups:
+            if wanted.intersection(map(id, group["params"])) and (group["capturable"] or group["differentiable"]):
+                raise ValueError("a frozen second moment works with neither capturable=True nor differentiable=True")
+            for p in group["params"]:
+                if id(p) not in wanted or "frozen_denominator" in self.state[p]:
+                    continue
+                state = self.state[p]
+                if "step" not in state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["exp_avg"] = torch.zeros_like(p)
+                    state["exp_avg_sq"] = torch.zeros_like(p)
+                v = state.pop("exp_avg_sq")
+                v = state.pop("max_exp_avg_sq", v)
+                if bias_correction and (steps := float(state["step"])) > 0:
+                    v = v / (1 - group["betas"][1] ** steps)
+                eps = group["eps"]
+                if eps_mode == "inside":
+                    state["frozen_denominator"] = (v + eps).sqrt()
+                else:
+                    state["frozen_denominator"] = v.sqrt().add_(eps if eps_mode == "outside" else eps**0.75)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One optimizer step, as ``torch.optim.Adam.step``."""
+        if skipped_by_loss_scaling(self):
+            return None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        held: list[tuple[Tensor, Tensor]] = []
+        for group in self.param_groups:
+            frozen = [p for p in group["params"] if p.grad is not None and "frozen_denominator" in self.state.get(p, ())]
+            if frozen:
+                self._frozen_step(group, frozen)
+                held += [(p, p.grad) for p in frozen]
+        for p, _ in held:
+            p.grad = None  # the stock step passes over parameters without a gradient
+        try:
+            _stock_step(self)
+        finally:
+            for p, grad in held:
+                p.grad = grad
+        return loss
+
+    def _frozen_step(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        grads = self._gradients(group, params)
+        states = [self.state[p] for p in params]
+        moments = [s["exp_avg"] for s in states]
+        beta1, lr = group["betas"][0], float(group["lr"])
+        for s in states:
+            s["step"] += 1
+        if self._decoupled(group):
+            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+        torch._foreach_lerp_(moments, grads, 1 - beta1)
+        sizes = [-lr / (1 - beta1 ** float(s["step"])) for s in states]
+        torch._foreach_addcdiv_(params, moments, [s["frozen_denominator"] for s in states], sizes)
+
+    @torch.no_grad()
+    def second_moment_change(self, params: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor, int]:
+        """How far v would move if :meth:`step` were called with the gradients as they are: AutoSwitch's sample.
+
+        Returns ``(sum |dv|, sum of log |dv| over dv != 0, count of dv != 0, count)`` over all coordinates of those ``params``
+        that have a gradient; the first three are 0-dimensional float64 tensors on the gradients' device (no synchronisation).
+        ``dv = (1 - beta2) (g^2 - v)`` exactly, so no copy of the previous v is needed.
+        """
+        wanted = {id(p) for p in params}
+        total: list[Tensor] = []
+        logs: list[Tensor] = []
+        nonzero: list[Tensor] = []
+        count = 0
+        for group in self.param_groups:
+            chosen = [p for p in group["params"] if id(p) in wanted and p.grad is not None]
+            for p, grad in zip(chosen, self._gradients(group, chosen), strict=True):
+                change = grad.square()
+                if (v := self.state.get(p, {}).get("exp_avg_sq")) is not None:
+                    change.sub_(v)
+                change = change.mul_(1 - group["betas"][1]).abs_()
+                moved = change > 0
+                total.append(change.sum(dtype=torch.float64))
+                logs.append(torch.where(moved, change, 1.0).log().sum(dtype=torch.float64))
+                nonzero.append(moved.sum().double())
+                count += change.numel()
+        if not count:
+            zero = torch.zeros((), dtype=torch.float64)
+            return zero, zero, zero, 0
+        return torch.stack(total).sum(), torch.stack(logs).sum(), torch.stack(nonzero).sum(), count
+
+    def _gradients(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
+        """The gradients as Adam's moments see them: negated when maximising, with coupled weight decay added."""
+        grads = [p.grad for p in params if p.grad is not None]
+        if group["maximize"]:
+            grads = list(torch._foreach_neg(grads))
+        if group["weight_decay"] and not self._decoupled(group):
+            grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+        return grads
+
+    @staticmethod
+    def _decoupled(group: dict[str, Any]) -> bool:
+        return bool(group.get("decoupled_weight_decay", False))
+
+
+class AdamW(Adam):
+    """Drop-in ``torch.optim.AdamW`` (decoupled weight decay, default 1e-2) whose second moment can be frozen; see :class:`Adam`."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=True, **kwargs)
+
+
+def skipped_by_loss_scaling(optimizer: torch.optim.Optimizer) -> bool:
+    """Settle what a GradScaler left to a fused optimizer: unscale the gradients here, and say whether the step is skipped.
+
+    A GradScaler hands its scale and its overflow flag to optimizers that apply them in their fused kernel. Whoever edits
+    gradients before that kernel must see them unscaled, and must not count a step that the overflow turns into nothing.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    if found_inf is not None and bool(found_inf):
+        return True
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is not None:
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_div_(grads, float(scale))
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+    return False
+
+
+def _stock_step(optimizer: Adam) -> None:
+    """``torch.optim.Adam.step`` without the hooks, which torch wraps around the class once anyone makes a plain Adam."""
+    step = torch.optim.Adam.step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    step(optimizer)
+
+
+def schedule_factor(name: str, warmup_steps: int, total_steps: int, final: float = 0.0) -> Callable[[int], float]:
+    """The learning rate as a fraction of its base value, a pure function of the step (0-based), so resuming needs no state.
+
+    Linear warm-up over ``warmup_steps`` (the first step has ``1 / warmup_steps`` of the base), then ``constant``, ``linear`` or
+    ``cosine`` from 1 down to ``final`` at step ``total_steps``.
+    """
+    if name not in ("constant", "linear", "cosine"):
+        raise ValueError(f"schedule {name!r}: allowed are constant, linear, cosine")
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        if name == "constant":
+            return 1.0
+        shape = 1.0 - done if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return final + (1.0 - final) * shape
+
+    return factor

@@ -1,0 +1,65 @@
+"""ASP: train dense, prune once by magnitude, train on with the mask fixed (Mishra et al. 2021, arXiv 2104.08378; NVIDIA apex).
+
+Apex prunes a trained network and repeats the whole training. Here one run holds both: the first ``prune_at`` of the steps are dense, the
+rest repeat training with the fixed mask, so that all recipes get the same number of steps (the learning-rate schedule is
+not restarted and the optimizer keeps its state; ``prune_at=0`` prunes at once, for a model that comes trained).
+When to use: fine-tuning a trained network. Cost: one mask byte a weight, one pass for the masked copy, one for the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from nmrun.patterns import Pattern
+from nmrun.recipes.base import Recipe
+from nmrun.sparsity import masks
+from nmrun.sparsity.attach import Projection, SparseWeight
+
+
+class ASP(Recipe):
+    """``prune_at``: the fraction of all steps that is trained densely first, 0 to below 1 (default one half)."""
+
+    name: ClassVar[str] = "asp"
+
+    def __init__(self, pattern: Pattern, total_steps: int | None = None, *, prune_at: float = 0.5) -> None:
+        super().__init__(pattern, total_steps)
+        if not 0 <= prune_at < 1:
+            raise ValueError(f"asp: prune_at={prune_at} must be a fraction of all steps, 0 <= prune_at < 1")
+        if prune_at > 0 and total_steps is None:
+            raise ValueError("asp needs total_steps to know when to prune; prune_at=0 prunes at once")
+        self.prune_step = round(prune_at * (total_steps or 0))
+
+    def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        for weight in weights:
+            weight.projection.register_buffer("mask", torch.ones_like(weight.dense, dtype=torch.bool))
+        self.dense_forward = True
+        if self.prune_step == 0:
+            self._prune(weights)
+
+    def project(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
+        if self.dense_forward:  # asked for ahead of the pruning, by finalize for example
+            return super().project(projection, dense, out)
+        torch.mul(dense, projection.get_buffer("mask"), out=out)
+
+    def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        if not self.dense_forward:
+            for weight in weights:
+                if weight.dense.grad is not None:
+                    weight.dense.grad.masked_fill_(~weight.projection.get_buffer("mask"), 0.0)
+
+    def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        if self.step == self.prune_step:
+            self._prune(weights)
+
+    @torch.no_grad()
+    def _prune(self, weights: Sequence[SparseWeight]) -> None:
+        for weight in weights:
+            mask = masks.nm_mask(weight.dense, weight.pattern, weight.dim)
+            weight.projection.get_buffer("mask").copy_(mask)
+            weight.dense.masked_fill_(~mask, 0.0)
+        self.dense_forward = False
+        self.events.append(f"step {self.step}: ASP pruned once by magnitude to {self.pattern}; the mask is fixed from here on")

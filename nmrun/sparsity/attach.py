@@ -1,0 +1,140 @@
+"""How a projected weight gets into a model: a parametrization with a cached working copy and a straight-through gradient.
+
+The dense weight stays the ``nn.Parameter`` that the optimizer owns. Any read of ``module.weight`` (or ``in_proj_weight``, ...)
+yields the projected copy, which is rewritten in place once per optimizer step, so nothing is recomputed per forward pass
+and compiled code sees the same tensor throughout.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from nmrun.patterns import Pattern
+
+if TYPE_CHECKING:
+    from nmrun.recipes.base import Recipe
+
+
+class StraightThrough(torch.autograd.Function):
+    """Forward: the projected weight. Backward: its gradient reaches the dense weight unchanged (Bengio et al. 2013)."""
+
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, projected: Tensor) -> Tensor:
+        return projected.view_as(projected)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class Projection(nn.Module):
+    """The parametrization of one sparse weight. Holds the working copy (not saved) and the recipe's buffers (saved).
+
+    ``recipe`` is shared by all weights and by deep copies of the model: an EMA copy follows the phase of the original, and
+    projects its own averaged weights, since the working copy is rewritten on access whenever the dense weight has changed.
+    """
+
+    projected: Tensor
+
+    def __init__(self, name: str, dense: Tensor, pattern: Pattern, dim: int, recipe: Recipe) -> None:
+        super().__init__()
+        self.name, self.pattern, self.dim, self.recipe = name, pattern, dim, recipe
+        self.register_buffer("projected", torch.zeros_like(dense), persistent=False)
+        self._seen: tuple[int, int] | None = None
+
+    def forward(self, dense: Tensor) -> Tensor:
+        if self.recipe.dense_forward:
+            return dense
+        if not torch.compiler.is_compiling() and self._seen != (dense._version, id(self.projected)):
+            self.refresh(dense)
+        return StraightThrough.apply(dense, self.projected)
+
+    @torch.no_grad()
+    def refresh(self, dense: Tensor) -> None:
+        """Rewrite the working copy from the dense weight."""
+        self.recipe.project(self, dense.detach(), self.projected)
+        self._seen = (dense._version, id(self.projected))
+
+    def extra_repr(self) -> str:
+        return f"{self.pattern} along dim {self.dim}, recipe={self.recipe.name}"
+
+
+class SparseWeight:
+    """One sparse weight of a model, looked up afresh at each use, so that nothing goes stale when a framework swaps tensors."""
+
+    def __init__(self, module_name: str, module: nn.Module, attribute: str) -> None:
+        self.module_name, self.module, self.attribute = module_name, module, attribute
+
+    @property
+    def name(self) -> str:
+        """The parameter's name in the model before it was parametrized, such as ``layer1.conv.weight``."""
+        return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
+
+    @property
+    def _list(self) -> Any:
+        return self.module.parametrizations[self.attribute]  # type: ignore[index,union-attr]
+
+    @property
+    def projection(self) -> Projection:
+        return next(p for p in self._list if isinstance(p, Projection))
+
+    @property
+    def dense(self) -> nn.Parameter:
+        """The dense weight, the parameter that the optimizer updates."""
+        return self._list.original
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight that the forward pass uses now (no gradient)."""
+        with torch.no_grad():
+            return getattr(self.module, self.attribute).detach()
+
+    @property
+    def projected(self) -> Tensor:
+        """The projection of the dense weight as it is now, also in a phase whose forward pass is dense (no gradient)."""
+        projection = self.projection
+        projection.refresh(self.dense)
+        return projection.projected
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.dense.shape
+
+    @property
+    def pattern(self) -> Pattern:
+        return self.projection.pattern
+
+    @property
+    def dim(self) -> int:
+        return self.projection.dim
+
+
+def attach(module_name: str, module: nn.Module, attribute: str, pattern: Pattern, dim: int, recipe: Recipe) -> SparseWeight:
+    """Parametrize ``module.<attribute>``; the parameter object stays the same, so an optimizer that holds it needs no change."""
+    site = SparseWeight(module_name, module, attribute)
+    projection = Projection(site.name, getattr(module, attribute), pattern, dim, recipe)
+    projection.train(module.training)
+    parametrize.register_parametrization(module, attribute, projection, unsafe=True)
+    return site
+
+
+def attached(model: nn.Module) -> list[SparseWeight]:
+    """The sparse weights of a model, found by their parametrizations: works on a deep copy too."""
+    found = []
+    for module_name, module in model.named_modules():
+        if parametrize.is_parametrized(module):
+            for attribute, chain in module.parametrizations.items():  # type: ignore[union-attr,operator]
+                if any(isinstance(p, Projection) for p in chain):
+                    found.append(SparseWeight(module_name, module, attribute))
+    return found
+
+
+@torch.no_grad()
+def detach(weight: SparseWeight) -> None:
+    """Put the projected weight in the place of the parametrization: the same parameter object, now exactly N:M."""
+    weight.dense.copy_(weight.projected + 0.0)
+    parametrize.remove_parametrizations(weight.module, weight.attribute, leave_parametrized=False)

@@ -1,0 +1,109 @@
+"""Proof that weights are N:M, and plain state dicts of sparse models. ``nmrun export RUN --to DIR`` copies a run's model out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nmrun.patterns import Pattern
+from nmrun.sparsity.attach import attached
+from nmrun.sparsity.masks import grouped
+from nmrun.sparsity.select import select
+
+
+def check_nm(
+    model_or_tensor: nn.Module | Tensor,
+    pattern: str | Pattern,
+    dim: int = 1,
+    include: str | list[str] | None = None,
+    exclude: str | list[str] = (),  # type: ignore[assignment]
+) -> list[str]:
+    """Raise ValueError unless at most N of every M consecutive weights are non-zero, naming the first offending layer and group.
+
+    A tensor is checked along ``dim``. Of a model that :func:`nmrun.sparsify` made sparse, the weights that its forward pass uses
+    are checked; of a plain one (after ``finalize``, or loaded), every weight that could hold the pattern, less what ``include``
+    and ``exclude`` (regular expressions for whole module names) leave out. Returns the names that were checked.
+    """
+    pattern = Pattern.parse(pattern)
+    if isinstance(model_or_tensor, Tensor):
+        weights = [("tensor", model_or_tensor, dim)]
+    elif sparse := attached(model_or_tensor):
+        weights = [(w.name, w.weight, w.dim) for w in sparse]
+    else:
+        weights = [(c.name, c.tensor, c.dim) for c in select(model_or_tensor, pattern, include, exclude)[0]]
+        if not weights:
+            raise ValueError(f"no weight of this model could hold {pattern}: nothing to check")
+    for name, weight, along in weights:
+        groups, _, d = grouped(weight, pattern, along)
+        count = (groups != 0).sum(d)
+        if bool((count > pattern.n).any()):
+            first = (count > pattern.n).nonzero()[0].tolist()
+            at = ", ".join(f"{i * pattern.m}-{(i + 1) * pattern.m - 1}" if axis == d - 1 else str(i) for axis, i in enumerate(first))
+            raise ValueError(f"{name} is not {pattern}: {int(count[tuple(first)])} of {pattern.m} weights at [{at}] are non-zero")
+    return [name for name, _, _ in weights]
+
+
+def layer_report(name: str, weight: Tensor, pattern: Pattern, dim: int) -> dict[str, Any]:
+    """One layer's line of a report: name, shape, numel, nonzeros, and whether the pattern holds."""
+    groups, _, d = grouped(weight, pattern, dim)
+    nonzero = groups != 0
+    return {
+        "name": name,
+        "shape": list(weight.shape),
+        "dim": dim,
+        "numel": weight.numel(),
+        "nonzeros": int(nonzero.sum()),
+        "holds": bool((nonzero.sum(d) <= pattern.n).all()),
+    }
+
+
+@torch.no_grad()
+def baked_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict that the model would have after ``finalize``: plain keys, N:M weights, zeros as +0.0. Copies; the model stays."""
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    for weight in attached(model):
+        base = f"{weight.module_name}." if weight.module_name else ""
+        prefix = f"{base}parametrizations.{weight.attribute}."
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(prefix)}
+        state[weight.name] = weight.projected + 0.0
+    return dict(sorted(state.items()))
+
+
+def main(argv: list[str]) -> int:
+    """``nmrun export RUN --to DIR``: the final model as safetensors with its description, after checking that the pattern holds."""
+    parser = argparse.ArgumentParser(prog="nmrun export", description="Copy a finished run's model, checked, to a folder.")
+    parser.add_argument("run", type=Path, help="a run folder (holds result.json and model.safetensors)")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to put model.safetensors and sparsity.json")
+    options = parser.parse_args(argv)
+    try:
+        result = json.loads((options.run / "result.json").read_text())
+        source = options.run / "model.safetensors"
+        if result.get("status") != "finished" or not source.exists():
+            raise FileNotFoundError(f"the run is {result.get('status', 'unknown')}, not finished")
+    except (OSError, ValueError) as error:
+        print(f"nmrun export: {options.run} holds no finished run ({error})", file=sys.stderr)
+        return 2
+    from safetensors.torch import load_file
+
+    sparsity = result["sparsity"]
+    state = load_file(source)
+    try:
+        for layer in sparsity["layers"]:
+            check_nm(state[layer["name"]], sparsity["pattern"], layer.get("dim", 1))
+        options.to.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, options.to / "model.safetensors")
+        about = {"pattern": sparsity["pattern"], "recipe": result["config"]["recipe"], "layers": sparsity["layers"], "id": result["id"]}
+        (options.to / "sparsity.json").write_text(json.dumps(about, indent=2) + "\n")
+    except (ValueError, KeyError, OSError) as error:
+        print(f"nmrun export: {error}", file=sys.stderr)
+        return 1
+    held = f"{sparsity['pattern']} holds in {len(sparsity['layers'])} layers" if sparsity["layers"] else "dense"
+    print(f"{options.to / 'model.safetensors'}: {held}")
+    return 0

@@ -1,0 +1,77 @@
+"""Masks and projections for any N:M pattern, in plain torch: the reference that every faster version must equal bit for bit.
+
+``dim`` is the dimension that groups run along: 1 for ``nn.Linear`` (out, in) and for convolutions (out, in, kh, kw), whose
+groups are M input channels at one kernel position. Functions here take no part in autograd.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nmrun.patterns import Pattern
+
+
+def grouped(weight: Tensor, pattern: str | Pattern, dim: int = 1) -> tuple[Tensor, Pattern, int]:
+    """View ``weight`` with ``dim`` split into (groups, M); returns the view, the parsed pattern and the group dimension.
+
+    Raises ValueError when M does not divide ``weight.shape[dim]``.
+    """
+    pattern = Pattern.parse(pattern)
+    dim = dim % weight.dim() if weight.dim() else 0
+    if weight.dim() == 0 or weight.shape[dim] % pattern.m:
+        size = weight.shape[dim] if weight.dim() else 1
+        raise ValueError(f"{pattern} needs dimension {dim} to be a multiple of {pattern.m}; it is {size}")
+    return weight.detach().unflatten(dim, (-1, pattern.m)), pattern, dim + 1
+
+
+@torch.no_grad()
+def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1) -> Tensor:
+    """The magnitude mask: True at the N largest ``|w|`` of every group of M along ``dim``.
+
+    Same shape as ``weight``, dtype bool; exactly N are True in each group, ties keep the lower index, zeros count like any
+    magnitude. A NaN is always kept, on top of the N, so that it shows in the loss instead of being pruned away.
+
+    Example: ``nm_mask(torch.tensor([[3., -1., 2., 0.]]), "2:4")`` is ``[[True, False, True, False]]``.
+    """
+    groups, pattern, d = grouped(weight, pattern, dim)
+    size = groups.abs()
+    threshold = size.topk(pattern.n, d).values.narrow(d, pattern.n - 1, 1)
+    above, equal = size > threshold, size == threshold
+    room = pattern.n - above.sum(d, keepdim=True)
+    keep = above | (equal & (equal.cumsum(d) <= room)) | size.isnan()
+    return keep.flatten(d - 1, d)
+
+
+@torch.no_grad()
+def hard_threshold(weight: Tensor, pattern: str | Pattern, dim: int = 1) -> Tensor:
+    """``weight`` where :func:`nm_mask` is True, +0.0 elsewhere: the projection of SR-STE and STEP."""
+    return torch.where(nm_mask(weight, pattern, dim), weight, 0.0) + 0.0
+
+
+@torch.no_grad()
+def soft_threshold(weight: Tensor, pattern: str | Pattern, dim: int = 1) -> Tensor:
+    """S-STE's continuous projection before scaling, ``sign(w) * max(|w| - t, 0)`` (Hu et al. 2024, arXiv 2409.09099, section 4.1).
+
+    ``t`` is the (N+1)-th largest magnitude of the group (0 when N = M): the smallest shift for which at most N weights
+    survive and the map is continuous. It is homogeneous: ``soft_threshold(c * w) = c * soft_threshold(w)`` for c > 0.
+    """
+    groups, pattern, d = grouped(weight, pattern, dim)
+    if pattern.n == pattern.m:
+        return weight.detach() + 0.0
+    size = groups.abs()
+    threshold = size.topk(pattern.n + 1, d).values.narrow(d, pattern.n, 1)
+    return (torch.copysign((size - threshold).clamp_min(0.0), groups) + 0.0).flatten(d - 1, d)
+
+
+@torch.no_grad()
+def soft_threshold_scale(weight: Tensor, pattern: str | Pattern, dim: int = 1) -> Tensor:
+    """S-STE's beta, ``<w, S(w)> / ||S(w)||^2``: the factor for which ``beta * S(w)`` is closest to ``w`` in the mean square.
+
+    A 0-dimensional tensor in the dtype of ``weight``, summed in double precision; one scale a weight tensor (section 4.2 of
+    the paper). 1.0 where S(w) is all zero, since then no factor is better than another.
+    """
+    shrunk = soft_threshold(weight, pattern, dim).double()
+    energy = shrunk.square().sum()
+    scale = torch.where(energy > 0, (weight.detach().double() * shrunk).sum() / energy, 1.0)
+    return scale.to(weight.dtype)

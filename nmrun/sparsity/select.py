@@ -1,0 +1,119 @@
+"""Which weights become sparse, and why the others stay dense."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from nmrun.errors import ConfigError
+from nmrun.patterns import Pattern
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A weight that multiplies an input: ``module.<attribute>``, whose groups would run along ``dim``."""
+
+    module_name: str
+    module: nn.Module
+    attribute: str
+    dim: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
+
+    @property
+    def tensor(self) -> Tensor:
+        return getattr(self.module, self.attribute)
+
+
+@dataclass(frozen=True)
+class LeftDense:
+    """A weight that could have been sparse and is not, with the reason."""
+
+    name: str
+    shape: tuple[int, ...]
+    reason: str
+
+
+def candidates(model: nn.Module) -> Iterator[Candidate]:
+    """Every weight of a linear layer, convolution or attention projection, in the order of ``named_modules``.
+
+    Groups run along the input dimension: 1 for (out, in) and (out, in / groups, kernel...), 0 for Hugging Face's ``Conv1D``,
+    whose weight is stored (in, out). Transposed convolutions have no candidate.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            for attribute in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+                if getattr(module, attribute, None) is not None:
+                    yield Candidate(name, module, attribute, 1)
+        elif isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            yield Candidate(name, module, "weight", 1)
+        elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+            yield Candidate(name, module, "weight", 0)
+
+
+def select(
+    model: nn.Module,
+    pattern: Pattern,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] = (),
+    owned: Collection[int] | None = None,
+) -> tuple[list[Candidate], list[LeftDense]]:
+    """Split the candidates into those that will be sparse and those left dense, with the reason.
+
+    ``include`` and ``exclude`` are regular expressions that must match a module's whole name (``layer3\\..*``, ``fc``);
+    ``owned`` the ids of the parameters that an optimizer updates (default: all).
+    Raises ConfigError for an expression that matches no candidate, since that is a typo nine times in ten.
+    """
+    every = list(candidates(model))
+    wanted = None if include is None else _compiled("include", include, every)
+    unwanted = _compiled("exclude", exclude, every)
+    users: dict[int, list[str]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append(f"{module_name}.{attribute}".lstrip("."))
+
+    sparse, dense = [], []
+    for candidate in every:
+        weight = candidate.tensor
+        others = [name for name in users.get(id(weight), []) if name != candidate.name]
+        if wanted is not None and not any(r.fullmatch(candidate.module_name) for r in wanted):
+            reason = "not in include"
+        elif any(r.fullmatch(candidate.module_name) for r in unwanted):
+            reason = "excluded"
+        elif others:
+            reason = f"tied to {others[0]}"
+        elif not isinstance(weight, nn.Parameter):
+            reason = "its weight is computed (parametrized already)"
+        elif not weight.requires_grad:
+            reason = "frozen"
+        elif owned is not None and id(weight) not in owned:
+            reason = "not in the optimizer"
+        elif weight.shape[candidate.dim] % pattern.m:
+            reason = f"{weight.shape[candidate.dim]} inputs are not a multiple of {pattern.m}"
+        else:
+            sparse.append(candidate)
+            continue
+        dense.append(LeftDense(candidate.name, tuple(weight.shape), reason))
+    return sparse, dense
+
+
+def _compiled(option: str, texts: str | Sequence[str], every: list[Candidate]) -> list[re.Pattern[str]]:
+    compiled, problems = [], []
+    for text in [texts] if isinstance(texts, str) else texts:
+        try:
+            compiled.append(re.compile(text))
+        except re.error as error:
+            problems.append(f"{option}: {text!r} is not a regular expression: {error}")
+            continue
+        if not any(compiled[-1].fullmatch(c.module_name) for c in every):
+            names = ", ".join(c.module_name or "(the model itself)" for c in every[:12]) + (", ..." if len(every) > 12 else "")
+            problems.append(f"{option}: {text!r} matches no layer's whole name; there are {names}")
+    if problems:
+        raise ConfigError(problems)
+    return compiled
