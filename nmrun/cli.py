@@ -1,0 +1,143 @@
+"""The command line: ``nmrun [overrides]`` trains, ``nmrun -m ...`` sweeps, ``nmrun table`` and the other verbs work on run folders.
+
+Imports no torch: what a typo, ``--help``, completion or a finished run needs is done in well under a second.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from nmrun import config_source, precheck, schema
+from nmrun.errors import ConfigError
+from nmrun.identity import run_folder
+
+VERBS = {
+    "table": "nmrun.report.cli:table",
+    "plot": "nmrun.report.cli:plot",
+    "export": "nmrun.sparsity.export:main",
+    "bench": "nmrun.bench:main",
+    "doctor": "nmrun.doctor:main",
+}
+SWEEP, JOBS = "NMRUN_SWEEP", "NMRUN_JOBS"  # told to job processes: the sweep's name, and of how many jobs
+
+config_source.register()
+
+
+def main() -> int:
+    """The console entry point; returns the exit status (see the README)."""
+    argv = sys.argv[1:]
+    if argv and argv[0] in VERBS:
+        module, _, function = VERBS[argv[0]].partition(":")
+        return int(getattr(importlib.import_module(module), function)(argv[1:]))
+    if argv and "=" not in argv[0] and argv[0][:1] not in "-~+":
+        near = difflib.get_close_matches(argv[0], VERBS, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return _refuse([f"{argv[0]}: no such verb{hint} (there are {', '.join(VERBS)}; a run takes group=option and key=value)"])
+    if not all(word in precheck.PLAIN_FLAGS for word in argv if word.startswith("-")):
+        _job()  # --help, --cfg job, --info, completion: Hydra's own
+        return 0
+    found, jobs, output_dir = precheck.problems(argv)
+    if found:
+        return _refuse(found)
+    if not precheck.PLAIN_FLAGS.intersection(argv):
+        _job()
+        return _exit_status(_outcomes[-1])
+    os.environ[SWEEP] = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    os.environ[JOBS] = str(jobs)
+    try:
+        _job()
+    except SystemExit as stop:  # an interrupted job ends the sweep
+        return max(int(stop.code or 0), _summary(Path(output_dir, ".sweeps", os.environ[SWEEP]), jobs))
+    return _summary(Path(output_dir, ".sweeps", os.environ[SWEEP]), jobs)
+
+
+def _refuse(problems: list[str]) -> int:
+    for problem in problems:
+        print(f"nmrun: {problem}", file=sys.stderr)
+    return 2
+
+
+# --- one job -----------------------------------------------------------------------------------------------------------------
+
+_outcomes: list[dict[str, Any]] = []
+
+
+@hydra.main(config_path="pkg://nmrun.conf", config_name="nmrun", version_base="1.3")
+def _job(composed: DictConfig) -> float | None:
+    job = HydraConfig.get()
+    sweep = os.environ.get(SWEEP) if job.mode == RunMode.MULTIRUN else None
+    if sweep:
+        print(f"[{job.job.num + 1}/{os.environ.get(JOBS, '?')}] {' '.join(job.overrides.task)}".replace("\\:", ":"), flush=True)
+    outcome = _outcome(composed, sweep)
+    _outcomes.append(outcome)
+    if sweep:  # a file, since jobs may run in other processes
+        line = {key: outcome.get(key) for key in ("status", "folder", "error")} | {"overrides": list(job.overrides.task)}
+        with Path(job.sweep.dir, "jobs.jsonl").open("a") as record:
+            record.write(json.dumps(line) + "\n")
+        if outcome["status"] == "interrupted":
+            raise SystemExit(_exit_status(outcome))
+    value = outcome.get("metrics", {}).get("final", {}).get("eval/accuracy")  # what a Hydra sweeper such as Optuna optimises
+    return None if value is None else float(value)
+
+
+def _outcome(composed: DictConfig, sweep: str | None) -> dict[str, Any]:
+    try:
+        config = schema.check(composed)
+        folder = run_folder(config)
+        if not config.force and not config.dry and (result := _finished(folder)):
+            metrics = "  ".join(f"{key} {value:.4g}" for key, value in result["metrics"]["final"].items())
+            print(f"finished already: {metrics}\n  {folder} (force=true runs it again)", flush=True)
+            return {"status": "skipped", "folder": str(folder), "metrics": result["metrics"]}
+        from nmrun import runner
+
+        return runner.run(config, folder, sweep)
+    except ConfigError as error:
+        _refuse(error.problems)
+        return {"status": "refused", "folder": None, "error": "; ".join(error.problems)}
+
+
+def _finished(folder: Path) -> dict[str, Any] | None:
+    try:
+        result = json.loads((folder / "result.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return result if isinstance(result, dict) and result.get("status") == "finished" else None
+
+
+def _exit_status(outcome: dict[str, Any]) -> int:
+    if outcome["status"] == "interrupted":
+        return 128 + int(outcome["signal"])
+    return {"finished": 0, "skipped": 0, "planned": 0, "refused": 2}.get(outcome["status"], 1)
+
+
+def _summary(folder: Path, jobs: int) -> int:
+    """The closing lines of a sweep; 1 if a job failed or never reported."""
+    try:
+        done = [json.loads(line) for line in (folder / "jobs.jsonl").read_text().splitlines()]
+    except OSError:
+        done = []
+    count = {status: sum(d["status"] == status for d in done) for status in ("finished", "skipped", "planned")}
+    bad = [d for d in done if d["status"] not in count]
+    parts = [f"{number} {status}" for status, number in count.items() if number] + ([f"{len(bad)} not done"] if bad else [])
+    missing = jobs - len(done)
+    parts += [f"{missing} not reached"] if missing > 0 else []
+    print(f"sweep of {jobs}: {', '.join(parts) or 'nothing done'}")
+    for d in bad:
+        print(f"  {d['status']}: {' '.join(d['overrides'])}: {d['error'] or ''}  {d['folder'] or ''}".replace("\\:", ":").rstrip())
+    return 1 if bad or missing > 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

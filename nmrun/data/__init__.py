@@ -1,0 +1,1 @@
+"""Data sets, as plain tensors."""

@@ -1,0 +1,28 @@
+"""A perceptron over the raw pixels. Some pixels of digits are zero in every image, so some weights never get a gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+
+class MLP(nn.Module):
+    """``stem`` (pixels to ``hidden[0]``), ``inner.0``, ... (``hidden[i]`` to ``hidden[i + 1]``), ``head``; ReLU between. (B, ...) to (B, classes)."""
+
+    def __init__(self, shape: tuple[int, ...], classes: int, hidden: Sequence[int]) -> None:
+        super().__init__()
+        self.stem = nn.Linear(math.prod(shape), hidden[0])
+        self.inner = nn.ModuleList(nn.Linear(before, after) for before, after in zip(hidden, hidden[1:], strict=False))
+        self.head = nn.Linear(hidden[-1], classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x.flatten(1)).relu()
+        for layer in self.inner:
+            x = layer(x).relu()
+        return self.head(x)
+
+
+def build(shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (64, 64)) -> MLP:
+    return MLP(shape, classes, hidden)
