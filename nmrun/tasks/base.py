@@ -31,4 +31,4 @@ class Task(Protocol):
         """Metrics on split ``"val"`` or ``"test"``, ``loss`` and ``accuracy`` (0 to 1) among them. ``model`` is in evaluation mode."""
 
     def example(self) -> Batch:
-        """A batch of one training item, for counting FLOPs."""
+        """A small batch of training items (two, so that batch normalisation accepts it), for counting FLOPs."""

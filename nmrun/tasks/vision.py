@@ -42,8 +42,8 @@ class Classification:
 
     def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
         if self._order[0] != epoch:
-            # one generator an epoch, seeded by a pair; 2^32 epochs fit before two seeds share an order
-            generator = torch.Generator().manual_seed((self.seed << 32) + epoch)
+            # torch's CPU generator looks at the low 32 bits of a seed only, so the pair must be mixed into them
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
             self._order = (epoch, torch.randperm(len(self.images), generator=generator).to(self.images.device))
         chosen = self._order[1][index * self.batch_size : (index + 1) * self.batch_size]
         return [(self.images[part], self.labels[part]) for part in chosen.chunk(parts)]
@@ -67,4 +67,4 @@ class Classification:
         return {"loss": float(loss) / len(labels), "accuracy": float(right) / len(labels)}
 
     def example(self) -> Batch:
-        return self.images[:1], self.labels[:1]
+        return self.images[:2], self.labels[:2]
