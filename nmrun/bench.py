@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from nmrun import optim
+from nmrun import models, optim
 from nmrun.handle import sparsify
 from nmrun.patterns import Pattern
 from nmrun.sparsity.select import select
@@ -45,20 +45,6 @@ class Workload:
     exclude: tuple[str, ...] = ()
 
 
-def small_conv() -> nn.Module:
-    """The default model of ``nmrun``, for the 8x8 digits."""
-    from nmrun.models.small_conv import SmallConv
-
-    return SmallConv()
-
-
-def resnet18() -> nn.Module:
-    """ResNet-18 for 32x32 images: a 3x3 stem without pooling."""
-    from nmrun.models.resnet import resnet18
-
-    return resnet18()
-
-
 def transformer() -> nn.Module:
     """Six Transformer encoder layers of width 512, feed-forward width 2048, 8 heads."""
     layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
@@ -71,8 +57,8 @@ def tiny() -> nn.Module:
 
 
 WORKLOADS = {
-    "small_conv": Workload(small_conv, (64, 1, 8, 8), ("stem", "head")),
-    "resnet18": Workload(resnet18, (32, 3, 32, 32), ("conv1", "fc")),
+    "small_conv": Workload(lambda: models.build({"name": "small_conv"}, (1, 8, 8), 10), (64, 1, 8, 8), ("stem", "head")),
+    "resnet18": Workload(lambda: models.build({"name": "resnet18"}, (3, 32, 32), 10), (32, 3, 32, 32), ("conv1", "fc")),
     "transformer": Workload(transformer, (8, 128, 512)),
     "tiny": Workload(tiny, (8, 32)),
 }
@@ -115,9 +101,7 @@ Attach = Callable[[nn.Module, torch.optim.Optimizer, Pattern, Sequence[str]], An
 
 
 def _recipe(name: str, **arguments: Any) -> Attach:
-    return lambda model, optimizer, pattern, exclude: sparsify(
-        model, optimizer, name, pattern, exclude=exclude, **arguments
-    )
+    return lambda model, optimizer, pattern, exclude: sparsify(model, optimizer, name, pattern, exclude=exclude, **arguments)
 
 
 def _argsort(model: nn.Module, optimizer: torch.optim.Optimizer, pattern: Pattern, exclude: Sequence[str]) -> None:
@@ -244,8 +228,8 @@ def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
 def main(argv: Sequence[str]) -> int:
     """``nmrun bench``: measure, print the table, and with ``--out`` write it as Markdown and JSON."""
     parser = argparse.ArgumentParser(prog="nmrun bench", description=(__doc__ or "").split("\n\n")[0].replace("``", ""))
-    models = [name for name in WORKLOADS if name != "tiny"]
-    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=models, help=f"default: {' '.join(models)}")
+    names = [name for name in WORKLOADS if name != "tiny"]
+    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=names, help=f"default: {' '.join(names)}")
     parser.add_argument("--patterns", nargs="+", default=["2:4", "1:16"], metavar="N:M", help="default: 2:4 1:16")
     parser.add_argument("--recipes", nargs="+", choices=ARMS, default=list(ARMS), help="default: all of them")
     parser.add_argument("--rounds", type=int, default=20, help="ratios a recipe (default: 20)")

@@ -100,6 +100,11 @@ def _outcome(composed: DictConfig, sweep: str | None) -> dict[str, Any]:
             metrics = "  ".join(f"{key} {value:.4g}" for key, value in result["metrics"]["final"].items())
             print(f"finished already: {metrics}\n  {folder} (force=true runs it again)", flush=True)
             return {"status": "skipped", "folder": str(folder), "metrics": result["metrics"]}
+        if not config.dry:
+            try:  # before torch is imported for nothing
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"output_dir={config.output_dir}: {error.strerror}: {error.filename}") from None
         from nmrun import runner
 
         return runner.run(config, folder, sweep)

@@ -1,54 +1,73 @@
-"""What a run shows: a live progress line on a terminal, plain lines elsewhere; ``run.log`` keeps every line."""
+"""What a run says: on the screen, with a live line where that is a terminal, and as plain text in ``run.log``."""
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+REFRESH = 0.1  # seconds between two drawings of the live line
 
 
 class Console:
-    """Lines go to the screen and to ``log``; the progress line only to a terminal."""
+    """Lines for the reader. ``brief`` keeps details off the screen (in a sweep); ``run.log`` has them always.
 
-    def __init__(self, log: Path | None) -> None:
-        self._screen = RichConsole(highlight=False, soft_wrap=True)
-        self._log = log.open("a") if log is not None else None
-        self._progress: Progress | None = None
-        self._task: Any = None
+    ``log`` is opened at the first line, so a run that is refused leaves no file; None writes none.
+    """
 
-    def say(self, text: str) -> None:
-        """One or more lines."""
-        self._screen.print(text, markup=False)
-        if self._log is not None:
-            self._log.write(text + "\n")
-            self._log.flush()
+    def __init__(self, log: Path | None, brief: bool = False) -> None:
+        self.log, self.brief = log, brief
+        self._live: Any = None
+        self._drawn = 0.0
+        self.on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+
+    def say(self, text: str, error: bool = False) -> None:
+        """A line for the screen (standard error with ``error``) and the log."""
+        self.clear()
+        print(text, file=sys.stderr if error else sys.stdout, flush=True)
+        self.note(text)
+
+    def detail(self, text: str) -> None:
+        """A line for the log, and for the screen unless brief."""
+        self.note(text) if self.brief else self.say(text)
 
     def note(self, text: str) -> None:
-        """Into ``run.log`` alone: tracebacks."""
-        if self._log is not None:
-            self._log.write(text + "\n")
-            self._log.flush()
+        """A line for the log only."""
+        if self.log is not None:
+            with self.log.open("a", encoding="utf-8") as file:
+                file.write(text.rstrip("\n") + "\n")
 
-    def progress(self, done: int, total: int, text: str) -> None:
-        """Move the live line, on a terminal."""
-        if not self._screen.is_terminal:
+    def progress(self, step: int, total: int, status: Callable[[], str]) -> None:
+        """Redraw the live line, at most every ``REFRESH`` seconds; does nothing where there is no terminal."""
+        now = time.monotonic()
+        if not self.on_terminal or now - self._drawn < REFRESH:
             return
-        if self._progress is None:
-            columns = (BarColumn(bar_width=24), TextColumn("{task.description}"), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=self._screen, transient=True)
-            self._task = self._progress.add_task(text, total=total)
-            self._progress.start()
-        self._progress.update(self._task, completed=done, description=text)
+        self._drawn = now
+        if self._live is None:
+            self._live = _live_line(total)
+            self._live.start()
+        self._live.update(self._live.task_ids[0], completed=step, status=status())
+        self._live.refresh()
 
-    def stop_progress(self) -> None:
-        """Take the live line away."""
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+    def clear(self) -> None:
+        """Take the live line away; the next :meth:`progress` brings it back."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
 
-    def close(self) -> None:
-        self.stop_progress()
-        if self._log is not None:
-            self._log.close()
+
+def _live_line(total: int) -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        BarColumn(24),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}", markup=False),
+        TimeRemainingColumn(compact=True),
+    )
+    live = Progress(*columns, transient=True, auto_refresh=False)
+    live.add_task("", total=total, status="")
+    return live

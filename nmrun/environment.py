@@ -1,11 +1,13 @@
-"""Where and with what a result was made."""
+"""With which code, on which versions and on what a result was made."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
+import shlex
 import subprocess
 import sys
-from importlib import metadata
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +15,51 @@ import torch
 
 import nmrun
 
-LIBRARIES = ("torch", "torchvision", "hydra-core", "omegaconf", "numpy", "scikit-learn")
+PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "hydra-core", "wandb")
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Commit of the code (None outside a checkout) and whether it was changed, versions, device, command line."""
-    versions = {name: metadata.version(name) for name in LIBRARIES}
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    """Plain data: ``commit`` and ``dirty`` (null outside a checkout), versions, ``device``, ``threads``, ``command``."""
+    commit, dirty = _checkout()
     return {
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain")),
+        "commit": commit,
+        "dirty": dirty,
         "nmrun": nmrun.__version__,
         "python": platform.python_version(),
-        **versions,
-        "device": name,
+        **{package: _version(package) for package in PACKAGES},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({_processor()})",
         "threads": torch.get_num_threads(),
-        "command": " ".join(["nmrun", *sys.argv[1:]]),
+        "command": shlex.join(["nmrun", *sys.argv[1:]]),
     }
 
 
-def _git(*arguments: str) -> str | None:
-    folder = Path(nmrun.__file__).parent
-    if not (folder.parent / ".git").exists():
-        return None
+@cache
+def _version(package: str) -> str | None:
     try:
-        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
         return None
-    return done.stdout.strip()
 
 
+@cache
+def _checkout() -> tuple[str | None, bool | None]:
+    """The commit of the code, and whether files under version control differ from it."""
+    root = Path(nmrun.__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None, None
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=10
+            ).stdout.strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+    return commit, bool(changes)
+
+
+@cache
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -20,8 +20,9 @@ from nmrun.tasks.base import Task
 class Flops:
     """Floating-point operations for one training item (a multiplication and its addition are two).
 
-    ``forward_sparse`` counts N/M of each product with a sparse weight: what hardware that skips every zero could reach. ``backward`` is dense:
-    the gradient of a weight needs no sparse operand, and that of the input needs a mask that is N:M along the other dimension too.
+    ``forward_sparse`` counts N/M of each product with a sparse weight: what hardware that skips every zero could reach.
+    ``backward`` is dense: the product that gives a weight's gradient has no sparse operand, and the one that gives the input's
+    would need a mask that is N:M along the other dimension too.
     """
 
     forward: int
@@ -30,7 +31,7 @@ class Flops:
 
 
 def count(model: nn.Module, task: Task) -> Flops:
-    """Count one item of ``task`` through a copy of ``model`` on the meta device: nothing is computed, no state or random number changes."""
+    """Count one item of ``task`` through a copy of ``model`` on the meta device: nothing is computed, and no state changes."""
     twin = copy.deepcopy(model).to("meta")
     density: dict[int, float] = {}
     for weight in attached(twin):

@@ -1,264 +1,228 @@
-"""The training loop: micro-batches, precision, clipping, evaluation, checkpoints, signals.
+"""The training loop, the only one: micro-batches, precision, clipping, schedule, evaluation, checkpoints.
 
-Recipes do not appear here. They hang on ``optimizer.step`` (see ``nmrun.handle``), so this is the loop anyone would write.
+Recipes do not appear here. Their hooks hang on ``optimizer.step``, which sees the gradient of the whole batch, unscaled and
+clipped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from nmrun import checkpoint
+from nmrun import checkpoint, nonfinite
+from nmrun.build import Parts
 from nmrun.console import Console
 from nmrun.errors import RunError
-from nmrun.handle import Handle
 from nmrun.optim import schedule_factor
 from nmrun.schema import Config
-from nmrun.sparsity.export import baked_state_dict
-from nmrun.tasks.base import Task
+from nmrun.sparsity import baked_state_dict
 from nmrun.track import Tracker
 
-
-class Interrupted(Exception):
-    """SIGINT or SIGTERM arrived; a checkpoint of the last complete step is on disk."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succeed any more
 
 
 class Loop:
-    """Trains ``model`` from wherever the folder's checkpoint left off to the last step."""
+    """The training of one run; what changes while it goes on is in :meth:`state_dict`.
 
-    def __init__(
-        self, config: Config, task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle, folder: Path
-    ) -> None:
-        self.config, self.task, self.model, self.optimizer, self.handle, self.folder = config, task, model, optimizer, handle, folder
-        trainer, schedule = config.trainer, config.schedule
-        self.device = next(model.parameters()).device
-        self.steps_per_epoch = steps_per_epoch(config, task)
-        self.total_steps = trainer["epochs"] * self.steps_per_epoch
-        self.lr_factor = schedule_factor(
-            schedule["name"], round(schedule["warmup"] * self.total_steps), self.total_steps, schedule["final"]
-        )
-        self.base_lrs = [group["lr"] for group in optimizer.param_groups]
-        self.dtype = resolve_precision(trainer["precision"], self.device)
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.dtype == torch.float16)
-        self.forward = torch.compile(model, fullgraph=True) if trainer["compile"] else model
-        self.step = 0
-        self.best: dict[str, Any] = {}
-        self.events: list[str] = []  # what the recipe had to say
-        self.loss_sum = torch.zeros((), device=self.device)  # of the steps since the last line of the log
-        self.loss_count = 0
-        self._signal: int | None = None
+    ``step`` counts batches, ``updates`` the optimizer steps done (loss scaling may skip some). ``best`` is the evaluation with
+    the highest accuracy while the forward weights held the pattern (for dense training: of all), with its ``epoch``;
+    ``best_weights`` are the plain weights of that moment. ``seconds`` counts all sittings.
+    """
 
-    # --- one optimizer step ---------------------------------------------------------------------------------------------------
+    def __init__(self, config: Config, parts: Parts, console: Console) -> None:
+        self.trainer, self.console = config.trainer, console
+        self.task, self.model, self.optimizer, self.handle = parts.task, parts.model, parts.optimizer, parts.handle
+        self.device, self.precision, self.total_steps = parts.device, parts.precision, parts.total_steps
+        self.forward: Any = torch.compile(self.model, fullgraph=True) if self.trainer["compile"] else self.model
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+        schedule = config.schedule
+        warmup = round(schedule["warmup"] * self.total_steps)
+        self.lr_factor = schedule_factor(schedule["name"], warmup, self.total_steps, schedule["final"])
+        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
 
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        low = self.dtype != torch.float32
-        return torch.autocast(self.device.type, self.dtype) if low else contextlib.nullcontext()
+        self.step = self.updates = self.logged_step = 0
+        self.losses: list[Tensor] = []  # of the steps since ``logged_step``, left on the device until they are logged
+        self.best: dict[str, float] = {}
+        self.best_weights: dict[str, Tensor] = {}
+        self.events = self.handle.pop_events()
+        self.seconds = 0.0
+        self._shown: dict[str, float] = {}
 
-    def train_step(self) -> Tensor:
-        """One optimizer step on the next batch; returns its mean loss, on the device."""
-        trainer = self.config.trainer
-        for group, lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            group["lr"] = lr * self.lr_factor(self.step)
-        batch = self.task.batch(self.step // self.steps_per_epoch, self.step % self.steps_per_epoch)
+    def train(self, folder: Path, tracker: Tracker, stopped: Callable[[], bool]) -> bool:
+        """Train to the last step and return True, or False as soon as ``stopped()``; ``checkpoint.pt`` has the state then."""
+        earlier, began = self.seconds, time.perf_counter()
+        window_began, window_step = began, self.step
+        self.model.train()
+        while self.step < self.total_steps:
+            epoch, index = divmod(self.step, self.task.batches_per_epoch)
+            last = self.step + 1 == self.total_steps
+            epoch_ends = index + 1 == self.task.batches_per_epoch
+            log_due = last or (self.step + 1) % self.trainer["log_every"] == 0
+            evaluate_due = last or (epoch_ends and (epoch + 1) % self.trainer["eval_every"] == 0)
+            save_due = last or (epoch_ends and (epoch + 1) % self.trainer["checkpoint_every"] == 0)
+
+            self._train_step(epoch, index, measure_flips=log_due)
+            for event in self.handle.pop_events():
+                self.events.append(event)
+                self.console.say(f"  {event}")
+            row: dict[str, float] = {}
+            if log_due:
+                row |= self._training_row()
+                row["steps_per_second"] = (self.step - window_step) / (time.perf_counter() - window_began)
+            if evaluate_due:
+                row |= self._evaluation_row(epoch + 1)
+            if row:
+                tracker.log({"step": self.step, "epoch": epoch + 1, **row})
+                self._shown |= row
+            self.console.progress(self.step, self.total_steps, self._status)
+            if evaluate_due and not self.console.on_terminal:
+                self.console.detail(f"  {self._status()}")
+
+            self.seconds = earlier + time.perf_counter() - began
+            stop = stopped() and not last
+            if save_due or stop:
+                self._check_losses()
+                tracker.sync()
+                checkpoint.save(folder / "checkpoint.pt", self.state_dict())
+            if stop:
+                return False
+            if row:
+                window_began, window_step = time.perf_counter(), self.step
+        return True
+
+    def _train_step(self, epoch: int, index: int, measure_flips: bool) -> None:
+        batches = self.task.micro_batches(epoch, index, self.trainer["accumulate"])
+        items = sum(self.task.size(batch) for batch in batches)
         total = torch.zeros((), device=self.device)
-        for part in self.task.split(batch, trainer["accumulate"]):
-            with self._autocast():
-                loss = self.task.loss(self.forward, part) * (self.task.count(part) / self.task.count(batch))
-            if self.device.type == "cpu" and not math.isfinite(loss.item()):
-                self._explain_non_finite(part)
+        for batch in batches:
+            with self.autocast():
+                loss = self.task.loss(self.forward, batch) * (self.task.size(batch) / items)
             self.scaler.scale(loss).backward()
             total += loss.detach()
+        self.step += 1
+        self.losses.append(total)
+        if self.device.type == "cpu":  # elsewhere it would wait for the device: there losses are read when a row is logged
+            self._check_losses()
+
         self.scaler.unscale_(self.optimizer)
-        if trainer["clip"] is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), trainer["clip"])
+        if self.trainer["clip"] is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.trainer["clip"])
+        factor = self.lr_factor(self.updates)
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base * factor
+        self.handle.measure_flips = measure_flips
+        scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.optimizer.zero_grad()
-        self.step += 1
-        return total
+        self.updates += int(self.scaler.get_scale() >= scale)  # a lower scale: this step was skipped
+        self.optimizer.zero_grad(set_to_none=True)
 
-    def _explain_non_finite(self, batch: Any) -> None:
-        """Raise RunError naming the first layer that turned a finite input into a non-finite output."""
-        culprit: list[str] = []
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of every forward pass."""
+        if self.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, DTYPES[self.precision])
 
-        def watch(name: str) -> Any:
-            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-                if isinstance(output, Tensor) and not output.isfinite().all() and not culprit:
-                    culprit.append(name)
+    # --- what is logged -----------------------------------------------------------------------------------------------------
 
-            return hook
+    def _training_row(self) -> dict[str, float]:
+        losses = self._check_losses()
+        self.losses, self.logged_step = [], self.step
+        row = {"train/loss": sum(losses) / len(losses), "lr": float(self.optimizer.param_groups[0]["lr"])}
+        if self.scaler.is_enabled():
+            row["loss_scale"] = self.scaler.get_scale()
+        return row | self.handle.metrics()
 
-        leaves = [(name, m) for name, m in self.model.named_modules() if name and not any(True for _ in m.children())]
-        leaves += [(name, m) for name, m in self.model.named_modules() if name and hasattr(m, "parametrizations")]
-        hooks = [module.register_forward_hook(watch(name)) for name, module in leaves]
-        with torch.no_grad(), self._autocast():
-            self.task.loss(self.model, batch)
-        for hook in hooks:
-            hook.remove()
-        broken = [name for name, p in self.model.named_parameters() if not p.isfinite().all()]
-        where = f"first in layer {culprit[0]}" if culprit else "in the loss itself, every layer's output is finite"
-        weights = f"; not finite any more: {', '.join(broken[:4])}" if broken else ""
-        raise RunError(
-            f"the loss is not finite at step {self.step + 1} ({where}{weights}). Try a lower optimizer.lr, trainer.clip=1.0, "
-            "schedule.warmup=0.05" + ("" if self.dtype == torch.float32 else " or trainer.precision=fp32")
-        )
-
-    # --- the run ----------------------------------------------------------------------------------------------------------------
-
-    def run(self, tracker: Tracker, console: Console) -> dict[str, Any]:
-        """Train to the end; returns ``{"final": {...}, "best": {...}}``. Raises Interrupted or RunError."""
-        trainer = self.config.trainer
-        started, since = time.perf_counter(), self.step
-        with self._signals():
-            while self.step < self.total_steps:
-                self.model.train()
-                logs = (self.step + 1) % trainer["log_every"] == 0 or self.step + 1 == self.total_steps
-                self.handle.measure_flips = logs
-                self.loss_sum += self.train_step()
-                self.loss_count += 1
-                epoch, epoch_ends = self.step / self.steps_per_epoch, self.step % self.steps_per_epoch == 0
-                for event in self.handle.pop_events():
-                    self.events.append(event)
-                    console.say(event)
-                if logs:
-                    loss = float(self.loss_sum) / self.loss_count
-                    if not math.isfinite(loss):
-                        self._explain_non_finite(self.task.batch((self.step - 1) // self.steps_per_epoch, 0))
-                    speed = (self.step - since) / (time.perf_counter() - started)
-                    lr = self.optimizer.param_groups[0]["lr"]
-                    row = {"step": self.step, "epoch": round(epoch, 4), "train/loss": loss, "lr": lr, "steps_per_second": round(speed, 2)}
-                    tracker.log({**row, **self.handle.metrics()})
-                    phase = "" if not self.handle.sparse else f"  {self.handle.phase}"
-                    text = f"epoch {epoch:.1f}/{trainer['epochs']}  loss {loss:.4f}  lr {lr:.2g}{phase}  {speed:.0f} steps/s"
-                    console.progress(self.step, self.total_steps, text)
-                    self.loss_sum.zero_()
-                    self.loss_count = 0
-                last = self.step == self.total_steps
-                if last or (epoch_ends and round(epoch) % trainer["eval_every"] == 0):
-                    self._evaluate(tracker, console, round(epoch, 4))
-                if last or self._signal is not None or (epoch_ends and round(epoch) % trainer["checkpoint_every"] == 0):
-                    self.save()
-                if self._signal is not None and not last:
-                    raise Interrupted(self._signal)
-        console.stop_progress()
-        return self._final_metrics()
-
-    def _evaluate(self, tracker: Tracker, console: Console, epoch: float) -> None:
-        values = self.evaluate("eval")
-        row: dict[str, Any] = {"step": self.step, "epoch": epoch, **values}
+    def _evaluation_row(self, epoch: int) -> dict[str, float]:
+        row = self.evaluate("val")
         if self.handle.sparse:
-            report = self.handle.report()
+            report = self.handle.report()  # of the projected weights; in a dense phase the forward pass uses others
             row["sparsity/density"] = report["density"] if self.handle.is_sparse else 1.0
-            row["sparsity/holds"] = self.handle.is_sparse and all(layer["holds"] for layer in report["layers"])
-        tracker.log(row)
-        score = values[f"eval/{self.task.metric}"]
-        # while the forward pass is still dense, its score says nothing about the sparse model
-        if (self.handle.is_sparse or not self.handle.sparse) and score > self.best.get(f"eval/{self.task.metric}", -math.inf):
-            self.best = {"epoch": epoch, **values}
-            self.save_model("best.safetensors")
-        shown = "  ".join(f"{name} {value:.4f}" for name, value in values.items())
-        console.say(f"epoch {epoch:g}/{self.config.trainer['epochs']}  {shown}" + (f"  {self.handle.phase}" if self.handle.sparse else ""))
+            row["sparsity/holds"] = float(self.handle.is_sparse and all(layer["holds"] for layer in report["layers"]))
+        if (self.handle.is_sparse or not self.handle.sparse) and row["eval/accuracy"] > self.best.get("eval/accuracy", -1.0):
+            self.best = {**{key: value for key, value in row.items() if key.startswith("eval/")}, "epoch": epoch}
+            self.best_weights = baked_state_dict(self.model)
+        return row
 
     def evaluate(self, split: str) -> dict[str, float]:
-        """The task's metrics on a split, as ``eval/accuracy`` and so on."""
+        """The task's metrics with the weights as they are: ``eval/...`` for split ``"val"``, ``test/...`` for ``"test"``."""
         self.model.eval()
-        with torch.no_grad(), self._autocast():
-            return {f"{split}/{name}": value for name, value in self.task.evaluate(self.forward, split).items()}
+        with torch.no_grad(), self.autocast():
+            metrics = self.task.evaluate(self.model, split)
+        self.model.train()
+        return {f"{'eval' if split == 'val' else split}/{key}": value for key, value in metrics.items()}
 
-    def _final_metrics(self) -> dict[str, Any]:
-        from safetensors.torch import load_file
+    def _status(self) -> str:
+        epoch = -(-self.step // self.task.batches_per_epoch)
+        shown = [
+            ("loss", "train/loss", ".4f"),
+            ("accuracy", "eval/accuracy", ".4f"),
+            ("lr", "lr", ".2e"),
+            ("steps/s", "steps_per_second", ".0f"),
+        ]
+        parts = [f"{word} {self._shown[key]:{form}}" for word, key, form in shown if key in self._shown]
+        parts += [f"{self.handle.phase} phase"] if self.handle.sparse else []
+        return "  ".join([f"epoch {epoch}/{self.trainer['epochs']}", f"step {self.step}", *parts])
 
-        self.save_model("model.safetensors")
-        final = {**self.evaluate("eval"), **self.evaluate("test")}
-        best = dict(self.best)
-        path = self.folder / "best.safetensors"
-        if best and path.exists():  # the test split is looked at once, at the end, for the last and for the best weights
-            plain = self.task.model(self.config.model).to(self.device)
-            plain.load_state_dict(load_file(path, device=str(self.device)))
-            plain.eval()
-            with torch.no_grad(), self._autocast():
-                best |= {f"test/{name}": value for name, value in self.task.evaluate(plain, "test").items()}
-        return {"final": final, "best": best}
+    # --- what can go wrong --------------------------------------------------------------------------------------------------
 
-    # --- saving and resuming ------------------------------------------------------------------------------------------------------
+    def _check_losses(self) -> list[float]:
+        """The losses since the last training row. Raises RunError, with what is known, if one is not finite."""
+        losses: list[float] = torch.stack(self.losses).tolist() if self.losses else []
+        for step, loss in enumerate(losses, self.logged_step + 1):
+            if not math.isfinite(loss):
+                raise RunError(self._diagnosis(step, f"the loss is {loss}"))
+        if self.scaler.is_enabled() and self.scaler.get_scale() < SMALLEST_SCALE:
+            raise RunError(self._diagnosis(self.step, "no gradient is finite, however small the loss scale"))
+        return losses
 
-    def save(self) -> None:
-        """Write ``checkpoint.pt``: all that the rest of the run depends on."""
-        state = {
-            "step": self.step,
-            "best": self.best,
-            "events": self.events,
-            "loss": [float(self.loss_sum), self.loss_count],
+    def _diagnosis(self, step: int, what: str) -> str:
+        epoch, index = divmod(step - 1, self.task.batches_per_epoch)
+        batches = self.task.micro_batches(epoch, index, self.trainer["accumulate"])
+        where = nonfinite.culprit(self.model, self.task, batches, self.autocast)
+        advice = [f"a lower optimizer.lr (it was {self.base_lrs[0] * self.lr_factor(self.updates):.3g})"]
+        advice += ["trainer.clip=1"] if self.trainer["clip"] is None else []
+        advice += ["trainer.precision=bf16 or fp32"] if self.precision == "fp16" else []
+        advice += ["trainer.precision=fp32"] if self.precision == "bf16" else []
+        return f"step {step}: {what}; the first non-finite value is {where}. Try {', '.join(advice)}"
+
+    # --- saving -------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs to end with the same bits: tensors and plain data."""
+        return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "handle": self.handle.state_dict(),
             "scaler": self.scaler.state_dict(),
             "random": checkpoint.random_state(),
+            "loop": {
+                "step": self.step,
+                "updates": self.updates,
+                "logged_step": self.logged_step,
+                "losses": list(self.losses),
+                "best": self.best,
+                "best_weights": self.best_weights,
+                "events": self.events,
+                "seconds": self.seconds,
+            },
         }
-        checkpoint.save(self.folder / "checkpoint.pt", state)
 
-    def resume(self) -> bool:
-        """Go back to the checkpoint if there is one. Raises whatever a damaged file makes torch raise."""
-        state = checkpoint.load(self.folder / "checkpoint.pt", self.device)
-        if state is None:
-            return False
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.handle.load_state_dict(state["handle"])
         self.scaler.load_state_dict(state["scaler"])
         checkpoint.restore_random_state(state["random"])
-        self.step, self.best, self.events = state["step"], state["best"], state["events"]
-        self.handle.pop_events()  # said before the interruption
-        self.loss_sum.fill_(state["loss"][0])
-        self.loss_count = state["loss"][1]
-        return True
-
-    def save_model(self, name: str) -> None:
-        """The weights as the forward pass of a finished model uses them: plain keys, exactly N:M."""
-        state = {key: tensor.contiguous().cpu() for key, tensor in baked_state_dict(self.model).items()}
-        checkpoint.write_atomically(self.folder / name, lambda path: save_file(state, path))
-
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        """A first SIGINT or SIGTERM lets the current step finish and be saved; a second one ends the process at once."""
-
-        def note(number: int, frame: Any) -> None:
-            self._signal = number
-            for each in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(each, signal.SIG_DFL)
-
-        try:
-            before = {each: signal.signal(each, note) for each in (signal.SIGINT, signal.SIGTERM)}
-        except ValueError:  # not the main thread: the host program owns the signals
-            before = {}
-        try:
-            yield
-        finally:
-            for each, handler in before.items():
-                signal.signal(each, handler)
-
-
-def steps_per_epoch(config: Config, task: Task) -> int:
-    """Optimizer steps an epoch: one a batch, at most ``trainer.limit_batches``."""
-    limit = config.trainer["limit_batches"]
-    return task.batches_per_epoch if limit is None else min(limit, task.batches_per_epoch)
-
-
-def resolve_precision(name: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bf16 on a GPU that has it, else fp32."""
-    if name == "auto":
-        name = "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+        for name, value in state["loop"].items():
+            setattr(self, name, value)
+        self.losses = [loss.to(self.device) for loss in self.losses]

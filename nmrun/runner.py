@@ -1,200 +1,248 @@
-"""One run, from a checked config to ``result.json``."""
+"""One run, from a checked config to a run folder with its result."""
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
+import math
 import os
-import random
 import shutil
-import time
+import signal
+import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from omegaconf import OmegaConf
+from safetensors.torch import save as safetensors_bytes
+from torch import Tensor
 
-import nmrun
-from nmrun import checkpoint, environment, optim, plan, tasks
+from nmrun import checkpoint, environment, plan
+from nmrun.build import build
 from nmrun.console import Console
 from nmrun.errors import ConfigError, RunError
-from nmrun.handle import Handle
 from nmrun.identity import identity
-from nmrun.loop import Interrupted, Loop, steps_per_epoch
+from nmrun.loop import Loop
 from nmrun.schema import Config
-from nmrun.track import Tracker, start_wandb
+from nmrun.track import Tracker
+
+FILES = ("checkpoint.pt", "result.json", "metrics.jsonl", "run.log", "config.yaml", "model.safetensors", "best.safetensors")
 
 
 def run(config: Config, folder: Path, sweep: str | None = None) -> dict[str, Any]:
-    """Train what ``config`` describes and leave the result in ``folder``; goes on from a checkpoint found there.
+    """Train what ``config`` asks for in ``folder``; returns what is in ``result.json``, and the ``folder``.
 
-    Returns what ``result.json`` holds plus ``folder``, and ``signal`` after an interrupt; ``status`` is ``finished``, ``failed``,
-    ``interrupted`` or (``dry=true``, nothing written) ``planned``. Raises ConfigError for a mistake that shows only now.
+    ``status`` is ``finished``, ``failed`` (with ``error``), ``interrupted`` (with ``signal``), or, without a file, ``planned``
+    for a dry run and ``skipped`` where another process has just finished the same run. ``sweep`` names the sweep it belongs
+    to: its W&B group, and fewer lines on the screen. Raises ConfigError for a mistake that only the built model or the file
+    system shows.
     """
-    device = choose_device(config.trainer["device"])
     if config.dry:
-        console = Console(None)
-        loop, parameters = build(config, folder, device)
-        console.say("\n".join(plan.lines(config, loop, parameters)))
-        return {"status": "planned", "folder": str(folder)}
+        parts = build(config)
+        print(
+            "\n".join([plan.title(config), *plan.lines(config, parts), *(f"  {event}" for event in parts.handle.pop_events())]),
+            flush=True,
+        )
+        return {"status": "planned", "id": identity(config), "folder": str(folder)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"{folder} cannot be written to")
     except OSError as error:
-        raise ConfigError(f"output_dir={config.output_dir}: {error.strerror}: {error.filename}") from None
-    with _locked(folder):
-        if config.force or not config.resume:
-            _clear(folder)
-        return _run(config, folder, sweep, device)
+        raise ConfigError(f"output_dir={config.output_dir}: {error}") from None
+    with _lock(folder) as ours:
+        if not ours:
+            print(f"nmrun: another process is at work on this very run: {folder}", file=sys.stderr, flush=True)
+            return {"status": "failed", "error": "another process is at work on this very run", "folder": str(folder)}
+        done = _finished(folder)
+        if done is not None and not config.force:
+            return {**done, "status": "skipped", "folder": str(folder)}
+        return {**_Run(config, folder, sweep).result(), "folder": str(folder)}
 
 
-def _run(config: Config, folder: Path, sweep: str | None, device: torch.device) -> dict[str, Any]:
-    started = time.perf_counter()
-    (folder / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config.plain)))
-    console = Console(folder / "run.log")
-    result: dict[str, Any] = {
-        "status": "failed",
-        "id": identity(config),
-        "config": config.plain,
-        "metrics": {"final": {}, "best": {}},
-        "sparsity": {},
-        "events": [],
-        "environment": environment.describe(device),
-        "seconds": 0.0,
-    }
-    tracker: Tracker | None = None
-    extra: dict[str, Any] = {}
-    try:
-        loop, parameters = build(config, folder, device)
-        console.say("\n".join(plan.lines(config, loop, parameters)))
-        earlier = _resume(loop, folder, console)
-        wandb_run, where = start_wandb(config, result["id"], folder, sweep)
-        if where and where not in ("online", "offline"):
-            console.say(f"W&B: {where}")
-        tracker = Tracker(folder, loop.step, wandb_run)
-        result["metrics"] = loop.run(tracker, console)
-        result["sparsity"], result["events"] = loop.handle.report(), loop.events
-        result["status"] = "finished"
-        seconds = earlier + time.perf_counter() - started
-        console.say(closing(result, loop.handle, seconds))
-    except Interrupted as stop:
-        extra["signal"] = stop.number
-        result["status"], result["error"] = "interrupted", f"{stop} at step {loop.step} of {loop.total_steps}"
-        console.stop_progress()
-        console.say(f"interrupted by {result['error']}; the same command goes on from there")
-    except ConfigError:
-        console.close()
-        raise
-    except RunError as error:
-        result["error"] = str(error)
-        console.stop_progress()
-        console.say(f"failed: {error}")
-    except Exception as error:
-        result["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        console.stop_progress()
-        console.say(f"failed: {result['error']} (traceback in {folder / 'run.log'})")
-        console.note(traceback.format_exc())
-    result["seconds"] = round(time.perf_counter() - started, 3)
-    checkpoint.write_atomically(folder / "result.json", lambda path: path.write_text(json.dumps(result, indent=2) + "\n"))
-    if tracker is not None:
-        tracker.finish(result["metrics"], result["status"])
-    console.say(f"  {folder}")
-    console.close()
-    return {**result, "folder": str(folder), **extra}
+class _Run:
+    """A run whose folder is ours."""
 
+    def __init__(self, config: Config, folder: Path, sweep: str | None) -> None:
+        self.config, self.folder, self.sweep = config, folder, sweep
+        self.console = Console(folder / "run.log", brief=sweep is not None)
+        self.signals = Signals()
+        self.loop: Loop | None = None
+        self.tracker: Tracker | None = None
 
-def build(config: Config, folder: Path, device: torch.device) -> tuple[Loop, int]:
-    """Seed everything, then task, model, optimizer, recipe and loop. Returns the loop and the number of parameters."""
-    trainer = config.trainer
-    if trainer["threads"] is not None:
-        torch.set_num_threads(trainer["threads"])
-    random.seed(config.seed)
-    np.random.seed(config.seed % 2**32)
-    torch.manual_seed(config.seed)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS needs to be deterministic
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    task = tasks.build(config, device)
-    total_steps = trainer["epochs"] * steps_per_epoch(config, task)
-    model = task.model(config.model).to(device)
-    parameters = sum(p.numel() for p in model.parameters())
-    optimizer = build_optimizer(config.optimizer, model)
-    hyper = {key: value for key, value in config.recipe.items() if key not in ("name", "_target_")}
-    try:
-        handle = nmrun.sparsify(
-            model,
-            optimizer,
-            config.recipe.get("_target_", config.recipe["name"]),
-            config.pattern or "1:1",
-            total_steps,
-            config.model["include"],
-            config.model["exclude"] or (),
-            **hyper,
-        )
-    except (ValueError, TypeError) as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
-    return Loop(config, task, model, optimizer, handle, folder), parameters
-
-
-def build_optimizer(optimizer: dict[str, Any], model: torch.nn.Module) -> torch.optim.Optimizer:
-    """Adam or AdamW whose second moment can be frozen, or SGD."""
-    settings = {key: value for key, value in optimizer.items() if key != "name"}
-    if optimizer["name"] == "sgd":
-        return torch.optim.SGD(model.parameters(), **settings)
-    settings["betas"] = tuple(settings["betas"])
-    return {"adam": optim.Adam, "adamw": optim.AdamW}[optimizer["name"]](model.parameters(), **settings)
-
-
-def choose_device(name: str) -> torch.device:
-    """``auto`` is a GPU where there is one."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("trainer.device=cuda: torch sees no CUDA device here; use auto or cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def closing(result: dict[str, Any], handle: Handle, seconds: float) -> str:
-    """The last lines of a finished run."""
-    final, best = result["metrics"]["final"], result["metrics"]["best"]
-    text = "finished: " + "  ".join(f"{name} {value:.4f}" for name, value in final.items()) + f"  in {seconds:.1f} s"
-    if best:
-        values = "  ".join(f"{name} {value:.4f}" for name, value in best.items() if name != "epoch")
-        text += f"\n  best by validation, epoch {best['epoch']:g}: {values}"
-    if handle.sparse:
-        report = result["sparsity"]
-        holds = sum(layer["holds"] for layer in report["layers"])
-        text += f"\n  {report['pattern']} holds in {holds} of {len(report['layers'])} sparse layers, density {report['density']:.4f}"
-    return text
-
-
-def _resume(loop: Loop, folder: Path, console: Console) -> float:
-    """Load the checkpoint, if any; returns the seconds that the run had taken by then."""
-    try:
-        if not loop.resume():
-            return 0.0
-    except Exception as error:  # damaged from outside: a checkpoint is replaced in one step
-        raise ConfigError(
-            f"{folder / 'checkpoint.pt'} cannot be loaded ({type(error).__name__}); force=true starts the run again from the beginning"
-        ) from None
-    console.say(f"resumed at step {loop.step} of {loop.total_steps}")
-    try:
-        return float(json.loads((folder / "result.json").read_text())["seconds"])
-    except (OSError, ValueError, KeyError):
-        return 0.0
-
-
-def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.name != ".lock":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    with (folder / ".lock").open("w") as lock:
+    def result(self) -> dict[str, Any]:
+        """Train, and write ``result.json`` whatever happens (but for a configuration error, which leaves nothing)."""
+        outcome: dict[str, Any]
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"{folder} is in use by another process that does this very run") from None
-        yield
+            outcome = self._train()
+        except ConfigError:
+            with contextlib.suppress(OSError):
+                os.removedirs(self.folder)  # the empty folders only
+            raise
+        except KeyboardInterrupt:
+            outcome = {"status": "interrupted", "signal": int(signal.SIGINT)}
+        except Exception as error:
+            self.console.note(traceback.format_exc())
+            lines = str(error).strip().splitlines() or [""]
+            outcome = {
+                "status": "failed",
+                "error": lines[0] if isinstance(error, RunError) else f"{type(error).__name__}: {lines[0]}",
+            }
+        result = _strict(
+            {
+                "status": outcome["status"],
+                "id": identity(self.config),
+                "config": self.config.plain,
+                "metrics": {"final": {}, "best": self.loop.best if self.loop else {}},
+                "sparsity": self.loop.handle.report() if self.loop else {},
+                "events": self.loop.events if self.loop else [],
+                "environment": environment.describe(self.loop.device if self.loop else torch.device("cpu")),
+                "seconds": round(self.loop.seconds, 3) if self.loop else 0.0,
+                **outcome,
+            }
+        )
+        checkpoint.write(self.folder / "result.json", json.dumps(result, indent=2) + "\n")
+        if self.tracker is not None:
+            summary = {key: value for key, value in result.items() if key not in ("id", "config")}
+            self.tracker.finish(summary, 0 if result["status"] == "finished" else 1)
+        self._say_result(result)
+        if result["status"] == "finished" and self.signals.caught is not None:  # too late for this run, but a sweep has to stop
+            return {**result, "status": "interrupted", "signal": self.signals.caught}
+        return result
+
+    def _train(self) -> dict[str, Any]:
+        config, folder = self.config, self.folder
+        parts = build(config)
+        state, complaint = self._state_to_go_on_from()
+        if state is None:
+            for name in FILES:
+                (folder / name).unlink(missing_ok=True)
+            shutil.rmtree(folder / "wandb", ignore_errors=True)
+        (folder / "result.json").unlink(missing_ok=True)
+        checkpoint.write(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config.plain)))
+        self.console.say(plan.title(config))
+        if complaint:
+            self.console.say(f"  {complaint}")
+        for line in plan.lines(config, parts):
+            self.console.detail(line)
+        loop = self.loop = Loop(config, parts, self.console)
+        if state is None:
+            for event in loop.events:
+                self.console.say(f"  {event}")
+        else:
+            try:
+                loop.load_state_dict(state)
+            except (KeyError, RuntimeError, ValueError, TypeError) as error:
+                raise RunError(
+                    f"checkpoint.pt does not fit this version of the code; force=true starts over ({error})"
+                ) from error
+            self.console.say(f"  goes on at step {loop.step} of {loop.total_steps}")
+        self.tracker = Tracker(folder, config.plain, identity(config), self.sweep, loop.step, self.console.say)
+
+        with self.signals:
+            if not loop.train(folder, self.tracker, lambda: self.signals.caught is not None):
+                return {"status": "interrupted", "signal": self.signals.caught}
+            report = parts.handle.report()
+            parts.handle.finalize()  # from here on, what is evaluated is what is saved
+            final, best = loop.evaluate("val") | loop.evaluate("test"), dict(loop.best)
+            _save_weights(folder / "model.safetensors", parts.model.state_dict())
+            if best:
+                _save_weights(folder / "best.safetensors", loop.best_weights)
+                parts.model.load_state_dict(loop.best_weights)
+                best |= loop.evaluate("test")
+        return {"status": "finished", "metrics": {"final": final, "best": best}, "sparsity": report}
+
+    def _state_to_go_on_from(self) -> tuple[dict[str, Any] | None, str]:
+        """A checkpoint, if there is one and it is wanted; else a word on what is wrong with it, if something is."""
+        if self.config.force or not self.config.resume:
+            return None, ""
+        try:
+            return checkpoint.load(self.folder / "checkpoint.pt"), ""
+        except ValueError as error:
+            return None, f"checkpoint.pt is damaged, starting over ({error})"
+
+    def _say_result(self, result: dict[str, Any]) -> None:
+        say = self.console.say
+        if result["status"] == "failed":
+            say(f"nmrun: failed: {result['error']}\n  {self.folder} (run.log has the traceback)", error=True)
+        elif result["status"] == "interrupted":
+            at = f" at step {self.loop.step} of {self.loop.total_steps}" if self.loop else ""
+            say(f"  interrupted{at}; the same command goes on from the last checkpoint\n  {self.folder}")
+        else:
+            final, best, layers = result["metrics"]["final"], result["metrics"]["best"], result["sparsity"]["layers"]
+            held = sum(layer["holds"] for layer in layers)
+            pattern = f"; {result['sparsity']['pattern']} holds in {held} of {len(layers)} sparse layers" if layers else ""
+            say(f"  accuracy: {_accuracies(final)}{pattern}; {result['seconds']:.1f} s")
+            if best:
+                self.console.detail(f"  best epoch by validation, {best['epoch']}: {_accuracies(best)}")
+            say(f"  {self.folder}")
+
+
+class Signals:
+    """While entered, the first SIGINT or SIGTERM is noted in ``caught``, for training to stop; a second one acts at once."""
+
+    def __init__(self) -> None:
+        self.caught: int | None = None
+        self._former: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        with contextlib.suppress(ValueError):  # not in the main thread: whoever runs us there handles signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._former[number] = signal.signal(number, self._catch)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, former in self._former.items():
+            signal.signal(number, former)
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self.caught = number
+        self.__exit__()
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[bool]:
+    """Whether this process alone works on the folder. The lock goes with the process, however that ends."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        yield True
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(handle)
+
+
+def _finished(folder: Path) -> dict[str, Any] | None:
+    try:
+        result = json.loads((folder / "result.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return result if isinstance(result, dict) and result.get("status") == "finished" else None
+
+
+def _accuracies(metrics: dict[str, float]) -> str:
+    return f"test {metrics['test/accuracy']:.4f}, validation {metrics['eval/accuracy']:.4f}"
+
+
+def _save_weights(path: Path, weights: dict[str, Tensor]) -> None:
+    checkpoint.write(
+        path, safetensors_bytes({name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()})
+    )
+
+
+def _strict(value: Any) -> Any:
+    """Plain data that every JSON reader accepts: numbers that are not finite become null."""
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

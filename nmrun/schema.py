@@ -121,7 +121,7 @@ CHECKS: dict[str, Check] = {
 # Inputs of the layers that may be sparse in the built-in models, known without building them (the runner asks the model itself).
 SPARSE_INPUTS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
     "small_conv": lambda model: model["channels"][:-1],
-    "mlp": lambda model: [64, *model["hidden"][:-1]],
+    "mlp": lambda model: model["hidden"][:-1],
     "resnet18": lambda model: [64, 128, 256, 512],
 }
 

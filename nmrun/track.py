@@ -1,104 +1,139 @@
-"""What a run writes down: ``metrics.jsonl`` always, W&B besides where it is wanted and at hand."""
+"""Where the numbers go: ``metrics.jsonl`` always, and Weights & Biases, which must never stop or delay a run."""
 
 from __future__ import annotations
 
 import json
+import math
 import netrc
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from nmrun.schema import Config, flatten
+from nmrun import checkpoint
+
+INIT_TIMEOUT = 15.0  # seconds that an online W&B may take to answer, once a process
+FINISH_TIMEOUT = 60.0  # seconds that it may take to upload the rest at the end; what is left stays on disk for wandb sync
+_unreachable = False  # W&B did not answer in this process: do not wait for it again in the next run of a sweep
 
 
 class Tracker:
-    """One object a line into ``metrics.jsonl``, and the same into W&B if ``wandb_run`` is given."""
+    """One run's metrics. Rows are dictionaries with ``step`` and ``epoch``; a resumed run goes on where its checkpoint was."""
 
-    def __init__(self, folder: Path, from_step: int, wandb_run: Any = None) -> None:
-        self._path = folder / "metrics.jsonl"
-        self._wandb = wandb_run
-        kept = rows_up_to(self._path, from_step) if from_step else []
-        self._path.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        self._file = self._path.open("a")
+    def __init__(
+        self, folder: Path, config: dict[str, Any], run_id: str, group: str | None, step: int, say: Callable[[str], None]
+    ) -> None:
+        """``step``: where training begins, 0 unless resumed. Rows of later steps are dropped, since they will come again."""
+        path = folder / "metrics.jsonl"
+        self._history = _rows_up_to(path, step)
+        checkpoint.write(path, "".join(f"{json.dumps(row)}\n" for row in self._history))
+        self._file = path.open("a")
+        self._say = say
+        self._run: Any = None
+        if config["track"]["name"] == "wandb":
+            self._wandb(lambda: self._start(folder, config, run_id, group))
 
     def log(self, row: dict[str, Any]) -> None:
-        """``step`` and what was measured after that many optimizer steps."""
+        """Write one row. Numbers that are not finite become null, which every JSON reader knows."""
+        row = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
-        if self._wandb is not None:
-            self._wandb.log({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+        if self._run is not None:
+            self._wandb(lambda: self._run.log(row, step=row["step"]))
 
-    def finish(self, summary: dict[str, Any], status: str) -> None:
-        """Close the files and end the W&B run with this summary."""
+    def sync(self) -> None:
+        """Put the rows on disk; called before a checkpoint that counts on them."""
+        os.fsync(self._file.fileno())
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        """Close all; ``summary`` is nested plain data."""
         self._file.close()
-        if self._wandb is not None:
-            self._wandb.summary.update({"status": status, **flatten(summary)})
-            self._wandb.finish(exit_code=0 if status == "finished" else 1)
+        if self._run is not None:
+            self._wandb(lambda: self._run.summary.update(summary))
+            self._wandb(lambda: self._run.finish(exit_code=exit_code))
 
+    # --- Weights & Biases ---------------------------------------------------------------------------------------------------
 
-def rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    """The rows a resumed run keeps: those up to the step of its checkpoint. A last line cut off by a kill is dropped."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    def _wandb(self, action: Callable[[], Any]) -> None:
         try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if row["step"] <= step:
-            rows.append(row)
-    return rows
+            action()
+        except Exception as error:  # a missing, broken or unreachable wandb costs one line, not the run
+            self._run = None
+            reason = (str(error).strip().splitlines() or [""])[0]
+            self._say(f"W&B is off for this run ({type(error).__name__}: {reason}); metrics.jsonl has everything")
 
-
-def start_wandb(config: Config, ident: str, folder: Path, sweep: str | None) -> tuple[Any, str]:
-    """A W&B run and where it goes, or ``(None, why not)``. Never asks, never raises, and waits for a network 10 s at most.
-
-    Offline unless logged in (an API key in the environment or in ~/.netrc); ``WANDB_MODE`` and ``track.mode`` are honoured.
-    """
-    track = config.track
-    if track["name"] != "wandb":
-        return None, ""
-    mode = os.environ.get("WANDB_MODE") or track["mode"]
-    if mode == "auto":
-        mode = "online" if logged_in() else "offline"
-    if mode == "disabled":
-        return None, ""
-    os.environ["WANDB_SILENT"] = "true"
-    try:
+    def _start(self, folder: Path, config: dict[str, Any], run_id: str, group: str | None) -> None:
+        global _unreachable
+        mode = os.environ.get("WANDB_MODE") or config["track"]["mode"]
+        if mode == "disabled":
+            return
+        online = mode in ("online", "auto") and _logged_in()
+        if mode == "online" and not online:
+            self._say("W&B: not logged in (wandb login), tracking offline")
+        os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        settings = wandb.Settings(
-            silent=True, console="off", init_timeout=10, x_disable_stats=True, x_disable_meta=True, save_code=False, disable_git=True
+        # Only what is logged here is sent: no console capture, machine statistics, git state or source code.
+        wanted: dict[str, Any] = {
+            "silent": True,
+            "console": "off",
+            "init_timeout": INIT_TIMEOUT,
+            "finish_timeout": FINISH_TIMEOUT,
+        }
+        wanted |= dict.fromkeys(
+            ("disable_code", "disable_git", "x_disable_stats", "x_disable_meta", "x_disable_machine_info"), True
         )
-        options: dict[str, Any] = {
-            "project": track["project"],
-            "entity": track["entity"],
-            "id": f"{ident}-s{config.seed}",
-            "name": f"{config.recipe['name']} {config.pattern or 'dense'} s{config.seed}",
-            "group": track["group"] or sweep,
-            "config": config.plain,
+        known = wandb.Settings.model_fields  # these differ between versions
+        settings = wandb.Settings(**{key: value for key, value in wanted.items() if key in known})
+        arguments: dict[str, Any] = {
+            "project": config["track"]["project"],
+            "entity": config["track"]["entity"],
+            "group": config["track"]["group"] or group,
+            "id": run_id,
+            "name": "/".join(folder.parts[-3:]),
             "dir": str(folder),
+            "config": config,
             "settings": settings,
             "reinit": "finish_previous",
         }
-        try:
-            run = wandb.init(mode=mode, resume="allow" if mode == "online" else None, **options)
-        except Exception as error:
-            if mode != "online":
-                raise
-            run = wandb.init(mode="offline", **options)
-            return run, f"offline, since the server did not answer ({type(error).__name__})"
-        return run, mode
-    except Exception as error:  # tracking must never cost a run
-        return None, f"off: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if online and not _unreachable:
+            try:
+                # without resume, a run of the same id is replaced: that is force=true
+                self._run = wandb.init(mode="online", resume="allow" if self._history else None, **arguments)
+                return
+            except Exception as error:
+                _unreachable = True
+                self._say(f"W&B cannot be reached ({type(error).__name__}): tracking offline, wandb sync uploads it later")
+        # An offline run cannot be taken up again: replace it by one with the whole history.
+        for old in (folder / "wandb").glob("offline-run-*"):
+            shutil.rmtree(old, ignore_errors=True)
+        self._run = wandb.init(mode="offline", **arguments)
+        for row in self._history:
+            self._run.log(row, step=row["step"])
 
 
-def logged_in() -> bool:
-    """Whether W&B would find an API key without asking anyone."""
+def _logged_in() -> bool:
+    """Whether there is a key, in the environment or in netrc. Asks no network and no person."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     try:
-        return netrc.netrc().authenticators(host) is not None
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def _rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
+    """The rows of a metrics file up to a step. A last line that a kill has cut in two is dropped."""
+    rows = []
+    if step and path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break
+            if row["step"] <= step:
+                rows.append(row)
+    return rows

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,17 +18,29 @@ Splits = dict[str, tuple[Tensor, Tensor]]
 def load(split_seed: int = 0, val_fraction: float = 0.15, test_fraction: float = 0.2) -> Splits:
     """``{"train" | "val" | "test": (images, labels)}``: float32 (N, 1, 8, 8) and int64 (N,).
 
-    Split by class with ``split_seed`` alone, so all runs of a comparison see the same test images; the fractions are of all images.
-    Pixels are normalised by mean and standard deviation of the training images.
+    Every class is split alike, by ``split_seed`` alone, so all runs of a comparison see the same test images; the fractions
+    are of all images. Pixels are normalised by mean and standard deviation of the training images.
     """
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
+    images, labels = _read()
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(split_seed))
+    members: dict[str, list[Tensor]] = {"test": [], "val": [], "train": []}
+    for digit in range(CLASSES):
+        of_class = order[labels[order] == digit]
+        test = round(test_fraction * len(of_class))
+        val = round(val_fraction * len(of_class))
+        parts = of_class.split([test, val, len(of_class) - test - val])
+        for part, chosen in zip(members.values(), parts, strict=True):
+            part.append(chosen)
+    chosen = {name: torch.cat(parts) for name, parts in members.items()}
+    train = images[chosen["train"]]
+    images = (images - train.mean()) / train.std()
+    return {name: (images[rows], labels[rows]) for name, rows in chosen.items()}
 
-    pixels, classes = load_digits(return_X_y=True)
-    total = len(classes)
-    rest, test = train_test_split(range(total), test_size=round(test_fraction * total), random_state=split_seed, stratify=classes)
-    train, val = train_test_split(rest, test_size=round(val_fraction * total), random_state=split_seed, stratify=classes[rest])
-    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8)
-    labels = torch.tensor(classes, dtype=torch.int64)
-    images = (images - images[train].mean()) / images[train].std()
-    return {name: (images[chosen], labels[chosen]) for name, chosen in (("train", train), ("val", val), ("test", test))}
+
+def _read() -> tuple[Tensor, Tensor]:
+    """All images (0 to 16) and labels, as ``sklearn.datasets.load_digits`` gives them, without the seconds its import takes."""
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise ModuleNotFoundError("the digits data set comes with scikit-learn, which is not installed")
+    table = torch.from_numpy(np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=","))
+    return table[:, :-1].float().view(-1, 1, 8, 8), table[:, -1].long()

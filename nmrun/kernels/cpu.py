@@ -25,7 +25,7 @@ from torch import Tensor
 from nmrun.patterns import Pattern
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
-SMALLEST = 1 << 13  # weights; below this, one call of the reference is cheaper than a first build ever pays back
+SMALLEST = 1 << 12  # weights; below this the reference takes 0.1 ms a step and a first build 3,000 steps to pay back
 CHUNK = 1 << 16  # weights a thread should at least get
 LARGEST_M = 256  # the working set of a column block must stay in the first-level cache and the code small
 

@@ -8,11 +8,16 @@
 #include <stdint.h>
 
 #define LANES 16
+#define AHEAD 512 /* elements: what is fetched into the cache while a column block is at work */
 
 void nm_project(const float *restrict weight, float *restrict out, int64_t begin, int64_t end, int64_t inner, int soft,
                 float scale) {
   for (int64_t column = begin; column < end; column += LANES) {
     int lanes = end - column < LANES ? (int)(end - column) : LANES;
+    for (int j = 0; j < M * LANES; j += 16) { /* a cache line each; a prefetch past the end is harmless */
+      __builtin_prefetch(weight + column * M + AHEAD + j);
+      __builtin_prefetch(out + column * M + AHEAD + j, 1);
+    }
     int64_t first[LANES];
     float w[M][LANES], top[N + 1][LANES];
     int32_t room[LANES];

@@ -18,7 +18,7 @@ MODELS = {
 
 
 def build(config: dict[str, Any], shape: tuple[int, ...], classes: int) -> nn.Module:
-    """The model of a ``model:`` config for inputs of ``shape`` (channels, height, width). Raises ConfigError for an unknown name."""
+    """The model of a ``model:`` config for inputs of ``shape`` (channels, height, width). ConfigError for an unknown name."""
     name = config["name"]
     if name not in MODELS:
         near = difflib.get_close_matches(str(name), MODELS, 1)

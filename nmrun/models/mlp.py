@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """``stem`` (pixels to ``hidden[0]``), ``inner.0``, ... (``hidden[i]`` to ``hidden[i + 1]``), ``head``; ReLU between. (B, ...) to (B, classes)."""
+    """Linear ``stem`` (pixels to ``hidden[0]``), ``inner.0``, ... (``hidden[i]`` to ``hidden[i + 1]``), ``head``; ReLU between.
+
+    Input (B, C, H, W), output (B, classes) logits.
+    """
 
     def __init__(self, shape: tuple[int, ...], classes: int, hidden: Sequence[int]) -> None:
         super().__init__()
         self.stem = nn.Linear(math.prod(shape), hidden[0])
-        self.inner = nn.ModuleList(nn.Linear(before, after) for before, after in zip(hidden, hidden[1:], strict=False))
+        self.inner = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(hidden))
         self.head = nn.Linear(hidden[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:

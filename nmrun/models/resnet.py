@@ -1,4 +1,4 @@
-"""torchvision's ResNet-18 for small images: the first convolution is 3x3 with stride 1, without max pooling (He et al. 2016, section 4.2)."""
+"""torchvision's ResNet-18 for small images: a 3x3 first convolution with stride 1, no max pooling (He et al. 2016, 4.2)."""
 
 from __future__ import annotations
 

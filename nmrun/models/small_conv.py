@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from torch import Tensor, nn
 
 
 class SmallConv(nn.Module):
-    """``stem`` (image to ``channels[0]``), ``inner.0``, ``inner.1``, ... (``channels[i]`` to ``channels[i + 1]``), linear ``head``.
+    """``stem`` (image to ``channels[0]``), ``inner.0``, ... (``channels[i]`` to ``channels[i + 1]``), linear ``head``.
 
-    After each inner convolution 2x2 max pooling, while the map is larger than 2x2. Input (B, C, H, W), output (B, classes) logits.
+    After each inner convolution 2x2 max pooling, while the map is larger than 2x2. Input (B, C, H, W), output (B, classes)
+    logits.
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, channels: Sequence[int]) -> None:
         super().__init__()
         colours, height, width = shape
         self.stem = nn.Conv2d(colours, channels[0], 3, padding=1)
-        self.inner = nn.ModuleList(
-            nn.Conv2d(before, after, 3, padding=1) for before, after in zip(channels, channels[1:], strict=False)
-        )
+        self.inner = nn.ModuleList(nn.Conv2d(before, after, 3, padding=1) for before, after in pairwise(channels))
         self.pooled = 0
         while self.pooled < len(self.inner) and min(height, width) > 2:
             height, width, self.pooled = height // 2, width // 2, self.pooled + 1

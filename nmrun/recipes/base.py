@@ -76,7 +76,7 @@ class Recipe:
 @torch.no_grad()
 def decay_pruned(weights: Sequence[SparseWeight], decay: float) -> None:
     """SR-STE's term, ``grad += decay * (1 - mask) * w``: with a hard mask, ``(1 - mask) * w`` is dense minus projected, exactly."""
-    chosen = [w for w in weights if w.dense.grad is not None]
-    if decay and chosen:
-        pruned = torch._foreach_sub([w.dense.detach() for w in chosen], [w.weight for w in chosen])
-        torch._foreach_add_([w.dense.grad for w in chosen], list(pruned), alpha=decay)
+    if decay:
+        for w in weights:  # one by one: the difference stays in the cache, where that of all weights would not
+            if w.dense.grad is not None:
+                w.dense.grad.add_(w.dense - w.weight, alpha=decay)

@@ -12,8 +12,8 @@ Batch = tuple[Tensor, ...]
 class Task(Protocol):
     """One data set with one objective, on one device.
 
-    Batches are addressed by ``(epoch, index)`` and depend on nothing else but the run's seed, so a resumed run finds its place by
-    counting: no state of a data loader is saved and nothing is replayed.
+    Batches are addressed by ``(epoch, index)`` and depend on nothing else but the run's seed, so a resumed run finds its place
+    by counting: no state of a data loader is saved and nothing is replayed.
     """
 
     batches_per_epoch: int
@@ -28,7 +28,7 @@ class Task(Protocol):
         """Mean training loss of a batch, a scalar with gradient. ``model`` is the module or its compiled form."""
 
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """Metrics on split ``"val"`` or ``"test"``, ``loss`` and ``accuracy`` (0 to 1) among them. ``model`` is in evaluation mode."""
+        """Metrics on split ``"val"`` or ``"test"``: ``loss``, ``accuracy`` (0 to 1). ``model`` is in evaluation mode."""
 
     def example(self) -> Batch:
         """A small batch of training items (two, so that batch normalisation accepts it), for counting FLOPs."""

@@ -1,0 +1,56 @@
+# make help lists the targets. Everything lives in .venv; uv and pip take their index from the user's own settings.
+PYTHON ?= $(firstword $(shell command -v python3.11 python3.12 python3.13 python3 python 2>/dev/null))
+VENV := .venv
+BIN := $(VENV)/bin
+UV := $(BIN)/uv
+INSTALL := $(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --constraint constraints.txt
+RATIOS := 2:4,1:4,1:8,1:16
+RECIPES := dense,asp,ste,sr_ste,step,s_ste
+DATA := $(wildcard ../shared/data)
+export NMRUN_DATA ?= $(if $(DATA),$(abspath $(DATA)),$(HOME)/.cache/nmrun)
+
+.PHONY: help run test demo bench lint clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+
+run: $(VENV)/installed  ## set up the environment, then the main job: STEP at 2:8 on the embedded digits
+	$(BIN)/nmrun recipe=step sparsity=2:8
+
+test: $(VENV)/installed-all  ## the same environment with all extras, then the test suite
+	$(BIN)/python -m pytest
+
+demo: $(VENV)/installed  ## the sweep over recipes and ratios, then its table (minutes)
+	$(BIN)/nmrun -m recipe=$(RECIPES) sparsity=$(RATIOS) seed=0,1,2
+	$(BIN)/nmrun table outputs/digits
+
+bench: $(VENV)/installed  ## the cost of a training step of every recipe over dense
+	$(BIN)/python benchmarks/recipe_overhead.py
+
+lint: $(VENV)/installed-all  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:  ## remove the environment (outputs/ stays)
+	rm -rf $(VENV)
+
+$(UV):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "nmrun needs Python 3.11 or newer; found: $(or $(PYTHON),none). Try make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+
+# The stamps depend on what decides an installation, so a git pull reinstalls just when it has to.
+$(VENV)/installed: pyproject.toml constraints.txt | $(UV)
+	@echo "installing nmrun and its libraries (torch among them: a minute or a few)"
+	@$(INSTALL) --editable .
+	@touch $@
+
+# fairseq compiles against the torch that is already there, hence no build isolation, and only when its version changes.
+$(VENV)/installed-all: $(VENV)/installed
+	@echo "installing the extras for development and translation (fairseq compiles for some minutes, once)"
+	@$(INSTALL) cython 'setuptools<82' wheel
+	@$(INSTALL) --no-build-isolation-package fairseq-fixed --editable '.[dev,translation]'
+	@touch $@

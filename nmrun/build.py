@@ -1,0 +1,85 @@
+"""From a config to the parts of a run: device, task, model, optimizer, and the recipe on top."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from nmrun import models, optim, tasks
+from nmrun.checkpoint import seed_everything
+from nmrun.errors import ConfigError
+from nmrun.handle import Handle, sparsify
+from nmrun.schema import Config
+from nmrun.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a loop trains with. ``precision`` is fp32, bf16 or fp16."""
+
+    task: Task
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    handle: Handle
+    device: torch.device
+    precision: str
+    total_steps: int
+
+
+def build(config: Config) -> Parts:
+    """Seed everything, choose device and precision, and build. Raises ConfigError for what only the built model shows."""
+    trainer = config.trainer
+    if trainer["threads"] is not None:
+        torch.set_num_threads(trainer["threads"])
+    # The same bits again, where torch has a way to: always on a CPU (with the same number of threads), mostly on a GPU.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms does the same and imports the compiler
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over new tensors
+    seed_everything(config.seed)
+
+    device = _device(trainer["device"])
+    precision = _precision(trainer["precision"], device)
+    task = tasks.build(config, device)
+    model = models.build(config.model, task.shape, task.classes).to(device)
+    optimizer = _optimizer(config.optimizer, model)
+    total_steps = trainer["epochs"] * task.batches_per_epoch
+    recipe = config.recipe.get("_target_") or config.recipe["name"]
+    try:
+        handle = sparsify(
+            model,
+            optimizer,
+            recipe=recipe,
+            pattern=config.pattern or "2:4",  # unused by the dense recipe
+            total_steps=total_steps,
+            include=config.model["include"],
+            exclude=config.model["exclude"] or (),
+            **{key: value for key, value in config.recipe.items() if key not in ("name", "_target_")},
+        )
+    except (ValueError, TypeError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
+    return Parts(task, model, optimizer, handle, device, precision, total_steps)
+
+
+def _device(asked: str) -> torch.device:
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("trainer.device=cuda: torch sees no CUDA device here; auto takes what there is")
+    return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _precision(asked: str, device: torch.device) -> str:
+    if asked != "auto":
+        return asked
+    native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if native else "fp32"
+
+
+def _optimizer(options: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
+    arguments = {key: value for key, value in options.items() if key != "name"}
+    if options["name"] == "sgd":
+        return torch.optim.SGD(model.parameters(), **arguments)
+    arguments["betas"] = tuple(arguments["betas"])
+    return {"adam": optim.Adam, "adamw": optim.AdamW}[options["name"]](model.parameters(), **arguments)

@@ -1,0 +1,68 @@
+"""Where a NaN or an infinity first appeared, for the message of a run that has to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from nmrun.tasks.base import Batch, Task
+
+
+def culprit(model: nn.Module, task: Task, batches: list[Batch], autocast: Callable[[], AbstractContextManager[Any]]) -> str:
+    """Words for the first non-finite value on the way through one batch: its input, a parameter, a layer's output, a gradient.
+
+    ``batches`` are its micro-batches, ``autocast`` makes the context of the forward pass. Gradients are overwritten.
+    """
+    for batch in batches:
+        if not all(_finite(tensor) for tensor in batch):
+            return "the batch itself"
+    broken = [name for name, tensor in _named_tensors(model) if not _finite(tensor)]
+    if broken:
+        others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        return f"parameter {broken[0]}{others} (an earlier update broke it)"
+    model.zero_grad()
+    outputs: list[str] = []
+    hooks = [module.register_forward_hook(_recorder(name, outputs)) for name, module in model.named_modules() if name]
+    try:
+        for batch in batches:
+            with autocast():
+                loss = task.loss(model, batch)
+            if outputs:
+                return f"the output of {outputs[0]}"
+            if not _finite(loss):
+                return "the loss itself, of finite outputs"
+            loss.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    backwards = [name for name, p in reversed(list(model.named_parameters())) if p.grad is not None and not _finite(p.grad)]
+    return f"the gradient of {_plain(backwards[0])}" if backwards else "not found again in a second pass"
+
+
+def _recorder(name: str, found: list[str]) -> Any:
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        if not all(_finite(t) for t in tree_iter(output) if isinstance(t, Tensor)):
+            found.append(f"{name} ({type(module).__name__.removeprefix('Parametrized')})")
+
+    return record
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield _plain(name), parameter
+    for name, buffer in model.named_buffers():
+        yield _plain(name), buffer
+
+
+def _plain(name: str) -> str:
+    """A sparse weight's name as the user knows it."""
+    return name.replace("parametrizations.", "").removesuffix(".original")
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
