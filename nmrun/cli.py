@@ -44,7 +44,9 @@ def main() -> int:
     if argv and "=" not in argv[0] and argv[0][:1] not in "-~+":
         near = difflib.get_close_matches(argv[0], VERBS, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        return _refuse([f"{argv[0]}: no such verb{hint} (there are {', '.join(VERBS)}; a run takes group=option and key=value)"])
+        return _refuse(
+            [f"{argv[0]}: no such verb{hint} (there are {', '.join(VERBS)}; a run takes group=option and key=value)"]
+        )
     if not all(word in precheck.PLAIN_FLAGS for word in argv if word.startswith("-")):
         _job()  # --help, --cfg job, --info, completion: Hydra's own
         return 0
@@ -140,7 +142,9 @@ def _summary(folder: Path, jobs: int) -> int:
     parts += [f"{missing} not reached"] if missing > 0 else []
     print(f"sweep of {jobs}: {', '.join(parts) or 'nothing done'}")
     for d in bad:
-        print(f"  {d['status']}: {' '.join(d['overrides'])}: {d['error'] or ''}  {d['folder'] or ''}".replace("\\:", ":").rstrip())
+        print(
+            f"  {d['status']}: {' '.join(d['overrides'])}: {d['error'] or ''}  {d['folder'] or ''}".replace("\\:", ":").rstrip()
+        )
     return 1 if bad or missing > 0 else 0
 
 

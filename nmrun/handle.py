@@ -176,7 +176,9 @@ def sparsify(
     if attached(model):
         raise ValueError("this model is sparse already: call finalize() on its handle first")
     if recipe == "dense":
-        return Handle(optimizer, rule, [], [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in candidates(model)])
+        return Handle(
+            optimizer, rule, [], [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in candidates(model)]
+        )
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     chosen, left_dense = select(model, pattern, include, exclude, owned)
     if not chosen:
@@ -192,12 +194,8 @@ def sparsify(
     return Handle(optimizer, rule, sparse, left_dense)
 
 
-def _build(
-    kind: type[Recipe], name: str, pattern: Pattern, total_steps: int | None, hyperparameters: dict[str, Any]
-) -> Recipe:
-    known = [
-        p.name for p in inspect.signature(kind).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY
-    ]
+def _build(kind: type[Recipe], name: str, pattern: Pattern, total_steps: int | None, hyperparameters: dict[str, Any]) -> Recipe:
+    known = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
     for key in hyperparameters:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)

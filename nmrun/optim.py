@@ -21,9 +21,7 @@ class Adam(torch.optim.Adam):
     """
 
     @torch.no_grad()
-    def freeze_second_moment(
-        self, params: Iterable[Tensor], eps_mode: str = "inside", bias_correction: bool = True
-    ) -> None:
+    def freeze_second_moment(self, params: Iterable[Tensor], eps_mode: str = "inside", bias_correction: bool = True) -> None:
         """Replace the second moment v of ``params`` by the constant denominator of STEP's second phase (arXiv 2302.01172).
 
         ``v*`` is v (the running maximum under amsgrad), divided by ``1 - beta2^t`` with ``bias_correction``, so that the step

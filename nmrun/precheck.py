@@ -44,7 +44,9 @@ def problems(argv: list[str]) -> tuple[list[str], int, str]:
 def _problems(overrides: list[Override], multirun: bool) -> tuple[list[str], int, str]:
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoaderImpl)
-    groups = {group: loader.get_group_options(group) for group in loader.get_group_options("", ObjectType.GROUP) if group != "hydra"}
+    groups = {
+        group: loader.get_group_options(group) for group in loader.get_group_options("", ObjectType.GROUP) if group != "hydra"
+    }
     found: list[str] = []
     jobs = 1
     other: list[str] = []  # what is for Hydra itself
@@ -65,7 +67,11 @@ def _problems(overrides: list[Override], multirun: bool) -> tuple[list[str], int
         elif options:
             values[key] = options
     if found:  # with a bad choice nothing can be composed; unknown keys and bad values can still be told
-        choices = {key: good for key, options in choices.items() if (good := [o for o in options if not _wrong_choice(key, o, groups[key])])}
+        choices = {
+            key: good
+            for key, options in choices.items()
+            if (good := [o for o in options if not _wrong_choice(key, o, groups[key])])
+        }
     try:
         configs = _variants(other, choices)
     except (HydraException, OmegaConfBaseException) as error:
@@ -150,7 +156,9 @@ def _unknown_key(key: str, known: list[str]) -> str:
     siblings = [k for k in known if k.startswith(head + ".")] if head else [k for k in known if "." not in k]
     listed = ", ".join(k.rpartition(".")[2] for k in siblings)
     hint = _near(key, siblings or known) or _near(key, known)
-    return f"{key}: no such key{hint}" + (f" ({head} has {listed})" if head and siblings else f" (there are {listed})" if listed else "")
+    return f"{key}: no such key{hint}" + (
+        f" ({head} has {listed})" if head and siblings else f" (there are {listed})" if listed else ""
+    )
 
 
 def _near(word: str, options: list[str]) -> str:

@@ -21,12 +21,18 @@ Check = Callable[[Any], str | None]  # what is allowed, if the value is not
 def whole(low: int, optional: bool = False) -> Check:
     def check(value: Any) -> str | None:
         good = isinstance(value, int) and not isinstance(value, bool) and value >= low
-        return None if good or (optional and value is None) else f"a whole number, {low} or more" + (", or null" if optional else "")
+        return (
+            None
+            if good or (optional and value is None)
+            else f"a whole number, {low} or more" + (", or null" if optional else "")
+        )
 
     return check
 
 
-def number(low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False, optional: bool = False) -> Check:
+def number(
+    low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False, optional: bool = False
+) -> Check:
     def check(value: Any) -> str | None:
         good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         good = good and (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
@@ -184,7 +190,9 @@ def _combinations(plain: dict[str, Any], pattern: Pattern | None) -> list[str]:
     recipe, optimizer, model, trainer = plain["recipe"], plain["optimizer"], plain["model"], plain["trainer"]
     if recipe["name"] == "step":
         if optimizer["name"] not in ("adam", "adamw"):
-            problems.append(f"recipe=step freezes Adam's second moment, which {optimizer['name']} has not: use optimizer=adam or adamw")
+            problems.append(
+                f"recipe=step freezes Adam's second moment, which {optimizer['name']} has not: use optimizer=adam or adamw"
+            )
         if recipe["t_min"] > recipe["t_max"]:
             problems.append(f"recipe.t_min={recipe['t_min']} is above recipe.t_max={recipe['t_max']}")
     if optimizer.get("nesterov") and not optimizer["momentum"]:

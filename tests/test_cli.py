@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -48,9 +49,7 @@ MISTAKES = {
 
 
 def probe(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", PROBE, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run([sys.executable, "-c", PROBE, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize("line", MISTAKES)
@@ -77,7 +76,12 @@ def test_all_mistakes_are_told_at_once(tmp_path):
 def test_help_config_and_completion_stay_light(tmp_path, line):
     env = {"COMP_LINE": "nmrun sparsity=2:", "COMP_POINT": "17"}
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, *line.split()], cwd=tmp_path, capture_output=True, text=True, timeout=60, env={**__import__("os").environ, **env}
+        [sys.executable, "-c", PROBE, *line.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **env},
     )
     assert done.returncode == 0, done.stderr
     assert "HEAVY []" in done.stderr
@@ -135,7 +139,7 @@ def test_a_sweep_goes_on_past_a_failure_and_does_only_what_is_missing(tmp_path, 
     done = nmrun_cli(*line)
     assert done.returncode == 1
     assert "sweep of 4: 2 finished, 2 not done" in done.stdout
-    assert "the loss is not finite at step" in done.stdout
+    assert "the first non-finite value is" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     again = nmrun_cli(*line)
     assert "sweep of 4: 2 skipped, 2 not done" in again.stdout
@@ -155,13 +159,22 @@ def test_the_dense_run_of_a_sweep_is_done_once(tmp_path, nmrun_cli):
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, nmrun_cli):
     done = nmrun_cli("recipe=step", "sparsity=2:8", "dry=true")
     assert done.returncode == 0, done.stderr
-    for part in ("sparse inner.0.weight", "dense  stem.weight", "excluded", "MFLOPs"):
+    for part in ("inner.0.weight", "stem.weight", "excluded", "FLOPs an item"):
         assert part in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
-    line = [sys.executable, "-m", "nmrun.cli", "recipe=step", "sparsity=2:8", "trainer.epochs=400", "track=local", "output_dir=out"]
+    line = [
+        sys.executable,
+        "-m",
+        "nmrun.cli",
+        "recipe=step",
+        "sparsity=2:8",
+        "trainer.epochs=400",
+        "track=local",
+        "output_dir=out",
+    ]
     process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     deadline = time.time() + 60
     while time.time() < deadline and not list(tmp_path.rglob("checkpoint.pt")):
@@ -169,7 +182,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     process.send_signal(signal.SIGINT)
     said, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGINT
-    assert "the same command goes on from there" in said
+    assert "the same command goes on" in said
     assert "Traceback" not in said
     (result,) = list(tmp_path.rglob("result.json"))
     assert json.loads(result.read_text())["status"] == "interrupted"

@@ -1,105 +1,224 @@
-"""A run that was cut off and started again ends with the same bits as one left alone."""
+"""A run that is cut off anywhere and started again ends with the same bits as one left alone."""
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_module
+import torch
+from runs import RECIPES, TINY, config, rows
+from torch import nn
 
-import nmrun.cli  # noqa: F401  (registers the source of ratios)
-from nmrun import runner, schema
+from nmrun import checkpoint, models, runner
 from nmrun.identity import run_folder
 from nmrun.loop import Loop
+from nmrun.models.small_conv import SmallConv
+from nmrun.schema import Config
 
-RECIPES = ["dense", "asp", "ste", "sr_ste", "step", "s_ste"]
-
-
-class Cut(BaseException):
-    """Stands for a power failure: nothing gets to run after it."""
-
-
-def config(out: Path, *overrides: str) -> schema.Config:
-    words = ["track=local", "trainer.epochs=4", "trainer.limit_batches=5", "trainer.log_every=2", f"output_dir={out}", *overrides]
-    with initialize_config_module("nmrun.conf", version_base="1.3"):
-        return schema.check(compose("nmrun", words))
+# 12 steps, checkpoints after 3, 6, 9 and 12; STEP switches and ASP prunes after step 7
+SWITCH = {"step": ("recipe.switch=0.58",), "asp": ("recipe.prune_at=0.58",), "sr_ste": ("optimizer=sgd", "optimizer.lr=0.05")}
+EVERYTHING = ("trainer.accumulate=2", "trainer.clip=1.0", "schedule=cosine", "schedule.warmup=0.2", "optimizer.weight_decay=0.01")
 
 
-def train(cfg: schema.Config) -> Path:
-    assert runner.run(cfg, run_folder(cfg))["status"] == "finished"
-    return run_folder(cfg)
+class Killed(BaseException):
+    """Stands for the end of the process: nothing catches it."""
 
 
-def rows(folder: Path) -> list[dict]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "steps_per_second"} for line in lines]
+class Noisy(SmallConv):
+    """Running statistics and random numbers, both of which have to survive."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.head = nn.Sequential(nn.BatchNorm1d(self.head.in_features), nn.Dropout(0.2), self.head)
 
 
-@pytest.mark.parametrize("extra", [(), ("trainer.accumulate=2", "trainer.clip=0.5", "schedule=cosine", "schedule.warmup=0.2")])
+@pytest.fixture(autouse=True)
+def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model of these tests has batch normalisation and dropout."""
+
+    def build(options: dict[str, Any], shape: tuple[int, ...], classes: int) -> nn.Module:
+        return Noisy(shape, classes, options["channels"])
+
+    monkeypatch.setattr(models, "build", build)
+
+
+def make(folder: Path, recipe: str, *overrides: str) -> Config:
+    return config(folder, f"recipe={recipe}", "model.exclude=[stem,head.*]", *EVERYTHING, *SWITCH.get(recipe, ()), *overrides)
+
+
+def outcome(made: Config) -> tuple[bytes, bytes, list[dict[str, Any]], dict[str, Any], list[str]]:
+    """Run to the end; all that must not depend on interruptions."""
+    result = runner.run(made, run_folder(made))
+    assert result["status"] == "finished", result
+    folder = run_folder(made)
+    weights = (folder / "model.safetensors").read_bytes(), (folder / "best.safetensors").read_bytes()
+    return *weights, rows(folder), result["metrics"], result["events"]
+
+
+_alone: dict[tuple[str, ...], Any] = {}
+
+
+def left_alone(tmp_path: Path, *arguments: str) -> Any:
+    if arguments not in _alone:
+        _alone[arguments] = outcome(make(tmp_path / "alone", *arguments))
+    return _alone[arguments]
+
+
+def cut(monkeypatch: pytest.MonkeyPatch, made: Config, owner: Any, name: str, call: int, before: bool = False) -> None:
+    """Run until the given call of a function, and die right before or after it."""
+    original, calls = getattr(owner, name), 0
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if before and calls == call:
+            raise Killed
+        value = original(*args, **kwargs)
+        if calls == call:
+            raise Killed
+        return value
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(owner, name, dying)
+        runner.run(made, run_folder(made))
+    assert not (run_folder(made) / "result.json").exists()
+
+
+@pytest.mark.parametrize("step", [2, 5, 7, 8, 11, 12])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("cut", [7, 13])  # of 20 steps: before and after STEP's switch and ASP's pruning
-def test_resumed_equals_uninterrupted(tmp_path, monkeypatch, recipe, cut, extra):
-    words = (f"recipe={recipe}", "sparsity=2:8", *extra)
-    whole = train(config(tmp_path / "whole", *words))
-
-    cfg = config(tmp_path / "cut", *words)
-    step = Loop.train_step
-
-    def until(loop):
-        if loop.step == cut:
-            raise Cut
-        return step(loop)
-
-    monkeypatch.setattr(Loop, "train_step", until)
-    with pytest.raises(Cut):
-        runner.run(cfg, run_folder(cfg))
-    monkeypatch.setattr(Loop, "train_step", step)
-    resumed = train(cfg)
-
-    assert f"resumed at step {5 * (cut // 5)} of 20" in (resumed / "run.log").read_text()
-    assert (resumed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    assert rows(resumed) == rows(whole)
-    first, second = (json.loads((f / "result.json").read_text()) for f in (whole, resumed))
-    assert first["metrics"] == second["metrics"]
-    assert first["events"] == second["events"]
+def test_killed_after_a_step(recipe: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(tmp_path, recipe)
+    cut(monkeypatch, made, Loop, "_train_step", step)
+    assert outcome(made) == left_alone(tmp_path, recipe)
 
 
-def test_killed_by_the_system_at_any_moment(tmp_path):
-    words = ["recipe=step", "sparsity=2:8", "track=local", "trainer.epochs=6", "trainer.limit_batches=8"]
-    whole = train(config(tmp_path / "whole", *words[:2], *words[3:]))
-    line = [sys.executable, "-m", "nmrun.cli", *words, "trainer.log_every=2", "output_dir=cut"]
-    for pause in (0.02, 0.15, 0.3):
-        process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ)
-        started, seen = time.time(), len(list(tmp_path.glob("cut/**/metrics.jsonl")))
-        while process.poll() is None and time.time() - started < 60 and not seen:
-            seen = len(list(tmp_path.glob("cut/**/metrics.jsonl")))
-            time.sleep(0.01)
-        time.sleep(pause)
-        process.send_signal(signal.SIGKILL)
+@pytest.mark.parametrize("recipe", ["asp", "step"])
+def test_killed_again_and_again(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(tmp_path, recipe)
+    for _ in range(3):
+        cut(monkeypatch, made, Loop, "_train_step", 4)  # three steps forward, one back
+    assert outcome(made) == left_alone(tmp_path, recipe)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "before"),
+    [
+        (os, "replace", 3, True),  # the checkpoint is written, not yet in place
+        (os, "replace", 3, False),
+        (checkpoint, "save", 4, False),  # trained to the end, not evaluated
+        (Loop, "evaluate", 6, False),
+        (runner, "_save_weights", 1, False),
+    ],
+)
+def test_killed_at_an_awkward_moment(
+    owner: Any, name: str, call: int, before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(tmp_path, "step")
+    cut(monkeypatch, made, owner, name, call, before)
+    assert outcome(made) == left_alone(tmp_path, "step")
+
+
+def test_killed_while_writing_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(tmp_path, "ste")
+    cut(monkeypatch, made, Loop, "_train_step", 8)
+    metrics = run_folder(made) / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 8, "epo')
+    assert outcome(made) == left_alone(tmp_path, "ste")
+
+
+@pytest.mark.parametrize("step", [5, 8])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_between_epochs_too(
+    number: signal.Signals, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, original = make(tmp_path, "step"), Loop._train_step
+
+    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        if loop.step == step:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_train_step", signalled)
+        result = runner.run(made, run_folder(made))
+    assert (result["status"], result["signal"]) == ("interrupted", number)
+    state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+    assert state is not None
+    assert state["loop"]["step"] == step
+    assert outcome(made) == left_alone(tmp_path, "step")
+
+
+def test_loss_scaling_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(tmp_path, "sr_ste", "trainer.precision=fp16")
+    cut(monkeypatch, made, Loop, "_train_step", 8)
+    assert outcome(made) == left_alone(tmp_path, "sr_ste", "trainer.precision=fp16")
+
+
+def test_random_state_of_all_generators(tmp_path: Path) -> None:
+    import numpy as np
+
+    checkpoint.seed_everything(3)
+    draw = lambda: (random.gauss(0, 1), float(np.random.normal()), float(torch.rand(())))  # noqa: E731
+    draw()
+    checkpoint.save(tmp_path / "state.pt", {"random": checkpoint.random_state()})
+    expected = [draw() for _ in range(3)]
+    checkpoint.seed_everything(4)
+    state = checkpoint.load(tmp_path / "state.pt")
+    assert state is not None
+    checkpoint.restore_random_state(state["random"])
+    assert [draw() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None])
+def test_a_damaged_checkpoint_costs_a_line_and_a_fresh_start(
+    damage: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make(tmp_path, "ste")
+    cut(monkeypatch, made, Loop, "_train_step", 8)
+    path = run_folder(made) / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:2000] if damage is None else damage)
+    capsys.readouterr()
+    assert outcome(made) == left_alone(tmp_path, "ste")
+    assert capsys.readouterr().out.count("checkpoint.pt is damaged, starting over") == 1
+
+
+def test_resume_false_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make(tmp_path, "ste")
+    cut(monkeypatch, made, Loop, "_train_step", 8)
+    capsys.readouterr()
+    assert outcome(make(tmp_path, "ste", "resume=false")) == left_alone(tmp_path, "ste")
+    assert "goes on at" not in capsys.readouterr().out
+
+
+def test_killed_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL at two random moments of a process that runs the command line, then the same command to its end."""
+    monkeypatch.undo()  # the process knows nothing of the noisy model
+    overrides = ("recipe=step", "recipe.switch=0.5", "trainer.epochs=60", "trainer.limit_batches=5")
+    alone = config(tmp_path / "alone", *overrides)
+    expected = outcome(alone)
+    made = config(tmp_path, *overrides)
+    command = [sys.executable, "-m", "nmrun.cli", *TINY, *overrides, f"output_dir={tmp_path}"]
+    chance = random.Random(0)
+    metrics = run_folder(made) / "metrics.jsonl"
+    reached = 0
+    for _ in range(2):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        reached += chance.randrange(20, 120)  # rows of 310
+        while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < reached):
+            time.sleep(0.002)
+        process.kill()
         process.wait()
-    assert subprocess.run(line, cwd=tmp_path, stdout=subprocess.DEVNULL, timeout=120, check=False).returncode == 0
-    (resumed,) = list(tmp_path.glob("cut/**/model.safetensors"))
-    assert resumed.read_bytes() == (whole / "model.safetensors").read_bytes()
-
-
-def test_a_damaged_checkpoint_is_one_line(tmp_path):
-    from nmrun.errors import ConfigError
-
-    cfg = config(tmp_path, "recipe=ste")
-    folder = run_folder(cfg)
-    folder.mkdir(parents=True)
-    (folder / "checkpoint.pt").write_bytes(b"not a checkpoint")
-    with pytest.raises(ConfigError, match="force=true starts the run again"):
-        runner.run(cfg, folder)
-
-
-def test_force_starts_from_the_beginning(tmp_path):
-    folder = train(config(tmp_path, "recipe=ste"))
-    train(config(tmp_path, "recipe=ste", "force=true"))
-    assert "resumed" not in (folder / "run.log").read_text()
+    assert not (run_folder(made) / "result.json").exists()
+    subprocess.run(command, check=True, capture_output=True)
+    assert json.loads((run_folder(made) / "result.json").read_text())["status"] == "finished"
+    assert (run_folder(made) / "model.safetensors").read_bytes() == expected[0]
+    assert (run_folder(made) / "best.safetensors").read_bytes() == expected[1]
+    assert rows(run_folder(made)) == expected[2]

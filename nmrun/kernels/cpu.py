@@ -91,7 +91,9 @@ def load(pattern: Pattern) -> _Kernel | None:
 
 def find_compiler() -> str | None:
     """The C compiler: ``$CC``, else the first of cc, gcc, clang on the path, else None."""
-    return next((found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (found := shutil.which(name))), None)
+    return next(
+        (found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name and (found := shutil.which(name))), None
+    )
 
 
 def _build(compiler: str, source: str, pattern: Pattern, library: Path) -> None:

@@ -30,7 +30,9 @@ class AutoSwitch:
             except (TypeError, ValueError):
                 near = difflib.get_close_matches(str(rule), RULES, 1)
                 hint = f"; did you mean {near[0]}?" if near else ""
-                raise ValueError(f"step: switch={rule!r} is neither auto, auto_geometric nor a fraction in (0, 1){hint}") from None
+                raise ValueError(
+                    f"step: switch={rule!r} is neither auto, auto_geometric nor a fraction in (0, 1){hint}"
+                ) from None
             if not 0 < fraction < 1:
                 raise ValueError(f"step: switch={rule} must be a fraction of all steps between 0 and 1, both excluded")
             t_min = t_max = fraction

@@ -65,9 +65,15 @@ def plot(argv: Sequence[str]) -> int:
 def _parser(verb: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"nmrun {verb}", description=description)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders with runs in them, such as outputs/digits")
-    parser.add_argument("--rows", default="recipe", metavar="KEYS", help="config keys, with commas between them (default recipe)")
+    parser.add_argument(
+        "--rows", default="recipe", metavar="KEYS", help="config keys, with commas between them (default recipe)"
+    )
     parser.add_argument("--cols", default="sparsity", metavar="KEYS", help="likewise (default sparsity)")
-    parser.add_argument("--metric", default="test/accuracy", help="a metric of result.json (default test/accuracy; best/... for the best weights)")
+    parser.add_argument(
+        "--metric",
+        default="test/accuracy",
+        help="a metric of result.json (default test/accuracy; best/... for the best weights)",
+    )
     parser.add_argument("--filter", nargs="*", default=[], metavar="KEY=VALUE", help="only runs whose config says so")
     return parser
 

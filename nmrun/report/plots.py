@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -12,7 +13,15 @@ from matplotlib import pyplot
 from nmrun.report.statistics import Cell
 from nmrun.report.tables import Table
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito, for colour-blind readers
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#CC79A7",
+    "#E69F00",
+    "#56B4E9",
+    "#000000",
+)  # Okabe and Ito, for colour-blind readers
 MARKERS = "osD^vPX"
 
 
@@ -28,7 +37,7 @@ def plot(table: Table, out: Path) -> None:
             if cell is not None and cell.mean is not None:
                 points.append((x + 0.06 * (i - (len(rows) - 1) / 2), cell, scale * cell.mean))
         spread = [scale * (cell.sd or 0.0) for _, cell, _ in points]
-        look = {"color": COLOURS[i % 7], "marker": MARKERS[i % 7]}
+        look: dict[str, Any] = {"color": COLOURS[i % 7], "marker": MARKERS[i % 7]}
         axes.errorbar([x for x, _, _ in points], [y for _, _, y in points], spread, capsize=3, markersize=5, label=row, **look)
     if table.dense is not None and table.dense.mean is not None:
         mean, sd = scale * table.dense.mean, scale * (table.dense.sd or 0.0)

@@ -148,7 +148,14 @@ def markdown(table: Table) -> str:
     """A table aligned for a terminal too."""
     head = [table.row_name, *table.columns]
     body = [
-        [row, *(f"**{t}**" if (row, c) in table.best else t for c in table.columns for t in [text(table.cells.get((row, c)), table.metric)])]
+        [
+            row,
+            *(
+                f"**{t}**" if (row, c) in table.best else t
+                for c in table.columns
+                for t in [text(table.cells.get((row, c)), table.metric)]
+            ),
+        ]
         for row in table.rows
     ]
     widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
@@ -187,7 +194,9 @@ def as_csv(table: Table) -> str:
         for column in table.columns:
             cell = table.cells.get((row, column), Cell(None, None, 0, {}))
             unfinished = sum(cell.unfinished.values())
-            writer.writerow([row, column, table.metric, cell.mean, cell.sd, cell.n, int((row, column) in table.best), unfinished])
+            writer.writerow(
+                [row, column, table.metric, cell.mean, cell.sd, cell.n, int((row, column) in table.best), unfinished]
+            )
     return out.getvalue()
 
 

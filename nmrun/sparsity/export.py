@@ -45,8 +45,12 @@ def check_nm(
         count = (groups != 0).sum(d)
         if bool((count > pattern.n).any()):
             first = (count > pattern.n).nonzero()[0].tolist()
-            at = ", ".join(f"{i * pattern.m}-{(i + 1) * pattern.m - 1}" if axis == d - 1 else str(i) for axis, i in enumerate(first))
-            raise ValueError(f"{name} is not {pattern}: {int(count[tuple(first)])} of {pattern.m} weights at [{at}] are non-zero")
+            at = ", ".join(
+                f"{i * pattern.m}-{(i + 1) * pattern.m - 1}" if axis == d - 1 else str(i) for axis, i in enumerate(first)
+            )
+            raise ValueError(
+                f"{name} is not {pattern}: {int(count[tuple(first)])} of {pattern.m} weights at [{at}] are non-zero"
+            )
     return [name for name, _, _ in weights]
 
 
@@ -80,7 +84,9 @@ def main(argv: list[str]) -> int:
     """``nmrun export RUN --to DIR``: the final model as safetensors with its description, after checking that the pattern holds."""
     parser = argparse.ArgumentParser(prog="nmrun export", description="Copy a finished run's model, checked, to a folder.")
     parser.add_argument("run", type=Path, help="a run folder (holds result.json and model.safetensors)")
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to put model.safetensors and sparsity.json")
+    parser.add_argument(
+        "--to", type=Path, required=True, metavar="DIR", help="where to put model.safetensors and sparsity.json"
+    )
     options = parser.parse_args(argv)
     try:
         result = json.loads((options.run / "result.json").read_text())
@@ -99,7 +105,12 @@ def main(argv: list[str]) -> int:
             check_nm(state[layer["name"]], sparsity["pattern"], layer.get("dim", 1))
         options.to.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, options.to / "model.safetensors")
-        about = {"pattern": sparsity["pattern"], "recipe": result["config"]["recipe"], "layers": sparsity["layers"], "id": result["id"]}
+        about = {
+            "pattern": sparsity["pattern"],
+            "recipe": result["config"]["recipe"],
+            "layers": sparsity["layers"],
+            "id": result["id"],
+        }
         (options.to / "sparsity.json").write_text(json.dumps(about, indent=2) + "\n")
     except (ValueError, KeyError, OSError) as error:
         print(f"nmrun export: {error}", file=sys.stderr)

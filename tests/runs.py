@@ -1,0 +1,37 @@
+"""Small runs for the tests: configs composed as the command line does, and their files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+
+from nmrun import config_source, schema
+
+RECIPES = ("dense", "asp", "ste", "sr_ste", "step", "s_ste")
+TINY = (
+    "sparsity='2:4'",
+    "model.channels=[8,8,8]",
+    "trainer.batch_size=32",
+    "trainer.limit_batches=3",
+    "trainer.epochs=4",
+    "trainer.threads=1",
+    "trainer.device=cpu",
+    "trainer.log_every=2",
+    "track=local",
+)
+
+
+def config(output_dir: Path | str, *overrides: str) -> schema.Config:
+    """The checked config of a run of 12 steps in 4 epochs, with these overrides."""
+    config_source.register()
+    with initialize_config_module("nmrun.conf", version_base="1.3"):
+        return schema.check(compose("nmrun", [*TINY, f"output_dir={output_dir}", *overrides]))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the clock."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key != "steps_per_second"} for line in lines]
