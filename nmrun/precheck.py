@@ -152,7 +152,7 @@ def _wrong_choice(group: str, option: Any, options: list[str]) -> str | None:
 
 
 def _unknown_key(key: str, known: list[str]) -> str:
-    head, _, tail = key.rpartition(".")
+    head = key.rpartition(".")[0]
     siblings = [k for k in known if k.startswith(head + ".")] if head else [k for k in known if "." not in k]
     listed = ", ".join(k.rpartition(".")[2] for k in siblings)
     hint = _near(key, siblings or known) or _near(key, known)

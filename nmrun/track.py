@@ -69,7 +69,7 @@ class Tracker:
         mode = os.environ.get("WANDB_MODE") or config["track"]["mode"]
         if mode == "disabled":
             return
-        online = mode in ("online", "auto") and _logged_in()
+        online = mode in ("online", "auto") and logged_in()
         if mode == "online" and not online:
             self._say("W&B: not logged in (wandb login), tracking offline")
         os.environ.setdefault("WANDB_SILENT", "true")
@@ -114,7 +114,7 @@ class Tracker:
             self._run.log(row, step=row["step"])
 
 
-def _logged_in() -> bool:
+def logged_in() -> bool:
     """Whether there is a key, in the environment or in netrc. Asks no network and no person."""
     if os.environ.get("WANDB_API_KEY"):
         return True

@@ -25,7 +25,13 @@ from nmrun.schema import Config
 
 # 12 steps, checkpoints after 3, 6, 9 and 12; STEP switches and ASP prunes after step 7
 SWITCH = {"step": ("recipe.switch=0.58",), "asp": ("recipe.prune_at=0.58",), "sr_ste": ("optimizer=sgd", "optimizer.lr=0.05")}
-EVERYTHING = ("trainer.accumulate=2", "trainer.clip=1.0", "schedule=cosine", "schedule.warmup=0.2", "optimizer.weight_decay=0.01")
+EVERYTHING = (
+    "trainer.accumulate=2",
+    "trainer.clip=1.0",
+    "schedule=cosine",
+    "schedule.warmup=0.2",
+    "optimizer.weight_decay=0.01",
+)
 
 
 class Killed(BaseException):
@@ -211,7 +217,7 @@ def test_killed_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     reached = 0
     for _ in range(2):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        reached += chance.randrange(20, 120)  # rows of 310
+        reached += chance.randrange(20, 80)  # of 180 rows
         while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < reached):
             time.sleep(0.002)
         process.kill()

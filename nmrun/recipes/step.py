@@ -1,11 +1,12 @@
 """STEP: learn N:M masks with Adam from a precondition (Lu et al. 2023, arXiv 2302.01172).
 
-Phase one is ordinary dense Adam. At the switch its second moment v is frozen; phase two learns the mask with STE, divides by the
-frozen preconditioner, and leaves all other parameters on live Adam. AutoSwitch (algorithm 2) samples
-``Z_t = mean |v_t - v_{t-1}|`` over the sparse weights (``switch="auto"``; ``"auto_geometric"`` takes the geometric mean over the non-zero changes) and
-switches when Z averaged over a full window of ``1 / (1 - beta2)`` steps falls below Adam's eps; never before ``t_min``, at the latest after ``t_max``.
-When to use: Adam, high sparsity. The threshold is not scale-free: with gradients of rms above 3e-3, ``t_max`` decides; the log says which rule
-did. Cost: phase one is dense plus one pass for Z; phase two is STE's, and v needs no update.
+Phase one is ordinary dense Adam. At the switch its second moment v is frozen; phase two learns the mask with STE, divides by
+the frozen preconditioner, and leaves all other parameters on live Adam. AutoSwitch (algorithm 2) samples
+``Z_t = mean |v_t - v_{t-1}|`` over the sparse weights (``switch="auto"``; ``"auto_geometric"``: the geometric mean over the
+non-zero changes) and switches when Z averaged over a full window of ``1 / (1 - beta2)`` steps falls below Adam's eps; never
+before ``t_min``, at the latest after ``t_max``. The threshold is not scale-free: with gradients of rms above 3e-3 ``t_max``
+decides; the log says which rule did. When to use: Adam, high sparsity. Cost: phase one is dense plus one pass for Z; phase two
+is STE's, and v needs no update.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 
 from nmrun import optim
 from nmrun.patterns import Pattern
-from nmrun.recipes.base import Recipe, decay_pruned
 from nmrun.recipes.autoswitch import AutoSwitch
+from nmrun.recipes.base import Recipe, decay_pruned
 from nmrun.sparsity.attach import SparseWeight
 
 
