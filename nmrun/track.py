@@ -14,7 +14,7 @@ from urllib.parse import urlparse
 
 from nmrun import checkpoint
 
-INIT_TIMEOUT = 15.0  # seconds that an online W&B may take to answer, once a process
+INIT_TIMEOUT = 10.0  # seconds that an online W&B may take to answer, once a process
 FINISH_TIMEOUT = 60.0  # seconds that it may take to upload the rest at the end; what is left stays on disk for wandb sync
 _unreachable = False  # W&B did not answer in this process: do not wait for it again in the next run of a sweep
 
@@ -105,9 +105,10 @@ class Tracker:
                 return
             except Exception as error:
                 _unreachable = True
+                wandb.teardown(exit_code=1)  # its service would hold the run's id
                 self._say(f"W&B cannot be reached ({type(error).__name__}): tracking offline, wandb sync uploads it later")
         # An offline run cannot be taken up again: replace it by one with the whole history.
-        for old in (folder / "wandb").glob("offline-run-*"):
+        for old in (folder / "wandb").glob("*run-*"):
             shutil.rmtree(old, ignore_errors=True)
         self._run = wandb.init(mode="offline", **arguments)
         for row in self._history:

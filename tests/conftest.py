@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 os.environ["WANDB_MODE"] = "offline"
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models, and processes side by side
 os.environ.pop("WANDB_API_KEY", None)
 

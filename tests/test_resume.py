@@ -92,9 +92,10 @@ def cut(monkeypatch: pytest.MonkeyPatch, made: Config, owner: Any, name: str, ca
             raise Killed
         return value
 
-    with monkeypatch.context() as patch, pytest.raises(Killed):
+    with monkeypatch.context() as patch:
         patch.setattr(owner, name, dying)
-        runner.run(made, run_folder(made))
+        with pytest.raises(Killed):
+            runner.run(made, run_folder(made))
     assert not (run_folder(made) / "result.json").exists()
 
 

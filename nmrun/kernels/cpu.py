@@ -56,7 +56,7 @@ def project(weight: Tensor, out: Tensor, pattern: Pattern, dim: int, soft: bool 
     source, target = weight.data_ptr(), out.data_ptr()
     parts = [(begin, min(begin + step, columns)) for begin in range(0, columns, step)]
     jobs = [
-        _pool().submit(kernel, source, target, begin, end, inner, int(soft), scale) for begin, end in parts[1:]
+        _pool(os.getpid()).submit(kernel, source, target, begin, end, inner, int(soft), scale) for begin, end in parts[1:]
     ]  # ctypes lets go of the interpreter lock during the call
     kernel(source, target, *parts[0], inner, int(soft), scale)
     for job in jobs:
@@ -65,7 +65,7 @@ def project(weight: Tensor, out: Tensor, pattern: Pattern, dim: int, soft: bool 
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
+def _pool(process: int) -> ThreadPoolExecutor:  # one a process: threads do not survive a fork
     return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="nm_project")
 
 
@@ -106,15 +106,20 @@ def _build(compiler: str, source: str, pattern: Pattern, library: Path) -> None:
 
 
 def _cache_folder() -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = root / "nmrun" / "kernels"
     try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = root / "nmrun" / "kernels"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # Path.home() raises the latter for a user without a home
         pass
-    return Path(tempfile.mkdtemp(prefix="nmrun-kernels-"))
+    return Path(_own_folder().name)
+
+
+@cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="nmrun-kernels-")  # removed at exit
 
 
 def _processor() -> str:

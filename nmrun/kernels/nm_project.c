@@ -43,7 +43,7 @@ void nm_project(const float *restrict weight, float *restrict out, int64_t begin
       for (int l = 0; l < LANES; l++) room[l] -= top[k][l] > top[N - 1][l];
     for (int j = 0; j < M; j++)
       for (int l = 0; l < LANES; l++) {
-        float x = fabsf(w[j][l]), shift = N < M ? top[N][l] : 0.0f;
+        float x = fabsf(w[j][l]), shift = N < M && top[N][l] > 0.0f ? top[N][l] : 0.0f;
         int tie = (x == top[N - 1][l]) & (room[l] > 0);
         int keep = (x > top[N - 1][l]) | tie | (x != x);
         float kept = soft ? copysignf(x - shift, w[j][l]) * scale : w[j][l];

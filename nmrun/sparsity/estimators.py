@@ -39,7 +39,7 @@ def mvue(x: Tensor, pattern: str | Pattern, dim: int, generator: torch.Generator
     Entry i is kept with probability p_i of :func:`inclusion_probabilities` and then divided by it (Horvitz-Thompson). All
     designs with these marginals have the same, smallest variance ``sum x_i^2 (1 / p_i - 1)``; this one is systematic sampling,
     one uniform number a group, drawn from ``generator`` (default: torch's global generator of the device).
-    Same shape and dtype as ``x``.
+    Same shape and dtype as ``x``. A group with a NaN or an infinity, which have no such estimate, becomes NaN.
     """
     probability = inclusion_probabilities(x, pattern, dim)
     p, pattern, d = grouped(probability, pattern, dim)
@@ -56,4 +56,5 @@ def mvue(x: Tensor, pattern: str | Pattern, dim: int, generator: torch.Generator
     before = torch.cat([torch.zeros_like(start), ticks.narrow(d, 0, pattern.m - 1)], d)
     keep = (ticks > before) & (p > 0)
     estimate = torch.where(keep, groups.double() / p.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
-    return estimate.flatten(d - 1, d).to(x.dtype)
+    finite = groups.isfinite().all(d, keepdim=True)
+    return torch.where(finite, estimate, torch.nan).flatten(d - 1, d).to(x.dtype)

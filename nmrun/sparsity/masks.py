@@ -25,6 +25,11 @@ def grouped(weight: Tensor, pattern: str | Pattern, dim: int = 1) -> tuple[Tenso
     return weight.detach().unflatten(dim, (-1, pattern.m)), pattern, dim + 1
 
 
+def _sizes(groups: Tensor) -> Tensor:
+    """``|w|``, and -1 for a NaN: it takes no place among the N largest."""
+    return groups.abs().masked_fill_(groups.isnan(), -1.0)
+
+
 @torch.no_grad()
 def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1) -> Tensor:
     """The magnitude mask: True at the N largest ``|w|`` of every group of M along ``dim``.
@@ -35,11 +40,11 @@ def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1) -> Tensor:
     Example: ``nm_mask(torch.tensor([[3., -1., 2., 0.]]), "2:4")`` is ``[[True, False, True, False]]``.
     """
     groups, pattern, d = grouped(weight, pattern, dim)
-    size = groups.abs()
+    size = _sizes(groups)
     threshold = size.topk(pattern.n, d).values.narrow(d, pattern.n - 1, 1)
     above, equal = size > threshold, size == threshold
     room = pattern.n - above.sum(d, keepdim=True)
-    keep = above | (equal & (equal.cumsum(d) <= room)) | size.isnan()
+    keep = above | (equal & (equal.cumsum(d) <= room)) | groups.isnan()
     return keep.flatten(d - 1, d)
 
 
@@ -59,9 +64,8 @@ def soft_threshold(weight: Tensor, pattern: str | Pattern, dim: int = 1) -> Tens
     groups, pattern, d = grouped(weight, pattern, dim)
     if pattern.n == pattern.m:
         return weight.detach() + 0.0
-    size = groups.abs()
-    threshold = size.topk(pattern.n + 1, d).values.narrow(d, pattern.n, 1)
-    return (torch.copysign((size - threshold).clamp_min(0.0), groups) + 0.0).flatten(d - 1, d)
+    threshold = _sizes(groups).topk(pattern.n + 1, d).values.narrow(d, pattern.n, 1).clamp_min(0.0)
+    return (torch.copysign((groups.abs() - threshold).clamp_min(0.0), groups) + 0.0).flatten(d - 1, d)
 
 
 @torch.no_grad()

@@ -51,6 +51,9 @@ def _solve(block: Tensor, n: int) -> Tensor:
     from scipy.optimize import linprog
 
     m = block.shape[0]
+    gain = (
+        (block / block.max().clamp_min(torch.finfo(block.dtype).tiny)).flatten().numpy()
+    )  # the solver's tolerances are absolute
     sums = np.concatenate([np.kron(np.eye(m), np.ones(m)), np.kron(np.ones(m), np.eye(m))])
-    result = linprog(-block.flatten().numpy(), A_eq=sums, b_eq=np.full(2 * m, n), bounds=(0, 1), method="highs-ds")
+    result = linprog(-gain, A_eq=sums, b_eq=np.full(2 * m, n), bounds=(0, 1), method="highs-ds")
     return torch.from_numpy(result.x).round()

@@ -1,0 +1,159 @@
+"""Transposable masks against exhaustive and assignment optima; the minimum-variance estimate against its closed form."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from nmrun.sparsity import mvue, transposable_mask
+from nmrun.sparsity.estimators import inclusion_probabilities
+from nmrun.sparsity.transposable import block_patterns
+
+
+def kept(weight: Tensor, mask: Tensor) -> Tensor:
+    """The sum of magnitudes kept in each M x M block of a block column."""
+    return (weight.abs() * mask).double().reshape(-1, weight.shape[1] ** 2).sum(1)
+
+
+def best_by_search(block: Tensor, n: int) -> float:
+    """The optimum of one block by trying the rows one after the other, with the column sums as the state."""
+    m, best = block.shape[0], {(0,) * block.shape[0]: 0.0}
+    for row in block.abs().double().tolist():
+        grown: dict[tuple[int, ...], float] = {}
+        for counts, value in best.items():
+            for chosen in itertools.combinations(range(m), n):
+                new = tuple(c + (i in chosen) for i, c in enumerate(counts))
+                if max(new) <= n:
+                    grown[new] = max(grown.get(new, -1.0), value + sum(row[i] for i in chosen))
+        best = grown
+    return best[(n,) * m]
+
+
+@pytest.mark.parametrize(("n", "m", "count"), [(1, 2, 2), (1, 3, 6), (1, 4, 24), (2, 4, 90), (3, 4, 24), (4, 4, 1)])
+def test_number_of_block_patterns(n: int, m: int, count: int) -> None:
+    blocks = block_patterns(n, m)
+    assert blocks.shape == (count, m, m)
+    assert len({tuple(b.flatten().tolist()) for b in blocks}) == count
+    assert (blocks.sum(1) == n).all()
+    assert (blocks.sum(2) == n).all()
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 3), (1, 4), (2, 4), (3, 4), (2, 5), (3, 6), (2, 8)])
+@pytest.mark.parametrize("size", [1.0, 1e-9, 1e9])
+def test_transposable_mask_is_optimal_in_every_block(n: int, m: int, size: float) -> None:
+    torch.manual_seed(0)
+    count = 20 if m <= 4 else 2
+    weight = torch.randn(count * m, m) * size
+    mask = transposable_mask(weight, f"{n}:{m}")
+    assert mask.dtype == torch.bool
+    assert (mask.sum(1) == n).all()
+    assert (mask.reshape(count, m, m).sum(1) == n).all()
+    optimum = torch.tensor([best_by_search(b, n) for b in weight.reshape(count, m, m)], dtype=torch.float64)
+    torch.testing.assert_close(kept(weight, mask), optimum, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("m", [4, 8, 16])
+def test_one_of_m_is_the_assignment_problem(m: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(m, m)
+    rows, columns = linear_sum_assignment(weight.abs().numpy(), maximize=True)
+    wanted = torch.zeros(m, m, dtype=torch.bool)
+    wanted[rows, columns] = True
+    assert torch.equal(transposable_mask(weight, f"1:{m}"), wanted)
+
+
+def test_blocks_are_where_they_should_be() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(8, 12)
+    mask = transposable_mask(weight, "2:4")
+    for i, j in itertools.product(range(0, 8, 4), range(0, 12, 4)):
+        assert torch.equal(mask[i : i + 4, j : j + 4], transposable_mask(weight[i : i + 4, j : j + 4], "2:4"))
+    with pytest.raises(ValueError, match=r"transposable 2:4 mask needs a matrix with both sides multiples of 4, not \(8, 6\)"):
+        transposable_mask(torch.ones(8, 6), "2:4")
+
+
+# --- the minimum-variance unbiased estimate -----------------------------------------------------------------------------------
+
+
+def water_filling(group: list[float], n: int) -> list[float]:
+    """min(1, c |x|) with a sum of n, or of the number of non-zeros if that is less: c by bisection."""
+    sizes = [abs(x) for x in group]
+    goal = min(n, sum(x > 0 for x in sizes))
+    low, high = 0.0, n / min([x for x in sizes if x > 0], default=1.0)
+    for _ in range(200):
+        c = (low + high) / 2
+        low, high = (c, high) if sum(min(1.0, c * x) for x in sizes) < goal else (low, c)
+    return [min(1.0, high * x) for x in sizes]
+
+
+def groups(m: int) -> Tensor:
+    torch.manual_seed(m)
+    special = [torch.ones(m), torch.zeros(m), torch.eye(m)[1], torch.arange(m), 10.0 ** -torch.arange(m), -torch.ones(m)]
+    return torch.cat([torch.randn(8, m), torch.randn(4, m).exp() ** 2, torch.stack([s.float() for s in special])])
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 2), (1, 4), (2, 4), (3, 4), (4, 4), (2, 8), (4, 8), (3, 16)])
+def test_inclusion_probabilities_fill_up_to_n(n: int, m: int) -> None:
+    x = groups(m)
+    wanted = torch.tensor([water_filling(g, n) for g in x.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(inclusion_probabilities(x, f"{n}:{m}", 1), wanted, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 4), (2, 4), (3, 4), (4, 4), (2, 8), (3, 16)])
+def test_estimate_is_unbiased_with_exactly_n_picks_and_the_smallest_variance(n: int, m: int) -> None:
+    draws = 4000
+    x = groups(m).double()
+    estimates = mvue(x.expand(draws, *x.shape), f"{n}:{m}", dim=-1, generator=torch.Generator().manual_seed(1))
+    picks = (estimates != 0).sum(-1)
+    assert (picks == (x != 0).sum(1).clamp_max(n)).all()
+
+    p = torch.tensor([water_filling(g, n) for g in x.tolist()], dtype=torch.float64)
+    variance = torch.where(x != 0, x**2 * (1 / p - 1).nan_to_num(posinf=0.0), 0.0)
+    error = (estimates.mean(0) - x).abs()
+    assert (error <= 5 * (variance / draws).sqrt() + 1e-9 * x.abs()).all()
+    frequent = draws * p > 100  # for rarer entries 4000 draws say nothing about the variance
+    torch.testing.assert_close(estimates.var(0)[frequent], variance[frequent], rtol=0.5, atol=1e-9)
+    total, wanted = estimates.var(0)[:12].sum(), variance[:12].sum()  # the random groups together
+    assert math.isclose(total, wanted, rel_tol=0.15, abs_tol=1e-9)
+
+
+def test_two_of_four_by_hand() -> None:
+    """A dominant entry is kept as it is; otherwise all kept values have the same magnitude, half the sum."""
+    generator = torch.Generator().manual_seed(0)
+    dominant = mvue(torch.tensor([[10.0, -1.0, 2.0, 3.0]]).expand(50, 4), "2:4", 1, generator)
+    assert (dominant[:, 0] == 10.0).all()
+    assert set(dominant[:, 1:].flatten().tolist()) <= {0.0, -6.0, 6.0}
+    even = mvue(torch.tensor([[3.0, -3.0, 2.0, 2.0]]).expand(50, 4), "2:4", 1, generator)
+    torch.testing.assert_close(even[even != 0].abs(), torch.full((100,), 5.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_form_and_reproducibility(dtype: torch.dtype, dim: int) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 8, 8).to(dtype)
+    first, second = (mvue(x, "2:4", dim, torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(first, second)
+    assert (first.dtype, first.shape) == (x.dtype, x.shape)
+    assert ((first != 0).movedim(dim, -1).reshape(-1, 4).sum(1) == 2).all()
+    state = torch.get_rng_state()
+    mvue(x, "2:4", dim, torch.Generator())
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(5)
+    one = mvue(x, "2:4", dim)
+    torch.manual_seed(5)
+    assert torch.equal(mvue(x, "2:4", dim), one)
+    assert not torch.equal(mvue(x, "2:4", dim), one)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_shows(bad: float) -> None:
+    x = torch.ones(2, 8)
+    x[0, 5] = bad
+    estimate = mvue(x, "2:4", 1)
+    assert estimate[0, 4:].isnan().any()
+    assert estimate[0, :4].isfinite().all()
+    assert estimate[1].isfinite().all()

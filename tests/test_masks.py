@@ -1,0 +1,147 @@
+"""Masks and projections against brute force over all subsets, and S-STE's projection against its definition."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nmrun.sparsity import hard_threshold, nm_mask, soft_threshold, soft_threshold_scale
+
+ALL_RATIOS = [(n, m) for m in range(1, 9) for n in range(1, m + 1)]
+
+
+def brute_force(group: list[float], n: int) -> list[bool]:
+    """The subset of n with the largest sum of magnitudes; of equals the one whose kept indices come first."""
+    subsets = itertools.combinations(range(len(group)), n)  # in lexicographic order, so max() takes the lowest indices
+    kept = max(subsets, key=lambda subset: math.fsum(abs(group[i]) for i in subset))
+    return [i in kept for i in range(len(group))]
+
+
+def hard_groups(m: int, dtype: torch.dtype) -> Tensor:
+    """Groups of m (rows): ties, zeros of both signs, constants, single values, and random ones."""
+    generator = torch.Generator().manual_seed(m)
+    few = torch.randint(-2, 3, (24, m), generator=generator).to(dtype) / 2  # multiples of a half: sums are exact
+    special = torch.stack([torch.zeros(m), -torch.zeros(m), torch.ones(m), torch.arange(m) % 2 * -1.0, -torch.arange(m) / 8.0])
+    spread = torch.randn(12, m, generator=generator).mul(64).round() / 64
+    return torch.cat([few, special.to(dtype), spread.to(dtype), torch.where(few == 0, -0.0, few)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("n", "m"), ALL_RATIOS)
+def test_mask_is_the_best_subset(n: int, m: int, dtype: torch.dtype) -> None:
+    groups = hard_groups(m, dtype)
+    wanted = torch.tensor([brute_force(group, n) for group in groups.tolist()])
+    assert torch.equal(nm_mask(groups, f"{n}:{m}"), wanted)
+    assert torch.equal(nm_mask(groups.T, f"{n}:{m}", dim=0), wanted.T)
+    side_by_side = groups.reshape(1, -1)
+    assert torch.equal(nm_mask(side_by_side, f"{n}:{m}", dim=-1), wanted.reshape(1, -1))
+    projected = hard_threshold(groups, f"{n}:{m}")
+    assert projected.dtype == dtype
+    assert torch.equal(projected, torch.where(wanted, groups, 0))
+    assert not projected[projected == 0].signbit().any()  # +0.0 everywhere
+
+
+@pytest.mark.parametrize("kernel", [(), (3,), (3, 2), (2, 1, 2)], ids=["linear", "conv1d", "conv2d", "conv3d"])
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 8), (5, 6)])
+def test_groups_run_along_input_channels_at_one_kernel_position(n: int, m: int, kernel: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(3, 2 * m, *kernel)
+    mask = nm_mask(weight, f"{n}:{m}")
+    assert mask.shape == weight.shape
+    for out, start, position in itertools.product(range(3), (0, m), itertools.product(*map(range, kernel))):
+        group = weight[(out, slice(start, start + m), *position)]
+        assert mask[(out, slice(start, start + m), *position)].tolist() == brute_force(group.tolist(), n)
+
+
+@pytest.mark.parametrize("strided", [lambda w: w.T.contiguous().T, lambda w: w.repeat_interleave(2, 1)[:, ::2]])
+def test_memory_layout_does_not_matter(strided) -> None:
+    weight = torch.randn(6, 16)
+    view = strided(weight)
+    assert not view.is_contiguous()
+    assert torch.equal(nm_mask(view, "2:4"), nm_mask(weight, "2:4"))
+    assert torch.equal(soft_threshold(view, "2:4"), soft_threshold(weight, "2:4"))
+
+
+@pytest.mark.parametrize(("n", "kept"), [(1, [4]), (2, [3, 4]), (3, [2, 3, 4])])
+def test_nan_is_kept_on_top_of_the_n(n: int, kept: list[int]) -> None:
+    weight = torch.tensor([[math.nan, 1.0, -2.0, 3.0, -4.0, math.nan]])
+    assert nm_mask(weight, f"{n}:6").nonzero()[:, 1].tolist() == [0, *kept, 5]
+    projected = hard_threshold(weight, f"{n}:6")
+    assert projected.isnan().sum() == 2
+    assert nm_mask(torch.full((1, 4), math.nan), "1:4").all()
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (6,), ()])
+def test_sizes_that_are_no_multiple_of_m(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"2:4 needs dimension \d to be a multiple of 4; it is"):
+        nm_mask(torch.ones(shape), "2:4", dim=len(shape) - 1)
+
+
+def test_masks_take_no_part_in_autograd() -> None:
+    weight = torch.randn(4, 8, requires_grad=True)
+    for function in (nm_mask, hard_threshold, soft_threshold, soft_threshold_scale):
+        assert not function(weight, "2:4").requires_grad
+
+
+# --- S-STE ------------------------------------------------------------------------------------------------------------------
+
+
+def soft_by_definition(group: list[float], n: int) -> list[float]:
+    sizes = sorted((abs(w) for w in group), reverse=True)
+    t = sizes[n] if n < len(group) else 0.0  # the (N+1)-th largest
+    return [math.copysign(max(abs(w) - t, 0.0), w) for w in group]
+
+
+@pytest.mark.parametrize(("n", "m"), ALL_RATIOS)
+def test_soft_threshold_is_its_definition(n: int, m: int) -> None:
+    groups = hard_groups(m, torch.float64)
+    projected = soft_threshold(groups, f"{n}:{m}")
+    assert torch.equal(projected, torch.tensor([soft_by_definition(g, n) for g in groups.tolist()], dtype=torch.float64))
+    assert ((projected != 0).sum(1) <= n).all()
+    assert not projected[projected == 0].signbit().any()
+    assert torch.equal(soft_threshold(groups.T, f"{n}:{m}", dim=0), projected.T)
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (1, 4), (4, 8), (2, 8)])
+def test_soft_threshold_is_continuous_and_homogeneous(n: int, m: int) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(200, m, dtype=torch.float64)
+    weight[::2, 1] = -weight[::2, 0]  # on a tie, where the hard threshold jumps
+    moved = weight + 1e-6 * torch.empty_like(weight).uniform_(-1, 1)
+    change = (soft_threshold(moved, f"{n}:{m}") - soft_threshold(weight, f"{n}:{m}")).abs().max()
+    assert change <= 2e-6  # Lipschitz constant 2 in the maximum norm
+    torch.testing.assert_close(soft_threshold(8 * weight, f"{n}:{m}"), 8 * soft_threshold(weight, f"{n}:{m}"), rtol=0, atol=0)
+    assert torch.equal(soft_threshold(-weight, f"{n}:{m}"), -soft_threshold(weight, f"{n}:{m}"))
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((8, 16), 1), ((16, 8), 0), ((4, 8, 3, 3), 1)])
+@pytest.mark.parametrize("ratio", ["2:4", "1:8"])
+def test_scale_is_the_least_squares_fit(shape: tuple[int, ...], dim: int, ratio: str) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    shrunk = soft_threshold(weight, ratio, dim).double().numpy().reshape(-1, 1)
+    fitted = np.linalg.lstsq(shrunk, weight.double().numpy().reshape(-1), rcond=None)[0].item()
+    scale = soft_threshold_scale(weight, ratio, dim)
+    assert scale.shape == ()
+    assert scale.dtype == weight.dtype
+    assert scale.item() == pytest.approx(fitted, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "normal", "uniform"),
+    [("1:2", 1.376, 1.500), ("2:4", 1.483, 1.751), ("4:8", 1.563, 2.001), ("1:4", 1.888, 2.503), ("1:16", 3.124, 8.520)],
+)
+def test_scale_at_initialisation(ratio: str, normal: float, uniform: float) -> None:
+    """The known values for Gaussian and uniform weights; in closed form the uniform 1:2 has 3/2 and 1:4 has 5/2."""
+    torch.manual_seed(0)
+    size = (1 << 10, 1 << 10)
+    assert soft_threshold_scale(torch.randn(size), ratio).item() == pytest.approx(normal, rel=0.01)
+    assert soft_threshold_scale(torch.rand(size) * 2 - 1, ratio).item() == pytest.approx(uniform, rel=0.01)
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(2, 8), torch.ones(2, 8)], ids=["zeros", "all tied"])
+def test_scale_of_nothing_is_one(weight: Tensor) -> None:
+    assert soft_threshold_scale(weight, "2:4") == 1.0
