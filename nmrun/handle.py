@@ -175,7 +175,7 @@ def sparsify(
     rule = _build(kind, recipe, pattern, total_steps, hyperparameters)
     if attached(model):
         raise ValueError("this model is sparse already: call finalize() on its handle first")
-    if recipe == "dense":
+    if rule.name == "dense":
         return Handle(
             optimizer, rule, [], [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in candidates(model)]
         )

@@ -32,10 +32,11 @@ class Adam(torch.optim.Adam):
         """
         if eps_mode not in EPS_MODES:
             raise ValueError(f"eps_mode={eps_mode!r}: allowed are {', '.join(EPS_MODES)}")
-        wanted = {id(p) for p in params}
-        for group in self.param_groups:
-            if wanted.intersection(map(id, group["params"])) and (group["capturable"] or group["differentiable"]):
-                raise ValueError("a frozen second moment works with neither capturable=True nor differentiable=True")
+        wanted = {id(p): p for p in params}
+        groups = self.groups_of(wanted.values())
+        if any(group["capturable"] or group["differentiable"] for group in groups):
+            raise ValueError("a frozen second moment works with neither capturable=True nor differentiable=True")
+        for group in groups:
             for p in group["params"]:
                 if id(p) not in wanted or "frozen_denominator" in self.state[p]:
                     continue
@@ -53,6 +54,11 @@ class Adam(torch.optim.Adam):
                     state["frozen_denominator"] = (v + eps).sqrt()
                 else:
                     state["frozen_denominator"] = v.sqrt().add_(eps if eps_mode == "outside" else eps**0.75)
+
+    def groups_of(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
+        """The parameter groups that hold any of ``params``."""
+        wanted = {id(p) for p in params}
+        return [group for group in self.param_groups if wanted.intersection(map(id, group["params"]))]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -106,6 +112,8 @@ class Adam(torch.optim.Adam):
         count = 0
         for group in self.param_groups:
             chosen = [p for p in group["params"] if id(p) in wanted and p.grad is not None]
+            if not chosen:
+                continue
             for p, grad in zip(chosen, self._gradients(group, chosen), strict=True):
                 change = grad.square()
                 if (v := self.state.get(p, {}).get("exp_avg_sq")) is not None:
@@ -149,6 +157,17 @@ class AdamW(Adam):
         **kwargs: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=True, **kwargs)
+
+
+def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:
+    """The optimizer, if its second moment can be frozen. Raises ValueError that says what to use instead."""
+    if isinstance(optimizer, Adam):
+        return optimizer
+    own = "AdamW" if isinstance(optimizer, torch.optim.AdamW) else "Adam or nmrun.optim.AdamW"
+    raise ValueError(
+        f"{recipe} freezes Adam's second moment, which {type(optimizer).__module__}.{type(optimizer).__name__} cannot: "
+        f"use nmrun.optim.{own}, a drop-in with the same arguments"
+    )
 
 
 def skipped_by_loss_scaling(optimizer: torch.optim.Optimizer) -> bool:

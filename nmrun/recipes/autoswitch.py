@@ -13,10 +13,12 @@ RULES = ("auto", "auto_geometric")
 
 
 class AutoSwitch:
-    """Decides after which optimizer step (counted from 1) phase two begins.
+    """Decides after which optimizer step t (counted from 1) phase two begins.
 
-    Automatic rules: the mean of the last ``round(1 / (1 - beta2))`` samples, all of them present, is below Adam's eps and t > t_min * T;
-    or t > t_max * T. A number in (0, 1) instead of a rule switches after exactly that fraction of the steps.
+    ``rule="auto"`` samples ``Z_t = mean |v_t - v_{t-1}|`` over the sparse weights, ``"auto_geometric"`` the geometric mean over the
+    non-zero changes. It fires when the mean of the last ``round(1 / (1 - beta2))`` samples, all of them present, is below Adam's
+    eps and t > t_min * T, or when t > t_max * T. A number in (0, 1) instead of a rule fires after exactly that fraction of the steps.
+    The threshold is not scale-free: with gradients of rms above 3e-3 only t_max can fire.
     """
 
     def __init__(self, rule: str | float, t_min: float, t_max: float, total_steps: int) -> None:

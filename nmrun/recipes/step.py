@@ -1,12 +1,9 @@
 """STEP: learn N:M masks with Adam from a precondition (Lu et al. 2023, arXiv 2302.01172).
 
 Phase one is ordinary dense Adam. At the switch its second moment v is frozen; phase two learns the mask with STE, divides by
-the frozen preconditioner, and leaves all other parameters on live Adam. AutoSwitch (algorithm 2) samples
-``Z_t = mean |v_t - v_{t-1}|`` over the sparse weights (``switch="auto"``; ``"auto_geometric"``: the geometric mean over the
-non-zero changes) and switches when Z averaged over a full window of ``1 / (1 - beta2)`` steps falls below Adam's eps; never
-before ``t_min``, at the latest after ``t_max``. The threshold is not scale-free: with gradients of rms above 3e-3 ``t_max``
-decides; the log says which rule did. When to use: Adam, high sparsity. Cost: phase one is dense plus one pass for Z; phase two
-is STE's, and v needs no update.
+the frozen preconditioner, and leaves all other parameters on live Adam. The switch is found by ``AutoSwitch`` (algorithm 2) or
+fixed beforehand. When to use: Adam, high sparsity. Cost: phase one is dense plus one pass over the sparse weights for
+AutoSwitch's sample; phase two is STE's, and v needs no update.
 """
 
 from __future__ import annotations
@@ -24,65 +21,49 @@ from nmrun.sparsity.attach import SparseWeight
 
 
 class STEP(Recipe):
-    """``switch``: ``"auto"``, ``"auto_geometric"`` or a fixed fraction of all steps in (0, 1).
-
-    ``t_min``, ``t_max``: AutoSwitch's clipping as fractions of all steps. ``eps_mode`` and ``bias_correction``: how the frozen denominator is
-    formed, see ``nmrun.optim.Adam.freeze_second_moment``. ``decay``: SR-STE's lambda in phase two (the paper: 0).
+    """``switch``, ``t_min``, ``t_max``: see :class:`AutoSwitch`. ``eps_mode``, ``bias_correction``: how the frozen denominator is formed, see
+    ``nmrun.optim.Adam.freeze_second_moment``. ``decay``: SR-STE's lambda in phase two (the paper: 0).
     """
 
     name: ClassVar[str] = "step"
 
     def __init__(
-        self,
-        pattern: Pattern,
-        total_steps: int | None = None,
-        *,
-        switch: str | float = "auto",
-        t_min: float = 0.1,
-        t_max: float = 0.5,
-        eps_mode: str = "inside",
-        bias_correction: bool = True,
-        decay: float = 0.0,
-    ) -> None:
+        self, pattern: Pattern, total_steps: int | None = None, *, switch: str | float = "auto", t_min: float = 0.1,
+        t_max: float = 0.5, eps_mode: str = "inside", bias_correction: bool = True, decay: float = 0.0,
+    ) -> None:  # fmt: skip
         super().__init__(pattern, total_steps)
         if total_steps is None:
             raise ValueError("step needs total_steps: its switch is clipped to fractions of the run")
         if eps_mode not in optim.EPS_MODES:
             raise ValueError(f"step: eps_mode={eps_mode!r}; allowed are {', '.join(optim.EPS_MODES)}")
+        if not decay >= 0:
+            raise ValueError(f"step: decay={decay} must be 0 or more")
         self.eps_mode, self.bias_correction, self.decay = eps_mode, bias_correction, decay
         self.autoswitch = AutoSwitch(switch, t_min, t_max, total_steps)
         self.dense_forward = True
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        if not isinstance(optimizer, optim.Adam):
-            own = "AdamW" if isinstance(optimizer, torch.optim.AdamW) else "Adam or nmrun.optim.AdamW"
-            raise ValueError(
-                f"step freezes Adam's second moment, which {type(optimizer).__module__}.{type(optimizer).__name__} cannot: "
-                f"use nmrun.optim.{own}, a drop-in with the same arguments"
-            )
-        chosen = {id(w.dense) for w in weights}
-        groups = [g for g in optimizer.param_groups if chosen.intersection(map(id, g["params"]))]
+        groups = optim.freezable(optimizer, "step").groups_of([w.dense for w in weights])
         if len({(g["betas"][1], g["eps"]) for g in groups}) > 1:
             raise ValueError("step: the parameter groups with sparse weights must share beta2 and eps, AutoSwitch pools them")
-        if groups:
-            self.events += self.autoswitch.prepare(groups[0]["betas"][1], groups[0]["eps"], weights[0].dense.device)
+        self.events += self.autoswitch.prepare(groups[0]["betas"][1], groups[0]["eps"], weights[0].dense.device)
 
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if not self.dense_forward:
             decay_pruned(weights, self.decay)
         elif self.autoswitch.automatic:
-            assert isinstance(optimizer, optim.Adam)
-            self.autoswitch.sample(*optimizer.second_moment_change([w.dense for w in weights]))
+            change = optim.freezable(optimizer, "step").second_moment_change([w.dense for w in weights])
+            self.autoswitch.sample(*change)
 
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if self.dense_forward and (why := self.autoswitch.fires(self.step)):
-            assert isinstance(optimizer, optim.Adam)
-            optimizer.freeze_second_moment([w.dense for w in weights], self.eps_mode, self.bias_correction)
+            dense = [w.dense for w in weights]
+            optim.freezable(optimizer, "step").freeze_second_moment(dense, self.eps_mode, self.bias_correction)
             self.dense_forward = False
             self.events.append(f"step {self.step}: STEP freezes the second moment and starts learning masks ({why})")
 
     def metrics(self) -> dict[str, float]:
-        return {"step/phase": 1.0 if self.dense_forward else 2.0, **(self.autoswitch.metrics() if self.dense_forward else {})}
+        return {"step/phase": 1.0, **self.autoswitch.metrics()} if self.dense_forward else {"step/phase": 2.0}
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "autoswitch": self.autoswitch.state_dict()}

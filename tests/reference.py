@@ -1,0 +1,125 @@
+"""The recipes once more, by hand: plain loops over plain tensors, without hooks, parametrizations or torch's optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+N, M, LR, DECAY, TOTAL = 2, 4, 0.05, 0.1, 10
+SHAPES = ((8, 8), (8,), (4, 8), (4,))  # weight and bias of two linear layers
+SPARSE = (0, 2)  # which of them are sparse
+Weights = list[Tensor]
+
+
+def mask_of(w: Tensor) -> Tensor:
+    """Top N of each M magnitudes along the rows, by a stable sort."""
+    groups = w.abs().reshape(-1, M)
+    order = groups.argsort(dim=1, descending=True, stable=True)
+    return torch.zeros_like(groups, dtype=torch.bool).scatter(1, order[:, :N], True).reshape(w.shape)
+
+
+def pruned(w: Tensor) -> Tensor:
+    """(1 - mask) * w."""
+    return torch.where(mask_of(w), 0.0, w)
+
+
+def soft(w: Tensor) -> Tensor:
+    t = w.abs().reshape(-1, M).sort(dim=1, descending=True).values[:, N : N + 1]
+    return (w.sign() * w.abs().sub(t.repeat_interleave(M, 1).reshape(w.shape)).clamp_min(0)).reshape(w.shape)
+
+
+def loss(weights: Weights, x: Tensor, y: Tensor) -> Tensor:
+    hidden = torch.tanh(x @ weights[0].T + weights[1])
+    return (hidden @ weights[2].T + weights[3] - y).square().mean()
+
+
+class Reference:
+    """One run of ``TOTAL`` optimizer steps. ``update`` is sgd (momentum 0.9), adam or adamw; ``forward`` the weights the network uses."""
+
+    def __init__(self, recipe: str, update: str, weights: Weights, weight_decay: float = 0.0, switch: int = 0) -> None:
+        self.recipe, self.update, self.weight_decay, self.switch = recipe, update, weight_decay, switch
+        self.weights = [w.clone() for w in weights]
+        self.m = [torch.zeros_like(w) for w in weights]
+        self.v = [torch.zeros_like(w) for w in weights]
+        self.frozen: dict[int, Tensor] = {}
+        self.masks: dict[int, Tensor] = {}
+        self.t = 0
+        self.beta = {i: (weights[i] * soft(weights[i])).sum() / soft(weights[i]).square().sum() for i in SPARSE}
+        self.change_phase()
+
+    @property
+    def in_phase_two(self) -> bool:
+        return self.t >= self.switch
+
+    @property
+    def forward(self) -> Weights:
+        used = list(self.weights)
+        for i in SPARSE if self.in_phase_two else ():
+            w = used[i]
+            if self.recipe == "asp":
+                used[i] = w * self.masks[i]
+            elif self.recipe == "s_ste":
+                used[i] = self.beta[i] * soft(w)
+            elif self.recipe != "dense":
+                used[i] = w * mask_of(w)
+        return used
+
+    def change_phase(self) -> None:
+        """What happens once, after step number ``switch``."""
+        if self.t != self.switch:
+            return
+        for i in SPARSE:
+            if self.recipe == "asp":
+                self.masks[i] = mask_of(self.weights[i])
+                self.weights[i] = self.weights[i] * self.masks[i]
+            if self.recipe == "step":
+                self.frozen[i] = (self.v[i] / (1 - 0.999**self.t) + 1e-8).sqrt()
+
+    def step(self, batches: list[tuple[Tensor, Tensor]], clip: float | None = None) -> None:
+        used = [w.clone().requires_grad_() for w in self.forward]
+        grads = [torch.zeros_like(w) for w in used]
+        for x, y in batches:
+            for total, g in zip(grads, torch.autograd.grad(loss(used, x, y) / len(batches), used), strict=True):
+                total += g
+        if clip is not None:
+            norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
+            grads = [g * min(1.0, clip / (norm + 1e-6)) for g in grads]
+        for i in SPARSE:
+            if self.recipe == "sr_ste" or (self.recipe == "step" and self.in_phase_two):
+                grads[i] = grads[i] + DECAY * pruned(self.weights[i])
+            if self.recipe == "asp" and self.in_phase_two:
+                grads[i] = grads[i] * self.masks[i]
+        self.t += 1
+        for i, g in enumerate(grads):
+            self._update(i, g)
+            if i in self.masks:
+                self.weights[i] = self.weights[i] * self.masks[i]
+        self.change_phase()
+
+    def _update(self, i: int, g: Tensor) -> None:
+        w = self.weights[i]
+        if self.update == "adamw":
+            w = w * (1 - LR * self.weight_decay)
+        else:
+            g = g + self.weight_decay * w
+        if self.update == "sgd":
+            self.m[i] = 0.9 * self.m[i] + g
+            self.weights[i] = w - LR * self.m[i]
+            return
+        self.m[i] = 0.9 * self.m[i] + 0.1 * g
+        self.v[i] = 0.999 * self.v[i] + 0.001 * g**2
+        denominator = self.frozen.get(i)
+        if denominator is None:
+            denominator = (self.v[i] / (1 - 0.999**self.t)).sqrt() + 1e-8
+        self.weights[i] = w - LR * self.m[i] / (1 - 0.9**self.t) / denominator
+
+
+def data(count: int, dtype: torch.dtype = torch.float64) -> Callable[[int], list[tuple[Tensor, Tensor]]]:
+    """``data(count)(step)`` is a list of ``count`` micro-batches."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(TOTAL, count, 6, 8, generator=generator, dtype=dtype)
+    y = torch.randn(TOTAL, count, 6, 4, generator=generator, dtype=dtype)
+    return lambda step: list(zip(x[step], y[step], strict=True))

@@ -1,0 +1,286 @@
+"""Adam and AdamW: torch's own until frozen, after that a scalar Adam written out here."""
+
+import copy
+import io
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nmrun import optim
+
+PAIRS = [(optim.Adam, torch.optim.Adam), (optim.AdamW, torch.optim.AdamW)]
+T0 = 6  # steps before freezing
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in ((4, 6), (5,), (2, 3, 3))]
+
+
+def gradients(steps: int, dtype: torch.dtype = torch.float32) -> Iterator[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        scale = 0.1 * 3**step if step < 4 else 1.0  # v must matter, and its maximum lie in the past
+        yield [torch.randn(p.shape, generator=generator, dtype=dtype) * scale for p in parameters()]
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], grads: Iterator[list[Tensor]]) -> list[Tensor]:
+    for step in grads:
+        for p, grad in zip(params, step, strict=True):
+            p.grad = grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in params]
+
+
+class ScalarAdam:
+    """Adam for one number, straight from the papers, with STEP's second phase."""
+
+    def __init__(self, w: float, decoupled: bool, lr: float, wd: float, maximize: bool, amsgrad: bool) -> None:
+        self.w, self.decoupled, self.lr, self.wd, self.maximize, self.amsgrad = w, decoupled, lr, wd, maximize, amsgrad
+        self.m = self.v = self.v_max = 0.0
+        self.t, self.frozen = 0, None
+
+    def step(self, g: float) -> None:
+        b1, b2, eps = 0.9, 0.999, 1e-8
+        self.t += 1
+        g = -g if self.maximize else g
+        if self.decoupled:
+            self.w *= 1 - self.lr * self.wd
+        else:
+            g += self.wd * self.w
+        self.m = b1 * self.m + (1 - b1) * g
+        if self.frozen is None:
+            self.v = b2 * self.v + (1 - b2) * g * g
+            self.v_max = max(self.v_max, self.v)
+            v = self.v_max if self.amsgrad else self.v
+            denominator = math.sqrt(v / (1 - b2**self.t)) + eps
+        else:
+            denominator = self.frozen
+        self.w -= self.lr * self.m / (1 - b1**self.t) / denominator
+
+    def freeze(self, eps_mode: str, bias_correction: bool) -> None:
+        v = self.v_max if self.amsgrad else self.v
+        v /= 1 - 0.999**self.t if bias_correction else 1
+        eps = 1e-8
+        forms = {"inside": math.sqrt(v + eps), "outside": math.sqrt(v) + eps, "floor": math.sqrt(v) + eps**0.75}
+        self.frozen = forms[eps_mode]
+
+
+@pytest.mark.parametrize(("ours", "stock"), PAIRS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"amsgrad": True},
+        {"maximize": True, "weight_decay": 0.1},
+        {"foreach": True},
+        {"foreach": False, "amsgrad": True},
+        {"fused": True, "weight_decay": 0.1},
+        {"betas": (0.5, 0.9), "eps": 1e-3, "lr": 0.1},
+    ],
+    ids=str,
+)
+def test_bits_of_torch_until_frozen(ours: type, stock: type, options: dict[str, Any]) -> None:
+    results = []
+    for kind in (ours, stock):
+        params = parameters()
+        groups = [{"params": params[:1], "lr": 0.05}, {"params": params[1:]}]
+        optimizer = kind(groups, **options)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for grads in gradients(5):
+            train(optimizer, params, iter([grads]))
+            schedule.step()
+        results.append((params, optimizer.state_dict()))
+    (params, state), (wanted, wanted_state) = results
+    assert all(map(torch.equal, params, wanted))
+    assert state["param_groups"] == wanted_state["param_groups"]  # same defaults, too
+    for key, entry in wanted_state["state"].items():
+        assert state["state"][key].keys() == entry.keys()
+        assert all(torch.equal(state["state"][key][name], entry[name]) for name in entry)
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"amsgrad": True}, {"weight_decay": 0.1}], ids=str)
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("eps_mode", optim.EPS_MODES)
+def test_scalar_adam_after_freezing(kind: type, options: dict[str, Any], eps_mode: str, bias_correction: bool) -> None:
+    params = parameters(torch.float64)
+    optimizer = kind(params, lr=0.02, **options)
+    wanted = []
+    history = list(gradients(T0 + 7, torch.float64))
+    train(optimizer, params, iter(history[:T0]))
+    optimizer.freeze_second_moment(params, eps_mode, bias_correction)
+    optimizer.param_groups[0]["lr"] = 0.01  # a schedule goes on
+    train(optimizer, params, iter(history[T0:]))
+    decay = optimizer.defaults["weight_decay"]
+    for i, start in enumerate(parameters(torch.float64)):
+        for j, w in enumerate(start.flatten().tolist()):
+            scalar = ScalarAdam(w, kind is optim.AdamW, 0.02, decay, bool(options.get("maximize")), "amsgrad" in options)
+            for t, grads in enumerate(history):
+                if t == T0:
+                    scalar.freeze(eps_mode, bias_correction)
+                    scalar.lr = 0.01
+                scalar.step(grads[i].flatten()[j].item())
+            wanted.append(scalar.w)
+    result = torch.cat([p.detach().flatten() for p in params])
+    torch.testing.assert_close(result, torch.tensor(wanted, dtype=torch.float64), rtol=1e-11, atol=1e-12)
+
+
+def step_sizes(t0: int, after: float, **freeze: Any) -> tuple[float, float]:
+    """The last step before and the first step after freezing, in units of lr, under a gradient of 1 and then ``after``."""
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = optim.Adam([p], lr=1.0, betas=(0.0, 0.999))
+    sizes = []
+    for t in range(t0 + 1):
+        if t == t0:
+            optimizer.freeze_second_moment([p], **freeze)
+        before = p.item()
+        p.grad = torch.full_like(p, 1.0 if after == 1.0 else after * (t == t0))
+        optimizer.step()
+        sizes.append(before - p.item())
+    return sizes[-2], sizes[-1]
+
+
+@pytest.mark.parametrize("eps_mode", optim.EPS_MODES)
+@pytest.mark.parametrize(("t0", "jump"), [(100, 3.24), (200, 2.35), (1000, 1.26), (1, 31.62)])
+def test_the_step_size_does_not_jump_at_the_switch(eps_mode: str, t0: int, jump: float) -> None:
+    assert step_sizes(t0, 1.0, eps_mode=eps_mode) == pytest.approx((1.0, 1.0), rel=2e-6)
+    before, after = step_sizes(t0, 1.0, eps_mode=eps_mode, bias_correction=False)
+    assert after / before == pytest.approx(jump, rel=2e-3)
+
+
+@pytest.mark.parametrize(("eps_mode", "size"), [("inside", 1.0), ("floor", 100.0), ("outside", 1e4)])
+def test_a_dead_coordinate_wakes_up(eps_mode: str, size: float) -> None:
+    assert step_sizes(20, 1e-4, eps_mode=eps_mode)[1] == pytest.approx(size)
+
+
+def test_frozen_means_constant_and_only_for_those_asked_for() -> None:
+    params, live = parameters(), parameters()
+    optimizer, stock = optim.AdamW(params, lr=0.01), torch.optim.AdamW(live, lr=0.01)
+    history = list(gradients(12))
+    train(optimizer, params, iter(history[:T0]))
+    optimizer.freeze_second_moment([params[0]])
+    denominator = optimizer.state[params[0]]["frozen_denominator"].clone()
+    assert "exp_avg_sq" not in optimizer.state[params[0]]
+    grads = [g.clone() for g in history[T0]]
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g
+    optimizer.step()
+    assert all(p.grad is g and torch.equal(g, h) for p, g, h in zip(params, grads, history[T0], strict=True))
+    train(optimizer, params, iter(history[T0 + 1 :]))
+    optimizer.freeze_second_moment([params[0]], "outside")  # frozen already: nothing happens
+    assert torch.equal(optimizer.state[params[0]]["frozen_denominator"], denominator)
+    train(stock, live, iter(history))
+    assert torch.equal(params[1], live[1])
+    assert torch.equal(params[2], live[2])
+    assert not torch.equal(params[0], live[0])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+def test_state_dict_continues_with_the_same_bits(kind: type, frozen: bool) -> None:
+    params = parameters()
+    optimizer = kind(params, lr=0.01, weight_decay=0.1)
+    history = list(gradients(10))
+    train(optimizer, params, iter(history[:T0]))
+    if frozen:
+        optimizer.freeze_second_moment(params[:2])
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    again = copy.deepcopy(params)
+    resumed = kind(again, lr=0.5)
+    resumed.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    assert all(map(torch.equal, train(optimizer, params, iter(history[T0:])), train(resumed, again, iter(history[T0:]))))
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+@pytest.mark.parametrize("stock", [torch.optim.Adam, torch.optim.AdamW])
+def test_hooks_fire_once_whatever_was_created_before(kind: type, stock: type) -> None:
+    stock(parameters())  # torch wraps step of the class once an instance is made
+    p = parameters()[0]
+    optimizer = kind([p])
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    stock(parameters())
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    for frozen in (False, True):
+        calls.clear()
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        schedule.step()
+        assert calls == ["before", "after"]
+        if not frozen:
+            optimizer.freeze_second_moment([p])
+    p.grad = None
+    assert optimizer.step(lambda: (p.sum() * 2).backward() or 7) == 7  # closures stay possible
+    assert (p.grad == 2).all()
+
+
+@pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
+@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"amsgrad": True}, {"weight_decay": 0.3}], ids=str)
+def test_change_of_v_is_what_the_next_step_does(kind: type, options: dict[str, Any]) -> None:
+    params = parameters()
+    optimizer = kind(params, **options)
+    for t, grads in enumerate(gradients(4)):
+        grads[0][:, :2] = 0.0
+        for p, grad in zip(params[: 2 + t % 2], grads, strict=False):
+            p.grad = grad
+        before = [optimizer.state[p].get("exp_avg_sq", torch.zeros_like(p)).double().clone() for p in params[:2]]
+        total, logs, nonzero, count = optimizer.second_moment_change(params[:2])
+        optimizer.step()
+        change = torch.cat(
+            [(optimizer.state[p]["exp_avg_sq"] - v).abs().flatten() for p, v in zip(params, before, strict=False)]
+        )
+        moved = change[change > 0]
+        assert (int(nonzero), count) == (len(moved), 29)
+        assert float(total) == pytest.approx(float(change.sum()), rel=1e-4)
+        assert float(logs) == pytest.approx(float(moved.log().sum()), rel=1e-3)
+    optimizer.zero_grad()
+    assert [float(x) for x in optimizer.second_moment_change(params)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"maximize": True}], ids=str)
+def test_change_of_v_with_the_others_in_a_group_of_their_own(options: dict[str, Any]) -> None:
+    params = parameters()
+    optimizer = optim.Adam([{"params": params[:1]}, {"params": params[1:]}], **options)
+    for p, grad in zip(params, next(gradients(1)), strict=True):
+        p.grad = grad
+    assert optimizer.second_moment_change(params[:1])[3] == 24
+    optimizer.freeze_second_moment(params[:1])
+    optimizer.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_loss_scaling_changes_nothing(fused: bool) -> None:
+    scaler, params, plain = torch.amp.GradScaler("cpu", init_scale=2.0**12), parameters(), parameters()
+    optimizer, reference = optim.AdamW(params, lr=0.01, fused=fused), optim.AdamW(plain, lr=0.01, fused=fused)
+    for t, grads in enumerate(gradients(8)):
+        if t == T0:
+            optimizer.freeze_second_moment(params[:2])
+            reference.freeze_second_moment(plain[:2])
+        scaler.scale(torch.zeros(()))  # as for a loss
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad * scaler.get_scale()
+        if t == 2:
+            params[0].grad[0, 0] = torch.inf  # skipped
+        scaler.step(optimizer)
+        scaler.update()
+        if t != 2:
+            train(reference, plain, iter([grads]))
+    assert scaler.get_scale() == 2.0**11
+    assert all(map(torch.equal, params, plain))
+
+
+def test_freezing_says_what_it_cannot_do() -> None:
+    params = parameters()
+    with pytest.raises(ValueError, match="eps_mode='middle': allowed are inside, outside, floor"):
+        optim.Adam(params).freeze_second_moment(params, "middle")
+    with pytest.raises(ValueError, match="neither capturable=True nor differentiable=True"):
+        optim.Adam(params, capturable=True).freeze_second_moment(params)

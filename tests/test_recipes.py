@@ -1,0 +1,227 @@
+"""Every recipe's whole trajectory against a reference written by hand, in the training loops people really write."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.handle import Handle
+from reference import DECAY, LR, SPARSE, TOTAL, Reference, data, mask_of, pruned, soft
+
+SETTINGS: dict[str, tuple[str, dict[str, Any], int]] = {  # name: recipe, hyperparameters, step of the switch
+    "dense": ("dense", {}, 0),
+    "ste": ("ste", {}, 0),
+    "sr_ste": ("sr_ste", {"decay": DECAY}, 0),
+    "s_ste": ("s_ste", {}, 0),
+    "asp at once": ("asp", {"prune_at": 0.0}, 0),
+    "asp": ("asp", {"prune_at": 0.4}, 4),
+    "step": ("step", {"switch": 0.4, "decay": DECAY}, 4),
+}
+UPDATES = {
+    "sgd": lambda p, wd, **options: torch.optim.SGD(p, LR, momentum=0.9, weight_decay=wd, **options),
+    "adam": lambda p, wd, **options: nmrun.optim.Adam(p, LR, weight_decay=wd, **options),
+    "adamw": lambda p, wd, **options: nmrun.optim.AdamW(p, LR, weight_decay=wd, **options),
+}
+COMBINATIONS = [(s, u) for s in SETTINGS for u in UPDATES if (s, u) != ("step", "sgd")]
+
+
+class Net(nn.Sequential):
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        torch.manual_seed(3)
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.5)
+        self.to(dtype)
+
+    @property
+    def used(self) -> list[Tensor]:
+        return [t.detach().clone() for layer in (self[0], self[2]) for t in (layer.weight, layer.bias)]
+
+
+def start(setting: str, update: str, wd: float, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Net, Any, Handle]:
+    recipe, hyperparameters, _ = SETTINGS[setting]
+    model = Net(dtype)
+    optimizer = UPDATES[update](model.parameters(), wd, **options)
+    return model, optimizer, nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **hyperparameters)
+
+
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (3, None), (3, 0.05)])
+@pytest.mark.parametrize("wd", [0.0, 0.2])
+@pytest.mark.parametrize(("setting", "update"), COMBINATIONS)
+def test_trajectory(setting: str, update: str, wd: float, accumulate: int, clip: float | None) -> None:
+    recipe, _, switch = SETTINGS[setting]
+    reference = Reference(recipe, update, Net().used, wd, switch)
+    model, optimizer, handle = start(setting, update, wd)
+    batches = data(accumulate)
+    for t in range(TOTAL):
+        wanted_phase = "dense" if recipe == "dense" or t < switch else "sparse"
+        assert (handle.phase, handle.is_sparse) == (wanted_phase, wanted_phase == "sparse")
+        for x, y in batches(t):
+            ((model(x) - y).square().mean() / accumulate).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step(batches(t), clip)
+        torch.testing.assert_close(model.used, reference.forward, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}")
+    handle.finalize()
+    torch.testing.assert_close(model.used, reference.forward, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize(
+    ("setting", "update", "options"),
+    [(s, u, {}) for s, u in COMBINATIONS if u != "adamw"] + [(s, "adamw", {"fused": True}) for s in SETTINGS],
+)
+def test_loss_scaling_and_a_skipped_step(setting: str, update: str, options: dict[str, Any], clip: float | None) -> None:
+    """A power of two as loss scale changes no bit, and the step that overflows leaves neither weights nor clock changed."""
+    steps, scaler = [*range(5), -1, *range(5, TOTAL)], torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    plain, optimizer, plain_handle = start(setting, update, 0.1, torch.float32, **options)
+    batches = data(1, torch.float32)
+    scaled, scaled_optimizer, handle = start(setting, update, 0.1, torch.float32, **options)
+    for t in steps:
+        handle.measure_flips = plain_handle.measure_flips = True
+        for x, y in batches(t):
+            scaler.scale((scaled(x) - y).square().mean() * (1.0 if t >= 0 else math.inf)).backward()
+            if t >= 0:
+                (plain(x) - y).square().mean().backward()
+        if clip is not None:
+            scaler.unscale_(scaled_optimizer)
+            nn.utils.clip_grad_norm_(scaled.parameters(), clip)
+            nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        before = scaled.used
+        scaler.step(scaled_optimizer)
+        scaler.update()
+        if t >= 0:
+            optimizer.step()
+        else:
+            assert all(map(torch.equal, scaled.used, before))
+        optimizer.zero_grad()
+        scaled_optimizer.zero_grad()
+        assert all(map(torch.equal, scaled.used, plain.used)), t
+        assert handle.recipe.step == plain_handle.recipe.step
+        assert handle.flip_rate == plain_handle.flip_rate
+    assert scaler.get_scale() == 2.0**9
+    assert handle.pop_events() == plain_handle.pop_events()
+
+
+@pytest.mark.parametrize("setting", ["ste", "sr_ste", "s_ste", "asp at once"])
+def test_gradient_at_the_projected_weight(setting: str) -> None:
+    """Before the optimizer: the dense gradient at the weight that the network uses, for pruned weights as well."""
+    model, _, handle = start(setting, "sgd", 0.0)
+    x, y = data(1)(0)[0]
+    leaves = [w.requires_grad_() for w in model.used]
+    (torch.tanh(x @ leaves[0].T + leaves[1]) @ leaves[2].T + leaves[3] - y).square().mean().backward()
+    (model(x) - y).square().mean().backward()
+    for weight, i in zip(handle.sparse, SPARSE, strict=True):
+        assert (leaves[i].grad[~mask_of(weight.dense)] != 0).all()
+        torch.testing.assert_close(weight.dense.grad, leaves[i].grad)
+
+
+def test_sr_ste_adds_its_term_once_and_to_pruned_weights_only() -> None:
+    model, optimizer, handle = start("sr_ste", "sgd", 0.0)
+    dense = [w.dense.detach().clone() for w in handle.sparse]
+    for weight in handle.sparse:
+        weight.dense.grad = torch.zeros_like(weight.dense)
+    optimizer.step()
+    for weight, w in zip(handle.sparse, dense, strict=True):
+        torch.testing.assert_close(weight.dense.grad, DECAY * pruned(w), rtol=0, atol=0)
+    assert model[0].bias.grad is None
+
+
+def test_a_weight_without_gradient_is_passed_over() -> None:
+    for setting, update in COMBINATIONS:
+        model, optimizer, handle = start(setting, update, 0.1)
+        for _ in range(TOTAL):
+            model[0](torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+            before = model[2].weight.detach().clone() if handle.is_sparse else None
+            optimizer.step()
+            assert before is None or torch.equal(model[2].weight, before)
+
+
+def test_s_ste_scale_is_fitted_once_and_saved() -> None:
+    model, optimizer, handle = start("s_ste", "adamw", 0.1)
+    first = [(w.dense * soft(w.dense)).sum() / soft(w.dense).square().sum() for w in handle.sparse]
+    for x, y in data(TOTAL)(0):
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    torch.testing.assert_close([w.projection.scale for w in handle.sparse], [f.detach() for f in first])
+    other = Net()
+    with torch.no_grad():
+        other[0].weight.uniform_()
+    other_handle = nmrun.sparsify(other, nmrun.optim.AdamW(other.parameters()), "s_ste", "2:4")
+    assert other_handle.sparse[0].projection.scale != handle.sparse[0].projection.scale
+    other.load_state_dict(model.state_dict())
+    other_handle.load_state_dict(handle.state_dict())
+    assert torch.equal(other_handle.sparse[0].projection.scale, handle.sparse[0].projection.scale)
+    assert all(map(torch.equal, other.used, model.used))
+
+
+@pytest.mark.parametrize("recipe", ["dense", "nmrun.recipes.dense.Dense"])
+def test_dense_leaves_everything_alone(recipe: str) -> None:
+    model, plain = Net(), Net()
+    optimizer, plain_optimizer = (nmrun.optim.AdamW(m.parameters(), LR) for m in (model, plain))
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4")
+    for x, y in data(TOTAL)(0):
+        for net, update in ((model, optimizer), (plain, plain_optimizer)):
+            (net(x) - y).square().mean().backward()
+            update.step()
+            update.zero_grad()
+    assert all(map(torch.equal, model.used, plain.used))
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert (handle.sparse, handle.phase, handle.is_sparse, handle.metrics()) == ([], "dense", False, {})
+    report = handle.report()
+    assert (report["pattern"], report["density"], report["layers"]) == ("dense", 1.0, [])
+    assert [layer["reason"] for layer in report["left_dense"]] == ["recipe dense"] * 2
+
+
+# --- what a recipe refuses ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "instead"),
+    [
+        (torch.optim.AdamW, r"torch.optim.adamw.AdamW cannot: use nmrun.optim.AdamW, a drop-in with the same arguments"),
+        (torch.optim.Adam, r"torch.optim.adam.Adam cannot: use nmrun.optim.Adam or nmrun.optim.AdamW"),
+        (torch.optim.SGD, r"torch.optim.sgd.SGD cannot: use nmrun.optim.Adam or nmrun.optim.AdamW"),
+    ],
+)
+def test_step_names_the_optimizer_it_needs(optimizer: type, instead: str) -> None:
+    model = Net()
+    keys = list(model.state_dict())
+    with pytest.raises(ValueError, match=instead) as raised:
+        nmrun.sparsify(model, optimizer(model.parameters(), lr=0.1), "step", "2:4", 10)
+    assert "\n" not in str(raised.value)
+    assert sorted(model.state_dict()) == sorted(keys)
+    nmrun.sparsify(model, nmrun.optim.Adam(model.parameters()), "step", "2:4", 10)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hyperparameters", "message"),
+    [
+        ("step", {}, "step needs total_steps"),
+        ("asp", {}, "asp needs total_steps.*prune_at=0"),
+        ("asp", {"prune_at": 1.0, "total_steps": 9}, "prune_at=1.0 must be a fraction"),
+        ("asp", {"prune_at": math.nan, "total_steps": 9}, "prune_at=nan must be a fraction"),
+        ("sr_ste", {"decay": -1.0}, "decay=-1.0 must be 0 or more"),
+        ("step", {"total_steps": 9, "eps_mode": "in"}, "eps_mode='in'; allowed are inside, outside, floor"),
+        ("step", {"total_steps": 9, "switch": "auto_geometrc"}, "did you mean auto_geometric"),
+        ("step", {"total_steps": 9, "switch": 1.0}, "switch=1.0 must be a fraction"),
+        ("step", {"total_steps": 9, "t_min": 0.6}, "t_min=0.6, t_max=0.5 must be"),
+        ("step", {"total_steps": 9, "decay": -1.0}, "decay=-1.0 must be 0 or more"),
+    ],
+)
+def test_values_out_of_range(recipe: str, hyperparameters: dict[str, Any], message: str) -> None:
+    model = Net()
+    with pytest.raises(ValueError, match=message):
+        nmrun.sparsify(model, nmrun.optim.Adam(model.parameters()), recipe, "2:4", **hyperparameters)
+
+
+def test_step_wants_one_beta2_and_eps_for_what_it_pools() -> None:
+    model = Net()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "eps": 1e-6}]
+    with pytest.raises(ValueError, match="must share beta2 and eps"):
+        nmrun.sparsify(model, nmrun.optim.Adam(groups), "step", "2:4", 10)
