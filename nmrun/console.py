@@ -46,10 +46,10 @@ class Console:
         if not self.on_terminal or now - self._drawn < REFRESH:
             return
         self._drawn = now
+        text = f"{step}/{total}  {status()}"
         if self._live is None:
-            self._live = _live_line(total)
-            self._live.start()
-        self._live.update(self._live.task_ids[0], completed=step, status=status())
+            self._live = _live_line(step, total, text)
+        self._live.update(self._live.task_ids[0], completed=step, status=text)
         self._live.refresh()
 
     def clear(self) -> None:
@@ -59,15 +59,12 @@ class Console:
             self._live = None
 
 
-def _live_line(total: int) -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+def _live_line(step: int, total: int, text: str) -> Any:
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.table import Column
 
-    columns = (
-        BarColumn(24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[status]}", markup=False),
-        TimeRemainingColumn(compact=True),
-    )
-    live = Progress(*columns, transient=True, auto_refresh=False)
-    live.add_task("", total=total, status="")
+    bar = BarColumn(16, table_column=Column(min_width=16))  # it is the text that a narrow terminal cuts
+    live = Progress(bar, TextColumn("{task.fields[status]}", markup=False), transient=True, auto_refresh=False)
+    live.add_task("", total=total, completed=step, status=text)
+    live.start()
     return live

@@ -168,9 +168,8 @@ class Loop:
             ("lr", "lr", ".2e"),
             ("steps/s", "steps_per_second", ".0f"),
         ]
-        parts = [f"{word} {self._shown[key]:{form}}" for word, key, form in shown if key in self._shown]
-        parts += [f"{self.handle.phase} phase"] if self.handle.sparse else []
-        return "  ".join([f"epoch {epoch}/{self.trainer['epochs']}", f"step {self.step}", *parts])
+        parts = [f"epoch {epoch}/{self.trainer['epochs']}", *([f"{self.handle.phase} phase"] if self.handle.sparse else [])]
+        return "  ".join(parts + [f"{word} {self._shown[key]:{form}}" for word, key, form in shown if key in self._shown])
 
     # --- what can go wrong --------------------------------------------------------------------------------------------------
 

@@ -85,6 +85,7 @@ class Tracker:
         wanted |= dict.fromkeys(
             ("disable_code", "disable_git", "x_disable_stats", "x_disable_meta", "x_disable_machine_info"), True
         )
+        wanted["x_save_requirements"] = False
         known = wandb.Settings.model_fields  # these differ between versions
         settings = wandb.Settings(**{key: value for key, value in wanted.items() if key in known})
         arguments: dict[str, Any] = {
