@@ -4,38 +4,41 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from nmrun.errors import ConfigError
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from nmrun.report.tables import Table
+
+FORMATS = ("markdown", "latex", "csv", "html")
+SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def table(argv: Sequence[str]) -> int:
     """``nmrun table PATH...``: print or write the comparison of the runs below the paths; returns the exit status."""
     parser = _parser("table", "Compare the runs below PATH: mean +- standard deviation over seeds.")
-    parser.add_argument("--format", default="markdown", choices=("markdown", "latex", "csv", "html"))
+    parser.add_argument("--format", default="markdown", choices=FORMATS, help="default markdown; csv is one line a cell")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write to FILE instead of the terminal")
-    options = parser.parse_args(argv)
     try:
-        from nmrun.report.tables import render
+        options = parser.parse_args(argv)
+        tables = _tables(options)
+        from nmrun.report.formats import render
 
-        text = "\n".join(render(each, options.format) for each in _tables(options))
+        text = render(tables, options.format)
         if options.out is None:
-            print(text, end="")
+            _say(text)
         else:
-            options.out.write_text(text)
-            print(options.out)
-    except ConfigError as error:
+            options.out.write_text(text, encoding="utf-8")
+            _say(f"{options.out}\n")
+    except (ConfigError, OSError) as error:
         return _refuse("table", error)
-    except BrokenPipeError:
-        sys.stderr.close()
-    except OSError as error:
-        return _refuse("table", ConfigError(f"{error.filename}: {error.strerror}"))
     return 0
 
 
@@ -43,76 +46,115 @@ def plot(argv: Sequence[str]) -> int:
     """``nmrun plot PATH...``: draw the same comparison; returns the exit status."""
     parser = _parser("plot", "Draw the runs below PATH: the metric against the ratio, one line a recipe.")
     parser.add_argument("--out", type=Path, metavar="FILE", help="PNG, SVG or PDF by suffix (default PATH/plot.png)")
-    options = parser.parse_args(argv)
-    out = options.out or options.paths[0] / "plot.png"
     try:
-        if out.suffix not in (".png", ".svg", ".pdf"):
-            raise ConfigError(f"--out {out}: the suffix must be .png, .svg or .pdf")
+        options = parser.parse_args(argv)
+        out = options.out or options.paths[0] / "plot.png"
+        if out.suffix not in SUFFIXES:
+            raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
         tables = _tables(options)
         from nmrun.report.plots import plot as draw
 
         for i, each in enumerate(tables):
             target = out if len(tables) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
             draw(each, target)
-            print(target)
-    except ConfigError as error:
+            _say(f"{target}\n")
+    except (ConfigError, OSError) as error:
         return _refuse("plot", error)
-    except OSError as error:
-        return _refuse("plot", ConfigError(f"{error.filename}: {error.strerror}"))
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
 def _parser(verb: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"nmrun {verb}", description=description)
+    parser = _Parser(prog=f"nmrun {verb}", description=description)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders with runs in them, such as outputs/digits")
     parser.add_argument(
-        "--rows", default="recipe", metavar="KEYS", help="config keys, with commas between them (default recipe)"
+        "--rows", default="recipe", metavar="KEYS", help="config keys, such as recipe,optimizer.lr (default recipe)"
     )
     parser.add_argument("--cols", default="sparsity", metavar="KEYS", help="likewise (default sparsity)")
+    parser.add_argument("--metric", default="test/accuracy", help="default test/accuracy; best/... is of the best weights")
     parser.add_argument(
-        "--metric",
-        default="test/accuracy",
-        help="a metric of result.json (default test/accuracy; best/... for the best weights)",
+        "--filter",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="leave out runs where KEY has another value",
     )
-    parser.add_argument("--filter", nargs="*", default=[], metavar="KEY=VALUE", help="only runs whose config says so")
     return parser
 
 
 def _tables(options: argparse.Namespace) -> list[Table]:
+    """One table for each data set and model, unless a row or column tells them apart."""
+    for path in options.paths:
+        if not path.is_dir():
+            raise ConfigError(f"{path}: no such folder")
+    for condition in options.filter:
+        if "=" not in condition:
+            raise ConfigError(
+                f"--filter {condition}: write KEY=VALUE, such as optimizer.lr=0.001 (folders come before --filter)"
+            )
     from nmrun.report.collect import collect
     from nmrun.report.tables import build
 
-    for path in options.paths:
-        if not path.exists():
-            raise ConfigError(f"{path}: no such folder")
-    runs, unreadable = collect(options.paths)
-    for line in unreadable:
-        print(f"nmrun: {line}", file=sys.stderr)
+    runs = collect(options.paths)
     if runs.empty:
         raise ConfigError(f"no run below {', '.join(map(str, options.paths))} (a run's folder holds result.json)")
-    keys = [c for c in runs.columns if "/" not in c]
+    metrics = [c for c in runs.columns if "/" in c] + ["seconds"]
+    keys = [c for c in runs.columns if c not in metrics]
     rows, columns = options.rows.split(","), options.cols.split(",")
-    for key in [*rows, *columns, *(f.partition("=")[0] for f in options.filter)]:
+    for key in [*rows, *columns, *(condition.partition("=")[0] for condition in options.filter)]:
         _known(key, keys, "key")
-    _known(options.metric, [c for c in runs.columns if "/" in c], "metric")
+    if (runs["status"] == "finished").any():  # else there are no metrics to know, but failures to show
+        _known(options.metric, metrics, "metric")
     for condition in options.filter:
-        key, _, value = condition.partition("=")
-        runs = runs[runs[key].astype(str) == value]
-        if runs.empty:
-            raise ConfigError(f"--filter {condition} leaves no run")
-    groups = [k for k in ("dataset", "model") if k not in (*rows, *columns)]
+        runs = _filtered(runs, condition)
+    groups = [key for key in ("dataset", "model") if key not in (*rows, *columns)]
     parts = [part for _, part in runs.groupby(groups)] if groups else [runs]
     return [build(part, options.metric, rows, columns) for part in parts]
+
+
+def _filtered(runs: pd.DataFrame, condition: str) -> pd.DataFrame:
+    """The runs whose key has this value, and those without that key (an STE run has no ``recipe.switch`` to differ in)."""
+    from nmrun.report.tables import label
+
+    key, _, wanted = condition.partition("=")
+    labels = runs[key].map(label)
+    chosen = labels.map(lambda text: _same(text, wanted.replace(" ", "")))
+    if not chosen.any():
+        there = ", ".join(sorted(set(labels) - {"-"}))
+        raise ConfigError(f"--filter {condition} leaves no run; {key} is {there}")
+    return runs[chosen | (labels == "-")]
+
+
+def _same(a: str, b: str) -> bool:
+    try:
+        return a == b or float(a) == float(b)
+    except ValueError:
+        return False
 
 
 def _known(name: str, names: Sequence[str], what: str) -> None:
     if name not in names:
         near = difflib.get_close_matches(name, names, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"no {what} {name!r} in these runs; {hint}There are {', '.join(sorted(names))}")
+        family = [n for n in names if n.partition(".")[0] == name.partition(".")[0]] or [n for n in names if "." not in n]
+        raise ConfigError(f"no {what} {name!r} in these runs; {hint}there are {', '.join(sorted(family))}")
 
 
-def _refuse(verb: str, error: ConfigError) -> int:
-    for problem in error.problems:
-        print(f"nmrun {verb}: {problem}", file=sys.stderr)
+def _say(text: str) -> None:
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough; the interpreter flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _refuse(verb: str, error: ConfigError | OSError) -> int:
+    known = [error.filename, error.strerror] if isinstance(error, OSError) else [error]
+    message = ": ".join(str(each) for each in known if each)
+    print(f"nmrun {verb}: {message}", file=sys.stderr)
     return 2

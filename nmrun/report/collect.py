@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,26 +13,30 @@ import pandas as pd
 from nmrun.schema import flatten
 
 
-def collect(paths: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
-    """One row for each ``result.json`` at or below ``paths``, and a line for each that could not be read.
+def collect(paths: Sequence[str | Path]) -> pd.DataFrame:
+    """One row for each ``result.json`` at or below ``paths``, once each; empty if there is none.
 
-    Columns: ``status``, ``id``, ``folder``, ``seconds``, ``commit``; the config's groups by name (``recipe``, ``sparsity`` as ``2:4`` or
-    ``dense``, ``model``, ...) and every dotted key (``optimizer.lr``); the final metrics (``test/accuracy``), those of the
-    best weights under ``best/`` (``best/test/accuracy``).
+    Columns: ``status``, ``id``, ``folder``, ``seconds``, ``commit``, ``seed``; the config's groups by name (``recipe``,
+    ``model``, ...; ``sparsity`` as ``2:4`` or ``dense``) and every dotted key (``optimizer.lr``; lists as text); the final
+    metrics (``test/accuracy``), and those of the best weights under ``best/`` (``best/test/accuracy``). What a run does not
+    have is NaN. A file that is not a whole result is left out, and named in a line on standard error.
     """
-    rows, unreadable = [], []
-    for file in dict.fromkeys(f for path in paths for f in sorted(path.rglob("result.json"))):
+    rows, seen = [], set()
+    for file in (file for path in paths for file in sorted(Path(path).rglob("result.json"))):
+        if file.resolve() in seen:
+            continue
+        seen.add(file.resolve())
         try:
-            rows.append(_row(json.loads(file.read_text()), file.parent))
+            rows.append(_row(json.loads(file.read_text(encoding="utf-8")), file.parent))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            unreadable.append(f"{file}: left out, not a result ({type(error).__name__}: {error})")
-    return pd.DataFrame(rows), unreadable
+            print(f"nmrun: {file} left out, not a whole result ({type(error).__name__}: {error})", file=sys.stderr)
+    return pd.DataFrame(rows, dtype=object)  # as objects, whole numbers stay whole beside runs without the key
 
 
 def _row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
     config = result["config"]
     n, m = config["sparsity"]["n"], config["sparsity"]["m"]
-    keys = {key: (str(value) if isinstance(value, list) else value) for key, value in flatten(config).items()}
+    keys = {key: str(value).replace(" ", "") if isinstance(value, list) else value for key, value in flatten(config).items()}
     return {
         **keys,
         **{group: config[group]["name"] for group in ("dataset", "model", "recipe", "optimizer", "schedule")},

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 LOWER_IS_BETTER = ("loss", "perplexity", "error", "seconds", "nll")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Mean, sample standard deviation (None for a single run), number of finished runs, and how many did not finish, by status."""
+    """Mean over ``n`` runs (None for no run), sample standard deviation (None for fewer than two), and how many runs gave no value, by reason."""
 
     mean: float | None
     sd: float | None
     n: int
-    unfinished: dict[str, int]
+    without: dict[str, int]
 
 
-def summarise(values: Sequence[float], statuses: Sequence[str]) -> Cell:
-    """``values`` of the finished runs; ``statuses`` of all. The deviation is that of a sample (n - 1)."""
-    numbers = np.asarray(values, dtype=np.float64)
-    unfinished = {status: list(statuses).count(status) for status in sorted(set(statuses) - {"finished"})}
-    if not len(numbers):
-        return Cell(None, None, 0, unfinished)
-    return Cell(float(numbers.mean()), float(numbers.std(ddof=1)) if len(numbers) > 1 else None, len(numbers), unfinished)
+def summarise(values: Sequence[float], without: Sequence[str] = ()) -> Cell:
+    """``values`` of the runs that have one; ``without``: why each of the others has none. The deviation divides by n - 1."""
+    n = len(values)
+    mean = statistics.fmean(values) if n else None
+    return Cell(mean, statistics.stdev(values) if n > 1 else None, n, dict(sorted(Counter(without).items())))
 
 
 def higher_is_better(metric: str) -> bool:
