@@ -5,10 +5,10 @@ Imports no torch: what a typo, ``--help``, completion or a finished run needs is
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,7 +19,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+import nmrun
 from nmrun import config_source, precheck, schema
+from nmrun.checks import near
 from nmrun.errors import ConfigError
 from nmrun.identity import run_folder
 
@@ -30,41 +32,57 @@ VERBS = {
     "bench": "nmrun.bench:main",
     "doctor": "nmrun.doctor:main",
 }
-SWEEP, JOBS = "NMRUN_SWEEP", "NMRUN_JOBS"  # told to job processes: the sweep's name, and of how many jobs
+SWEEP, JOBS = "NMRUN_SWEEP", "NMRUN_JOBS"  # told to job processes: the sweep's folder, and of how many jobs
 
 config_source.register()
 
 
 def main() -> int:
     """The console entry point; returns the exit status (see the README)."""
-    argv = sys.argv[1:]
     # Idle OpenMP threads spin by default; where other processes want the cores too, that slows small models tenfold and more.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        return _main(sys.argv[1:])
+    except ConfigError as error:
+        return _refuse(error.problems)
+    except KeyboardInterrupt:  # before or after training, which ends in order by itself
+        return 128 + signal.SIGINT
+
+
+def _main(argv: list[str]) -> int:
     if argv and argv[0] in VERBS:
         module, _, function = VERBS[argv[0]].partition(":")
         return int(getattr(importlib.import_module(module), function)(argv[1:]))
     if argv and "=" not in argv[0] and argv[0][:1] not in "-~+":
-        near = difflib.get_close_matches(argv[0], VERBS, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return _refuse(
-            [f"{argv[0]}: no such verb{hint} (there are {', '.join(VERBS)}; a run takes group=option and key=value)"]
+        raise ConfigError(
+            f"{argv[0]}: no such verb{near(argv[0], VERBS)} (there are {', '.join(VERBS)}; a run takes group=option and key=value)"
         )
-    if not all(word in precheck.PLAIN_FLAGS for word in argv if word.startswith("-")):
-        _job()  # --help, --cfg job, --info, completion: Hydra's own
+    if argv == ["--version"]:
+        print(f"nmrun {nmrun.__version__}")
         return 0
-    found, jobs, output_dir = precheck.problems(argv)
-    if found:
-        return _refuse(found)
-    if not precheck.PLAIN_FLAGS.intersection(argv):
+    asked = precheck.options(argv)
+    sys.argv[1:] = [*(word for word in argv if word not in asked.overrides), *asked.overrides]  # Hydra wants its options first
+    if asked.help or asked.hydra_help or asked.shell_completion:
+        _job()
+        return 0
+    found = precheck.look(asked.overrides, asked.multirun, asked.config_dir)
+    if found.problems:
+        raise ConfigError(found.problems)
+    if asked.cfg or asked.info:
+        _job()
+        return 0
+    if not asked.multirun:
         _job()
         return _exit_status(_outcomes[-1])
-    os.environ[SWEEP] = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    os.environ[JOBS] = str(jobs)
+    folder = Path(found.output_dir, ".sweeps", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
+    _make(folder, found.output_dir)
+    os.environ[SWEEP], os.environ[JOBS] = str(folder), str(found.jobs or "?")
     try:
         _job()
-    except SystemExit as stop:  # an interrupted job ends the sweep
-        return max(int(stop.code or 0), _summary(Path(output_dir, ".sweeps", os.environ[SWEEP]), jobs))
-    return _summary(Path(output_dir, ".sweeps", os.environ[SWEEP]), jobs)
+    except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
+        status = int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
+        return max(status, _summary(folder, found.jobs))
+    return _summary(folder, found.jobs)
 
 
 def _refuse(problems: list[str]) -> int:
@@ -81,14 +99,15 @@ _outcomes: list[dict[str, Any]] = []
 @hydra.main(config_path="pkg://nmrun.conf", config_name="nmrun", version_base="1.3")
 def _job(composed: DictConfig) -> float | None:
     job = HydraConfig.get()
-    sweep = os.environ.get(SWEEP) if job.mode == RunMode.MULTIRUN else None
+    sweep = Path(os.environ[SWEEP]) if job.mode == RunMode.MULTIRUN else None
+    overrides = [word.replace("\\:", ":") for word in job.overrides.task]  # Hydra escapes a ratio for itself
     if sweep:
-        print(f"[{job.job.num + 1}/{os.environ.get(JOBS, '?')}] {' '.join(job.overrides.task)}".replace("\\:", ":"), flush=True)
-    outcome = _outcome(composed, sweep)
+        print(f"[{job.job.num + 1}/{os.environ[JOBS]}] {' '.join(overrides)}", flush=True)
+    outcome = _outcome(composed, sweep.name if sweep else None)
     _outcomes.append(outcome)
     if sweep:  # a file, since jobs may run in other processes
-        line = {key: outcome.get(key) for key in ("status", "folder", "error")} | {"overrides": list(job.overrides.task)}
-        with Path(job.sweep.dir, "jobs.jsonl").open("a") as record:
+        line = {key: outcome.get(key) for key in ("status", "folder", "error", "metrics")} | {"overrides": overrides}
+        with (sweep / "jobs.jsonl").open("a") as record:
             record.write(json.dumps(line) + "\n")
         if outcome["status"] == "interrupted":
             raise SystemExit(_exit_status(outcome))
@@ -105,16 +124,20 @@ def _outcome(composed: DictConfig, sweep: str | None) -> dict[str, Any]:
             print(f"finished already: {metrics}\n  {folder} (force=true runs it again)", flush=True)
             return {"status": "skipped", "folder": str(folder), "metrics": result["metrics"]}
         if not config.dry:
-            try:  # before torch is imported for nothing
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ConfigError(f"output_dir={config.output_dir}: {error.strerror}: {error.filename}") from None
+            _make(folder, config.output_dir)  # before torch is imported for nothing
         from nmrun import runner
 
         return runner.run(config, folder, sweep)
     except ConfigError as error:
         _refuse(error.problems)
         return {"status": "refused", "folder": None, "error": "; ".join(error.problems)}
+
+
+def _make(folder: Path, output_dir: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir={output_dir}: {error.strerror}: {error.filename}") from None
 
 
 def _finished(folder: Path) -> dict[str, Any] | None:
@@ -131,23 +154,22 @@ def _exit_status(outcome: dict[str, Any]) -> int:
     return {"finished": 0, "skipped": 0, "planned": 0, "refused": 2}.get(outcome["status"], 1)
 
 
-def _summary(folder: Path, jobs: int) -> int:
-    """The closing lines of a sweep; 1 if a job failed or never reported."""
+def _summary(folder: Path, jobs: int | None) -> int:
+    """The closing lines of a sweep; 1 if a job failed or never reported. ``jobs``: how many there should be, if that is known."""
     try:
         done = [json.loads(line) for line in (folder / "jobs.jsonl").read_text().splitlines()]
     except OSError:
         done = []
     count = {status: sum(d["status"] == status for d in done) for status in ("finished", "skipped", "planned")}
     bad = [d for d in done if d["status"] not in count]
-    parts = [f"{number} {status}" for status, number in count.items() if number] + ([f"{len(bad)} not done"] if bad else [])
-    missing = jobs - len(done)
-    parts += [f"{missing} not reached"] if missing > 0 else []
-    print(f"sweep of {jobs}: {', '.join(parts) or 'nothing done'}")
+    missing = max((jobs or 0) - len(done), 0)
+    parts = [f"{number} {status}" for status, number in count.items() if number]
+    parts += [f"{len(bad)} not done"] if bad else []
+    parts += [f"{missing} not reached"] if missing else []
+    print(f"sweep of {len(done) + missing}: {', '.join(parts) or 'nothing done'}")
     for d in bad:
-        print(
-            f"  {d['status']}: {' '.join(d['overrides'])}: {d['error'] or ''}  {d['folder'] or ''}".replace("\\:", ":").rstrip()
-        )
-    return 1 if bad or missing > 0 else 0
+        print(f"  {d['status']}: {' '.join(d['overrides'])}: {d['error'] or ''}  {d['folder'] or ''}".rstrip(" :"))
+    return 1 if bad or missing else 0
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import platform
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 
 
@@ -16,6 +15,7 @@ def main(argv: Sequence[str]) -> int:
     argparse.ArgumentParser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
     import torch
 
+    import nmrun
     from nmrun.kernels.cpu import find_compiler, load
     from nmrun.patterns import Pattern
     from nmrun.track import logged_in
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     fairseq = "installed" if importlib.util.find_spec("fairseq") else "not installed (pip install 'nmrun[translation]')"
     writable = os.access(".", os.W_OK)
     for name, value in {
-        "nmrun": metadata.version("nmrun"),
+        "nmrun": nmrun.__version__,
         "python": platform.python_version(),
         "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
         "GPU": gpu,

@@ -1,168 +1,259 @@
-"""Looks at the command line before Hydra does, so that a typo costs one helpful line instead of a traceback."""
+"""Looks at the command line before Hydra does, so that a mistake costs one helpful line instead of a traceback."""
 
 from __future__ import annotations
 
-import difflib
+import argparse
+import itertools
 import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
+from hydra import compose
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nmrun import schema
-from nmrun.config_source import GROUP
+from nmrun.checks import near
+from nmrun.config_source import GROUP as RATIO
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
 
-PLAIN_FLAGS = {"-m", "--multirun"}
+MOST_JOBS = 5000  # looked at ahead; what is wrong with a sweep shows long before, and each job is checked again when it begins
 
 
-def problems(argv: list[str]) -> tuple[list[str], int, str]:
-    """All that is wrong with these overrides, the number of jobs they ask for, and the output folder.
+def options(argv: list[str]) -> argparse.Namespace:
+    """Hydra's own options, and ``overrides``. Raises ConfigError for one that does not exist."""
+    parser = get_args_parser()
 
-    A sweep is checked value by value, not job by job: a few compositions instead of hundreds. What only a certain combination
-    gets wrong is told by that job, and does not stop the others.
-    """
-    words = [word for word in argv if word not in PLAIN_FLAGS]
-    multirun = len(words) < len(argv)
-    try:
-        overrides = OverridesParser.create().parse_overrides(words)
-    except HydraException as error:
-        return [str(error).splitlines()[0]], 0, ""
+    def complain(message: str) -> None:
+        unknown = re.match(r"unrecognized arguments: (\S+)", message)
+        if unknown is None:
+            raise ConfigError(message)
+        bare = unknown[1].lstrip("-")
+        hint = near(unknown[1].partition("=")[0], parser._option_string_actions)
+        raise ConfigError(f"{unknown[1]}: no such option{hint or f' (keys are written without dashes: {bare})'}")
+
+    parser.error = complain  # type: ignore[assignment, method-assign]
+    parsed = parser.parse_intermixed_args(argv)
+    for name in ("config_path", "config_name", "experimental_rerun"):
+        if getattr(parsed, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')}: not for nmrun; --config-dir adds a folder of configs")
+    return parsed
+
+
+@dataclass
+class Findings:
+    """All that is wrong with a command line; how many jobs it asks for (None: a sweeper decides), and the output folder."""
+
+    problems: list[str] = field(default_factory=list)
+    jobs: int | None = 1
+    output_dir: str = ""
+
+
+def look(words: list[str], multirun: bool = False, config_dir: str | None = None) -> Findings:
+    """Check every job that these overrides ask for, in well under a second: one composition for each option of a group."""
+    findings = Findings()
+    search_path = create_config_search_path("pkg://nmrun.conf")
+    if config_dir is not None:
+        if not Path(config_dir).is_dir():
+            findings.problems.append(f"--config-dir {config_dir}: no such folder")
+        search_path.append("command-line", f"file://{Path(config_dir).absolute()}")
     GlobalHydra.instance().clear()
-    with initialize_config_module("nmrun.conf", version_base="1.3"):
-        return _problems(overrides, multirun)
-
-
-def _problems(overrides: list[Override], multirun: bool) -> tuple[list[str], int, str]:
-    loader = GlobalHydra.instance().config_loader()
-    assert isinstance(loader, ConfigLoaderImpl)
-    groups = {
-        group: loader.get_group_options(group) for group in loader.get_group_options("", ObjectType.GROUP) if group != "hydra"
-    }
-    found: list[str] = []
-    jobs = 1
-    other: list[str] = []  # what is for Hydra itself
-    choices: dict[str, list[Any]] = {}  # good options of groups
-    values: dict[str, list[Any]] = {}
-    for override in overrides:
-        key = override.key_or_group
-        if key.partition("/")[0].partition(".")[0] == "hydra" or override.is_delete() or override.is_add():
-            other.append(str(override.input_line))
-            continue
-        options = _values(override, groups.get(key, []))
-        if len(options) > 1 and not multirun:
-            found.append(f"{override.input_line}: several values make a sweep; add -m")
-        jobs *= len(options)
-        if key in groups:
-            found += [line for option in options if (line := _wrong_choice(key, option, groups[key]))]
-            choices[key] = options
-        elif options:
-            values[key] = options
-    if found:  # with a bad choice nothing can be composed; unknown keys and bad values can still be told
-        choices = {
-            key: good
-            for key, options in choices.items()
-            if (good := [o for o in options if not _wrong_choice(key, o, groups[key])])
-        }
     try:
-        configs = _variants(other, choices)
+        Hydra.create_main_hydra2("nmrun", search_path)
+        _Look(words, multirun, findings).check_jobs()
     except (HydraException, OmegaConfBaseException) as error:
-        return [*found, str(error).splitlines()[0]], jobs, ""
-    known = set().union(*({*schema.flatten(_plain(config)), *_plain(config)} for _, config in configs))
-    unknown = [key for key in values if key not in known]
-    found += [_unknown_key(key, sorted(known | set(groups))) for key in unknown]
-    values = {key: options for key, options in values.items() if key not in unknown}
-    for label, config in configs:
-        missing = [key for key in values if OmegaConf.select(config, key, default=_plain) is _plain]
-        found += [f"{key}: no such key with {label}" for key in missing]
-        for key, options in values.items():
-            if key not in missing:
-                OmegaConf.update(config, key, options[0])
-        found += _checked(config)
-    base = configs[0][1]
-    for key, options in values.items():
-        for option in options[1:] if OmegaConf.select(base, key, default=_plain) is not _plain else []:
-            config = base.copy()
-            OmegaConf.update(config, key, option)
-            found += _checked(config)
-    return list(dict.fromkeys(found)), jobs, str(base.output_dir)
-
-
-def _variants(other: list[str], choices: dict[str, list[Any]]) -> list[tuple[str, DictConfig]]:
-    """The config with the first option of every group, then one for each further option, with a word on which it is."""
-    first = {group: options[0] for group, options in choices.items()}
-    base = compose("nmrun", [*other, *(f"{group}={_word(option)}" for group, option in first.items())])
-    configs = [(" ".join(f"{g}={o}" for g, o in first.items()) or "the defaults", base)]
-    for group, options in choices.items():
-        for option in options[1:]:
-            if group == GROUP and ":" in str(option) and base[GROUP].n is not None:
-                config = base.copy()
-                config[GROUP].n, config[GROUP].m = Pattern.parse(str(option)).n, Pattern.parse(str(option)).m
-            else:
-                config = compose("nmrun", [*other, *(f"{g}={_word(o)}" for g, o in {**first, group: option}.items())])
-            configs.append((f"{group}={option}", config))
-    return configs
-
-
-def _plain(config: DictConfig) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(config, resolve=False)
-    return plain
-
-
-def _checked(config: DictConfig) -> list[str]:
-    try:
-        schema.check(config)
+        findings.problems.append(str(error).splitlines()[0])
     except ConfigError as error:
-        return error.problems
-    return []
+        findings.problems += error.problems
+    finally:
+        GlobalHydra.instance().clear()
+    findings.problems = list(dict.fromkeys(findings.problems))
+    return findings
 
 
-def _values(override: Override, options: list[str]) -> list[Any]:
-    """The values an override stands for; several for a sweep."""
-    if not override.is_sweep_override():
-        return [override.value()]
-    if isinstance(override.value(), Glob):
-        return override.value().filter(options)  # type: ignore[union-attr]
-    return list(override.sweep_iterator())
+class _Look:
+    """One look at a command line, while Hydra is initialized. Whatever is wrong goes to ``findings``, and the look goes on."""
+
+    def __init__(self, words: list[str], multirun: bool, findings: Findings) -> None:
+        self.findings = findings
+        self.chosen: dict[str, list[Any]] = {}  # the options that exist, of each group on the command line
+        self.values: dict[str, list[Any]] = {}  # of keys
+        self.unsure: set[str] = set()  # groups with a wrong option: nothing is concluded from what stands in for it
+        self._done: dict[tuple[str, ...], DictConfig] = {}
+        overrides = self._parsed(words)
+        self.for_hydra = [o.input_line or "" for o in overrides if o.is_delete() or o.key_or_group.startswith("hydra")]
+        self.written = {o.key_or_group: o for o in overrides if o.input_line not in self.for_hydra}
+        loader = GlobalHydra.instance().config_loader()
+        assert isinstance(loader, ConfigLoaderImpl)
+        search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
+        names = loader.get_group_options("", ObjectType.GROUP, overrides=search_path)
+        self.groups = {name: loader.get_group_options(name, overrides=search_path) for name in names if name != "hydra"}
+        self.sweeper = any(word.startswith("hydra/sweeper") for word in self.for_hydra)
+        if self.sweeper:
+            findings.jobs = None
+        for key, override in self.written.items():
+            self._read(key, override, multirun)
+
+    def _parsed(self, words: list[str]) -> list[Override]:
+        parsed = []
+        for word in words:
+            try:
+                parsed.append(OverridesParser.create().parse_override(word))
+            except HydraException:
+                hint = "; quote what is special in a value, as in 'key=\"(a)\"'" if "=" in word else ""
+                self.findings.problems.append(f"{word}: cannot be read as key=value{hint}")
+        return parsed
+
+    def _read(self, key: str, override: Override, multirun: bool) -> None:
+        """What an override asks for: of a group its options, of a key its values."""
+        problems, options = self.findings.problems, self.groups.get(key)
+        value, several = override.value(), list[Any]()
+        if isinstance(value, IntervalSweep):
+            several = [value.start, value.end]
+            if not self.sweeper:
+                problems.append(f"{override.input_line}: an interval needs a sweeper, such as hydra/sweeper=optuna")
+        elif isinstance(value, Glob):
+            several = value.filter(options or [])
+        else:
+            sweep = override.is_sweep_override()
+            several = [Override._convert_value(one) for one in override.sweep_iterator()] if sweep else [value]
+        if override.is_sweep_override() and not multirun:
+            problems.append(f"{override.input_line}: several values make a sweep; add -m")
+        if not several:
+            problems.append(f"{override.input_line}: matches nothing (there are {', '.join(options or [])})")
+        if self.findings.jobs is not None:
+            self.findings.jobs *= len(several)
+        if options is None:
+            self.values[key] = several
+            return
+        wrong = {_word(one): line for one in several if (line := _wrong_option(key, _word(one), options))}
+        if wrong:
+            problems += wrong.values()
+            self.unsure.add(key)
+        if len(wrong) < len(several):
+            self.chosen[key] = [one for one in several if _word(one) not in wrong]
+
+    def check_jobs(self) -> None:
+        """Put each job together, from the options of groups and the values of keys, and check it."""
+        first = {group: options[0] for group, options in self.chosen.items()}
+        swept = {group: options for group, options in self.chosen.items() if len(options) > 1}
+        base = self._composed(first)
+        variants = {
+            (group, _word(option)): base if option == first[group] else self._composed({**first, group: option})
+            for group, options in swept.items()
+            for option in options
+        }
+        self._drop_unknown(base, variants.values())
+        plain = self._resolved(base)
+        parts = {}  # what an option puts into the config: its group; of an overlay, which has no group of its own, all that it changes
+        for (group, option), variant in variants.items():
+            full = self._resolved(variant)
+            own = [group] if group in plain else [key for key in full if full[key] != plain.get(key)]
+            parts[group, option] = {key: full[key] for key in own}
+        self.findings.output_dir = str(plain.get("output_dir"))
+
+        in_order = sorted(swept, key=lambda group: group in plain)  # an overlay gives way to a group of the command line
+        values = {key: several for key, several in self.values.items() if several}
+        product = itertools.product(*swept.values(), *values.values())
+        for job in itertools.islice(product, MOST_JOBS):
+            choice = dict(zip((*swept, *values), job, strict=True))
+            config = {**plain}
+            for group in in_order:
+                config |= parts[group, _word(choice[group])]
+            config = {key: dict(value) if isinstance(value, dict) else value for key, value in config.items()}
+            for key in values:
+                group = key.partition(".")[0]
+                if not _put(config, key, choice[key], _adds(self.written[key])) and group not in self.unsure:
+                    self.findings.problems.append(f"{key}: no such key with {group}={choice.get(group)}")
+            self.findings.problems += schema.problems(config, self.unsure)
+
+    def _composed(self, choices: dict[str, Any]) -> DictConfig:
+        """The config with these options of groups, before the values of keys."""
+        ratio = choices.get(RATIO)
+        if ":" in str(ratio):  # a ratio needs no composition of its own
+            config = self._composed({**choices, RATIO: "dense"}).copy()
+            pattern = Pattern.parse(str(ratio))
+            OmegaConf.update(config, RATIO, {"n": pattern.n, "m": pattern.m})
+            return config
+        words = tuple(f"{'+' if self.written[g].is_add() else ''}{g}={_word(option)}" for g, option in choices.items())
+        if words not in self._done:
+            self._done[words] = compose("nmrun", [*self.for_hydra, *words])
+        return self._done[words]
+
+    def _resolved(self, config: DictConfig) -> dict[str, Any]:
+        """Plain data, with the first value of each key in it, so that what refers to it resolves."""
+        config = config.copy()
+        for key, several in self.values.items():
+            if several and (_adds(self.written[key]) or OmegaConf.select(config, key, default=_word) is not _word):
+                OmegaConf.update(config, key, several[0], force_add=True)
+        return schema.resolve(config)
+
+    def _drop_unknown(self, base: DictConfig, variants: Iterable[DictConfig]) -> None:
+        known = {key for config in map(_raw, (base, *variants)) for key in (*config, *schema.flatten(config))}
+        for key, override in self.written.items():
+            if override.is_add() and key in self.values and key in known:
+                self.findings.problems.append(f"{override.input_line}: {key} is there already; write it without +")
+            if key in self.values and key not in known and not _adds(override) and key.partition(".")[0] not in self.unsure:
+                self.findings.problems.append(_unknown(key, known | set(self.groups)))
+                del self.values[key]
+
+
+def _adds(override: Override) -> bool:
+    return override.is_add() or override.is_force_add()
 
 
 def _word(option: Any) -> str:
     return "null" if option is None else str(option)
 
 
-def _wrong_choice(group: str, option: Any, options: list[str]) -> str | None:
-    text = _word(option)
-    if group == GROUP and text != "dense":
+def _raw(config: DictConfig) -> dict[str, Any]:
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    return dict(plain)
+
+
+def _put(config: dict[str, Any], key: str, value: Any, add: bool) -> bool:
+    """Set a dotted key; False if it is not there and not to be added."""
+    *path, leaf = key.split(".")
+    for name in path:
+        config = config.setdefault(name, {}) if add else config.get(name, {})
+        if not isinstance(config, dict):
+            return False
+    if leaf not in config and not add:
+        return False
+    config[leaf] = value
+    return True
+
+
+def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
+    if group == RATIO and option != "dense":
         try:
-            Pattern.parse(text)
+            Pattern.parse(option)
         except PatternError as error:
-            return f"sparsity={text}: {error}; or dense" if "two numbers" in str(error) else f"sparsity={text}: {error}"
+            return f"sparsity={option}: {error}; or dense"
         return None
-    if text in options or (option is None and group == "debug") or os.sep in text:
+    if option in options or (option == "null" and group == "debug") or os.sep in option:
         return None
-    return f"{group}={text}: no such {group}{_near(text, options)} (there are {', '.join(options)})"
+    return schema.no_option(group, group, option, options)
 
 
-def _unknown_key(key: str, known: list[str]) -> str:
-    head = key.rpartition(".")[0]
-    siblings = [k for k in known if k.startswith(head + ".")] if head else [k for k in known if "." not in k]
-    listed = ", ".join(k.rpartition(".")[2] for k in siblings)
-    hint = _near(key, siblings or known) or _near(key, known)
-    return f"{key}: no such key{hint}" + (
-        f" ({head} has {listed})" if head and siblings else f" (there are {listed})" if listed else ""
+def _unknown(key: str, known: set[str]) -> str:
+    """The line for a key that is nowhere. Its nearest match is beside it, or has the same last part (lr for optimizer.lr)."""
+    group, _, leaf = key.rpartition(".")
+    beside = {one for one in known if one.rpartition(".")[0] == group}
+    line = schema.no_key(key, beside or {one for one in known if "." not in one})
+    same = sorted(one for one in known if one.rpartition(".")[2] == leaf)
+    return (
+        line if "did you mean" in line or not same else line.replace("no such key", f"no such key; did you mean {same[0]}?", 1)
     )
-
-
-def _near(word: str, options: list[str]) -> str:
-    """The option that was probably meant. Swapped letters are the commonest slip, so an anagram wins."""
-    anagrams = [option for option in options if sorted(option) == sorted(word)]
-    near = anagrams or difflib.get_close_matches(word, options, 1)
-    return f"; did you mean {near[0]}?" if near else ""

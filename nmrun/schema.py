@@ -1,128 +1,30 @@
-"""The composed config, typed and checked before torch is imported. All problems are found at once."""
+"""The composed config, checked before torch is imported. All problems are found at once.
+
+Which keys there are is said once, by the files in ``conf/``; which values they take, by ``checks.CHECKS``.
+"""
 
 from __future__ import annotations
 
-import math
+import functools
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nmrun.checks import CHECKS, near
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
+from nmrun.recipes import RECIPES
 
-Check = Callable[[Any], str | None]  # what is allowed, if the value is not
-
-
-def whole(low: int, optional: bool = False) -> Check:
-    def check(value: Any) -> str | None:
-        good = isinstance(value, int) and not isinstance(value, bool) and value >= low
-        return (
-            None
-            if good or (optional and value is None)
-            else f"a whole number, {low} or more" + (", or null" if optional else "")
-        )
-
-    return check
-
-
-def number(
-    low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False, optional: bool = False
-) -> Check:
-    def check(value: Any) -> str | None:
-        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        good = good and (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
-        span = f"{'above' if open_low else 'at least'} {low:g}"
-        span += "" if math.isinf(high) else f" and {'below' if open_high else 'at most'} {high:g}"
-        return None if good or (optional and value is None) else f"a number {span}" + (", or null" if optional else "")
-
-    return check
-
-
-def one_of(*allowed: str) -> Check:
-    return lambda value: None if value in allowed else f"one of {', '.join(allowed)}"
-
-
-def flag(value: Any) -> str | None:
-    return None if isinstance(value, bool) else "true or false"
-
-
-def betas(value: Any) -> str | None:
-    good = isinstance(value, list) and len(value) == 2 and not any(number(0, 1, open_high=True)(b) for b in value)
-    return None if good else "two numbers from 0 to below 1"
-
-
-def widths(value: Any) -> str | None:
-    good = isinstance(value, list) and len(value) >= 2 and not any(whole(1)(v) for v in value)
-    return None if good else "a list of at least two whole numbers, 1 or more"
-
-
-def expressions(value: Any) -> str | None:
-    good = value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
-    return None if good else "a regular expression or a list of them"
-
-
-def switch(value: Any) -> str | None:
-    good = value in ("auto", "auto_geometric") or number(0, 1, open_low=True, open_high=True)(value) is None
-    return None if good else "auto, auto_geometric or a fraction of all steps above 0 and below 1"
-
-
-def text(value: Any) -> str | None:
-    return None if isinstance(value, str) and value else "a text"
-
-
-FRACTION = number(0, 1, open_high=True)
-CHECKS: dict[str, Check] = {
-    "seed": whole(0),
-    "output_dir": text,
-    "resume": flag,
-    "force": flag,
-    "dry": flag,
-    "dataset.split_seed": whole(0),
-    "dataset.val_fraction": number(0, 0.5, open_low=True),
-    "dataset.test_fraction": number(0, 0.5, open_low=True),
-    "model.channels": widths,
-    "model.hidden": widths,
-    "model.include": expressions,
-    "model.exclude": expressions,
-    "recipe.prune_at": FRACTION,
-    "recipe.decay": number(0),
-    "recipe.switch": switch,
-    "recipe.t_min": number(0, 1),
-    "recipe.t_max": number(0, 1),
-    "recipe.eps_mode": one_of("inside", "outside", "floor"),
-    "recipe.bias_correction": flag,
-    "optimizer.name": one_of("adam", "adamw", "sgd"),
-    "optimizer.lr": number(0, open_low=True),
-    "optimizer.weight_decay": number(0),
-    "optimizer.betas": betas,
-    "optimizer.eps": number(0, open_low=True),
-    "optimizer.momentum": FRACTION,
-    "optimizer.nesterov": flag,
-    "schedule.name": one_of("constant", "linear", "cosine"),
-    "schedule.warmup": FRACTION,
-    "schedule.final": number(0, 1),
-    "trainer.epochs": whole(1),
-    "trainer.batch_size": whole(1),
-    "trainer.accumulate": whole(1),
-    "trainer.clip": number(0, open_low=True, optional=True),
-    "trainer.precision": one_of("auto", "fp32", "bf16", "fp16"),
-    "trainer.device": one_of("auto", "cpu", "cuda"),
-    "trainer.compile": flag,
-    "trainer.label_smoothing": FRACTION,
-    "trainer.eval_every": whole(1),
-    "trainer.log_every": whole(1),
-    "trainer.checkpoint_every": whole(1),
-    "trainer.limit_batches": whole(1, optional=True),
-    "trainer.threads": whole(1, optional=True),
-    "track.name": one_of("wandb", "local"),
-    "track.mode": one_of("auto", "online", "offline"),
-    "track.project": text,
-}
+NAMED = ("dataset", "model", "recipe", "optimizer", "schedule", "track")  # groups whose file says ``name``
+UNNAMED = {"sparsity": "dense", "trainer": "default"}  # and the file that has the keys of the others
+PLAIN = tuple(key for key in CHECKS if "." not in key)
 
 # Inputs of the layers that may be sparse in the built-in models, known without building them (the runner asks the model itself).
 SPARSE_INPUTS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
@@ -134,14 +36,17 @@ SPARSE_INPUTS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
 
 @dataclass(frozen=True)
 class Config:
-    """A checked config. ``plain`` is the whole of it as plain data, in canonical form; ``pattern`` is None for a dense run."""
+    """A checked config. ``plain`` is the whole of it as plain data, in canonical form; ``pattern`` is None for a dense run.
+
+    The groups are attributes: ``config.trainer["epochs"]``, ``config.seed``.
+    """
 
     plain: dict[str, Any]
     pattern: Pattern | None
 
     def __getattr__(self, group: str) -> Any:
         try:
-            return self.plain[group]
+            return self.__dict__["plain"][group]
         except KeyError:
             raise AttributeError(group) from None
 
@@ -155,64 +60,143 @@ def check(composed: DictConfig) -> Config:
 
     Canonical form: the dense recipe ignores the ratio, and ``sparsity=dense`` makes any recipe the dense run, so both are the same run.
     """
+    plain = resolve(composed)
+    found = problems(plain)
+    if found:
+        raise ConfigError(found)
+    for key, holder, leaf in _places(plain):
+        holder[leaf] = CHECKS[key].convert(holder[leaf])
+    plain["recipe"]["name"] = _recipe_name(plain["recipe"])
+    n, m = plain["sparsity"]["n"], plain["sparsity"]["m"]
+    if n is None or plain["recipe"] == {"name": "dense"}:
+        return Config({**plain, "recipe": {"name": "dense"}, "sparsity": {"n": None, "m": None}}, None)
+    pattern = Pattern.parse(f"{n}:{m}")
+    return Config({**plain, "sparsity": {"n": pattern.n, "m": pattern.m}}, pattern)
+
+
+def resolve(composed: DictConfig) -> dict[str, Any]:
+    """The config as plain data. Raises ConfigError where a value is missing or refers to nothing."""
     try:
         plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise ConfigError(str(error).splitlines()[0]) from None
     plain.pop("hydra", None)
-    problems = [
-        f"{key}={_shown(value)}: it takes {allowed}"
-        for key, value in flatten(plain).items()
-        if key in CHECKS and (allowed := CHECKS[key](value)) is not None
-    ]
-    pattern = None
-    if plain["sparsity"]["n"] is not None or plain["sparsity"]["m"] is not None:
-        n, m = plain["sparsity"]["n"], plain["sparsity"]["m"]
+    return dict(plain)
+
+
+def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
+    """All that is wrong with a resolved config, one line each. ``unsure`` are keys and groups known to be wrong already:
+    nothing is concluded from them."""
+    groups = (*NAMED, *UNNAMED)
+    found = {no_key(key, (*PLAIN, *groups)): key for key in plain if key not in (*PLAIN, *groups)}
+    found |= {f"{key}: missing": key for key in PLAIN if key not in plain}
+    for group in groups:
+        given = plain.get(group)
+        found |= _wrong_keys(group, given) if isinstance(given, dict) else {f"{group}: missing": group}
+    for key, holder, leaf in _places(plain):
+        value, rule = holder[leaf], CHECKS[key]
+        if not rule.holds(value):
+            found[f"{key}={_shown(value)}: it takes {rule.allowed}{near(str(value), rule.options)}"] = key
+    bad = {*unsure, *found.values()}
+    return [*found, *_combinations(plain, lambda *keys: not any(k in bad or k.partition(".")[0] in bad for k in keys))]
+
+
+def _places(plain: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Every key that has a check and is there, with the dictionary that holds it and its name in there.
+
+    A recipe with a ``_target_`` is the user's own class, which knows its hyperparameters.
+    """
+    for key in CHECKS:
+        group, _, leaf = key.rpartition(".")
+        holder = plain.get(group) if group else plain
+        if isinstance(holder, dict) and leaf in holder and "_target_" not in holder:
+            yield key, holder, leaf
+
+
+def _wrong_keys(group: str, given: dict[str, Any]) -> dict[str, str]:
+    """What a group should not have, lacks, or is: each problem with the key that is wrong."""
+    if group == "recipe" and "_target_" in given:
+        called = _recipe_name(given)
+        fits = re.fullmatch(r"[\w.-]+", called)
+        return {} if fits else {f"recipe.name={called}: it names a folder: letters, digits, and . _ -": "recipe.name"}
+    name = given.get("name") if group in NAMED else UNNAMED[group]
+    if name is None:
+        return {f"{group}.name: missing": group}
+    options = _options(group)
+    if name not in options:
+        return {no_option(f"{group}.name", group, _shown(name), options): group}
+    keys = _keys(group, name)
+    wrong = {f"{group}.{key}: missing": f"{group}.{key}" for key in keys if key not in given}
+    known = [f"{group}.{key}" for key in keys]
+    return wrong | {no_key(key, known): key for name in given if (key := f"{group}.{name}") not in known}
+
+
+def no_option(key: str, group: str, option: str, options: Iterable[str]) -> str:
+    """The line for an option that a group does not have."""
+    return f"{key}={option}: no such {group}{near(option, options)} (there are {', '.join(options)})"
+
+
+def no_key(key: str, known: Iterable[str]) -> str:
+    """The line for a key that does not exist; ``known`` are those beside it."""
+    known = sorted(known)
+    group = key.rpartition(".")[0]
+    has = ", ".join(name.rpartition(".")[2] for name in known)
+    return f"{key}: no such key{near(key, known)} ({f'{group} has' if group else 'there are'} {has})"
+
+
+@functools.cache
+def _options(group: str) -> list[str]:
+    names = (file.name for file in (files("nmrun.conf") / group).iterdir())
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
+
+
+@functools.cache
+def _keys(group: str, name: str) -> list[str]:
+    return [str(key) for key in OmegaConf.create((files("nmrun.conf") / group / f"{name}.yaml").read_text())]
+
+
+def _recipe_name(recipe: dict[str, Any]) -> str:
+    """The name of a recipe; of a class of the user's own, that of the class, unless it was given another of its own."""
+    name, target = str(recipe.get("name") or ""), str(recipe.get("_target_", ""))
+    return target.rpartition(".")[2].lower() if target and (not name or name in RECIPES) else name
+
+
+def _combinations(plain: dict[str, Any], good: Callable[..., bool]) -> list[str]:
+    found = []
+    recipe, optimizer, model, trainer = (plain.get(group) or {} for group in ("recipe", "optimizer", "model", "trainer"))
+    builtin = good("recipe") and "_target_" not in recipe
+    ratio = plain["sparsity"] if good("sparsity.n", "sparsity.m") else {}
+    pattern, dense = None, (builtin and recipe["name"] == "dense") or (ratio and {*ratio.values()} == {None})
+    if ratio and not dense:
+        text = f"{ratio['n']}:{ratio['m']}"
         try:
-            pattern = Pattern.parse(f"{n}:{m}")
+            pattern = Pattern.parse(text)
         except PatternError as error:
-            problems.append(f"sparsity={n}:{m}: {error}")
-    if problems:
-        raise ConfigError(problems)
-
-    recipe = plain["recipe"]
-    recipe.setdefault("name", str(recipe.get("_target_", "")).rpartition(".")[2].lower())
-    if pattern is None or recipe["name"] == "dense":
-        pattern, plain["recipe"], plain["sparsity"] = None, {"name": "dense"}, {"n": None, "m": None}
-    problems = _combinations(plain, pattern)
-    if problems:
-        raise ConfigError(problems)
-    return Config(plain, pattern)
-
-
-def _combinations(plain: dict[str, Any], pattern: Pattern | None) -> list[str]:
-    problems = []
-    recipe, optimizer, model, trainer = plain["recipe"], plain["optimizer"], plain["model"], plain["trainer"]
-    if recipe["name"] == "step":
+            found.append(f"sparsity={text}: {error}")
+    if builtin and not dense and recipe["name"] == "step" and good("optimizer.name"):
         if optimizer["name"] not in ("adam", "adamw"):
-            problems.append(
-                f"recipe=step freezes Adam's second moment, which {optimizer['name']} has not: use optimizer=adam or adamw"
-            )
-        if recipe["t_min"] > recipe["t_max"]:
-            problems.append(f"recipe.t_min={recipe['t_min']} is above recipe.t_max={recipe['t_max']}")
-    if optimizer.get("nesterov") and not optimizer["momentum"]:
-        problems.append("optimizer.nesterov=true needs optimizer.momentum above 0")
-    if trainer["batch_size"] % trainer["accumulate"]:
-        problems.append(
-            f"trainer.batch_size={trainer['batch_size']} cannot be split into trainer.accumulate={trainer['accumulate']} equal micro-batches"
-        )
-    if pattern is not None and model["name"] in SPARSE_INPUTS:
+            name = optimizer["name"]
+            found.append(f"recipe=step freezes Adam's second moment, which {name} has not: use optimizer=adam or adamw")
+        if good("recipe.t_min", "recipe.t_max") and recipe["t_min"] > recipe["t_max"]:
+            found.append(f"recipe.t_min={recipe['t_min']} is above recipe.t_max={recipe['t_max']}")
+    if good("optimizer.nesterov", "optimizer.momentum") and optimizer.get("nesterov") and not optimizer.get("momentum"):
+        found.append("optimizer.nesterov=true needs optimizer.momentum above 0")
+    if good("trainer.batch_size", "trainer.accumulate") and trainer["batch_size"] % trainer["accumulate"]:
+        size, parts = trainer["batch_size"], trainer["accumulate"]
+        found.append(f"trainer.batch_size={size} cannot be split into trainer.accumulate={parts} equal micro-batches")
+    if pattern is not None and good("model", "model.channels", "model.hidden") and model["name"] in SPARSE_INPUTS:
         inputs = SPARSE_INPUTS[model["name"]](model)
         if not any(width % pattern.m == 0 for width in inputs):
-            problems.append(
+            found.append(
                 f"sparsity={pattern}: model {model['name']} has no layer whose inputs are a multiple of {pattern.m} "
                 f"(its inner layers have {', '.join(map(str, dict.fromkeys(inputs)))} inputs)"
             )
-    folder = Path(plain["output_dir"])
-    existing = next((p for p in [folder, *folder.absolute().parents] if p.exists()), Path("/"))
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        problems.append(f"output_dir={folder}: {existing} is not a folder that can be written to")
-    return problems
+    if good("output_dir"):
+        folder = Path(plain["output_dir"])
+        existing = next((p for p in [folder, *folder.absolute().parents] if p.exists()), Path("/"))
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            found.append(f"output_dir={folder}: {existing} is not a folder that can be written to")
+    return found
 
 
 def flatten(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -36,7 +36,8 @@ def test_commands_are_accepted(command):
     words = shlex.split(command)[1:]
     if words[0] in cli.VERBS or words[0] in ("--help", "--cfg"):
         return
-    assert precheck.problems(words)[0] == []
+    asked = precheck.options(words)
+    assert precheck.look(asked.overrides, asked.multirun).problems == []
 
 
 def test_the_errors_are_printed_as_shown(nmrun_cli):

@@ -1,0 +1,125 @@
+"""Which values the keys of the config take."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a key takes, in words and as a test; ``convert`` gives equal values one form (1 and 1.0), so that they are one run."""
+
+    allowed: str
+    holds: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
+    options: tuple[str, ...] = ()
+
+
+def whole(low: int, optional: bool = False) -> Check:
+    return Check(
+        f"a whole number, {low} or more" + (", or null" if optional else ""),
+        lambda value: (optional and value is None) or (type(value) is int and value >= low),
+    )
+
+
+def number(
+    low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False, optional: bool = False
+) -> Check:
+    def holds(value: Any) -> bool:
+        if value is None or type(value) not in (int, float) or not math.isfinite(value):
+            return optional and value is None
+        return (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
+
+    span = f"{'above' if open_low else 'at least'} {low:g}"
+    span += "" if math.isinf(high) else f" and {'below' if open_high else 'at most'} {high:g}"
+    return Check(f"a number {span}" + (", or null" if optional else ""), holds, lambda v: None if v is None else float(v))
+
+
+def one_of(*options: str) -> Check:
+    return Check(f"one of {', '.join(options)}", lambda value: value in options, options=options)
+
+
+def _is_switch(value: Any) -> bool:
+    return value in ("auto", "auto_geometric") or number(0, 1, open_low=True, open_high=True).holds(value)
+
+
+def _is_expressions(value: Any) -> bool:
+    try:
+        return value is None or all(re.compile(item) for item in ([value] if isinstance(value, str) else value))
+    except (re.error, TypeError):
+        return False
+
+
+FLAG = Check("true or false", lambda value: isinstance(value, bool))
+TEXT = Check("a text", lambda value: isinstance(value, str) and bool(value))
+FRACTION = number(0, 1, open_high=True)
+SWITCH = Check("auto, auto_geometric or a fraction of all steps above 0 and below 1", _is_switch)
+EXPRESSIONS = Check(
+    "a regular expression or a list of them", _is_expressions, lambda value: [value] if isinstance(value, str) else value
+)
+BETAS = Check(
+    "two numbers from 0 to below 1",
+    lambda value: isinstance(value, list) and len(value) == 2 and all(map(FRACTION.holds, value)),
+    lambda value: [float(item) for item in value],
+)
+WIDTHS = Check(
+    "a list of at least two whole numbers, 1 or more",
+    lambda value: isinstance(value, list) and len(value) >= 2 and all(map(whole(1).holds, value)),
+)
+
+CHECKS: dict[str, Check] = {
+    "seed": whole(0),
+    "output_dir": TEXT,
+    "resume": FLAG,
+    "force": FLAG,
+    "dry": FLAG,
+    "dataset.split_seed": whole(0),
+    "dataset.val_fraction": number(0, 0.5, open_low=True),
+    "dataset.test_fraction": number(0, 0.5, open_low=True),
+    "model.channels": WIDTHS,
+    "model.hidden": WIDTHS,
+    "model.include": EXPRESSIONS,
+    "model.exclude": EXPRESSIONS,
+    "recipe.prune_at": FRACTION,
+    "recipe.decay": number(0),
+    "recipe.switch": SWITCH,
+    "recipe.t_min": number(0, 1),
+    "recipe.t_max": number(0, 1),
+    "recipe.eps_mode": one_of("inside", "outside", "floor"),
+    "recipe.bias_correction": FLAG,
+    "optimizer.lr": number(0, open_low=True),
+    "optimizer.weight_decay": number(0),
+    "optimizer.betas": BETAS,
+    "optimizer.eps": number(0, open_low=True),
+    "optimizer.momentum": FRACTION,
+    "optimizer.nesterov": FLAG,
+    "schedule.warmup": FRACTION,
+    "schedule.final": number(0, 1),
+    "trainer.epochs": whole(1),
+    "trainer.batch_size": whole(1),
+    "trainer.accumulate": whole(1),
+    "trainer.clip": number(0, open_low=True, optional=True),
+    "trainer.precision": one_of("auto", "fp32", "bf16", "fp16"),
+    "trainer.device": one_of("auto", "cpu", "cuda"),
+    "trainer.compile": FLAG,
+    "trainer.label_smoothing": FRACTION,
+    "trainer.eval_every": whole(1),
+    "trainer.log_every": whole(1),
+    "trainer.checkpoint_every": whole(1),
+    "trainer.limit_batches": whole(1, optional=True),
+    "trainer.threads": whole(1, optional=True),
+    "track.mode": one_of("auto", "online", "offline"),
+    "track.project": TEXT,
+}
+
+
+def near(word: str, options: Iterable[str]) -> str:
+    """The option that was probably meant, as a question; else nothing. Swapped letters are the commonest slip, so an anagram wins."""
+    options = list(options)
+    meant = [option for option in options if sorted(option) == sorted(word)] or difflib.get_close_matches(word, options, 1)
+    return f"; did you mean {meant[0]}?" if meant else ""
