@@ -14,7 +14,7 @@ from nmrun import recipes
 from nmrun.optim import skipped_by_loss_scaling
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.attach import SparseWeight, attach, attached, detach
+from nmrun.sparsity.attach import SparseWeight, attach, attached, detach, release
 from nmrun.sparsity.export import layer_report
 from nmrun.sparsity.select import LeftDense, candidates, select
 
@@ -189,7 +189,7 @@ def sparsify(
         rule.attach(sparse, optimizer)
     except ValueError:
         for weight in sparse:  # leave the model as it was
-            torch.nn.utils.parametrize.remove_parametrizations(weight.module, weight.attribute, leave_parametrized=False)
+            release(weight)
         raise
     return Handle(optimizer, rule, sparse, left_dense)
 

@@ -97,7 +97,7 @@ class _Run:
                 "id": identity(self.config),
                 "config": self.config.plain,
                 "metrics": {"final": {}, "best": self.loop.best if self.loop else {}},
-                "sparsity": self.loop.handle.report() if self.loop else {},
+                "sparsity": {},
                 "events": self.loop.events if self.loop else [],
                 "environment": environment.describe(self.loop.device if self.loop else torch.device("cpu")),
                 "seconds": round(self.loop.seconds, 3) if self.loop else 0.0,

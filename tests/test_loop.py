@@ -114,10 +114,15 @@ def with_scale(scale: float) -> Any:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_result_does_not_depend_on_the_loss_scale(optimizer: str, tmp_path: Path) -> None:
-    options = ["trainer.precision=fp16", "recipe=sr_ste", "recipe.decay=0.5", f"optimizer={optimizer}", "trainer.epochs=1"]
+    options = ["trainer.precision=fp16", "trainer.clip=0.5", "recipe=sr_ste", "recipe.decay=0.05", "trainer.epochs=1"]
+    options += [f"optimizer={optimizer}"]
     options += ["optimizer.eps=1e-3"] if optimizer == "adam" else []
-    one, two = (weights(trained(config(tmp_path, *options), tmp_path, with_scale(s))[0]) for s in (2.0**6, 2.0**10))
-    torch.testing.assert_close(one, two, rtol=1e-2, atol=2e-3)
+    made = config(tmp_path, *options)
+    start = weights(Loop(made, build.build(made), Console(None)))
+    one, two = (weights(trained(made, tmp_path, with_scale(s))[0]) for s in (2.0**6, 2.0**10))
+    apart = math.sqrt(sum(float((one[name] - two[name]).square().sum()) for name in start))
+    moved = math.sqrt(sum(float((one[name] - start[name]).square().sum()) for name in start))
+    assert apart < 0.05 * moved
 
 
 def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path: Path) -> None:

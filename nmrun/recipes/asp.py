@@ -34,6 +34,7 @@ class ASP(Recipe):
         self.prune_step = round(prune_at * (total_steps or 0))
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        self.originals = {weight.name: weight.projection for weight in weights}
         for weight in weights:
             weight.projection.register_buffer("mask", torch.ones_like(weight.dense, dtype=torch.bool))
         self.dense_forward = True
@@ -43,7 +44,10 @@ class ASP(Recipe):
     def project(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
         if self.dense_forward:  # asked for ahead of the pruning, by finalize for example
             return super().project(projection, dense, out)
-        torch.mul(dense, projection.get_buffer("mask"), out=out)
+        mask, original = projection.get_buffer("mask"), self.originals[projection.name]
+        if projection is not original:  # a copy of the model (EMA), made before the pruning perhaps
+            mask.copy_(original.get_buffer("mask"))
+        torch.mul(dense, mask, out=out)
 
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if not self.dense_forward:

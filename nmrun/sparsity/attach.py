@@ -43,21 +43,42 @@ class Projection(nn.Module):
     def __init__(self, name: str, dense: Tensor, pattern: Pattern, dim: int, recipe: Recipe) -> None:
         super().__init__()
         self.name, self.pattern, self.dim, self.recipe = name, pattern, dim, recipe
+        self.order: list[str] = []  # the names of its module's parameters as they were
+        self.copied = False
         self.register_buffer("projected", torch.zeros_like(dense), persistent=False)
-        self._seen: tuple[int, int] | None = None
+        self._seen: tuple[int, int, int] | None = None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.copied = True  # this is how a deep copy comes to life
 
     def forward(self, dense: Tensor) -> Tensor:
         if self.recipe.dense_forward:
             return dense
-        if not torch.compiler.is_compiling() and self._seen != (dense._version, id(self.projected)):
-            self.refresh(dense)
+        if not torch.compiler.is_compiling():
+            self._refresh_if_stale(dense)
+        elif self.copied:  # a copy is refreshed by nobody after a step, so compiled code must stop and look
+            self._refresh_uncompiled(dense)
         return StraightThrough.apply(dense, self.projected)
 
     @torch.no_grad()
     def refresh(self, dense: Tensor) -> None:
         """Rewrite the working copy from the dense weight."""
         self.recipe.project(self, dense.detach(), self.projected)
-        self._seen = (dense._version, id(self.projected))
+        self._seen = self._stamp(dense)
+
+    def _refresh_if_stale(self, dense: Tensor) -> None:
+        stamp = self._stamp(dense)
+        if stamp is None or stamp != self._seen:
+            self.refresh(dense)
+
+    _refresh_uncompiled = torch.compiler.disable(_refresh_if_stale)
+
+    def _stamp(self, dense: Tensor) -> tuple[int, int, int] | None:
+        """What tells whether the working copy is of these values; None for a tensor handed in for one call, which nothing tells."""
+        if not isinstance(dense, nn.Parameter) or dense.is_inference():
+            return None
+        return dense.data_ptr(), dense._version, id(self.projected)
 
     def extra_repr(self) -> str:
         return f"{self.pattern} along dim {self.dim}, recipe={self.recipe.name}"
@@ -117,9 +138,17 @@ def attach(module_name: str, module: nn.Module, attribute: str, pattern: Pattern
     """Parametrize ``module.<attribute>``; the parameter object stays the same, so an optimizer that holds it needs no change."""
     site = SparseWeight(module_name, module, attribute)
     projection = Projection(site.name, getattr(module, attribute), pattern, dim, recipe)
+    projection.order = list(module._parameters)
     projection.train(module.training)
     parametrize.register_parametrization(module, attribute, projection, unsafe=True)
+    site._list.register_load_state_dict_post_hook(_refresh_loaded)
     return site
+
+
+def _refresh_loaded(chain: nn.Module, incompatible_keys: Any) -> None:
+    for projection in chain.children():
+        if isinstance(projection, Projection) and not projection.recipe.dense_forward:
+            projection.refresh(chain.original)  # type: ignore[arg-type]  # compiled code does not look by itself
 
 
 def attached(model: nn.Module) -> list[SparseWeight]:
@@ -137,4 +166,15 @@ def attached(model: nn.Module) -> list[SparseWeight]:
 def detach(weight: SparseWeight) -> None:
     """Put the projected weight in the place of the parametrization: the same parameter object, now exactly N:M."""
     weight.dense.copy_(weight.projected + 0.0)
+    release(weight)
+
+
+def release(weight: SparseWeight) -> None:
+    """Take the parametrization away: the dense weight is a plain parameter again, in its old place among the module's."""
+    parameters, order = weight.module._parameters, weight.projection.order
+    shared = type(weight.module)  # with deep copies, from whom parametrize would take the property as well
+    weight.module.__class__ = type(shared.__name__, shared.__bases__, dict(vars(shared)))
     parametrize.remove_parametrizations(weight.module, weight.attribute, leave_parametrized=False)
+    for name in order:
+        if name in parameters:
+            parameters[name] = parameters.pop(name)

@@ -66,7 +66,7 @@ def select(
     """Split the candidates into those that will be sparse and those left dense, with the reason.
 
     ``include`` and ``exclude`` are regular expressions that must match a module's whole name (``layer3\\..*``, ``fc``);
-    ``owned`` the ids of the parameters that an optimizer updates (default: all).
+    ``owned`` the ids of the parameters that an optimizer updates (default: what is trained does not matter).
     Raises ConfigError for an expression that matches no candidate, since that is a typo nine times in ten.
     """
     every = list(candidates(model))
@@ -90,7 +90,7 @@ def select(
             reason = f"tied to {others[0]}"
         elif not isinstance(weight, nn.Parameter):
             reason = "its weight is computed (parametrized already)"
-        elif not weight.requires_grad:
+        elif owned is not None and not weight.requires_grad:
             reason = "frozen"
         elif owned is not None and id(weight) not in owned:
             reason = "not in the optimizer"
