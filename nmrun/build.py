@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmrun import models, optim, tasks
+from nmrun import flops, models, optim, tasks
 from nmrun.checkpoint import seed_everything
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle, sparsify
@@ -19,7 +20,7 @@ from nmrun.tasks.base import Task
 
 @dataclass(frozen=True)
 class Parts:
-    """What a loop trains with. ``precision`` is fp32, bf16 or fp16."""
+    """What a loop trains with. ``precision`` is fp32, bf16 or fp16; ``cost`` is that of one item."""
 
     task: Task
     model: nn.Module
@@ -28,6 +29,7 @@ class Parts:
     device: torch.device
     precision: str
     total_steps: int
+    cost: flops.Flops
 
 
 def build(config: Config) -> Parts:
@@ -48,8 +50,9 @@ def build(config: Config) -> Parts:
     optimizer = _optimizer(config.optimizer, model)
     total_steps = trainer["epochs"] * task.batches_per_epoch
     recipe = config.recipe.get("_target_") or config.recipe["name"]
-    try:
-        handle = sparsify(
+
+    def made_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int) -> Handle:
+        return sparsify(
             model,
             optimizer,
             recipe=recipe,
@@ -57,11 +60,28 @@ def build(config: Config) -> Parts:
             total_steps=total_steps,
             include=config.model["include"],
             exclude=config.model["exclude"] or (),
+            overrides=config.sparsity["overrides"],
+            mvue=trainer["mvue"],
+            fp8=trainer["fp8"],
             **{key: value for key, value in config.recipe.items() if key not in ("name", "_target_")},
         )
+
+    try:
+        if trainer["budget"] is not None:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a trial, which leaves no trace
+                twin = copy.deepcopy(model)
+                trial = made_sparse(twin, _optimizer(config.optimizer, twin), total_steps)
+            items = sum(task.size(batch) for batch in task.micro_batches(0, 0, trainer["accumulate"]))
+            total_steps = flops.steps_in(trainer["budget"], flops.count(twin, task), trial.recipe, total_steps, items)
+            if total_steps < task.batches_per_epoch:
+                epochs = total_steps / task.batches_per_epoch
+                raise ConfigError(
+                    f"trainer.budget={trainer['budget']}: that is {epochs:.2g} epochs; it takes one epoch or more"
+                )
+        handle = made_sparse(model, optimizer, total_steps)
     except (ValueError, TypeError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
-    return Parts(task, model, optimizer, handle, device, precision, total_steps)
+    return Parts(task, model, optimizer, handle, device, precision, total_steps, flops.count(model, task))
 
 
 def _device(asked: str) -> torch.device:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from nmrun.patterns import Pattern, PatternError
+
 
 @dataclass(frozen=True)
 class Check:
@@ -55,17 +57,65 @@ def _is_expressions(value: Any) -> bool:
         return False
 
 
+def _is_pattern(value: Any) -> bool:
+    try:
+        return value is None or bool(Pattern.parse(value))
+    except PatternError:
+        return False
+
+
+def _is_ratios(value: Any) -> bool:
+    try:
+        return value is None or all(re.compile(k) and (v == "dense" or Pattern.parse(v)) for k, v in value.items())
+    except (re.error, AttributeError, ValueError, TypeError):
+        return False
+
+
+def _is_budget(value: Any) -> bool:
+    if value in (None, "flops:dense"):
+        return True
+    try:
+        return value.startswith("flops:") and 0 < float(value.removeprefix("flops:")) < math.inf
+    except (AttributeError, ValueError):
+        return False
+
+
 FLAG = Check("true or false", lambda value: isinstance(value, bool))
 TEXT = Check("a text", lambda value: isinstance(value, str) and bool(value))
 FRACTION = number(0, 1, open_high=True)
 SWITCH = Check("auto, auto_geometric or a fraction of all steps above 0 and below 1", _is_switch)
+DECAY = Check(
+    "a number at least 0, or auto (t_sr_ste)",
+    lambda value: value == "auto" or number(0).holds(value),
+    lambda value: value if value == "auto" else float(value),
+)
 EXPRESSIONS = Check(
     "a regular expression or a list of them", _is_expressions, lambda value: [value] if isinstance(value, str) else value
+)
+RATIOS = Check(
+    "null or regular expressions with a ratio or dense for each, such as {inner.1: 1:8}",
+    _is_ratios,
+    lambda value: (value and {str(k): v if v == "dense" else str(Pattern.parse(v)) for k, v in value.items()}) or None,
 )
 BETAS = Check(
     "two numbers from 0 to below 1",
     lambda value: isinstance(value, list) and len(value) == 2 and all(map(FRACTION.holds, value)),
     lambda value: [float(item) for item in value],
+)
+SPAN = Check(
+    "two numbers above 0",
+    lambda value: isinstance(value, list) and len(value) == 2 and all(map(number(0, open_low=True).holds, value)),
+    lambda value: [float(item) for item in value],
+)
+PATTERN = Check(
+    "an N:M pattern such as 2:4 (in quotes where it is YAML), or null",
+    _is_pattern,
+    lambda value: None if value is None else str(Pattern.parse(value)),
+)
+BUDGET = Check(
+    "flops:dense, flops:<number above 0> such as flops:1e12, or null",
+    _is_budget,
+    lambda value: value if value in (None, "flops:dense") else f"flops:{float(value.removeprefix('flops:'))!r}",
 )
 WIDTHS = Check(
     "a list of at least two whole numbers, 1 or more",
@@ -78,6 +128,7 @@ CHECKS: dict[str, Check] = {
     "resume": FLAG,
     "force": FLAG,
     "dry": FLAG,
+    "sparsity.overrides": RATIOS,
     "dataset.split_seed": whole(0),
     "dataset.val_fraction": number(0, 0.5, open_low=True),
     "dataset.test_fraction": number(0, 0.5, open_low=True),
@@ -86,12 +137,29 @@ CHECKS: dict[str, Check] = {
     "model.include": EXPRESSIONS,
     "model.exclude": EXPRESSIONS,
     "recipe.prune_at": FRACTION,
-    "recipe.decay": number(0),
+    "recipe.decay": DECAY,
     "recipe.switch": SWITCH,
     "recipe.t_min": number(0, 1),
     "recipe.t_max": number(0, 1),
     "recipe.eps_mode": one_of("inside", "outside", "floor"),
     "recipe.bias_correction": FLAG,
+    "recipe.interval": whole(1),
+    "recipe.candidates": whole(1),
+    "recipe.gradient": one_of("ste", "masked"),
+    "recipe.dense_end": FRACTION,
+    "recipe.tau": number(0, open_low=True, optional=True),
+    "recipe.dense": FRACTION,
+    "recipe.final": number(0, 1, open_low=True),
+    "recipe.grad_mode": one_of("scaled", "ste"),
+    "recipe.frames": whole(1),
+    "recipe.kind": one_of("mask", "mask_exponential", "structure", "structure_geometric"),
+    "recipe.t_i": FRACTION,
+    "recipe.t_f": number(0, 1, open_low=True, open_high=True),
+    "recipe.kappa": SPAN,
+    "recipe.temperature": SPAN,
+    "recipe.prior": number(0),
+    "recipe.reg": number(0),
+    "recipe.lr_mult": number(0, open_low=True),
     "optimizer.lr": number(0, open_low=True),
     "optimizer.weight_decay": number(0),
     "optimizer.betas": BETAS,
@@ -101,6 +169,7 @@ CHECKS: dict[str, Check] = {
     "schedule.warmup": FRACTION,
     "schedule.final": number(0, 1),
     "trainer.epochs": whole(1),
+    "trainer.budget": BUDGET,
     "trainer.batch_size": whole(1),
     "trainer.accumulate": whole(1),
     "trainer.clip": number(0, open_low=True, optional=True),
@@ -108,8 +177,11 @@ CHECKS: dict[str, Check] = {
     "trainer.device": one_of("auto", "cpu", "cuda"),
     "trainer.compile": FLAG,
     "trainer.label_smoothing": FRACTION,
+    "trainer.mvue": PATTERN,
+    "trainer.fp8": FLAG,
     "trainer.eval_every": whole(1),
     "trainer.log_every": whole(1),
+    "trainer.diagnose_every": whole(1, optional=True),
     "trainer.checkpoint_every": whole(1),
     "trainer.limit_batches": whole(1, optional=True),
     "trainer.threads": whole(1, optional=True),

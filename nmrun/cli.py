@@ -30,6 +30,7 @@ VERBS = {
     "plot": "nmrun.report.cli:plot",
     "export": "nmrun.sparsity.export:main",
     "bench": "nmrun.bench:main",
+    "search": "nmrun.sparsity.search:main",
     "doctor": "nmrun.doctor:main",
 }
 SWEEP, JOBS = "NMRUN_SWEEP", "NMRUN_JOBS"  # told to job processes: the sweep's folder, and of how many jobs
@@ -61,7 +62,9 @@ def _main(argv: list[str]) -> int:
         print(f"nmrun {nmrun.__version__}")
         return 0
     asked = precheck.options(argv)
-    sys.argv[1:] = [*(word for word in argv if word not in asked.overrides), *asked.overrides]  # Hydra wants its options first
+    flags = [word for word in argv if word not in asked.overrides]
+    asked.overrides = precheck.own_recipe(asked.overrides)
+    sys.argv[1:] = [*flags, *asked.overrides]  # Hydra wants its options first
     if asked.help or asked.hydra_help or asked.shell_completion:
         _job()
         return 0

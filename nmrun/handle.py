@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from nmrun import recipes
+from nmrun.errors import ConfigError
 from nmrun.optim import skipped_by_loss_scaling
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
+from nmrun.sparsity import products
 from nmrun.sparsity.attach import SparseWeight, attach, attached, detach, release
 from nmrun.sparsity.export import layer_report
+from nmrun.sparsity.metrics import MaskMetrics
 from nmrun.sparsity.select import LeftDense, candidates, select
 
 
@@ -23,7 +26,8 @@ class Handle:
     """What :func:`sparsify` returns: the sparse weights, the recipe's clock, and the way back to plain parameters.
 
     Attributes: ``recipe``, ``sparse`` (list of SparseWeight), ``left_dense`` (list of LeftDense with reasons),
-    ``measure_flips`` (set True before ``optimizer.step()`` to have that step's ``flip_rate`` measured).
+    ``measure_flips`` (set True before ``optimizer.step()`` to have that step's ``flip_rate`` and its kin measured, for
+    :meth:`metrics`), ``mask_metrics`` (how they are measured, with the run's first masks).
     """
 
     def __init__(
@@ -31,7 +35,8 @@ class Handle:
     ) -> None:
         self.recipe, self.sparse, self.left_dense = recipe, sparse, left_dense
         self.measure_flips = False
-        self.flip_rate: float | None = None
+        self.mask_metrics = MaskMetrics(sparse)
+        self._measured: dict[str, float] = {}
         self._optimizer = optimizer
         self._skip = False
         self._hooks = []
@@ -52,6 +57,8 @@ class Handle:
             )
         self._skip = skipped_by_loss_scaling(optimizer)
         if not self._skip:
+            if self.measure_flips:
+                self.mask_metrics.before()
             self.recipe.edit_gradients(self.sparse, optimizer)
 
     @torch.no_grad()
@@ -59,15 +66,9 @@ class Handle:
         if self._skip:
             return
         self.recipe.step += 1
-        was_sparse = not self.recipe.dense_forward
-        measure = self.measure_flips and was_sparse
-        before = [w.projection.projected != 0 for w in self.sparse] if measure else []
         self.recipe.after_step(self.sparse, optimizer)
         self._refresh()
-        self.flip_rate = None
-        if measure:
-            flips = sum(((w.projection.projected != 0) ^ b).sum() for w, b in zip(self.sparse, before, strict=True))
-            self.flip_rate = float(flips) / sum(b.numel() for b in before)
+        self._measured = self.mask_metrics.after(optimizer) if self.measure_flips else {}
 
     @torch.no_grad()
     def _refresh(self) -> None:
@@ -79,23 +80,27 @@ class Handle:
 
     @property
     def phase(self) -> str:
-        """``"dense"`` or ``"sparse"``: which weights the forward pass uses now."""
+        """Which weights the forward pass uses now: ``"dense"``, ``"sparse"``, or in ``"transition"`` something between."""
         return self.recipe.phase if self.sparse else "dense"
 
     @property
     def is_sparse(self) -> bool:
         """Whether the forward pass uses N:M weights now. False with no sparse weight at all."""
-        return bool(self.sparse) and not self.recipe.dense_forward
+        return bool(self.sparse) and self.recipe.is_sparse
 
     def pop_events(self) -> list[str]:
         """Sentences about what the recipe did since the last call (STEP's switch and its reason, ASP's pruning)."""
         events, self.recipe.events[:] = list(self.recipe.events), []
         return events
 
+    @property
+    def flip_rate(self) -> float | None:
+        """Share of mask entries that changed in the last step, if it was measured."""
+        return self._measured.get("sparsity/flip_rate")
+
     def metrics(self) -> dict[str, float]:
-        """The recipe's scalars for a log, and the flip rate if it was measured in the last step."""
-        flips = {} if self.flip_rate is None else {"sparsity/flip_rate": self.flip_rate}
-        return {**flips, **self.recipe.metrics()} if self.sparse else {}
+        """The recipe's scalars for a log, and if it was measured, what the last step did (``nmrun.sparsity.metrics.MaskMetrics.after``)."""
+        return {**self._measured, **self.recipe.metrics()} if self.sparse else {}
 
     def report(self) -> dict[str, Any]:
         """Plain data on the projected weights: ``pattern``, ``density`` over the sparse weights, ``layers`` (``name``, ``shape``,
@@ -113,13 +118,15 @@ class Handle:
 
     def state_dict(self) -> dict[str, Any]:
         """The recipe's clock: tensors and plain numbers. Save it beside the model's and the optimizer's state dicts."""
-        return {"recipe": self.recipe.name, **self.recipe.state_dict()}
+        return {"recipe": self.recipe.name, **self.recipe.state_dict(), "first_masks": list(self.mask_metrics.first)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`; call it after loading the model's and the optimizer's, since it rewrites the working copies."""
         if state.get("recipe") != self.recipe.name:
             raise ValueError(f"this state is of recipe {state.get('recipe')!r}, the handle's recipe is {self.recipe.name!r}")
         self.recipe.load_state_dict(state)
+        if first := state.get("first_masks"):
+            self.mask_metrics.first = [mask.to(w.dense.device) for mask, w in zip(first, self.sparse, strict=True)]
         self._refresh()
 
     def finalize(self, model: nn.Module | None = None) -> None:
@@ -144,6 +151,9 @@ def sparsify(
     total_steps: int | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
+    overrides: Mapping[str, str | Pattern] | None = None,
+    mvue: str | Pattern | None = None,
+    fp8: bool = False,
     **hyperparameters: Any,
 ) -> Handle:
     """Train ``model`` with N:M sparse weights: call this once, then train as always.
@@ -165,6 +175,11 @@ def sparsify(
     total_steps: optimizer steps of the whole run; ``step`` and ``asp`` need it for their switch points.
     include, exclude: regular expressions for whole module names. By default every linear layer, convolution and attention projection
     whose inputs are a multiple of M is sparse; tied, frozen and foreign parameters stay dense (``handle.left_dense`` says why).
+    overrides: other patterns for some layers, by such expressions: ``{"layer3\\..*": "1:8", "fc": "dense"}``; the first match counts,
+    and more than exclude.
+    mvue: N:M for the gradient of the sparse linear layers' weights: from an unbiased estimate of the output gradient with at most N non-zeros
+    in every M consecutive tokens. fp8: round the operands of their three products to FP8 (simulated). Both are S-STE's, work with
+    any recipe, and act in training mode outside dense phases; see ``nmrun.sparsity.products``.
     hyperparameters: the recipe's own, under the names of its paper, such as ``decay=2e-4`` for ``sr_ste``.
 
     Raises ValueError for an unknown recipe or pattern, a model without a single eligible weight, a model that is sparse already,
@@ -180,13 +195,19 @@ def sparsify(
             optimizer, rule, [], [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in candidates(model)]
         )
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    chosen, left_dense = select(model, pattern, include, exclude, owned)
+    chosen, left_dense = select(model, pattern, include, exclude, owned, overrides, rule.refuses)
     if not chosen:
         reasons = "; ".join(f"{d.name} {list(d.shape)}: {d.reason}" for d in left_dense[:8]) or "it has no such layer"
         raise ValueError(f"no weight of this model can be {pattern} sparse ({reasons})")
-    sparse = [attach(c.module_name, c.module, c.attribute, pattern, c.dim, rule) for c in chosen]
+    sparse = [attach(c.module_name, c.module, c.attribute, c.pattern or pattern, c.dim, rule) for c in chosen]
     try:
         rule.attach(sparse, optimizer)
+        if mvue is not None or fp8:
+            exact = products.install(sparse, None if mvue is None else Pattern.parse(mvue), fp8)
+            if len(exact) == len(sparse):
+                raise ConfigError(f"mvue and fp8 are for sparse linear layers; the sparse ones here are {', '.join(exact)}")
+            if exact:
+                rule.events.append(f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called")
     except ValueError:
         for weight in sparse:  # leave the model as it was
             release(weight)

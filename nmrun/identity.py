@@ -9,7 +9,9 @@ from pathlib import Path
 from nmrun.schema import Config
 
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
-IRRELEVANT = {"trainer": {"device", "log_every", "checkpoint_every", "threads"}}  # where and how it runs and what it tells
+IRRELEVANT = {
+    "trainer": {"device", "log_every", "diagnose_every", "checkpoint_every", "threads"}
+}  # where and how it runs and what it tells
 
 
 def identity(config: Config) -> str:

@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from nmrun import checkpoint, nonfinite
 from nmrun.build import Parts
 from nmrun.console import Console
+from nmrun.diagnostics import Diagnostics
 from nmrun.errors import RunError
 from nmrun.optim import schedule_factor
 from nmrun.schema import Config
 from nmrun.sparsity import baked_state_dict
+from nmrun.sparsity.metrics import layer_metrics
 from nmrun.track import Tracker
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,13 +36,14 @@ class Loop:
 
     ``step`` counts batches, ``updates`` the optimizer steps done (loss scaling may skip some). ``best`` is the evaluation with
     the highest accuracy while the forward weights held the pattern (for dense training: of all), with its ``epoch``;
-    ``best_weights`` are the plain weights of that moment. ``seconds`` counts all sittings.
+    ``best_weights`` are the plain weights of that moment. ``seconds`` and ``flops`` (of training) count all sittings.
     """
 
     def __init__(self, config: Config, parts: Parts, console: Console) -> None:
         self.trainer, self.console = config.trainer, console
         self.task, self.model, self.optimizer, self.handle = parts.task, parts.model, parts.optimizer, parts.handle
         self.device, self.precision, self.total_steps = parts.device, parts.precision, parts.total_steps
+        self.epochs = -(-self.total_steps // self.task.batches_per_epoch)
         self.forward: Any = torch.compile(self.model, fullgraph=True) if self.trainer["compile"] else self.model
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         schedule = config.schedule
@@ -53,6 +56,13 @@ class Loop:
         self.best: dict[str, float] = {}
         self.best_weights: dict[str, Tensor] = {}
         self.events = self.handle.pop_events()
+        self.handle.mask_metrics.begin()
+        self.cost = parts.cost
+        self.flops = {"training_arithmetic": 0, "training_hardware": 0, "training_dense": 0}
+        self.diagnostics: Diagnostics | None = None
+        if self.trainer["diagnose_every"] is not None:
+            batch = self.task.micro_batches(0, 0, self.trainer["accumulate"])[0]
+            self.diagnostics = Diagnostics(self.model, self.handle, self.task, batch)
         self.seconds = 0.0
         self._shown: dict[str, float] = {}
 
@@ -69,6 +79,9 @@ class Loop:
             evaluate_due = last or (epoch_ends and (epoch + 1) % self.trainer["eval_every"] == 0)
             save_due = last or (epoch_ends and (epoch + 1) % self.trainer["checkpoint_every"] == 0)
 
+            diagnostics = None if (self.step + 1) % (self.trainer["diagnose_every"] or math.inf) else self.diagnostics
+            if diagnostics is not None:
+                diagnostics.before()
             self._train_step(epoch, index, measure_flips=log_due)
             for event in self.handle.pop_events():
                 self.events.append(event)
@@ -77,6 +90,8 @@ class Loop:
             if log_due:
                 row |= self._training_row()
                 row["steps_per_second"] = (self.step - window_step) / (time.perf_counter() - window_began)
+            if diagnostics is not None:
+                row |= diagnostics.after()
             if evaluate_due:
                 row |= self._evaluation_row(epoch + 1)
             if row:
@@ -101,6 +116,7 @@ class Loop:
     def _train_step(self, epoch: int, index: int, measure_flips: bool) -> None:
         batches = self.task.micro_batches(epoch, index, self.trainer["accumulate"])
         items = sum(self.task.size(batch) for batch in batches)
+        self._count_flops(items)
         total = torch.zeros((), device=self.device)
         for batch in batches:
             with self.autocast():
@@ -125,6 +141,22 @@ class Loop:
         self.updates += int(self.scaler.get_scale() >= scale)  # a lower scale: this step was skipped
         self.optimizer.zero_grad(set_to_none=True)
 
+    def _count_flops(self, items: int) -> None:
+        recipe = self.handle.recipe
+        self.flops["training_arithmetic"] += round(items * self.cost.training(recipe))
+        self.flops["training_hardware"] += round(items * self.cost.training(recipe, hardware=True))
+        self.flops["training_dense"] += round(items * self.cost.dense)
+
+    @property
+    def flops_used(self) -> dict[str, int]:
+        """FLOPs of the training steps so far, and of inference with the final weights on one item; see ``nmrun.flops.Flops``.
+
+        ``..._arithmetic`` leaves out every multiplication with a zero that the recipe puts there, ``..._hardware`` what 2:4 sparse
+        tensor cores can leave out, ``training_dense`` is the same number of dense steps.
+        """
+        inference = {"arithmetic": self.cost.forward_sparse, "hardware": self.cost.forward_hardware}
+        return {**self.flops, **{f"inference_{kind}": round(flops) for kind, flops in inference.items()}}
+
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of every forward pass."""
         if self.precision == "fp32":
@@ -146,6 +178,7 @@ class Loop:
         if self.handle.sparse:
             report = self.handle.report()  # of the projected weights; in a dense phase the forward pass uses others
             row["sparsity/density"] = report["density"] if self.handle.is_sparse else 1.0
+            row |= layer_metrics(self.handle.sparse)
             row["sparsity/holds"] = float(self.handle.is_sparse and all(layer["holds"] for layer in report["layers"]))
         if (self.handle.is_sparse or not self.handle.sparse) and row["eval/accuracy"] > self.best.get("eval/accuracy", -1.0):
             self.best = {**{key: value for key, value in row.items() if key.startswith("eval/")}, "epoch": epoch}
@@ -168,7 +201,7 @@ class Loop:
             ("lr", "lr", ".2e"),
             ("steps/s", "steps_per_second", ".0f"),
         ]
-        parts = [f"epoch {epoch}/{self.trainer['epochs']}", *([f"{self.handle.phase} phase"] if self.handle.sparse else [])]
+        parts = [f"epoch {epoch}/{self.epochs}", *([f"{self.handle.phase} phase"] if self.handle.sparse else [])]
         return "  ".join(parts + [f"{word} {self._shown[key]:{form}}" for word, key, form in shown if key in self._shown])
 
     # --- what can go wrong --------------------------------------------------------------------------------------------------
@@ -211,8 +244,10 @@ class Loop:
                 "best": self.best,
                 "best_weights": self.best_weights,
                 "events": self.events,
+                "flops": dict(self.flops),
                 "seconds": self.seconds,
             },
+            **({"diagnostics": self.diagnostics.state_dict()} if self.diagnostics else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -225,3 +260,5 @@ class Loop:
         for name, value in state["loop"].items():
             setattr(self, name, value)
         self.losses = [loss.to(self.device) for loss in self.losses]
+        if self.diagnostics is not None:
+            self.diagnostics.load_state_dict(state.get("diagnostics"))

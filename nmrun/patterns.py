@@ -43,3 +43,17 @@ class Pattern:
     def density(self) -> float:
         """The fraction of weights kept, n / m."""
         return self.n / self.m
+
+
+def stepwise(target: Pattern) -> list[Pattern]:
+    """``M-1:M, M/2:M, M/4:M, ..., N:M``, ever sparser. Raises PatternError unless M / N is a power of two."""
+    ratio = target.m // target.n
+    if target.m % target.n or ratio & (ratio - 1):
+        raise PatternError(f"stepwise structure decay halves M until it is N; for {target}, M / N is not a power of two")
+    halves = [Pattern(target.m >> i, target.m) for i in range(1, ratio.bit_length())]
+    return list(dict.fromkeys([Pattern(max(target.m - 1, target.n), target.m), *halves, target]))
+
+
+def geometric(target: Pattern, frames: int) -> list[Pattern]:
+    """``kN:kM`` for k = 2^(frames - 1), ..., 2, 1: the same density in ever smaller groups."""
+    return [Pattern(target.n << i, target.m << i) for i in reversed(range(frames))]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from nmrun import flops
 from nmrun.build import Parts
 from nmrun.schema import Config
 
@@ -16,9 +15,11 @@ def title(config: Config) -> str:
 def lines(config: Config, parts: Parts) -> list[str]:
     """How long and on what, which weights are sparse, which are left dense and why, density and FLOPs of the whole."""
     trainer, handle = config.trainer, parts.handle
+    epochs = parts.total_steps / parts.task.batches_per_epoch
+    budget = "" if trainer["budget"] is None else f" (trainer.budget={trainer['budget']})"
     said = [
-        f"  {trainer['epochs']} epochs of {parts.task.batches_per_epoch} batches of {trainer['batch_size']}, "
-        f"{parts.total_steps} steps, {parts.device.type} {parts.precision}"
+        f"  {epochs:.4g} epochs of {parts.task.batches_per_epoch} batches of {trainer['batch_size']}, "
+        f"{parts.total_steps} steps{budget}, {parts.device.type} {parts.precision}"
     ]
     rows = [("sparse", weight.name, tuple(weight.shape), str(weight.pattern)) for weight in handle.sparse]
     if not config.is_dense:
@@ -30,16 +31,22 @@ def lines(config: Config, parts: Parts) -> list[str]:
 
     total = sum(parameter.numel() for parameter in parts.model.parameters())
     kept = total - sum(weight.dense.numel() * (1 - weight.pattern.density) for weight in handle.sparse)
-    cost = flops.count(parts.model, parts.task)
-    step, sparse_step = cost.forward + cost.backward, cost.forward_sparse + cost.backward
+    cost, steps = parts.cost, parts.total_steps
+    items = steps * sum(parts.task.size(batch) for batch in parts.task.micro_batches(0, 0, 1))
     if handle.sparse:
         said.append(f"  density {kept / total:.1%} of {total:,} parameters")
         said.append(
-            f"  FLOPs an item: inference {_short(cost.forward)} dense, {_short(cost.forward_sparse)} sparse; "
-            f"training {_short(step)} dense, {_short(sparse_step)} with sparse weights in the forward pass"
+            f"  FLOPs an item: inference {_short(cost.forward)} dense, {_short(cost.forward_sparse)} without the zeros, "
+            f"{_short(cost.forward_hardware)} on 2:4 tensor cores"
+        )
+        arithmetic, hardware = (items * cost.planned(handle.recipe, steps, on_hardware) for on_hardware in (False, True))
+        said.append(
+            f"  FLOPs of the training as planned: {_short(items * cost.dense)} dense, {_short(arithmetic)} without the zeros, "
+            f"{_short(hardware)} on 2:4 tensor cores"
         )
     else:
-        said.append(f"  {total:,} parameters; FLOPs an item: inference {_short(cost.forward)}, training {_short(step)}")
+        said.append(f"  {total:,} parameters; FLOPs an item: inference {_short(cost.forward)}, training {_short(cost.dense)}")
+        said.append(f"  FLOPs of the training: {_short(items * cost.dense)}")
     return said
 
 

@@ -28,6 +28,7 @@ from nmrun.checks import near
 from nmrun.config_source import GROUP as RATIO
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
+from nmrun.recipes import installed
 
 MOST_JOBS = 5000  # looked at ahead; what is wrong with a sweep shows long before, and each job is checked again when it begins
 
@@ -50,6 +51,15 @@ def options(argv: list[str]) -> argparse.Namespace:
         if getattr(parsed, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')}: not for nmrun; --config-dir adds a folder of configs")
     return parsed
+
+
+def own_recipe(words: list[str]) -> list[str]:
+    """The overrides with a recipe class of the user's own made addable: its keys are in no file that Hydra could check them against."""
+    keys = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
+    if "recipe._target_" not in keys and not any(name in installed() for name in keys.get("recipe", "").split(",")):
+        return words
+    words = ["++" + word.lstrip("+") if word.lstrip("+").startswith("recipe.") else word for word in words]
+    return words if "recipe" in keys else ["recipe=custom", *words]
 
 
 @dataclass

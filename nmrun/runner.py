@@ -21,8 +21,9 @@ from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
 from nmrun import checkpoint, environment, plan
-from nmrun.build import build
+from nmrun.build import Parts, build
 from nmrun.console import Console
+from nmrun.decay_search import find_decay
 from nmrun.errors import ConfigError, RunError
 from nmrun.identity import identity
 from nmrun.loop import Loop
@@ -41,7 +42,7 @@ def run(config: Config, folder: Path, sweep: str | None = None) -> dict[str, Any
     system shows.
     """
     if config.dry:
-        parts = build(config)
+        parts, _ = _build(config, search=False)
         print(
             "\n".join([plan.title(config), *plan.lines(config, parts), *(f"  {event}" for event in parts.handle.pop_events())]),
             flush=True,
@@ -61,6 +62,15 @@ def run(config: Config, folder: Path, sweep: str | None = None) -> dict[str, Any
         if done is not None and not config.force:
             return {**done, "status": "skipped", "folder": str(folder)}
         return {**_Run(config, folder, sweep).result(), "folder": str(folder)}
+
+
+def _build(config: Config, search: bool) -> tuple[Parts, list[str]]:
+    """The parts of a run, and what was found beforehand: ``recipe.decay=auto`` is a search, whose result a checkpoint has."""
+    if config.recipe.get("decay") != "auto":
+        return build(config), []
+    decay, said = find_decay(config) if search else (0.0, [])
+    plain = {**config.plain, "recipe": {**config.recipe, "decay": decay}}
+    return build(Config(plain, config.pattern)), said
 
 
 class _Run:
@@ -98,6 +108,7 @@ class _Run:
                 "config": self.config.plain,
                 "metrics": {"final": {}, "best": self.loop.best if self.loop else {}},
                 "sparsity": {},
+                "flops": self.loop.flops_used if self.loop else {},
                 "events": self.loop.events if self.loop else [],
                 "environment": environment.describe(self.loop.device if self.loop else torch.device("cpu")),
                 "seconds": round(self.loop.seconds, 3) if self.loop else 0.0,
@@ -115,8 +126,8 @@ class _Run:
 
     def _train(self) -> dict[str, Any]:
         config, folder = self.config, self.folder
-        parts = build(config)
         state, complaint = self._state_to_go_on_from()
+        parts, found = _build(config, search=state is None)
         if state is None:
             for name in FILES:
                 (folder / name).unlink(missing_ok=True)
@@ -130,6 +141,7 @@ class _Run:
             self.console.detail(line)
         loop = self.loop = Loop(config, parts, self.console)
         if state is None:
+            loop.events[:0] = found
             for event in loop.events:
                 self.console.say(f"  {event}")
         else:

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.checks import CHECKS, near
 from nmrun.errors import ConfigError
-from nmrun.patterns import Pattern, PatternError
+from nmrun.patterns import Pattern, PatternError, geometric, stepwise
 from nmrun.recipes import RECIPES
 
 NAMED = ("dataset", "model", "recipe", "optimizer", "schedule", "track")  # groups whose file says ``name``
@@ -69,9 +69,9 @@ def check(composed: DictConfig) -> Config:
     plain["recipe"]["name"] = _recipe_name(plain["recipe"])
     n, m = plain["sparsity"]["n"], plain["sparsity"]["m"]
     if n is None or plain["recipe"] == {"name": "dense"}:
-        return Config({**plain, "recipe": {"name": "dense"}, "sparsity": {"n": None, "m": None}}, None)
+        return Config({**plain, "recipe": {"name": "dense"}, "sparsity": {"n": None, "m": None, "overrides": None}}, None)
     pattern = Pattern.parse(f"{n}:{m}")
-    return Config({**plain, "sparsity": {"n": pattern.n, "m": pattern.m}}, pattern)
+    return Config({**plain, "sparsity": {**plain["sparsity"], "n": pattern.n, "m": pattern.m}}, pattern)
 
 
 def resolve(composed: DictConfig) -> dict[str, Any]:
@@ -120,6 +120,8 @@ def _wrong_keys(group: str, given: dict[str, Any]) -> dict[str, str]:
         fits = re.fullmatch(r"[\w.-]+", called)
         return {} if fits else {f"recipe.name={called}: it names a folder: letters, digits, and . _ -": "recipe.name"}
     name = given.get("name") if group in NAMED else UNNAMED[group]
+    if group == "recipe" and name == "custom":
+        return {"recipe=custom needs recipe._target_=package.Class, a subclass of nmrun.recipes.base.Recipe": group}
     if name is None:
         return {f"{group}.name: missing": group}
     options = _options(group)
@@ -158,14 +160,14 @@ def _keys(group: str, name: str) -> list[str]:
 def _recipe_name(recipe: dict[str, Any]) -> str:
     """The name of a recipe; of a class of the user's own, that of the class, unless it was given another of its own."""
     name, target = str(recipe.get("name") or ""), str(recipe.get("_target_", ""))
-    return target.rpartition(".")[2].lower() if target and (not name or name in RECIPES) else name
+    return target.rpartition(".")[2].lower() if target and (name in ("", "custom") or name in RECIPES) else name
 
 
 def _combinations(plain: dict[str, Any], good: Callable[..., bool]) -> list[str]:
     found = []
     recipe, optimizer, model, trainer = (plain.get(group) or {} for group in ("recipe", "optimizer", "model", "trainer"))
     builtin = good("recipe") and "_target_" not in recipe
-    ratio = plain["sparsity"] if good("sparsity.n", "sparsity.m") else {}
+    ratio = {key: plain["sparsity"][key] for key in ("n", "m")} if good("sparsity.n", "sparsity.m") else {}
     pattern, dense = None, (builtin and recipe["name"] == "dense") or (ratio and {*ratio.values()} == {None})
     if ratio and not dense:
         text = f"{ratio['n']}:{ratio['m']}"
@@ -174,23 +176,29 @@ def _combinations(plain: dict[str, Any], good: Callable[..., bool]) -> list[str]
         except PatternError as error:
             found.append(f"sparsity={text}: {error}")
     if builtin and not dense and recipe["name"] == "step" and good("optimizer.name"):
-        if optimizer["name"] not in ("adam", "adamw"):
-            name = optimizer["name"]
-            found.append(f"recipe=step freezes Adam's second moment, which {name} has not: use optimizer=adam or adamw")
-        if good("recipe.t_min", "recipe.t_max") and recipe["t_min"] > recipe["t_max"]:
-            found.append(f"recipe.t_min={recipe['t_min']} is above recipe.t_max={recipe['t_max']}")
+        name = optimizer["name"]
+        line = f"recipe=step freezes Adam's second moment, which {name} has not: use optimizer=adam or adamw"
+        found += [line] if name not in ("adam", "adamw") else []
+    inputs: list[int] = []
+    if pattern is not None and good("model", "model.channels", "model.hidden") and model["name"] in SPARSE_INPUTS:
+        inputs = SPARSE_INPUTS[model["name"]](model)
+    if builtin and not dense and good(*(f"recipe.{key}" for key in recipe)):
+        found += _schedule(recipe, pattern, inputs)
     if good("optimizer.nesterov", "optimizer.momentum") and optimizer.get("nesterov") and not optimizer.get("momentum"):
         found.append("optimizer.nesterov=true needs optimizer.momentum above 0")
     if good("trainer.batch_size", "trainer.accumulate") and trainer["batch_size"] % trainer["accumulate"]:
         size, parts = trainer["batch_size"], trainer["accumulate"]
         found.append(f"trainer.batch_size={size} cannot be split into trainer.accumulate={parts} equal micro-batches")
-    if pattern is not None and good("model", "model.channels", "model.hidden") and model["name"] in SPARSE_INPUTS:
-        inputs = SPARSE_INPUTS[model["name"]](model)
-        if not any(width % pattern.m == 0 for width in inputs):
-            found.append(
-                f"sparsity={pattern}: model {model['name']} has no layer whose inputs are a multiple of {pattern.m} "
-                f"(its inner layers have {', '.join(map(str, dict.fromkeys(inputs)))} inputs)"
-            )
+    if (
+        pattern is not None
+        and inputs
+        and not plain["sparsity"].get("overrides")
+        and not any(width % pattern.m == 0 for width in inputs)
+    ):
+        found.append(
+            f"sparsity={pattern}: model {model['name']} has no layer whose inputs are a multiple of {pattern.m} "
+            f"(its inner layers have {', '.join(map(str, dict.fromkeys(inputs)))} inputs)"
+        )
     if good("output_dir"):
         folder = Path(plain["output_dir"])
         existing = next((p for p in [folder, *folder.absolute().parents] if p.exists()), Path("/"))
@@ -199,11 +207,42 @@ def _combinations(plain: dict[str, Any], good: Callable[..., bool]) -> list[str]
     return found
 
 
+def _schedule(recipe: dict[str, Any], pattern: Pattern | None, inputs: list[int]) -> list[str]:
+    """Phases that do not fit into a run, or that the pattern and the layers' inputs do not allow."""
+    found = []
+    for low, high in (("t_min", "t_max"), ("t_i", "t_f")):
+        if low in recipe and high in recipe and recipe[low] > recipe[high]:
+            found.append(f"recipe.{low}={recipe[low]} is above recipe.{high}={recipe[high]}")
+    if recipe.get("dense", 0) + recipe.get("final", 0) > 1:
+        found.append(
+            f"recipe.dense={recipe['dense']} and recipe.final={recipe['final']} are fractions of one run: at most 1 together"
+        )
+    if recipe.get("decay") == "auto" and recipe["name"] != "t_sr_ste":
+        found.append(f"recipe.decay=auto is for t_sr_ste; {recipe['name']} takes a number")
+    if pattern is None:
+        return found
+    kind = recipe.get("kind", {"sdgf_stepwise": "structure", "sdgf_geometric": "structure_geometric"}.get(recipe["name"]))
+    try:
+        path = stepwise(pattern) if kind == "structure" else []
+        path = geometric(pattern, recipe.get("frames", 4)) if kind == "structure_geometric" else path
+    except PatternError as error:
+        return [*found, f"recipe={recipe['name']} sparsity={pattern}: {error}"]
+    held = [width for width in inputs if width % pattern.m == 0]
+    if path and any(width % path[0].m for width in held):
+        found.append(
+            f"recipe={recipe['name']} sparsity={pattern}: its first pattern, {path[0]}, does not divide all layers' inputs "
+            f"({', '.join(map(str, dict.fromkeys(held)))})"
+            + ("; fewer recipe.frames start smaller" if "frames" in recipe else "")
+        )
+    return found
+
+
 def flatten(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as dotted keys."""
+    """Nested dictionaries as dotted keys; ``sparsity.overrides``, whose own keys are regular expressions, stays one value."""
     flat: dict[str, Any] = {}
     for key, value in plain.items():
-        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+        nested = isinstance(value, dict) and key != "overrides"
+        flat.update(flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value})
     return flat
 
 

@@ -123,3 +123,40 @@ def data(count: int, dtype: torch.dtype = torch.float64) -> Callable[[int], list
     x = torch.randn(TOTAL, count, 6, 8, generator=generator, dtype=dtype)
     y = torch.randn(TOTAL, count, 6, 4, generator=generator, dtype=dtype)
     return lambda step: list(zip(x[step], y[step], strict=True))
+
+
+Rule = Callable[[int, int, Tensor], Tensor]  # (step, which weight, dense weight) -> a tensor of its shape
+
+
+class ByHand:
+    """SGD without momentum under any recipe: ``forward`` gives the weight used, ``gradient`` the factor or addition of its gradient.
+
+    ``edit(step, i, w, g)`` returns the gradient that the dense weight i receives for the gradient g of the used one.
+    """
+
+    def __init__(
+        self, weights: Weights, forward: Rule, edit: Callable[[int, int, Tensor, Tensor], Tensor] = lambda t, i, w, g: g
+    ) -> None:
+        self.weights, self.forward, self.edit, self.t = [w.clone() for w in weights], forward, edit, 0
+
+    @property
+    def used(self) -> Weights:
+        return [self.forward(self.t, i, w) if i in SPARSE else w for i, w in enumerate(self.weights)]
+
+    def step(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        used = [w.clone().requires_grad_() for w in self.used]
+        grads = torch.autograd.grad(sum(loss(used, x, y) for x, y in batches) / len(batches), used)
+        for i, g in enumerate(grads):
+            g = self.edit(self.t, i, self.weights[i], g) if i in SPARSE else g
+            self.weights[i] = self.weights[i] - LR * g
+        self.t += 1
+
+
+def top(w: Tensor, n: int, m: int) -> Tensor:
+    """The mask of the n largest of m along rows, by sorting each group in plain Python."""
+    mask = torch.zeros_like(w)
+    for r, row in enumerate(w.tolist()):
+        for start in range(0, len(row), m):
+            best = sorted(range(start, start + m), key=lambda j: (-abs(row[j]), j))[:n]
+            mask[r, best] = 1.0
+    return mask

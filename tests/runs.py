@@ -8,9 +8,10 @@ from typing import Any
 
 from hydra import compose, initialize_config_module
 
-from nmrun import config_source, schema
+from nmrun import config_source, recipes, schema
 
-RECIPES = ("dense", "asp", "ste", "sr_ste", "step", "s_ste")
+RECIPES = tuple(recipes.RECIPES)
+FITTING = {"sdgf_geometric": ("recipe.frames=2",), "t_sr_ste": ("recipe.interval=5",)}  # what 12 steps and 8 channels ask for
 TINY = (
     "sparsity='2:4'",
     "model.channels=[8,8,8]",
@@ -28,8 +29,9 @@ def config(output_dir: Path | str, *overrides: str) -> schema.Config:
     """The checked config of a run of 12 steps in 4 epochs, with these overrides."""
     config_source.register()
     tiny = [item for item in TINY if not (item.startswith("model.channels") and any(o.startswith("model=") for o in overrides))]
+    fitting = [item for recipe, items in FITTING.items() if f"recipe={recipe}" in overrides for item in items]
     with initialize_config_module("nmrun.conf", version_base="1.3"):
-        return schema.check(compose("nmrun", [*tiny, f"output_dir={output_dir}", *overrides]))
+        return schema.check(compose("nmrun", [*tiny, f"output_dir={output_dir}", *fitting, *overrides]))
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -24,6 +24,7 @@ class ASP(Recipe):
     """``prune_at``: the fraction of all steps that is trained densely first, 0 to below 1 (default one half)."""
 
     name: ClassVar[str] = "asp"
+    gradient_is_masked = True
 
     def __init__(self, pattern: Pattern, total_steps: int | None = None, *, prune_at: float = 0.5) -> None:
         super().__init__(pattern, total_steps)
@@ -31,7 +32,7 @@ class ASP(Recipe):
             raise ValueError(f"asp: prune_at={prune_at} must be a fraction of all steps, 0 <= prune_at < 1")
         if prune_at > 0 and total_steps is None:
             raise ValueError("asp needs total_steps to know when to prune; prune_at=0 prunes at once")
-        self.prune_step = round(prune_at * (total_steps or 0))
+        self.prune_step = self.dense_steps = round(prune_at * (total_steps or 0))
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         self.originals = {weight.name: weight.projection for weight in weights}

@@ -8,7 +8,7 @@ the projected weight reaches the dense weight unchanged (straight-through). A ne
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,24 @@ if TYPE_CHECKING:
     from nmrun.sparsity.attach import Projection, SparseWeight
 
 
+class Densities(NamedTuple):
+    """What the three products of a layer cost in a training step, as shares of the dense ones."""
+
+    forward: float = 1.0
+    input_gradient: float = 1.0
+    weight_gradient: float = 1.0
+
+
+def hardware_density(pattern: Pattern) -> float:
+    """What 2:4 sparse tensor cores make of a product with a weight that is N:M along the dimension that is summed over.
+
+    They halve it where at most two of every aligned four weights are non-zero: for 1:M, as four weights lie in two groups at most,
+    and for 2:M with M a multiple of 4 (2:4, 2:8). All else they compute as dense: 1.0 for 4:8 or 2:6.
+    """
+    fits = (pattern.n == 1 and pattern.m > 1) or (pattern.n == 2 and pattern.m % 4 == 0)
+    return 0.5 if fits else 1.0
+
+
 class Recipe:
     """Base of all recipes; by itself the hard-threshold straight-through estimator.
 
@@ -31,11 +49,14 @@ class Recipe:
     """
 
     name: ClassVar[str] = ""
+    gradient_is_masked = False  # pruned weights get no gradient: it need not be computed
+    input_gradient_is_nm = False  # the weight that the input's gradient is computed with is N:M along the outputs too
 
     def __init__(self, pattern: Pattern, total_steps: int | None = None) -> None:
         self.pattern, self.total_steps = pattern, total_steps
         self.step = 0  # optimizer steps done
         self.dense_forward = False  # True while the forward pass uses the dense weight itself
+        self.dense_steps = 0  # how many steps at the beginning are planned before the weights are N:M, at most
         self.events: list[str] = []  # sentences for the log
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
@@ -43,22 +64,51 @@ class Recipe:
 
     @property
     def phase(self) -> str:
-        """``"dense"`` or ``"sparse"``: what the forward pass uses now."""
-        return "dense" if self.dense_forward else "sparse"
+        """What the forward pass uses now: ``"dense"`` weights, ``"sparse"`` ones, or in ``"transition"`` something between."""
+        return "dense" if self.dense_forward else "sparse" if self.is_sparse else "transition"
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the forward weights hold the target pattern now. Default: whenever they are not the dense weights."""
+        return not self.dense_forward
+
+    def refuses(self, shape: Sequence[int], dim: int, pattern: Pattern) -> str:
+        """Why this recipe cannot make a weight of this shape sparse, beyond M not dividing the inputs; empty if it can."""
+        return ""
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         """Called once, after the weights are parametrized: check the optimizer, register buffers on ``weight.projection``."""
 
     def project(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
         """Write the forward weight into ``out`` (same shape; no autograd here). Default: keep the N largest magnitudes of M."""
-        if not cpu.project(dense, out, projection.pattern, projection.dim):
-            out.copy_(masks.hard_threshold(dense, projection.pattern, projection.dim))
+        keep_largest(dense, out, projection.pattern, projection.dim)
+
+    def final(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
+        """Write the weight that the run would leave, were it to end now. Default: the projection, before that the N largest of M."""
+        if self.is_sparse:
+            self.project(projection, dense, out)
+        else:
+            keep_largest(dense, out, projection.pattern, projection.dim)
 
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         """Change ``weight.dense.grad`` in place, once per optimizer step, just before the update."""
 
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         """Called after each optimizer step, when ``self.step`` counts it already: the place to change phase."""
+
+    def densities(self, pattern: Pattern, step: int | None = None, hardware: bool = False) -> Densities:
+        """What the products of a layer that is to be ``pattern`` cost: in the next step, or in step ``step`` (from 0) as planned.
+
+        Arithmetically, products with the weight have N/M of their multiplications once the weight is N:M, and so has the weight's
+        gradient if it is masked. On ``hardware`` see :func:`hardware_density`: only a sparse operand counts, so the weight's gradient is
+        dense, and the input's, which sums over the outputs, as well unless ``input_gradient_is_nm``.
+        """
+        if not (self.is_sparse if step is None else step >= self.dense_steps):
+            return Densities()
+        if hardware:
+            halved = hardware_density(pattern)
+            return Densities(halved, halved if self.input_gradient_is_nm else 1.0)
+        return Densities(pattern.density, pattern.density, pattern.density if self.gradient_is_masked else 1.0)
 
     def metrics(self) -> dict[str, float]:
         """Scalars for the log, read now and then."""
@@ -71,6 +121,12 @@ class Recipe:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`, given after the model's and the optimizer's own state are back."""
         self.step, self.dense_forward = int(state["step"]), bool(state["dense_forward"])
+
+
+def keep_largest(dense: Tensor, out: Tensor, pattern: Pattern, dim: int) -> None:
+    """Write ``m * w`` into ``out``, with m the N largest magnitudes of every M along ``dim``: the compiled way where it applies."""
+    if not cpu.project(dense, out, pattern, dim):
+        out.copy_(masks.hard_threshold(dense, pattern, dim))
 
 
 @torch.no_grad()

@@ -40,6 +40,7 @@ class STEP(Recipe):
             raise ValueError(f"step: decay={decay} must be 0 or more")
         self.eps_mode, self.bias_correction, self.decay = eps_mode, bias_correction, decay
         self.autoswitch = AutoSwitch(switch, t_min, t_max, total_steps)
+        self.dense_steps = max(1, self.autoswitch.last + int(self.autoswitch.automatic))  # automatic: after t_max
         self.dense_forward = True
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
@@ -52,8 +53,8 @@ class STEP(Recipe):
         if not self.dense_forward:
             decay_pruned(weights, self.decay)
         elif self.autoswitch.automatic:
-            change = optim.freezable(optimizer, "step").second_moment_change([w.dense for w in weights])
-            self.autoswitch.sample(*change)
+            adam, dense = optim.freezable(optimizer, "step"), [w.dense for w in weights]
+            self.autoswitch.sample(*adam.second_moment_change(dense, logs=self.autoswitch.geometric))
 
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if self.dense_forward and (why := self.autoswitch.fires(self.step)):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from nmrun.patterns import Pattern
+from nmrun.sparsity import products
 
 if TYPE_CHECKING:
     from nmrun.recipes.base import Recipe
@@ -116,10 +117,14 @@ class SparseWeight:
 
     @property
     def projected(self) -> Tensor:
-        """The projection of the dense weight as it is now, also in a phase whose forward pass is dense (no gradient)."""
+        """The N:M weight that the run would leave now, also in a phase whose forward pass uses another (no gradient)."""
         projection = self.projection
-        projection.refresh(self.dense)
-        return projection.projected
+        if projection.recipe.is_sparse:
+            projection.refresh(self.dense)
+            return projection.projected
+        out = torch.empty_like(self.dense, requires_grad=False)
+        projection.recipe.final(projection, self.dense.detach(), out)
+        return out
 
     @property
     def shape(self) -> torch.Size:
@@ -171,6 +176,7 @@ def detach(weight: SparseWeight) -> None:
 
 def release(weight: SparseWeight) -> None:
     """Take the parametrization away: the dense weight is a plain parameter again, in its old place among the module's."""
+    products.uninstall(weight)
     parameters, order = weight.module._parameters, weight.projection.order
     shared = type(weight.module)  # with deep copies, from whom parametrize would take the property as well
     weight.module.__class__ = type(shared.__name__, shared.__bases__, dict(vars(shared)))

@@ -6,6 +6,7 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,34 +25,34 @@ def check_nm(
     dim: int = 1,
     include: str | list[str] | None = None,
     exclude: str | list[str] = (),  # type: ignore[assignment]
+    overrides: Mapping[str, str | Pattern] | None = None,
 ) -> list[str]:
     """Raise ValueError unless at most N of every M consecutive weights are non-zero, naming the first offending layer and group.
 
     A tensor is checked along ``dim``. Of a model that :func:`nmrun.sparsify` made sparse, the weights that its forward pass uses
     are checked; of a plain one (after ``finalize``, or loaded), every weight that could hold the pattern, less what ``include``
-    and ``exclude`` (regular expressions for whole module names) leave out. Returns the names that were checked.
+    and ``exclude`` (regular expressions for whole module names) leave out, ``overrides`` as in ``sparsify``.
+    Returns the names that were checked.
     """
     pattern = Pattern.parse(pattern)
     if isinstance(model_or_tensor, Tensor):
-        weights = [("tensor", model_or_tensor, dim)]
+        weights = [("tensor", model_or_tensor, dim, pattern)]
     elif sparse := attached(model_or_tensor):
-        weights = [(w.name, w.weight, w.dim) for w in sparse]
+        own = {w.name: w.pattern for w in sparse if w.pattern != w.projection.recipe.pattern}  # by overrides
+        weights = [(w.name, w.weight, w.dim, own.get(w.name, pattern)) for w in sparse]
     else:
-        weights = [(c.name, c.tensor, c.dim) for c in select(model_or_tensor, pattern, include, exclude)[0]]
+        chosen = select(model_or_tensor, pattern, include, exclude, overrides=overrides)[0]
+        weights = [(c.name, c.tensor, c.dim, c.pattern or pattern) for c in chosen]
         if not weights:
             raise ValueError(f"no weight of this model could hold {pattern}: nothing to check")
-    for name, weight, along in weights:
-        groups, _, d = grouped(weight, pattern, along)
+    for name, weight, along, held in weights:
+        groups, _, d = grouped(weight, held, along)
         count = (groups != 0).sum(d)
-        if bool((count > pattern.n).any()):
-            first = (count > pattern.n).nonzero()[0].tolist()
-            at = ", ".join(
-                f"{i * pattern.m}-{(i + 1) * pattern.m - 1}" if axis == d - 1 else str(i) for axis, i in enumerate(first)
-            )
-            raise ValueError(
-                f"{name} is not {pattern}: {int(count[tuple(first)])} of {pattern.m} weights at [{at}] are non-zero"
-            )
-    return [name for name, _, _ in weights]
+        if bool((count > held.n).any()):
+            first = (count > held.n).nonzero()[0].tolist()
+            at = ", ".join(f"{i * held.m}-{(i + 1) * held.m - 1}" if axis == d - 1 else str(i) for axis, i in enumerate(first))
+            raise ValueError(f"{name} is not {held}: {int(count[tuple(first)])} of {held.m} weights at [{at}] are non-zero")
+    return [name for name, *_ in weights]
 
 
 def layer_report(name: str, weight: Tensor, pattern: Pattern, dim: int) -> dict[str, Any]:
@@ -61,6 +62,7 @@ def layer_report(name: str, weight: Tensor, pattern: Pattern, dim: int) -> dict[
     return {
         "name": name,
         "shape": list(weight.shape),
+        "pattern": str(pattern),
         "dim": dim,
         "numel": weight.numel(),
         "nonzeros": int(nonzero.sum()),
@@ -102,7 +104,7 @@ def main(argv: list[str]) -> int:
     state = load_file(source)
     try:
         for layer in sparsity["layers"]:
-            check_nm(state[layer["name"]], sparsity["pattern"], layer.get("dim", 1))
+            check_nm(state[layer["name"]], layer.get("pattern", sparsity["pattern"]), layer.get("dim", 1))
         options.to.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, options.to / "model.safetensors")
         about = {

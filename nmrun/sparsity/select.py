@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -14,12 +14,13 @@ from nmrun.patterns import Pattern
 
 @dataclass(frozen=True)
 class Candidate:
-    """A weight that multiplies an input: ``module.<attribute>``, whose groups would run along ``dim``."""
+    """A weight that multiplies an input: ``module.<attribute>``, whose groups run along ``dim``; ``pattern`` once it is chosen."""
 
     module_name: str
     module: nn.Module
     attribute: str
     dim: int
+    pattern: Pattern | None = None
 
     @property
     def name(self) -> str:
@@ -62,16 +63,22 @@ def select(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
     owned: Collection[int] | None = None,
+    overrides: Mapping[str, str | Pattern] | None = None,
+    refuses: Callable[[Sequence[int], int, Pattern], str] | None = None,
 ) -> tuple[list[Candidate], list[LeftDense]]:
     """Split the candidates into those that will be sparse and those left dense, with the reason.
 
     ``include`` and ``exclude`` are regular expressions that must match a module's whole name (``layer3\\..*``, ``fc``);
     ``owned`` the ids of the parameters that an optimizer updates (default: what is trained does not matter).
+    ``overrides`` gives layers another pattern, or ``"dense"``, by such expressions; the first that matches counts, and more
+    than ``exclude``.
+    ``refuses(shape, dim, pattern)`` is a recipe's own reason against a weight, or empty.
     Raises ConfigError for an expression that matches no candidate, since that is a typo nine times in ten.
     """
     every = list(candidates(model))
     wanted = None if include is None else _compiled("include", include, every)
     unwanted = _compiled("exclude", exclude, every)
+    special = list(zip(_compiled("overrides", list(overrides or ()), every), (overrides or {}).values(), strict=True))
     users: dict[int, list[str]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
@@ -81,11 +88,15 @@ def select(
     sparse, dense = [], []
     for candidate in every:
         weight = candidate.tensor
+        own = next((ratio for r, ratio in special if r.fullmatch(candidate.module_name)), None)
+        chosen = None if own == "dense" else Pattern.parse(own or pattern)
         others = [name for name in users.get(id(weight), []) if name != candidate.name]
         if wanted is not None and not any(r.fullmatch(candidate.module_name) for r in wanted):
             reason = "not in include"
-        elif any(r.fullmatch(candidate.module_name) for r in unwanted):
+        elif own is None and any(r.fullmatch(candidate.module_name) for r in unwanted):
             reason = "excluded"
+        elif chosen is None:
+            reason = "dense by overrides"
         elif others:
             reason = f"tied to {others[0]}"
         elif not isinstance(weight, nn.Parameter):
@@ -94,10 +105,10 @@ def select(
             reason = "frozen"
         elif owned is not None and id(weight) not in owned:
             reason = "not in the optimizer"
-        elif weight.shape[candidate.dim] % pattern.m:
-            reason = f"{weight.shape[candidate.dim]} inputs are not a multiple of {pattern.m}"
-        else:
-            sparse.append(candidate)
+        elif weight.shape[candidate.dim] % chosen.m:
+            reason = f"{weight.shape[candidate.dim]} inputs are not a multiple of {chosen.m}"
+        elif not (reason := refuses(weight.shape, candidate.dim, chosen) if refuses else ""):
+            sparse.append(replace(candidate, pattern=chosen))
             continue
         dense.append(LeftDense(candidate.name, tuple(weight.shape), reason))
     return sparse, dense

@@ -26,8 +26,8 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern) -> Tensor:
     """The transposable N:M mask of a matrix (out, in) with the largest kept sum of ``|w|``, exact in every M x M block.
 
     Bool, same shape; both dimensions must be multiples of M. For M <= 4 by trying all patterns at once (Hu et al. 2024,
-    arXiv 2404.01847, algorithm 1); for larger M one small linear programme a block, whose corners are 0/1 since its
-    constraint matrix is totally unimodular: exact but slow, milliseconds a block, on the CPU.
+    arXiv 2404.01847, algorithm 1); for larger M an assignment problem a block at 1:M, else a small linear programme, whose
+    corners are 0/1 since its constraint matrix is totally unimodular: exact but slow (milliseconds a block), on the CPU.
     """
     pattern = Pattern.parse(pattern)
     n, m = pattern.n, pattern.m
@@ -48,9 +48,13 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern) -> Tensor:
 def _solve(block: Tensor, n: int) -> Tensor:
     """The block mask (m * m) with row and column sums n that keeps the most, as a transportation problem."""
     import numpy as np
-    from scipy.optimize import linprog
+    from scipy.optimize import linear_sum_assignment, linprog
 
     m = block.shape[0]
+    if n == 1:
+        mask = torch.zeros_like(block)
+        mask[linear_sum_assignment(block.numpy(), maximize=True)] = 1.0
+        return mask.flatten()
     gain = (
         (block / block.max().clamp_min(torch.finfo(block.dtype).tiny)).flatten().numpy()
     )  # the solver's tolerances are absolute

@@ -1,0 +1,145 @@
+"""What masks, weights and gradients do in training, as numbers for a log: measured when asked for, free of cost otherwise.
+
+The mask of a weight is the support of what the forward pass uses. As long as that is not N:M (in a dense phase, or on the way from
+dense to sparse), it is the virtual mask of the N largest of every M dense weights, so that curves begin with the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nmrun.recipes.base import keep_largest
+from nmrun.sparsity.attach import SparseWeight
+
+
+@torch.no_grad()
+def mask_of(weight: SparseWeight) -> Tensor:
+    """The mask as it is now, real or virtual (see above): bool, True = kept, same shape as the weight."""
+    projection = weight.projection
+    if projection.recipe.is_sparse:
+        return projection.projected.bool()  # several times as fast as != 0
+    kept = torch.empty_like(weight.dense, requires_grad=False)
+    keep_largest(weight.dense.detach(), kept, weight.pattern, weight.dim)
+    return kept.bool()
+
+
+class MaskMetrics:
+    """Measures one optimizer step: call :meth:`before` and :meth:`after` around it.
+
+    ``first`` are the run's first masks, packed: those at :meth:`begin`, or else before the first step that is measured.
+    """
+
+    def __init__(self, weights: Sequence[SparseWeight]) -> None:
+        self.weights = weights
+        self.first: list[Tensor] = []
+        self._before: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Remember the masks of now as the first ones, unless there are some."""
+        self.first = self.first or [pack(mask_of(w)) for w in self.weights]
+
+    def before(self) -> None:
+        """The optimizer is about to step."""
+        self.begin()
+        self._before = [mask_of(w) for w in self.weights]
+
+    @torch.no_grad()
+    def after(self, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+        """What the step did, over all sparse weights together.
+
+        ``sparsity/flip_rate``: share of mask entries that changed (Hu et al. 2024, arXiv 2404.01847), over ``sparsity/flip_interval``
+        steps. ``sparsity/sad``: the number of these entries (sparse architecture divergence, Zhou et al. 2021, arXiv
+        2102.04010), ``sparsity/sad_since_first`` the share that differs from the first masks. ``sparsity/kept_energy``: sum
+        of squares of the kept dense weights over that of all. ``sparsity/pruned_norm``: Euclidean norm of the others.
+        ``sparsity/gradient_noise_kept`` and ``..._pruned``, if the optimizer is Adam: mean of :func:`gradient_variance`.
+        """
+        masks = [mask_of(w) for w in self.weights]
+        variances = gradient_variance([w.dense for w in self.weights], optimizer)
+        sums = []
+        for i, (weight, mask) in enumerate(zip(self.weights, masks, strict=True)):
+            entries = (mask ^ self._before[i], mask ^ unpack(self.first[i], mask.shape), mask)
+            parts = _parts(mask)
+            split = _split(weight.dense.square(), *parts) + (_split(variances[i], *parts) if variances else [])
+            sums.append(torch.stack([*(s.double() for s in map(torch.count_nonzero, entries)), *split]))
+        self._before = []
+        flips, moved, count, kept, pruned, *noise = torch.stack(sums).sum(0).tolist()
+        numel = sum(mask.numel() for mask in masks)
+        measured = {
+            "sparsity/flip_rate": flips / numel,
+            "sparsity/flip_interval": 1.0,
+            "sparsity/sad": flips,
+            "sparsity/sad_since_first": moved / numel,
+            "sparsity/kept_energy": _ratio(kept, kept + pruned),
+            "sparsity/pruned_norm": math.sqrt(pruned),
+        }
+        if noise:
+            measured["sparsity/gradient_noise_kept"] = _ratio(noise[0], count)
+            measured["sparsity/gradient_noise_pruned"] = _ratio(noise[1], numel - count)
+        return measured
+
+
+@torch.no_grad()
+def layer_metrics(weights: Sequence[SparseWeight]) -> dict[str, float]:
+    """``layer/<name>/density``, the share of non-zeros that the forward pass uses now, and ``layer/<name>/kept_energy`` of the mask."""
+    rows = []
+    for weight in weights:
+        energies = _split(weight.dense.square(), *_parts(mask_of(weight)))
+        rows.append(torch.stack([torch.count_nonzero(weight.weight).double(), *energies]))
+    found = {}
+    for weight, (nonzeros, kept, pruned) in zip(weights, torch.stack(rows).tolist() if rows else [], strict=True):
+        found[f"layer/{weight.name}/density"] = nonzeros / weight.dense.numel()
+        found[f"layer/{weight.name}/kept_energy"] = _ratio(kept, kept + pruned)
+    return found
+
+
+def gradient_variance(params: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
+    """An estimate of every gradient coordinate's variance over the last steps, from Adam's own moments: ``v - m^2``.
+
+    Both moments are bias-corrected (as Adam sees gradients: with coupled weight decay, if it has any). They average over different
+    spans, so single values can be below zero. None where the moments are not there: another optimizer, or STEP's frozen v.
+    """
+    betas = {id(p): group.get("betas") for group in optimizer.param_groups for p in group["params"]}
+    variances = []
+    for p in params:
+        state = optimizer.state.get(p, {})
+        if not {"exp_avg", "exp_avg_sq", "step"} <= state.keys():
+            return None
+        beta1, beta2 = betas[id(p)]  # type: ignore[misc]  # an optimizer with these moments has them
+        steps = float(state["step"])
+        mean, square = state["exp_avg"], state["exp_avg_sq"] / (1 - beta2**steps)
+        variances.append(square.addcmul_(mean, mean, value=-1 / (1 - beta1**steps) ** 2))
+    return variances
+
+
+def pack(mask: Tensor) -> Tensor:
+    """A bool tensor as bytes (uint8, one dimension): an eighth of it in each bit, one after the other."""
+    bits = torch.nn.functional.pad(mask.flatten().view(torch.uint8), (0, -mask.numel() % 8)).view(8, -1)
+    return (bits << _SHIFTS.to(mask.device)).sum(0, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
+    """The inverse of :func:`pack`."""
+    bits = (packed >> _SHIFTS.to(packed.device)).bitwise_and_(1)
+    return bits.flatten()[: math.prod(shape)].view(*shape).view(torch.bool)
+
+
+_SHIFTS = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
+
+
+def _split(values: Tensor, kept: Tensor, pruned: Tensor) -> list[Tensor]:
+    """The sums of ``values`` over the kept and over the pruned, 0-dimensional and float64; the masks as flat float32."""
+    flat = values.flatten().float()
+    return [torch.dot(flat, kept).double(), torch.dot(flat, pruned).double()]
+
+
+def _parts(mask: Tensor) -> tuple[Tensor, Tensor]:
+    kept = mask.flatten().view(torch.uint8).float()
+    return kept, 1 - kept
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0

@@ -1,0 +1,211 @@
+"""LBC and MaskLLM, which learn a choice among all masks of a group, against loops over groups written by hand."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from reference import LR, TOTAL, ByHand, data, top
+from test_recipes import Net
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.patterns import Pattern
+from nmrun.sparsity.candidates import by_group, candidates, from_groups, gumbel_softmax, softmax_gradient
+
+MASKS = [list(c) for c in itertools.combinations(range(4), 2)]  # of 2:4, in order
+
+
+def test_candidates_are_all_masks_once() -> None:
+    rows = candidates(Pattern(2, 5), torch.zeros(()))
+    assert rows.shape == (10, 5)
+    assert (rows.sum(1) == 2).all()
+    assert len({tuple(r.tolist()) for r in rows}) == 10
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((3, 8), 1), ((8, 3), 0), ((2, 8, 3, 3), 1)])
+def test_groups_there_and_back(shape: tuple[int, ...], dim: int) -> None:
+    w = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    groups = by_group(w, Pattern(2, 4), dim)
+    assert groups.shape[-1] == 4
+    stride = w.stride(dim)
+    assert ((groups[..., 1:] - groups[..., :-1]) == stride).all()  # neighbours along dim
+    assert torch.equal(from_groups(groups, w.shape, dim), w)
+
+
+def test_softmax_gradient_is_autograd_s() -> None:
+    x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    g = torch.randn(5, 6, dtype=torch.float64)
+    soft = torch.softmax(x, -1)
+    (wanted,) = torch.autograd.grad(soft, x, g)
+    torch.testing.assert_close(softmax_gradient(soft.detach(), g), wanted)
+
+
+def test_gumbel_noise_samples_the_softmax() -> None:
+    """The largest of logits + Gumbel noise is entry k with probability softmax(logits)_k."""
+    logits = torch.tensor([0.0, 1.0, -1.0]).repeat(40000, 1)
+    picked = gumbel_softmax(logits, 0.01, seed=1).argmax(-1)
+    frequency = torch.bincount(picked, minlength=3) / 40000
+    wanted = torch.softmax(logits[0], -1)
+    assert ((frequency - wanted).abs() < 5 * (wanted * (1 - wanted) / 40000).sqrt()).all()
+    assert torch.equal(gumbel_softmax(logits, 1.0, 7), gumbel_softmax(logits, 1.0, 7))
+    assert not torch.equal(gumbel_softmax(logits, 1.0, 7), gumbel_softmax(logits, 1.0, 8))
+
+
+# --- LBC --------------------------------------------------------------------------------------------------------------------
+
+
+class LBCByHand:
+    """Scores in dictionaries {(weight, row, group): {candidate: score}}, plain SGD."""
+
+    def __init__(self, weights: list[Tensor], t_f: int) -> None:
+        self.t_f = t_f
+        self.scores = {
+            (i, r, c): dict.fromkeys(range(6), 1 / 3)
+            for i in (0, 2)
+            for r in range(weights[i].shape[0])
+            for c in range(0, weights[i].shape[1], 4)
+        }
+
+    def mask(self, t: int, i: int, w: Tensor) -> Tensor:
+        m = torch.zeros_like(w)
+        for (j, r, c), scores in self.scores.items():
+            if j == i:
+                for k in scores:
+                    for member in MASKS[k]:
+                        m[r, c + member] = 1.0
+        return m
+
+    def learn(self, i: int, w: Tensor, g: Tensor) -> None:
+        for (j, r, c), scores in self.scores.items():
+            if j == i and len(scores) > 1:
+                for k in scores:
+                    scores[k] -= LR * sum(float(g[r, c + member] * w[r, c + member]) for member in MASKS[k])
+
+    def drop(self, t: int) -> None:
+        left = 1 + math.ceil(5 * max(0.0, 1 - t / self.t_f) ** 3)
+        for key, scores in self.scores.items():
+            best = sorted(scores, key=lambda k: -scores[k])[:left]
+            self.scores[key] = {k: scores[k] for k in best}
+
+
+def test_lbc() -> None:
+    hand = LBCByHand(Net().used, t_f=6)
+
+    def edit(t: int, i: int, w: Tensor, g: Tensor) -> Tensor:
+        hand.learn(i, w, g)
+        return g * hand.mask(t, i, w)
+
+    reference = ByHand(Net().used, lambda t, i, w: w * hand.mask(t, i, w), edit)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", TOTAL, t_f=0.6)
+    batches = data(2)
+    left = []
+    for t in range(TOTAL):
+        torch.testing.assert_close(model.used, reference.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}")
+        left.append(handle.metrics()["lbc/candidates"])
+        assert handle.is_sparse == (left[-1] == 1)
+        for x, y in batches(t):
+            ((model(x) - y).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step(batches(t))
+        hand.drop(t + 1)
+    assert left == [6, 4, 3, 2, 2, 2, 1, 1, 1, 1]  # 1 + ceil(5 (1 - t/6)^3)
+    handle.finalize()
+    nmrun.sparsity.check_nm(model, "2:4")
+    assert not any("scores" in name for name in model.state_dict())
+
+
+def test_lbc_ends_early_with_its_best_candidate() -> None:
+    model = nn.Sequential(nn.Linear(4, 1, bias=False))
+    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "lbc", "2:4", 10)
+    scores = model[0].parametrizations.weight[0].scores
+    with torch.no_grad():
+        scores.copy_(torch.tensor([[[0.0, 0.1, 0.9, 0.2, 0.3, 0.4]]]))  # the third is {0, 3}
+    dense = model[0].weight.detach().clone()
+    assert torch.equal(model[0].weight, dense)  # all candidates: nothing pruned
+    handle.finalize()
+    assert torch.equal(model[0].weight, dense * torch.tensor([1.0, 0, 0, 1.0]))
+
+
+@pytest.mark.parametrize("recipe", ["lbc", "maskllm"])
+def test_too_many_candidates(recipe: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 4))
+    with pytest.raises(ValueError, match="1,820 possible masks a group"):
+        nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), recipe, "4:16", 10)
+
+
+# --- MaskLLM ----------------------------------------------------------------------------------------------------------------
+
+
+def maskllm(total: int = 6, **options: float) -> tuple[Net, torch.optim.Optimizer, nmrun.Handle]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    return model, optimizer, nmrun.sparsify(model, optimizer, "maskllm", "2:4", total, **options)
+
+
+def test_maskllm_s_logits_get_the_gradient_of_its_objective() -> None:
+    """Autograd through softmax((kappa * logits + noise) / temperature), with the noise recovered from the mask that was used."""
+    kappa, temperature, reg = 2.0, 1.5, 0.1
+    model, optimizer, _handle = maskllm(dense=0.0, kappa=(kappa, kappa), temperature=(temperature,) * 2, reg=reg, prior=0.0)
+    x, y = data(1)(0)[0]
+    before = [p.detach().clone() for p in model.parameters()]
+    logits, used, dense, wanted = [], [], [], []
+    for layer in (model[0], model[2]):
+        projection = layer.parametrizations.weight[0]
+        noise = temperature * projection.soft.log() - kappa * projection.logits.detach()  # up to a constant a group
+        leaf = projection.logits.detach().clone().requires_grad_()
+        soft = torch.softmax((kappa * leaf + noise) / temperature, -1)
+        w = layer.parametrizations.weight.original.detach()
+        mask = torch.zeros(*soft.shape[:-1], 4, dtype=w.dtype)
+        for k, members in enumerate(MASKS):
+            for member in members:
+                mask = mask + soft[..., k : k + 1] * torch.eye(4, dtype=w.dtype)[member]
+        logits.append(leaf)
+        used.append(w * mask.reshape(w.shape))
+        dense.append(w)
+        torch.testing.assert_close(layer.weight.detach(), used[-1].detach())
+    out = torch.tanh(x @ used[0].T + model[0].bias) @ used[1].T + model[2].bias
+    objective = (out - y).square().mean() - reg * sum(u.square().sum() for u in used)
+    wanted = torch.autograd.grad(objective, logits)
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    for layer, leaf, g in zip((model[0], model[2]), logits, wanted, strict=True):
+        moved = layer.parametrizations.weight[0].logits.detach() - leaf.detach()
+        torch.testing.assert_close(moved, -10 * LR * g, rtol=1e-6, atol=1e-10)  # lr_mult = 10
+    frozen = [p for name, p in model.named_parameters() if "logits" not in name]
+    kept = [b for (name, _), b in zip(model.named_parameters(), before, strict=True) if "logits" not in name]
+    assert all(torch.equal(a, b) for a, b in zip(frozen, kept, strict=True))
+
+
+def test_maskllm_ends_with_the_likeliest_masks() -> None:
+    model, optimizer, handle = maskllm(total=6, dense=0.5)
+    batches = data(1)
+    for t in range(6):
+        assert handle.phase == ("dense" if t < 3 else "transition")
+        x, y = batches(t)[0]
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert handle.phase == "sparse"
+    for layer in (model[0], model[2]):
+        projection = layer.parametrizations.weight[0]
+        dense, best = layer.parametrizations.weight.original.detach(), projection.logits.argmax(-1)
+        mask = torch.zeros(*best.shape, 4, dtype=dense.dtype)
+        for place in itertools.product(*map(range, best.shape)):
+            mask[place][MASKS[int(best[place])]] = 1.0
+        assert torch.equal(layer.weight.detach(), dense * mask.reshape(dense.shape))
+    handle.finalize()
+    nmrun.sparsity.check_nm(model, "2:4")
+
+
+def test_the_prior_prefers_large_weights() -> None:
+    """With a strong prior the likeliest mask is the magnitude mask from the start."""
+    model, _optimizer, _handle = maskllm(dense=0.0, prior=50.0)
+    for layer in (model[0], model[2]):
+        dense, logits = layer.parametrizations.weight.original.detach(), layer.parametrizations.weight[0].logits
+        kept = top(dense, 2, 4).reshape(*logits.shape[:-1], 4)
+        for place in itertools.product(*map(range, logits.shape[:-1])):
+            assert sorted(MASKS[int(logits[place].argmax())]) == kept[place].nonzero().flatten().tolist()

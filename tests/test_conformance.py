@@ -1,0 +1,125 @@
+"""What every recipe must do, whoever writes it: all of ``nmrun.recipes.RECIPES`` go through this."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.handle import Handle
+from nmrun.recipes import RECIPES
+
+TOTAL = 12
+OPTIONS: dict[str, dict[str, Any]] = {"sdgf_geometric": {"frames": 2}, "t_sr_ste": {"interval": 3}, "step": {"switch": 0.4}}
+SPARSE = [name for name in RECIPES if name != "dense"]
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        super().__init__(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def start(recipe: str, pattern: str = "2:4") -> tuple[Net, torch.optim.Optimizer, Handle]:
+    model = Net()
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(2)
+    return model, optimizer, nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, exclude="4", **OPTIONS.get(recipe, {}))
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, forward: Any, scale: float = 1.0) -> list[Tensor]:
+    losses = []
+    for step in range(TOTAL):
+        x, y = batch(step)
+        loss = (forward(x) - y).square().mean()
+        (loss * scale).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.div_(scale)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("recipe", SPARSE)
+@pytest.mark.parametrize("pattern", ["2:4", "1:4"])
+def test_ends_exactly_nm(recipe: str, pattern: str) -> None:
+    model, optimizer, handle = start(recipe, pattern)
+    keys = list(Net().state_dict())
+    train(model, optimizer, model)
+    assert handle.is_sparse
+    with torch.no_grad():
+        used = [model[0].weight.clone(), model[2].weight.clone()]
+    handle.finalize()
+    assert nmrun.sparsity.check_nm(model, pattern, exclude="4") == ["0.weight", "2.weight"]
+    assert list(model.state_dict()) == keys
+    assert torch.equal(model[0].weight, used[0])  # what was evaluated is what is left
+    assert torch.equal(model[2].weight, used[1])
+    assert all((w.count_nonzero() > 0.5 * w.numel() * nmrun.Pattern.parse(pattern).density) for w in used)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_learns(recipe: str) -> None:
+    """On one batch the loss falls. MaskLLM's weights are frozen half the time, so it must not rise much."""
+    model, optimizer, _ = start(recipe)
+    x, y = batch(0)
+    losses = []
+    for _ in range(TOTAL):
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] or recipe == "maskllm"
+    assert losses[-1] < 1.2 * losses[0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_loss_scale_changes_no_bit(recipe: str) -> None:
+    plain, scaled = start(recipe), start(recipe)
+    train(plain[0], plain[1], plain[0])
+    train(scaled[0], scaled[1], scaled[0], scale=1024.0)
+    for a, b in zip(plain[0].state_dict().values(), scaled[0].state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_equals_eager(recipe: str) -> None:
+    eager, compiled = start(recipe), start(recipe)
+    torch._dynamo.reset()
+    forward = torch.compile(compiled[0], fullgraph=True, backend="aot_eager")
+    wanted = train(eager[0], eager[1], eager[0])
+    found = train(compiled[0], compiled[1], forward)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+PER_WEIGHT = {  # bytes of one float32 weight at 2:4 beside parameter and optimizer state: the working copy, then what the docstring says
+    "dense": 0,
+    "asp": 4 + 1,  # the mask
+    "t_sr_ste": 4 + 1,
+    "lbc": 4 + 1 + 1.5 * (4 + 1),  # six scores for four weights, and which of them are left
+    "maskllm": 4 + 1.5 * (4 + 4),  # six logits for four weights, and their softmax
+}
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "bi_mask"])
+def test_memory(recipe: str) -> None:
+    _model, _, handle = start(recipe)
+    before = {id(p) for p in Net().parameters()}
+    own = {id(w.dense) for w in handle.sparse}
+    extra = 0
+    for weight in handle.sparse:
+        tensors = [*weight.projection.buffers(), *weight.projection.parameters()]
+        extra += sum(t.numel() * t.element_size() for t in tensors if id(t) not in own | before)
+    weights = sum(w.dense.numel() for w in handle.sparse)
+    scalars = 8 * len(handle.sparse)  # such as S-STE's scale
+    assert extra <= PER_WEIGHT.get(recipe, 4) * weights + scalars

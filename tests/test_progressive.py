@@ -1,0 +1,156 @@
+"""Mask decay and structure decay against loops written by hand, and the ways they can be asked for wrongly."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from reference import LR, TOTAL, ByHand, data, top
+from test_recipes import Net
+from torch import Tensor
+
+import nmrun
+from nmrun.patterns import Pattern, PatternError, geometric, stepwise
+
+DENSE, FINAL = 0.2, 0.3  # of 10 steps: dense for 2, then 5 in between, then 3 at N:M
+
+
+def factor(shape: str, tau: float | None, t: int) -> float:
+    j = t - 2
+    if j < 0 or t >= 7:
+        return 1.0 if j < 0 else 0.0
+    if shape == "linear":
+        return max(0.0, 1 - (0.2 if tau is None else tau) * j)
+    return math.exp(-j * (math.log(1000) / 5 if tau is None else tau))
+
+
+def follow(recipe: str, hand: ByHand, pattern: str = "2:4", **hyperparameters: Any) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    handle = nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, dense=DENSE, final=FINAL, **hyperparameters)
+    batches = data(2)
+    for t in range(TOTAL):
+        torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}")
+        for x, y in batches(t):
+            ((model(x) - y).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        hand.step(batches(t))
+    handle.finalize()
+    torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12)
+    nmrun.sparsity.check_nm(model, pattern)
+
+
+@pytest.mark.parametrize("tau", [None, 0.3])
+@pytest.mark.parametrize("shape", ["linear", "exponential"])
+@pytest.mark.parametrize("mode", ["scaled", "ste"])
+def test_mask_decay(mode: str, shape: str, tau: float | None) -> None:
+    def forward(t: int, i: int, w: Tensor) -> Tensor:
+        m = top(w, 2, 4)
+        return w * (m + (1 - m) * factor(shape, tau, t))
+
+    def edit(t: int, i: int, w: Tensor, g: Tensor) -> Tensor:
+        m = top(w, 2, 4)
+        return g * (m + (1 - m) * factor(shape, tau, t)) if mode == "scaled" else g
+
+    follow(f"mdgf_{shape}", ByHand(Net().used, forward, edit), tau=tau, grad_mode=mode)
+
+
+@pytest.mark.parametrize("kind", ["mask", "mask_exponential"])
+def test_the_decaying_mask_passes_the_gradient_on(kind: str) -> None:
+    shape = "linear" if kind == "mask" else "exponential"
+
+    def forward(t: int, i: int, w: Tensor) -> Tensor:
+        m = top(w, 2, 4)
+        return w * (m + (1 - m) * factor(shape, 0.25, t))
+
+    follow("decay_mask", ByHand(Net().used, forward), kind=kind, tau=0.25)
+
+
+FRAMES = {  # of steps 2 to 6, then 3 at the target
+    ("sdgf_stepwise", "1:4"): [(3, 4)] * 2 + [(2, 4)] * 2 + [(1, 4)],
+    ("sdgf_stepwise", "2:4"): [(3, 4)] * 3 + [(2, 4)] * 2,
+    ("sdgf_geometric", "1:2"): [(4, 8)] * 2 + [(2, 4)] * 2 + [(1, 2)],
+}
+
+
+@pytest.mark.parametrize(("recipe", "pattern"), FRAMES)
+def test_structure_decay(recipe: str, pattern: str) -> None:
+    frames = FRAMES[recipe, pattern]
+    target = frames[-1]
+
+    def forward(t: int, i: int, w: Tensor) -> Tensor:
+        return w if t < 2 else w * top(w, *(frames[t - 2] if t < 7 else target))
+
+    options = {"frames": 3} if recipe == "sdgf_geometric" else {}
+    follow(recipe, ByHand(Net().used, forward), pattern, **options)
+
+
+def test_decay_mask_by_structure_is_stepwise() -> None:
+    frames = FRAMES["sdgf_stepwise", "1:4"]
+
+    def forward(t: int, i: int, w: Tensor) -> Tensor:
+        return w if t < 2 else w * top(w, *(frames[t - 2] if t < 7 else (1, 4)))
+
+    follow("decay_mask", ByHand(Net().used, forward), "1:4", kind="structure")
+
+
+def test_paths_of_patterns() -> None:
+    def shown(path: list[Pattern]) -> list[str]:
+        return [str(p) for p in path]
+
+    assert shown(stepwise(Pattern(1, 16))) == ["15:16", "8:16", "4:16", "2:16", "1:16"]
+    assert shown(stepwise(Pattern(2, 4))) == ["3:4", "2:4"]
+    assert shown(stepwise(Pattern(1, 2))) == ["1:2"]
+    assert shown(stepwise(Pattern(4, 4))) == ["4:4"]
+    assert shown(geometric(Pattern(1, 8), 4)) == ["8:64", "4:32", "2:16", "1:8"]
+    with pytest.raises(PatternError, match="power of two"):
+        stepwise(Pattern(3, 16))
+
+
+def test_phase_is_told() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    handle = nmrun.sparsify(model, optimizer, "mdgf_linear", "2:4", 10, dense=0.2, final=0.3)
+    phases = []
+    for _ in range(10):
+        phases.append(handle.phase)
+        assert handle.is_sparse == (handle.phase == "sparse")
+        optimizer.step()
+    assert phases == ["dense"] * 2 + ["transition"] * 5 + ["sparse"] * 3
+
+
+def test_the_weight_a_run_would_leave_is_always_nm() -> None:
+    for recipe in ("mdgf_linear", "sdgf_stepwise", "decay_mask"):
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        handle = nmrun.sparsify(model, optimizer, recipe, "1:4", 10, dense=0.2, final=0.3)
+        for _ in range(4):
+            used = model.used
+            assert all(layer["holds"] for layer in handle.report()["layers"])
+            torch.testing.assert_close(model.used, used, rtol=0, atol=0)  # asking changes nothing
+            optimizer.step()
+        handle.finalize()
+        nmrun.sparsity.check_nm(model, "1:4")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "pattern", "options", "words"),
+    [
+        ("mdgf_linear", "2:4", {"dense": 0.5, "final": 0.6}, "dense \\+ final <= 1"),
+        ("mdgf_linear", "2:4", {"final": 0.0}, "final above 0"),
+        ("mdgf_exponential", "2:4", {"tau": -1.0}, "tau"),
+        ("mdgf_exponential", "2:4", {"grad_mode": "scale"}, "scaled, ste"),
+        ("sdgf_stepwise", "3:8", {}, "power of two"),
+        ("sdgf_geometric", "2:4", {}, "multiple of the 32"),
+        ("sdgf_geometric", "2:4", {"frames": 0}, "frames"),
+        ("decay_mask", "2:4", {"kind": "masks"}, "mask_exponential"),
+        ("decay_mask", "2:4", {"kind": "structure", "tau": 0.1}, "tau"),
+    ],
+)
+def test_refused(recipe: str, pattern: str, options: dict[str, Any], words: str) -> None:
+    model = Net()
+    before = model.state_dict()
+    with pytest.raises(ValueError, match=words):
+        nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), recipe, pattern, 10, **options)
+    assert model.state_dict().keys() == before.keys()
