@@ -46,7 +46,7 @@ def build(config: Config) -> Parts:
     device = _device(trainer["device"])
     precision = _precision(trainer["precision"], device)
     task = tasks.build(config, device)
-    model = models.build(config.model, task.shape, task.classes).to(device)
+    model = models.build(config.model, task.inputs).to(device)
     optimizer = _optimizer(config.optimizer, model)
     total_steps = trainer["epochs"] * task.batches_per_epoch
     recipe = config.recipe.get("_target_") or config.recipe["name"]

@@ -114,7 +114,7 @@ def _job(composed: DictConfig) -> float | None:
             record.write(json.dumps(line) + "\n")
         if outcome["status"] == "interrupted":
             raise SystemExit(_exit_status(outcome))
-    value = outcome.get("metrics", {}).get("final", {}).get("eval/accuracy")  # what a Hydra sweeper such as Optuna optimises
+    value = outcome.get("metrics", {}).get("final", {}).get(f"eval/{outcome.get('metric')}")  # what a Hydra sweeper optimises
     return None if value is None else float(value)
 
 
@@ -125,7 +125,7 @@ def _outcome(composed: DictConfig, sweep: str | None) -> dict[str, Any]:
         if not config.force and not config.dry and (result := _finished(folder)):
             metrics = "  ".join(f"{key} {value:.4g}" for key, value in result["metrics"]["final"].items())
             print(f"finished already: {metrics}\n  {folder} (force=true runs it again)", flush=True)
-            return {"status": "skipped", "folder": str(folder), "metrics": result["metrics"]}
+            return {**result, "status": "skipped", "folder": str(folder)}
         if not config.dry:
             _make(folder, config.output_dir)  # before torch is imported for nothing
         from nmrun import runner

@@ -21,6 +21,7 @@ from nmrun.build import Parts
 from nmrun.console import Console
 from nmrun.diagnostics import Diagnostics
 from nmrun.errors import RunError
+from nmrun.metric import higher_is_better
 from nmrun.optim import schedule_factor
 from nmrun.schema import Config
 from nmrun.sparsity import baked_state_dict
@@ -35,7 +36,7 @@ class Loop:
     """The training of one run; what changes while it goes on is in :meth:`state_dict`.
 
     ``step`` counts batches, ``updates`` the optimizer steps done (loss scaling may skip some). ``best`` is the evaluation with
-    the highest accuracy while the forward weights held the pattern (for dense training: of all), with its ``epoch``;
+    the best ``task.metric`` while the forward weights held the pattern (for dense training: of all), with its ``epoch``;
     ``best_weights`` are the plain weights of that moment. ``seconds`` and ``flops`` (of training) count all sittings.
     """
 
@@ -180,10 +181,15 @@ class Loop:
             row["sparsity/density"] = report["density"] if self.handle.is_sparse else 1.0
             row |= layer_metrics(self.handle.sparse)
             row["sparsity/holds"] = float(self.handle.is_sparse and all(layer["holds"] for layer in report["layers"]))
-        if (self.handle.is_sparse or not self.handle.sparse) and row["eval/accuracy"] > self.best.get("eval/accuracy", -1.0):
+        if (self.handle.is_sparse or not self.handle.sparse) and self._is_best(row):
             self.best = {**{key: value for key, value in row.items() if key.startswith("eval/")}, "epoch": epoch}
             self.best_weights = baked_state_dict(self.model)
         return row
+
+    def _is_best(self, row: dict[str, float]) -> bool:
+        metric = f"eval/{self.task.metric}"
+        sign = 1 if higher_is_better(metric) else -1
+        return not self.best or sign * row[metric] > sign * self.best[metric]
 
     def evaluate(self, split: str) -> dict[str, float]:
         """The task's metrics with the weights as they are: ``eval/...`` for split ``"val"``, ``test/...`` for ``"test"``."""
@@ -197,7 +203,7 @@ class Loop:
         epoch = -(-self.step // self.task.batches_per_epoch)
         shown = [
             ("loss", "train/loss", ".4f"),
-            ("accuracy", "eval/accuracy", ".4f"),
+            (self.task.metric, f"eval/{self.task.metric}", ".4f"),
             ("lr", "lr", ".2e"),
             ("steps/s", "steps_per_second", ".0f"),
         ]

@@ -165,7 +165,8 @@ class _Run:
                 _save_weights(folder / "best.safetensors", loop.best_weights)
                 parts.model.load_state_dict(loop.best_weights)
                 best |= loop.evaluate("test")
-        return {"status": "finished", "metrics": {"final": final, "best": best}, "sparsity": report}
+        metrics = {"final": final, "best": best}
+        return {"status": "finished", "metric": parts.task.metric, "metrics": metrics, "sparsity": report}
 
     def _state_to_go_on_from(self) -> tuple[dict[str, Any] | None, str]:
         """A checkpoint, if there is one and it is wanted; else a word on what is wrong with it, if something is."""
@@ -187,9 +188,10 @@ class _Run:
             final, best, layers = result["metrics"]["final"], result["metrics"]["best"], result["sparsity"]["layers"]
             held = sum(layer["holds"] for layer in layers)
             pattern = f"; {result['sparsity']['pattern']} holds in {held} of {len(layers)} sparse layers" if layers else ""
-            say(f"  accuracy: {_accuracies(final)}{pattern}; {result['seconds']:.1f} s")
+            metric = result["metric"]
+            say(f"  {metric}: {_both(final, metric)}{pattern}; {result['seconds']:.1f} s")
             if best:
-                self.console.detail(f"  best epoch by validation, {best['epoch']}: {_accuracies(best)}")
+                self.console.detail(f"  best epoch by validation, {best['epoch']}: {_both(best, metric)}")
             say(f"  {self.folder}")
 
 
@@ -241,8 +243,8 @@ def _finished(folder: Path) -> dict[str, Any] | None:
     return result if isinstance(result, dict) and result.get("status") == "finished" else None
 
 
-def _accuracies(metrics: dict[str, float]) -> str:
-    return f"test {metrics['test/accuracy']:.4f}, validation {metrics['eval/accuracy']:.4f}"
+def _both(metrics: dict[str, float], metric: str) -> str:
+    return f"test {metrics[f'test/{metric}']:.4f}, validation {metrics[f'eval/{metric}']:.4f}"
 
 
 def _save_weights(path: Path, weights: dict[str, Tensor]) -> None:

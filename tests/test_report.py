@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from nmrun.metric import higher_is_better
 from nmrun.report import cli
 from nmrun.report.collect import collect
-from nmrun.report.statistics import higher_is_better, summarise
+from nmrun.report.statistics import summarise
 
 
 @pytest.fixture

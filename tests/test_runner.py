@@ -252,7 +252,7 @@ def test_a_checkpoint_of_another_model_is_not_forced_in(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(runner, "_save_weights", interrupted)
         run(made)
-    monkeypatch.setattr(models, "build", lambda config, shape, classes: SmallConv(shape, classes, [4, 4, 4, 4]))
+    monkeypatch.setattr(models, "build", lambda config, inputs: SmallConv(**inputs, channels=[4, 4, 4, 4]))
     result = run(made)
     assert result["status"] == "failed"
     assert "force=true starts over" in result["error"]
@@ -304,7 +304,7 @@ def test_an_epoch_is_a_permutation_that_depends_on_seed_and_epoch_alone() -> Non
 def test_models_classify_and_name_their_layers_for_the_configs(name: str, tmp_path: Path) -> None:
     made = config(tmp_path, f"model={name}", "recipe=sr_ste")
     parts = build.build(made)
-    logits = parts.model(torch.zeros(2, *parts.task.shape))  # type: ignore[attr-defined]
+    logits = parts.model(torch.zeros(2, *parts.task.inputs["shape"]))  # type: ignore[attr-defined]
     assert logits.shape == (2, 10)
     assert parts.handle.sparse
     assert {left.reason for left in parts.handle.left_dense} == {"excluded"}

@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib.util
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from nmrun.tasks.vision import Classification
 
 CLASSES = 10
 Splits = dict[str, tuple[Tensor, Tensor]]
@@ -35,6 +38,12 @@ def load(split_seed: int = 0, val_fraction: float = 0.15, test_fraction: float =
     train = images[chosen["train"]]
     images = (images - train.mean()) / train.std()
     return {name: (images[rows], labels[rows]) for name, rows in chosen.items()}
+
+
+def build(config: Any, device: torch.device) -> Classification:
+    """The task of the config's ``dataset`` group."""
+    options = {key: value for key, value in config.dataset.items() if key != "name"}
+    return Classification.of(config, load(**options), CLASSES, device)
 
 
 def _read() -> tuple[Tensor, Tensor]:

@@ -75,7 +75,7 @@ def _parser(verb: str, description: str) -> argparse.ArgumentParser:
         "--rows", default="recipe", metavar="KEYS", help="config keys, such as recipe,optimizer.lr (default recipe)"
     )
     parser.add_argument("--cols", default="sparsity", metavar="KEYS", help="likewise (default sparsity)")
-    parser.add_argument("--metric", default="test/accuracy", help="default test/accuracy; best/... is of the best weights")
+    parser.add_argument("--metric", help="default that of the task, such as test/accuracy; best/... is of the best weights")
     parser.add_argument(
         "--filter",
         nargs="+",
@@ -104,17 +104,23 @@ def _tables(options: argparse.Namespace) -> list[Table]:
     if runs.empty:
         raise ConfigError(f"no run below {', '.join(map(str, options.paths))} (a run's folder holds result.json)")
     metrics = [c for c in runs.columns if "/" in c] + ["seconds"]
-    keys = [c for c in runs.columns if c not in metrics]
+    keys = [c for c in runs.columns if c not in (*metrics, "metric")]
     rows, columns = options.rows.split(","), options.cols.split(",")
     for key in [*rows, *columns, *(condition.partition("=")[0] for condition in options.filter)]:
         _known(key, keys, "key")
     if (runs["status"] == "finished").any():  # else there are no metrics to know, but failures to show
-        _known(options.metric, metrics, "metric")
+        _known(options.metric or metrics[0], metrics, "metric")
     for condition in options.filter:
         runs = _filtered(runs, condition)
     groups = [key for key in ("dataset", "model") if key not in (*rows, *columns)]
     parts = [part for _, part in runs.groupby(groups)] if groups else [runs]
-    return [build(part, options.metric, rows, columns) for part in parts]
+    return [build(part, options.metric or _metric(part), rows, columns) for part in parts]
+
+
+def _metric(runs: pd.DataFrame) -> str:
+    """That of the runs' task on the test split; runs that did not finish do not say."""
+    own = runs["metric"].dropna()
+    return f"test/{own.iloc[0]}" if len(own) else "test/accuracy"
 
 
 def _filtered(runs: pd.DataFrame, condition: str) -> pd.DataFrame:

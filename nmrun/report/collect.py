@@ -16,7 +16,7 @@ from nmrun.schema import flatten
 def collect(paths: Sequence[str | Path]) -> pd.DataFrame:
     """One row for each ``result.json`` at or below ``paths``, once each; empty if there is none.
 
-    Columns: ``status``, ``id``, ``folder``, ``seconds``, ``commit``, ``seed``; the config's groups by name (``recipe``,
+    Columns: ``status``, ``id``, ``folder``, ``seconds``, ``commit``, ``metric`` (the task's own), ``seed``; the config's groups by name (``recipe``,
     ``model``, ...; ``sparsity`` as ``2:4`` or ``dense``) and every dotted key (``optimizer.lr``; lists as text); the final
     metrics (``test/accuracy``), and those of the best weights under ``best/`` (``best/test/accuracy``). What a run does not
     have is NaN. A file that is not a whole result is left out, and named in a line on standard error.
@@ -47,6 +47,7 @@ def _row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "seconds": result.get("seconds"),
         "commit": result.get("environment", {}).get("commit"),
+        "metric": result.get("metric"),
         **result["metrics"]["final"],
         **{f"best/{key}": value for key, value in result["metrics"]["best"].items()},
     }

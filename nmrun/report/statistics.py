@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LOWER_IS_BETTER = ("loss", "perplexity", "error", "seconds", "nll")
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -25,8 +23,3 @@ def summarise(values: Sequence[float], without: Sequence[str] = ()) -> Cell:
     n = len(values)
     mean = statistics.fmean(values) if n else None
     return Cell(mean, statistics.stdev(values) if n > 1 else None, n, dict(sorted(Counter(without).items())))
-
-
-def higher_is_better(metric: str) -> bool:
-    """False for losses, perplexities, errors and times, by name."""
-    return not any(word in metric.lower() for word in LOWER_IS_BETTER)

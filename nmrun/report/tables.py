@@ -12,9 +12,10 @@ import pandas as pd
 
 from nmrun.errors import ConfigError
 from nmrun.identity import GROUPS, IRRELEVANT
+from nmrun.metric import higher_is_better
 from nmrun.patterns import Pattern, PatternError
 from nmrun.recipes import RECIPES
-from nmrun.report.statistics import Cell, higher_is_better, summarise
+from nmrun.report.statistics import Cell, summarise
 
 Key = tuple[str, ...]  # the labels of a row or of a column, one for each config key that it stands for
 Run = Mapping[Any, Any]  # a row of ``collect``

@@ -108,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = schema.check(DictConfig(OmegaConf.to_container(OmegaConf.load(options.run / "config.yaml"))))
         task = tasks.build(config, torch.device("cpu"))
-        model = models.build(config.model, task.shape, task.classes)
+        model = models.build(config.model, task.inputs)
         model.load_state_dict(load_file(options.run / "model.safetensors"))
         limits = {"include": config.model["include"], "exclude": config.model["exclude"] or ()}
         names = [c.module_name for c in select(model, Pattern(1, options.m), **limits)[0]]

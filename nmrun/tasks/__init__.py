@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 from typing import Any
 
 import torch
 
 from nmrun.errors import ConfigError
-from nmrun.tasks.vision import Classification
+from nmrun.tasks.base import Task
 
-DATASETS = ("digits",)
+DATASETS = {
+    "digits": "nmrun.data.digits",
+}
 
 
-def build(config: Any, device: torch.device) -> Classification:
-    """The task for a run's whole config (``nmrun.schema.Config``). Raises ConfigError for an unknown data set."""
-    name, options = config.dataset["name"], {key: value for key, value in config.dataset.items() if key != "name"}
+def build(config: Any, device: torch.device) -> Task:
+    """The task for a run's whole config (``nmrun.schema.Config``): ``build(config, device)`` of the data set's module.
+
+    Raises ConfigError for an unknown data set, and for data that is missing or unusable.
+    """
+    name = config.dataset["name"]
     if name not in DATASETS:
         near = difflib.get_close_matches(str(name), DATASETS, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"dataset.name={name}: no such data set; {hint}There are {', '.join(DATASETS)}")
-    from nmrun.data import digits
-
-    return Classification(
-        digits.load(**options),
-        digits.CLASSES,
-        batch_size=config.trainer["batch_size"],
-        seed=config.seed,
-        label_smoothing=config.trainer["label_smoothing"],
-        limit_batches=config.trainer["limit_batches"],
-        device=device,
-    )
+    task: Task = importlib.import_module(DATASETS[name]).build(config, device)
+    return task

@@ -17,6 +17,10 @@ class Task(Protocol):
     """
 
     batches_per_epoch: int
+    inputs: dict[str, Any]
+    """What a model has to know of the data: keyword arguments of its ``build``, such as ``shape`` and ``classes`` of images."""
+    metric: str
+    """The metric of :meth:`evaluate` that epochs and recipes are compared by; see ``nmrun.metric`` for which way is better."""
 
     def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
         """Batch ``index`` of ``epoch`` (both from 0), cut into ``parts`` micro-batches of about the same size."""
@@ -28,7 +32,7 @@ class Task(Protocol):
         """Mean training loss of a batch, a scalar with gradient. ``model`` is the module or its compiled form."""
 
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """Metrics on split ``"val"`` or ``"test"``: ``loss``, ``accuracy`` (0 to 1). ``model`` is in evaluation mode."""
+        """Metrics on split ``"val"`` or ``"test"``: ``loss``, ``metric`` and others. ``model`` is in evaluation mode."""
 
     def example(self) -> Batch:
         """A small batch of training items (two, so that batch normalisation accepts it), for counting FLOPs."""

@@ -21,6 +21,8 @@ class Classification:
     smaller than ``batch_size`` is left out; which images that hits changes from epoch to epoch.
     """
 
+    metric = "accuracy"
+
     def __init__(
         self,
         splits: dict[str, tuple[Tensor, Tensor]],
@@ -33,12 +35,18 @@ class Classification:
     ) -> None:
         self.splits = {name: (images.to(device), labels.to(device)) for name, (images, labels) in splits.items()}
         self.images, self.labels = self.splits["train"]
-        self.shape, self.classes = tuple(self.images.shape[1:]), classes
+        self.inputs = {"shape": tuple(self.images.shape[1:]), "classes": classes}
         self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
         if batch_size > len(self.images):
             raise ConfigError(f"trainer.batch_size={batch_size}: there are only {len(self.images)} training images")
         self.batches_per_epoch = min(len(self.images) // batch_size, limit_batches or len(self.images))
         self._order: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    @classmethod
+    def of(cls, config: Any, splits: dict[str, tuple[Tensor, Tensor]], classes: int, device: torch.device) -> Classification:
+        """With batch size, seed, smoothing and limits of a run's config (``nmrun.schema.Config``)."""
+        keys = ("batch_size", "label_smoothing", "limit_batches")
+        return cls(splits, classes, seed=config.seed, device=device, **{key: config.trainer[key] for key in keys})
 
     def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
         if self._order[0] != epoch:

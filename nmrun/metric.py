@@ -1,0 +1,10 @@
+"""What the name of a metric says about it."""
+
+from __future__ import annotations
+
+LOWER_IS_BETTER = ("loss", "perplexity", "error", "seconds", "nll", "bits")
+
+
+def higher_is_better(metric: str) -> bool:
+    """False for losses, perplexities, errors, bits and times, by name."""
+    return not any(word in metric.lower() for word in LOWER_IS_BETTER)
