@@ -119,6 +119,17 @@ ARMS: dict[str, Attach] = {
     "step_phase_one": _recipe("step", total_steps=10**9, t_max=1.0),  # samples the variance change, never switches
     "step_phase_two": _recipe("step", total_steps=2, switch=0.5),  # switches after the first step
     "s_ste": _recipe("s_ste"),
+    "mdgf_linear": _recipe("mdgf_linear", total_steps=10**9, dense=0.0),  # the middle phase
+    "mdgf_exponential": _recipe("mdgf_exponential", total_steps=10**9, dense=0.0),
+    "sdgf_stepwise": _recipe("sdgf_stepwise", total_steps=10**9, dense=0.0),
+    "sdgf_geometric": _recipe("sdgf_geometric", total_steps=10**9, dense=0.0, frames=2),
+    "decay_mask": _recipe("decay_mask", total_steps=10**9, dense=0.0),
+    "t_sr_ste": _recipe("t_sr_ste", interval=10**9),  # between two searches for masks
+    "t_sr_ste_search": _recipe("t_sr_ste", interval=1),  # with a search in every step; by default it is one of 40
+    "bi_mask": _recipe("bi_mask", interval=10**9),  # likewise, one of 100
+    "bi_mask_search": _recipe("bi_mask", interval=1),
+    "lbc": _recipe("lbc", total_steps=10**9),  # while candidates are left
+    "maskllm": _recipe("maskllm", total_steps=10**9, dense=0.0),  # while masks are learned
     "sr_ste_argsort": _argsort,
 }
 

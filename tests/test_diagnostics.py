@@ -144,14 +144,14 @@ def test_oscillation_counts_flips_of_every_entry() -> None:
 class Noisy(SmallConv):
     """Running statistics and random numbers, both of which a careless look would change."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.head = nn.Sequential(nn.BatchNorm1d(self.head.in_features), nn.Dropout(0.5), self.head)
 
 
 @pytest.fixture
 def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "build", lambda options, shape, classes: Noisy(shape, classes, options["channels"]))
+    monkeypatch.setattr(models, "build", lambda options, inputs: Noisy(**inputs, channels=options["channels"]))
 
 
 SWITCH = {"step": ["recipe.switch=0.5"], "sdgf_geometric": ["recipe.frames=1"]}

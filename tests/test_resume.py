@@ -41,8 +41,8 @@ class Killed(BaseException):
 class Noisy(SmallConv):
     """Running statistics and random numbers, both of which have to survive."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
         self.head = nn.Sequential(nn.BatchNorm1d(self.head.in_features), nn.Dropout(0.2), self.head)
 
 
@@ -50,8 +50,8 @@ class Noisy(SmallConv):
 def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every model of these tests has batch normalisation and dropout."""
 
-    def build(options: dict[str, Any], shape: tuple[int, ...], classes: int) -> nn.Module:
-        return Noisy(shape, classes, options["channels"])
+    def build(options: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
+        return Noisy(**inputs, channels=options["channels"])
 
     monkeypatch.setattr(models, "build", build)
 
