@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import random
+import shutil
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
+
 
 def write(path: Path, content: bytes | str) -> None:
     """Write a file so that a kill or a power cut at any moment leaves the old content or the new, never a part."""
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:  # a full disk: what could be written is of no use and takes the place of what is
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -30,9 +39,50 @@ def save(path: Path, state: dict[str, Any]) -> None:
     write(path, buffer.getvalue())
 
 
+def save_next(folder: Path, state: dict[str, Any]) -> None:
+    """Save as the run's checkpoint; the one before it stays as ``checkpoint.previous.pt``."""
+    _keep(folder / CHECKPOINT, folder / PREVIOUS)
+    save(folder / CHECKPOINT, state)
+
+
+def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """The run's newest checkpoint that is whole, None if there is none, and what is to be said of those that are not."""
+    said = []
+    for name in (CHECKPOINT, PREVIOUS):
+        try:
+            state = load(folder / name)
+        except ValueError as error:
+            said.append(f"{name} is damaged ({error})")
+            continue
+        if state is not None:
+            return state, [*said, f"going on from {name}, the one before it"] if said else []
+    return None, [*said, "starting over"] if said else []
+
+
+def _keep(path: Path, previous: Path) -> None:
+    """Let ``previous`` be what is at ``path`` now, if anything is, while ``path`` stays as it is at every moment."""
+    partial = previous.with_name(previous.name + ".partial")
+    partial.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            os.link(path, partial)
+        except FileNotFoundError:
+            raise
+        except OSError:  # a file system without hard links
+            shutil.copyfile(path, partial)
+        os.replace(partial, previous)
+
+
 def load(path: Path) -> dict[str, Any] | None:
-    """What :func:`save` wrote, on the CPU. None if there is no file. Raises ValueError if it is damaged."""
+    """What :func:`save` wrote, on the CPU. None if there is no file. Raises ValueError if it is damaged, be it by one bit.
+
+    torch writes a checksum of every record and never looks at it again.
+    """
     try:
+        with zipfile.ZipFile(path) as records:
+            broken = records.testzip()
+        if broken is not None:
+            raise ValueError(f"the checksum of {broken} is wrong")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         return None

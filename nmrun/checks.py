@@ -82,6 +82,7 @@ def _is_budget(value: Any) -> bool:
 
 FLAG = Check("true or false", lambda value: isinstance(value, bool))
 TEXT = Check("a text", lambda value: isinstance(value, str) and bool(value))
+OPTIONAL_TEXT = Check("a text, or null", lambda value: value is None or TEXT.holds(value))
 FRACTION = number(0, 1, open_high=True)
 SWITCH = Check("auto, auto_geometric or a fraction of all steps above 0 and below 1", _is_switch)
 DECAY = Check(
@@ -129,11 +130,27 @@ CHECKS: dict[str, Check] = {
     "force": FLAG,
     "dry": FLAG,
     "sparsity.overrides": RATIOS,
+    "sparsity.pad": FLAG,
     "dataset.split_seed": whole(0),
     "dataset.val_fraction": number(0, 0.5, open_low=True),
     "dataset.test_fraction": number(0, 0.5, open_low=True),
+    "dataset.context": whole(1),
+    "dataset.sha256": TEXT,
+    "dataset.task": one_of("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"),
+    "dataset.held_out": number(0, 0.5),
+    "dataset.limit": whole(1, optional=True),
+    "dataset.size": whole(1),
+    "dataset.max_length": whole(8),
+    "dataset.tokenizer": OPTIONAL_TEXT,
+    "dataset.vocabulary": whole(4),
+    "model.checkpoint": TEXT,
+    "model.pooling": one_of("cls", "mean"),
     "model.channels": WIDTHS,
     "model.hidden": WIDTHS,
+    "model.layers": whole(1),
+    "model.heads": whole(1),
+    "model.width": whole(1),
+    "model.dropout": FRACTION,
     "model.include": EXPRESSIONS,
     "model.exclude": EXPRESSIONS,
     "recipe.prune_at": FRACTION,
@@ -173,6 +190,7 @@ CHECKS: dict[str, Check] = {
     "trainer.batch_size": whole(1),
     "trainer.accumulate": whole(1),
     "trainer.clip": number(0, open_low=True, optional=True),
+    "trainer.on_oom": one_of("fail", "halve"),
     "trainer.precision": one_of("auto", "fp32", "bf16", "fp16"),
     "trainer.device": one_of("auto", "cpu", "cuda"),
     "trainer.compile": FLAG,

@@ -36,9 +36,14 @@ class Console:
 
     def note(self, text: str) -> None:
         """A line for the log only."""
-        if self.log is not None:
+        if self.log is None:
+            return
+        try:
             with self.log.open("a", encoding="utf-8") as file:
                 file.write(text.rstrip("\n") + "\n")
+        except OSError as error:  # a full disk must not keep a run from ending in order
+            print(f"nmrun: {self.log} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+            self.log = None
 
     def progress(self, step: int, total: int, status: Callable[[], str]) -> None:
         """Redraw the live line, at most every ``REFRESH`` seconds; does nothing where there is no terminal."""

@@ -10,7 +10,7 @@ from nmrun.schema import Config
 
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
 IRRELEVANT = {
-    "trainer": {"device", "log_every", "diagnose_every", "checkpoint_every", "threads"}
+    "trainer": {"device", "log_every", "diagnose_every", "checkpoint_every", "threads", "on_oom"}
 }  # where and how it runs and what it tells
 
 

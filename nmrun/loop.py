@@ -37,11 +37,12 @@ class Loop:
 
     ``step`` counts batches, ``updates`` the optimizer steps done (loss scaling may skip some). ``best`` is the evaluation with
     the best ``task.metric`` while the forward weights held the pattern (for dense training: of all), with its ``epoch``;
-    ``best_weights`` are the plain weights of that moment. ``seconds`` and ``flops`` (of training) count all sittings.
+    ``best_weights`` are the plain weights of that moment. ``accumulate`` is how many micro-batches a batch is cut into.
+    ``seconds`` and ``flops`` (of training) count all sittings.
     """
 
     def __init__(self, config: Config, parts: Parts, console: Console) -> None:
-        self.trainer, self.console = config.trainer, console
+        self.trainer, self.console, self.accumulate = config.trainer, console, config.trainer["accumulate"]
         self.task, self.model, self.optimizer, self.handle = parts.task, parts.model, parts.optimizer, parts.handle
         self.device, self.precision, self.total_steps = parts.device, parts.precision, parts.total_steps
         self.epochs = -(-self.total_steps // self.task.batches_per_epoch)
@@ -62,7 +63,7 @@ class Loop:
         self.flops = {"training_arithmetic": 0, "training_hardware": 0, "training_dense": 0}
         self.diagnostics: Diagnostics | None = None
         if self.trainer["diagnose_every"] is not None:
-            batch = self.task.micro_batches(0, 0, self.trainer["accumulate"])[0]
+            batch = self.task.micro_batches(0, 0, self.accumulate)[0]
             self.diagnostics = Diagnostics(self.model, self.handle, self.task, batch)
         self.seconds = 0.0
         self._shown: dict[str, float] = {}
@@ -107,7 +108,7 @@ class Loop:
             if save_due or stop:
                 self._check_losses()
                 tracker.sync()
-                checkpoint.save(folder / "checkpoint.pt", self.state_dict())
+                checkpoint.save_next(folder, self.state_dict())
             if stop:
                 return False
             if row:
@@ -115,7 +116,7 @@ class Loop:
         return True
 
     def _train_step(self, epoch: int, index: int, measure_flips: bool) -> None:
-        batches = self.task.micro_batches(epoch, index, self.trainer["accumulate"])
+        batches = self.task.micro_batches(epoch, index, self.accumulate)
         items = sum(self.task.size(batch) for batch in batches)
         self._count_flops(items)
         total = torch.zeros((), device=self.device)
@@ -224,7 +225,7 @@ class Loop:
 
     def _diagnosis(self, step: int, what: str) -> str:
         epoch, index = divmod(step - 1, self.task.batches_per_epoch)
-        batches = self.task.micro_batches(epoch, index, self.trainer["accumulate"])
+        batches = self.task.micro_batches(epoch, index, self.accumulate)
         where = nonfinite.culprit(self.model, self.task, batches, self.autocast)
         advice = [f"a lower optimizer.lr (it was {self.base_lrs[0] * self.lr_factor(self.updates):.3g})"]
         advice += ["trainer.clip=1"] if self.trainer["clip"] is None else []
@@ -244,6 +245,7 @@ class Loop:
             "random": checkpoint.random_state(),
             "loop": {
                 "step": self.step,
+                "accumulate": self.accumulate,
                 "updates": self.updates,
                 "logged_step": self.logged_step,
                 "losses": list(self.losses),

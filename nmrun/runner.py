@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import math
 import os
@@ -30,7 +31,10 @@ from nmrun.loop import Loop
 from nmrun.schema import Config
 from nmrun.track import Tracker
 
-FILES = ("checkpoint.pt", "result.json", "metrics.jsonl", "run.log", "config.yaml", "model.safetensors", "best.safetensors")
+FILES = (
+    *(checkpoint.CHECKPOINT, checkpoint.PREVIOUS, "result.json", "metrics.jsonl", "run.log", "config.yaml"),
+    *("model.safetensors", "best.safetensors"),
+)
 
 
 def run(config: Config, folder: Path, sweep: str | None = None) -> dict[str, Any]:
@@ -115,7 +119,10 @@ class _Run:
                 **outcome,
             }
         )
-        checkpoint.write(self.folder / "result.json", json.dumps(result, indent=2) + "\n")
+        try:
+            checkpoint.write(self.folder / "result.json", json.dumps(result, indent=2) + "\n")
+        except OSError as error:  # a full disk, say
+            result |= {"status": "failed", "error": f"result.json cannot be written: {error.strerror}"}
         if self.tracker is not None:
             summary = {key: value for key, value in result.items() if key not in ("id", "config")}
             self.tracker.finish(summary, 0 if result["status"] == "finished" else 1)
@@ -125,8 +132,35 @@ class _Run:
         return result
 
     def _train(self) -> dict[str, Any]:
+        """Train to the end, with smaller and smaller micro-batches where memory runs out and ``trainer.on_oom=halve``."""
+        outcome, accumulate, fresh = None, self.config.trainer["accumulate"], self.config.force or not self.config.resume
+        while outcome is None:
+            try:
+                outcome = self._sitting(accumulate, fresh)
+            except Exception as error:
+                if self.loop is None or not _out_of_memory(error):
+                    raise
+                accumulate, fresh = 2 * self.loop.accumulate, False
+                told = f"step {self.loop.step + 1}: out of memory ({str(error).strip().splitlines()[0]})"
+                if self.config.trainer["on_oom"] != "halve" or accumulate > self.config.trainer["batch_size"]:
+                    raise RunError(f"{told}. Try trainer.accumulate={accumulate} or trainer.on_oom=halve") from error
+            if outcome is None:  # out of the handler, so that nothing holds on to the tensors of the failed step
+                self._free()
+                self.console.say(f"  {told}; on with trainer.accumulate={accumulate}")
+        return outcome
+
+    def _free(self) -> None:
+        self.loop = None
+        if self.tracker is not None:
+            self.tracker.finish({}, 1)
+            self.tracker = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _sitting(self, accumulate: int, fresh: bool) -> dict[str, Any]:
         config, folder = self.config, self.folder
-        state, complaint = self._state_to_go_on_from()
+        state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
         parts, found = _build(config, search=state is None)
         if state is None:
             for name in FILES:
@@ -135,8 +169,8 @@ class _Run:
         (folder / "result.json").unlink(missing_ok=True)
         checkpoint.write(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config.plain)))
         self.console.say(plan.title(config))
-        if complaint:
-            self.console.say(f"  {complaint}")
+        if complaints:
+            self.console.say(f"  {'; '.join(complaints)}")
         for line in plan.lines(config, parts):
             self.console.detail(line)
         loop = self.loop = Loop(config, parts, self.console)
@@ -152,6 +186,7 @@ class _Run:
                     f"checkpoint.pt does not fit this version of the code; force=true starts over ({error})"
                 ) from error
             self.console.say(f"  goes on at step {loop.step} of {loop.total_steps}")
+        loop.accumulate = max(accumulate, loop.accumulate)
         self.tracker = Tracker(folder, config.plain, identity(config), self.sweep, loop.step, self.console.say)
 
         with self.signals:
@@ -166,16 +201,8 @@ class _Run:
                 parts.model.load_state_dict(loop.best_weights)
                 best |= loop.evaluate("test")
         metrics = {"final": final, "best": best}
+        (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)
         return {"status": "finished", "metric": parts.task.metric, "metrics": metrics, "sparsity": report}
-
-    def _state_to_go_on_from(self) -> tuple[dict[str, Any] | None, str]:
-        """A checkpoint, if there is one and it is wanted; else a word on what is wrong with it, if something is."""
-        if self.config.force or not self.config.resume:
-            return None, ""
-        try:
-            return checkpoint.load(self.folder / "checkpoint.pt"), ""
-        except ValueError as error:
-            return None, f"checkpoint.pt is damaged, starting over ({error})"
 
     def _say_result(self, result: dict[str, Any]) -> None:
         say = self.console.say
@@ -233,6 +260,10 @@ def _lock(folder: Path) -> Iterator[bool]:
         yield False
     finally:
         os.close(handle)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _finished(folder: Path) -> dict[str, Any] | None:

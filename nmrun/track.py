@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import netrc
@@ -49,7 +50,8 @@ class Tracker:
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
         """Close all; ``summary`` is nested plain data."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what a full disk did not take has been said already
+            self._file.close()
         if self._run is not None:
             self._wandb(lambda: self._run.summary.update(summary))
             self._wandb(lambda: self._run.finish(exit_code=exit_code))

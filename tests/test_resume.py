@@ -184,17 +184,26 @@ def test_random_state_of_all_generators(tmp_path: Path) -> None:
     assert [draw() for _ in range(3)] == expected
 
 
-@pytest.mark.parametrize("damage", [b"", b"not a checkpoint", None])
-def test_a_damaged_checkpoint_costs_a_line_and_a_fresh_start(
-    damage: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("damage", ["empty", "text", "cut", "one bit"])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_damaged_checkpoint_costs_a_line_and_the_steps_since_the_one_before(
+    damage: str, both: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = make(tmp_path, "ste")
     cut(monkeypatch, made, Loop, "_train_step", 8)
-    path = run_folder(made) / "checkpoint.pt"
-    path.write_bytes(path.read_bytes()[:2000] if damage is None else damage)
+    for name in ("checkpoint.pt", "checkpoint.previous.pt")[: 1 + both]:
+        path = run_folder(made) / name
+        data = path.read_bytes()
+        at = len(data) // 2
+        flipped = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+        path.write_bytes({"empty": b"", "text": b"not a checkpoint", "cut": data[:2000], "one bit": flipped}[damage])
     capsys.readouterr()
     assert outcome(made) == left_alone(tmp_path, "ste")
-    assert capsys.readouterr().out.count("checkpoint.pt is damaged, starting over") == 1
+    said = capsys.readouterr().out
+    assert "checkpoint.pt is damaged (" in said
+    assert ("starting over" if both else "going on from checkpoint.previous.pt") in said
+    assert ("goes on at step 3 of 12" in said) != both
+    assert not list(run_folder(made).glob("*previous*"))
 
 
 def test_resume_false_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
