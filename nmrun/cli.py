@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ def main() -> int:
     """The console entry point; returns the exit status (see the README)."""
     # Idle OpenMP threads spin by default; where other processes want the cores too, that slows small models tenfold and more.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if not _leads():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         return _main(sys.argv[1:])
     except ConfigError as error:
@@ -77,19 +80,25 @@ def _main(argv: list[str]) -> int:
     if not asked.multirun:
         _job()
         return _exit_status(_outcomes[-1])
-    folder = Path(found.output_dir, ".sweeps", f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
-    _make(folder, found.output_dir)
-    os.environ[SWEEP], os.environ[JOBS] = str(folder), str(found.jobs or "?")
-    try:
-        _job()
-    except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
-        status = int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
-        return max(status, _summary(folder, found.jobs))
-    return _summary(folder, found.jobs)
+    with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        folder = Path(found.output_dir, ".sweeps", name).absolute() if _leads() else Path(nowhere)
+        _make(folder, found.output_dir)
+        os.environ[SWEEP], os.environ[JOBS] = str(folder), str(found.jobs or "?")
+        status = 0
+        try:
+            _job()
+        except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
+            status = int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
+        return max(status, _summary(folder, found.jobs)) if _leads() else status
+
+
+def _leads() -> bool:
+    return os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts for one run; see nmrun.distributed
 
 
 def _refuse(problems: list[str]) -> int:
-    for problem in problems:
+    for problem in problems if _leads() else []:
         print(f"nmrun: {problem}", file=sys.stderr)
     return 2
 
@@ -108,7 +117,7 @@ def _job(composed: DictConfig) -> float | None:
         print(f"[{job.job.num + 1}/{os.environ[JOBS]}] {' '.join(overrides)}", flush=True)
     outcome = _outcome(composed, sweep.name if sweep else None)
     _outcomes.append(outcome)
-    if sweep:  # a file, since jobs may run in other processes
+    if sweep and _leads():  # a file, since jobs may run in other processes
         line = {key: outcome.get(key) for key in ("status", "folder", "error", "metrics")} | {"overrides": overrides}
         with (sweep / "jobs.jsonl").open("a") as record:
             record.write(json.dumps(line) + "\n")

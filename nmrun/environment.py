@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 import nmrun
+from nmrun import distributed
 
 PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "hydra-core", "wandb")
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Plain data: ``commit`` and ``dirty`` (null outside a checkout), versions, ``device``, ``threads``, ``command``."""
+    """Plain data: ``commit`` and ``dirty`` (null outside a checkout), versions, ``device``, ``threads`` and ``ranks``, ``command``."""
     commit, dirty = _checkout()
     return {
         "commit": commit,
@@ -29,6 +30,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         **{package: _version(package) for package in PACKAGES},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({_processor()})",
         "threads": torch.get_num_threads(),
+        "ranks": distributed.world(),
         "command": shlex.join(["nmrun", *sys.argv[1:]]),
     }
 

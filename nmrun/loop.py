@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmrun import checkpoint, nonfinite
+from nmrun import checkpoint, distributed, nonfinite
 from nmrun.build import Parts
 from nmrun.console import Console
 from nmrun.diagnostics import Diagnostics
 from nmrun.errors import RunError
+from nmrun.flops import peak_flops
 from nmrun.metric import higher_is_better
 from nmrun.optim import schedule_factor
 from nmrun.schema import Config
@@ -46,7 +47,12 @@ class Loop:
         self.task, self.model, self.optimizer, self.handle = parts.task, parts.model, parts.optimizer, parts.handle
         self.device, self.precision, self.total_steps = parts.device, parts.precision, parts.total_steps
         self.epochs = -(-self.total_steps // self.task.batches_per_epoch)
-        self.forward: Any = torch.compile(self.model, fullgraph=True) if self.trainer["compile"] else self.model
+        self.forward: Any = self.model
+        if self.trainer["compile"]:
+            self.forward = torch.compile(self.model, fullgraph=True)
+        if distributed.world() > 1:
+            self.forward = distributed.parallel(self.forward)
+            torch.manual_seed(config.seed + 1_000_003 * distributed.rank())  # dropout differs between ranks, the weights do not
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         schedule = config.schedule
         warmup = round(schedule["warmup"] * self.total_steps)
@@ -66,12 +72,13 @@ class Loop:
             batch = self.task.micro_batches(0, 0, self.accumulate)[0]
             self.diagnostics = Diagnostics(self.model, self.handle, self.task, batch)
         self.seconds = 0.0
+        self.items = 0  # seen in this sitting
         self._shown: dict[str, float] = {}
 
-    def train(self, folder: Path, tracker: Tracker, stopped: Callable[[], bool]) -> bool:
+    def train(self, folder: Path, tracker: Tracker | None, stopped: Callable[[], bool]) -> bool:
         """Train to the last step and return True, or False as soon as ``stopped()``; ``checkpoint.pt`` has the state then."""
         earlier, began = self.seconds, time.perf_counter()
-        window_began, window_step = began, self.step
+        window_began, window_step, window_items = began, self.step, self.items
         self.model.train()
         while self.step < self.total_steps:
             epoch, index = divmod(self.step, self.task.batches_per_epoch)
@@ -91,42 +98,47 @@ class Loop:
             row: dict[str, float] = {}
             if log_due:
                 row |= self._training_row()
-                row["steps_per_second"] = (self.step - window_step) / (time.perf_counter() - window_began)
+                row |= self._speed(self.step - window_step, self.items - window_items, time.perf_counter() - window_began)
             if diagnostics is not None:
                 row |= diagnostics.after()
             if evaluate_due:
                 row |= self._evaluation_row(epoch + 1)
             if row:
-                tracker.log({"step": self.step, "epoch": epoch + 1, **row})
+                if tracker is not None:
+                    tracker.log({"step": self.step, "epoch": epoch + 1, **row})
                 self._shown |= row
             self.console.progress(self.step, self.total_steps, self._status)
             if evaluate_due and not self.console.on_terminal:
                 self.console.detail(f"  {self._status()}")
 
             self.seconds = earlier + time.perf_counter() - began
-            stop = stopped() and not last
+            stop = distributed.any_of(stopped()) and not last
             if save_due or stop:
                 self._check_losses()
-                tracker.sync()
-                checkpoint.save_next(folder, self.state_dict())
+                state = self.state_dict()
+                if tracker is not None:
+                    tracker.sync()
+                    checkpoint.save_next(folder, state)
             if stop:
                 return False
             if row:
-                window_began, window_step = time.perf_counter(), self.step
+                window_began, window_step, window_items = time.perf_counter(), self.step, self.items
         return True
 
     def _train_step(self, epoch: int, index: int, measure_flips: bool) -> None:
-        batches = self.task.micro_batches(epoch, index, self.accumulate)
-        items = sum(self.task.size(batch) for batch in batches)
+        everyones = self.task.micro_batches(epoch, index, self.accumulate * distributed.world())
+        items = sum(self.task.size(batch) for batch in everyones)
         self._count_flops(items)
+        shares = [(batch, self.task.size(batch) / items) for batch in distributed.share(everyones, self.accumulate)]
         total = torch.zeros((), device=self.device)
-        for batch in batches:
-            with self.autocast():
-                loss = self.task.loss(self.forward, batch) * (self.task.size(batch) / items)
-            self.scaler.scale(loss).backward()
+        for number, (batch, share) in enumerate(shares or [(everyones[0], 0.0)], 1):
+            with self._averaged_over_ranks(number >= len(shares)):
+                with self.autocast():
+                    loss = self.task.loss(self.forward, batch) * share
+                self.scaler.scale(loss * distributed.world()).backward()
             total += loss.detach()
         self.step += 1
-        self.losses.append(total)
+        self.losses.append(distributed.total(total))
         if self.device.type == "cpu":  # elsewhere it would wait for the device: there losses are read when a row is logged
             self._check_losses()
 
@@ -143,7 +155,12 @@ class Loop:
         self.updates += int(self.scaler.get_scale() >= scale)  # a lower scale: this step was skipped
         self.optimizer.zero_grad(set_to_none=True)
 
+    def _averaged_over_ranks(self, now: bool) -> contextlib.AbstractContextManager[Any]:
+        """For a micro-batch: gradients are averaged over the ranks after the last one alone."""
+        return contextlib.nullcontext() if now or distributed.world() == 1 else self.forward.no_sync()
+
     def _count_flops(self, items: int) -> None:
+        self.items += items
         recipe = self.handle.recipe
         self.flops["training_arithmetic"] += round(items * self.cost.training(recipe))
         self.flops["training_hardware"] += round(items * self.cost.training(recipe, hardware=True))
@@ -174,6 +191,13 @@ class Loop:
         if self.scaler.is_enabled():
             row["loss_scale"] = self.scaler.get_scale()
         return row | self.handle.metrics()
+
+    def _speed(self, steps: int, items: int, seconds: float) -> dict[str, float]:
+        """Steps and items (images, tokens) a second and, where the device's peak is known, ``mfu``: the share of it that a dense network's
+        FLOPs take up (model FLOPs utilisation, Chowdhery et al. 2022, appendix B)."""
+        row = {"steps_per_second": steps / seconds, "items_per_second": items / seconds}
+        peak = peak_flops(self.device, self.precision)
+        return row if peak is None else {**row, "mfu": row["items_per_second"] * self.cost.dense / (peak * distributed.world())}
 
     def _evaluation_row(self, epoch: int) -> dict[str, float]:
         row = self.evaluate("val")
@@ -242,7 +266,7 @@ class Loop:
             "optimizer": self.optimizer.state_dict(),
             "handle": self.handle.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "random": checkpoint.random_state(),
+            "random": distributed.gathered(checkpoint.random_state()),
             "loop": {
                 "step": self.step,
                 "accumulate": self.accumulate,
@@ -264,7 +288,8 @@ class Loop:
         self.optimizer.load_state_dict(state["optimizer"])
         self.handle.load_state_dict(state["handle"])
         self.scaler.load_state_dict(state["scaler"])
-        checkpoint.restore_random_state(state["random"])
+        if distributed.rank() < len(state["random"]):  # more ranks than before: the new ones draw from where they are
+            checkpoint.restore_random_state(state["random"][distributed.rank()])
         for name, value in state["loop"].items():
             setattr(self, name, value)
         self.losses = [loss.to(self.device) for loss in self.losses]

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from nmrun import checkpoint, environment, plan
+from nmrun import checkpoint, distributed, environment, plan
 from nmrun.build import Parts, build
 from nmrun.console import Console
 from nmrun.decay_search import find_decay
@@ -58,14 +58,16 @@ def run(config: Config, folder: Path, sweep: str | None = None) -> dict[str, Any
             raise PermissionError(f"{folder} cannot be written to")
     except OSError as error:
         raise ConfigError(f"output_dir={config.output_dir}: {error}") from None
-    with _lock(folder) as ours:
+    distributed.begin(config.trainer["device"])
+    with _lock(folder) if distributed.leads() else contextlib.nullcontext(True) as ours:
+        outcome = None
         if not ours:
             print(f"nmrun: another process is at work on this very run: {folder}", file=sys.stderr, flush=True)
-            return {"status": "failed", "error": "another process is at work on this very run", "folder": str(folder)}
-        done = _finished(folder)
-        if done is not None and not config.force:
-            return {**done, "status": "skipped", "folder": str(folder)}
-        return {**_Run(config, folder, sweep).result(), "folder": str(folder)}
+            outcome = {"status": "failed", "error": "another process is at work on this very run"}
+        elif not config.force and (done := _finished(folder)):
+            outcome = {**done, "status": "skipped"}
+        outcome = distributed.from_leader(outcome) or _Run(config, folder, sweep).result()
+        return {**outcome, "folder": str(folder)}
 
 
 def _build(config: Config, search: bool) -> tuple[Parts, list[str]]:
@@ -82,8 +84,9 @@ class _Run:
 
     def __init__(self, config: Config, folder: Path, sweep: str | None) -> None:
         self.config, self.folder, self.sweep = config, folder, sweep
-        self.console = Console(folder / "run.log", brief=sweep is not None)
+        self.console = Console(folder / "run.log" if distributed.leads() else None, brief=sweep is not None)
         self.signals = Signals()
+        self.alone = False  # a failure that the other ranks do not know of, and wait
         self.loop: Loop | None = None
         self.tracker: Tracker | None = None
 
@@ -105,6 +108,7 @@ class _Run:
                 "status": "failed",
                 "error": lines[0] if isinstance(error, RunError) else f"{type(error).__name__}: {lines[0]}",
             }
+            self.alone = not isinstance(error, RunError)
         result = _strict(
             {
                 "status": outcome["status"],
@@ -120,13 +124,16 @@ class _Run:
             }
         )
         try:
-            checkpoint.write(self.folder / "result.json", json.dumps(result, indent=2) + "\n")
+            if distributed.leads():
+                checkpoint.write(self.folder / "result.json", json.dumps(result, indent=2) + "\n")
         except OSError as error:  # a full disk, say
             result |= {"status": "failed", "error": f"result.json cannot be written: {error.strerror}"}
         if self.tracker is not None:
             summary = {key: value for key, value in result.items() if key not in ("id", "config")}
             self.tracker.finish(summary, 0 if result["status"] == "finished" else 1)
         self._say_result(result)
+        if self.alone and distributed.world() > 1:
+            raise SystemExit(1)  # torchrun ends them
         if result["status"] == "finished" and self.signals.caught is not None:  # too late for this run, but a sweep has to stop
             return {**result, "status": "interrupted", "signal": self.signals.caught}
         return result
@@ -142,7 +149,8 @@ class _Run:
                     raise
                 accumulate, fresh = 2 * self.loop.accumulate, False
                 told = f"step {self.loop.step + 1}: out of memory ({str(error).strip().splitlines()[0]})"
-                if self.config.trainer["on_oom"] != "halve" or accumulate > self.config.trainer["batch_size"]:
+                alone = distributed.world() == 1  # else the other ranks wait for a gradient that never comes
+                if self.config.trainer["on_oom"] != "halve" or accumulate > self.config.trainer["batch_size"] or not alone:
                     raise RunError(f"{told}. Try trainer.accumulate={accumulate} or trainer.on_oom=halve") from error
             if outcome is None:  # out of the handler, so that nothing holds on to the tensors of the failed step
                 self._free()
@@ -162,12 +170,13 @@ class _Run:
         config, folder = self.config, self.folder
         state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
         parts, found = _build(config, search=state is None)
-        if state is None:
-            for name in FILES:
-                (folder / name).unlink(missing_ok=True)
-            shutil.rmtree(folder / "wandb", ignore_errors=True)
-        (folder / "result.json").unlink(missing_ok=True)
-        checkpoint.write(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config.plain)))
+        if distributed.leads():
+            if state is None:
+                for name in FILES:
+                    (folder / name).unlink(missing_ok=True)
+                shutil.rmtree(folder / "wandb", ignore_errors=True)
+            (folder / "result.json").unlink(missing_ok=True)
+            checkpoint.write(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config.plain)))
         self.console.say(plan.title(config))
         if complaints:
             self.console.say(f"  {'; '.join(complaints)}")
@@ -187,17 +196,20 @@ class _Run:
                 ) from error
             self.console.say(f"  goes on at step {loop.step} of {loop.total_steps}")
         loop.accumulate = max(accumulate, loop.accumulate)
-        self.tracker = Tracker(folder, config.plain, identity(config), self.sweep, loop.step, self.console.say)
+        if distributed.leads():
+            self.tracker = Tracker(folder, config.plain, identity(config), self.sweep, loop.step, self.console.say)
 
         with self.signals:
             if not loop.train(folder, self.tracker, lambda: self.signals.caught is not None):
-                return {"status": "interrupted", "signal": self.signals.caught}
+                return {"status": "interrupted", "signal": self.signals.caught or int(signal.SIGTERM)}  # another rank's
             report = parts.handle.report()
             parts.handle.finalize()  # from here on, what is evaluated is what is saved
             final, best = loop.evaluate("val") | loop.evaluate("test"), dict(loop.best)
-            _save_weights(folder / "model.safetensors", parts.model.state_dict())
+            if distributed.leads():
+                _save_weights(folder / "model.safetensors", parts.model.state_dict())
             if best:
-                _save_weights(folder / "best.safetensors", loop.best_weights)
+                if distributed.leads():
+                    _save_weights(folder / "best.safetensors", loop.best_weights)
                 parts.model.load_state_dict(loop.best_weights)
                 best |= loop.evaluate("test")
         metrics = {"final": final, "best": best}
