@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from nmrun.report import cli
 
 os.environ["WANDB_MODE"] = "offline"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -24,5 +27,57 @@ def nmrun_cli(tmp_path: Path):
             [sys.executable, "-m", "nmrun.cli", *arguments],
             cwd=tmp_path, capture_output=True, text=True, timeout=timeout, env={**os.environ, **environment},
         )  # fmt: skip
+
+    return call
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    """Write the result.json of one run; a double underscore in a name is a dot (``optimizer__lr=0.1``)."""
+
+    def call(recipe: str, ratio: str, seed: int, accuracy: float | None = None, **other: object) -> Path:
+        n, m = (None, None) if ratio == "dense" else map(int, ratio.split(":"))
+        config: dict = {
+            "dataset": {"name": "digits"}, "model": {"name": "small_conv", "channels": [32, 64]}, "recipe": {"name": recipe},
+            "sparsity": {"n": n, "m": m}, "optimizer": {"name": "adam", "lr": 0.001}, "schedule": {"name": "constant"},
+            "trainer": {"epochs": 12, "clip": None, "device": "auto"}, "track": {"name": "local"}, "seed": seed, "output_dir": "outputs",
+        }  # fmt: skip
+        status, loss = str(other.pop("status", "finished")), other.pop("loss", None)
+        root = tmp_path / str(other.pop("root", "outputs"))
+        for key, value in other.items():
+            group, _, name = key.partition("__")
+            config[group][name] = value
+        final = {key: value for key, value in {"test/accuracy": accuracy, "test/loss": loss}.items() if value is not None}
+        best = {key: value + 0.005 for key, value in final.items()}
+        folder = (
+            root
+            / config["dataset"]["name"]
+            / config["model"]["name"]
+            / recipe
+            / ratio.replace(":", "of")
+            / f"s{seed}-{len(other)}"
+        )
+        for number in range(100):  # the id, made unique by counting
+            place = folder.with_name(f"{folder.name}{number}")
+            if not place.exists():
+                break
+        place.mkdir(parents=True)
+        result = {
+            "status": status, "id": place.name, "config": config, "metrics": {"final": final, "best": best},
+            "sparsity": {}, "environment": {"commit": "abc"}, "seconds": 2.5,
+        }  # fmt: skip
+        (place / "result.json").write_text(json.dumps(result))
+        return place
+
+    return call
+
+
+@pytest.fixture
+def table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """``nmrun table outputs ...`` in this process: (exit status, standard output, standard error)."""
+
+    def call(*arguments: str, paths: tuple[str, ...] = ("outputs",)) -> tuple[int, str, str]:
+        status = cli.table([*(str(tmp_path / path) for path in paths), *arguments])
+        return status, *capsys.readouterr()
 
     return call

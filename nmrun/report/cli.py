@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from nmrun.report.tables import Table
 
+TESTS = ("t", "wilcoxon")
 FORMATS = ("markdown", "latex", "csv", "html")
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -25,10 +26,22 @@ def table(argv: Sequence[str]) -> int:
     """``nmrun table PATH...``: print or write the comparison of the runs below the paths; returns the exit status."""
     parser = _parser("table", "Compare the runs below PATH: mean +- standard deviation over seeds.")
     parser.add_argument("--format", default="markdown", choices=FORMATS, help="default markdown; csv is one line a cell")
+    parser.add_argument(
+        "--show",
+        default="mean",
+        choices=("mean", "median", "best"),
+        help="what stands in a cell (default mean, with deviation)",
+    )
+    parser.add_argument("--baseline", metavar="ROW", help="compare every row with this one, such as dense, seed by seed")
+    parser.add_argument("--test", default="t", choices=TESTS, help="paired test of the comparison (default t)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write to FILE instead of the terminal")
     try:
         options = parser.parse_args(argv)
-        tables = _tables(options)
+        tables = _tables(options, options.show)
+        if options.baseline:
+            from nmrun.report.tables import compare
+
+            tables = [compare(each, options.baseline, options.test) for each in tables]
         from nmrun.report.formats import render
 
         text = render(tables, options.format)
@@ -48,7 +61,7 @@ def plot(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="PNG, SVG or PDF by suffix (default PATH/plot.png)")
     try:
         options = parser.parse_args(argv)
-        out = options.out or options.paths[0] / "plot.png"
+        out = options.out or Path(options.paths[0] if Path(options.paths[0]).is_dir() else ".", "plot.png")
         if out.suffix not in SUFFIXES:
             raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
         tables = _tables(options)
@@ -70,12 +83,17 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(verb: str, description: str) -> argparse.ArgumentParser:
     parser = _Parser(prog=f"nmrun {verb}", description=description)
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders with runs in them, such as outputs/digits")
+    parser.add_argument(
+        "paths", nargs="+", metavar="PATH", help="folders with runs in them, such as outputs/digits, or wandb://entity/project"
+    )
     parser.add_argument(
         "--rows", default="recipe", metavar="KEYS", help="config keys, such as recipe,optimizer.lr (default recipe)"
     )
     parser.add_argument("--cols", default="sparsity", metavar="KEYS", help="likewise (default sparsity)")
-    parser.add_argument("--metric", help="default that of the task, such as test/accuracy; best/... is of the best weights")
+    parser.add_argument(
+        "--metric",
+        help="default that of the task, such as test/accuracy; best/... is of the best weights; several by commas with --cols metric",
+    )
     parser.add_argument(
         "--filter",
         nargs="+",
@@ -87,34 +105,40 @@ def _parser(verb: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _tables(options: argparse.Namespace) -> list[Table]:
+def _tables(options: argparse.Namespace, statistic: str = "mean") -> list[Table]:
     """One table for each data set and model, unless a row or column tells them apart."""
+    from nmrun.report.collect import WANDB, collect
+
     for path in options.paths:
-        if not path.is_dir():
+        if not path.startswith(WANDB) and not Path(path).is_dir():
             raise ConfigError(f"{path}: no such folder")
     for condition in options.filter:
         if "=" not in condition:
             raise ConfigError(
                 f"--filter {condition}: write KEY=VALUE, such as optimizer.lr=0.001 (folders come before --filter)"
             )
-    from nmrun.report.collect import collect
     from nmrun.report.tables import build
 
     runs = collect(options.paths)
     if runs.empty:
-        raise ConfigError(f"no run below {', '.join(map(str, options.paths))} (a run's folder holds result.json)")
+        raise ConfigError(f"no run below {', '.join(options.paths)} (a run's folder holds result.json)")
     metrics = [c for c in runs.columns if "/" in c] + ["seconds"]
-    keys = [c for c in runs.columns if c not in (*metrics, "metric")]
+    keys = [c for c in runs.columns if c not in metrics]
     rows, columns = options.rows.split(","), options.cols.split(",")
     for key in [*rows, *columns, *(condition.partition("=")[0] for condition in options.filter)]:
         _known(key, keys, "key")
     if (runs["status"] == "finished").any():  # else there are no metrics to know, but failures to show
-        _known(options.metric or metrics[0], metrics, "metric")
+        for metric in (options.metric or metrics[0]).split(","):
+            _known(metric, metrics, "metric")
+    if "," in (options.metric or "") and "metric" not in (*rows, *columns):
+        raise ConfigError(
+            f"--metric {options.metric}: several metrics need a place: --cols metric, say, with --rows recipe,sparsity"
+        )
     for condition in options.filter:
         runs = _filtered(runs, condition)
     groups = [key for key in ("dataset", "model") if key not in (*rows, *columns)]
     parts = [part for _, part in runs.groupby(groups)] if groups else [runs]
-    return [build(part, options.metric or _metric(part), rows, columns) for part in parts]
+    return [build(part, options.metric or _metric(part), rows, columns, statistic) for part in parts]
 
 
 def _metric(runs: pd.DataFrame) -> str:

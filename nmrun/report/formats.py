@@ -6,8 +6,10 @@ import csv
 import html
 import io
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from nmrun.report.statistics import Cell
+from nmrun.metric import higher_is_better
+from nmrun.report.statistics import Cell, shown
 from nmrun.report.tables import Key, Table, printed, significant
 
 SPLITS = {"test": "on the test split", "eval": "on the validation split"}
@@ -15,49 +17,75 @@ LATEX = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     "|": r"\textbar{}", "[": "{[}", "]": "{]}", **{c: f"\\{c}" for c in "_%&#${}"},
 }  # fmt: skip
+STYLE = (
+    "body{font:15px sans-serif;margin:2em}table{border-collapse:collapse;margin-bottom:2em}"
+    "caption{text-align:left;padding-bottom:.6em}th,td{padding:.3em .9em;text-align:right;white-space:nowrap}"
+    "tbody th,th.key{text-align:left}thead th{border-bottom:1px solid}tbody th{font-weight:normal}"
+)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as text: ``keys`` columns of labels, then cells, each with whether it stands out."""
+
+    caption: str
+    keys: int
+    head: list[str]
+    lines: list[tuple[list[str], list[tuple[str, bool]]]]
 
 
 def render(tables: Sequence[Table], style: str) -> str:
     """``markdown``, ``latex``, ``csv`` (long: one line a cell, full precision) or ``html`` (one page); ASCII, but for the users' own names."""
     if style == "csv":
         return as_csv(tables)
+    drawn = [grid for table in tables for grid in grids(table)]
     if style == "html":
-        return as_html(tables)
-    return "\n".join((latex if style == "latex" else markdown)(table) for table in tables)
+        return page(f"nmrun: {tables[0].metric}", "".join(map(html_table, drawn)))
+    return "\n".join((latex if style == "latex" else markdown)(grid) for grid in drawn)
 
 
-def markdown(table: Table) -> str:
-    """Aligned for a terminal too; the best of a column is bold."""
-    lines = [[*table.row_keys, *(" ".join(column) for column in table.columns)]]
-    for row in table.rows:
-        shown = [(text(table, row, column), (row, column) in table.best) for column in table.columns]
-        lines.append([*row, *(f"**{value}**" if best else value for value, best in shown)])
+def grids(table: Table) -> list[Grid]:
+    """The values, and where there is a baseline the differences to it."""
+    head = [*table.row_keys, *(" ".join(column) for column in table.columns)]
+    lines = [
+        (list(row), [(text(table, row, column), (row, column) in table.best) for column in table.columns]) for row in table.rows
+    ]
+    found = [Grid(caption(table), len(table.row_keys), head, lines)]
+    if table.baseline:
+        others = [row for row in table.rows if row != table.baseline]
+        compared = [(list(row), [_difference(table, row, column) for column in table.columns]) for row in others]
+        found.append(Grid(comparison(table), len(table.row_keys), head, compared))
+    return found
+
+
+def markdown(grid: Grid) -> str:
+    """Aligned for a terminal too; what stands out is bold."""
+    lines = [grid.head, *([*labels, *(f"**{cell}**" if out else cell for cell, out in cells)] for labels, cells in grid.lines)]
     lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
     padded = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([caption(table), "", padded[0], rule, *padded[1:]]) + "\n"
+    return "\n".join([grid.caption, "", padded[0], rule, *padded[1:]]) + "\n"
 
 
-def latex(table: Table) -> str:
+def latex(grid: Grid) -> str:
     """A ``table`` environment; needs the package booktabs."""
 
     def escape(value: str) -> str:
         return "".join(LATEX.get(c, c) for c in value.replace("+-", "\0")).replace("\0", r"$\pm$")
 
-    head = [*table.row_keys, *(" ".join(column) for column in table.columns)]
-    lines = [r"\begin{table}", r"\centering", rf"\caption{{{escape(caption(table))}}}"]
-    lines += [rf"\begin{{tabular}}{{{'l' * len(table.row_keys)}{'r' * len(table.columns)}}}", r"\toprule"]
-    lines += [" & ".join(map(escape, head)) + r" \\", r"\midrule"]
-    for row in table.rows:
-        shown = [(escape(text(table, row, column)), (row, column) in table.best) for column in table.columns]
-        cells = [rf"\textbf{{{value}}}" if best else value for value, best in shown]
-        lines.append(" & ".join([*map(escape, row), *cells]) + r" \\")
+    lines = [r"\begin{table}", r"\centering", rf"\caption{{{escape(grid.caption)}}}"]
+    lines += [rf"\begin{{tabular}}{{{'l' * grid.keys}{'r' * (len(grid.head) - grid.keys)}}}", r"\toprule"]
+    lines += [" & ".join(map(escape, grid.head)) + r" \\", r"\midrule"]
+    for labels, cells in grid.lines:
+        values = [rf"\textbf{{{escape(cell)}}}" if out else escape(cell) for cell, out in cells]
+        lines.append(" & ".join([*map(escape, labels), *values]) + r" \\")
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
 
 
 def as_csv(tables: Sequence[Table]) -> str:
-    """Columns: what tells the tables apart, the keys of row and column, metric, mean, sd, n, best (0 or 1), without (runs that gave no value).
+    """Columns: what tells the tables apart, the keys of row and column, metric, mean, sd, n, best (0 or 1), without (runs that gave no value),
+    median, and with a baseline the difference to it, its interval and p-value.
 
     A dense reference is one line, not one for each ratio. Empty: undefined.
     """
@@ -65,7 +93,8 @@ def as_csv(tables: Sequence[Table]) -> str:
     writer = csv.writer(out, lineterminator="\n")
     groups = [key for key in ("dataset", "model") if key not in (*tables[0].row_keys, *tables[0].column_keys)]
     keys = [*groups, *tables[0].row_keys, *tables[0].column_keys]
-    writer.writerow([*keys, "metric", "mean", "sd", "n", "best", "without"])
+    compared = ["difference", "low", "high", "p"] if tables[0].baseline else []
+    writer.writerow([*keys, "metric", "mean", "sd", "n", "best", "without", "median", *compared])
     for table in tables:
         group = [table.shared[key] for key in groups]
         for row in table.rows:
@@ -74,44 +103,48 @@ def as_csv(tables: Sequence[Table]) -> str:
                 if cell is not None:
                     ratio: Key = ("dense",) if row in table.references else column
                     best, without = int((row, column) in table.best), sum(cell.without.values())
-                    writer.writerow([*group, *row, *ratio, table.metric, cell.mean, cell.sd, cell.n, best, without])
+                    gap = table.differences.get((row, column))
+                    found = [gap.mean, gap.low, gap.high, gap.p] if gap is not None else [None] * len(compared)
+                    metric, numbers = table.metric_of(row, column), [cell.mean, cell.sd, cell.n, best, without, cell.median]
+                    writer.writerow([*group, *row, *ratio, metric, *numbers, *found])
     return out.getvalue()
 
 
-def as_html(tables: Sequence[Table]) -> str:
-    """One page with all tables."""
-    style = (
-        "body{font:15px sans-serif;margin:2em}table{border-collapse:collapse;margin-bottom:2em}"
-        "caption{text-align:left;padding-bottom:.6em}th,td{padding:.3em .9em;text-align:right;white-space:nowrap}"
-        "tbody th,th.key{text-align:left}thead th{border-bottom:1px solid}tbody th{font-weight:normal}"
-    )
-    parts = []
-    for table in tables:
-        head = "".join(f'<th class="key">{html.escape(key)}</th>' for key in table.row_keys)
-        head += "".join(f"<th>{html.escape(' '.join(column))}</th>" for column in table.columns)
-        body = ""
-        for row in table.rows:
-            body += "<tr>" + "".join(f"<th>{html.escape(name)}</th>" for name in row)
-            for column in table.columns:
-                shown = html.escape(text(table, row, column)).replace("+-", "&plusmn;")
-                body += f"<td><b>{shown}</b></td>" if (row, column) in table.best else f"<td>{shown}</td>"
-            body += "</tr>\n"
-        said = html.escape(caption(table)).replace("+-", "&plusmn;")
-        parts.append(f"<table><caption>{said}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>\n")
-    title = html.escape(f"nmrun: {tables[0].metric}")
+def html_table(grid: Grid) -> str:
+    """A ``table`` element."""
+
+    def escape(value: str) -> str:
+        return html.escape(value).replace("+-", "&plusmn;")
+
+    head = "".join(f'<th class="key">{escape(key)}</th>' for key in grid.head[: grid.keys])
+    head += "".join(f"<th>{escape(column)}</th>" for column in grid.head[grid.keys :])
+    body = ""
+    for labels, cells in grid.lines:
+        body += "<tr>" + "".join(f"<th>{escape(name)}</th>" for name in labels)
+        body += (
+            "".join(f"<td><b>{escape(cell)}</b></td>" if out else f"<td>{escape(cell)}</td>" for cell, out in cells) + "</tr>\n"
+        )
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{style}</style></head>\n'
-        f"<body>\n{''.join(parts)}</body></html>\n"
+        f"<table><caption>{escape(grid.caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>\n"
+    )
+
+
+def page(title: str, body: str) -> str:
+    """A whole HTML document, with all that it needs in it."""
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style></head>\n'
+        f"<body>\n{body}</body></html>\n"
     )
 
 
 def text(table: Table, row: Key, column: Key) -> str:
     """``98.7 +- 0.3 (3)``: mean, standard deviation, number of runs; then what gave no value, as ``failed (1)``."""
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
-    parts = []
-    if cell.mean is not None:
-        spread = "" if cell.sd is None else f" +- {deviation(cell.sd, table.metric)}"
-        parts.append(f"{printed(cell.mean, table.metric)}{spread} ({cell.n})")
+    parts, metric = [], table.metric_of(row, column)
+    value = shown(cell, table.statistic, higher_is_better(metric))
+    if value is not None:
+        spread = f" +- {deviation(cell.sd, metric)}" if cell.sd is not None and table.statistic == "mean" else ""
+        parts.append(f"{printed(value, metric)}{spread} ({cell.n})")
     parts += [f"{reason} ({count})" for reason, count in cell.without.items()]
     return ", ".join(parts) or "-"
 
@@ -119,6 +152,30 @@ def text(table: Table, row: Key, column: Key) -> str:
 def deviation(sd: float, metric: str) -> str:
     """In the unit of ``printed``."""
     return printed(sd, metric) if "accuracy" in metric else significant(sd, 2)
+
+
+def _difference(table: Table, row: Key, column: Key) -> tuple[str, bool]:
+    """``-0.5 [-0.9, -0.1] p=0.012 (5)``: difference, its interval, p-value, number of common seeds; whether it is significant."""
+    gap, metric = table.differences.get((row, column)), table.metric_of(row, column)
+    if gap is None:
+        return "-", False
+
+    def signed(value: float) -> str:
+        return f"{'-' if value < 0 else '+'}{deviation(abs(value), metric)}"
+
+    interval = "" if gap.low is None or gap.high is None else f" [{signed(gap.low)}, {signed(gap.high)}]"
+    p = "" if gap.p is None else " p<0.001" if gap.p < 0.001 else f" p={gap.p:.2g}"
+    return f"{signed(gap.mean)}{interval}{p} ({gap.n})", gap.significant
+
+
+def comparison(table: Table) -> str:
+    """What the differences are."""
+    test = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}[table.test]
+    count = len({id(gap) for gap in table.differences.values() if gap.p is not None})
+    return (
+        f"Difference to {' '.join(table.baseline)} over the seeds that both have (number of seeds), 95 % bootstrap interval; {test}, two-sided, "
+        f"p corrected for {count} comparisons by Holm's method; below 0.05 in bold"
+    )
 
 
 def title(table: Table) -> str:
@@ -136,11 +193,16 @@ def caption(table: Table) -> str:
     split, slash, name = table.metric.removeprefix("best/").partition("/")
     weights = "the best weights by validation" if table.metric.startswith("best/") else "the last weights"
     what = f"{name} {SPLITS.get(split, f'({split})')}{unit}, {weights}" if slash else f"{split}{unit}"
-    notes = [f"{title(table)}: {what}; mean +- standard deviation over seeds (number of runs)"]
+    if "metric" in (*table.row_keys, *table.column_keys):
+        what = table.metric.replace(",", ", ") + (" (accuracies in %)" if "accuracy" in table.metric else "")
+    how = "mean +- standard deviation" if table.statistic == "mean" else table.statistic
+    notes = [f"{title(table)}: {what}; {how} over seeds (number of runs)"]
     if table.references and len(table.columns) > 1:
         notes.append("dense has no ratio and stands in every column")
     if table.best:
         notes.append("best of each column in bold")
     if table.differing:
         notes.append(f"not the same in all cells: {', '.join(table.differing)}")
+    if len(table.commits) > 1:
+        notes.append(f"made by {len(table.commits)} versions of the code: {', '.join(table.commits)}")
     return "; ".join(notes)

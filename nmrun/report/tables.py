@@ -5,17 +5,18 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
 
+from nmrun.checks import near
 from nmrun.errors import ConfigError
 from nmrun.identity import GROUPS, IRRELEVANT
 from nmrun.metric import higher_is_better
 from nmrun.patterns import Pattern, PatternError
 from nmrun.recipes import RECIPES
-from nmrun.report.statistics import Cell, summarise
+from nmrun.report.statistics import Cell, Difference, holm, paired, shown, summarise
 
 Key = tuple[str, ...]  # the labels of a row or of a column, one for each config key that it stands for
 Run = Mapping[Any, Any]  # a row of ``collect``
@@ -29,10 +30,12 @@ class Table:
 
     ``best`` are the best cells of each column; ``references`` the rows without a ratio, whose one value stands in every
     column; ``shared`` what all runs have in common; ``differing`` the settings that are not the same in all cells, though no
-    row or column names them.
+    row or column names them; ``commits`` the versions of the code. ``differences`` to the row ``baseline`` in the same column, their
+    p-values corrected for their number. ``statistic``: what stands in a cell, ``mean``, ``median`` or ``best``.
     """
 
     metric: str
+    statistic: str
     row_keys: Key
     column_keys: Key
     rows: list[Key]
@@ -42,9 +45,20 @@ class Table:
     references: set[Key]
     shared: dict[str, str]
     differing: list[str]
+    commits: list[str]
+    baseline: Key = ()
+    test: str = ""
+    differences: dict[tuple[Key, Key], Difference] = field(default_factory=dict)
+
+    def metric_of(self, row: Key, column: Key) -> str:
+        """The metric of a cell: where rows or columns are metrics, its own."""
+        own = [text for key, text in zip(self.row_keys + self.column_keys, row + column, strict=True) if key == "metric"]
+        return own[0] if own else self.metric
 
 
-def build(runs: pd.DataFrame, metric: str, row_keys: Sequence[str], column_keys: Sequence[str]) -> Table:
+def build(
+    runs: pd.DataFrame, metric: str, row_keys: Sequence[str], column_keys: Sequence[str], statistic: str = "mean"
+) -> Table:
     """Fold runs into a table. Columns go from dense to sparse, recipes in ``RECIPE_ORDER``, other labels by size or alphabet.
 
     Raises ConfigError where a cell would average over runs that differ in more than their seed, naming the keys, or would
@@ -52,13 +66,14 @@ def build(runs: pd.DataFrame, metric: str, row_keys: Sequence[str], column_keys:
     """
     rows, columns = tuple(row_keys), tuple(column_keys)
     members: dict[tuple[Key, Key], list[Run]] = {}
-    for run in runs.to_dict("records"):
+    every = metric.split(",") if "metric" in (*rows, *columns) else [metric]
+    for run in ({**run, "metric": each} for run in runs.to_dict("records") for each in every):
         place = (tuple(label(run[k]) for k in rows), tuple(label(run[k]) for k in columns))
         members.setdefault(place, []).append(run)
     for (row, column), group in members.items():
         _check_alike(group, f"{' '.join(row)} at {' '.join(column)}", rows, columns)
 
-    cells = {place: _cell(group, metric) for place, group in members.items()}
+    cells = {place: _cell(group) for place, group in members.items()}
     references: set[Key] = set()
     if columns == ("sparsity",):
         with_ratio = {row for row, column in members if column != ("dense",)}
@@ -74,10 +89,29 @@ def build(runs: pd.DataFrame, metric: str, row_keys: Sequence[str], column_keys:
     keys = sorted({key for run in everything for key in run} - {"seed"})
     shared = {key: label(everything[0][key]) for key in keys if len({label(run[key]) for run in everything}) == 1}
     differing = [key for key in _differing(everything) if key not in named and key.partition(".")[0] not in named]
-    table = Table(metric, rows, columns, row_labels, column_labels, cells, set(), references, shared, differing)
+    commits = sorted({label(run["commit"])[:7] for run in everything if run.get("commit")})
+    table = Table(
+        metric, statistic, rows, columns, row_labels, column_labels, cells, set(), references, shared, differing, commits
+    )
     for column in column_labels:
         table.best.update((row, column) for row in _best(table, column))
     return table
+
+
+def compare(table: Table, baseline: str, test: str = "t") -> Table:
+    """The same with ``differences`` to the row named ``baseline``. Raises ConfigError if there is none, or if no other row shares a seed with it."""
+    names = {" ".join(row): row for row in table.rows}
+    if baseline not in names:
+        raise ConfigError(f"--baseline {baseline}: no such row{near(baseline, names)} (there are {', '.join(names)})")
+    found: dict[tuple[Key, Key], Difference] = {}
+    for (row, column), cell in table.cells.items():
+        other = table.cells.get((names[baseline], column))
+        if row != names[baseline] and other is not None and (gap := paired(cell, other, test)) is not None:
+            found[row, column] = gap
+    if not found:
+        raise ConfigError(f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed")
+    once = {place: gap for place, gap in found.items() if place[0] not in table.references or place[1] == table.columns[0]}
+    return replace(table, baseline=names[baseline], test=test, differences={**found, **holm(once)})
 
 
 def label(value: Any) -> str:
@@ -97,16 +131,17 @@ def significant(value: float, digits: int) -> str:
     return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
-def _cell(group: Sequence[Run], metric: str) -> Cell:
-    values, without = [], []
+def _cell(group: Sequence[Run]) -> Cell:
+    values: dict[object, float] = {}
+    without = []
     for run in group:
-        value = run.get(metric)
+        value = run.get(run["metric"])
         if run["status"] != "finished":
             without.append(run["status"])
         elif value is None or value != value:
             without.append("no value")
         else:
-            values.append(float(value))
+            values[run["seed"]] = float(value)
     return summarise(values, without)
 
 
@@ -143,15 +178,16 @@ def _differing(runs: Sequence[Run]) -> list[str]:
 
 def _best(table: Table, column: Key) -> list[Key]:
     """All rows that tie at the printed precision; none where there is nothing to compare."""
-    means = {}
+    values = {}
     for row in table.rows:
-        cell = table.cells.get((row, column))
-        if row not in table.references and cell is not None and cell.mean is not None:
-            means[row] = float(printed(cell.mean, table.metric))
-    if len(means) < 2:
+        metric, cell = table.metric_of(row, column), table.cells.get((row, column))
+        value = None if cell is None else shown(cell, table.statistic, higher_is_better(metric))
+        if row not in table.references and value is not None:
+            values[row] = float(printed(value, metric))
+    if len(values) < 2 or "metric" in table.row_keys:
         return []
-    top = (max if higher_is_better(table.metric) else min)(means.values())
-    return [row for row, value in means.items() if value == top]
+    top = (max if higher_is_better(table.metric_of(table.rows[0], column)) else min)(values.values())
+    return [row for row, value in values.items() if value == top]
 
 
 def _order(labels: Key) -> tuple[tuple[int, float, int, str], ...]:
