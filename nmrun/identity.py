@@ -10,7 +10,8 @@ from nmrun.schema import Config
 
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
 IRRELEVANT = {
-    "trainer": {"device", "log_every", "diagnose_every", "checkpoint_every", "threads", "on_oom"}
+    "dataset": {"workers"},
+    "trainer": {"device", "log_every", "diagnose_every", "checkpoint_every", "threads", "on_oom"},
 }  # where and how it runs and what it tells
 
 
@@ -22,6 +23,9 @@ def identity(config: Config) -> str:
         if isinstance(value, dict):
             value = {k: v for k, v in value.items() if k not in IRRELEVANT.get(group, ())}
         relevant[group] = value
+    overrides = config.sparsity["overrides"]
+    if overrides and len(overrides) > 1:  # the first that matches counts
+        relevant["order"] = list(overrides)
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:10]
 
 

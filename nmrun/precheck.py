@@ -15,6 +15,7 @@ from hydra import compose
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -78,7 +79,8 @@ def look(words: list[str], multirun: bool = False, config_dir: str | None = None
     if config_dir is not None:
         if not Path(config_dir).is_dir():
             findings.problems.append(f"--config-dir {config_dir}: no such folder")
-        search_path.append("command-line", f"file://{Path(config_dir).absolute()}")
+        else:
+            search_path.prepend("command-line", f"file://{Path(config_dir).absolute()}", SearchPathQuery(provider="schema"))
     GlobalHydra.instance().clear()
     try:
         Hydra.create_main_hydra2("nmrun", search_path)
@@ -253,7 +255,7 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
         except PatternError as error:
             return f"sparsity={option}: {error}; or dense"
         return None
-    if option in options or (option == "null" and group == "debug") or os.sep in option:
+    if option in options or os.sep in option:
         return None
     return schema.no_option(group, group, option, options)
 

@@ -1,0 +1,294 @@
+"""The handle in a loop of one's own: saved and restored, finished, reported, and what it refuses."""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from reference import top
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.handle import Handle
+from nmrun.recipes import RECIPES
+
+TOTAL = 10
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sdgf_geometric": {"frames": 2}, "mdgf_linear": {"dense": 0.0}, "t_sr_ste": {"interval": 3, "decay": 0.1},
+    "step": {"switch": 0.5, "decay": 0.1},
+    "bi_mask": {"interval": 3, "candidates": 5, "decay": 0.1}, "sr_ste": {"decay": 0.1}, "ste": {"interval": 4, "gradient": "masked"},
+}  # fmt: skip
+SPARSE = [name for name in RECIPES if name != "dense"]
+BY_OWN_STATE = [name for name in SPARSE if name not in ("ste", "sr_ste", "step", "s_ste", "asp")]  # test_recipes has those
+Start = tuple[nn.Sequential, torch.optim.Optimizer, Handle]
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def start(recipe: str, seed: int = 0, pattern: str = "2:4", **options: Any) -> Start:
+    model = net(seed)
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02, fused=options.pop("fused", False))
+    chosen = {"exclude": "4", **OPTIONS.get(recipe, {}), **options}
+    return model, optimizer, nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, **chosen)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, handle: Handle | None = None) -> None:
+    for step in steps:
+        if handle is not None:
+            handle.measure_flips = step % 2 == 0
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def bits(value: Any) -> Any:
+    """A copy that is equal to another only if each of its tensors is, in every bit, under the same keys in the same order."""
+    if isinstance(value, Tensor):
+        return str(value.dtype), tuple(value.shape), value.detach().numpy().tobytes()
+    if isinstance(value, dict):
+        return [(key, bits(item)) for key, item in value.items()]
+    return [bits(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle) -> dict[str, Any]:
+    """All that a loop would save, and the weights in use."""
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "handle": handle.state_dict()}
+    return {key: bits(value) for key, value in saved.items()} | {"used": bits([w.weight for w in handle.sparse])}
+
+
+# --- saved and restored ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [1, 4, 7])
+@pytest.mark.parametrize("recipe", SPARSE)
+def test_three_state_dicts_are_all_that_a_loop_has_to_save(recipe: str, stop: int) -> None:
+    """Through a file without pickle, into a model that was initialized and sparsified otherwise: the same bits at the end."""
+    whole, first, second = start(recipe), start(recipe), start(recipe, seed=5)
+    train(whole[0], whole[1], range(TOTAL), whole[2])
+    train(first[0], first[1], range(stop), first[2])
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in first], file)
+    file.seek(0)
+    for part, state in zip(second, torch.load(file, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    assert everything(*second) == everything(*first)
+    train(second[0], second[1], range(stop, TOTAL), second[2])
+    assert everything(*second) == everything(*whole)
+    assert second[2].metrics() == whole[2].metrics()
+    assert second[2].is_sparse
+    for _, _, handle in (whole, second):
+        handle.finalize()
+    assert bits(second[0].state_dict()) == bits(whole[0].state_dict())
+
+
+def test_a_state_of_another_recipe_is_refused() -> None:
+    state = start("sr_ste")[2].state_dict()
+    with pytest.raises(ValueError, match="this state is of recipe 'sr_ste', the handle's recipe is 'ste'"):
+        start("ste")[2].load_state_dict(state)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("recipe", BY_OWN_STATE)
+def test_a_step_that_loss_scaling_skips_changes_nothing(recipe: str, fused: bool) -> None:
+    """An overflow at every third batch: no weight, moment, mask, score or clock moves, and the end is that of a run without any."""
+    model, optimizer, handle = start(recipe, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=10**6)
+    for step in range(TOTAL):
+        for factor in [math.inf, 1.0] if step % 3 == 2 else [1.0]:
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            scaler.scale(model(x).square().mean() * factor).backward()
+            before = everything(model, optimizer, handle)
+            scaler.step(optimizer)
+            assert (everything(model, optimizer, handle) == before) == (factor == math.inf)
+            scaler.update()
+            optimizer.zero_grad()
+    plain = start(recipe, fused=fused)
+    train(plain[0], plain[1], range(TOTAL))
+    assert scaler.get_scale() == 2.0**11
+    assert everything(model, optimizer, handle) == everything(*plain)
+
+
+# --- finished -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_finalize_leaves_a_plain_model_and_the_same_parameters(recipe: str) -> None:
+    plain = net()
+    objects, modules, keys = dict(plain.named_parameters()), [type(m) for m in plain.modules()], list(plain.state_dict())
+    optimizer = nmrun.optim.AdamW(plain.parameters(), lr=0.02)
+    handle = nmrun.sparsify(plain, optimizer, recipe, "2:4", TOTAL, exclude="4", **OPTIONS.get(recipe, {}))
+    train(plain, optimizer, range(TOTAL))
+    handle.finalize()
+    assert (handle.sparse, handle.is_sparse, handle.phase, handle.metrics()) == ([], False, "dense", {})
+    assert [name for name, _ in plain.named_parameters()] == list(objects)
+    assert all(type(p) is nn.Parameter and p is objects[name] and p.requires_grad for name, p in plain.named_parameters())
+    assert (list(plain.state_dict()), [type(m) for m in plain.modules()]) == (keys, modules)
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} >= {id(p) for p in objects.values()}
+    fresh = net(1)
+    fresh.load_state_dict(pickle.loads(pickle.dumps(plain)).state_dict())
+    x = torch.randn(3, 16)
+    assert torch.equal(fresh(x), plain(x))
+    pruned = plain[0].weight.detach() == 0
+    assert pruned.sum() >= (0 if recipe == "dense" else pruned.numel() / 2)
+    train(plain, optimizer, range(1))
+    assert not (plain[0].weight == 0)[pruned].all() or recipe == "dense"  # no hook sets them to zero any more
+    again = nmrun.sparsify(plain, optimizer, "ste", "1:4", exclude="4")
+    nmrun.sparsity.check_nm(plain, "1:4")
+    again.finalize()
+
+
+# --- reported -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "asp", "sdgf_stepwise", "mdgf_linear", "lbc"])
+def test_report_counts(recipe: str) -> None:
+    """In every phase the numbers are of the weights that would be left, also where the forward pass uses denser ones."""
+    patterns = {"0.weight": (2, 8), "2.weight": (1, 4)}
+    model, optimizer, handle = start(recipe, pattern="1:4", exclude=(), overrides={"0": "2:8", "4": "dense"})
+    with torch.no_grad():
+        handle.sparse[0].dense[3].zero_()  # a row of zeros has fewer than N non-zeros in its groups
+    for step in range(TOTAL):
+        report, left, total = handle.report(), nmrun.sparsity.baked_state_dict(model), 0
+        assert [layer["name"] for layer in report["layers"]] == list(patterns)
+        for layer in report["layers"]:
+            (n, m), weight = patterns[layer["name"]], left[layer["name"]]
+            groups = [row[i : i + m] for row in weight.tolist() for i in range(0, len(row), m)]
+            counts = [sum(value != 0 for value in group) for group in groups]
+            assert (layer["pattern"], layer["nonzeros"], layer["holds"]) == (f"{n}:{m}", sum(counts), max(counts) <= n)
+            assert layer["holds"]
+            assert (layer["numel"], layer["shape"], layer["dim"]) == (weight.numel(), list(weight.shape), 1)
+            total += sum(counts)
+        assert (report["pattern"], report["density"]) == ("1:4", total / (128 + 64))
+        assert report["left_dense"] == [{"name": "4.weight", "shape": [4, 8], "reason": "dense by overrides"}]
+        train(model, optimizer, range(step, step + 1))
+
+
+def test_a_result_that_does_not_hold_is_reported_so() -> None:
+    """FST's dense end leaves dense weights, by the paper's design."""
+    model, optimizer, handle = start("t_sr_ste", exclude=(), dense_end=0.5)
+    train(model, optimizer, range(TOTAL))
+    report = handle.report()
+    assert [layer["holds"] for layer in report["layers"]] == [False] * 3
+    assert [layer["nonzeros"] for layer in report["layers"]] == [128, 64, 32]
+    assert report["density"] == 1.0
+
+
+def test_events_are_told_once() -> None:
+    model, optimizer, handle = start("asp")
+    train(model, optimizer, range(TOTAL))
+    assert len(handle.pop_events()) == 1
+    assert handle.pop_events() == []
+
+
+# --- parameter groups and tied parameters ---------------------------------------------------------------------------------------
+
+
+def test_parameter_groups_keep_their_learning_rates_and_decays() -> None:
+    """STE under SGD by hand: w <- w - lr_i (g(m * w) + decay_i w)."""
+    model, plain = net().double(), net().double()
+    groups = [
+        {"params": [model[0].weight], "lr": 0.1, "weight_decay": 0.2},
+        {"params": [model[0].bias, model[2].bias, *model[4].parameters()], "lr": 0.3},
+        {"params": [model[2].weight], "lr": 0.05},
+    ]
+    optimizer, x = torch.optim.SGD(groups, lr=1.0), torch.randn(5, 16, dtype=torch.float64)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    rates, decay = dict.fromkeys(weights, 0.3) | {"0.weight": 0.1, "2.weight": 0.05}, {"0.weight": 0.2}
+    handle = nmrun.sparsify(model, optimizer, "ste", "2:4", exclude="4")
+    for _ in range(4):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        used = {n: (w * top(w, 2, 4) if n in ("0.weight", "2.weight") else w).requires_grad_() for n, w in weights.items()}
+        loss = torch.func.functional_call(plain, used, (x,)).square().mean()
+        grads = dict(zip(used, torch.autograd.grad(loss, list(used.values())), strict=True))
+        weights = {n: w.detach() - rates[n] * (grads[n] + decay.get(n, 0.0) * w.detach()) for n, w in weights.items()}
+    torch.testing.assert_close([w.dense.detach() for w in handle.sparse], [weights["0.weight"], weights["2.weight"]])
+    torch.testing.assert_close(model[4].weight.detach(), weights["4.weight"])
+
+
+def test_tied_weights_stay_tied_and_dense() -> None:
+    embedding, head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
+    head.weight = embedding.weight
+    model, tokens = nn.Sequential(embedding, nn.Linear(8, 8), head), torch.arange(12)
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.1)
+    handle = nmrun.sparsify(model, optimizer, "ste", "2:4")
+    assert [(d.name, d.reason) for d in handle.left_dense] == [("2.weight", "tied to 0.weight")]
+    for _ in range(3):
+        nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert head.weight is embedding.weight
+    assert head.weight.count_nonzero() == 96
+
+
+# --- refused --------------------------------------------------------------------------------------------------------------------
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "unknown recipe": ({"recipe": "sr_set"}, ValueError, "no recipe 'sr_set'; did you mean sr_ste"),
+    "no such class": ({"recipe": "collections.Nothing"}, ValueError, "recipe 'collections.Nothing' cannot be imported"),
+    "no recipe class": ({"recipe": "collections.Counter"}, ValueError, "is not a subclass of nmrun.recipes.base.Recipe"),
+    "no pattern": ({"pattern": "4:2"}, ValueError, "4:2 is not an N:M pattern: it takes 1 <= N <= M"),
+    "wrong hyperparameter": ({"recipe": "sr_ste", "decai": 1.0}, TypeError, "no hyperparameter 'decai'; did you mean decay"),
+    "one of several": ({"recipe": "step", "total_steps": 9, "swich": 0.5}, TypeError, "did you mean switch.* It has switch, t_min"),
+    "none at all": ({"recipe": "s_ste", "decay": 1.0}, TypeError, "s_ste has no hyperparameter 'decay'; It has none"),
+    "no such layer": ({"exclude": ["2", "head"]}, ValueError, "exclude: 'head' matches no layer's whole name; there are 0, 2, 4"),
+    "a wrong ratio": ({"overrides": {"0": "4:1"}}, ValueError, "4:1 is not an N:M pattern"),
+    "nothing fits": ({"pattern": "1:64"}, ValueError, r"can be 1:64 sparse \(0.weight \[8, 16\]: 16 inputs are not a multiple of 64"),
+    "after it is attached": ({"recipe": "sdgf_stepwise", "total_steps": 9, "pattern": "3:8"}, ValueError, "not a power of two"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", REFUSED)
+def test_a_mistake_is_named_and_leaves_the_model_as_it_was(mistake: str) -> None:
+    options, kind, message = REFUSED[mistake]
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = bits(model.state_dict())
+    with pytest.raises(kind, match=message) as raised:
+        nmrun.sparsify(model, optimizer, **{"recipe": "ste", **options})
+    assert "\n" not in str(raised.value)
+    assert bits(model.state_dict()) == before
+    nmrun.sparsify(model, optimizer, "ste")
+
+
+def test_an_optimizer_of_other_weights_and_a_model_without_any() -> None:
+    model, other, embedding = net(), net(), nn.Embedding(8, 8)
+    with pytest.raises(ValueError, match=r"0.weight \[8, 16\]: not in the optimizer; 2.weight"):
+        nmrun.sparsify(model, torch.optim.SGD(other.parameters(), 0.1), "ste")
+    with pytest.raises(ValueError, match=r"no weight of this model can be 2:4 sparse \(it has no such layer\)"):
+        nmrun.sparsify(embedding, torch.optim.SGD(embedding.parameters(), 0.1), "ste")
+
+
+def test_sparse_twice() -> None:
+    model, optimizer, handle = start("ste")
+    for recipe in ("ste", "dense"):
+        with pytest.raises(ValueError, match=r"sparse already: call finalize\(\) on its handle first"):
+            nmrun.sparsify(model, optimizer, recipe, "2:4")
+    train(model, optimizer, range(2))
+    assert handle.recipe.step == 2  # each step is counted by one handle
+
+
+def test_a_closure_is_refused_before_anything_moves() -> None:
+    """The recipe edits gradients before the update, and a closure would make them after that."""
+    model, optimizer, handle = start("sr_ste")
+    before = everything(model, optimizer, handle)
+
+    def closure() -> Tensor:
+        loss = model(torch.ones(1, 16)).sum()
+        loss.backward()
+        return loss
+
+    for step in (lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):
+        with pytest.raises(RuntimeError, match=r"call loss.backward\(\), then optimizer.step\(\) without a closure"):
+            step()
+    assert everything(model, optimizer, handle) == before

@@ -1,0 +1,241 @@
+"""Which weights are chosen, which stay dense, and the reason that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import nmrun
+from nmrun import Pattern
+from nmrun.errors import ConfigError
+from nmrun.sparsity.select import candidates, select
+
+
+class Conv1D(nn.Module):
+    """As in Hugging Face's transformers: y = x W + b, W stored as (in, out)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.weight, self.bias = nf, nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+def layers(**modules: nn.Module) -> nn.ModuleDict:
+    return nn.ModuleDict(modules)
+
+
+def names(model: nn.Module, pattern: str = "2:4", **options: Any) -> list[str]:
+    return [c.name for c in select(model, Pattern.parse(pattern), **options)[0]]
+
+
+def reasons(model: nn.Module, pattern: str = "2:4", **options: Any) -> dict[str, str]:
+    return {d.name: d.reason for d in select(model, Pattern.parse(pattern), **options)[1]}
+
+
+# --- what can be sparse ---------------------------------------------------------------------------------------------------------
+
+
+KINDS: dict[str, tuple[nn.Module, dict[str, int]]] = {  # attributes, each with the dimension that it sums over the input
+    "linear": (nn.Linear(8, 4), {"weight": 1}),
+    "conv1d": (nn.Conv1d(8, 4, 3), {"weight": 1}),
+    "conv2d": (nn.Conv2d(8, 4, 3), {"weight": 1}),
+    "conv3d": (nn.Conv3d(8, 4, 1), {"weight": 1}),
+    "grouped": (nn.Conv2d(16, 8, 3, groups=2), {"weight": 1}),
+    "hugging face": (Conv1D(12, 8), {"weight": 0}),
+    "attention": (nn.MultiheadAttention(8, 2), {"in_proj_weight": 1, "out_proj.weight": 1}),
+    "attention of other widths": (
+        nn.MultiheadAttention(8, 2, kdim=4, vdim=12),
+        {"q_proj_weight": 1, "k_proj_weight": 1, "v_proj_weight": 1, "out_proj.weight": 1},
+    ),
+    "embedding": (nn.Embedding(8, 8), {}),
+    "normalisation": (nn.BatchNorm2d(8), {}),
+    "transposed": (nn.ConvTranspose2d(8, 8, 3), {}),
+    "recurrent": (nn.LSTM(8, 8), {}),
+    "bilinear": (nn.Bilinear(8, 8, 4), {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_multiplies_an_input_can_be_sparse(kind: str) -> None:
+    module, wanted = KINDS[kind]
+    found = list(candidates(layers(layer=module)))
+    assert {c.name: c.dim for c in found} == {f"layer.{name}": dim for name, dim in wanted.items()}
+    for candidate in found:
+        assert candidate.tensor is dict(module.named_parameters())[candidate.name.removeprefix("layer.")]
+
+
+@pytest.mark.parametrize(
+    ("module", "x"),
+    [
+        (Conv1D(6, 8), torch.randn(2, 8)), (nn.Linear(8, 6), torch.randn(2, 8)), (nn.Conv2d(8, 6, 1), torch.randn(2, 8, 1, 1)),
+        (nn.Conv2d(8, 6, 3, groups=2), torch.randn(2, 8, 3, 3)),
+    ],
+)  # fmt: skip
+def test_groups_run_along_what_a_product_sums_over(module: nn.Module, x: Tensor) -> None:
+    """Without the weights' slice i along ``dim``, input i (of each group of channels) counts for nothing in the output."""
+    (candidate,) = candidates(module)
+    with torch.no_grad():
+        candidate.tensor.select(candidate.dim, 3).zero_()
+    before = module(x)
+    changed = x.clone()
+    changed[:, 3 :: candidate.tensor.shape[candidate.dim]] += 1.0
+    torch.testing.assert_close(module(changed), before)
+    changed[:, 2] += 1.0
+    assert not torch.allclose(module(changed), before)
+
+
+def test_in_the_order_of_the_modules_and_of_the_model_itself() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Conv2d(4, 4, 1), nn.Linear(4, 4)), nn.Linear(4, 4))
+    assert names(model) == ["0.weight", "1.0.weight", "1.1.weight", "2.weight"]
+    assert names(nn.Linear(4, 4)) == ["weight"]
+    assert names(nn.Linear(4, 4), include="") == ["weight"]
+    assert names(nn.Embedding(4, 4)) == []
+
+
+# --- which are chosen -----------------------------------------------------------------------------------------------------------
+
+
+def tower() -> nn.ModuleDict:
+    return layers(**{name: nn.Linear(16, 4) for name in ("stem", "layer1", "layer10", "head")})
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({}, ["stem", "layer1", "layer10", "head"]),
+        ({"exclude": "layer1"}, ["stem", "layer10", "head"]),
+        ({"exclude": ["stem", "head"]}, ["layer1", "layer10"]),
+        ({"exclude": []}, ["stem", "layer1", "layer10", "head"]),
+        ({"exclude": r"layer\d"}, ["stem", "layer10", "head"]),
+        ({"include": r"layer\d+"}, ["layer1", "layer10"]),
+        ({"include": "layer1"}, ["layer1"]),
+        ({"include": "stem|head"}, ["stem", "head"]),
+        ({"include": [".*1.*", "stem"], "exclude": "layer10"}, ["stem", "layer1"]),
+        ({"include": []}, []),
+        ({"overrides": {"layer.*": "dense"}}, ["stem", "head"]),
+        ({"overrides": {"layer1": "dense"}}, ["stem", "layer10", "head"]),
+        ({"exclude": ".*", "overrides": {"head": "1:4"}}, ["head"]),
+    ],
+)
+def test_expressions_match_whole_names(options: dict[str, Any], wanted: list[str]) -> None:
+    sparse, dense = select(tower(), Pattern(2, 4), **options)
+    assert [c.module_name for c in sparse] == wanted
+    assert {c.name for c in sparse} | {d.name for d in dense} == {f"{name}.weight" for name in tower()}
+    assert len(sparse) + len(dense) == 4
+
+
+def test_the_first_override_that_matches_counts() -> None:
+    ratios = {"layer10": "1:16", "layer1.*": Pattern(3, 8), "head": "dense", ".*": "4:8"}
+    sparse, dense = select(tower(), Pattern(2, 4), exclude="stem", overrides=ratios)
+    assert {c.module_name: str(c.pattern) for c in sparse} == {"stem": "4:8", "layer1": "3:8", "layer10": "1:16"}
+    assert [(d.name, d.shape, d.reason) for d in dense] == [("head.weight", (4, 16), "dense by overrides")]
+    reverse = select(tower(), Pattern(2, 4), overrides=dict(reversed(ratios.items())))[0]
+    assert {str(c.pattern) for c in reverse} == {"4:8"}
+    assert {str(c.pattern) for c in select(tower(), Pattern(2, 4))[0]} == {"2:4"}
+
+
+def test_inputs_must_be_a_multiple_of_m() -> None:
+    model = layers(a=nn.Linear(12, 8), b=nn.Conv2d(24, 8, 4), c=nn.Conv2d(24, 8, 4, groups=4), d=Conv1D(16, 12))
+    inputs = {"a.weight": 12, "b.weight": 24, "c.weight": 6, "d.weight": 12}
+    for m in (2, 3, 4, 6, 8, 12, 24):
+        assert names(model, f"1:{m}") == [name for name, count in inputs.items() if count % m == 0]
+    told = reasons(model, "1:8")
+    assert list(told) == ["a.weight", "c.weight", "d.weight"]
+    assert all(reason.startswith(f"{inputs[name]} inputs are not a multiple of 8") for name, reason in told.items())
+    assert names(model, "1:8", overrides={"a": "1:6"}) == ["a.weight", "b.weight"]  # each by its own pattern
+    assert "12 inputs are not a multiple of 5" in reasons(model, "1:4", overrides={"a": "1:5"})["a.weight"]
+
+
+# --- why the others stay dense --------------------------------------------------------------------------------------------------
+
+
+def test_every_reason_is_told() -> None:
+    model = tower()
+    owned = {id(p) for name, p in model.named_parameters() if name != "layer10.weight"}
+    model["stem"].weight.requires_grad_(False)
+    told = reasons(model, exclude="head", owned=owned)
+    assert told == {"stem.weight": "frozen", "layer10.weight": "not in the optimizer", "head.weight": "excluded"}
+    assert reasons(model, exclude="head") == {"head.weight": "excluded"}  # whoever only looks trains nothing
+    assert reasons(model, include="stem|layer1")["head.weight"] == "not in include"
+
+
+def test_shared_weights_stay_dense() -> None:
+    embedding, shared = nn.Embedding(12, 8), nn.Linear(8, 8)
+    model = layers(embedding=embedding, a=shared, b=shared, free=nn.Linear(8, 12), head=nn.Linear(8, 12))
+    model["head"].weight = embedding.weight
+    assert names(model) == ["free.weight"]
+    assert reasons(model) == {"a.weight": "tied to b.weight", "head.weight": "tied to embedding.weight"}
+
+
+def test_a_weight_that_is_computed_stays_dense() -> None:
+    model = layers(normed=parametrizations.weight_norm(nn.Linear(8, 8)), free=nn.Linear(8, 8))
+    owned = {id(p) for p in model.parameters()}
+    assert names(model, owned=owned) == ["free.weight"]
+    assert reasons(model, owned=owned) == {"normed.weight": "its weight is computed (parametrized already)"}
+
+
+def test_a_recipe_may_refuse() -> None:
+    asked: list[tuple[tuple[int, ...], int, str]] = []
+
+    def refuses(shape: Sequence[int], dim: int, pattern: Pattern) -> str:
+        asked.append((tuple(shape), dim, str(pattern)))
+        return "too wide" if shape[dim] > 8 else ""
+
+    model = layers(a=nn.Linear(8, 4), b=nn.Linear(16, 4), c=Conv1D(16, 8))
+    options: dict[str, Any] = {"overrides": {"b": "1:8"}, "refuses": refuses}
+    assert reasons(model, **options) == {"b.weight": "too wide"}
+    assert asked == [((4, 8), 1, "2:4"), ((4, 16), 1, "1:8"), ((8, 16), 0, "2:4")]
+
+
+def test_what_is_frozen_is_left_as_it_is_by_training() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.clone()
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+    for _ in range(3):
+        model(torch.randn(2, 8)).square().mean().backward()
+        optimizer.step()
+    assert torch.equal(model[0].weight, before)
+    assert [w.name for w in handle.sparse] == ["1.weight"]
+
+
+# --- mistakes -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ({"include": "layer"}, ["include: 'layer' matches no layer's whole name; there are stem, layer1, layer10, head"]),
+        ({"exclude": ["(", "haed"]}, ["exclude: '(' is not a regular expression: ", "exclude: 'haed' matches no layer's"]),
+        (
+            {"exclude": ["head", "hed", "[a"]},
+            ["exclude: 'hed' matches no layer's", "exclude: '[a' is not a regular expression"],
+        ),
+        ({"overrides": {"stem": "dense", "head.weight": "1:4"}}, ["overrides: 'head.weight' matches no layer's whole name"]),
+    ],
+)
+def test_an_expression_for_nothing_is_a_mistake(options: dict[str, Any], lines: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        select(tower(), Pattern(2, 4), **options)
+    assert len(raised.value.problems) == len(lines)
+    assert all(problem.startswith(line) for problem, line in zip(raised.value.problems, lines, strict=True))
+
+
+def test_of_many_layers_the_line_names_a_dozen() -> None:
+    with pytest.raises(ConfigError, match=r"there are 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, \.\.\.$"):
+        select(nn.Sequential(*[nn.Linear(4, 4) for _ in range(13)]), Pattern(2, 4), exclude="head")
+    with pytest.raises(ConfigError, match=r"there are \(the model itself\)$"):
+        select(nn.Linear(4, 4), Pattern(2, 4), exclude="head")
+
+
+def test_a_wrong_ratio_of_a_layer() -> None:
+    with pytest.raises(ValueError, match="4:2 is not an N:M pattern"):
+        select(tower(), Pattern(2, 4), overrides={"head": "4:2"})
