@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmrun import flops, models, optim, tasks
+from nmrun import distributed, flops, models, optim, tasks
 from nmrun.checkpoint import seed_everything
+from nmrun.devices import free_gpu
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle, sparsify
 from nmrun.schema import Config
@@ -61,6 +62,7 @@ def build(config: Config) -> Parts:
             include=config.model["include"],
             exclude=config.model["exclude"] or (),
             overrides=config.sparsity["overrides"],
+            pad=config.sparsity["pad"],
             mvue=trainer["mvue"],
             fp8=trainer["fp8"],
             **{key: value for key, value in config.recipe.items() if key not in ("name", "_target_")},
@@ -85,9 +87,13 @@ def build(config: Config) -> Parts:
 
 
 def _device(asked: str) -> torch.device:
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("trainer.device=cuda: torch sees no CUDA device here; auto takes what there is")
-    return torch.device("cuda" if asked != "cpu" and torch.cuda.is_available() else "cpu")
+    if asked in ("cuda", "free") and not torch.cuda.is_available():
+        raise ConfigError(f"trainer.device={asked}: torch sees no CUDA device here; auto takes what there is")
+    if asked == "free":
+        return torch.device("cuda", free_gpu(torch.cuda.device_count()))
+    return (
+        torch.device("cuda", distributed.local_rank()) if asked != "cpu" and torch.cuda.is_available() else torch.device("cpu")
+    )
 
 
 def _precision(asked: str, device: torch.device) -> str:

@@ -22,10 +22,10 @@ class Check:
     options: tuple[str, ...] = ()
 
 
-def whole(low: int, optional: bool = False) -> Check:
+def whole(low: int, high: float = math.inf, optional: bool = False) -> Check:
     return Check(
-        f"a whole number, {low} or more" + (", or null" if optional else ""),
-        lambda value: (optional and value is None) or (type(value) is int and value >= low),
+        f"a whole number, {low} {'or more' if high == math.inf else f'to {high}'}" + (", or null" if optional else ""),
+        lambda value: (optional and value is None) or (type(value) is int and low <= value <= high),
     )
 
 
@@ -83,6 +83,7 @@ def _is_budget(value: Any) -> bool:
 FLAG = Check("true or false", lambda value: isinstance(value, bool))
 TEXT = Check("a text", lambda value: isinstance(value, str) and bool(value))
 OPTIONAL_TEXT = Check("a text, or null", lambda value: value is None or TEXT.holds(value))
+PATH = Check("the path of a file or folder", TEXT.holds)
 FRACTION = number(0, 1, open_high=True)
 SWITCH = Check("auto, auto_geometric or a fraction of all steps above 0 and below 1", _is_switch)
 DECAY = Check(
@@ -122,9 +123,17 @@ WIDTHS = Check(
     "a list of at least two whole numbers, 1 or more",
     lambda value: isinstance(value, list) and len(value) >= 2 and all(map(whole(1).holds, value)),
 )
+SEEDS = Check(
+    "null or a list of different whole numbers, 0 or more, such as [0,1,2]",
+    lambda value: (
+        value is None
+        or (isinstance(value, list) and bool(value) and all(map(whole(0).holds, value)) and len(set(value)) == len(value))
+    ),
+)
 
 CHECKS: dict[str, Check] = {
     "seed": whole(0),
+    "seeds": SEEDS,
     "output_dir": TEXT,
     "resume": FLAG,
     "force": FLAG,
@@ -134,16 +143,43 @@ CHECKS: dict[str, Check] = {
     "dataset.split_seed": whole(0),
     "dataset.val_fraction": number(0, 0.5, open_low=True),
     "dataset.test_fraction": number(0, 0.5, open_low=True),
+    "dataset.path": PATH,
+    "dataset.resolution": whole(1),
+    "dataset.train_size": whole(1, optional=True),
+    "dataset.val_size": whole(1, optional=True),
+    "dataset.test_size": whole(1, optional=True),
+    "dataset.crop_scale": number(0, 1, open_low=True),
+    "dataset.workers": whole(0, optional=True),
+    "dataset.crop_padding": whole(0),
+    "dataset.flip": FLAG,
+    "dataset.randaugment": whole(0),
+    "dataset.randaugment_magnitude": whole(0, 30),
+    "dataset.erasing": number(0, 1),
+    "dataset.mixup": number(0),
+    "dataset.cutmix": number(0),
     "dataset.context": whole(1),
+    "dataset.train": PATH,
+    "dataset.val": OPTIONAL_TEXT,
+    "dataset.test": OPTIONAL_TEXT,
+    "dataset.folder": PATH,
     "dataset.sha256": TEXT,
     "dataset.task": one_of("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli"),
     "dataset.held_out": number(0, 0.5),
     "dataset.limit": whole(1, optional=True),
     "dataset.size": whole(1),
     "dataset.max_length": whole(8),
-    "dataset.tokenizer": OPTIONAL_TEXT,
+    "dataset.tokenizer": TEXT,
     "dataset.vocabulary": whole(4),
-    "model.checkpoint": TEXT,
+    "dataset.source": OPTIONAL_TEXT,
+    "dataset.target": OPTIONAL_TEXT,
+    "dataset.subwords": one_of("none", "sentencepiece", "subword_nmt"),
+    "dataset.moses": FLAG,
+    "dataset.words": whole(1),
+    "dataset.longest": whole(2),
+    "dataset.max_tokens": whole(1),
+    "dataset.beam": whole(1),
+    "dataset.length_penalty": number(0),
+    "model.pretrained": TEXT,
     "model.pooling": one_of("cls", "mean"),
     "model.channels": WIDTHS,
     "model.hidden": WIDTHS,
@@ -151,9 +187,22 @@ CHECKS: dict[str, Check] = {
     "model.heads": whole(1),
     "model.width": whole(1),
     "model.dropout": FRACTION,
+    "model.attention_dropout": FRACTION,
+    "model.activation_dropout": FRACTION,
+    "model.ffn": whole(1),
+    "model.share_embeddings": one_of("auto", "none", "decoder", "all"),
+    "model.depth": whole(8),
+    "model.form": one_of("auto", "cifar", "imagenet"),
+    "model.patch": whole(1, optional=True),
+    "model.stochastic_depth": FRACTION,
+    "model.name_in_timm": TEXT,
+    "model.options": Check(
+        "null or keyword arguments such as {drop_path_rate: 0.1}", lambda value: isinstance(value, dict | None)
+    ),
     "model.include": EXPRESSIONS,
     "model.exclude": EXPRESSIONS,
     "recipe.prune_at": FRACTION,
+    "recipe.permute": FLAG,
     "recipe.decay": DECAY,
     "recipe.switch": SWITCH,
     "recipe.t_min": number(0, 1),
@@ -185,6 +234,8 @@ CHECKS: dict[str, Check] = {
     "optimizer.nesterov": FLAG,
     "schedule.warmup": FRACTION,
     "schedule.final": number(0, 1),
+    "schedule.warmup_steps": whole(1),
+    "schedule.init_lr": number(0),
     "trainer.epochs": whole(1),
     "trainer.budget": BUDGET,
     "trainer.batch_size": whole(1),
@@ -192,7 +243,7 @@ CHECKS: dict[str, Check] = {
     "trainer.clip": number(0, open_low=True, optional=True),
     "trainer.on_oom": one_of("fail", "halve"),
     "trainer.precision": one_of("auto", "fp32", "bf16", "fp16"),
-    "trainer.device": one_of("auto", "cpu", "cuda"),
+    "trainer.device": one_of("auto", "cpu", "cuda", "free"),
     "trainer.compile": FLAG,
     "trainer.label_smoothing": FRACTION,
     "trainer.mvue": PATTERN,
@@ -201,6 +252,7 @@ CHECKS: dict[str, Check] = {
     "trainer.log_every": whole(1),
     "trainer.diagnose_every": whole(1, optional=True),
     "trainer.checkpoint_every": whole(1),
+    "trainer.average": whole(1),
     "trainer.limit_batches": whole(1, optional=True),
     "trainer.threads": whole(1, optional=True),
     "track.mode": one_of("auto", "online", "offline"),

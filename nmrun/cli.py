@@ -21,10 +21,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import nmrun
-from nmrun import config_source, precheck, schema
+from nmrun import config_source, experiment, precheck, schema
 from nmrun.checks import near
 from nmrun.errors import ConfigError
 from nmrun.identity import run_folder
+from nmrun.metric import higher_is_better
 
 VERBS = {
     "table": "nmrun.report.cli:table",
@@ -32,9 +33,11 @@ VERBS = {
     "export": "nmrun.sparsity.export:main",
     "bench": "nmrun.bench:main",
     "search": "nmrun.sparsity.search:main",
+    "prepare": "nmrun.data.prepare:main",
     "doctor": "nmrun.doctor:main",
 }
-SWEEP, JOBS = "NMRUN_SWEEP", "NMRUN_JOBS"  # told to job processes: the sweep's folder, and of how many jobs
+# told to job processes: the sweep's folder, of how many jobs, and how many of them came before this Hydra sweep's
+SWEEP, JOBS, BEFORE = "NMRUN_SWEEP", "NMRUN_JOBS", "NMRUN_BEFORE"
 
 config_source.register()
 
@@ -66,31 +69,36 @@ def _main(argv: list[str]) -> int:
         return 0
     asked = precheck.options(argv)
     flags = [word for word in argv if word not in asked.overrides]
-    asked.overrides = precheck.own_recipe(asked.overrides)
-    sys.argv[1:] = [*flags, *asked.overrides]  # Hydra wants its options first
     if asked.help or asked.hydra_help or asked.shell_completion:
-        _job()
+        _hydra(flags, asked.overrides)
         return 0
-    found = precheck.look(asked.overrides, asked.multirun, asked.config_dir)
-    if found.problems:
-        raise ConfigError(found.problems)
-    if asked.cfg or asked.info:
-        _job()
-        return 0
-    if not asked.multirun:
-        _job()
-        return _exit_status(_outcomes[-1])
+    sweeps = [precheck.own_recipe(words) for words in experiment.expand(asked.overrides, asked.multirun)]
+    looks = [precheck.look(words, asked.multirun, asked.config_dir) for words in sweeps]
+    if problems := list(dict.fromkeys(problem for found in looks for problem in found.problems)):
+        raise ConfigError(problems)
+    if asked.cfg or asked.info or not asked.multirun:
+        _hydra(flags, sweeps[0])
+        return 0 if asked.cfg or asked.info else _exit_status(_outcomes[-1])
     with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-        folder = Path(found.output_dir, ".sweeps", name).absolute() if _leads() else Path(nowhere)
-        _make(folder, found.output_dir)
-        os.environ[SWEEP], os.environ[JOBS] = str(folder), str(found.jobs or "?")
+        name, output_dir = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", looks[0].output_dir
+        folder = Path(output_dir, ".sweeps", name).absolute() if _leads() else Path(nowhere)
+        _make(folder, output_dir)
+        counts = [found.jobs for found in looks]
+        jobs = None if None in counts else sum(count or 0 for count in counts)
+        os.environ[SWEEP], os.environ[JOBS] = str(folder), str(jobs or "?")
         status = 0
         try:
-            _job()
+            for i, words in enumerate(sweeps):
+                os.environ[BEFORE] = str(sum(count or 0 for count in counts[:i]))
+                _hydra(flags, words)
         except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
             status = int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
-        return max(status, _summary(folder, found.jobs)) if _leads() else status
+        return max(status, _summary(folder, jobs)) if _leads() else status
+
+
+def _hydra(flags: list[str], overrides: list[str]) -> None:
+    sys.argv[1:] = [*flags, *overrides]  # Hydra wants its options first
+    _job()
 
 
 def _leads() -> bool:
@@ -114,8 +122,8 @@ def _job(composed: DictConfig) -> float | None:
     sweep = Path(os.environ[SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [word.replace("\\:", ":") for word in job.overrides.task]  # Hydra escapes a ratio for itself
     if sweep:
-        print(f"[{job.job.num + 1}/{os.environ[JOBS]}] {' '.join(overrides)}", flush=True)
-    outcome = _outcome(composed, sweep.name if sweep else None)
+        print(f"[{int(os.environ[BEFORE]) + job.job.num + 1}/{os.environ[JOBS]}] {' '.join(overrides)}", flush=True)
+    outcome, values = _outcomes_of(composed, sweep.name if sweep else None)
     _outcomes.append(outcome)
     if sweep and _leads():  # a file, since jobs may run in other processes
         line = {key: outcome.get(key) for key in ("status", "folder", "error", "metrics")} | {"overrides": overrides}
@@ -123,8 +131,25 @@ def _job(composed: DictConfig) -> float | None:
             record.write(json.dumps(line) + "\n")
         if outcome["status"] == "interrupted":
             raise SystemExit(_exit_status(outcome))
-    value = outcome.get("metrics", {}).get("final", {}).get(f"eval/{outcome.get('metric')}")  # what a Hydra sweeper optimises
-    return None if value is None else float(value)
+    return sum(values) / len(values) if values else None
+
+
+def _outcomes_of(composed: DictConfig, sweep: str | None) -> tuple[dict[str, Any], list[float]]:
+    """A job is one run, or one for each of ``seeds``: the outcome that matters most, and what a Hydra sweeper minimises, by seed."""
+    seeds = composed.get("seeds")
+    found = []
+    for seed in [composed.seed] if seeds is None else seeds:
+        composed.seed = seed
+        found.append(_outcome(composed, sweep))
+        if found[-1]["status"] == "interrupted":
+            break
+    finals = [(one.get("metrics", {}).get("final", {}), f"eval/{one.get('metric')}") for one in found]
+    values = [
+        -float(final[metric]) if higher_is_better(metric) else float(final[metric])
+        for final, metric in finals
+        if metric in final
+    ]
+    return max(found, key=_exit_status), values if len(values) == len(found) else []
 
 
 def _outcome(composed: DictConfig, sweep: str | None) -> dict[str, Any]:

@@ -66,10 +66,12 @@ def check(composed: DictConfig) -> Config:
         raise ConfigError(found)
     for key, holder, leaf in _places(plain):
         holder[leaf] = CHECKS[key].convert(holder[leaf])
+    plain.pop("seeds", None)  # a run has one
     plain["recipe"]["name"] = _recipe_name(plain["recipe"])
     n, m = plain["sparsity"]["n"], plain["sparsity"]["m"]
     if n is None or plain["recipe"] == {"name": "dense"}:
-        return Config({**plain, "recipe": {"name": "dense"}, "sparsity": {"n": None, "m": None, "overrides": None}}, None)
+        nothing = {"n": None, "m": None, "overrides": None, "pad": False}
+        return Config({**plain, "recipe": {"name": "dense"}, "sparsity": nothing}, None)
     pattern = Pattern.parse(f"{n}:{m}")
     return Config({**plain, "sparsity": {**plain["sparsity"], "n": pattern.n, "m": pattern.m}}, pattern)
 
@@ -180,7 +182,8 @@ def _combinations(plain: dict[str, Any], good: Callable[..., bool]) -> list[str]
         line = f"recipe=step freezes Adam's second moment, which {name} has not: use optimizer=adam or adamw"
         found += [line] if name not in ("adam", "adamw") else []
     inputs: list[int] = []
-    if pattern is not None and good("model", "model.channels", "model.hidden") and model["name"] in SPARSE_INPUTS:
+    unpadded = good("sparsity.pad") and not plain["sparsity"]["pad"]
+    if pattern is not None and unpadded and good("model", "model.channels", "model.hidden") and model["name"] in SPARSE_INPUTS:
         inputs = SPARSE_INPUTS[model["name"]](model)
     if builtin and not dense and good(*(f"recipe.{key}" for key in recipe)):
         found += _schedule(recipe, pattern, inputs)
@@ -197,7 +200,7 @@ def _combinations(plain: dict[str, Any], good: Callable[..., bool]) -> list[str]
     ):
         found.append(
             f"sparsity={pattern}: model {model['name']} has no layer whose inputs are a multiple of {pattern.m} "
-            f"(its inner layers have {', '.join(map(str, dict.fromkeys(inputs)))} inputs)"
+            f"(its inner layers have {', '.join(map(str, dict.fromkeys(inputs)))} inputs); sparsity.pad=true allows that"
         )
     if good("output_dir"):
         folder = Path(plain["output_dir"])
@@ -233,6 +236,7 @@ def _schedule(recipe: dict[str, Any], pattern: Pattern | None, inputs: list[int]
             f"recipe={recipe['name']} sparsity={pattern}: its first pattern, {path[0]}, does not divide all layers' inputs "
             f"({', '.join(map(str, dict.fromkeys(held)))})"
             + ("; fewer recipe.frames start smaller" if "frames" in recipe else "")
+            + "; sparsity.pad=true allows that"
         )
     return found
 

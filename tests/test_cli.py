@@ -8,8 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_module
+from runs import TINY
+
+from nmrun import cli, config_source
 
 HEAVY = ("torch", "wandb", "pandas", "sklearn", "fairseq", "matplotlib")
 PROBE = f"""
@@ -186,3 +191,24 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     assert "Traceback" not in said
     (result,) = list(tmp_path.rglob("result.json"))
     assert json.loads(result.read_text())["status"] == "interrupted"
+
+
+def test_several_seeds_in_one_job_and_what_a_sweeper_minimises(tmp_path: Path) -> None:
+    words = [*TINY, "recipe=ste", "trainer.epochs=1", f"output_dir={tmp_path}", "seeds=[3,5]"]
+    config_source.register()
+    with initialize_config_module("nmrun.conf", version_base="1.3"):
+        outcome, values = cli._outcomes_of(compose("nmrun", words), None)
+        again, same = cli._outcomes_of(compose("nmrun", words), None)
+    assert sorted(p.name.partition("-")[0] for p in tmp_path.glob("digits/small_conv/ste/2of4/*")) == ["s3", "s5"]
+    results = [json.loads(p.read_text()) for p in sorted(tmp_path.rglob("result.json"))]
+    assert values == same == [-result["metrics"]["final"]["eval/accuracy"] for result in results]
+    assert (outcome["status"], again["status"]) == ("finished", "skipped")
+    assert [result["config"]["seed"] for result in results] == [3, 5]
+    assert "seeds" not in results[0]["config"]
+
+
+@pytest.mark.parametrize("seeds", ["[]", "[1,1]", "[-1]", "3", "[a]"])
+def test_seeds_that_are_none(nmrun_cli, seeds: str) -> None:
+    done = nmrun_cli(f"seeds={seeds}")
+    assert done.returncode == 2
+    assert "null or a list of different whole numbers" in done.stderr

@@ -1,0 +1,51 @@
+"""Each process takes a GPU of its own, and waits where there is none left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TAKE = "import sys; from nmrun.devices import free_gpu; print(free_gpu(2, 0.01), free_gpu(2), flush=True); sys.stdin.read()"
+
+
+def test_three_processes_on_two_gpus(tmp_path: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    start = lambda: subprocess.Popen(  # noqa: E731
+        [sys.executable, "-c", TAKE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    first = start()
+    assert first.stdout is not None
+    assert first.stdout.readline() == "0 0\n"
+    second = start()
+    assert second.stdout is not None
+    assert second.stdout.readline() == "1 1\n"
+    third = start()
+    with pytest.raises(subprocess.TimeoutExpired):
+        third.wait(0.5)
+    first.kill()  # however it ends
+    first.wait()
+    assert third.stdout is not None
+    assert third.stdout.readline() == "0 0\n"
+    for process in (second, third):
+        process.communicate("")
+
+
+def test_visible_devices_are_told_apart_by_their_own_numbers(tmp_path: Path) -> None:
+    run = "import sys; from nmrun.devices import free_gpu; print(free_gpu(1), flush=True); sys.stdin.read()"
+    started = []
+    for visible in ("3", "5"):
+        environment = {**os.environ, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible}
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            )
+        )
+        assert started[-1].stdout is not None
+        assert started[-1].stdout.readline() == "0\n"
+    assert len(list(tmp_path.glob("nmrun-*-gpu-[35].lock"))) == 2
+    for process in started:
+        process.communicate("")
