@@ -34,6 +34,9 @@ class Diagnostics:
             handle.finalize(self.twin)
         self.twin.eval()
         self.load_state_dict(None)
+        self._dense: Weights = {}
+        self._used: Weights = {}
+        handle.recipe.followers.append(self._reorder)
 
     def before(self) -> None:
         """Training is about to take a step from these weights."""
@@ -85,6 +88,16 @@ class Diagnostics:
             [kept.to(w.dense.device) for kept, w in zip(state[key], weights, strict=True)] for key in ("masks", "flips")
         )
         self.step = int(state["step"])
+
+    def _reorder(self, name: str, dim: int, index: Tensor) -> None:
+        """A parameter became ``p.index_select(dim, index)``: so does what is remembered of it."""
+        for weights in (self._dense, self._used):
+            if name in weights:
+                weights[name] = weights[name].index_select(dim, index)
+        for i, weight in enumerate(self.sparse.values()):
+            if weight.name == name:
+                self.masks[i] = pack(unpack(self.masks[i], weight.shape).index_select(dim, index))
+                self.flips[i] = self.flips[i].index_select(dim, index)
 
     def _weights(self) -> tuple[Weights, Weights]:
         """Copies of all parameters: the dense ones, and those that the forward pass uses."""

@@ -47,6 +47,14 @@ class MaskMetrics:
         self.begin()
         self._before = [mask_of(w) for w in self.weights]
 
+    def reorder(self, name: str, dim: int, index: Tensor) -> None:
+        """A weight became ``weight.index_select(dim, index)``: so do the masks that are remembered of it."""
+        for i, weight in enumerate(self.weights):
+            if weight.name == name and self.first:
+                self.first[i] = pack(unpack(self.first[i], weight.shape).index_select(dim, index))
+            if weight.name == name and self._before:
+                self._before[i] = self._before[i].index_select(dim, index)
+
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> dict[str, float]:
         """What the step did, over all sparse weights together.

@@ -1,0 +1,91 @@
+"""The graph of a model's forward pass, by ``torch.fx``, which follows symbols through the code instead of tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx, nn
+
+HOMES = {
+    "torch",
+    "torch.functional",
+    "torch.nn.functional",
+    "torch._C._nn",
+    "_operator",
+}  # modules whose functions are known by name
+
+
+def graphs(model: nn.Module) -> list[tuple[fx.Graph, set[str]]]:
+    """The graphs of training and of evaluation, each with the names of the modules that do not show in it.
+
+    A submodule that cannot be traced is one node of the graph, and it and all modules in it do not show. The model itself is left alone.
+    Raises ValueError, one line, if its own forward cannot be traced.
+    """
+    try:
+        empty: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
+        twin = copy.deepcopy(model, empty)  # tracing runs its code, which may leave something behind
+        return [_trace(twin.train(training)) for training in (True, False)]
+    except Exception as error:  # whatever that code does with values that are none
+        first = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
+        raise ValueError(f"the model cannot be traced ({first})") from error
+
+
+class _Tracer(fx.Tracer):
+    """Takes modules of the classes ``opaque`` as they are; ``failed`` is the class of the innermost one that could not be traced."""
+
+    def __init__(self, opaque: set[type]) -> None:
+        super().__init__()
+        self.opaque = opaque
+        self.failed: type | None = None
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return type(m) in self.opaque or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        try:
+            return super().call_module(m, forward, args, kwargs)
+        except Exception:
+            self.failed = self.failed or type(m)
+            raise
+
+
+def _trace(model: nn.Module) -> tuple[fx.Graph, set[str]]:
+    opaque: set[type] = set()
+    while True:
+        tracer = _Tracer(opaque)
+        try:
+            graph = tracer.trace(model)
+        except Exception:
+            if tracer.failed is None or tracer.failed in opaque:
+                raise
+            opaque.add(tracer.failed)
+            continue
+        hidden = {id(part) for module in model.modules() if type(module) in opaque for part in module.modules()}
+        return graph, {name for name, module in model.named_modules() if id(module) in hidden}
+
+
+def name_of(node: fx.Node) -> str:
+    """What a node is or does, as a bare name ("relu" for ``relu_`` too); empty for a function that might be anything."""
+    if node.target is getattr:
+        return str(node.args[1])
+    if node.op == "call_function":
+        return node.target.__name__.strip("_") if getattr(node.target, "__module__", "") in HOMES else ""  # type: ignore[union-attr]
+    return str(node.target).strip("_") if node.op == "call_method" else str(node.target)
+
+
+def said(node: fx.Node) -> str:
+    """A node in a sentence."""
+    return (
+        "the model's input" if node.op == "placeholder" else name_of(node) or getattr(node.target, "__name__", str(node.target))
+    )
+
+
+def is_batch_size(size: Any, x: Any) -> bool:
+    """Whether ``size`` is ``x.size(0)`` or ``x.shape[0]``, for nodes of a graph."""
+    if not isinstance(size, fx.Node):
+        return False
+    shape: Any = size.args[0]
+    indexed = name_of(size) == "getitem" and isinstance(shape, fx.Node) and shape.target is getattr and size.args[1] == 0
+    return shape.args == (x, "shape") if indexed else name_of(size) == "size" and size.args == (x, 0)
