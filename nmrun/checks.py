@@ -66,7 +66,7 @@ def _is_pattern(value: Any) -> bool:
 
 def _is_ratios(value: Any) -> bool:
     try:
-        return value is None or all(re.compile(k) and (v == "dense" or Pattern.parse(v)) for k, v in value.items())
+        return value is None or all(re.compile(str(k)) and (v == "dense" or Pattern.parse(v)) for k, v in value.items())
     except (re.error, AttributeError, ValueError, TypeError):
         return False
 
@@ -95,7 +95,8 @@ EXPRESSIONS = Check(
     "a regular expression or a list of them", _is_expressions, lambda value: [value] if isinstance(value, str) else value
 )
 RATIOS = Check(
-    "null or regular expressions with a ratio or dense for each, such as {inner.1: 1:8}",
+    "null or regular expressions with a ratio (in YAML in quotes) or dense for each, as in "
+    "'sparsity.overrides={inner.1: 1:8, head: dense}'",
     _is_ratios,
     lambda value: (value and {str(k): v if v == "dense" else str(Pattern.parse(v)) for k, v in value.items()}) or None,
 )

@@ -16,6 +16,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
+from nmrun.data import stdlib_text
 from nmrun.patterns import Pattern, PatternError
 from nmrun.recipes import installed
 
@@ -24,7 +25,7 @@ USUAL = ("1:2", "2:4", "4:8", "1:4", "2:8", "1:8", "2:16", "1:16", "1:32")  # wh
 
 
 class RatioSource(ConfigSource):
-    """``sparsity/2:8`` is ``{n: 2, m: 8, overrides: null}``; ``recipe/mine`` is ``{name: mine, _target_: mypkg.recipes.Mine}``."""
+    """``sparsity/2:8`` is ``{n: 2, m: 8, overrides: null, pad: false}``; ``recipe/mine`` is ``{name: mine, _target_: mypkg.recipes.Mine}``."""
 
     @staticmethod
     def scheme() -> str:
@@ -47,7 +48,7 @@ class RatioSource(ConfigSource):
                 content: dict[str, Any] = {"name": name, "_target_": installed()[name]}
             else:
                 pattern = Pattern.parse(name)
-                content = {"n": pattern.n, "m": pattern.m, "overrides": None}
+                content = {"n": pattern.n, "m": pattern.m, "overrides": None, "pad": False}
         except PatternError as error:
             raise ConfigCompositionException(str(error)) from None
         header: dict[str, str | None] = {"package": group}
@@ -70,7 +71,8 @@ class RatioSearchPath(SearchPathPlugin):
 
 
 def register() -> None:
-    """Make both known to Hydra; done once, when the command line is imported."""
+    """Make both known to Hydra, and ``${stdlib_sha256:}`` to configs; done once, when the command line is imported."""
+    OmegaConf.register_new_resolver("stdlib_sha256", stdlib_text.digest, replace=True)
     plugins = Plugins.instance()
     for plugin in (RatioSource, RatioSearchPath):
         plugins.register(plugin)

@@ -36,6 +36,7 @@ class Handle:
         self.recipe, self.sparse, self.left_dense = recipe, sparse, left_dense
         self.measure_flips = False
         self.mask_metrics = MaskMetrics(sparse)
+        recipe.followers.append(self.mask_metrics.reorder)
         self._measured: dict[str, float] = {}
         self._optimizer = optimizer
         self._skip = False
@@ -154,6 +155,7 @@ def sparsify(
     overrides: Mapping[str, str | Pattern] | None = None,
     mvue: str | Pattern | None = None,
     fp8: bool = False,
+    pad: bool = False,
     **hyperparameters: Any,
 ) -> Handle:
     """Train ``model`` with N:M sparse weights: call this once, then train as always.
@@ -180,6 +182,8 @@ def sparsify(
     mvue: N:M for the gradient of the sparse linear layers' weights: from an unbiased estimate of the output gradient with at most N non-zeros
     in every M consecutive tokens. fp8: round the operands of their three products to FP8 (simulated). Both are S-STE's, work with
     any recipe, and act in training mode outside dense phases; see ``nmrun.sparsity.products``.
+    pad: make layers sparse too whose inputs are not a multiple of M. Their last group is short, as if zeros filled it up: at most N of its
+    weights are kept, all of them if there are no more. What they save is counted by what is really pruned.
     hyperparameters: the recipe's own, under the names of its paper, such as ``decay=2e-4`` for ``sr_ste``.
 
     Raises ValueError for an unknown recipe or pattern, a model without a single eligible weight, a model that is sparse already,
@@ -195,10 +199,11 @@ def sparsify(
             optimizer, rule, [], [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in candidates(model)]
         )
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    chosen, left_dense = select(model, pattern, include, exclude, owned, overrides, rule.refuses)
+    chosen, left_dense = select(model, pattern, include, exclude, owned, overrides, rule.refuses, pad)
     if not chosen:
         reasons = "; ".join(f"{d.name} {list(d.shape)}: {d.reason}" for d in left_dense[:8]) or "it has no such layer"
         raise ValueError(f"no weight of this model can be {pattern} sparse ({reasons})")
+    rule.prepare(model)
     sparse = [attach(c.module_name, c.module, c.attribute, c.pattern or pattern, c.dim, rule) for c in chosen]
     try:
         rule.attach(sparse, optimizer)

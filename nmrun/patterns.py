@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class PatternError(ValueError):
@@ -12,10 +12,14 @@ class PatternError(ValueError):
 
 @dataclass(frozen=True, order=True)
 class Pattern:
-    """N:M sparsity, ``n`` weights kept in every group of ``m``; 1 <= n <= m. ``str`` gives ``2:4``, ``slug`` ``2of4``."""
+    """N:M sparsity, ``n`` weights kept in every group of ``m``; 1 <= n <= m. ``str`` gives ``2:4``, ``slug`` ``2of4``.
+
+    ``length``, see :meth:`over`, is the size of the dimension whose last group may be short. 0, the default: M has to divide the size.
+    """
 
     n: int
     m: int
+    length: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= self.m:
@@ -31,6 +35,10 @@ class Pattern:
             raise PatternError(f"{text!r} is not an N:M pattern: write two numbers with a colon, such as 2:4 or 1:16")
         return cls(int(match[1]), int(match[2]))
 
+    def over(self, length: int) -> Pattern:
+        """The pattern along a dimension of just this size, as if zeros filled it up to whole groups: the last one may be short."""
+        return replace(self, length=length)
+
     def __str__(self) -> str:
         return f"{self.n}:{self.m}"
 
@@ -41,8 +49,9 @@ class Pattern:
 
     @property
     def density(self) -> float:
-        """The fraction of weights kept, n / m."""
-        return self.n / self.m
+        """The fraction of weights kept: n / m, and more where the last group is short."""
+        groups, rest = divmod(self.length or self.m, self.m)
+        return (groups * self.n + min(self.n, rest)) / (self.length or self.m)
 
 
 def stepwise(target: Pattern) -> list[Pattern]:
@@ -50,10 +59,10 @@ def stepwise(target: Pattern) -> list[Pattern]:
     ratio = target.m // target.n
     if target.m % target.n or ratio & (ratio - 1):
         raise PatternError(f"stepwise structure decay halves M until it is N; for {target}, M / N is not a power of two")
-    halves = [Pattern(target.m >> i, target.m) for i in range(1, ratio.bit_length())]
-    return list(dict.fromkeys([Pattern(max(target.m - 1, target.n), target.m), *halves, target]))
+    halves = [replace(target, n=target.m >> i) for i in range(1, ratio.bit_length())]
+    return list(dict.fromkeys([replace(target, n=max(target.m - 1, target.n)), *halves, target]))
 
 
 def geometric(target: Pattern, frames: int) -> list[Pattern]:
     """``kN:kM`` for k = 2^(frames - 1), ..., 2, 1: the same density in ever smaller groups."""
-    return [Pattern(target.n << i, target.m << i) for i in reversed(range(frames))]
+    return [replace(target, n=target.n << i, m=target.m << i) for i in reversed(range(frames))]

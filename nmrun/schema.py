@@ -118,7 +118,11 @@ def _places(plain: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
 def _wrong_keys(group: str, given: dict[str, Any]) -> dict[str, str]:
     """What a group should not have, lacks, or is: each problem with the key that is wrong."""
     if group == "recipe" and "_target_" in given:
-        called = _recipe_name(given)
+        target, called = str(given["_target_"]), _recipe_name(given)
+        if not re.fullmatch(r"\w+(\.\w+)+", target):
+            return {
+                f"recipe._target_={target}: it takes package.Class, a subclass of nmrun.recipes.base.Recipe": "recipe._target_"
+            }
         fits = re.fullmatch(r"[\w.-]+", called)
         return {} if fits else {f"recipe.name={called}: it names a folder: letters, digits, and . _ -": "recipe.name"}
     name = given.get("name") if group in NAMED else UNNAMED[group]

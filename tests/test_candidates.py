@@ -155,8 +155,8 @@ def test_maskllm_s_logits_get_the_gradient_of_its_objective() -> None:
     logits, used, dense, wanted = [], [], [], []
     for layer in (model[0], model[2]):
         projection = layer.parametrizations.weight[0]
-        noise = temperature * projection.soft.log() - kappa * projection.logits.detach()  # up to a constant a group
-        leaf = projection.logits.detach().clone().requires_grad_()
+        noise = temperature * projection.soft.log() - kappa * projection.scores.detach()  # up to a constant a group
+        leaf = projection.scores.detach().clone().requires_grad_()
         soft = torch.softmax((kappa * leaf + noise) / temperature, -1)
         w = layer.parametrizations.weight.original.detach()
         mask = torch.zeros(*soft.shape[:-1], 4, dtype=w.dtype)
@@ -173,10 +173,10 @@ def test_maskllm_s_logits_get_the_gradient_of_its_objective() -> None:
     (model(x) - y).square().mean().backward()
     optimizer.step()
     for layer, leaf, g in zip((model[0], model[2]), logits, wanted, strict=True):
-        moved = layer.parametrizations.weight[0].logits.detach() - leaf.detach()
+        moved = layer.parametrizations.weight[0].scores.detach() - leaf.detach()
         torch.testing.assert_close(moved, -10 * LR * g, rtol=1e-6, atol=1e-10)  # lr_mult = 10
-    frozen = [p for name, p in model.named_parameters() if "logits" not in name]
-    kept = [b for (name, _), b in zip(model.named_parameters(), before, strict=True) if "logits" not in name]
+    frozen = [p for name, p in model.named_parameters() if "scores" not in name]
+    kept = [b for (name, _), b in zip(model.named_parameters(), before, strict=True) if "scores" not in name]
     assert all(torch.equal(a, b) for a, b in zip(frozen, kept, strict=True))
 
 
@@ -192,7 +192,7 @@ def test_maskllm_ends_with_the_likeliest_masks() -> None:
     assert handle.phase == "sparse"
     for layer in (model[0], model[2]):
         projection = layer.parametrizations.weight[0]
-        dense, best = layer.parametrizations.weight.original.detach(), projection.logits.argmax(-1)
+        dense, best = layer.parametrizations.weight.original.detach(), projection.scores.argmax(-1)
         mask = torch.zeros(*best.shape, 4, dtype=dense.dtype)
         for place in itertools.product(*map(range, best.shape)):
             mask[place][MASKS[int(best[place])]] = 1.0
@@ -205,7 +205,7 @@ def test_the_prior_prefers_large_weights() -> None:
     """With a strong prior the likeliest mask is the magnitude mask from the start."""
     model, _optimizer, _handle = maskllm(dense=0.0, prior=50.0)
     for layer in (model[0], model[2]):
-        dense, logits = layer.parametrizations.weight.original.detach(), layer.parametrizations.weight[0].logits
+        dense, logits = layer.parametrizations.weight.original.detach(), layer.parametrizations.weight[0].scores
         kept = top(dense, 2, 4).reshape(*logits.shape[:-1], 4)
         for place in itertools.product(*map(range, logits.shape[:-1])):
             assert sorted(MASKS[int(logits[place].argmax())]) == kept[place].nonzero().flatten().tolist()

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from nmrun.patterns import Pattern
+from nmrun.sparsity.masks import filled
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 SMALLEST = 1 << 12  # weights; below this the reference takes 0.1 ms a step and a first build 3,000 steps to pay back
@@ -50,10 +51,12 @@ def project(weight: Tensor, out: Tensor, pattern: Pattern, dim: int, soft: bool 
     if kernel is None:
         return False
     inner = weight[0].numel() if dim == 0 else weight.shape[dim + 1 :].numel()
-    columns = weight.numel() // pattern.m
-    threads = max(1, min(torch.get_num_threads(), weight.numel() // CHUNK))
+    whole = filled(weight, pattern, dim)
+    result = out if whole is weight else torch.empty_like(whole)
+    columns = whole.numel() // pattern.m
+    threads = max(1, min(torch.get_num_threads(), whole.numel() // CHUNK))
     step = -(-columns // threads)
-    source, target = weight.data_ptr(), out.data_ptr()
+    source, target = whole.data_ptr(), result.data_ptr()
     parts = [(begin, min(begin + step, columns)) for begin in range(0, columns, step)]
     jobs = [
         _pool(os.getpid()).submit(kernel, source, target, begin, end, inner, int(soft), scale) for begin, end in parts[1:]
@@ -61,6 +64,8 @@ def project(weight: Tensor, out: Tensor, pattern: Pattern, dim: int, soft: bool 
     kernel(source, target, *parts[0], inner, int(soft), scale)
     for job in jobs:
         job.result()
+    if result is not out:
+        out.copy_(result.narrow(dim, 0, out.shape[dim]))
     return True
 
 

@@ -7,11 +7,11 @@ the projected weight reaches the dense weight unchanged (straight-through). A ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nmrun.kernels import cpu
 from nmrun.patterns import Pattern
@@ -33,10 +33,12 @@ def hardware_density(pattern: Pattern) -> float:
     """What 2:4 sparse tensor cores make of a product with a weight that is N:M along the dimension that is summed over.
 
     They halve it where at most two of every aligned four weights are non-zero: for 1:M, as four weights lie in two groups at most,
-    and for 2:M with M a multiple of 4 (2:4, 2:8). All else they compute as dense: 1.0 for 4:8 or 2:6.
+    and for 2:M with M a multiple of 4 (2:4, 2:8). All else they compute as dense: 1.0 for 4:8 or 2:6. A dimension that four do not
+    divide is filled up with zeros.
     """
     fits = (pattern.n == 1 and pattern.m > 1) or (pattern.n == 2 and pattern.m % 4 == 0)
-    return 0.5 if fits else 1.0
+    computed = -(-pattern.length // 4) * 4 / pattern.length if pattern.length else 1.0
+    return min(1.0, 0.5 * computed) if fits else 1.0
 
 
 class Recipe:
@@ -58,6 +60,8 @@ class Recipe:
         self.dense_forward = False  # True while the forward pass uses the dense weight itself
         self.dense_steps = 0  # how many steps at the beginning are planned before the weights are N:M, at most
         self.events: list[str] = []  # sentences for the log
+        # called with (parameter name, dim, index) for a parameter that becomes ``p.index_select(dim, index)``: for who remembers masks
+        self.followers: list[Callable[[str, int, Tensor], None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
         return self  # a deep copy of a model (EMA) follows the same clock
@@ -75,6 +79,9 @@ class Recipe:
     def refuses(self, shape: Sequence[int], dim: int, pattern: Pattern) -> str:
         """Why this recipe cannot make a weight of this shape sparse, beyond M not dividing the inputs; empty if it can."""
         return ""
+
+    def prepare(self, model: nn.Module) -> None:
+        """Called once, before any weight is parametrized: for a recipe that has to know the network around its weights."""
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         """Called once, after the weights are parametrized: check the optimizer, register buffers on ``weight.projection``."""

@@ -14,15 +14,16 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nmrun.patterns import Pattern
 from nmrun.recipes.held import HeldMask, mask_gradients
+from nmrun.recipes.scored import ScoredMasks
 from nmrun.sparsity.attach import Projection, SparseWeight
-from nmrun.sparsity.candidates import by_group, candidates, from_groups, too_many
+from nmrun.sparsity.candidates import candidates
 
 
-class LBC(HeldMask):
+class LBC(ScoredMasks, HeldMask):
     """``t_i``, ``t_f``: fractions of all steps between which candidates are dropped (0 and 0.5)."""
 
     name: ClassVar[str] = "lbc"
@@ -37,9 +38,6 @@ class LBC(HeldMask):
         self.begins, self.ends = round(t_i * total_steps), min(total_steps - 1, max(1, round(t_f * total_steps)))
         self.dense_steps = self.ends
 
-    def refuses(self, shape: Sequence[int], dim: int, pattern: Pattern) -> str:
-        return too_many(pattern)
-
     def left(self, pattern: Pattern) -> int:
         """How many candidates a group has at this step."""
         time_left = (self.ends - self.step) / max(1, self.ends - self.begins)
@@ -50,31 +48,27 @@ class LBC(HeldMask):
         return self.step >= self.ends
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        for weight in weights:
-            pattern, groups = weight.pattern, by_group(weight.dense, weight.pattern, weight.dim).shape[:-1]
-            shape = (*groups, math.comb(pattern.m, pattern.n))
-            score = 1 / math.comb(pattern.m - 1, pattern.n - 1)  # each member of the group starts with a total of 1
-            weight.projection.register_parameter("scores", nn.Parameter(weight.dense.detach().new_full(shape, score)))
+        def first(weight: SparseWeight, shape: tuple[int, ...]) -> Tensor:  # each member of a group starts with a total of 1
             weight.projection.register_buffer("alive", torch.ones(shape, dtype=torch.bool, device=weight.dense.device))
-        super().attach(weights, optimizer)
-        optimizer.add_param_group({"params": [weight.projection.get_parameter("scores") for weight in weights]})
+            return weight.dense.detach().new_full(shape, 1 / math.comb(weight.pattern.m - 1, weight.pattern.n - 1))
+
+        self.score(weights, optimizer, first)
+        HeldMask.attach(self, weights, optimizer)
 
     def choose(self, projection: Projection, dense: Tensor) -> Tensor:
         alive = projection.get_buffer("alive").to(dense.dtype)
-        union = alive @ candidates(projection.pattern, dense) > 0
-        return from_groups(union, dense.shape, projection.dim)
+        return self.mask(projection, alive @ candidates(projection.pattern, dense) > 0, dense.shape)
 
     def final(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
-        best = projection.get_parameter("scores").masked_fill(~projection.get_buffer("alive"), -math.inf).argmax(-1)
-        torch.mul(dense, from_groups(candidates(projection.pattern, dense)[best], dense.shape, projection.dim), out=out)
+        scores = projection.get_parameter("scores").masked_fill(~projection.get_buffer("alive"), -math.inf)
+        self.keep_best(projection, dense, out, scores)
 
     @torch.no_grad()
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         for weight in weights:
             if not self.is_sparse and weight.dense.grad is not None:
-                gain = by_group(weight.dense.grad * weight.dense, weight.pattern, weight.dim)
-                gradient = gain @ candidates(weight.pattern, gain).T
-                weight.projection.get_parameter("scores").grad = gradient * weight.projection.get_buffer("alive")
+                gain = self.of_candidates(weight, weight.dense.grad * weight.dense)
+                self.scores(weight).grad = gain * weight.projection.get_buffer("alive")
         mask_gradients(weights)
 
     @torch.no_grad()
@@ -82,7 +76,7 @@ class LBC(HeldMask):
         for weight in weights:
             alive, left = weight.projection.get_buffer("alive"), self.left(weight.pattern)
             if left < int(alive[(0,) * (alive.dim() - 1)].sum()):
-                scores = weight.projection.get_parameter("scores").masked_fill(~alive, -math.inf)
+                scores = self.scores(weight).masked_fill(~alive, -math.inf)
                 alive.zero_().scatter_(-1, scores.topk(left, dim=-1).indices, True)
                 weight.projection.get_buffer("mask").copy_(self.choose(weight.projection, weight.dense))
         if self.step == self.ends:

@@ -9,22 +9,21 @@ Cost: C / M logits a weight, C = (M over N), with optimizer state; a softmax and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nmrun.patterns import Pattern
-from nmrun.recipes.base import Recipe
-from nmrun.sparsity import candidates as of_group
+from nmrun.recipes.scored import ScoredMasks
 from nmrun.sparsity.attach import Projection, SparseWeight
-from nmrun.sparsity.candidates import by_group, candidates, from_groups
+from nmrun.sparsity.candidates import by_group, candidates, gumbel_softmax, softmax_gradient
 from nmrun.sparsity.masks import nm_mask
 
 Span = Sequence[float]
 
 
-class MaskLLM(Recipe):
+class MaskLLM(ScoredMasks):
     """``kappa`` (100 to 500), ``temperature`` (4 to 0.05): from start to end. ``prior``: how much logits start out preferring large weights (3).
     ``reg``: 1e-5. ``lr_mult``: of the logits (10). ``dense``: fraction of all steps trained first (0.5; 0 for a model that comes trained).
     """
@@ -42,10 +41,7 @@ class MaskLLM(Recipe):
             raise ValueError("maskllm: kappa, temperature and lr_mult must be above 0, and 0 <= dense < 1")
         self.kappa, self.temperature, self.prior, self.reg, self.lr_mult = kappa, temperature, prior, reg, lr_mult
         self.begins, self.ends = round(dense * total_steps), total_steps
-        self.seed, self.dense_forward, self.dense_steps = 0, True, total_steps
-
-    def refuses(self, shape: Sequence[int], dim: int, pattern: Pattern) -> str:
-        return of_group.too_many(pattern)
+        self.dense_forward, self.dense_steps = True, total_steps
 
     @property
     def is_sparse(self) -> bool:
@@ -55,14 +51,12 @@ class MaskLLM(Recipe):
         return span[0] + (span[1] - span[0]) * (self.step - self.begins) / max(1, self.ends - 1 - self.begins)
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        self.seed, self.place = int(torch.randint(2**31, ())), {weight.name: i for i, weight in enumerate(weights)}
-        for weight in weights:
-            groups = by_group(weight.dense, weight.pattern, weight.dim)
-            logits = nn.Parameter(0.01 * torch.randn_like(groups @ candidates(weight.pattern, groups).T))
-            weight.projection.register_parameter("logits", logits)
-            weight.projection.register_buffer("soft", torch.zeros_like(logits, requires_grad=False), persistent=False)
-        every = [weight.projection.get_parameter("logits") for weight in weights]
-        optimizer.add_param_group({"params": every, "lr": float(optimizer.param_groups[0]["lr"]) * self.lr_mult})
+        def first(weight: SparseWeight, shape: tuple[int, ...]) -> Tensor:
+            weight.projection.register_buffer("soft", weight.dense.detach().new_zeros(shape), persistent=False)
+            return 0.01 * torch.randn(shape, dtype=weight.dense.dtype, device=weight.dense.device)
+
+        self.place = {weight.name: number for number, weight in enumerate(weights)}
+        self.score(weights, optimizer, first, lr=float(optimizer.param_groups[0]["lr"]) * self.lr_mult)
         self.after_step(weights, optimizer)
 
     @torch.no_grad()
@@ -70,10 +64,9 @@ class MaskLLM(Recipe):
         if self.step != self.begins:
             return
         for weight in weights:
-            logits = weight.projection.get_parameter("logits")
-            kept = by_group(nm_mask(weight.dense, weight.pattern, weight.dim).to(logits.dtype), weight.pattern, weight.dim)
-            agreement = kept @ candidates(weight.pattern, logits).T - weight.pattern.n / 2
-            logits.add_(self.prior * logits.std() * agreement)
+            kept = nm_mask(by_group(weight.dense, weight.pattern, weight.dim), weight.pattern, -1)
+            logits, options = self.scores(weight), candidates(weight.pattern, weight.dense)
+            logits.add_(self.prior * logits.std() * (kept.to(options.dtype) @ options.T - weight.pattern.n / 2))
         self.dense_forward = False
         self.events.append(f"step {self.step}: MaskLLM freezes the weights and begins to learn masks")
 
@@ -81,15 +74,14 @@ class MaskLLM(Recipe):
         if self.is_sparse:
             return self.final(projection, dense, out)
         seed = self.seed + 10007 * self.step + self.place[projection.name]  # so that a resumed run draws the same
-        logits, soft = self._at(self.kappa) * projection.get_parameter("logits").detach(), projection.get_buffer("soft")
-        soft.copy_(of_group.gumbel_softmax(logits, self._at(self.temperature), seed))
-        torch.mul(dense, from_groups(soft @ candidates(projection.pattern, dense), dense.shape, projection.dim), out=out)
+        logits, soft = self._at(self.kappa) * projection.get_parameter("scores").detach(), projection.get_buffer("soft")
+        soft.copy_(gumbel_softmax(logits, self._at(self.temperature), seed))
+        torch.mul(dense, self.mask(projection, soft @ candidates(projection.pattern, dense), dense.shape), out=out)
 
     def final(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
         if self.dense_forward:
             return super().final(projection, dense, out)
-        best = candidates(projection.pattern, dense)[projection.get_parameter("logits").argmax(-1)]
-        torch.mul(dense, from_groups(best, dense.shape, projection.dim), out=out)
+        self.keep_best(projection, dense, out, projection.get_parameter("scores"))
 
     @torch.no_grad()
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
@@ -100,15 +92,8 @@ class MaskLLM(Recipe):
             parameter.grad = None  # frozen: an optimizer passes over it
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:
-                soft, scale = weight.projection.get_buffer("soft"), self._at(self.kappa) / self._at(self.temperature)
-                w, g = (by_group(t, weight.pattern, weight.dim) for t in (weight.dense, gradient))
-                options = candidates(weight.pattern, soft)
-                of_mask = g * w - 2 * self.reg * w.square() * (soft @ options)
-                weight.projection.get_parameter("logits").grad = scale * of_group.softmax_gradient(soft, of_mask @ options.T)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "seed": self.seed}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.seed = int(state["seed"])
+                soft, w = weight.projection.get_buffer("soft"), weight.dense
+                blend = self.mask(weight.projection, soft @ candidates(weight.pattern, soft), w.shape)
+                of_mask = self.of_candidates(weight, gradient * w - 2 * self.reg * w.square() * blend)
+                scale = self._at(self.kappa) / self._at(self.temperature)
+                self.scores(weight).grad = scale * softmax_gradient(soft, of_mask)

@@ -69,10 +69,10 @@ class Progressive(Recipe):
         self.patterns = sorted({weight.pattern for weight in weights})
         for weight in weights:
             largest, inputs = max(p.m for p in self.frames(weight.pattern)), weight.shape[weight.dim]
-            if inputs % largest:
+            if inputs % largest and not weight.pattern.length:
                 raise ValueError(
                     f"{self.name}: {weight.name} has {inputs} inputs, not a multiple of the {largest} of its coarsest pattern "
-                    f"{max(self.frames(weight.pattern), key=lambda p: p.m)} (fewer frames, or leave that layer out)"
+                    f"{max(self.frames(weight.pattern), key=lambda p: p.m)} (fewer frames, the option pad, or leave that layer out)"
                 )
 
     def densities(self, pattern: Pattern, step: int | None = None, hardware: bool = False) -> Densities:

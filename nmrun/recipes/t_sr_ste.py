@@ -52,9 +52,10 @@ class TSRSTE(HeldMask):
         )
 
     def choose(self, projection: Projection, dense: Tensor) -> Tensor:
-        at_each_position = dense.movedim((0, 1), (-2, -1))  # a convolution has one matrix (out, in) for each kernel position
-        matrix = at_each_position.reshape(-1, dense.shape[1])
-        return transposable_mask(matrix, projection.pattern).reshape(at_each_position.shape).movedim((-2, -1), (0, 1))
+        sides = (1 - projection.dim, projection.dim)
+        at_each_position = dense.movedim(sides, (-2, -1))  # a convolution has one matrix (out, in) for each kernel position
+        matrix = at_each_position.reshape(-1, dense.shape[projection.dim])
+        return transposable_mask(matrix, projection.pattern).reshape(at_each_position.shape).movedim((-2, -1), sides)
 
     def final(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
         if self.dense_forward:  # the paper's dense end: what is left is dense, and says so

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nmrun.patterns import Pattern
-from nmrun.sparsity.masks import grouped
+from nmrun.sparsity.masks import grouped, ungrouped
 
 MOST = 256  # candidates a group; beyond, their scores outweigh the weights many times over (4:16 has 1,820)
 
@@ -39,14 +39,14 @@ def too_many(pattern: Pattern) -> str:
 
 
 def by_group(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
-    """A view (..., M) whose last dimension runs over the members of a group."""
+    """A view (..., M) whose last dimension runs over the members of a group; a short last group filled up with zeros."""
     groups, _, d = grouped(weight, pattern, dim)
     return groups.movedim(d, -1)
 
 
 def from_groups(groups: Tensor, shape: torch.Size, dim: int) -> Tensor:
     """The inverse of :func:`by_group`: (..., M) back to ``shape``."""
-    return groups.movedim(-1, dim + 1).reshape(shape)
+    return ungrouped(groups.movedim(-1, dim + 1), shape[dim], dim + 1)
 
 
 def gumbel_softmax(logits: Tensor, temperature: float, seed: int) -> Tensor:

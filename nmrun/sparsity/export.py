@@ -26,32 +26,38 @@ def check_nm(
     include: str | list[str] | None = None,
     exclude: str | list[str] = (),  # type: ignore[assignment]
     overrides: Mapping[str, str | Pattern] | None = None,
+    pad: bool = False,
 ) -> list[str]:
     """Raise ValueError unless at most N of every M consecutive weights are non-zero, naming the first offending layer and group.
 
     A tensor is checked along ``dim``. Of a model that :func:`nmrun.sparsify` made sparse, the weights that its forward pass uses
     are checked; of a plain one (after ``finalize``, or loaded), every weight that could hold the pattern, less what ``include``
-    and ``exclude`` (regular expressions for whole module names) leave out, ``overrides`` as in ``sparsify``.
+    and ``exclude`` (regular expressions for whole module names) leave out, ``overrides`` and ``pad`` as in ``sparsify``.
+    With ``pad`` the last group of a tensor or of a plain model's weights may be short; without it, M must divide the tensor's size.
     Returns the names that were checked.
     """
     pattern = Pattern.parse(pattern)
     if isinstance(model_or_tensor, Tensor):
         weights = [("tensor", model_or_tensor, dim, pattern)]
     elif sparse := attached(model_or_tensor):
-        own = {w.name: w.pattern for w in sparse if w.pattern != w.projection.recipe.pattern}  # by overrides
-        weights = [(w.name, w.weight, w.dim, own.get(w.name, pattern)) for w in sparse]
+        own = {w.name: w.pattern for w in sparse if w.pattern.over(0) != w.projection.recipe.pattern}  # by overrides
+        weights = [(w.name, w.weight, w.dim, own.get(w.name, pattern.over(w.pattern.length))) for w in sparse]
     else:
-        chosen = select(model_or_tensor, pattern, include, exclude, overrides=overrides)[0]
+        chosen = select(model_or_tensor, pattern, include, exclude, overrides=overrides, pad=pad)[0]
         weights = [(c.name, c.tensor, c.dim, c.pattern or pattern) for c in chosen]
         if not weights:
             raise ValueError(f"no weight of this model could hold {pattern}: nothing to check")
     for name, weight, along, held in weights:
-        groups, _, d = grouped(weight, held, along)
+        groups, _, d = grouped(weight, held, along, pad)
         count = (groups != 0).sum(d)
         if bool((count > held.n).any()):
             first = (count > held.n).nonzero()[0].tolist()
-            at = ", ".join(f"{i * held.m}-{(i + 1) * held.m - 1}" if axis == d - 1 else str(i) for axis, i in enumerate(first))
-            raise ValueError(f"{name} is not {held}: {int(count[tuple(first)])} of {held.m} weights at [{at}] are non-zero")
+            start = first[d - 1] * held.m
+            end = min(start + held.m, weight.shape[d - 1])
+            at = ", ".join(f"{start}-{end - 1}" if axis == d - 1 else str(i) for axis, i in enumerate(first))
+            raise ValueError(
+                f"{name} is not {held}: {int(count[tuple(first)])} of {end - start} weights at [{at}] are non-zero"
+            )
     return [name for name, *_ in weights]
 
 
@@ -104,7 +110,7 @@ def main(argv: list[str]) -> int:
     state = load_file(source)
     try:
         for layer in sparsity["layers"]:
-            check_nm(state[layer["name"]], layer.get("pattern", sparsity["pattern"]), layer.get("dim", 1))
+            check_nm(state[layer["name"]], layer.get("pattern", sparsity["pattern"]), layer.get("dim", 1), pad=True)
         options.to.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, options.to / "model.safetensors")
         about = {

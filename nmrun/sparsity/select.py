@@ -65,6 +65,7 @@ def select(
     owned: Collection[int] | None = None,
     overrides: Mapping[str, str | Pattern] | None = None,
     refuses: Callable[[Sequence[int], int, Pattern], str] | None = None,
+    pad: bool = False,
 ) -> tuple[list[Candidate], list[LeftDense]]:
     """Split the candidates into those that will be sparse and those left dense, with the reason.
 
@@ -73,6 +74,7 @@ def select(
     ``overrides`` gives layers another pattern, or ``"dense"``, by such expressions; the first that matches counts, and more
     than ``exclude``.
     ``refuses(shape, dim, pattern)`` is a recipe's own reason against a weight, or empty.
+    ``pad`` lets the last group of every weight be short (see :meth:`Pattern.over`), so that M need not divide the inputs.
     Raises ConfigError for an expression that matches no candidate, since that is a typo nine times in ten.
     """
     every = list(candidates(model))
@@ -105,13 +107,23 @@ def select(
             reason = "frozen"
         elif owned is not None and id(weight) not in owned:
             reason = "not in the optimizer"
-        elif weight.shape[candidate.dim] % chosen.m:
-            reason = f"{weight.shape[candidate.dim]} inputs are not a multiple of {chosen.m}"
+        elif reason := _unfit(weight.shape[candidate.dim], chosen, pad):
+            pass
         elif not (reason := refuses(weight.shape, candidate.dim, chosen) if refuses else ""):
-            sparse.append(replace(candidate, pattern=chosen))
+            sparse.append(replace(candidate, pattern=chosen.over(weight.shape[candidate.dim]) if pad else chosen))
             continue
         dense.append(LeftDense(candidate.name, tuple(weight.shape), reason))
     return sparse, dense
+
+
+def _unfit(inputs: int, pattern: Pattern, pad: bool) -> str:
+    """Why a dimension of this size cannot hold the pattern, or an empty string."""
+    if inputs % pattern.m == 0:
+        return ""
+    reason = f"{inputs} inputs are not a multiple of {pattern.m}"
+    if inputs <= pattern.n:
+        return f"{reason}, and {pattern} would prune none of them"
+    return "" if pad else f"{reason} (the option pad allows that)"
 
 
 def _compiled(option: str, texts: str | Sequence[str], every: list[Candidate]) -> list[re.Pattern[str]]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nmrun.patterns import Pattern
+from nmrun.sparsity.masks import filled
 
 ENUMERATED_UP_TO = 4  # 90 candidates for 2:4; 1:8 alone would have 40,320
 
@@ -22,27 +23,31 @@ def block_patterns(n: int, m: int) -> Tensor:
 
 
 @torch.no_grad()
-def transposable_mask(weight: Tensor, pattern: str | Pattern) -> Tensor:
+def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False) -> Tensor:
     """The transposable N:M mask of a matrix (out, in) with the largest kept sum of ``|w|``, exact in every M x M block.
 
-    Bool, same shape; both dimensions must be multiples of M. For M <= 4 by trying all patterns at once (Hu et al. 2024,
+    Bool, same shape; both dimensions must be multiples of M. With ``pad`` the columns need not: the last blocks are filled up with
+    zeros, which take places in their rows, so rows keep N or fewer there. For M <= 4 by trying all patterns at once (Hu et al. 2024,
     arXiv 2404.01847, algorithm 1); for larger M an assignment problem a block at 1:M, else a small linear programme, whose
     corners are 0/1 since its constraint matrix is totally unimodular: exact but slow (milliseconds a block), on the CPU.
     """
     pattern = Pattern.parse(pattern)
     n, m = pattern.n, pattern.m
-    if weight.dim() != 2 or weight.shape[0] % m or weight.shape[1] % m:
+    if pad and weight.dim() == 2:
+        pattern = pattern.over(weight.shape[1])
+    if weight.dim() != 2 or weight.shape[0] % m or (weight.shape[1] % m and weight.shape[1] != pattern.length):
         raise ValueError(
             f"a transposable {pattern} mask needs a matrix with both sides multiples of {m}, not {tuple(weight.shape)}"
         )
-    rows, columns = weight.shape[0] // m, weight.shape[1] // m
-    blocks = weight.detach().abs().reshape(rows, m, columns, m).transpose(1, 2).reshape(-1, m * m).double()
+    whole = filled(weight.detach(), pattern, 1)
+    rows, columns = whole.shape[0] // m, whole.shape[1] // m
+    blocks = whole.abs().reshape(rows, m, columns, m).transpose(1, 2).reshape(-1, m * m).double()
     if m <= ENUMERATED_UP_TO:
         candidates = block_patterns(n, m).to(weight.device).flatten(1)
         chosen = candidates[(blocks @ candidates.T).argmax(1)]
     else:
         chosen = torch.stack([_solve(block.reshape(m, m), n) for block in blocks.cpu()]).to(weight.device)
-    return chosen.bool().reshape(rows, columns, m, m).transpose(1, 2).reshape(weight.shape)
+    return chosen.bool().reshape(rows, columns, m, m).transpose(1, 2).reshape(whole.shape)[:, : weight.shape[1]]
 
 
 def _solve(block: Tensor, n: int) -> Tensor:
