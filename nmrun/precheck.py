@@ -29,6 +29,7 @@ from nmrun.checks import near
 from nmrun.config_source import GROUP as RATIO
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
+from nmrun.quoting import RATIOS, quoting
 from nmrun.recipes import installed
 
 MOST_JOBS = 5000  # looked at ahead; what is wrong with a sweep shows long before, and each job is checked again when it begins
@@ -119,13 +120,15 @@ class _Look:
             self._read(key, override, multirun)
 
     def _parsed(self, words: list[str]) -> list[Override]:
-        parsed = []
-        for word in words:
+        parsed, rest = [], list(words)
+        while rest:
+            word = rest.pop(0)
             try:
                 parsed.append(OverridesParser.create().parse_override(word))
             except HydraException:
-                hint = "; quote what is special in a value, as in 'key=\"(a)\"'" if "=" in word else ""
-                self.findings.problems.append(f"{word}: cannot be read as key=value{hint}")
+                while rest and "=" not in rest[0] and word.count("{") > word.count("}"):
+                    word += f" {rest.pop(0)}"  # the shell cut it at its spaces
+                self.findings.problems.append(f"{word}: cannot be read as key=value{quoting(word)}")
         return parsed
 
     def _read(self, key: str, override: Override, multirun: bool) -> None:
@@ -262,6 +265,8 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
 
 def _unknown(key: str, known: set[str]) -> str:
     """The line for a key that is nowhere. Its nearest match is beside it, or has the same last part (lr for optimizer.lr)."""
+    if key.startswith(f"{RATIOS}."):
+        return f"{key}: no such key; ratios by layer are one value: '{RATIOS}={{{key.removeprefix(RATIOS)[1:]}: 1:8}}'"
     group, _, leaf = key.rpartition(".")
     beside = {one for one in known if one.rpartition(".")[0] == group}
     line = schema.no_key(key, beside or {one for one in known if "." not in one})

@@ -2,26 +2,34 @@
 
 In the spirit of DominoSearch (Sun et al. 2021, NeurIPS): M is fixed, every layer starts dense (N = M), and N is halved where it hurts least
 until the budget is met. DominoSearch finds out what hurts by training with penalties for hours; here it is the share of a layer's
-squared weights that the halving would prune, for each unit of cost that it saves. Then train with the proposed ratios.
+squared weights that the halving would prune, for each unit of cost that it saves. What the last halving saved too much goes back to the
+layers that gain most. Each halving hurts more than the one before, so where the budget is met exactly no other choice keeps more.
+Then train with the proposed ratios.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.sparsity.candidates import by_group
 from nmrun.sparsity.select import select
 from nmrun.tasks.base import Task
+
+if TYPE_CHECKING:
+    from nmrun.schema import Config
 
 
 @dataclass(frozen=True)
@@ -50,27 +58,31 @@ def search_ratios(
     """
     if m < 2 or m & (m - 1):
         raise ValueError(f"m={m} must be a power of two, 2 or more: N is halved")
-    if not 1 / m <= density <= 1:
-        raise ConfigError(f"density {density:g} cannot be had with M = {m}: from 1:{m}, which is {1 / m:g}, to 1")
-    layers = {c.module_name: c for c in select(model, Pattern(1, m), include, exclude)[0]}
+    if not 1 / m <= density < 1:
+        raise ConfigError(f"density {density:g} cannot be had with M = {m}: from 1:{m}, which is {1 / m:g}, to below 1")
+    layers: dict[str, list[Tensor]] = {}  # by module, as overrides are; some have several weights
+    for c in select(model, Pattern(1, m), include, exclude)[0]:
+        layers.setdefault(c.module_name, []).append(by_group(c.tensor, Pattern(1, m), c.dim).reshape(-1, m))
     if not layers:
         raise ConfigError(f"no layer of this model can hold groups of {m}")
-    cost = {name: float((costs or {}).get(name, layer.tensor.numel())) for name, layer in layers.items()}
-    energy = {}  # energy[name][n]: the share of squared weights in the n largest of every group
-    for name, layer in layers.items():
-        groups = by_group(layer.tensor, Pattern(1, m), layer.dim).double().square().reshape(-1, m)
+    cost, energy = {}, {}  # energy[name][n]: the share of squared weights in the n largest of every group
+    for name, weights in layers.items():
+        groups = torch.cat(weights).double().square()
+        cost[name] = float((costs or {}).get(name, groups.numel()))
         sums = groups.sort(dim=1, descending=True).values.sum(0).cumsum(0)
         energy[name] = [0.0, *(sums / sums[-1].clamp_min(torch.finfo(sums.dtype).tiny)).tolist()]
     n = dict.fromkeys(layers, m)
-    total = sum(cost.values())
+    total, most = sum(cost.values()), density * (1 + 1e-9)
 
-    def used() -> float:
-        return sum(cost[name] * n[name] / m for name in n) / total
+    def used(more: str | None = None) -> float:
+        return sum(cost[name] * n[name] * (2 if name == more else 1) / m for name in n) / total
 
-    while used() > density * (1 + 1e-9):
+    while used() > most:
         halved = [name for name in n if n[name] > 1]
         least = min(halved, key=lambda k: (energy[k][n[k]] - energy[k][n[k] // 2]) / (cost[k] * n[k] / (2 * m)))
         n[least] //= 2
+    while fitting := [name for name in n if n[name] < m and used(more=name) <= most]:
+        n[max(fitting, key=lambda k: energy[k][2 * n[k]] - energy[k][n[k]])] *= 2
     ratios = {name: Pattern(count, m) for name, count in n.items()}
     return Proposal(ratios, {name: energy[name][count] for name, count in n.items()}, used())
 
@@ -100,13 +112,14 @@ def main(argv: Sequence[str]) -> int:
         "--cost", choices=("weights", "flops"), default="weights", help="what the density is of (default weights)"
     )
     options = parser.parse_args(argv)
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf
     from safetensors.torch import load_file
 
     from nmrun import models, schema, tasks
 
     try:
-        config = schema.check(DictConfig(OmegaConf.to_container(OmegaConf.load(options.run / "config.yaml"))))
+        saved: Any = OmegaConf.to_container(OmegaConf.load(options.run / "config.yaml"))
+        config = schema.check(OmegaConf.create({"seeds": None, **saved}))  # a run has one seed
         task = tasks.build(config, torch.device("cpu"))
         model = models.build(config.model, task.inputs)
         model.load_state_dict(load_file(options.run / "model.safetensors"))
@@ -126,5 +139,31 @@ def main(argv: Sequence[str]) -> int:
     print(f"  density {proposal.density:.3f} of {options.cost}")
     ratios = ", ".join(f"{name}: {'dense' if r.n == r.m else r}" for name, r in proposal.ratios.items())
     base = Pattern(max(1, round(options.density * options.m)), options.m)
-    print(f"  nmrun sparsity={base} 'sparsity.overrides={{{ratios}}}'")
+    words = [*_settings(config), f"sparsity={base}", f"sparsity.overrides={{{ratios}}}"]
+    print(f"  nmrun {' '.join(map(shlex.quote, words))}")
     return 0
+
+
+def _settings(config: Config) -> list[str]:
+    """The overrides that give a new run this one's data, model, optimizer, schedule and trainer."""
+    from hydra import compose, initialize_config_module
+
+    from nmrun import schema
+
+    named = ("dataset", "model", "optimizer", "schedule")
+    words = [f"{group}={config.plain[group]['name']}" for group in named]
+    with initialize_config_module("nmrun.conf", version_base="1.3"):
+        default = schema.check(compose("nmrun", words))
+    for group in (*named, "trainer"):
+        before = schema.flatten(default.plain[group])
+        words += [f"{group}.{k}={_word(v)}" for k, v in schema.flatten(config.plain[group]).items() if v != before.get(k)]
+    return words
+
+
+def _word(value: Any) -> str:
+    """A value as Hydra reads it: texts are quoted, but where they are plain words."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_word, value))}]"
+    if isinstance(value, str):
+        return value if re.fullmatch(r"[A-Za-z_][\w./-]*", value) else f'"{value}"'
+    return json.dumps(value)
