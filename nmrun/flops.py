@@ -18,6 +18,16 @@ from nmrun.sparsity import products
 from nmrun.sparsity.attach import attached
 from nmrun.tasks.base import Task
 
+# Dense products of 16-bit numbers on tensor cores, as NVIDIA's data sheets have them, by part of the device's name; the first that fits counts.
+PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
 PLANNED = 10_000  # steps at most that a plan looks at, evenly spaced: a phase is then off by a ten-thousandth of the run
 
 
@@ -69,6 +79,14 @@ class Flops:
         """The mean of :meth:`training` over a run as planned; a switch that is found on the way counts where it is at the latest."""
         steps = range(0, total_steps, -(-total_steps // PLANNED))
         return sum(self.training(recipe, step, hardware) for step in steps) / len(steps)
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """What a device can do in a second at ``bf16`` or ``fp16``, dense; None if that is not known."""
+    if device.type != "cuda" or precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
 def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: int) -> int:

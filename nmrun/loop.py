@@ -17,13 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from nmrun import checkpoint, distributed, nonfinite
+from nmrun.averaging import Average
 from nmrun.build import Parts
 from nmrun.console import Console
 from nmrun.diagnostics import Diagnostics
 from nmrun.errors import RunError
 from nmrun.flops import peak_flops
 from nmrun.metric import higher_is_better
-from nmrun.optim import schedule_factor
+from nmrun.optim import scheduled
 from nmrun.schema import Config
 from nmrun.sparsity import baked_state_dict
 from nmrun.sparsity.metrics import layer_metrics
@@ -54,15 +55,14 @@ class Loop:
             self.forward = distributed.parallel(self.forward)
             torch.manual_seed(config.seed + 1_000_003 * distributed.rank())  # dropout differs between ranks, the weights do not
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
-        schedule = config.schedule
-        warmup = round(schedule["warmup"] * self.total_steps)
-        self.lr_factor = schedule_factor(schedule["name"], warmup, self.total_steps, schedule["final"])
+        self.lr_factor = scheduled(config.schedule, config.optimizer["lr"], self.total_steps)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
 
         self.step = self.updates = self.logged_step = 0
         self.losses: list[Tensor] = []  # of the steps since ``logged_step``, left on the device until they are logged
         self.best: dict[str, float] = {}
         self.best_weights: dict[str, Tensor] = {}
+        self.average = Average(self.model, self.trainer["average"])
         self.events = self.handle.pop_events()
         self.handle.mask_metrics.begin()
         self.cost = parts.cost
@@ -92,6 +92,8 @@ class Loop:
             if diagnostics is not None:
                 diagnostics.before()
             self._train_step(epoch, index, measure_flips=log_due)
+            if epoch_ends or last:
+                self.average.add(left=self.epochs - epoch - 1)
             for event in self.handle.pop_events():
                 self.events.append(event)
                 self.console.say(f"  {event}")
@@ -123,6 +125,7 @@ class Loop:
                 return False
             if row:
                 window_began, window_step, window_items = time.perf_counter(), self.step, self.items
+        self.average.apply()
         return True
 
     def _train_step(self, epoch: int, index: int, measure_flips: bool) -> None:
@@ -266,6 +269,7 @@ class Loop:
             "optimizer": self.optimizer.state_dict(),
             "handle": self.handle.state_dict(),
             "scaler": self.scaler.state_dict(),
+            "average": self.average.state_dict(),
             "random": distributed.gathered(checkpoint.random_state()),
             "loop": {
                 "step": self.step,
@@ -288,6 +292,7 @@ class Loop:
         self.optimizer.load_state_dict(state["optimizer"])
         self.handle.load_state_dict(state["handle"])
         self.scaler.load_state_dict(state["scaler"])
+        self.average.load_state_dict(state["average"])
         if distributed.rank() < len(state["random"]):  # more ranks than before: the new ones draw from where they are
             checkpoint.restore_random_state(state["random"][distributed.rank()])
         for name, value in state["loop"].items():

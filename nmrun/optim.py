@@ -215,3 +215,18 @@ def schedule_factor(name: str, warmup_steps: int, total_steps: int, final: float
         return final + (1.0 - final) * shape
 
     return factor
+
+
+def inverse_sqrt_factor(warmup_steps: int, start: float = 0.0) -> Callable[[int], float]:
+    """The schedule of the Transformer (Vaswani et al. 2017, equation 3) as fairseq has it, as a fraction of its highest value.
+
+    It rises linearly from ``start`` at step 0 to 1 at step ``warmup_steps`` (1 or more), then it is ``sqrt(warmup_steps / step)``.
+    """
+    return lambda step: start + (1.0 - start) * step / warmup_steps if step < warmup_steps else math.sqrt(warmup_steps / step)
+
+
+def scheduled(options: dict[str, Any], lr: float, total_steps: int) -> Callable[[int], float]:
+    """The learning rate as a fraction of ``lr``, its base value, by the config's ``schedule`` group."""
+    if options["name"] == "inverse_sqrt":
+        return inverse_sqrt_factor(options["warmup_steps"], options["init_lr"] / lr)
+    return schedule_factor(options["name"], round(options["warmup"] * total_steps), total_steps, options["final"])

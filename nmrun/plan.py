@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from nmrun.build import Parts
 from nmrun.schema import Config
+from nmrun.sparsity.attach import SparseWeight
 
 
 def title(config: Config) -> str:
@@ -18,10 +19,12 @@ def lines(config: Config, parts: Parts) -> list[str]:
     epochs = parts.total_steps / parts.task.batches_per_epoch
     budget = "" if trainer["budget"] is None else f" (trainer.budget={trainer['budget']})"
     said = [
-        f"  {epochs:.4g} epochs of {parts.task.batches_per_epoch} batches of {trainer['batch_size']}, "
+        f"  {epochs:.4g} epochs of {parts.task.batches_per_epoch} batches of {getattr(parts.task, 'batches_of', trainer['batch_size'])}, "
         f"{parts.total_steps} steps{budget}, {parts.device.type} {parts.precision}"
     ]
-    rows = [("sparse", weight.name, tuple(weight.shape), str(weight.pattern)) for weight in handle.sparse]
+    if about := getattr(parts.task, "about", ""):
+        said.append(f"  {about}")
+    rows = [("sparse", weight.name, tuple(weight.shape), _held(weight)) for weight in handle.sparse]
     if not config.is_dense:
         rows += [("dense", left.name, left.shape, left.reason) for left in handle.left_dense]
     shapes = ["x".join(map(str, shape)) for _, _, shape, _ in rows]
@@ -51,6 +54,11 @@ def lines(config: Config, parts: Parts) -> list[str]:
         said.append(f"  {total:,} parameters; FLOPs an item: inference {_short(cost.forward)}, training {_short(cost.dense)}")
         said.append(f"  FLOPs of the training: {_short(items * cost.dense)}")
     return said
+
+
+def _held(weight: SparseWeight) -> str:
+    rest = weight.shape[weight.dim] % weight.pattern.m
+    return f"{weight.pattern}" + (f", the last group of {rest}" if rest else "")
 
 
 def _short(number: float) -> str:

@@ -14,7 +14,18 @@ from nmrun.errors import ConfigError
 MODELS = {
     "small_conv": "nmrun.models.small_conv",
     "mlp": "nmrun.models.mlp",
-    "resnet18": "nmrun.models.resnet",
+    **dict.fromkeys(("resnet20", "resnet32"), "nmrun.models.resnet"),
+    **dict.fromkeys(
+        ("resnet18", "resnet34", "resnet50", "densenet121", "vgg16_bn", "mobilenet_v2", "swin_v2_t"),
+        "nmrun.models.torchvision_models",
+    ),
+    **dict.fromkeys(("vit_tiny", "vit_small", "vit_base", "deit_tiny", "deit_small"), "nmrun.models.vit"),
+    "timm": "nmrun.models.timm_models",
+    "text_encoder": "nmrun.models.text_encoder",
+    "hf_encoder": "nmrun.models.hf_encoder",
+    **dict.fromkeys(("gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"), "nmrun.models.gpt"),
+    "hf_gpt2": "nmrun.models.hf_gpt2",
+    **{f"fairseq_transformer{size}": "nmrun.models.fairseq_transformer" for size in ("", "_iwslt", "_base")},
 }
 
 
@@ -28,9 +39,11 @@ def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
         near = difflib.get_close_matches(str(name), MODELS, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"model.name={name}: no such model; {hint}There are {', '.join(MODELS)}")
-    options = {key: value for key, value in config.items() if key not in ("name", "include", "exclude")}
     builder = importlib.import_module(MODELS[name]).build
-    needed = [key for key in inspect.signature(builder).parameters if key not in options]
+    parameters = inspect.signature(builder).parameters
+    unasked = {"include", "exclude"} if "name" in parameters else {"name", "include", "exclude"}
+    options = {key: value for key, value in config.items() if key not in unasked}
+    needed = [key for key in parameters if key not in options]
     if set(needed) != set(inputs):
         raise ConfigError(f"model={name} is made from {' and '.join(needed)}, where this data set has {' and '.join(inputs)}")
     model: nn.Module = builder(**inputs, **options)

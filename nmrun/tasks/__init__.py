@@ -13,6 +13,20 @@ from nmrun.tasks.base import Task
 
 DATASETS = {
     "digits": "nmrun.data.digits",
+    **dict.fromkeys(("cifar10", "cifar100", "fashion_mnist"), "nmrun.data.images"),
+    "image_folder": "nmrun.data.image_folder",
+    "imagenet": "nmrun.data.imagenet",
+    "generated_text": "nmrun.data.generated_text",
+    "glue": "nmrun.data.glue",
+    "stdlib_text": "nmrun.data.stdlib_text",
+    "text": "nmrun.data.text",
+    "shakespeare": "nmrun.data.shakespeare",
+    "wikitext2": "nmrun.data.wikitext",
+    "wikitext103": "nmrun.data.wikitext",
+    "token_bin": "nmrun.data.token_bin",
+    "copy_reverse": "nmrun.data.copy_reverse",
+    "multi30k": "nmrun.data.multi30k",
+    "fairseq": "nmrun.data.translation",
 }
 
 

@@ -14,6 +14,9 @@ class Task(Protocol):
 
     Batches are addressed by ``(epoch, index)`` and depend on nothing else but the run's seed, so a resumed run finds its place
     by counting: no state of a data loader is saved and nothing is replayed.
+
+    A task may also have ``batches_of``, words for the plan on what a batch is if not ``trainer.batch_size`` items, and ``notes``,
+    a dictionary of texts for ``result.json`` on how its metrics were computed.
     """
 
     batches_per_epoch: int

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nmrun.data.augment import Augment, generator
 from nmrun.errors import ConfigError
 from nmrun.tasks.base import Batch
 
-EVALUATED_AT_ONCE = 1024  # images; bounds the memory of an evaluation
+PIXELS_AT_ONCE = 2**20  # of an evaluation; bounds its memory
 
 
 class Classification:
     """Cross entropy over classes; see :class:`nmrun.tasks.base.Task`.
 
-    Each epoch is a fresh permutation of the training images, a pure function of (seed, epoch). A last batch that would be
-    smaller than ``batch_size`` is left out; which images that hits changes from epoch to epoch.
+    ``splits`` has images (N, C, H, W) and labels (N,) of ``train``, ``val`` and ``test``. Images in uint8 are normalised by mean
+    and standard deviation of each channel over the training images, batch by batch, and the training images augmented.
+
+    Each epoch is a fresh permutation of the training images, a pure function of (seed, epoch), and augmentation one of (seed,
+    epoch, index). A last batch that would be smaller than ``batch_size`` is left out; which images that hits changes from epoch
+    to epoch.
     """
 
     metric = "accuracy"
@@ -32,10 +38,16 @@ class Classification:
         label_smoothing: float = 0.0,
         limit_batches: int | None = None,
         device: torch.device | str = "cpu",
+        augment: Augment | None = None,
+        about: str = "",
     ) -> None:
+        self.normalise = Normalise.of(splits["train"][0], device)
         self.splits = {name: (images.to(device), labels.to(device)) for name, (images, labels) in splits.items()}
         self.images, self.labels = self.splits["train"]
-        self.inputs = {"shape": tuple(self.images.shape[1:]), "classes": classes}
+        self.classes = classes
+        self.inputs: dict[str, Any] = {"shape": tuple(self.images.shape[1:]), "classes": classes}
+        self.augment: Augment | None = augment
+        self.about = about
         self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
         if batch_size > len(self.images):
             raise ConfigError(f"trainer.batch_size={batch_size}: there are only {len(self.images)} training images")
@@ -43,18 +55,27 @@ class Classification:
         self._order: tuple[int, Tensor] = (-1, torch.empty(0))
 
     @classmethod
-    def of(cls, config: Any, splits: dict[str, tuple[Tensor, Tensor]], classes: int, device: torch.device) -> Classification:
-        """With batch size, seed, smoothing and limits of a run's config (``nmrun.schema.Config``)."""
+    def of(
+        cls, config: Any, splits: dict[str, tuple[Tensor, Tensor]], classes: int, device: torch.device, about: str = ""
+    ) -> Classification:
+        """With batch size, seed, smoothing, limits and augmentation of a run's config (``nmrun.schema.Config``)."""
         keys = ("batch_size", "label_smoothing", "limit_batches")
-        return cls(splits, classes, seed=config.seed, device=device, **{key: config.trainer[key] for key in keys})
+        options = {key: config.trainer[key] for key in keys}
+        return cls(splits, classes, seed=config.seed, device=device, augment=Augment.of(config.dataset), about=about, **options)
 
     def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
         if self._order[0] != epoch:
             # torch's CPU generator looks at the low 32 bits of a seed only, so the pair must be mixed into them
-            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
-            self._order = (epoch, torch.randperm(len(self.images), generator=generator).to(self.images.device))
+            order = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
+            self._order = (epoch, torch.randperm(len(self.images), generator=order).to(self.images.device))
         chosen = self._order[1][index * self.batch_size : (index + 1) * self.batch_size]
-        return [(self.images[part], self.labels[part]) for part in chosen.chunk(parts)]
+        images, labels = self.images[chosen], self.labels[chosen]
+        if self.augment is None:
+            images = self.normalise(images)
+        else:
+            random = generator(self.seed, epoch, index)
+            images, labels = self.augment(images, labels, self.classes, self.normalise, random)
+        return list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
 
     def size(self, batch: Batch) -> int:
         return len(batch[0])
@@ -65,14 +86,47 @@ class Classification:
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+        device, count = self.normalise.mean.device, 0
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        right = torch.zeros((), dtype=torch.int64, device=device)
+        for images, labels in self._evaluated(split):
+            logits = model(images).float()
+            loss += functional.cross_entropy(logits, labels, reduction="sum")
+            right += (logits.argmax(1) == labels).sum()
+            count += len(labels)
+        return {"loss": float(loss) / count, "accuracy": float(right) / count}
+
+    def _evaluated(self, split: str) -> Iterator[Batch]:
+        """The images of a split, normalised, with their labels."""
         images, labels = self.splits[split]
-        loss = torch.zeros((), dtype=torch.float64, device=images.device)
-        right = torch.zeros((), dtype=torch.int64, device=images.device)
-        for some, truth in zip(images.split(EVALUATED_AT_ONCE), labels.split(EVALUATED_AT_ONCE), strict=True):
-            logits = model(some).float()
-            loss += functional.cross_entropy(logits, truth, reduction="sum")
-            right += (logits.argmax(1) == truth).sum()
-        return {"loss": float(loss) / len(labels), "accuracy": float(right) / len(labels)}
+        at_once = max(1, min(1024, PIXELS_AT_ONCE // (images.shape[2] * images.shape[3])))
+        for some, truth in zip(images.split(at_once), labels.split(at_once), strict=True):
+            yield self.normalise(some), truth
 
     def example(self) -> Batch:
-        return self.images[:2], self.labels[:2]
+        return self.normalise(self.images[:2]), self.labels[:2]
+
+
+class Normalise:
+    """uint8 images to float32, less ``mean`` and divided by ``std`` of each channel (on the scale of 0 to 255); float images stay as
+    they are."""
+
+    def __init__(self, mean: Tensor, std: Tensor, device: torch.device | str) -> None:
+        self.mean, self.std = (value.float().view(-1, 1, 1).to(device) for value in (mean, std))
+
+    @classmethod
+    def of(cls, train: Tensor, device: torch.device | str) -> Normalise:
+        """By mean and standard deviation of the training images."""
+        if train.dtype != torch.uint8:
+            return cls(torch.zeros(1), torch.ones(1), device)
+        counts = torch.stack([torch.bincount(channel.reshape(-1), minlength=256) for channel in train.unbind(1)]).double()
+        shares, values = counts / counts.sum(1, keepdim=True), torch.arange(256, dtype=torch.float64)
+        mean = (shares * values).sum(1, keepdim=True)
+        std = (shares * (values - mean) ** 2).sum(1).sqrt().clamp(min=1.0)  # a channel may be constant
+        return cls(mean, std, device)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if images.dtype != torch.uint8:
+            return images
+        # convolutions take the layout of their input, and are faster in this one, on GPUs by far
+        return images.to(torch.float32, memory_format=torch.channels_last).sub_(self.mean).div_(self.std)

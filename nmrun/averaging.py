@@ -1,0 +1,51 @@
+"""The mean of a model's weights over the last epochs (Vaswani et al. 2017, arXiv 1706.03762, section 6.1: averaged checkpoints)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Average:
+    """Adds up what is saved of ``model``, parameters and running statistics, at the ends of the ``last`` epochs; 1 does nothing.
+
+    Of a sparse weight it is the dense one that is averaged; the mask is that of the mean (or the recipe's, where it is fixed).
+    """
+
+    def __init__(self, model: nn.Module, last: int) -> None:
+        self.model, self.last = model, last
+        self.sums: dict[str, Tensor] = {}
+        self.count = 0
+
+    @torch.no_grad()
+    def add(self, left: int) -> None:
+        """An epoch is over; ``left`` more will follow."""
+        if self.last == 1 or left >= self.last:
+            return
+        for name, tensor in self._tensors().items():
+            self.sums[name] = self.sums[name] + tensor if self.count else tensor.clone()
+        self.count += 1
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Give the model the mean of what was added, if that was anything."""
+        for name, tensor in self._tensors().items() if self.count else ():
+            tensor.copy_(self.sums[name] / self.count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": self.sums, "count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums = {name: state["sums"][name].to(tensor.device) for name, tensor in self._tensors().items() if state["count"]}
+        self.count = state["count"]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        weights = {name for name, _ in self.model.named_parameters()}
+        saved = self.model.state_dict(keep_vars=True).items()  # a recipe's own buffers are not to be averaged
+        return {
+            name: t
+            for name, t in saved
+            if t.is_floating_point() and (name in weights or ".parametrizations." not in f".{name}")
+        }

@@ -1,0 +1,160 @@
+"""Augmentation of images in batches, on whatever device they are, a pure function of (seed, epoch, index).
+
+All that is random is drawn on the CPU, so a GPU sees the same crops and no step waits for it. The transforms of
+torchvision.transforms.v2 decide once for a whole batch; here each image gets its own crop, flip, operation or box.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+MAGNITUDES = 31  # RandAugment's scale, 0 to 30 (Cubuk et al. 2020 as in torchvision)
+
+
+def generator(*numbers: int) -> torch.Generator:
+    """Random numbers for these whole numbers, such as seed, epoch and index: the same whatever was drawn before."""
+    # torch's CPU generator looks at the low 32 bits of a seed only, so they are mixed into them
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
+@dataclass(frozen=True)
+class Augment:
+    """What is done to a batch of training images, in this order; each of it is off at 0.
+
+    ``crop_padding``: black pixels around, of which a window of the old size is cut out. ``flip``: left and right, every second
+    image. ``randaugment``: so many operations of RandAugment in a row, at ``randaugment_magnitude`` (0 to 30). ``erasing``:
+    probability of random erasing, with the mean colour. ``mixup`` and ``cutmix``: the parameter of their beta distribution; if
+    both are on, every batch has one of them, with equal chances.
+    """
+
+    crop_padding: int = 0
+    flip: bool = False
+    randaugment: int = 0
+    randaugment_magnitude: int = 9
+    erasing: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+
+    @classmethod
+    def of(cls, options: dict[str, Any]) -> Augment:
+        """The part of a ``dataset:`` config that is about augmentation."""
+        return cls(**{key: options[key] for key in cls.__dataclass_fields__ if key in options})
+
+    def __call__(
+        self, images: Tensor, labels: Tensor, classes: int, normalise: Callable[[Tensor], Tensor], random: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """uint8 images (B, C, H, W) and labels (B,) become float32 images, normalised, and labels (B,), or probabilities
+        (B, classes) with mixup or cutmix."""
+        if self.crop_padding or self.flip:
+            images = crop_and_flip(images, self.crop_padding, self.flip, random)
+        for _ in range(self.randaugment):
+            images = rand_augment(images, self.randaugment_magnitude, random)
+        images = normalise(images)
+        if self.erasing:
+            images = erase(images, self.erasing, random)
+        if self.mixup or self.cutmix:
+            images, labels = mix(images, labels, classes, self.mixup, self.cutmix, random)
+        return images, labels
+
+
+def crop_and_flip(images: Tensor, padding: int, flip: bool, random: torch.Generator) -> Tensor:
+    """Each image (B, C, H, W) shifted by up to ``padding`` pixels in both directions, black moving in; half of them mirrored."""
+    count, channels, height, width = images.shape
+    top, left = torch.randint(0, 2 * padding + 1, (2, count, 1), generator=random)
+    rows, columns = top + torch.arange(height), left + torch.arange(width)
+    if flip:
+        mirrored = torch.rand(count, 1, generator=random) < 0.5
+        columns = torch.where(mirrored, columns.flip(1), columns)
+    rows, columns = rows.to(images.device), columns.to(images.device)
+    each = torch.arange(count, device=images.device).view(-1, 1, 1, 1)
+    channel = torch.arange(channels, device=images.device).view(-1, 1, 1)
+    padded = functional.pad(images, [padding] * 4)
+    return padded[each, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def rand_augment(images: Tensor, magnitude: int, random: torch.Generator) -> Tensor:
+    """One of RandAugment's 14 operations on each uint8 image (Cubuk et al. 2020, with torchvision's ranges)."""
+    operations = _operations(magnitude, *images.shape[-2:])
+    chosen = torch.randint(0, len(operations), (len(images),), generator=random)
+    sign = 1 - 2 * torch.randint(0, 2, (len(images),), generator=random)
+    out = images.clone()
+    for number, (operation, value, signed) in enumerate(operations):
+        for factor in (1, -1) if signed else (1,):
+            group = (chosen == number) & (sign == factor) if signed else chosen == number
+            rows = group.nonzero().flatten().to(images.device)
+            if len(rows):
+                out[rows] = operation(images[rows], factor * value)
+    return out
+
+
+def _operations(magnitude: int, height: int, width: int) -> list[tuple[Callable[[Tensor, float], Tensor], float, bool]]:
+    """Function of (images, value), its value, and whether the value takes a random sign."""
+    from torchvision.transforms.v2 import functional as tv
+
+    def affine(
+        images: Tensor, angle: float = 0.0, x: float = 0.0, y: float = 0.0, shear: tuple[float, float] = (0.0, 0.0)
+    ) -> Any:
+        skew = [math.degrees(math.atan(part)) for part in shear]
+        centre = [0.0, 0.0] if any(shear) else None
+        return tv.affine(images, angle=angle, translate=[int(x), int(y)], scale=1.0, shear=skew, center=centre)
+
+    part = magnitude / (MAGNITUDES - 1)
+    return [
+        (lambda images, value: images, 0.0, False),
+        (lambda images, value: affine(images, shear=(value, 0.0)), 0.3 * part, True),
+        (lambda images, value: affine(images, shear=(0.0, value)), 0.3 * part, True),
+        (lambda images, value: affine(images, x=value), 150.0 / 331.0 * width * part, True),
+        (lambda images, value: affine(images, y=value), 150.0 / 331.0 * height * part, True),
+        (lambda images, value: tv.rotate(images, value), 30.0 * part, True),
+        (lambda images, value: tv.adjust_brightness(images, 1.0 + value), 0.9 * part, True),
+        (lambda images, value: tv.adjust_saturation(images, 1.0 + value), 0.9 * part, True),
+        (lambda images, value: tv.adjust_contrast(images, 1.0 + value), 0.9 * part, True),
+        (lambda images, value: tv.adjust_sharpness(images, 1.0 + value), 0.9 * part, True),
+        (lambda images, value: tv.posterize(images, int(value)), 8 - round(4 * part), False),
+        (lambda images, value: tv.solarize(images, value), 255.0 * (1.0 - part), False),
+        (lambda images, value: tv.autocontrast(images), 0.0, False),
+        (lambda images, value: tv.equalize(images), 0.0, False),
+    ]
+
+
+def erase(images: Tensor, probability: float, random: torch.Generator, tries: int = 10) -> Tensor:
+    """A box of zeros, the mean of normalised images, in a part of the images: 2 to 33 % of the area, sides in a ratio of 0.3
+    to 3.3 (Zhong et al. 2020). Ten boxes are drawn for an image; the first that fits counts, and if none does, it stays whole."""
+    count, _, height, width = images.shape
+    area = height * width * (0.02 + 0.31 * torch.rand(count, tries, generator=random))
+    low, high = math.log(0.3), math.log(3.3)
+    ratio = torch.exp(low + (high - low) * torch.rand(count, tries, generator=random))
+    tall, wide = (area * ratio).sqrt().round(), (area / ratio).sqrt().round()
+    fits = (tall < height) & (wide < width)
+    first = fits.float().argmax(1, keepdim=True)
+    hit = fits.any(1, keepdim=True) & (torch.rand(count, 1, generator=random) < probability)
+    tall, wide = tall.gather(1, first), wide.gather(1, first)
+    top = (torch.rand(count, 1, generator=random) * (height - tall + 1)).floor()
+    left = (torch.rand(count, 1, generator=random) * (width - wide + 1)).floor()
+    row, column = torch.arange(height), torch.arange(width)
+    rows = hit & (row >= top) & (row < top + tall)
+    columns = (column >= left) & (column < left + wide)
+    box = rows[:, None, :, None] & columns[:, None, None, :]
+    return images.masked_fill(box.to(images.device), 0.0)
+
+
+def mix(
+    images: Tensor, labels: Tensor, classes: int, mixup: float, cutmix: float, random: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """torchvision's MixUp (Zhang et al. 2018) or CutMix (Yun et al. 2019) with labels as probabilities (B, classes)."""
+    from torchvision.transforms import v2
+
+    kinds = [kind(alpha=alpha, num_classes=classes) for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix)) if alpha]
+    with torch.random.fork_rng(devices=[]):  # they draw from torch's own generator
+        torch.default_generator.manual_seed(int(torch.randint(0, 2**32, (), generator=random)))
+        kind = kinds[int(torch.randint(0, len(kinds), ()))]
+        images, labels = kind(images, labels)
+    return images, labels

@@ -1,0 +1,121 @@
+"""Texts into arrays of token numbers: by bytes, characters or words, or by a tokenizer of Hugging Face."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nmrun.errors import ConfigError
+
+LEVELS = ("byte", "character", "word")
+END, UNKNOWN = "<eos>", "<unk>"
+PIECE = 1 << 20  # characters that a Hugging Face tokenizer gets at once; pieces end with a line
+
+Encoded = tuple[dict[str, NDArray[Any]], int]
+
+
+def encode(texts: Mapping[str, bytes], tokenizer: str) -> Encoded:
+    """Each text as an array of token numbers, and the size of the vocabulary.
+
+    ``byte``: 256 tokens. ``character``: those that occur in any of the texts, in the order of Unicode.
+    ``word``: what white space separates, and ``<eos>`` at the end of each line; the vocabulary is that of ``texts["train"]``, and
+    a word outside it is ``<unk>`` if the training text has such a word itself.
+    Anything else is a ``tokenizer.json``, a folder that has one, or a name on the Hugging Face hub.
+    Raises ConfigError for a word outside the vocabulary, a text that is not UTF-8, and a tokenizer that cannot be had.
+    """
+    if tokenizer == "byte":
+        return {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}, 256
+    decoded = {name: _decoded(name, text) for name, text in texts.items()}
+    if tokenizer == "character":
+        return _characters(decoded)
+    return _words(decoded) if tokenizer == "word" else _pieces(decoded, tokenizer)
+
+
+def _decoded(name: str, text: bytes) -> str:
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the {name} text is not UTF-8 (byte {error.start} of it is {text[error.start]:#04x}); dataset.tokenizer=byte takes any file"
+        ) from None
+
+
+def _characters(texts: Mapping[str, str]) -> Encoded:
+    codes = {name: np.frombuffer(text.encode("utf-32-le"), np.uint32) for name, text in texts.items()}
+    present = np.zeros(0x110000, bool)
+    for of_text in codes.values():
+        present |= np.bincount(of_text, minlength=len(present)) > 0
+    number, size = np.cumsum(present) - 1, int(present.sum())
+    return {name: number[of_text].astype(_smallest(size)) for name, of_text in codes.items()}, size
+
+
+def _words(texts: Mapping[str, str]) -> Encoded:
+    numbers: defaultdict[str, int] = defaultdict()
+    numbers.default_factory = numbers.__len__  # a new word of the training text gets the next number
+    arrays = {
+        "train": array("i", itertools.chain.from_iterable(map(numbers.__getitem__, line) for line in _lines(texts["train"])))
+    }
+    known = dict(numbers)
+    for name in texts.keys() - {"train"}:
+        arrays[name] = array("i")
+        for line, words in enumerate(_lines(texts[name]), 1):
+            for word in words:
+                number = known.get(word, known.get(UNKNOWN))
+                if number is None:
+                    raise ConfigError(
+                        f"line {line} of the {name} text has the word {word!r}, which the training text has not, nor has it {UNKNOWN} for such"
+                    )
+                arrays[name].append(number)
+    return {name: np.array(numbers, _smallest(len(known))) for name, numbers in arrays.items()}, len(known)
+
+
+def _lines(text: str) -> Iterator[list[str]]:
+    for line in text.removesuffix("\n").split("\n"):
+        yield [*line.split(), END]
+
+
+def _pieces(texts: Mapping[str, str], name: str) -> Encoded:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise ConfigError(
+            f"dataset.tokenizer={name}: other than {', '.join(LEVELS)} needs Hugging Face's tokenizers: pip install nmrun[transformers]"
+        ) from None
+    file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    try:
+        tokenizer = Tokenizer.from_file(str(file)) if file.exists() else Tokenizer.from_pretrained(name)
+    except Exception as error:  # the library raises bare Exceptions
+        raise ConfigError(
+            f"dataset.tokenizer={name}: not {', '.join(LEVELS)}, and no tokenizer can be had under that name ({str(error).splitlines()[0]})"
+        ) from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    size = tokenizer.get_vocab_size()
+    encoded = {}
+    for split, text in texts.items():
+        numbers = [
+            np.array(piece.ids, _smallest(size))
+            for cut in _cut(text)
+            for piece in tokenizer.encode_batch([cut], add_special_tokens=False)
+        ]
+        encoded[split] = np.concatenate(numbers) if numbers else np.empty(0, _smallest(size))
+    return encoded, size
+
+
+def _cut(text: str) -> Iterator[str]:
+    begin = 0
+    while begin < len(text):
+        end = text.find("\n", begin + PIECE) + 1 or len(text)
+        yield text[begin:end]
+        begin = end
+
+
+def _smallest(vocabulary: int) -> type[np.integer[Any]]:
+    return np.uint8 if vocabulary <= 1 << 8 else np.uint16 if vocabulary <= 1 << 16 else np.uint32

@@ -1,0 +1,147 @@
+"""Images in folders, one a class, as torchvision's ImageFolder has them: small enough to be held in memory as uint8."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nmrun.data import local
+from nmrun.errors import ConfigError
+
+SPLITS = ("train", "val", "test")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """``splits`` has uint8 images (N, 3, size, size) and int64 labels (N,) of those of train, val and test that are there."""
+
+    splits: dict[str, tuple[Tensor, Tensor]]
+    classes: list[str]
+
+
+def build(config: Any, device: torch.device) -> Any:
+    """The task of the config's ``dataset`` group. Raises ConfigError for a folder that is missing or that is not as said."""
+    from nmrun.data import images
+    from nmrun.tasks.vision import Classification
+
+    options = config.dataset
+    place = local.find("image_folder", [options["path"]], "dataset.path is a folder with a folder of images for each class")
+    loaded = load("image_folder", place, options["resolution"])
+    sizes = {key: options[key] for key in ("split_seed", "train_size", "val_size", "test_size")}
+    classes, splits = len(loaded.classes), dict(loaded.splits)
+    if "test" not in splits and "val" in splits:
+        splits["test"] = splits.pop("val")  # as ImageNet, whose test labels nobody has
+    parts = images.split(splits["train"], splits.get("test"), classes, val=splits.get("val"), **sizes)
+    return Classification.of(
+        config, parts, classes, device, images.about(parts, loaded.splits["train"][0].shape[1:], classes, place)
+    )
+
+
+def load(dataset: str, place: Path, size: int) -> Loaded:
+    """All images of a folder, or of a tar archive of one, centred and scaled to ``size`` where they have another.
+
+    The folder has a folder for each of ``train``, ``val`` and ``test`` (some may be missing) with one for each class in it, or the
+    classes' folders themselves, all of which is ``train`` then. Decoded once, and cached.
+    """
+    if place.is_file():
+        arrays = local.cached(["images", size], [place], lambda: _unpacked(dataset, place, size))
+    else:
+        classes, listed = listing(dataset, place)
+        paths = [Path(path) for samples in listed.values() for path, _ in samples]
+        arrays = local.cached(["images", size], paths, lambda: _decoded(dataset, classes, listed, size))
+    present = [split for split in SPLITS if f"{split}_images" in arrays]
+    copied = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items() if name != "classes"}
+    return Loaded(
+        {split: (copied[f"{split}_images"], copied[f"{split}_labels"]) for split in present}, arrays["classes"].tolist()
+    )
+
+
+def listing(dataset: str, place: Path) -> tuple[list[str], dict[str, list[tuple[str, int]]]]:
+    """The names of the classes, and paths and class numbers of the images of each split that is there."""
+    from torchvision.datasets import ImageFolder
+
+    folders = {split: place / split for split in SPLITS if (place / split).is_dir()}
+    if "train" not in folders:
+        folders = {"train": place}
+    classes: list[str] = []
+    listed: dict[str, list[tuple[str, int]]] = {}
+    for split, folder in folders.items():
+        try:
+            found = ImageFolder(str(folder))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ConfigError(f"dataset={dataset}: {folder}: {str(error).split(' Supported')[0].rstrip('.')}") from None
+        classes = classes or found.classes
+        if found.classes != classes:
+            odd = sorted({*found.classes} ^ {*classes})[0]
+            raise ConfigError(f"dataset={dataset}: {place}: train and {split} have not the same classes, for instance {odd}")
+        listed[split] = found.samples
+    return classes, listed
+
+
+def _decoded(dataset: str, classes: list[str], listed: dict[str, list[tuple[str, int]]], size: int) -> dict[str, NDArray[Any]]:
+    arrays: dict[str, NDArray[Any]] = {"classes": np.array(classes)}
+    for split, samples in listed.items():
+        arrays[f"{split}_images"] = _pixels(dataset, [path for path, _ in samples], size)
+        arrays[f"{split}_labels"] = np.array([label for _, label in samples])
+    return arrays
+
+
+def _pixels(dataset: str, paths: Sequence[str], size: int) -> NDArray[np.uint8]:
+    """uint8 (N, 3, size, size). Raises ConfigError for a file that cannot be decoded, and for more than half of the memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if len(paths) * 3 * size * size > memory / 2:
+        raise ConfigError(
+            f"dataset={dataset}: {len(paths)} images of dataset.resolution={size} do not fit into memory; dataset=imagenet reads as it trains"
+        )
+    pixels = np.empty((len(paths), 3, size, size), np.uint8)
+
+    def fill(row: int) -> None:
+        pixels[row] = np.moveaxis(decode(paths[row], size), 2, 0)
+
+    with ThreadPoolExecutor() as threads:
+        try:
+            list(threads.map(fill, range(len(paths))))
+        except OSError as error:
+            raise ConfigError(f"dataset={dataset}: {error}") from None
+    return pixels
+
+
+def decode(path: str, size: int) -> NDArray[np.uint8]:
+    """An image file as uint8 (size, size, 3): scaled until its shorter side fits, and the middle cut out.
+
+    Raises OSError, with the file's name, for one that is damaged or none at all.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+        return np.asarray(image if image.size == (size, size) else ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR))
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise OSError(f"{path} is damaged, or not an image ({error})") from None
+
+
+def _unpacked(dataset: str, archive: Path, size: int) -> dict[str, NDArray[Any]]:
+    with tempfile.TemporaryDirectory(prefix="nmrun-") as folder:
+        try:
+            with tarfile.open(archive) as tar:
+                tar.extractall(folder, filter="data")
+        except (tarfile.TarError, OSError, EOFError) as error:
+            raise ConfigError(
+                f"dataset={dataset}: {archive} is damaged, or not a tar archive ({str(error).splitlines()[0]})"
+            ) from None
+        inside = Path(folder)
+        while len(entries := list(inside.iterdir())) == 1 and entries[0].is_dir():
+            inside = entries[0]
+        return _decoded(dataset, *listing(dataset, inside), size)

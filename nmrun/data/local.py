@@ -1,0 +1,65 @@
+"""Where data are on this machine, and where what is made of them is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nmrun.errors import ConfigError
+
+HOME = "~/.cache/nmrun"
+
+
+def data_folder() -> Path:
+    """``NMRUN_DATA``, default ``~/.cache/nmrun``; it may not exist."""
+    return Path(os.environ.get("NMRUN_DATA", HOME)).expanduser()
+
+
+def cache_folder() -> Path:
+    """``NMRUN_CACHE``, default ``~/.cache/nmrun/derived``; it may not exist."""
+    return Path(os.environ.get("NMRUN_CACHE", f"{HOME}/derived")).expanduser()
+
+
+def find(dataset: str, names: Iterable[str], how: str) -> Path:
+    """The first of these files or folders below ``NMRUN_DATA`` (default ``~/.cache/nmrun``).
+
+    Raises ConfigError if there is none, with ``how`` to get it.
+    """
+    root, names = data_folder(), list(names)
+    for name in names:
+        if (root / name).exists():
+            return root / name
+    raise ConfigError(f"dataset={dataset}: there is no {' and no '.join(names)} in {root} (NMRUN_DATA): {how}")
+
+
+def cached(what: Any, sources: Iterable[Path], make: Callable[[], Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    """The arrays that ``make()`` gives, mapped from files below ``NMRUN_CACHE`` (default ``~/.cache/nmrun/derived``) if it was called
+    before for the same ``what`` (plain data) and the same ``sources``: their paths, sizes and times of change.
+    """
+    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
+    key = hashlib.sha256(json.dumps([what, stats]).encode()).hexdigest()[:20]
+    root = cache_folder()
+    folder = root / key
+    if not folder.is_dir():
+        arrays = make()
+        root.mkdir(parents=True, exist_ok=True)
+        half_done = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
+        try:
+            for name, array in arrays.items():
+                np.save(half_done / f"{name}.npy", array)
+            half_done.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster, with the same
+                raise
+        finally:
+            shutil.rmtree(half_done, ignore_errors=True)
+    return {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}

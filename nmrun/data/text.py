@@ -1,0 +1,70 @@
+"""Any text files as a corpus."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nmrun.data import corpus
+from nmrun.data.local import cached
+from nmrun.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from nmrun.tasks.language import LanguageModelling
+
+SPACE = re.compile(rb"\s|\Z")
+
+
+def build(config: Any, device: torch.device) -> LanguageModelling:
+    """The task of the config's ``dataset`` group."""
+    given = {split: config.dataset[split] for split in ("train", "val", "test")}
+    paths = {split: Path(path).expanduser() for split, path in given.items() if path is not None}
+    for split, path in paths.items():
+        if not path.is_file():
+            raise ConfigError(f"dataset.{split}={given[split]}: there is no such file")
+    return task(config, paths, device)
+
+
+def task(config: Any, paths: Mapping[str, Path], device: torch.device) -> LanguageModelling:
+    """Language modelling on these files: ``train`` and, unless they are to be cut from the end of it, ``val`` and ``test``.
+
+    The ``dataset`` group has ``tokenizer`` and ``context``, and ``<split>_fraction`` for each split that is cut.
+    """
+    from nmrun.tasks.language import LanguageModelling
+
+    options = config.dataset
+    tokenizer = options["tokenizer"]
+    fractions = {split: options[f"{split}_fraction"] for split in ("val", "test") if split not in paths}
+
+    def encoded() -> dict[str, NDArray[Any]]:
+        arrays, size = corpus.encode(_texts(paths, fractions), tokenizer)
+        return {**arrays, "vocabulary": np.array(size)}
+
+    if tokenizer in ("byte", "character"):  # faster than a look into the cache would be worth
+        arrays = encoded()
+    else:
+        own = [path for path in (Path(tokenizer), Path(tokenizer) / "tokenizer.json") if path.is_file()]
+        arrays = cached(["text", tokenizer, fractions], [*paths.values(), *own], encoded)
+    vocabulary = int(arrays.pop("vocabulary"))
+    unit = tokenizer if tokenizer in corpus.LEVELS else "token"
+    return LanguageModelling.of(config, arrays, vocabulary, device, unit)
+
+
+def _texts(paths: Mapping[str, Path], fractions: Mapping[str, float]) -> dict[str, bytes]:
+    """The files' bytes; a split that has only a fraction is that share of the training file, from its end, cut after white space."""
+    texts = {split: path.read_bytes() for split, path in paths.items()}
+    whole = len(texts["train"])
+    for split in ("test", "val"):
+        if split in fractions:
+            text = texts["train"]
+            space = SPACE.search(text, max(0, len(text) - round(fractions[split] * whole)))
+            cut = space.end() if space else len(text)
+            texts["train"], texts[split] = text[:cut], text[cut:]
+    return texts

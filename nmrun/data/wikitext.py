@@ -1,0 +1,27 @@
+"""WikiText-2 and WikiText-103 (Merity et al. 2017): articles of Wikipedia, rare words replaced by ``<unk>``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nmrun.data import local, text
+
+if TYPE_CHECKING:
+    import torch
+
+    from nmrun.tasks.language import LanguageModelling
+
+FOLDERS = {"wikitext2": "wikitext-2", "wikitext103": "wikitext-103"}
+FILES = ("wiki.{}.tokens", "{}.txt", "wiki.{}.raw")  # as published, as in PyTorch's examples, with the rare words
+SPLITS = {"train": "train", "val": "valid", "test": "test"}
+
+
+def build(config: Any, device: torch.device) -> LanguageModelling:
+    """The task of the config's ``dataset`` group."""
+    name = config.dataset["name"]
+    folder = FOLDERS[name]
+    how = f"it takes the three files of {folder}; dataset=text takes other divisions"
+    paths = {
+        split: local.find(name, [f"{folder}/{form.format(called)}" for form in FILES], how) for split, called in SPLITS.items()
+    }
+    return text.task(config, paths, device)

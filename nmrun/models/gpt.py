@@ -1,0 +1,90 @@
+"""GPT-2 (Radford et al. 2019), from scratch: a decoder with learned positions and layer norm before each block."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nmrun.errors import ConfigError
+
+
+class Attention(nn.Module):
+    """Causal self-attention over (B, T, width): ``c_attn`` makes queries, keys and values in one product, ``c_proj`` mixes the heads."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.c_attn = nn.Linear(width, 3 * width)
+        self.c_proj = nn.Linear(width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        queries, keys, values = (
+            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for part in self.c_attn(x).split(width, 2)
+        )
+        p = self.dropout.p if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, dropout_p=p, is_causal=True)
+        return self.dropout(self.c_proj(mixed.transpose(1, 2).reshape(batch, length, width)))
+
+
+class FeedForward(nn.Module):
+    """``c_fc`` to four times the width, GELU (by tanh, as in GPT-2), ``c_proj`` back."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.c_fc = nn.Linear(width, 4 * width)
+        self.c_proj = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.c_proj(functional.gelu(self.c_fc(x), approximate="tanh")))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(width), Attention(width, heads, dropout)
+        self.ln_2, self.mlp = nn.LayerNorm(width), FeedForward(width, dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """Tokens (B, T), T at most ``context``, to logits (B, T, ``vocabulary``). Modules have the names of the original's variables.
+
+    ``wte`` and ``lm_head`` are one weight. Weights start normal with deviation 0.02, those that end in the residual stream with
+    0.02 / sqrt(2 * layers) (section 2.3).
+    """
+
+    def __init__(self, vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        if width % heads:
+            raise ConfigError(f"model.width={width} cannot be split into model.heads={heads} heads of the same size")
+        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+        self.h = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.lm_head.weight = self.wte.weight
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if name.endswith("c_proj.weight") else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.dropout(self.wte(tokens) + self.wpe(positions))
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(self.ln_f(x))
+
+
+def build(vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float) -> GPT:
+    return GPT(vocabulary, context, layers, heads, width, dropout)

@@ -1,0 +1,122 @@
+"""A pretrained encoder of Hugging Face (BERT, RoBERTa, DistilBERT, ELECTRA, MiniLM, ...) with a new head, for fine-tuning."""
+
+from __future__ import annotations
+
+import contextlib
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from nmrun.errors import ConfigError
+
+
+class EncoderClassifier(nn.Module):
+    """``encoder``, as ``AutoModel`` makes it, and a linear ``head`` after dropout.
+
+    Input tokens (B, T), mask (B, T) bool (False is padding), segments (B, T); output (B, classes). ``pooling`` is what the head sees:
+    ``cls`` (the first token, through the encoder's own pooler if it has one) or ``mean`` (over a text's tokens).
+    """
+
+    def __init__(self, encoder: Any, classes: int, pooling: str, dropout: float) -> None:
+        super().__init__()
+        self.encoder, self.pooling = encoder, pooling
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(encoder.config.hidden_size, classes)
+        nn.init.normal_(self.head.weight, std=0.02)  # as in BERT
+        nn.init.zeros_(self.head.bias)
+        self.has_segments = getattr(encoder.config, "type_vocab_size", 0) > 1
+
+    def forward(self, tokens: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
+        inputs = {"token_type_ids": segments} if self.has_segments else {}
+        # transformers looks whether a mask pads anything; a tensor without values, for counting FLOPs, cannot tell
+        out = self.encoder(tokens, attention_mask=None if mask.is_meta else mask.long(), **inputs)
+        if self.pooling == "mean":
+            weights = mask[:, :, None].to(out.last_hidden_state.dtype)
+            pooled = (out.last_hidden_state * weights).sum(1) / weights.sum(1)
+        else:
+            pooled = getattr(out, "pooler_output", None)
+            pooled = out.last_hidden_state[:, 0] if pooled is None else pooled
+        return self.head(self.dropout(pooled))
+
+
+def build(
+    vocabulary: int, max_length: int, classes: int, pretrained: str, pooling: str = "cls", dropout: float = 0.1
+) -> EncoderClassifier:
+    """The encoder of a folder or a name on the hub, with its weights, in float32.
+
+    Raises ConfigError if it cannot be had, is no encoder, does not fit the data's tokens, or if its weights are of another architecture
+    than its ``config.json`` says (with the first key that differs).
+    """
+    where = f"model.pretrained={pretrained}"
+    config = fetch("AutoConfig", "model.pretrained", pretrained)
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
+
+    if config.model_type not in ENCODERS or config.is_encoder_decoder:
+        raise ConfigError(f"{where}: {config.model_type} is no encoder such as BERT")
+    if config.vocab_size < vocabulary:
+        raise ConfigError(
+            f"{where}: it knows {config.vocab_size} tokens and the data have {vocabulary}: take its own tokenizer (dataset.tokenizer)"
+        )
+    most = getattr(config, "max_position_embeddings", max_length)
+    if most < max_length:
+        raise ConfigError(f"dataset.max_length={max_length}: {pretrained} takes at most {most} tokens")
+    encoder, info = fetch(
+        "AutoModel", "model.pretrained", pretrained,
+        config=config, dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True,
+    )  # fmt: skip
+    shapes = {key: (_shape(found), _shape(wanted)) for key, found, wanted in info["mismatched_keys"]}
+    missing = {key for key in info["missing_keys"] if "pooler" not in key}  # pretrained without one: it begins at random
+    for key in encoder.state_dict():
+        if key in shapes:
+            raise ConfigError(f"{where}: {key} is {shapes[key][0]} in its weights, {shapes[key][1]} by its config.json")
+        if key in missing:
+            others = f" (they have {min(info['unexpected_keys'])})" if info["unexpected_keys"] else ""
+            raise ConfigError(f"{where}: its weights have no {key}, which a {config.model_type} by its config.json has{others}")
+    return EncoderClassifier(encoder, classes, pooling, dropout)
+
+
+def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
+    """``transformers.<kind>.from_pretrained(source)``, without its progress bars and warnings.
+
+    Raises ConfigError, which names the config's ``key``, if transformers is not installed or nothing can be loaded from ``source``.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise ConfigError(f"{key}={source} needs Hugging Face's transformers: pip install nmrun[transformers]") from None
+    place = Path(source).expanduser()
+    if source.startswith(("/", ".", "~")) and not place.is_dir():
+        raise ConfigError(f"{key}={source}: there is no such folder")
+    try:
+        with _quiet():
+            return getattr(transformers, kind).from_pretrained(str(place), **options)
+    except Exception as error:  # each kind of file and of network has errors of its own
+        line = textwrap.shorten(str(error) or type(error).__name__, 300)
+        raise ConfigError(
+            f"{key}={source}: cannot be loaded, as a folder or by its name on the Hugging Face hub ({line})"
+        ) from None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    from huggingface_hub.utils import logging as hub
+    from transformers.utils import logging
+
+    levels, bars = (logging.get_verbosity(), hub.get_verbosity()), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    hub.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(levels[0])
+        hub.set_verbosity(levels[1])
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _shape(shape: Any) -> str:
+    return "x".join(map(str, shape))

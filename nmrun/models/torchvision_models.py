@@ -1,0 +1,69 @@
+"""torchvision's networks for images, from scratch, in the form for ImageNet and in one for small images.
+
+The latter begins at full resolution: a 3x3 first convolution with stride 1 and no pooling (He et al. 2016, 4.2), for VGG a single linear
+layer at the end, for MobileNet two strides less, for Swin patches of 2 pixels in windows of 4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from nmrun.errors import ConfigError
+
+SMALL = 64  # pixels; ``auto`` takes the small form up to this size
+LEAST = {"vgg16_bn": 32}  # pixels that are left over from five poolings
+FIRST = {  # the first convolution
+    **dict.fromkeys(("resnet18", "resnet34", "resnet50"), "conv1"),
+    "densenet121": "features.conv0",
+    "vgg16_bn": "features.0",
+    "mobilenet_v2": "features.0.0",
+    "swin_v2_t": "features.0.0",
+}
+
+
+def build(name: str, shape: tuple[int, ...], classes: int, form: str = "auto") -> nn.Module:
+    """``name`` is one of ``FIRST``, ``form`` ``cifar``, ``imagenet`` or ``auto``; images (B, *shape) to logits (B, classes)."""
+    from torchvision import models
+
+    channels, *sides = shape
+    if min(sides) < LEAST.get(name, 1):
+        raise ConfigError(f"model={name} takes images of {LEAST[name]} pixels or more; these have {min(sides)}")
+    small = form == "cifar" or (form == "auto" and max(sides) <= SMALL)
+    if small and name == "swin_v2_t":
+        model = _small_swin(classes)
+    else:
+        model = getattr(models, name)(num_classes=classes)
+    first: Any = model.get_submodule(FIRST[name])
+    width, kernel, stride, padding = first.out_channels, first.kernel_size, first.stride, first.padding
+    if small and name in ("resnet18", "resnet34", "resnet50", "densenet121"):
+        kernel, stride, padding = (3, 3), (1, 1), (1, 1)
+        pool = "maxpool" if name != "densenet121" else "features.pool0"
+        model.set_submodule(pool, nn.Identity())
+    elif small and name == "vgg16_bn":
+        model.avgpool, model.classifier = nn.AdaptiveAvgPool2d(1), nn.Linear(512, classes)
+    elif small and name == "mobilenet_v2":
+        second: Any = model.get_submodule("features.2.conv.1.0")
+        stride = second.stride = (1, 1)
+    if (channels, kernel, stride) != (first.in_channels, first.kernel_size, first.stride):
+        conv = nn.Conv2d(channels, width, kernel, stride, padding, bias=first.bias is not None)
+        nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
+        model.set_submodule(FIRST[name], conv)
+    return model
+
+
+def _small_swin(classes: int) -> nn.Module:
+    from torchvision.models import swin_transformer as swin
+
+    return swin.SwinTransformer(
+        patch_size=[2, 2],
+        embed_dim=96,
+        depths=[2, 2, 6, 2],
+        num_heads=[3, 6, 12, 24],
+        window_size=[4, 4],
+        stochastic_depth_prob=0.2,
+        num_classes=classes,
+        block=swin.SwinTransformerBlockV2,
+        downsample_layer=swin.PatchMergingV2,
+    )

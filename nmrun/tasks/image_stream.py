@@ -1,0 +1,141 @@
+"""Classification of images that are read from the disk as they are needed, by processes beside the training."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from nmrun.data.augment import Augment, generator
+from nmrun.errors import ConfigError, RunError
+from nmrun.tasks.base import Batch
+from nmrun.tasks.vision import Classification, Normalise
+
+MEAN, STD = torch.tensor([0.485, 0.456, 0.406]) * 255, torch.tensor([0.229, 0.224, 0.225]) * 255  # ImageNet's
+WHOLE = 256 / 224  # an evaluated image is scaled to so much more than what is cut out of its middle
+
+Key = tuple[int, int]  # epoch and row of an image
+
+
+class ImageStream(Classification):
+    """As :class:`Classification`, with ``splits`` of rows of ``paths``.
+
+    A training image is a part of 8 to 100 % of the file's area (``crop_scale``), in a ratio of 3/4 to 4/3, scaled (Szegedy et al. 2015), a
+    pure function of (seed, epoch, row); all other augmentation is done in batches on the device. The order is one of (seed, epoch), so
+    a resumed run begins to read where it stopped.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        paths: NDArray[np.bytes_],
+        splits: dict[str, tuple[Tensor, Tensor]],
+        classes: int,
+        device: torch.device,
+        about: str = "",
+    ) -> None:
+        options, trainer = config.dataset, config.trainer
+        self.device, self.seed, self.about = device, config.seed, about
+        self.splits, self.files = splits, _Files(paths, options["resolution"], options["crop_scale"], config.seed)
+        self.classes = classes
+        self.inputs: dict[str, Any] = {"shape": (3, options["resolution"], options["resolution"]), "classes": classes}
+        self.augment: Augment = Augment.of(options)
+        self.normalise = Normalise(MEAN, STD, device)
+        self.batch_size, self.label_smoothing = trainer["batch_size"], trainer["label_smoothing"]
+        self.workers = (os.cpu_count() or 1) if options["workers"] is None else options["workers"]
+        available = len(splits["train"][0])
+        if self.batch_size > available:
+            raise ConfigError(f"trainer.batch_size={self.batch_size}: there are only {available} training images")
+        self.batches_per_epoch = min(available // self.batch_size, trainer["limit_batches"] or available)
+        self._labels = torch.empty(len(paths), dtype=torch.int64)
+        for rows, labels in splits.values():
+            self._labels[rows] = labels
+        self._next = (-1, -1)
+        self._batches: Iterator[Batch] = iter(())
+
+    def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
+        if self._next != (epoch, index):
+            self._batches = self._read(self._training_keys(epoch, index))
+        images, labels = next(self._batches)
+        self._next = (epoch, index + 1) if index + 1 < self.batches_per_epoch else (epoch + 1, 0)
+        random = generator(self.seed, epoch, index)
+        images, labels = self.augment(images, labels, self.classes, self.normalise, random)
+        return list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
+
+    def _training_keys(self, epoch: int, index: int) -> Iterator[list[Key]]:
+        """From this batch on, without end: no process waits where an epoch ends."""
+        rows = self.splits["train"][0]
+        while True:
+            order = rows[torch.randperm(len(rows), generator=generator(self.seed, epoch))]
+            for first in range(index * self.batch_size, self.batches_per_epoch * self.batch_size, self.batch_size):
+                yield [(epoch, row) for row in order[first : first + self.batch_size].tolist()]
+            epoch, index = epoch + 1, 0
+
+    def _evaluated(self, split: str) -> Iterator[Batch]:
+        rows = self.splits[split][0].split(self.batch_size)
+        for images, labels in self._read([(-1, row) for row in some.tolist()] for some in rows):
+            yield self.normalise(images), labels
+
+    def _read(self, keys: Iterator[list[Key]]) -> Iterator[Batch]:
+        """Batches of uint8 images and labels on the device. Raises RunError for a file that cannot be read."""
+        loader = DataLoader(
+            self.files,
+            batch_sampler=keys,  # type: ignore[arg-type]
+            num_workers=self.workers,
+            collate_fn=_collate,
+            pin_memory=self.device.type == "cuda",
+            worker_init_fn=_begin,
+            generator=torch.Generator(),  # else it draws from torch's own, which a resumed run would notice
+        )
+        for images, rows, problem in loader:
+            if problem:
+                raise RunError(problem)
+            yield images.to(self.device, non_blocking=True), self._labels[rows].to(self.device, non_blocking=True)
+
+    def example(self) -> Batch:
+        return torch.zeros(2, *self.inputs["shape"], device=self.device), torch.zeros(2, dtype=torch.int64, device=self.device)
+
+
+class _Files(Dataset[tuple[Tensor, int, str]]):
+    """Image ``(epoch, row)``, in training one of ``epoch``'s parts of it, for epoch -1 its middle: uint8 (3, size, size), row, problem."""
+
+    def __init__(self, paths: NDArray[np.bytes_], size: int, scale: float, seed: int) -> None:
+        self.paths, self.size, self.scale, self.seed = paths, size, scale, seed
+
+    def __getitem__(self, key: Key) -> tuple[Tensor, int, str]:
+        from PIL import Image
+        from torchvision import transforms
+        from torchvision.transforms import functional as tv
+
+        epoch, row = key
+        path = self.paths[row].decode()
+        try:
+            with Image.open(path) as file:
+                image = file.convert("RGB")
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            return torch.empty(0), row, f"{path} is damaged, or not an image ({error})"
+        if epoch < 0:
+            image = tv.center_crop(tv.resize(image, round(self.size * WHOLE)), [self.size, self.size])
+        else:
+            with torch.random.fork_rng(devices=[]):  # the transform draws from torch's own generator
+                torch.default_generator.set_state(generator(self.seed, epoch, row, 1).get_state())
+                image = transforms.RandomResizedCrop(self.size, (self.scale, 1.0))(image)
+        return tv.pil_to_tensor(image), row, ""
+
+
+def _collate(items: list[tuple[Tensor, int, str]]) -> tuple[Tensor, Tensor, str]:
+    problem = next((problem for _, _, problem in items if problem), "")
+    images = torch.empty(0) if problem else torch.stack([image for image, _, _ in items])
+    return images, torch.tensor([row for _, row, _ in items]), problem
+
+
+def _begin(worker: int) -> None:
+    """Ctrl-C is for the training, which ends its step and saves; a worker is ended by it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,0 +1,123 @@
+"""Language modelling: the next token from those before it, in windows of a long text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nmrun.errors import ConfigError, RunError
+from nmrun.tasks.base import Batch
+
+SPLITS = ("train", "val", "test")
+
+
+def cross_entropy(logits: Tensor, following: Tensor, **options: Any) -> Tensor:
+    """torch's, of logits (B, T, V) and targets (B, T), in float32."""
+    return functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), **options)
+
+
+class LanguageModelling:
+    """Cross entropy of the next token; see :class:`nmrun.tasks.base.Task`.
+
+    ``splits`` has a one-dimensional array of token numbers for each of train, val and test, in memory or mapped from a file.
+    A training batch is ``batch_size`` windows of ``context`` + 1 tokens from random places of the training text, which depend
+    on (seed, epoch, index) alone; an epoch has as many windows as fit into the text side by side. An evaluation predicts every token of a
+    split but the first exactly once, from the at most ``context`` tokens before it in its window.
+
+    ``unit`` says what a token is: bits are per ``unit``. ``compiled`` compiles the training loss.
+    Raises ConfigError for a split that is shorter than a window.
+    """
+
+    metric = "perplexity"
+
+    def __init__(
+        self,
+        splits: Mapping[str, NDArray[Any]],
+        vocabulary: int,
+        context: int,
+        batch_size: int,
+        seed: int,
+        unit: str = "token",
+        label_smoothing: float = 0.0,
+        accumulate: int = 1,
+        limit_batches: int | None = None,
+        device: torch.device | str = "cpu",
+        compiled: bool = False,
+    ) -> None:
+        for name in SPLITS:
+            if len(splits[name]) <= context:
+                raise ConfigError(
+                    f"dataset.context={context}: the {name} text has only {len(splits[name])} tokens; it takes one more than context"
+                )
+        self.splits, self.unit, self.device = splits, unit, torch.device(device)
+        self.vocabulary, self.context = vocabulary, context
+        self.inputs = {"vocabulary": vocabulary, "context": context}
+        self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
+        # Compiled, it reads the logits, the largest tensor of all, in their own precision; else it writes them once more in float32.
+        self._cross_entropy = torch.compile(cross_entropy) if compiled else cross_entropy
+        self.evaluated_at_once = -(-batch_size // accumulate)  # windows: as much as training has memory for
+        batches = (len(splits["train"]) - 1) // (batch_size * context)
+        if batches == 0:
+            raise ConfigError(
+                f"trainer.batch_size={batch_size}: the training text has {len(splits['train'])} tokens, "
+                f"less than one batch of {batch_size} windows of {context}"
+            )
+        self.batches_per_epoch = min(batches, limit_batches or batches)
+
+    @classmethod
+    def of(
+        cls, config: Any, splits: Mapping[str, NDArray[Any]], vocabulary: int, device: torch.device, unit: str = "token"
+    ) -> LanguageModelling:
+        """With context, batch size, seed, smoothing and limits of a run's config (``nmrun.schema.Config``)."""
+        keys = ("batch_size", "label_smoothing", "accumulate", "limit_batches")
+        options = {key: config.trainer[key] for key in keys}
+        options |= {"seed": config.seed, "compiled": config.trainer["compile"], "device": device}
+        return cls(splits, vocabulary, config.dataset["context"], unit=unit, **options)
+
+    def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
+        random = np.random.default_rng((self.seed, epoch, index))
+        starts = random.integers(len(self.splits["train"]) - self.context, size=self.batch_size)
+        return [self._batch("train", part, self.context) for part in np.array_split(starts, parts)]
+
+    def size(self, batch: Batch) -> int:
+        return batch[1].numel()
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        tokens, following = batch
+        return self._cross_entropy(model(tokens), following, label_smoothing=self.label_smoothing)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+        predicted = len(self.splits[split]) - 1
+        whole = predicted // self.context
+        starts = np.arange(whole) * self.context
+        batches = [(starts[i : i + self.evaluated_at_once], self.context) for i in range(0, whole, self.evaluated_at_once)]
+        if predicted % self.context:
+            batches.append((np.array([whole * self.context]), predicted % self.context))
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for some, length in batches:
+            tokens, following = self._batch(split, some, length)
+            total += cross_entropy(model(tokens), following, reduction="sum")
+        loss = float(total) / predicted
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return {"loss": loss, "perplexity": perplexity, f"bits_per_{self.unit}": loss / math.log(2)}
+
+    def example(self) -> Batch:
+        return self._batch("train", np.arange(2), self.context)
+
+    def _batch(self, split: str, starts: NDArray[Any], length: int) -> Batch:
+        """(inputs, targets), both (windows, ``length``) int64, of the windows of a split that begin at ``starts``."""
+        windows = self.splits[split][starts[:, None] + np.arange(length + 1)].astype(np.int64)
+        if windows.max() >= self.vocabulary:  # an embedding on a GPU would only say that an assertion failed
+            raise RunError(f"the {split} text has the token {windows.max()}, outside the vocabulary of {self.vocabulary}")
+        tokens = torch.from_numpy(windows)
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
+        return tokens[:, :-1], tokens[:, 1:]

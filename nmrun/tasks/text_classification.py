@@ -1,0 +1,188 @@
+"""Classification of short texts and pairs of texts, and prediction of a score for them, with GLUE's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nmrun.data.pairs import Text, Tokenizer, tokenizer
+from nmrun.errors import ConfigError
+from nmrun.tasks.base import Batch
+
+EVALUATED_AT_ONCE = 128  # texts of about the same length; bounds the memory of an evaluation
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Texts as token numbers, one after the other: text i is ``tokens[starts[i] : starts[i + 1]]``.
+
+    ``tokens`` and ``segments`` (0 for the first of a pair, 1 for the second) are int32 and uint8 of the same length; ``labels`` int64
+    classes, or float32 scores.
+    """
+
+    tokens: Tensor
+    segments: Tensor
+    starts: Tensor
+    labels: Tensor
+
+    def lengths(self, rows: Tensor) -> Tensor:
+        """How many tokens these texts have."""
+        return self.starts[rows + 1] - self.starts[rows]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+class TextClassification:
+    """Cross entropy over classes, or the squared error of a score; see :class:`nmrun.tasks.base.Task`.
+
+    ``splits`` has texts and their labels, classes from 0 as whole numbers or (where ``classes`` is 1) scores. Splits beside train, val and
+    test are named ``test_<suffix>`` and evaluated along with test; their metrics have the suffix too.
+    Each epoch is a fresh permutation of the training texts, a pure function of (seed, epoch); a last batch that would be
+    smaller than ``batch_size`` is left out. A micro-batch is (tokens, mask, segments, labels), the first three (texts, length of the
+    longest of them): int64, bool (False is padding) and int64. Models give (texts, classes) for ``model(tokens, mask, segments)``.
+    ``metrics`` are names of :func:`scores`; the first is what recipes are compared by.
+    """
+
+    def __init__(
+        self,
+        splits: Mapping[str, tuple[Sequence[Text], Sequence[float]]],
+        tokenizer: Tokenizer,
+        classes: int,
+        metrics: Sequence[str],
+        batch_size: int,
+        seed: int,
+        label_smoothing: float = 0.0,
+        limit_batches: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        texts = len(splits["train"][0])
+        if batch_size > texts:
+            raise ConfigError(f"trainer.batch_size={batch_size}: there are only {texts} training texts")
+        if label_smoothing and classes == 1:
+            raise ConfigError(f"trainer.label_smoothing={label_smoothing} is for classes; this data set has scores")
+        kind = torch.float32 if classes == 1 else torch.int64
+        self.splits = {
+            name: Encoded(*tokenizer.encode(some), torch.tensor(labels, dtype=kind)) for name, (some, labels) in splits.items()
+        }
+        self.padding, self.classes, self.device = tokenizer.padding, classes, torch.device(device)
+        self.inputs = {"vocabulary": tokenizer.vocabulary, "max_length": tokenizer.max_length, "classes": classes}
+        self.metric, self.metrics = metrics[0], tuple(metrics)
+        self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
+        self.batches_per_epoch = min(texts // batch_size, limit_batches or texts)
+        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        splits: Mapping[str, tuple[Sequence[Text], Sequence[float]]],
+        classes: int,
+        metrics: Sequence[str],
+        device: torch.device,
+    ) -> TextClassification:
+        """With tokenizer, batch size, seed, smoothing and limits of a run's config (``nmrun.schema.Config``)."""
+        keys = ("batch_size", "label_smoothing", "limit_batches")
+        options = {key: config.trainer[key] for key in keys}
+        return cls(splits, tokenizer(config.dataset), classes, metrics, seed=config.seed, device=device, **options)
+
+    def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
+        chosen = self._permutation(epoch)[index * self.batch_size : (index + 1) * self.batch_size]
+        return [self._batch("train", part) for part in chosen.chunk(parts)]
+
+    def size(self, batch: Batch) -> int:
+        return len(batch[0])
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        *text, labels = batch
+        return self._loss(model(*text).float(), labels, self.label_smoothing)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name in [name for name in self.splits if name == split or name.startswith(f"{split}_")]:
+            logits, labels = self._outputs(model, name)
+            mine = {"loss": float(self._loss(logits, labels)), **scores(self.metrics, self._predictions(logits), labels)}
+            found |= {key + name.removeprefix(split): value for key, value in mine.items()}
+        return found
+
+    def example(self) -> Batch:
+        """Two texts, cut or padded to the mean length of the first epoch's batches: what an item costs depends on its length."""
+        order = self._permutation(0)
+        whole = len(order) // self.batch_size * self.batch_size
+        longest = self.splits["train"].lengths(order[:whole]).view(-1, self.batch_size).amax(1)
+        return self._batch("train", order[:2], round(float(longest.double().mean())))
+
+    def _permutation(self, epoch: int) -> Tensor:
+        if self._order[0] != epoch:
+            # torch's CPU generator looks at the low 32 bits of a seed only, so the pair must be mixed into them
+            generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
+            self._order = (epoch, torch.randperm(len(self.splits["train"]), generator=generator))
+        return self._order[1]
+
+    def _batch(self, split: str, rows: Tensor, length: int | None = None) -> Batch:
+        """The texts ``rows`` of a split, padded to the longest of them, or cut or padded to ``length``."""
+        texts = self.splits[split]
+        lengths = texts.lengths(rows)[:, None]
+        columns = torch.arange(int(lengths.max()) if length is None else length)
+        mask = columns < lengths
+        places = torch.where(mask, texts.starts[rows, None] + columns, 0)
+        tokens = torch.where(mask, texts.tokens[places], self.padding).long()
+        segments = torch.where(mask, texts.segments[places], 0).long()
+        batch: Batch = tokens, mask, segments, texts.labels[rows]
+        if self.device.type == "cuda":
+            batch = tuple(tensor.pin_memory().to(self.device, non_blocking=True) for tensor in batch)
+        return batch
+
+    def _outputs(self, model: nn.Module, split: str) -> tuple[Tensor, Tensor]:
+        """What the model says of every text of a split, (texts, classes), and the labels; both on the CPU, texts by their length."""
+        order = self.splits[split].starts.diff().argsort(stable=True)
+        found = []
+        for rows in order.split(EVALUATED_AT_ONCE):
+            *text, _ = self._batch(split, rows)
+            found.append(model(*text).float())
+        return torch.cat(found).cpu(), self.splits[split].labels[order]
+
+    def _loss(self, logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        if self.classes == 1:
+            return functional.mse_loss(logits[:, 0], labels)
+        return functional.cross_entropy(logits, labels, label_smoothing=label_smoothing)
+
+    def _predictions(self, logits: Tensor) -> Tensor:
+        return logits[:, 0] if self.classes == 1 else logits.argmax(1)
+
+
+def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[str, float]:
+    """The named metrics of predictions (n,) against labels (n,), as GLUE defines them (Wang et al. 2019, arXiv 1804.07461, section 3).
+
+    ``accuracy``; ``f1`` of class 1; ``matthews``, Matthews' correlation; ``pearson`` and ``spearman``, correlations of scores. Where one is
+    undefined, because all predictions are the same for example, it is 0.
+    """
+    import numpy as np
+
+    guess, truth = predictions.numpy(), labels.numpy()
+    found = {}
+    for name in metrics:
+        if name == "accuracy":
+            value = (guess == truth).mean()
+        elif name == "f1":
+            from sklearn.metrics import f1_score
+
+            value = f1_score(truth, guess, zero_division=0.0)
+        elif name == "matthews":
+            from sklearn.metrics import matthews_corrcoef
+
+            value = matthews_corrcoef(truth, guess)
+        else:
+            from scipy import stats
+
+            varied = len(np.unique(guess)) > 1 and len(np.unique(truth)) > 1
+            correlation = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}[name]
+            value = correlation(guess, truth).statistic if varied else 0.0
+        found[name] = float(value)
+    return found

@@ -1,0 +1,254 @@
+"""Translation: batches of so many tokens, label smoothing as fairseq defines it, perplexity, and BLEU by beam search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nmrun.errors import ConfigError
+from nmrun.fairseq_import import fairseq
+from nmrun.tasks.base import Batch
+
+LONGEST = (1.2, 10)  # a translation ends after 1.2 * (length of the longest source sentence of its batch) + 10 tokens
+Rows = NDArray[np.int64]
+
+
+class Dictionary(Protocol):
+    """The tokens of a language; ``fairseq.data.Dictionary`` is one. Token i is ``symbols[i]``."""
+
+    symbols: list[str]
+
+    def pad(self) -> int: ...
+    def eos(self) -> int: ...
+    def unk(self) -> int: ...
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Sentences as token numbers, one after the other: sentence i is ``tokens[starts[i] : starts[i + 1]]``, its last token the end mark."""
+
+    tokens: NDArray[Any]
+    starts: Rows
+
+    @classmethod
+    def of(cls, sentences: Sequence[Sequence[int]]) -> Corpus:
+        flat = [token for sentence in sentences for token in sentence]
+        return cls(np.array(flat, np.int32), np.cumsum([0, *map(len, sentences)]))
+
+    @property
+    def lengths(self) -> Rows:
+        return np.diff(self.starts)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def padded(self, rows: Rows, padding: int, left: bool = False) -> tuple[Rows, NDArray[np.bool_]]:
+        """The sentences ``rows``, padded to the longest of them, at the right or at the left; and where there is no padding."""
+        lengths = (self.starts[rows + 1] - self.starts[rows])[:, None]
+        columns = np.arange(lengths.max()) - (lengths.max() - lengths if left else 0)
+        inside = (columns >= 0) & (columns < lengths)
+        places = np.where(inside, self.starts[rows, None] + columns, 0)
+        return np.where(inside, self.tokens[places], padding), inside
+
+
+Pair = tuple[Corpus, Corpus]
+
+
+class Translation:
+    """Cross entropy over the tokens of the target language; see :class:`nmrun.tasks.base.Task`. An item is a target token.
+
+    ``splits`` has source and target of train, val and test; ``references`` the plain target sentences of val and test; ``detokenize``
+    makes such a sentence of the symbols of a translation. ``inputs`` are the dictionaries, ``source`` and ``target``.
+
+    A batch has sentences of about the same length, as many as fit into ``max_tokens`` tokens a side, padding included. Sentences
+    are ordered by the lengths of source and target, so the cuts between batches are the same in all epochs; which of the sentences of
+    equal lengths fall into which batch, and the order of the batches, are a pure function of (seed, epoch). Each sentence is in
+    one batch of an epoch.
+
+    A micro-batch is (source, previous, where, target): source (sentences, length) padded at the left, the target as the decoder
+    sees it, moved by one token (sentences, length), the places of its tokens in the flattened batch, and what follows at
+    these (both (tokens,)). Models give, as fairseq's, a tuple with the logits (tokens, target dictionary) in front for
+    ``model(source, None, previous, where)``.
+    ``label_smoothing`` is fairseq's: epsilon is spread over all tokens but the right one.
+    Raises ConfigError for a source and target of unequal length, for tokens outside the dictionary, and for a sentence longer than ``max_tokens``.
+    """
+
+    metric = "bleu"
+
+    def __init__(
+        self,
+        splits: Mapping[str, Pair],
+        source: Dictionary,
+        target: Dictionary,
+        references: Mapping[str, Sequence[str]],
+        detokenize: Callable[[list[str]], str],
+        max_tokens: int,
+        seed: int,
+        label_smoothing: float = 0.0,
+        beam: int = 5,
+        length_penalty: float = 1.0,
+        limit_batches: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        for name, pair in splits.items():
+            check(name, pair, (source, target))
+        longest = max(int(corpus.lengths.max()) for corpus in splits["train"])
+        if longest > max_tokens:
+            raise ConfigError(
+                f"dataset.max_tokens={max_tokens}: the longest training sentence has {longest} tokens, more than fit into a batch"
+            )
+        self.splits, self.source, self.target = splits, source, target
+        self.references, self.detokenize = references, detokenize
+        self.inputs = {"source": source, "target": target}
+        self.max_tokens, self.seed, self.device = max_tokens, seed, torch.device(device)
+        self.beam, self.length_penalty = beam, length_penalty
+        # torch spreads epsilon over all tokens, the right one too
+        self.smoothing = label_smoothing * len(target) / (len(target) - 1)
+        self.batches_of = f"at most {max_tokens} tokens a side"
+        self.notes: dict[str, str] = {}
+        self._rows, self._cuts = bucketed(splits["train"], max_tokens)
+        self.batches_per_epoch = min(len(self._cuts) - 1, limit_batches or len(self._cuts))
+        self._order: tuple[int, Rows, Rows] = (-1, self._rows, self._cuts)
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        splits: Mapping[str, Pair],
+        source: Dictionary,
+        target: Dictionary,
+        references: Mapping[str, Sequence[str]],
+        detokenize: Callable[[list[str]], str],
+        device: torch.device,
+    ) -> Translation:
+        """With batch size, beam, seed, smoothing and limits of a run's config (``nmrun.schema.Config``)."""
+        options = {key: config.dataset[key] for key in ("max_tokens", "beam", "length_penalty")}
+        options |= {key: config.trainer[key] for key in ("label_smoothing", "limit_batches")}
+        return cls(splits, source, target, references, detokenize, seed=config.seed, device=device, **options)
+
+    def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
+        if self._order[0] != epoch:
+            random = np.random.default_rng((self.seed, epoch))
+            rows = shuffled_within(self._rows, self.splits["train"], random)
+            self._order = (epoch, rows, random.permutation(len(self._cuts) - 1))
+        _, rows, batches = self._order
+        begin, end = self._cuts[batches[index] : batches[index] + 2]
+        return [self._batch("train", part) for part in np.array_split(rows[begin:end], min(parts, end - begin))]
+
+    def size(self, batch: Batch) -> int:
+        return batch[-1].numel()
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        *inputs, target = batch
+        return functional.cross_entropy(_logits(model, *inputs), target, label_smoothing=self.smoothing)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+        """``loss`` (nats a token, without smoothing), ``perplexity`` (e to it) and ``bleu`` (0 to 100), whose signature goes to ``notes``."""
+        generator = self._generator(model)
+        rows, cuts = bucketed(self.splits[split], self.max_tokens)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        translations = [""] * len(rows)
+        for begin, end in pairwise(cuts.tolist()):
+            *inputs, target = self._batch(split, rows[begin:end])
+            total += functional.cross_entropy(_logits(model, *inputs), target, reduction="sum")
+            for row, symbols in zip(rows[begin:end], self._translated(generator, inputs[0]), strict=True):
+                translations[row] = self.detokenize(symbols)
+        loss = float(total) / int(self.splits[split][1].starts[-1])
+        bleu, self.notes["bleu"] = corpus_bleu(translations, self.references[split])
+        return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "bleu": bleu}
+
+    def example(self) -> Batch:
+        """Two sentences of middling length: what an item costs depends on it."""
+        middle = len(self._rows) // 2
+        return self._batch("train", self._rows[max(0, middle - 1) : middle + 1])
+
+    def _batch(self, split: str, rows: Rows) -> Batch:
+        source, _ = self.splits[split][0].padded(rows, self.source.pad(), left=True)
+        target, inside = self.splits[split][1].padded(rows, self.target.pad())
+        previous = np.where(inside, np.roll(target, 1, axis=1), self.target.pad())
+        previous[:, 0] = self.target.eos()
+        arrays = source, previous, np.flatnonzero(inside), target[inside]
+        batch = tuple(torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays)
+        if self.device.type == "cuda":
+            batch = tuple(tensor.pin_memory().to(self.device, non_blocking=True) for tensor in batch)
+        return batch
+
+    def _generator(self, model: nn.Module) -> Any:
+        options = {"beam_size": self.beam, "len_penalty": self.length_penalty, "max_len_a": LONGEST[0], "max_len_b": LONGEST[1]}
+        return fairseq("sequence_generator").SequenceGenerator([model], self.target, **options)
+
+    def _translated(self, generator: Any, source: Tensor) -> Iterator[list[str]]:
+        """The symbols of the best translation of each sentence."""
+        lengths = source.ne(self.source.pad()).sum(1)
+        found = generator.generate([], {"net_input": {"src_tokens": source, "src_lengths": lengths}})
+        for hypotheses in found:
+            tokens = hypotheses[0]["tokens"].tolist()
+            yield [self.target.symbols[token] for token in tokens if token not in (self.target.eos(), self.target.pad())]
+
+
+def _logits(model: Any, source: Tensor, previous: Tensor, where: Tensor) -> Tensor:
+    logits: Tensor = model(source, None, previous, where)[0]
+    return logits.float()
+
+
+def bucketed(pair: Pair, max_tokens: int) -> tuple[Rows, Rows]:
+    """The sentences ordered by length, and where to cut them into batches: batch i is ``rows[cuts[i] : cuts[i + 1]]``."""
+    source, target = (corpus.lengths for corpus in pair)
+    rows = np.lexsort((target, source))
+    cuts, widest = [0], 0
+    for end, width in enumerate(np.maximum(source, target)[rows].tolist()):
+        widest = max(widest, width)
+        if widest * (end + 1 - cuts[-1]) > max_tokens and end > cuts[-1]:
+            cuts.append(end)
+            widest = width
+    return rows, np.array([*cuts, len(rows)])
+
+
+def shuffled_within(rows: Rows, pair: Pair, random: np.random.Generator) -> Rows:
+    """``rows`` of :func:`bucketed` in another order that it could have been as well: sentences of equal lengths change places."""
+    mixed = random.permutation(rows)
+    source, target = (corpus.lengths[mixed] for corpus in pair)
+    return mixed[np.lexsort((target, source))]
+
+
+def corpus_bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
+    """sacreBLEU (Post 2018, arXiv 1804.08771) of detokenised text, 0 to 100, and its signature."""
+    from sacrebleu.metrics import BLEU
+
+    bleu = BLEU()
+    score = bleu.corpus_score(list(translations), [list(references)])
+    return float(score.score), str(bleu.get_signature())
+
+
+def check(name: str, pair: Pair, dictionaries: tuple[Dictionary, Dictionary]) -> None:
+    """Raise ConfigError, in one line, if the two sides of a split do not fit each other or their dictionaries."""
+    if len(pair[0]) != len(pair[1]):
+        raise ConfigError(
+            f"{name}: {len(pair[0])} source sentences, but {len(pair[1])} target sentences; it takes as many of both"
+        )
+    if len(pair[0]) == 0:
+        raise ConfigError(f"{name}: there are no sentences")
+    for side, corpus, dictionary in zip(("source", "target"), pair, dictionaries, strict=True):
+        outside = np.flatnonzero(corpus.tokens >= len(dictionary))
+        if len(outside):
+            row = int(np.searchsorted(corpus.starts, outside[0], side="right"))
+            token = corpus.tokens[outside[0]]
+            raise ConfigError(
+                f"{name}: sentence {row} of the {side} has the token {token}, outside its dictionary of {len(dictionary)} tokens"
+            )
+        endless = np.flatnonzero((corpus.lengths == 0) | (corpus.tokens[corpus.starts[1:] - 1] != dictionary.eos()))
+        if len(endless):
+            raise ConfigError(
+                f"{name}: sentence {endless[0] + 1} of the {side} does not end with the end mark {dictionary.symbols[dictionary.eos()]}"
+            )
