@@ -32,6 +32,7 @@ SPARSE_INPUTS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
     "mlp": lambda model: model["hidden"][:-1],
     "resnet18": lambda model: [64, 128, 256, 512],
 }
+OWN = {"dataset": ("name",), "model": ("name", "include", "exclude")}  # what the user's own in its place has to say
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
 def _places(plain: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Every key that has a check and is there, with the dictionary that holds it and its name in there.
 
-    A recipe with a ``_target_`` is the user's own class, which knows its hyperparameters.
+    What has a ``_target_`` is the user's own, which knows its keys.
     """
     for key in CHECKS:
         group, _, leaf = key.rpartition(".")
@@ -126,6 +127,8 @@ def _wrong_keys(group: str, given: dict[str, Any]) -> dict[str, str]:
         fits = re.fullmatch(r"[\w.-]+", called)
         return {} if fits else {f"recipe.name={called}: it names a folder: letters, digits, and . _ -": "recipe.name"}
     name = given.get("name") if group in NAMED else UNNAMED[group]
+    if group in OWN and "_target_" in given:
+        return _wrong_own(group, given)
     if group == "recipe" and name == "custom":
         return {"recipe=custom needs recipe._target_=package.Class, a subclass of nmrun.recipes.base.Recipe": group}
     if name is None:
@@ -137,6 +140,17 @@ def _wrong_keys(group: str, given: dict[str, Any]) -> dict[str, str]:
     wrong = {f"{group}.{key}: missing": f"{group}.{key}" for key in keys if key not in given}
     known = [f"{group}.{key}" for key in keys]
     return wrong | {no_key(key, known): key for name in given if (key := f"{group}.{name}") not in known}
+
+
+def _wrong_own(group: str, given: dict[str, Any]) -> dict[str, str]:
+    """The same for a data set or model of the user's own, whose keys its builder knows."""
+    target, name = str(given["_target_"]), str(given.get("name"))
+    found = {}
+    if not re.fullmatch(r"\w+(\.\w+)+", target):
+        found[f"{group}._target_={target}: it takes package.function"] = f"{group}._target_"
+    if not re.fullmatch(r"[\w.-]+", name):
+        found[f"{group}.name={name}: it names a folder: letters, digits, and . _ -"] = f"{group}.name"
+    return found | {f"{group}.{key}: missing": f"{group}.{key}" for key in OWN[group] if key not in given}
 
 
 def no_option(key: str, group: str, option: str, options: Iterable[str]) -> str:
@@ -187,7 +201,13 @@ def _combinations(plain: dict[str, Any], good: Callable[..., bool]) -> list[str]
         found += [line] if name not in ("adam", "adamw") else []
     inputs: list[int] = []
     unpadded = good("sparsity.pad") and not plain["sparsity"]["pad"]
-    if pattern is not None and unpadded and good("model", "model.channels", "model.hidden") and model["name"] in SPARSE_INPUTS:
+    if (
+        pattern is not None
+        and unpadded
+        and good("model", "model.channels", "model.hidden")
+        and model["name"] in SPARSE_INPUTS
+        and "_target_" not in model
+    ):
         inputs = SPARSE_INPUTS[model["name"]](model)
     if builtin and not dense and good(*(f"recipe.{key}" for key in recipe)):
         found += _schedule(recipe, pattern, inputs)

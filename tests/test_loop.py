@@ -213,7 +213,7 @@ def test_checkpoints_load_without_pickle_and_come_when_asked(tmp_path: Path, mon
     trained(config(tmp_path, "recipe=asp", "trainer.checkpoint_every=3"), tmp_path)
     assert saved == [9, 12]
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert {"model", "optimizer", "handle", "scaler", "random", "loop"} == set(state)
+    assert {"model", "optimizer", "handle", "scaler", "average", "random", "loop"} == set(state)
 
 
 # --- early failure -------------------------------------------------------------------------------------------------------------

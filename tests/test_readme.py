@@ -34,7 +34,7 @@ def test_the_library_example_runs():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_accepted(command):
     words = shlex.split(command)[1:]
-    if words[0] in cli.VERBS or words[0] in ("--help", "--cfg"):
+    if words[0] in cli.VERBS or words[0] in ("--help", "--cfg", "--config-dir"):
         return
     asked = precheck.options(words)
     assert precheck.look(precheck.own_recipe(asked.overrides), asked.multirun).problems == []

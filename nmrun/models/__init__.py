@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from nmrun.errors import ConfigError
+from nmrun.imports import imported
 
 MODELS = {
     "small_conv": "nmrun.models.small_conv",
@@ -32,16 +33,20 @@ MODELS = {
 def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
     """The model of a ``model:`` config for a task's ``inputs``: ``shape`` (channels, height, width) and ``classes`` of images.
 
-    Raises ConfigError for an unknown name, and for a model that is made for other data.
+    The builder is ``build`` of the model's module, or the function that ``_target_`` names. Raises ConfigError for an unknown name, and
+    for a model that is made for other data.
     """
-    name = config["name"]
-    if name not in MODELS:
+    name, target = config["name"], config.get("_target_")
+    if target is None and name not in MODELS:
         near = difflib.get_close_matches(str(name), MODELS, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"model.name={name}: no such model; {hint}There are {', '.join(MODELS)}")
-    builder = importlib.import_module(MODELS[name]).build
+    try:
+        builder = imported(target, f"model._target_={target}") if target else importlib.import_module(MODELS[name]).build
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     parameters = inspect.signature(builder).parameters
-    unasked = {"include", "exclude"} if "name" in parameters else {"name", "include", "exclude"}
+    unasked = {"_target_", "include", "exclude"} | ({"name"} - set(parameters))
     options = {key: value for key, value in config.items() if key not in unasked}
     needed = [key for key in parameters if key not in options]
     if set(needed) != set(inputs):

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
-import os
-import sys
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
+
+from nmrun.imports import imported
 
 if TYPE_CHECKING:
     from nmrun.recipes.base import Recipe
@@ -55,13 +54,7 @@ def find(name: str) -> type[Recipe]:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ValueError(f"no recipe {name!r}; {hint}There are {', '.join(sorted(known))}")
-    module, _, attribute = path.rpartition(".")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"recipe {name!r} cannot be imported: {error}") from None
+    found: type[Recipe] = imported(path, f"recipe {name!r}")
     if not (isinstance(found, type) and issubclass(found, Recipe)):
         raise ValueError(f"recipe {name!r} is not a subclass of nmrun.recipes.base.Recipe")
     return found

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nmrun.errors import ConfigError
+from nmrun.imports import imported
 from nmrun.tasks.base import Task
 
 DATASETS = {
@@ -31,11 +32,18 @@ DATASETS = {
 
 
 def build(config: Any, device: torch.device) -> Task:
-    """The task for a run's whole config (``nmrun.schema.Config``): ``build(config, device)`` of the data set's module.
+    """The task for a run's whole config (``nmrun.schema.Config``): ``build(config, device)`` of the data set's module, or the function
+    that ``dataset._target_`` names.
 
     Raises ConfigError for an unknown data set, and for data that is missing or unusable.
     """
-    name = config.dataset["name"]
+    name, target = config.dataset["name"], config.dataset.get("_target_")
+    if target is not None:
+        try:
+            own: Task = imported(target, f"dataset._target_={target}")(config, device)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return own
     if name not in DATASETS:
         near = difflib.get_close_matches(str(name), DATASETS, 1)
         hint = f"did you mean {near[0]}? " if near else ""

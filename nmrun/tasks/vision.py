@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,7 +100,7 @@ class Classification:
     def _evaluated(self, split: str) -> Iterator[Batch]:
         """The images of a split, normalised, with their labels."""
         images, labels = self.splits[split]
-        at_once = max(1, min(1024, PIXELS_AT_ONCE // (images.shape[2] * images.shape[3])))
+        at_once = max(1, min(1024, PIXELS_AT_ONCE // math.prod(images.shape[2:])))
         for some, truth in zip(images.split(at_once), labels.split(at_once), strict=True):
             yield self.normalise(some), truth
 
