@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nmrun.cli as cli  # registers the source of ratios
-from nmrun import precheck
+from nmrun import experiment, precheck
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
@@ -37,7 +37,8 @@ def test_commands_are_accepted(command):
     if words[0] in cli.VERBS or words[0] in ("--help", "--cfg", "--config-dir"):
         return
     asked = precheck.options(words)
-    assert precheck.look(precheck.own_recipe(asked.overrides), asked.multirun).problems == []
+    for overrides in experiment.expand(asked.overrides, asked.multirun):
+        assert precheck.look(precheck.own_recipe(overrides), asked.multirun).problems == []
 
 
 def test_the_errors_are_printed_as_shown(nmrun_cli):

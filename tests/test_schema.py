@@ -130,7 +130,7 @@ def test_every_key_of_the_files_has_a_check() -> None:
     found = [
         path
         for path in Path(str(files("nmrun.conf"))).glob("*/*.yaml")
-        if path.parent.name not in ("debug", "dataset", "model")
+        if path.parent.name not in ("debug", "dataset", "model", "experiment")
     ]
     keys = {f"{path.parent.name}.{key}" for path in found for key in yaml.safe_load(path.read_text()) if key != "name"}
     assert len(keys) > 30

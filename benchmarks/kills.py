@@ -1,0 +1,209 @@
+"""Kill -9 at random moments over a sweep, the same command after each, then the whole sweep: what comes out has the bits of one left alone.
+
+``python benchmarks/kills.py [--kills 100] [--runs 20] [--out FILE]`` exits with 1 if anything differs, was done twice or was left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from nmrun import cli
+
+# 5 recipes, 2 ratios and 2 seeds: 20 runs of 40 steps, checkpoints after every 5th; STEP switches and ASP prunes halfway
+SWEEP = (
+    *("recipe=step,asp,sr_ste,s_ste,ste", "sparsity=2:4,1:4", "seed=0,1", "model.channels=[8,8,8]", "trainer.batch_size=32"),
+    *("trainer.limit_batches=5", "trainer.epochs=8", "trainer.log_every=2", "trainer.device=cpu", "trainer.threads=1"),
+    "track=local",
+)
+CLOCK = ("steps_per_second", "items_per_second")
+FILES = {"config.yaml", "run.log", "metrics.jsonl", "result.json", "checkpoint.pt", "model.safetensors", "best.safetensors"}
+# Processes are forked from one that has imported everything, so that a start costs no more than what a start of a sweep does itself.
+_warm = multiprocessing.get_context("forkserver")
+_warm.set_forkserver_preload(["nmrun.cli", "nmrun.runner", "nmrun.loop", "hydra.main", "sklearn.datasets"])
+
+
+def command(words: Sequence[str]) -> None:
+    """``nmrun WORDS``, in a process of its own."""
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    sys.argv = ["nmrun", *words]
+    sys.exit(cli.main())
+
+
+@contextlib.contextmanager
+def started(words: Sequence[str]) -> Iterator[Any]:
+    """The process of a command, which does not outlive the block."""
+    process = _warm.Process(target=command, args=(tuple(words),))
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def finish(words: Sequence[str]) -> None:
+    """Run a command to its end; raises RuntimeError if it fails."""
+    with started(words) as process:
+        process.join()
+        if process.exitcode:
+            raise RuntimeError(f"nmrun {' '.join(words)} ended with {process.exitcode}")
+
+
+def trained(output: Path) -> dict[Path, tuple[int, int]]:
+    """The file of rows of each run that has begun to train, told from those of earlier sittings by inode and time."""
+    return {path: ((stat := path.stat()).st_ino, stat.st_mtime_ns) for path in output.rglob("metrics.jsonl")}
+
+
+def finished(output: Path) -> dict[Path, tuple[int, int]]:
+    """The weights of each run whose result says that it is finished, likewise."""
+    done = [path.parent for path in output.rglob("result.json") if json.loads(path.read_text())["status"] == "finished"]
+    return {folder: ((stat := (folder / "model.safetensors").stat()).st_ino, stat.st_mtime_ns) for folder in done}
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the clock; a last line that a kill has cut in two is left out."""
+    found = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            found.append({key: value for key, value in json.loads(line).items() if key not in CLOCK})
+    return found
+
+
+def share(output: Path, runs: int, steps: int) -> float:
+    """How much of the sweep is done, from 0 to 1, by the last row of each run."""
+    return sum(lines[-1]["step"] for path in trained(output) if (lines := rows(path.parent))) / (runs * steps)
+
+
+def kill(words: Sequence[str], output: Path, kills: int, undisturbed: float, chance: random.Random) -> tuple[Counter[str], list[str]]:
+    """Start the command and kill it, so many times. Where the kills fell, and what was wrong on the way.
+
+    A quarter of the kills fall at any moment before training begins; the others at any moment of a stretch after it, which is made
+    shorter or longer so that the sweep is done with the last kill.
+    """
+    runs, steps = _size(words)
+    fell, wrong, done = Counter[str](), list[str](), dict[Path, tuple[int, int]]()
+    starting, stretch = 1.0, 2 * undisturbed / kills
+    for number in range(kills):
+        before, began = trained(output), time.monotonic()
+        early = chance.random() < 0.25
+        with started(words) as process:
+            deadline = began + chance.uniform(0, starting) if early else None
+            while process.is_alive() and (deadline is None or time.monotonic() < deadline):
+                if deadline is None and trained(output) != before:
+                    starting, deadline = time.monotonic() - began, time.monotonic() + chance.uniform(0, stretch)
+                time.sleep(0.002)
+            alive = process.is_alive()
+        fell[_where(output, before) if alive else "the sweep was done before"] += 1
+        after = finished(output)
+        wrong += [f"{folder} was done again after it had finished" for folder, stamp in done.items() if after.get(folder) != stamp]
+        done = after
+        stretch *= 0.8 if share(output, runs, steps) > (number + 1) / kills else 1.25
+    return fell, wrong
+
+
+def _size(words: Sequence[str]) -> tuple[int, int]:
+    """Of how many runs of how many steps a sweep is."""
+    keys = dict(word.split("=", 1) for word in words if "=" in word)
+    runs = 1
+    for key in ("recipe", "sparsity", "seed"):
+        runs *= len(keys[key].split(","))
+    return runs, int(keys["trainer.epochs"]) * int(keys["trainer.limit_batches"])
+
+
+def _where(output: Path, before: dict[Path, tuple[int, int]]) -> str:
+    """What the process was at when it was killed."""
+    touched = [path for path, stamp in trained(output).items() if before.get(path) != stamp]
+    if not touched:
+        return "before training"
+    folder = max(touched, key=lambda path: path.stat().st_mtime_ns).parent
+    if (folder / "result.json").exists():
+        return "between two runs"
+    lines = rows(folder)
+    step, total = (lines[-1]["step"] if lines else 0), _size(SWEEP)[1]
+    if step == total:
+        return "while finishing a run"
+    if folder.parent.parent.name == "step":
+        return f"in STEP's {'first' if step <= total // 2 else 'second'} phase"
+    return "in training with another recipe"
+
+
+def differences(output: Path, alone: Path) -> list[str]:
+    """What a completed sweep has that an undisturbed one has not, and the other way round; result.json but for clock and command."""
+    wrong = []
+    places = {path.parent.relative_to(alone) for path in alone.rglob("result.json")}
+    wrong += [f"{place}: not the same runs" for place in places ^ {p.parent.relative_to(output) for p in output.rglob("metrics.jsonl")}]
+    for place in sorted(places):
+        one, other = output / place, alone / place
+        wrong += [f"{place / path.name}: left behind or missing" for path in _odd(one)]
+        wrong += [
+            f"{place / name}: other bits"
+            for name in ("model.safetensors", "best.safetensors")
+            if (one / name).read_bytes() != (other / name).read_bytes()
+        ]
+        wrong += [f"{place}/metrics.jsonl: other rows"] if rows(one) != rows(other) else []
+        wrong += [f"{place}/result.json: another result"] if _result(one) != _result(other) else []
+    records = [path for path in (output / ".sweeps").rglob("*") if path.is_file()]
+    wrong += [f"{path}: left behind" for path in records if path.name != "jobs.jsonl"]
+    wrong += [f"{path}: left behind" for path in output.iterdir() if path.name not in (".sweeps", "digits")]
+    reports = [json.loads(line) for path in records for line in path.read_text().splitlines()]
+    twice = Counter(report["folder"] for report in reports if report["status"] == "finished")
+    return wrong + [f"{folder}: finished {count} times" for folder, count in twice.items() if count > 1]
+
+
+def _odd(folder: Path) -> list[Path]:
+    return [folder / name for name in {path.name for path in folder.iterdir()} ^ FILES]
+
+
+def _result(folder: Path) -> dict[str, Any]:
+    result = json.loads((folder / "result.json").read_text())
+    return {**result, "config": {**result["config"], "output_dir": ""}, "seconds": 0, "environment": {}}
+
+
+def trial(kills: int, sweep: Sequence[str], folder: Path, seed: int = 0) -> tuple[Counter[str], list[str]]:
+    """The whole experiment: where the kills fell, and all that was wrong, which should be nothing."""
+    alone, output = folder / "alone", folder / "killed"
+    began = time.monotonic()
+    finish(["-m", *sweep, f"output_dir={alone}"])
+    words = ["-m", *sweep, f"output_dir={output}"]
+    fell, wrong = kill(words, output, kills, time.monotonic() - began, random.Random(seed))
+    done = finished(output)
+    finish(words)
+    wrong += [f"{run} was done again after it had finished" for run, stamp in done.items() if finished(output)[run] != stamp]
+    return fell, wrong + differences(output, alone)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--kills", type=int, default=100, help="default: 100")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there as Markdown")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.monotonic()
+        fell, wrong = trial(options.kills, SWEEP, Path(folder), options.seed)
+        seconds = time.monotonic() - began
+    print("\n".join(wrong))
+    verdict = f"{len(wrong)} things wrong" if wrong else "every result has the bits of the undisturbed sweep, none done twice, no file left behind"
+    line = f"{sum(fell.values())} kills over {_size(SWEEP)[0]} runs in {seconds:.0f} s: {verdict}"
+    print(line, *(f"  {count:4} {place}" for place, count in fell.most_common()), sep="\n")
+    if options.out:
+        table = [f"| {place} | {count} |" for place, count in fell.most_common()]
+        options.out.write_text("\n".join([line + ".", "", "| the kill fell | kills |", "|---|---|", *table, ""]))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
