@@ -47,7 +47,10 @@ def build(config: Config) -> Parts:
     device = _device(trainer["device"])
     precision = _precision(trainer["precision"], device)
     task = tasks.build(config, device)
-    model = models.build(config.model, task.inputs).to(device)
+    model = models.build(config.model, task.inputs)
+    sharded = trainer["distributed"] == "fsdp"
+    if not sharded or distributed.world() == 1:  # else the loop takes it there, block by block
+        model.to(device)
     optimizer = _optimizer(config.optimizer, model)
     total_steps = trainer["epochs"] * task.batches_per_epoch
     recipe = config.recipe.get("_target_") or config.recipe["name"]
@@ -81,6 +84,10 @@ def build(config: Config) -> Parts:
                     f"trainer.budget={trainer['budget']}: that is {epochs:.2g} epochs; it takes one epoch or more"
                 )
         handle = made_sparse(model, optimizer, total_steps)
+        if sharded:
+            from nmrun import fsdp  # half a second that others need not wait for
+
+            fsdp.check(config, handle.recipe, task, precision)
     except (ValueError, TypeError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     return Parts(task, model, optimizer, handle, device, precision, total_steps, flops.count(model, task))

@@ -245,6 +245,7 @@ CHECKS: dict[str, Check] = {
     "trainer.on_oom": one_of("fail", "halve"),
     "trainer.precision": one_of("auto", "fp32", "bf16", "fp16"),
     "trainer.device": one_of("auto", "cpu", "cuda", "free"),
+    "trainer.distributed": one_of("ddp", "fsdp"),
     "trainer.compile": FLAG,
     "trainer.label_smoothing": FRACTION,
     "trainer.mvue": PATTERN,

@@ -46,7 +46,7 @@ class Handle:
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
             ]
-        self._refresh()
+        self.refresh()
 
     # --- the clock ----------------------------------------------------------------------------------------------------------
 
@@ -68,13 +68,14 @@ class Handle:
             return
         self.recipe.step += 1
         self.recipe.after_step(self.sparse, optimizer)
-        self._refresh()
+        self.refresh()
         self._measured = self.mask_metrics.after(optimizer) if self.measure_flips else {}
 
     @torch.no_grad()
-    def _refresh(self) -> None:
-        if not self.recipe.dense_forward:
-            for weight in self.sparse:
+    def refresh(self) -> None:
+        """Rewrite the working copies, as after every optimizer step."""
+        for weight in self.sparse:
+            if not self.recipe.dense_forward or weight.projection.shard is not None:
                 weight.projection.refresh(weight.dense)
 
     # --- what a loop asks ---------------------------------------------------------------------------------------------------
@@ -106,7 +107,7 @@ class Handle:
     def report(self) -> dict[str, Any]:
         """Plain data on the projected weights: ``pattern``, ``density`` over the sparse weights, ``layers`` (``name``, ``shape``,
         ``nonzeros``, ``numel``, ``holds``: at most N of every M), ``left_dense`` (``name``, ``shape``, ``reason``)."""
-        layers = [layer_report(w.name, w.projected, w.pattern, w.dim) for w in self.sparse]
+        layers = [layer_report(w.name, w.whole(w.projected), w.pattern, w.dim) for w in self.sparse]
         numel = sum(layer["numel"] for layer in layers)
         return {
             "pattern": str(self.recipe.pattern) if self.sparse else "dense",
@@ -119,7 +120,7 @@ class Handle:
 
     def state_dict(self) -> dict[str, Any]:
         """The recipe's clock: tensors and plain numbers. Save it beside the model's and the optimizer's state dicts."""
-        return {"recipe": self.recipe.name, **self.recipe.state_dict(), "first_masks": list(self.mask_metrics.first)}
+        return {"recipe": self.recipe.name, **self.recipe.state_dict(), "first_masks": self.mask_metrics.first_masks()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`; call it after loading the model's and the optimizer's, since it rewrites the working copies."""
@@ -127,8 +128,8 @@ class Handle:
             raise ValueError(f"this state is of recipe {state.get('recipe')!r}, the handle's recipe is {self.recipe.name!r}")
         self.recipe.load_state_dict(state)
         if first := state.get("first_masks"):
-            self.mask_metrics.first = [mask.to(w.dense.device) for mask, w in zip(first, self.sparse, strict=True)]
-        self._refresh()
+            self.mask_metrics.load_first_masks(first)
+        self.refresh()
 
     def finalize(self, model: nn.Module | None = None) -> None:
         """Make every sparse weight a plain ``nn.Parameter`` again, exactly N:M, with plain state-dict keys; the recipe ends.

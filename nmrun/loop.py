@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,12 @@ from nmrun.flops import peak_flops
 from nmrun.metric import higher_is_better
 from nmrun.optim import scheduled
 from nmrun.schema import Config
-from nmrun.sparsity import baked_state_dict
 from nmrun.sparsity.metrics import layer_metrics
 from nmrun.track import Tracker
+from nmrun.whole import Whole
+
+if TYPE_CHECKING:
+    from nmrun.fsdp import Sharded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succeed any more
@@ -51,8 +54,16 @@ class Loop:
         self.forward: Any = self.model
         if self.trainer["compile"]:
             self.forward = torch.compile(self.model, fullgraph=True)
-        if distributed.world() > 1:
+        self.held: Whole | Sharded = Whole(self.model, self.optimizer)
+        # with FSDP no rank can pass through the model without the others
+        self.in_step = distributed.world() > 1 and self.trainer["distributed"] == "fsdp"
+        if self.in_step:
+            from nmrun.fsdp import Sharded  # half a second that others need not wait for
+
+            self.held = Sharded(self.model, self.optimizer, self.handle, self.device)
+        elif distributed.world() > 1:
             self.forward = distributed.parallel(self.forward)
+        if distributed.world() > 1:
             torch.manual_seed(config.seed + 1_000_003 * distributed.rank())  # dropout differs between ranks, the weights do not
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.lr_factor = scheduled(config.schedule, config.optimizer["lr"], self.total_steps)
@@ -134,7 +145,9 @@ class Loop:
         self._count_flops(items)
         shares = [(batch, self.task.size(batch) / items) for batch in distributed.share(everyones, self.accumulate)]
         total = torch.zeros((), device=self.device)
-        for number, (batch, share) in enumerate(shares or [(everyones[0], 0.0)], 1):
+        rounds = min(self.accumulate, len(everyones)) if self.in_step else 1
+        shares += [(everyones[0], 0.0)] * (rounds - len(shares))
+        for number, (batch, share) in enumerate(shares, 1):
             with self._averaged_over_ranks(number >= len(shares)):
                 with self.autocast():
                     loss = self.task.loss(self.forward, batch) * share
@@ -148,6 +161,7 @@ class Loop:
         self.scaler.unscale_(self.optimizer)
         if self.trainer["clip"] is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.trainer["clip"])
+        self.held.take_gradients()
         factor = self.lr_factor(self.updates)
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * factor
@@ -160,7 +174,8 @@ class Loop:
 
     def _averaged_over_ranks(self, now: bool) -> contextlib.AbstractContextManager[Any]:
         """For a micro-batch: gradients are averaged over the ranks after the last one alone."""
-        return contextlib.nullcontext() if now or distributed.world() == 1 else self.forward.no_sync()
+        everywhere = now or distributed.world() == 1 or self.in_step  # FSDP keeps no whole gradient
+        return contextlib.nullcontext() if everywhere else self.forward.no_sync()
 
     def _count_flops(self, items: int) -> None:
         self.items += items
@@ -211,7 +226,7 @@ class Loop:
             row["sparsity/holds"] = float(self.handle.is_sparse and all(layer["holds"] for layer in report["layers"]))
         if (self.handle.is_sparse or not self.handle.sparse) and self._is_best(row):
             self.best = {**{key: value for key, value in row.items() if key.startswith("eval/")}, "epoch": epoch}
-            self.best_weights = baked_state_dict(self.model)
+            self.best_weights = self.held.baked_state_dict()
         return row
 
     def _is_best(self, row: dict[str, float]) -> bool:
@@ -221,9 +236,10 @@ class Loop:
 
     def evaluate(self, split: str) -> dict[str, float]:
         """The task's metrics with the weights as they are: ``eval/...`` for split ``"val"``, ``test/...`` for ``"test"``."""
+        self.held.agree()
         self.model.eval()
         with torch.no_grad(), self.autocast():
-            metrics = self.task.evaluate(self.model, split)
+            metrics = distributed.from_leader(self.task.evaluate(self.model, split))
         self.model.train()
         return {f"{'eval' if split == 'val' else split}/{key}": value for key, value in metrics.items()}
 
@@ -253,20 +269,28 @@ class Loop:
     def _diagnosis(self, step: int, what: str) -> str:
         epoch, index = divmod(step - 1, self.task.batches_per_epoch)
         batches = self.task.micro_batches(epoch, index, self.accumulate)
-        where = nonfinite.culprit(self.model, self.task, batches, self.autocast)
+        where = "looked for with trainer.distributed=ddp only"
+        if not self.in_step:
+            where = nonfinite.culprit(self.model, self.task, batches, self.autocast)
         advice = [f"a lower optimizer.lr (it was {self.base_lrs[0] * self.lr_factor(self.updates):.3g})"]
         advice += ["trainer.clip=1"] if self.trainer["clip"] is None else []
         advice += ["trainer.precision=bf16 or fp32"] if self.precision == "fp16" else []
         advice += ["trainer.precision=fp32"] if self.precision == "bf16" else []
         return f"step {step}: {what}; the first non-finite value is {where}. Try {', '.join(advice)}"
 
+    def finalize(self) -> dict[str, Tensor]:
+        """Training is over: the weights that are left (the leader has them), exactly N:M, which evaluations use from here on."""
+        weights = self.held.baked_state_dict()
+        self.handle.finalize()
+        return weights
+
     # --- saving -------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to end with the same bits: tensors and plain data."""
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": self.held.state_dict(),
+            "optimizer": self.held.optimizer_state_dict(),
             "handle": self.handle.state_dict(),
             "scaler": self.scaler.state_dict(),
             "average": self.average.state_dict(),
@@ -288,8 +312,8 @@ class Loop:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.held.load_state_dict(state["model"])
+        self.held.load_optimizer_state_dict(state["optimizer"])
         self.handle.load_state_dict(state["handle"])
         self.scaler.load_state_dict(state["scaler"])
         self.average.load_state_dict(state["average"])

@@ -203,14 +203,14 @@ class _Run:
             if not loop.train(folder, self.tracker, lambda: self.signals.caught is not None):
                 return {"status": "interrupted", "signal": self.signals.caught or int(signal.SIGTERM)}  # another rank's
             report = parts.handle.report()
-            parts.handle.finalize()  # from here on, what is evaluated is what is saved
+            weights = loop.finalize()  # from here on, what is evaluated is what is saved
             final, best = loop.evaluate("val") | loop.evaluate("test"), dict(loop.best)
             if distributed.leads():
-                _save_weights(folder / "model.safetensors", parts.model.state_dict())
+                _save_weights(folder / "model.safetensors", weights)
             if best:
                 if distributed.leads():
                     _save_weights(folder / "best.safetensors", loop.best_weights)
-                parts.model.load_state_dict(loop.best_weights)
+                loop.held.load_baked_state_dict(loop.best_weights)
                 best |= loop.evaluate("test")
         metrics = {"final": final, "best": best}
         (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)

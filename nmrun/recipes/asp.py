@@ -36,7 +36,7 @@ class ASP(Recipe):
         if prune_at > 0 and total_steps is None:
             raise ValueError("asp needs total_steps to know when to prune; prune_at=0 prunes at once")
         self.prune_step = self.dense_steps = round(prune_at * (total_steps or 0))
-        self.permute = permute
+        self.permute, self.by_rows = permute, not permute
 
     def prepare(self, model: nn.Module) -> None:
         self.tied = follow(model, self.events) if self.permute else {}

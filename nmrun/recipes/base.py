@@ -52,6 +52,7 @@ class Recipe:
 
     name: ClassVar[str] = ""
     gradient_is_masked = False  # pruned weights get no gradient: it need not be computed
+    by_rows = False  # what is done to one output's weights depends on no other's: shards of rows can be trained (FSDP)
     input_gradient_is_nm = False  # the weight that the input's gradient is computed with is N:M along the outputs too
 
     def __init__(self, pattern: Pattern, total_steps: int | None = None) -> None:

@@ -11,3 +11,4 @@ class Dense(Recipe):
     """No weight is made sparse and nothing is attached; ``nmrun.sparsify`` returns a handle that does nothing."""
 
     name: ClassVar[str] = "dense"
+    by_rows = True

@@ -30,6 +30,7 @@ class Progressive(Recipe):
     """
 
     grad_mode = "ste"
+    by_rows = True
 
     def __init__(self, pattern: Pattern, total_steps: int | None, dense: float, final: float) -> None:
         super().__init__(pattern, total_steps)

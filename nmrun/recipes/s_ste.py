@@ -25,6 +25,7 @@ class SSTE(Recipe):
     """Soft threshold with frozen scale; no hyperparameters. The scale is a saved buffer of each projection."""
 
     name: ClassVar[str] = "s_ste"
+    by_rows = True  # the scale is of the initial weights, which every process has whole
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         for weight in weights:

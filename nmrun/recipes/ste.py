@@ -28,6 +28,7 @@ class STE(HeldMask):
     """``interval``: optimizer steps that a mask stays (default 1). ``gradient``: ``"ste"``, or ``"masked"`` for the kept weights alone."""
 
     name: ClassVar[str] = "ste"
+    by_rows = True
 
     def __init__(self, pattern: Pattern, total_steps: int | None = None, *, interval: int = 1, gradient: str = "ste") -> None:
         super().__init__(pattern, total_steps, interval)

@@ -17,7 +17,7 @@ from nmrun import optim
 from nmrun.patterns import Pattern
 from nmrun.recipes.autoswitch import AutoSwitch
 from nmrun.recipes.base import Recipe, decay_pruned
-from nmrun.sparsity.attach import SparseWeight
+from nmrun.sparsity.attach import SparseWeight, summed
 
 
 class STEP(Recipe):
@@ -26,6 +26,7 @@ class STEP(Recipe):
     """
 
     name: ClassVar[str] = "step"
+    by_rows = True
 
     def __init__(
         self, pattern: Pattern, total_steps: int | None = None, *, switch: str | float = "auto", t_min: float = 0.1,
@@ -54,7 +55,10 @@ class STEP(Recipe):
             decay_pruned(weights, self.decay)
         elif self.autoswitch.automatic:
             adam, dense = optim.freezable(optimizer, "step"), [w.dense for w in weights]
-            self.autoswitch.sample(*adam.second_moment_change(dense, logs=self.autoswitch.geometric))
+            *sums, _ = adam.second_moment_change(dense, logs=self.autoswitch.geometric)
+            total, logs, nonzero = summed(weights, torch.stack(sums)).unbind()
+            count = sum(w.shape.numel() for w in weights if w.dense.grad is not None)
+            self.autoswitch.sample(total, logs, nonzero, count)
 
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if self.dense_forward and (why := self.autoswitch.fires(self.step)):

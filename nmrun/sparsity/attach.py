@@ -7,9 +7,11 @@ and compiled code sees the same tensor throughout.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -17,6 +19,7 @@ from nmrun.patterns import Pattern
 from nmrun.sparsity import products
 
 if TYPE_CHECKING:
+    from nmrun.fsdp import Shard
     from nmrun.recipes.base import Recipe
 
 
@@ -46,6 +49,7 @@ class Projection(nn.Module):
         self.name, self.pattern, self.dim, self.recipe = name, pattern, dim, recipe
         self.order: list[str] = []  # the names of its module's parameters as they were
         self.copied = False
+        self.shard: Shard | None = None  # set where this process has a part of the weight only
         self.register_buffer("projected", torch.zeros_like(dense), persistent=False)
         self._seen: tuple[int, int, int] | None = None
 
@@ -54,7 +58,7 @@ class Projection(nn.Module):
         self.copied = True  # this is how a deep copy comes to life
 
     def forward(self, dense: Tensor) -> Tensor:
-        if self.recipe.dense_forward:
+        if self.recipe.dense_forward or self.shard is not None:  # a shard's parameter is gathered from the working copies
             return dense
         if not torch.compiler.is_compiling():
             self._refresh_if_stale(dense)
@@ -65,7 +69,10 @@ class Projection(nn.Module):
     @torch.no_grad()
     def refresh(self, dense: Tensor) -> None:
         """Rewrite the working copy from the dense weight."""
-        self.recipe.project(self, dense.detach(), self.projected)
+        if self.shard is not None and self.recipe.dense_forward:
+            self.projected.copy_(dense)
+        else:
+            self.recipe.project(self, dense.detach(), self.projected)
         self._seen = self._stamp(dense)
 
     def _refresh_if_stale(self, dense: Tensor) -> None:
@@ -105,13 +112,21 @@ class SparseWeight:
         return next(p for p in self._list if isinstance(p, Projection))
 
     @property
-    def dense(self) -> nn.Parameter:
-        """The dense weight, the parameter that the optimizer updates."""
+    def original(self) -> nn.Parameter:
+        """The parameter of the model: the dense weight, or with shards (``nmrun.fsdp``) what is gathered from the working copies."""
         return self._list.original
+
+    @property
+    def dense(self) -> nn.Parameter:
+        """The dense weight, the parameter that the optimizer updates; this process's rows of it, where it has a shard."""
+        shard = self.projection.shard
+        return self.original if shard is None else shard.rows
 
     @property
     def weight(self) -> Tensor:
         """The weight that the forward pass uses now (no gradient)."""
+        if self.projection.shard is not None:
+            return self.projection.projected
         with torch.no_grad():
             return getattr(self.module, self.attribute).detach()
 
@@ -126,9 +141,15 @@ class SparseWeight:
         projection.recipe.final(projection, self.dense.detach(), out)
         return out
 
+    def whole(self, tensor: Tensor) -> Tensor:
+        """A tensor shaped like :attr:`dense`, of all processes' rows where there are shards: all of them have to ask."""
+        shard = self.projection.shard
+        return tensor if shard is None else shard.whole(tensor)
+
     @property
     def shape(self) -> torch.Size:
-        return self.dense.shape
+        """The shape of the whole weight."""
+        return self.original.shape
 
     @property
     def pattern(self) -> Pattern:
@@ -156,6 +177,13 @@ def _refresh_loaded(chain: nn.Module, incompatible_keys: Any) -> None:
             projection.refresh(chain.original)  # type: ignore[arg-type]  # compiled code does not look by itself
 
 
+def summed(weights: Sequence[SparseWeight], sums: Tensor) -> Tensor:
+    """Sums over the rows of these weights, made sums over all rows (in place) where this process has a part of them only."""
+    if weights and weights[0].projection.shard is not None:
+        dist.all_reduce(sums)
+    return sums
+
+
 def attached(model: nn.Module) -> list[SparseWeight]:
     """The sparse weights of a model, found by their parametrizations: works on a deep copy too."""
     found = []
@@ -171,7 +199,10 @@ def attached(model: nn.Module) -> list[SparseWeight]:
 def detach(weight: SparseWeight) -> None:
     """Put the projected weight in the place of the parametrization: the same parameter object, now exactly N:M."""
     weight.dense.copy_(weight.projected + 0.0)
-    release(weight)
+    if weight.projection.shard is None:
+        release(weight)
+    else:  # FSDP keeps hold of the parametrization
+        weight.projection.projected.copy_(weight.dense)
 
 
 def release(weight: SparseWeight) -> None:

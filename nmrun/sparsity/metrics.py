@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nmrun.recipes.base import keep_largest
-from nmrun.sparsity.attach import SparseWeight
+from nmrun.sparsity.attach import SparseWeight, summed
 
 
 @torch.no_grad()
@@ -41,6 +41,22 @@ class MaskMetrics:
     def begin(self) -> None:
         """Remember the masks of now as the first ones, unless there are some."""
         self.first = self.first or [pack(mask_of(w)) for w in self.weights]
+
+    def first_masks(self) -> list[Tensor]:
+        """``first``, of whole weights."""
+        local = [w.dense.shape for w in self.weights]
+        return [
+            mask if w.projection.shard is None else pack(w.whole(unpack(mask, shape)))
+            for mask, shape, w in zip(self.first, local, self.weights, strict=bool(self.first))
+        ]
+
+    def load_first_masks(self, masks: Sequence[Tensor]) -> None:
+        """Restore :meth:`first_masks`."""
+        self.first = []
+        for mask, w in zip(masks, self.weights, strict=True):
+            shard = w.projection.shard
+            mine = mask if shard is None else pack(shard.cut(unpack(mask, w.shape)))
+            self.first.append(mine.to(w.dense.device))
 
     def before(self) -> None:
         """The optimizer is about to step."""
@@ -74,8 +90,8 @@ class MaskMetrics:
             split = _split(weight.dense.square(), *parts) + (_split(variances[i], *parts) if variances else [])
             sums.append(torch.stack([*(s.double() for s in map(torch.count_nonzero, entries)), *split]))
         self._before = []
-        flips, moved, count, kept, pruned, *noise = torch.stack(sums).sum(0).tolist()
-        numel = sum(mask.numel() for mask in masks)
+        flips, moved, count, kept, pruned, *noise = summed(self.weights, torch.stack(sums).sum(0)).tolist()
+        numel = sum(w.shape.numel() for w in self.weights)
         measured = {
             "sparsity/flip_rate": flips / numel,
             "sparsity/flip_interval": 1.0,
@@ -97,9 +113,10 @@ def layer_metrics(weights: Sequence[SparseWeight]) -> dict[str, float]:
     for weight in weights:
         energies = _split(weight.dense.square(), *_parts(mask_of(weight)))
         rows.append(torch.stack([torch.count_nonzero(weight.weight).double(), *energies]))
+    sums = summed(weights, torch.stack(rows)).tolist() if rows else []
     found = {}
-    for weight, (nonzeros, kept, pruned) in zip(weights, torch.stack(rows).tolist() if rows else [], strict=True):
-        found[f"layer/{weight.name}/density"] = nonzeros / weight.dense.numel()
+    for weight, (nonzeros, kept, pruned) in zip(weights, sums, strict=True):
+        found[f"layer/{weight.name}/density"] = nonzeros / weight.shape.numel()
         found[f"layer/{weight.name}/kept_energy"] = _ratio(kept, kept + pruned)
     return found
 
