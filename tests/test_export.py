@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import nmrun
+from nmrun.export.cli import main
 from nmrun.sparsity import baked_state_dict, check_nm
-from nmrun.sparsity.export import layer_report, main
+from nmrun.sparsity.export import layer_report
 
 TOTAL = 8
 OPTIONS: dict[str, dict[str, Any]] = {"asp": {"prune_at": 0.5}, "step": {"switch": 0.5}, "maskllm": {"dense": 0.25}}

@@ -453,6 +453,6 @@ def test_a_run_that_is_cut_off_ends_the_same(tmp_path: Path, monkeypatch: pytest
     ends = [(run_folder(made) / "model.safetensors").read_bytes() for made in (alone, cut)]
     assert ends[0] == ends[1]
 
-    from nmrun.sparsity import export
+    from nmrun.export import cli
 
-    assert export.main([str(run_folder(cut)), "--to", str(tmp_path / "copy")]) == 0
+    assert cli.main([str(run_folder(cut)), "--to", str(tmp_path / "copy")]) == 0

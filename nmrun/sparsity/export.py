@@ -1,13 +1,8 @@
-"""Proof that weights are N:M, and plain state dicts of sparse models. ``nmrun export RUN --to DIR`` copies a run's model out."""
+"""Proof that weights are N:M, and plain state dicts of sparse models."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import shutil
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,43 +81,3 @@ def baked_state_dict(model: nn.Module) -> dict[str, Tensor]:
         state = {name: tensor for name, tensor in state.items() if not name.startswith(prefix)}
         state[weight.name] = weight.projected + 0.0
     return dict(sorted(state.items()))
-
-
-def main(argv: list[str]) -> int:
-    """``nmrun export RUN --to DIR``: the final model as safetensors with its description, after checking that the pattern holds."""
-    parser = argparse.ArgumentParser(prog="nmrun export", description="Copy a finished run's model, checked, to a folder.")
-    parser.add_argument("run", type=Path, help="a run folder (holds result.json and model.safetensors)")
-    parser.add_argument(
-        "--to", type=Path, required=True, metavar="DIR", help="where to put model.safetensors and sparsity.json"
-    )
-    options = parser.parse_args(argv)
-    try:
-        result = json.loads((options.run / "result.json").read_text())
-        source = options.run / "model.safetensors"
-        if result.get("status") != "finished" or not source.exists():
-            raise FileNotFoundError(f"the run is {result.get('status', 'unknown')}, not finished")
-    except (OSError, ValueError) as error:
-        print(f"nmrun export: {options.run} holds no finished run ({error})", file=sys.stderr)
-        return 2
-    from safetensors.torch import load_file
-
-    sparsity = result["sparsity"]
-    state = load_file(source)
-    try:
-        for layer in sparsity["layers"]:
-            check_nm(state[layer["name"]], layer.get("pattern", sparsity["pattern"]), layer.get("dim", 1), pad=True)
-        options.to.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, options.to / "model.safetensors")
-        about = {
-            "pattern": sparsity["pattern"],
-            "recipe": result["config"]["recipe"],
-            "layers": sparsity["layers"],
-            "id": result["id"],
-        }
-        (options.to / "sparsity.json").write_text(json.dumps(about, indent=2) + "\n")
-    except (ValueError, KeyError, OSError) as error:
-        print(f"nmrun export: {error}", file=sys.stderr)
-        return 1
-    held = f"{sparsity['pattern']} holds in {len(sparsity['layers'])} layers" if sparsity["layers"] else "dense"
-    print(f"{options.to / 'model.safetensors'}: {held}")
-    return 0

@@ -1,0 +1,1 @@
+"""Finished runs in the formats that others read: ``nmrun export RUN --to DIR --format ...``, one module a format."""

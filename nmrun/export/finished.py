@@ -1,0 +1,97 @@
+"""A finished run as an export reads it: its weights, proven N:M, and what they are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from nmrun.patterns import Pattern
+from nmrun.sparsity.export import check_nm
+
+
+class NoRun(ValueError):
+    """The folder holds no finished run; the message says what it holds."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A sparse weight: its name in the state dict, its pattern, and the dimension that groups run along."""
+
+    name: str
+    pattern: Pattern
+    dim: int
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        return {"name": self.name, "pattern": str(self.pattern), "dim": self.dim}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """``result`` is the run's ``result.json``, ``state`` its final weights on the CPU, pruned ones +0.0."""
+
+    folder: Path
+    result: dict[str, Any]
+    state: dict[str, Tensor]
+    layers: list[Layer]
+
+    @property
+    def pattern(self) -> str:
+        return str(self.result["sparsity"]["pattern"])
+
+    def about(self, layers: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        """What goes beside the weights as JSON. ``layers``: other lines than the report's, where a format names layers otherwise."""
+        sparsity = self.result["sparsity"]
+        return {
+            "pattern": sparsity["pattern"],
+            "recipe": self.result["config"]["recipe"],
+            "layers": sparsity["layers"] if layers is None else layers,
+            "id": self.result["id"],
+        }
+
+
+def write_about(about: dict[str, Any], folder: Path) -> None:
+    (folder / "sparsity.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def load(folder: Path) -> Finished:
+    """Read and check a run. Raises NoRun if it is not finished, ValueError if it is dense, damaged, or not N:M after all."""
+    try:
+        result = json.loads((folder / "result.json").read_text())
+        status = result.get("status", "unknown") if isinstance(result, dict) else "unknown"
+        if status != "finished":
+            raise NoRun(f"the run is {status}, not finished")
+        source = folder / "model.safetensors"
+        if not source.exists():
+            raise NoRun("there is no model.safetensors")
+    except (OSError, ValueError) as error:
+        raise NoRun(f"{folder} holds no finished run ({error})") from None
+    try:
+        state = load_file(source)
+    except SafetensorError as error:
+        raise ValueError(f"{source} is damaged or cut off ({error})") from None
+    try:
+        sparsity = result["sparsity"]
+        layers = [
+            Layer(line["name"], Pattern.parse(line.get("pattern", sparsity["pattern"])), line.get("dim", 1))
+            for line in sparsity["layers"]
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{folder / 'result.json'} does not say which layers are sparse ({error} is missing)") from None
+    if not layers:
+        raise ValueError(f"{folder} is a dense run: no weight of it is N:M, and its model.safetensors is plain as it is")
+    for layer in layers:
+        if layer.name not in state:
+            raise ValueError(f"{source} has no {layer.name}, which is sparse by result.json")
+        try:
+            check_nm(state[layer.name], layer.pattern, layer.dim, pad=True)
+        except ValueError as error:
+            raise ValueError(f"{layer.name}: {str(error).removeprefix('tensor ')}") from None
+        state[layer.name] = state[layer.name] + 0.0
+    return Finished(folder, result, state, layers)

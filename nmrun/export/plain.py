@@ -1,0 +1,16 @@
+"""Plain safetensors: the names and shapes of the model itself, pruned weights as +0.0, so that any library loads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors.torch import save
+
+from nmrun.export.finished import Finished, write_about
+
+
+def write(run: Finished, folder: Path) -> list[str]:
+    """``model.safetensors``, and ``sparsity.json`` with pattern, recipe and every sparse layer."""
+    (folder / "model.safetensors").write_bytes(save(run.state))
+    write_about(run.about(), folder)
+    return [f"model.safetensors: {run.pattern} holds in {len(run.layers)} layers"]

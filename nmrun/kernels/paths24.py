@@ -1,0 +1,107 @@
+"""The ways in which torch multiplies with a 2:4 weight on sparse tensor cores, each with a test of its own before it is believed."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.sparse import SparseSemiStructuredTensorCUTLASS as Cutlass
+
+from nmrun.patterns import Pattern
+from nmrun.sparsity.masks import hard_threshold
+
+Product = Callable[[Tensor], Tensor]
+
+
+def cusparselt(weight: Tensor) -> Product:
+    """NVIDIA's library, on Ampere and later."""
+    compressed = torch._cslt_compress(weight)
+    return lambda x: torch._cslt_sparse_mm(compressed, x.t(), transpose_result=True)
+
+
+def cutlass(weight: Tensor) -> Product:
+    """torch's own kernel: compiled for compute capability 8.x and refused elsewhere."""
+    compressed = Cutlass.from_dense(weight)
+    return lambda x: functional.linear(x, compressed)
+
+
+def one_pass(weight: Tensor) -> Product:
+    """Prune and pack in one kernel. It writes the metadata of 8.x and does not look where it runs: elsewhere results are wrong."""
+    major = torch.cuda.get_device_capability(weight.device)[0]
+    if major != 8:
+        raise NotImplementedError(f"not tried: it writes the layout of compute capability 8.x, and this is {major}.x")
+    compressed = Cutlass.prune_dense_static_sort(weight, algorithm="largest_abs_values_greedy")
+    return lambda x: functional.linear(x, compressed)
+
+
+PATHS: dict[str, Callable[[Tensor], Product]] = {"cuSPARSELt": cusparselt, "CUTLASS": cutlass, "one-pass packing": one_pass}
+
+
+def transposable(rows: int, columns: int, device: torch.device | str) -> Tensor:
+    """A random bfloat16 weight that is 2:4 along both dimensions, so that no path has a choice what to prune."""
+    generator = torch.Generator().manual_seed(0)
+    pairs = torch.tensor([[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]])
+    values = torch.randn(rows, columns, generator=generator).abs() + 0.5
+    sign = torch.randint(0, 2, (rows, columns), generator=generator) * 2 - 1
+    return torch.where(pairs.repeat(rows // 4, columns // 4).bool(), values * sign, 0.0).to(device, torch.bfloat16)
+
+
+def verdict(path: Callable[[Tensor], Product], device: torch.device | str = "cuda", repeats: int = 10) -> str:
+    """``"right"``, or what is wrong: the product against float32's, within bfloat16's rounding, the same bits every time."""
+    weight = transposable(256, 512, device)
+    x = torch.randn(384, 512, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+    expected = x.float() @ weight.float().t()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the format is a prototype
+            product = path(weight)
+            first, *others = [product(x) for _ in range(repeats)]
+    except (RuntimeError, NotImplementedError, AttributeError) as error:
+        return (str(error).strip() or type(error).__name__).splitlines()[0]
+    if first.shape != expected.shape or not torch.allclose(first.float(), expected, rtol=2**-7, atol=2**-7):
+        return "WRONG results: not to be used here"
+    if not all(torch.equal(first, other) for other in others):
+        return "results CHANGE from call to call: not to be used here"
+    return "right"
+
+
+def milliseconds(call: Callable[[], object], repeats: int = 20) -> float:
+    """The median time of ``call`` on the current GPU, after three calls to warm up."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[len(times) // 2]
+
+
+def bandwidth(weights: int = 1 << 22) -> tuple[float, float]:
+    """GB/s (read and written) on this CPU: of the 2:4 projection, compiled where it can be, and of a plain copy of the same tensor."""
+    from nmrun.kernels import cpu
+
+    weight, out, pattern = torch.randn(1024, weights // 1024), torch.empty(1024, weights // 1024), Pattern(2, 4)
+
+    def project() -> None:
+        if not cpu.project(weight, out, pattern, 1):
+            out.copy_(hard_threshold(weight, pattern, 1))
+
+    return _rate(project, weight), _rate(lambda: out.copy_(weight), weight)
+
+
+def _rate(call: Callable[[], object], weight: Tensor) -> float:
+    call()
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - start)
+    return 2 * weight.nbytes / best / 1e9

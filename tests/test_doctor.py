@@ -1,0 +1,144 @@
+"""What ``nmrun doctor`` says, with GPUs and libraries that are not there played by others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nmrun import doctor
+from nmrun.kernels import paths24
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, major: int, minor: int = 0) -> None:
+    about = SimpleNamespace(name="Test GPU", major=major, minor=minor, total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+
+
+def test_the_weight_of_the_test_is_2_of_4_both_ways():
+    weight = paths24.transposable(16, 24, "cpu").float()
+    for groups in (weight.reshape(-1, 4), weight.T.reshape(-1, 4)):
+        assert set((groups != 0).sum(1).tolist()) == {2}
+
+
+def exact(weight: Tensor) -> paths24.Product:
+    return lambda x: (x.double() @ weight.double().t()).bfloat16()
+
+
+def test_the_verdict_on_a_product():
+    calls: list[int] = []
+
+    def changing(weight: Tensor) -> paths24.Product:
+        def product(x: Tensor) -> Tensor:
+            calls.append(0)
+            out = exact(weight)(x)
+            out[0, 0] += (len(calls) == 3) * out[0, 0].abs() / 128
+            return out
+
+        return product
+
+    def refusing(weight: Tensor) -> paths24.Product:
+        raise RuntimeError("not on this machine\nand a stack")
+
+    assert paths24.verdict(exact, "cpu") == "right"
+    assert paths24.verdict(changing, "cpu").startswith("results CHANGE")
+    assert paths24.verdict(refusing, "cpu") == "not on this machine"
+    assert paths24.verdict(lambda weight: exact(weight.roll(1, 0)), "cpu").startswith("WRONG")
+    assert paths24.verdict(lambda weight: exact(weight * 1.02), "cpu").startswith("WRONG")
+    assert paths24.verdict(lambda weight: lambda x: exact(weight)(x).t(), "cpu").startswith("WRONG")
+
+
+def test_what_packs_for_ampere_is_not_tried_elsewhere(monkeypatch: pytest.MonkeyPatch):
+    def pack(*args: Any, **kwargs: Any) -> Any:
+        packed.append(kwargs["algorithm"])
+        return args[0]
+
+    packed: list[str] = []
+    monkeypatch.setattr(paths24.Cutlass, "prune_dense_static_sort", pack)
+    gpu(monkeypatch, 9)
+    assert paths24.verdict(paths24.one_pass, "cpu").startswith("not tried: it writes the layout of compute capability 8.x")
+    assert packed == []
+    gpu(monkeypatch, 8)
+    assert paths24.verdict(paths24.one_pass, "cpu") == "right"
+    assert packed == ["largest_abs_values_greedy"]  # by default it would compare signed values
+
+
+@pytest.mark.parametrize(
+    ("version", "major", "said", "unsaid"),
+    [
+        ((0, 8, 0), 9, ("0.8.0", "slow on Hopper, which this machine has", "--no-deps nvidia-cusparselt-cu13==0.8.1"), ""),
+        ((0, 8, 0), 8, ("0.8.0", "slow on Hopper: "), "this machine"),
+        ((0, 8, 1), 9, ("0.8.1",), "slow"),
+        (None, 9, ("not loaded",), "slow"),
+    ],
+)
+def test_cusparselt(version: Any, major: int, said: tuple[str, ...], unsaid: str, monkeypatch: pytest.MonkeyPatch):
+    gpu(monkeypatch, major)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(doctor, "loaded_cusparselt", lambda: version and (version, "/lib/libcusparseLt.so.0"))
+    line = doctor.cusparselt()
+    assert all(words in line for words in said)
+    assert not unsaid or unsaid not in line
+
+
+def test_the_loaded_version_is_the_one_torch_knows():
+    found = doctor.loaded_cusparselt()
+    number = torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
+    if not number:
+        pytest.skip("this torch has no cuSPARSELt")
+    assert found is not None
+    major, minor, patch = found[0]
+    assert number == 1000 * major + 100 * minor + patch
+
+
+def test_only_right_paths_are_timed(monkeypatch: pytest.MonkeyPatch):
+    gpu(monkeypatch, 9)
+    monkeypatch.setattr(doctor, "SHAPES", ((8, 16),))
+    monkeypatch.setattr(doctor, "TOKENS", 4)
+    monkeypatch.setattr(paths24, "PATHS", {"good": exact, "bad": lambda weight: exact(-weight)})
+    monkeypatch.setattr(paths24, "verdict", lambda path, made=paths24.verdict: made(path, "cpu"))
+    monkeypatch.setattr(paths24, "transposable", lambda *shape, made=paths24.transposable: made(*shape[:2], "cpu"))
+    monkeypatch.setattr(torch, "randn", lambda *size, made=torch.randn, **options: made(*size, **{**options, "device": "cpu"}))
+    times = iter([3.0, 2.0])
+    monkeypatch.setattr(paths24, "milliseconds", lambda call: [call(), next(times)][1])
+    assert list(doctor.accelerated()) == [
+        ("2:4 products", "good: right"),
+        ("2:4 products", "bad: WRONG results: not to be used here"),
+        ("2:4 speed", "8 to 16, 4 tokens, bfloat16: dense 3.000 ms, good 2.000 ms (1.50x)"),
+    ]
+
+
+def test_gpus_without_sparse_tensor_cores_and_none(monkeypatch: pytest.MonkeyPatch):
+    gpu(monkeypatch, 7, 5)
+    assert [words for _, words in doctor.accelerated()] == ["none: this GPU has no sparse tensor cores; masks train anywhere"]
+    monkeypatch.setattr(doctor, "driver", lambda: "999.1")
+    assert list(doctor.gpus()) == [("GPU", "Test GPU, compute capability 7.5, 80 GiB"), ("driver", "999.1")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert [words[:5] for _, words in doctor.accelerated()] == ["none:"]
+    assert list(doctor.gpus()) == [("GPU", "none"), ("driver", "999.1")]
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_the_whole_of_it_on_a_cpu(compiler: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    from nmrun.kernels import cpu
+
+    if not compiler:
+        monkeypatch.setattr(cpu, "find_compiler", lambda: None)
+        monkeypatch.setattr(cpu, "load", lambda pattern: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(paths24, "bandwidth", lambda measure=paths24.bandwidth: measure(1 << 16))
+    assert doctor.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line[:15].strip() for line in lines]
+    assert names[:6] == ["nmrun", "python", "torch", "GPU", "driver", "cuSPARSELt"]
+    about, speed = lines[names.index("CPU projection") : names.index("data folder")]
+    assert compiler or "plain torch (no working C compiler)" in about
+    assert " GB/s; a copy takes " in speed
