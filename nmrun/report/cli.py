@@ -1,4 +1,4 @@
-"""``nmrun table`` and ``nmrun plot``."""
+"""``nmrun table``, ``nmrun plot`` and ``nmrun report``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TESTS = ("t", "wilcoxon")
 FORMATS = ("markdown", "latex", "csv", "html")
 SUFFIXES = (".png", ".svg", ".pdf")
+KINDS = ("ratio", "curves", "flips", "autoswitch", "flops")
 
 
 def table(argv: Sequence[str]) -> int:
@@ -35,9 +36,19 @@ def table(argv: Sequence[str]) -> int:
     parser.add_argument("--baseline", metavar="ROW", help="compare every row with this one, such as dense, seed by seed")
     parser.add_argument("--test", default="t", choices=TESTS, help="paired test of the comparison (default t)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write to FILE instead of the terminal")
+    parser.add_argument(
+        "--experiment",
+        metavar="NAMES",
+        help="the runs, rows, columns and published figures of these experiments (by commas, or all); the words that are no options "
+        "are overrides then, the same as for the sweep; several as HTML are one page with all figures",
+    )
+    parser.add_argument("--scale", default="small", help="of the experiments: smoke, small (default) or paper")
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="write the experiments' figures there, as PNG")
     try:
         options = parser.parse_args(argv)
-        tables = _tables(options, options.show)
+        if options.experiment:
+            return _experiments(options)
+        tables = [each for _, each in _parts(options, options.show)]
         if options.baseline:
             from nmrun.report.tables import compare
 
@@ -56,23 +67,54 @@ def table(argv: Sequence[str]) -> int:
 
 
 def plot(argv: Sequence[str]) -> int:
-    """``nmrun plot PATH...``: draw the same comparison; returns the exit status."""
-    parser = _parser("plot", "Draw the runs below PATH: the metric against the ratio, one line a recipe.")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="PNG, SVG or PDF by suffix (default PATH/plot.png)")
+    """``nmrun plot PATH...``: draw the same runs; returns the exit status."""
+    parser = _parser("plot", "Draw the runs below PATH, one line a recipe.")
+    parser.add_argument("--kind", default="ratio", choices=KINDS, help="default ratio: the metric against N:M")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="PNG, SVG or PDF by suffix (default PATH/plot.png, PATH/KIND.png)"
+    )
     try:
         options = parser.parse_args(argv)
-        out = options.out or Path(options.paths[0] if Path(options.paths[0]).is_dir() else ".", "plot.png")
+        name = "plot.png" if options.kind == "ratio" else f"{options.kind}.png"
+        out = options.out or Path(options.paths[0] if Path(options.paths[0]).is_dir() else ".", name)
         if out.suffix not in SUFFIXES:
             raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
-        tables = _tables(options)
-        from nmrun.report.plots import plot as draw
+        wanted, options.metric = (options.metric, None) if options.kind == "curves" else (None, options.metric)
+        parts = _parts(options, several=False)
+        from nmrun.report import plots, style
+        from nmrun.report.history import History
 
-        for i, each in enumerate(tables):
-            target = out if len(tables) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
-            draw(each, target)
+        if wanted:  # what is logged while training goes on, which the results need not have
+            _known(wanted, sorted({key for runs, each in parts for key in History(each, runs).logged()}), "metric")
+        figures = [plots.draw(options.kind, each, runs, wanted or _logged(runs, each)) for runs, each in parts]
+        drawn = [figure for figure in figures if figure is not None]
+        if not drawn:
+            raise ConfigError(f"--kind {options.kind}: {plots.KINDS[options.kind].nothing}")
+        for i, figure in enumerate(drawn):
+            target = out if len(drawn) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
+            style.save(figure, target)
             _say(f"{target}\n")
     except (ConfigError, OSError) as error:
         return _refuse("plot", error)
+    return 0
+
+
+def report(argv: Sequence[str]) -> int:
+    """``nmrun report PATH... --to FILE``: tables, pictures, failures, configs and environments on one page; returns the exit status."""
+    parser = _parser("report", "Write all that there is to know of the runs below PATH into one HTML file that needs no other.")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="default PATH/report.html")
+    try:
+        options = parser.parse_args(argv)
+        if any(path.startswith("wandb://") for path in options.paths):
+            raise ConfigError("a report needs run folders: curves, errors and environments are not in W&B")
+        parts = _parts(options, several=False)
+        from nmrun.report.html_report import write
+
+        target = options.to or Path(options.paths[0], "report.html")
+        write(options.paths, [(runs, each, _logged(runs, each)) for runs, each in parts], target)
+        _say(f"{target}\n")
+    except (ConfigError, OSError) as error:
+        return _refuse("report", error)
     return 0
 
 
@@ -84,12 +126,13 @@ class _Parser(argparse.ArgumentParser):
 def _parser(verb: str, description: str) -> argparse.ArgumentParser:
     parser = _Parser(prog=f"nmrun {verb}", description=description)
     parser.add_argument(
-        "paths", nargs="+", metavar="PATH", help="folders with runs in them, such as outputs/digits, or wandb://entity/project"
+        "paths",
+        nargs="*" if verb == "table" else "+",
+        metavar="PATH",
+        help="folders with runs in them, such as outputs/digits, or wandb://entity/project",
     )
-    parser.add_argument(
-        "--rows", default="recipe", metavar="KEYS", help="config keys, such as recipe,optimizer.lr (default recipe)"
-    )
-    parser.add_argument("--cols", default="sparsity", metavar="KEYS", help="likewise (default sparsity)")
+    parser.add_argument("--rows", metavar="KEYS", help="config keys, such as recipe,optimizer.lr (default recipe)")
+    parser.add_argument("--cols", metavar="KEYS", help="likewise (default sparsity)")
     parser.add_argument(
         "--metric",
         help="default that of the task, such as test/accuracy; best/... is of the best weights; several by commas with --cols metric",
@@ -105,11 +148,60 @@ def _parser(verb: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _tables(options: argparse.Namespace, statistic: str = "mean") -> list[Table]:
-    """One table for each data set and model, unless a row or column tells them apart."""
+def _experiments(options: argparse.Namespace) -> int:
+    from nmrun import experiment
+    from nmrun.report import experiments
+    from nmrun.report.tables import compare
+
+    every = experiment.chosen(options.experiment)
+    if options.format == "csv" and len(every) > 1:
+        raise ConfigError(f"--format csv --experiment {options.experiment}: one at a time")
+    sections = []
+    for asked in every:
+        own = argparse.Namespace(**vars(options))
+        own.rows, own.cols, own.metric = options.rows or asked.rows, options.cols or asked.cols, options.metric or asked.metric
+        try:
+            runs = experiments.runs(asked, options.scale, options.paths, (own.metric or "").split(","))
+        except experiments.Unfinished as error:
+            if len(every) == 1:
+                raise
+            print(f"nmrun table: left out: {error}", file=sys.stderr)
+            continue
+        own.rows, own.cols = (",".join(k for k in keys.split(",") if k in runs.columns) for keys in (own.rows, own.cols))
+        tables = [experiments.with_paper(each, asked) for _, each in _parts(own, options.show, runs=runs)]
+        if options.baseline:
+            tables = [compare(each, options.baseline, options.test) for each in tables]
+        elif asked.baseline:
+            tables = [experiments.compared(each, asked.baseline, options.test) for each in tables]
+        if "metric" in own.cols:  # pictures are of one metric, and tell ratios apart
+            own.cols, own.metric = "sparsity", own.metric.split(",")[0]
+        sections.append(experiments.Section(asked, options.scale, tables, _parts(own, runs=runs)))
+    if not sections:
+        raise ConfigError(f"no run of any of these experiments is finished at scale={options.scale}")
+    text = experiments.render(sections, options.format)
+    files = experiments.draw(sections, options.figures) if options.figures else []
+    if options.out is None:
+        _say(text)
+    else:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text, encoding="utf-8")
+    _say("".join(f"{file}\n" for file in [*files, *([options.out] if options.out else [])]))
+    return 0
+
+
+def _parts(
+    options: argparse.Namespace, statistic: str = "mean", several: bool = True, runs: pd.DataFrame | None = None
+) -> list[tuple[pd.DataFrame, Table]]:
+    """The runs and their table, for each data set and model, unless a row or column tells them apart. ``several``: metrics in one table.
+
+    ``runs``: these, instead of what is below the paths.
+    """
     from nmrun.report.collect import WANDB, collect
 
-    for path in options.paths:
+    paths = options.paths if runs is None else []
+    if runs is None and not paths:
+        raise ConfigError("the following arguments are required: PATH")
+    for path in paths:
         if not path.startswith(WANDB) and not Path(path).is_dir():
             raise ConfigError(f"{path}: no such folder")
     for condition in options.filter:
@@ -119,17 +211,19 @@ def _tables(options: argparse.Namespace, statistic: str = "mean") -> list[Table]
             )
     from nmrun.report.tables import build
 
-    runs = collect(options.paths)
+    runs = collect(paths) if runs is None else runs
     if runs.empty:
         raise ConfigError(f"no run below {', '.join(options.paths)} (a run's folder holds result.json)")
     metrics = [c for c in runs.columns if "/" in c] + ["seconds"]
     keys = [c for c in runs.columns if c not in metrics]
-    rows, columns = options.rows.split(","), options.cols.split(",")
+    rows, columns = (options.rows or "recipe").split(","), (options.cols or "sparsity").split(",")
     for key in [*rows, *columns, *(condition.partition("=")[0] for condition in options.filter)]:
         _known(key, keys, "key")
     if (runs["status"] == "finished").any():  # else there are no metrics to know, but failures to show
         for metric in (options.metric or metrics[0]).split(","):
             _known(metric, metrics, "metric")
+    if "," in (options.metric or "") and not several:
+        raise ConfigError(f"--metric {options.metric}: one at a time")
     if "," in (options.metric or "") and "metric" not in (*rows, *columns):
         raise ConfigError(
             f"--metric {options.metric}: several metrics need a place: --cols metric, say, with --rows recipe,sparsity"
@@ -138,13 +232,19 @@ def _tables(options: argparse.Namespace, statistic: str = "mean") -> list[Table]
         runs = _filtered(runs, condition)
     groups = [key for key in ("dataset", "model") if key not in (*rows, *columns)]
     parts = [part for _, part in runs.groupby(groups)] if groups else [runs]
-    return [build(part, options.metric or _metric(part), rows, columns, statistic) for part in parts]
+    return [(part, build(part, options.metric or _metric(part), rows, columns, statistic)) for part in parts]
 
 
 def _metric(runs: pd.DataFrame) -> str:
     """That of the runs' task on the test split; runs that did not finish do not say."""
     own = runs["metric"].dropna()
     return f"test/{own.iloc[0]}" if len(own) else "test/accuracy"
+
+
+def _logged(runs: pd.DataFrame, table: Table) -> str:
+    """The metric of the table as it is logged while training goes on: on the validation split."""
+    split, _, name = table.metric.removeprefix("best/").partition("/")
+    return f"eval/{name if split in ('test', 'eval') else _metric(runs).partition('/')[2]}"
 
 
 def _filtered(runs: pd.DataFrame, condition: str) -> pd.DataFrame:

@@ -34,7 +34,7 @@ def collect(paths: Sequence[str | Path]) -> pd.DataFrame:
             continue
         seen.add(file.resolve())
         try:
-            rows.append(_row(json.loads(file.read_text(encoding="utf-8")), file.parent))
+            rows.append(row(json.loads(file.read_text(encoding="utf-8")), file.parent))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             print(f"nmrun: {file} left out, not a whole result ({type(error).__name__}: {error})", file=sys.stderr)
     return pd.DataFrame(rows, dtype=object)  # as objects, whole numbers stay whole beside runs without the key
@@ -48,7 +48,7 @@ def _from_wandb(project: str) -> list[dict[str, Any]]:
     try:
         for run in wandb.Api(timeout=60).runs(project):
             try:
-                rows.append(_row({**_plain(run.summary), "config": _plain(run.config), "id": run.id}, Path(run.url)))
+                rows.append(row({**_plain(run.summary), "config": _plain(run.config), "id": run.id}, Path(run.url)))
             except (KeyError, TypeError, AttributeError):
                 others += 1
     except Exception as error:
@@ -65,7 +65,8 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
+def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One row of :func:`collect`, from what is in ``result.json``."""
     config = result["config"]
     n, m = config["sparsity"]["n"], config["sparsity"]["m"]
     keys = {key: str(value).replace(" ", "") if isinstance(value, list) else value for key, value in flatten(config).items()}

@@ -24,6 +24,9 @@ STYLE = (
 )
 
 
+Line = tuple[list[str], list[tuple[str, bool]]]
+
+
 @dataclass(frozen=True)
 class Grid:
     """A table as text: ``keys`` columns of labels, then cells, each with whether it stands out."""
@@ -31,7 +34,7 @@ class Grid:
     caption: str
     keys: int
     head: list[str]
-    lines: list[tuple[list[str], list[tuple[str, bool]]]]
+    lines: list[Line]
 
 
 def render(tables: Sequence[Table], style: str) -> str:
@@ -50,12 +53,26 @@ def grids(table: Table) -> list[Grid]:
     lines = [
         (list(row), [(text(table, row, column), (row, column) in table.best) for column in table.columns]) for row in table.rows
     ]
-    found = [Grid(caption(table), len(table.row_keys), head, lines)]
+    found = [Grid(caption(table), len(table.row_keys), head, _with_paper(table, lines))]
     if table.baseline:
-        others = [row for row in table.rows if row != table.baseline]
+        others = [row for row in table.rows if row not in table.baseline]
         compared = [(list(row), [_difference(table, row, column) for column in table.columns]) for row in others]
         found.append(Grid(comparison(table), len(table.row_keys), head, compared))
     return found
+
+
+def _with_paper(table: Table, lines: list[Line]) -> list[Line]:
+    """Published figures below the row that they are to be compared with; at the end, those that we have no row for."""
+    names, columns = [" ".join(row) for row in table.rows], [" ".join(column) for column in table.columns]
+
+    def published(name: str) -> Line:
+        labels = name.split()
+        return [*labels[:-1], f"{labels[-1]} (paper)"], [(table.paper[name].get(column, "-"), False) for column in columns]
+
+    found = []
+    for name, line in zip(names, lines, strict=True):
+        found += [line, published(name)] if name in table.paper else [line]
+    return found + [published(name) for name in table.paper if name not in names]
 
 
 def markdown(grid: Grid) -> str:
@@ -173,8 +190,8 @@ def comparison(table: Table) -> str:
     test = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}[table.test]
     count = len({id(gap) for gap in table.differences.values() if gap.p is not None})
     return (
-        f"Difference to {' '.join(table.baseline)} over the seeds that both have (number of seeds), 95 % bootstrap interval; {test}, two-sided, "
-        f"p corrected for {count} comparisons by Holm's method; below 0.05 in bold"
+        f"Difference to {', '.join(map(' '.join, table.baseline))} over the seeds that both have (number of seeds), "
+        f"95 % bootstrap interval; {test}, two-sided, p corrected for {count} comparisons by Holm's method; below 0.05 in bold"
     )
 
 
@@ -201,6 +218,8 @@ def caption(table: Table) -> str:
         notes.append("dense has no ratio and stands in every column")
     if table.best:
         notes.append("best of each column in bold")
+    if table.paper:
+        notes.append(f"(paper): {table.paper_source}")
     if table.differing:
         notes.append(f"not the same in all cells: {', '.join(table.differing)}")
     if len(table.commits) > 1:

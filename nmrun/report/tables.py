@@ -30,8 +30,9 @@ class Table:
 
     ``best`` are the best cells of each column; ``references`` the rows without a ratio, whose one value stands in every
     column; ``shared`` what all runs have in common; ``differing`` the settings that are not the same in all cells, though no
-    row or column names them; ``commits`` the versions of the code. ``differences`` to the row ``baseline`` in the same column, their
-    p-values corrected for their number. ``statistic``: what stands in a cell, ``mean``, ``median`` or ``best``.
+    row or column names them; ``commits`` the versions of the code. ``differences`` to the rows ``baseline`` in the same column, their
+    p-values corrected for their number. ``statistic``: what stands in a cell, ``mean``, ``median`` or ``best``. ``paper``: published
+    figures as they are printed, by row and column, and where they stand, ``paper_source``.
     """
 
     metric: str
@@ -46,9 +47,11 @@ class Table:
     shared: dict[str, str]
     differing: list[str]
     commits: list[str]
-    baseline: Key = ()
+    baseline: list[Key] = field(default_factory=list)
     test: str = ""
     differences: dict[tuple[Key, Key], Difference] = field(default_factory=dict)
+    paper: dict[str, dict[str, str]] = field(default_factory=dict)
+    paper_source: str = ""
 
     def metric_of(self, row: Key, column: Key) -> str:
         """The metric of a cell: where rows or columns are metrics, its own."""
@@ -99,19 +102,29 @@ def build(
 
 
 def compare(table: Table, baseline: str, test: str = "t") -> Table:
-    """The same with ``differences`` to the row named ``baseline``. Raises ConfigError if there is none, or if no other row shares a seed with it."""
+    """The same with ``differences`` to the row named ``baseline``: by all its labels, or by that of the recipe alone (where each row is
+    compared with the one of that recipe that agrees with it in all that is not of the recipe).
+
+    Raises ConfigError if there is no such row, or if no other row shares a seed with it.
+    """
     names = {" ".join(row): row for row in table.rows}
-    if baseline not in names:
+    recipe = table.row_keys.index("recipe") if "recipe" in table.row_keys else 0
+    every = [names[baseline]] if baseline in names else [row for row in table.rows if row[recipe] == baseline]
+    if not every:
         raise ConfigError(f"--baseline {baseline}: no such row{near(baseline, names)} (there are {', '.join(names)})")
+
+    def context(row: Key) -> list[str]:
+        return [text for key, text in zip(table.row_keys, row, strict=True) if key.partition(".")[0] != "recipe"]
+
     found: dict[tuple[Key, Key], Difference] = {}
     for (row, column), cell in table.cells.items():
-        other = table.cells.get((names[baseline], column))
-        if row != names[baseline] and other is not None and (gap := paired(cell, other, test)) is not None:
+        own = every if baseline in names else [one for one in every if context(one) == context(row)]
+        other = table.cells.get((own[0], column)) if own and row not in every else None
+        if other is not None and (gap := paired(cell, other, test)) is not None:
             found[row, column] = gap
     if not found:
         raise ConfigError(f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed")
-    once = {place: gap for place, gap in found.items() if place[0] not in table.references or place[1] == table.columns[0]}
-    return replace(table, baseline=names[baseline], test=test, differences={**found, **holm(once)})
+    return replace(table, baseline=every, test=test, differences=holm(found))
 
 
 def label(value: Any) -> str:
@@ -182,7 +195,8 @@ def _best(table: Table, column: Key) -> list[Key]:
     for row in table.rows:
         metric, cell = table.metric_of(row, column), table.cells.get((row, column))
         value = None if cell is None else shown(cell, table.statistic, higher_is_better(metric))
-        if row not in table.references and value is not None:
+        judged = metric.partition("/")[0] not in ("mean", "positive")  # of what was logged: neither way is better
+        if judged and row not in table.references and value is not None:
             values[row] = float(printed(value, metric))
     if len(values) < 2 or "metric" in table.row_keys:
         return []

@@ -1,0 +1,140 @@
+"""Tables and figures of an experiment: of exactly the runs that its sweep consists of, those that are missing included."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import html
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from nmrun.errors import ConfigError
+from nmrun.experiment import Experiment, configs
+from nmrun.identity import run_folder
+from nmrun.report import formats, plots, style
+from nmrun.report.collect import row
+from nmrun.report.tables import Table, compare
+
+KINDS = {
+    "mean": lambda values: sum(values) / len(values),
+    "positive": lambda values: sum(value > 0 for value in values) / len(values),
+}
+
+
+class Unfinished(ConfigError):
+    """An experiment of which there is nothing to show yet."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """An experiment as it is reported: its tables, and the runs and tables that its pictures are of."""
+
+    asked: Experiment
+    scale: str
+    tables: list[Table]
+    parts: list[tuple[pd.DataFrame, Table]]
+
+
+def runs(asked: Experiment, scale: str, overrides: Sequence[str] = (), metrics: Sequence[str] = ()) -> pd.DataFrame:
+    """One row for each run of the experiment, as ``nmrun.report.collect.collect`` has them.
+
+    A run that has no result yet has the status ``missing``. Beside a run's own metrics there are ``test/score``, the one of the task,
+    where tasks differ in it; and of what was logged in training, where ``metrics`` asks for it, ``mean/<key>`` over all values and
+    ``positive/<key>``, the share of those above 0. Raises Unfinished if no run is finished.
+    """
+    rows = []
+    for config in configs(asked, scale, overrides):
+        folder = run_folder(config)
+        result = {"status": "missing", "id": "", "config": config.plain, "metrics": {"final": {}, "best": {}}}
+        with contextlib.suppress(OSError, ValueError):
+            result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        found = row(result, folder)
+        if found["status"] == "finished":
+            found["test/score"] = found[f"test/{found['metric']}"]
+            found |= {key: value for key in metrics if (value := _logged(folder, key)) is not None}
+        rows.append(found)
+    table = pd.DataFrame(rows, dtype=object)
+    if not (table["status"] == "finished").any():
+        command = " ".join([f"nmrun -m experiment={asked.name} scale={scale}", *overrides])
+        raise Unfinished(
+            f"experiment={asked.name} scale={scale}: none of its {len(table)} runs is finished; {command} makes them"
+        )
+    return table
+
+
+def _logged(folder: Path, metric: str) -> float | None:
+    kind, _, key = metric.partition("/")
+    if kind not in KINDS:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+        values = [line[key] for line in lines if line.get(key) is not None]
+        return KINDS[kind](values) if values else None
+    return None
+
+
+def with_paper(table: Table, asked: Experiment) -> Table:
+    """The table with the published figures beside ours."""
+    return replace(table, paper=asked.paper, paper_source=asked.paper_source)
+
+
+def compared(table: Table, baseline: str, test: str) -> Table:
+    """With differences to the experiment's baseline, unless too little is finished for that."""
+    with contextlib.suppress(ConfigError):
+        return compare(table, baseline, test)
+    return table
+
+
+def render(sections: Sequence[Section], style_: str) -> str:
+    """Title, source, note and tables of each; HTML is one page with the pictures in it, CSV the tables alone."""
+    if style_ == "csv":
+        return formats.as_csv(sections[0].tables)
+    if style_ == "html":
+        return formats.page("nmrun: experiments", "".join(map(_html, sections)))
+    mark = "%" if style_ == "latex" else "#"
+    heads = [f"{mark} {s.asked.title} ({s.asked.source}), scale {s.scale}\n" for s in sections]
+    notes = [f"{'% ' if style_ == 'latex' else ''}{s.asked.note}\n\n" if s.asked.note else "" for s in sections]
+    return "\n".join(f"{h}{n}{formats.render(s.tables, style_)}" for h, n, s in zip(heads, notes, sections, strict=True))
+
+
+def draw(sections: Sequence[Section], folder: Path) -> list[Path]:
+    """Write the pictures as PNG, by the name of experiment, scale and kind; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for section in sections:
+        for i, (kind, figure) in enumerate(_figures(section), 1):
+            files.append(folder / f"{section.asked.name}-{section.scale}-{i}-{kind}.png")
+            style.save(figure, files[-1])
+    return files
+
+
+def _figures(section: Section) -> Iterator[tuple[str, Figure]]:
+    """Each picture with its kind; those for which nothing was logged are left out."""
+    for said in section.asked.figures:
+        kind, _, key = said.partition(" ")
+        for part, table in section.parts:
+            figure = plots.draw(kind, table, part, key)
+            if figure is not None:
+                yield kind, figure
+
+
+def _html(section: Section) -> str:
+    said = [
+        f"<h2>{html.escape(section.asked.title)}</h2>",
+        f"<p>{html.escape(section.asked.source)}; scale {section.scale}.</p>",
+    ]
+    said += [f"<p>{html.escape(section.asked.note)}</p>"] if section.asked.note else []
+    said += [formats.html_table(grid) for table in section.tables for grid in formats.grids(table)]
+    for kind, figure in _figures(section):
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=120)
+        style.pyplot.close(figure)
+        encoded = base64.b64encode(picture.getvalue()).decode()
+        said.append(f'<p><img alt="{kind}" style="max-width:100%" src="data:image/png;base64,{encoded}"></p>')
+    return "\n".join(said) + "\n"
