@@ -1,6 +1,6 @@
 """Kill -9 at random moments over a sweep, the same command after each, then the whole sweep: what comes out has the bits of one left alone.
 
-``python benchmarks/kills.py [--kills 100] [--runs 20] [--out FILE]`` exits with 1 if anything differs, was done twice or was left behind.
+``python benchmarks/kills.py [--kills 100] [--out FILE]`` exits with 1 if anything differs, was done twice or was left behind.
 """
 
 from __future__ import annotations
@@ -73,11 +73,16 @@ def finished(output: Path) -> dict[Path, tuple[int, int]]:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on the clock; a last line that a kill has cut in two is left out."""
+    """metrics.jsonl without what depends on the clock."""
+    return [{key: value for key, value in row.items() if key not in CLOCK} for row in _lines(folder / "metrics.jsonl")]
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """A file of JSON lines, without a last one that a kill has cut in two."""
     found = []
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
+    for line in path.read_text().splitlines():
         with contextlib.suppress(ValueError):
-            found.append({key: value for key, value in json.loads(line).items() if key not in CLOCK})
+            found.append(json.loads(line))
     return found
 
 
@@ -86,30 +91,35 @@ def share(output: Path, runs: int, steps: int) -> float:
     return sum(lines[-1]["step"] for path in trained(output) if (lines := rows(path.parent))) / (runs * steps)
 
 
-def kill(words: Sequence[str], output: Path, kills: int, undisturbed: float, chance: random.Random) -> tuple[Counter[str], list[str]]:
+def kill(words: Sequence[str], output: Path, kills: int, pause: float, chance: random.Random) -> tuple[Counter[str], list[str]]:
     """Start the command and kill it, so many times. Where the kills fell, and what was wrong on the way.
 
-    A quarter of the kills fall at any moment before training begins; the others at any moment of a stretch after it, which is made
-    shorter or longer so that the sweep is done with the last kill.
+    A quarter of the kills fall at any moment before training begins. The others fall up to ``pause`` seconds after some share of the
+    sweep is done, drawn so that the shares are spread over what is left of it: in steps, not in seconds, since machines are now
+    faster and now slower.
     """
-    runs, steps = _size(words)
+    size = _size(words)
     fell, wrong, done = Counter[str](), list[str](), dict[Path, tuple[int, int]]()
-    starting, stretch = 1.0, 2 * undisturbed / kills
-    for number in range(kills):
-        before, began = trained(output), time.monotonic()
-        early = chance.random() < 0.25
+    starting = 1.0
+    for left in range(kills, 0, -1):
+        before, began, now = trained(output), time.monotonic(), share(output, *size)
+        goal = now + (1 - now) * chance.uniform(0, 2 / (left + 1))
+        deadline = began + chance.uniform(0, starting) if chance.random() < 0.25 else None
+        training = False
         with started(words) as process:
-            deadline = began + chance.uniform(0, starting) if early else None
             while process.is_alive() and (deadline is None or time.monotonic() < deadline):
-                if deadline is None and trained(output) != before:
-                    starting, deadline = time.monotonic() - began, time.monotonic() + chance.uniform(0, stretch)
-                time.sleep(0.002)
+                if deadline is None and not training and trained(output) != before:
+                    training, starting = True, time.monotonic() - began
+                if training and deadline is None and share(output, *size) >= goal:
+                    deadline = time.monotonic() + chance.uniform(0, pause)
+                time.sleep(0.005)
             alive = process.is_alive()
-        fell[_where(output, before) if alive else "the sweep was done before"] += 1
+        fell[_where(output, before, size[1]) if alive else "the sweep was done before"] += 1
         after = finished(output)
-        wrong += [f"{folder} was done again after it had finished" for folder, stamp in done.items() if after.get(folder) != stamp]
+        wrong += [
+            f"{folder} was done again after it had finished" for folder, stamp in done.items() if after.get(folder) != stamp
+        ]
         done = after
-        stretch *= 0.8 if share(output, runs, steps) > (number + 1) / kills else 1.25
     return fell, wrong
 
 
@@ -122,8 +132,8 @@ def _size(words: Sequence[str]) -> tuple[int, int]:
     return runs, int(keys["trainer.epochs"]) * int(keys["trainer.limit_batches"])
 
 
-def _where(output: Path, before: dict[Path, tuple[int, int]]) -> str:
-    """What the process was at when it was killed."""
+def _where(output: Path, before: dict[Path, tuple[int, int]], total: int) -> str:
+    """What the process was at when it was killed, in a sweep of runs of ``total`` steps."""
     touched = [path for path, stamp in trained(output).items() if before.get(path) != stamp]
     if not touched:
         return "before training"
@@ -131,7 +141,7 @@ def _where(output: Path, before: dict[Path, tuple[int, int]]) -> str:
     if (folder / "result.json").exists():
         return "between two runs"
     lines = rows(folder)
-    step, total = (lines[-1]["step"] if lines else 0), _size(SWEEP)[1]
+    step = lines[-1]["step"] if lines else 0
     if step == total:
         return "while finishing a run"
     if folder.parent.parent.name == "step":
@@ -143,7 +153,10 @@ def differences(output: Path, alone: Path) -> list[str]:
     """What a completed sweep has that an undisturbed one has not, and the other way round; result.json but for clock and command."""
     wrong = []
     places = {path.parent.relative_to(alone) for path in alone.rglob("result.json")}
-    wrong += [f"{place}: not the same runs" for place in places ^ {p.parent.relative_to(output) for p in output.rglob("metrics.jsonl")}]
+    wrong += [
+        f"{place}: not the same runs"
+        for place in places ^ {p.parent.relative_to(output) for p in output.rglob("metrics.jsonl")}
+    ]
     for place in sorted(places):
         one, other = output / place, alone / place
         wrong += [f"{place / path.name}: left behind or missing" for path in _odd(one)]
@@ -154,10 +167,12 @@ def differences(output: Path, alone: Path) -> list[str]:
         ]
         wrong += [f"{place}/metrics.jsonl: other rows"] if rows(one) != rows(other) else []
         wrong += [f"{place}/result.json: another result"] if _result(one) != _result(other) else []
-    records = [path for path in (output / ".sweeps").rglob("*") if path.is_file()]
-    wrong += [f"{path}: left behind" for path in records if path.name != "jobs.jsonl"]
+    records = [
+        path for path in (output / ".sweeps").rglob("*") if path.is_file()
+    ]  # what each command did, by itself and by Hydra
+    wrong += [f"{path}: left behind" for path in records if path.name not in ("jobs.jsonl", "multirun.yaml")]
     wrong += [f"{path}: left behind" for path in output.iterdir() if path.name not in (".sweeps", "digits")]
-    reports = [json.loads(line) for path in records for line in path.read_text().splitlines()]
+    reports = [report for path in records if path.name == "jobs.jsonl" for report in _lines(path)]
     twice = Counter(report["folder"] for report in reports if report["status"] == "finished")
     return wrong + [f"{folder}: finished {count} times" for folder, count in twice.items() if count > 1]
 
@@ -174,10 +189,10 @@ def _result(folder: Path) -> dict[str, Any]:
 def trial(kills: int, sweep: Sequence[str], folder: Path, seed: int = 0) -> tuple[Counter[str], list[str]]:
     """The whole experiment: where the kills fell, and all that was wrong, which should be nothing."""
     alone, output = folder / "alone", folder / "killed"
-    began = time.monotonic()
     finish(["-m", *sweep, f"output_dir={alone}"])
+    pause = max(json.loads(path.read_text())["seconds"] for path in alone.rglob("result.json")) / 2
     words = ["-m", *sweep, f"output_dir={output}"]
-    fell, wrong = kill(words, output, kills, time.monotonic() - began, random.Random(seed))
+    fell, wrong = kill(words, output, kills, pause, random.Random(seed))
     done = finished(output)
     finish(words)
     wrong += [f"{run} was done again after it had finished" for run, stamp in done.items() if finished(output)[run] != stamp]
@@ -196,7 +211,11 @@ def main() -> int:
         fell, wrong = trial(options.kills, SWEEP, Path(folder), options.seed)
         seconds = time.monotonic() - began
     print("\n".join(wrong))
-    verdict = f"{len(wrong)} things wrong" if wrong else "every result has the bits of the undisturbed sweep, none done twice, no file left behind"
+    verdict = (
+        f"{len(wrong)} things wrong"
+        if wrong
+        else "every result has the bits of the undisturbed sweep, none done twice, no file left behind"
+    )
     line = f"{sum(fell.values())} kills over {_size(SWEEP)[0]} runs in {seconds:.0f} s: {verdict}"
     print(line, *(f"  {count:4} {place}" for place, count in fell.most_common()), sep="\n")
     if options.out:

@@ -71,6 +71,8 @@ def _keep(path: Path, previous: Path) -> None:
         except OSError:  # a file system without hard links
             shutil.copyfile(path, partial)
         os.replace(partial, previous)
+        # after a kill between this and the next save, the two are one file already, and replacing did nothing
+        partial.unlink(missing_ok=True)
 
 
 def load(path: Path) -> dict[str, Any] | None:

@@ -52,7 +52,7 @@ def _checkout() -> tuple[str | None, bool | None]:
     try:
         commit, changes = (
             subprocess.run(
-                ["git", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=10
+                ["git", "--no-optional-locks", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=10
             ).stdout.strip()
             for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         )
