@@ -20,7 +20,7 @@ run: $(VENV)/installed  ## set up the environment, then the main job: STEP at 2:
 	$(BIN)/nmrun recipe=step sparsity=2:8
 
 test: $(VENV)/installed-all  ## the same environment with all extras, then the test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 demo: $(VENV)/installed  ## the sweep over recipes and ratios, then its table (minutes)
 	$(BIN)/nmrun -m recipe=$(RECIPES) sparsity=$(RATIOS) seed=0,1,2

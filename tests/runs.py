@@ -37,4 +37,6 @@ def config(output_dir: Path | str, *overrides: str) -> schema.Config:
 def rows(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in line.items() if key not in ("steps_per_second", "items_per_second")} for line in lines]
+    return [
+        {key: value for key, value in line.items() if key not in ("steps_per_second", "items_per_second")} for line in lines
+    ]

@@ -168,7 +168,9 @@ def test_training_is_the_same_to_the_bit(recipe: str, tmp_path: Path, noisy: Non
         assert state is not None
         logged = [{k: v for k, v in row.items() if not k.startswith("diagnose/")} for row in rows(run_folder(made))]
         logged = [row for row in logged if set(row) > {"step", "epoch"}]
-        ends.append((state["model"], state["random"][0]["torch"], logged, (run_folder(made) / "model.safetensors").read_bytes()))
+        ends.append(
+            (state["model"], state["random"][0]["torch"], logged, (run_folder(made) / "model.safetensors").read_bytes())
+        )
         looked = [row for row in rows(run_folder(made)) if "diagnose/loss_change" in row]
         assert len(looked) == (0 if every == "null" else 12)
         assert any(row["diagnose/loss_change"] for row in looked) == (every != "null")

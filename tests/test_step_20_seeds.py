@@ -12,7 +12,12 @@ from nmrun import config_source, runner, schema
 from nmrun.identity import run_folder
 
 DEFAULT = ("track=local", "trainer.threads=1")
-OVER_PIXELS = (*DEFAULT, "model=mlp", "model.exclude=[head]", "trainer.epochs=30")  # its first layer has inputs that are always 0
+OVER_PIXELS = (
+    *DEFAULT,
+    "model=mlp",
+    "model.exclude=[head]",
+    "trainer.epochs=30",
+)  # its first layer has inputs that are always 0
 
 
 @pytest.mark.slow
