@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -209,7 +210,13 @@ def test_a_second_signal_acts_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
         pytest.fail("went on after the second one")
 
     monkeypatch.setattr(Loop, "_train_step", twice)
-    result = run(config(tmp_path))
+    former = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell starts what runs in the background with it ignored
+    try:
+        result = run(config(tmp_path))
+    finally:
+        signal.signal(signal.SIGINT, former)
     assert (result["status"], result["signal"]) == ("interrupted", 2)
 
 
