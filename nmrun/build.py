@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from nmrun import distributed, flops, models, optim, tasks
+from nmrun.acceleration import Choice, accelerate
 from nmrun.checkpoint import seed_everything
 from nmrun.devices import free_gpu
 from nmrun.errors import ConfigError
@@ -18,10 +20,13 @@ from nmrun.handle import Handle, sparsify
 from nmrun.schema import Config
 from nmrun.tasks.base import Task
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 @dataclass(frozen=True)
 class Parts:
-    """What a loop trains with. ``precision`` is fp32, bf16 or fp16; ``cost`` is that of one item."""
+    """What a loop trains with. ``precision`` is fp32, bf16 or fp16; ``cost`` is that of one item; ``accelerated`` is by which products the
+    sparse layers are computed."""
 
     task: Task
     model: nn.Module
@@ -31,6 +36,7 @@ class Parts:
     precision: str
     total_steps: int
     cost: flops.Flops
+    accelerated: list[Choice] = field(default_factory=list)
 
 
 def build(config: Config) -> Parts:
@@ -68,6 +74,7 @@ def build(config: Config) -> Parts:
             pad=config.sparsity["pad"],
             mvue=trainer["mvue"],
             fp8=trainer["fp8"],
+            double_prune=trainer["input_gradient"] == "double_prune",
             **{key: value for key, value in config.recipe.items() if key not in ("name", "_target_")},
         )
 
@@ -90,7 +97,31 @@ def build(config: Config) -> Parts:
             fsdp.check(config, handle.recipe, task, precision)
     except (ValueError, TypeError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
-    return Parts(task, model, optimizer, handle, device, precision, total_steps, flops.count(model, task))
+    cost = flops.count(model, task)
+    accelerated = _accelerated(trainer, model, task, handle, device, precision)
+    return Parts(task, model, optimizer, handle, device, precision, total_steps, cost, accelerated)
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+    """The context of every forward pass."""
+    return contextlib.nullcontext() if precision == "fp32" else torch.autocast(device.type, DTYPES[precision])
+
+
+def _accelerated(
+    trainer: dict[str, Any], model: nn.Module, task: Task, handle: Handle, device: torch.device, precision: str
+) -> list[Choice]:
+    """2:4 products where they pay."""
+    accumulate = trainer["accumulate"] * distributed.world()
+    sharded = distributed.world() > 1 and trainer["distributed"] == "fsdp"
+    why_not = "with trainer.distributed=fsdp weights are in shards" if sharded else ""
+    why_not = "trainer.fp8 simulates products" if trainer["fp8"] else why_not
+
+    def pass_once() -> None:
+        with autocast(device, precision):
+            task.loss(model.eval(), task.micro_batches(0, 0, accumulate)[0])
+        model.train()
+
+    return accelerate(handle, pass_once, trainer["acceleration"], trainer["mvue"], trainer["accumulate"], why_not)
 
 
 def _device(asked: str) -> torch.device:

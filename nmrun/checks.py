@@ -250,6 +250,8 @@ CHECKS: dict[str, Check] = {
     "trainer.label_smoothing": FRACTION,
     "trainer.mvue": PATTERN,
     "trainer.fp8": FLAG,
+    "trainer.input_gradient": one_of("exact", "double_prune"),
+    "trainer.acceleration": one_of("auto", "off", "force"),
     "trainer.eval_every": whole(1),
     "trainer.log_every": whole(1),
     "trainer.diagnose_every": whole(1, optional=True),

@@ -157,6 +157,7 @@ def sparsify(
     mvue: str | Pattern | None = None,
     fp8: bool = False,
     pad: bool = False,
+    double_prune: bool = False,
     **hyperparameters: Any,
 ) -> Handle:
     """Train ``model`` with N:M sparse weights: call this once, then train as always.
@@ -185,6 +186,8 @@ def sparsify(
     any recipe, and act in training mode outside dense phases; see ``nmrun.sparsity.products``.
     pad: make layers sparse too whose inputs are not a multiple of M. Their last group is short, as if zeros filled it up: at most N of its
     weights are kept, all of them if there are no more. What they save is counted by what is really pruned.
+    double_prune: compute the input gradient of sparse layers with their weight pruned once more, to N:M along the outputs, so that it is a
+    sparse product too (SLoPe, Mozaffari et al. 2025, arXiv 2405.16325). This changes the gradient; the weight's own is exact.
     hyperparameters: the recipe's own, under the names of its paper, such as ``decay=2e-4`` for ``sr_ste``.
 
     Raises ValueError for an unknown recipe or pattern, a model without a single eligible weight, a model that is sparse already,
@@ -214,6 +217,10 @@ def sparsify(
                 raise ConfigError(f"mvue and fp8 are for sparse linear layers; the sparse ones here are {', '.join(exact)}")
             if exact:
                 rule.events.append(f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called")
+        if double_prune:
+            exact = products.prune_again(sparse, rule)
+            if exact:
+                rule.events.append(f"double pruning does not apply to {', '.join(exact)}: their input gradient is exact")
     except ValueError:
         for weight in sparse:  # leave the model as it was
             release(weight)

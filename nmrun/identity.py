@@ -11,7 +11,7 @@ from nmrun.schema import Config
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
 IRRELEVANT = {
     "dataset": {"workers"},
-    "trainer": {"device", "log_every", "diagnose_every", "checkpoint_every", "threads", "on_oom", "distributed"},
+    "trainer": {"device", "log_every", "diagnose_every", "checkpoint_every", "threads", "on_oom", "distributed", "acceleration"},
 }  # where and how it runs and what it tells
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nmrun import checkpoint, distributed, nonfinite
 from nmrun.averaging import Average
-from nmrun.build import Parts
+from nmrun.build import Parts, autocast
 from nmrun.console import Console
 from nmrun.diagnostics import Diagnostics
 from nmrun.errors import RunError
@@ -33,7 +33,6 @@ from nmrun.whole import Whole
 if TYPE_CHECKING:
     from nmrun.fsdp import Sharded
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succeed any more
 
 
@@ -196,9 +195,7 @@ class Loop:
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of every forward pass."""
-        if self.precision == "fp32":
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, DTYPES[self.precision])
+        return autocast(self.device, self.precision)
 
     # --- what is logged -----------------------------------------------------------------------------------------------------
 

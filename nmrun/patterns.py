@@ -53,6 +53,12 @@ class Pattern:
         groups, rest = divmod(self.length or self.m, self.m)
         return (groups * self.n + min(self.n, rest)) / (self.length or self.m)
 
+    @property
+    def fits_2_4(self) -> bool:
+        """Whether at most two of every aligned four weights are non-zero: for 1:M, since four weights lie in two groups at most, and for 2:M
+        with M a multiple of 4 (2:4, 2:8)."""
+        return (self.n == 1 and self.m > 1) or (self.n == 2 and self.m % 4 == 0)
+
 
 def stepwise(target: Pattern) -> list[Pattern]:
     """``M-1:M, M/2:M, M/4:M, ..., N:M``, ever sparser. Raises PatternError unless M / N is a power of two."""

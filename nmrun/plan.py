@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nmrun import acceleration
 from nmrun.build import Parts
 from nmrun.schema import Config
 from nmrun.sparsity.attach import SparseWeight
@@ -50,6 +51,7 @@ def lines(config: Config, parts: Parts) -> list[str]:
             f"  FLOPs of the training as planned: {_short(items * cost.dense)} dense, {_short(arithmetic)} without the zeros, "
             f"{_short(hardware)} on 2:4 tensor cores"
         )
+        said += [f"  {line}" for line in acceleration.lines(parts.accelerated)]
     else:
         said.append(f"  {total:,} parameters; FLOPs an item: inference {_short(cost.forward)}, training {_short(cost.dense)}")
         said.append(f"  FLOPs of the training: {_short(items * cost.dense)}")

@@ -226,12 +226,24 @@ def _combinations(plain: dict[str, Any], good: Callable[..., bool]) -> list[str]
             f"sparsity={pattern}: model {model['name']} has no layer whose inputs are a multiple of {pattern.m} "
             f"(its inner layers have {', '.join(map(str, dict.fromkeys(inputs)))} inputs); sparsity.pad=true allows that"
         )
+    if good("trainer.acceleration", "trainer.fp8") and trainer["acceleration"] == "force":
+        found += _force(trainer, pattern, bool(dense or plain["sparsity"].get("overrides")))
     if good("output_dir"):
         folder = Path(plain["output_dir"])
         existing = next((p for p in [folder, *folder.absolute().parents] if p.exists()), Path("/"))
         if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
             found.append(f"output_dir={folder}: {existing} is not a folder that can be written to")
     return found
+
+
+def _force(trainer: dict[str, Any], pattern: Pattern | None, unsure: bool) -> list[str]:
+    """What no 2:4 product can be made of."""
+    what = "trainer.acceleration=force: 2:4 products"
+    if trainer["fp8"]:
+        return [f"{what} are of 16-bit numbers, and trainer.fp8=true is a simulation"]
+    if pattern is None or unsure or pattern.fits_2_4:
+        return []
+    return [f"{what} take 2:4 weights and sparser ones whose groups fit in (1:M, 2:M with M a multiple of 4), not {pattern}"]
 
 
 def _schedule(recipe: dict[str, Any], pattern: Pattern | None, inputs: list[int]) -> list[str]:

@@ -55,17 +55,18 @@ def test_the_verdict_on_a_product():
 
 
 def test_what_packs_for_ampere_is_not_tried_elsewhere(monkeypatch: pytest.MonkeyPatch):
-    def pack(*args: Any, **kwargs: Any) -> Any:
+    def pack(weight: Tensor, **kwargs: Any) -> Any:
         packed.append(kwargs["algorithm"])
-        return args[0]
+        return weight, weight, weight, weight, weight
 
     packed: list[str] = []
-    monkeypatch.setattr(paths24.Cutlass, "prune_dense_static_sort", pack)
+    monkeypatch.setattr(torch, "_sparse_semi_structured_tile", pack)
+    monkeypatch.setattr(torch, "_sparse_semi_structured_mm", lambda packed, meta, x: packed @ x)
     gpu(monkeypatch, 9)
-    assert paths24.verdict(paths24.one_pass, "cpu").startswith("not tried: it writes the layout of compute capability 8.x")
+    assert paths24.verdict(paths24.ONE_PASS, "cpu").startswith("not tried: it writes the layout of compute capability 8.x")
     assert packed == []
     gpu(monkeypatch, 8)
-    assert paths24.verdict(paths24.one_pass, "cpu") == "right"
+    assert paths24.verdict(paths24.ONE_PASS, "cpu") == "right"
     assert packed == ["largest_abs_values_greedy"]  # by default it would compare signed values
 
 
@@ -142,3 +143,38 @@ def test_the_whole_of_it_on_a_cpu(compiler: bool, monkeypatch: pytest.MonkeyPatc
     about, speed = lines[names.index("CPU projection") : names.index("data folder")]
     assert compiler or "plain torch (no working C compiler)" in about
     assert " GB/s; a copy takes " in speed
+
+
+def test_what_torch_is_asked_to_multiply(monkeypatch: pytest.MonkeyPatch):
+    """Its operators, played: compressed operand first, dense one as columns of tokens filled up to 16, transposed result, bias."""
+    seen: list[tuple[int, ...]] = []
+
+    def sparse_mm(compressed: Tensor, dense: Tensor, bias: Tensor | None = None, transpose_result: bool = False) -> Tensor:
+        assert transpose_result
+        seen.append(tuple(dense.shape))
+        product = (compressed.double() @ dense.double()).t()
+        return (product if bias is None else product + bias.double()).bfloat16()
+
+    monkeypatch.setattr(torch, "_cslt_compress", lambda weight: weight.clone())
+    monkeypatch.setattr(torch, "_cslt_sparse_mm", sparse_mm)
+    weight = paths24.transposable(32, 64, "cpu")
+    x, dz, bias = (torch.randn(*size, dtype=torch.bfloat16) for size in ((37, 64), (37, 32), (32,)))
+    parts, parts_t = paths24.CUSPARSELT.pack(weight, weight)
+    torch.testing.assert_close(
+        paths24.CUSPARSELT.multiply(x, parts, bias),
+        torch.nn.functional.linear(x.double(), weight.double(), bias.double()).bfloat16(),
+    )
+    torch.testing.assert_close(paths24.CUSPARSELT.multiply(dz, parts_t, None), (dz.double() @ weight.double()).bfloat16())
+    assert seen == [(64, 48), (32, 48)]
+
+
+def test_cutlass_packs_what_torch_can_unpack():
+    from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
+
+    weight = paths24.transposable(32, 128, "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths24.Cutlass, "_validate_device_dim_dtype_shape", lambda weight: None)  # which asks for a GPU
+        (packed, meta), (packed_t, meta_t) = paths24.CUTLASS.pack(weight.repeat(4, 1), weight.repeat(4, 1))
+    assert packed.shape == (128, 64)
+    assert torch.equal(sparse_semi_structured_to_dense_cutlass(packed, meta), weight.repeat(4, 1))
+    assert torch.equal(sparse_semi_structured_to_dense_cutlass(packed_t, meta_t), weight.repeat(4, 1).t())

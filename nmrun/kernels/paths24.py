@@ -5,40 +5,88 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.sparse import SparseSemiStructuredTensorCUTLASS as Cutlass
+from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
 
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
 Product = Callable[[Tensor], Tensor]
+Parts = list[Tensor]
+ROUND_UP = 16  # tokens: a dense operand of 16-bit numbers has to have a multiple of 8, and fp8 of 16
 
 
-def cusparselt(weight: Tensor) -> Product:
-    """NVIDIA's library, on Ampere and later."""
-    compressed = torch._cslt_compress(weight)
-    return lambda x: torch._cslt_sparse_mm(compressed, x.t(), transpose_result=True)
+@dataclass(frozen=True)
+class Path:
+    """One way to compute ``x W^T``, W (rows, columns) 2:4 along its columns, x (tokens, columns).
+
+    ``pack(W, V)`` compresses W, and V^T where a second weight V (rows, columns), 2:4 along its rows, is given: that of the input
+    gradient ``dz V``. ``multiply(x, parts, bias)`` is the product with what was packed, of shape (tokens, rows).
+    """
+
+    pack: Callable[[Tensor, Tensor | None], tuple[Parts, Parts]]
+    multiply: Callable[[Tensor, Parts, Tensor | None], Tensor]
+
+    def __call__(self, weight: Tensor) -> Product:
+        parts, _ = self.pack(weight, None)
+        return lambda x: self.multiply(x, parts, None)
 
 
-def cutlass(weight: Tensor) -> Product:
-    """torch's own kernel: compiled for compute capability 8.x and refused elsewhere."""
-    compressed = Cutlass.from_dense(weight)
-    return lambda x: functional.linear(x, compressed)
+def _separately(compress: Callable[[Tensor], Parts]) -> Callable[[Tensor, Tensor | None], tuple[Parts, Parts]]:
+    return lambda w, v: (compress(w), [] if v is None else compress(v.t().contiguous()))
 
 
-def one_pass(weight: Tensor) -> Product:
-    """Prune and pack in one kernel. It writes the metadata of 8.x and does not look where it runs: elsewhere results are wrong."""
+def _cusparselt(x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
+    tokens = len(x)
+    x = functional.pad(x, (0, 0, 0, -tokens % ROUND_UP))
+    return torch._cslt_sparse_mm(parts[0], x.t(), bias=bias, transpose_result=True)[:tokens]
+
+
+def _cutlass_compress(weight: Tensor) -> Parts:
+    Cutlass._validate_device_dim_dtype_shape(weight)
+    return list(sparse_semi_structured_from_dense_cutlass(weight))
+
+
+def _cutlass(x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
+    tokens = len(x)
+    x = functional.pad(x, (0, 0, 0, -tokens % ROUND_UP))
+    if bias is None:
+        product = torch._sparse_semi_structured_mm(parts[0], parts[1], x.t())
+    else:
+        product = torch._sparse_semi_structured_addmm(bias, parts[0], parts[1], x.t())
+    return product[:, :tokens].t().contiguous()
+
+
+def _one_pass(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
     major = torch.cuda.get_device_capability(weight.device)[0]
     if major != 8:
         raise NotImplementedError(f"not tried: it writes the layout of compute capability 8.x, and this is {major}.x")
-    compressed = Cutlass.prune_dense_static_sort(weight, algorithm="largest_abs_values_greedy")
-    return lambda x: functional.linear(x, compressed)
+    if other is not None and other is not weight:
+        raise NotImplementedError("it packs one weight for both products")
+    packed, meta, packed_t, meta_t, _ = torch._sparse_semi_structured_tile(
+        weight, algorithm="largest_abs_values_greedy", use_cutlass=True
+    )  # by default it compares signed values
+    return [packed, meta], [] if other is None else [packed_t, meta_t]
 
 
-PATHS: dict[str, Callable[[Tensor], Product]] = {"cuSPARSELt": cusparselt, "CUTLASS": cutlass, "one-pass packing": one_pass}
+CUSPARSELT = Path(_separately(lambda weight: [torch._cslt_compress(weight)]), _cusparselt)  # NVIDIA's library: Ampere and later
+CUTLASS = Path(
+    _separately(_cutlass_compress), _cutlass
+)  # torch's kernel: compiled for compute capability 8.x, refused elsewhere
+# Prune and pack in one kernel, which writes the metadata of 8.x and does not look where it runs: elsewhere results are wrong. What it is
+# given has to be 2:4 both ways, or it prunes by a rule of its own.
+ONE_PASS = Path(_one_pass, _cutlass)
+PATHS: dict[str, Path] = {"cuSPARSELt": CUSPARSELT, "CUTLASS": CUTLASS, "one-pass packing": ONE_PASS}
+# The reference, on any device: the zeros are multiplied too.
+MASKED = Path(
+    lambda w, v: ([w.clone()], [] if v is None else [v.t().contiguous()]),
+    lambda x, parts, bias: functional.linear(x, parts[0], bias),
+)
 
 
 def transposable(rows: int, columns: int, device: torch.device | str) -> Tensor:

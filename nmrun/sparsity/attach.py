@@ -20,6 +20,7 @@ from nmrun.sparsity import products
 
 if TYPE_CHECKING:
     from nmrun.fsdp import Shard
+    from nmrun.kernels.linear24 import Packed
     from nmrun.recipes.base import Recipe
 
 
@@ -49,6 +50,8 @@ class Projection(nn.Module):
         self.name, self.pattern, self.dim, self.recipe = name, pattern, dim, recipe
         self.order: list[str] = []  # the names of its module's parameters as they were
         self.copied = False
+        self.prunes_again = False  # keep ``input_weight``, the projected weight pruned to N:M along the outputs as well
+        self.packed: Packed | None = None  # what 2:4 products read, where the layer has one
         self.shard: Shard | None = None  # set where this process has a part of the weight only
         self.register_buffer("projected", torch.zeros_like(dense), persistent=False)
         self._seen: tuple[int, int, int] | None = None
@@ -73,7 +76,17 @@ class Projection(nn.Module):
             self.projected.copy_(dense)
         else:
             self.recipe.project(self, dense.detach(), self.projected)
+        if self.prunes_again:
+            from nmrun.recipes.base import keep_largest  # which imports this package
+
+            keep_largest(self.projected, self.get_buffer("input_weight"), self.pattern, 1 - self.dim)
+        if self.packed is not None and self.recipe.is_sparse:
+            self.packed.write(*map(self.matrix, (self.projected, getattr(self, "input_weight", None))))
         self._seen = self._stamp(dense)
+
+    def matrix(self, stored: Any) -> Any:
+        """A linear layer's weight, or None, as (outputs, inputs), however the layer stores it."""
+        return stored if stored is None or self.dim == 1 else stored.t()
 
     def _refresh_if_stale(self, dense: Tensor) -> None:
         stamp = self._stamp(dense)
@@ -208,6 +221,7 @@ def detach(weight: SparseWeight) -> None:
 def release(weight: SparseWeight) -> None:
     """Take the parametrization away: the dense weight is a plain parameter again, in its old place among the module's."""
     products.uninstall(weight)
+    weight.projection.packed = None
     parameters, order = weight.module._parameters, weight.projection.order
     shared = type(weight.module)  # with deep copies, from whom parametrize would take the property as well
     weight.module.__class__ = type(shared.__name__, shared.__bases__, dict(vars(shared)))

@@ -24,10 +24,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.sparsity import estimators
 
 if TYPE_CHECKING:
+    from nmrun.recipes.base import Recipe
     from nmrun.sparsity.attach import Projection, SparseWeight
 
 FORWARD_FP8, BACKWARD_FP8 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -96,7 +98,7 @@ class _Linear(torch.autograd.Function):
             db = tokens.sum(0)
         if ctx.needs_input_grad[1]:
             if ctx.mvue is not None:
-                tokens = _estimate(tokens, ctx.mvue, ctx.generator)
+                tokens = estimate(tokens, ctx.mvue, ctx.generator)
             dw = _backward_product(tokens.t(), x.reshape(-1, x.shape[-1]), ctx.fp8)
         return dx, dw, db, None, None, None, None
 
@@ -112,7 +114,8 @@ def _matmul_fp8(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         return a.float() @ b.float() / scale_a / scale_b  # one after the other: their product may overflow
 
 
-def _estimate(tokens: Tensor, pattern: Pattern, generator: torch.Generator | None) -> Tensor:
+def estimate(tokens: Tensor, pattern: Pattern, generator: torch.Generator | None) -> Tensor:
+    """The unbiased N:M estimate of a gradient (tokens, out) along the tokens, the last group filled up with zeros."""
     filled = F.pad(tokens, (0, 0, 0, -len(tokens) % pattern.m))
     return estimators.mvue(filled, pattern, 0, generator)[: len(tokens)]
 
@@ -169,6 +172,12 @@ def _autocast(x: Tensor, *others: Tensor | None) -> list[Tensor | None]:
     return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in (x, *others)]
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a linear layer computes in, given this input."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if not x.is_meta and torch.is_autocast_enabled(device) else x.dtype
+
+
 # --- on a layer -----------------------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +199,38 @@ def install(weights: Sequence[SparseWeight], mvue: Pattern | None = None, fp8: b
         else:
             weight.module.forward = types.MethodType(forward, weight.module)  # bound, so that a deep copy has its own
     return left_alone
+
+
+def prune_again(weights: Sequence[SparseWeight], recipe: Recipe) -> list[str]:
+    """Double pruning: an ``input_weight`` for every layer, its projected weight pruned to N:M along the outputs. Returns the names of layers
+    that cannot have one: grouped convolutions, outputs that M does not divide, and what :func:`install` leaves alone.
+
+    Raises ConfigError for a recipe that sees to the input gradient itself, and where no layer can have one.
+    """
+    if recipe.input_gradient_is_nm:
+        raise ConfigError(f"{recipe.name} makes the input gradient N:M by itself: double pruning is for other recipes")
+    left_alone = []
+    for weight in weights:
+        if getattr(weight.module, "groups", 1) > 1 or weight.shape[1 - weight.dim] % weight.pattern.m or not ensured(weight):
+            left_alone.append(weight.name)
+        else:
+            buffer = torch.zeros_like(weight.dense, requires_grad=False)
+            weight.projection.register_buffer("input_weight", buffer, persistent=False)
+            weight.projection.prunes_again = True
+    if len(left_alone) == len(weights):
+        raise ConfigError("double pruning needs a layer whose number of outputs is a multiple of M")
+    recipe.input_gradient_is_nm = True
+    return left_alone
+
+
+def replaceable(weight: SparseWeight) -> bool:
+    """Whether :func:`install` can do anything for this layer."""
+    return _forward_of(weight, None, False) is not None
+
+
+def ensured(weight: SparseWeight) -> bool:
+    """Whether the layer's products are computed here: from now on at the latest, if that can be."""
+    return _is_ours(vars(weight.module).get("forward")) or not install([weight])
 
 
 def uninstall(weight: SparseWeight) -> None:
@@ -222,10 +263,10 @@ def _linear_forward(mvue: Pattern | None, fp8: bool) -> Callable[..., Tensor]:
         projection = _active(module)
         if projection is None:
             return type(module).forward(module, x)
-        weight, input_weight = module.weight, getattr(projection, "input_weight", None)
-        if projection.dim == 0:  # stored (in, out)
-            weight, input_weight = weight.t(), None if input_weight is None else input_weight.t()
-        return linear(x, weight, module.bias, input_weight, mvue, fp8)
+        weight, packed = projection.matrix(module.weight), projection.packed
+        if packed is not None and projection.recipe.is_sparse and compute_dtype(x) == packed.dtype and x.numel():
+            return packed(x, weight, module.bias, mvue)
+        return linear(x, weight, module.bias, projection.matrix(getattr(projection, "input_weight", None)), mvue, fp8)
 
     return forward
 

@@ -1,0 +1,176 @@
+"""Whether the layers of a run are computed by 2:4 products, and by which: decided before training, by measurement.
+
+Masks alone make nothing faster. Here every sparse linear layer that hardware can take is tested and timed on the GPU at hand, at the size
+that it has in this run, and gets the fastest path that is right, if one is faster than the dense layer. What was found is printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from nmrun import distributed
+from nmrun.errors import ConfigError
+from nmrun.handle import Handle
+from nmrun.kernels import probe24
+from nmrun.kernels.linear24 import Packed
+from nmrun.kernels.probe24 import Shape, Times
+from nmrun.patterns import Pattern
+from nmrun.sparsity import products
+from nmrun.sparsity.attach import SparseWeight
+
+MODES = ("auto", "off", "force")
+MULTIPLE = 16  # of rows and columns, for 16-bit numbers; paths that want more say so when they are tried
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one layer got: a ``path``, or None with the ``reason``; its ``shape`` and ``times`` where it was measured."""
+
+    name: str
+    path: str | None
+    reason: str
+    shape: Shape | None = None
+
+
+def accelerate(
+    handle: Handle,
+    sample: Callable[[], object],
+    mode: str = "auto",
+    mvue: str | Pattern | None = None,
+    accumulate: int = 1,
+    why_not: str = "",
+) -> list[Choice]:
+    """Let the sparse linear layers of ``handle`` train through 2:4 products where that is right and faster; returns what each got.
+
+    ``sample()`` passes one micro-batch through the model, under the autocast of the training: it is called once, without gradients, to see
+    each layer's tokens and dtype. mode ``auto`` takes what is faster than dense, ``force`` the fastest right path even where it is not, ``off``
+    nothing. ``mvue`` is that of :func:`nmrun.sparsify`; ``accumulate`` the micro-batches of a step, which share one packing; ``why_not`` a
+    reason against all of it that is known beforehand. Where several processes train, rank 0 decides.
+
+    The dense weights stay the parameters, so optimizers, checkpoints and recipes see no difference. Acts in training mode, while the
+    weights are N:M. Results differ from the masked dense layer by the rounding of the dtype. Raises ConfigError with ``force`` where no
+    layer can be accelerated.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"acceleration={mode}: it takes {', '.join(MODES)}")
+    for weight in handle.sparse:
+        weight.projection.packed = None
+    if mode == "off" or not handle.sparse:
+        return []
+    estimated = None if mvue is None else Pattern.parse(mvue)
+    device = handle.sparse[0].dense.device
+    why_not = why_not or obstacle(device)
+    seen = {} if why_not else _seen(handle.sparse, sample)
+    choices = []
+    for weight in handle.sparse:
+        reason, shape = (why_not, None) if why_not else _eligible(weight, seen.get(weight.module), estimated)
+        if shape is None:
+            choices.append(Choice(weight.name, None, reason))
+            continue
+        times = distributed.from_leader(probe24.probe(shape, device) if distributed.leads() else {})
+        path, reason = _best(times, accumulate, mode)
+        if path is not None:
+            weight_path = min((name for name, t in times.items() if not t.wrong), key=lambda name: times[name].weight_gradient)
+            _install(weight, path, shape, None if weight_path == "dense" else weight_path)
+        choices.append(Choice(weight.name, path, reason, shape))
+    if mode == "force" and not any(choice.path for choice in choices):
+        reasons = "; ".join(dict.fromkeys(choice.reason for choice in choices))
+        raise ConfigError(f"trainer.acceleration=force: no layer can be accelerated here ({reasons})")
+    return choices
+
+
+def lines(choices: Sequence[Choice]) -> list[str]:
+    """What was decided, for the reader: a table of the layers that were measured, or one line why none was."""
+    if not choices:
+        return []
+    taken = [choice for choice in choices if choice.path]
+    if not any(choice.shape for choice in choices):
+        return [f"masks only, nothing is accelerated: {'; '.join(dict.fromkeys(choice.reason for choice in choices))}"]
+    said = [
+        f"2:4 products in {len(taken)} of {len(choices)} sparse layers"
+        if taken
+        else "masks only: no 2:4 product is faster than dense"
+    ]
+    groups: dict[tuple[str | None, Shape | None, str], list[str]] = {}
+    for choice in choices:
+        groups.setdefault((choice.path, choice.shape, choice.reason), []).append(choice.name)
+    for (path, shape, reason), names in groups.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        said.append(f"  {path or 'dense'}: {names[0]}{more}" + (f", {shape}" if shape else "") + f": {reason}")
+    return said
+
+
+def _seen(weights: Sequence[SparseWeight], sample: Callable[[], object]) -> dict[nn.Module, tuple[int, torch.dtype]]:
+    """Tokens and dtype of the inputs of the layers that are called, each at its largest."""
+    seen: dict[nn.Module, tuple[int, torch.dtype]] = {}
+
+    def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0]
+        tokens = x.numel() // max(1, x.shape[-1])
+        if tokens >= seen.get(module, (0,))[0]:
+            seen[module] = tokens, products.compute_dtype(x)
+
+    hooks = [weight.module.register_forward_pre_hook(look) for weight in weights]
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            sample()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def obstacle(device: torch.device) -> str:
+    """Why nothing can be accelerated on this device; empty if something might."""
+    if device.type != "cuda":
+        return "no CUDA device"
+    return "" if torch.cuda.get_device_capability(device)[0] >= 8 else "this GPU has no sparse tensor cores"
+
+
+def _eligible(weight: SparseWeight, seen: tuple[int, torch.dtype] | None, mvue: Pattern | None) -> tuple[str, Shape | None]:
+    """The reason why a layer cannot be accelerated, or the shape that can be tried."""
+    if weight.original.dim() != 2:
+        return "torch has no sparse convolution", None
+    if not weight.pattern.fits_2_4:
+        return f"{weight.pattern} weights do not fit into 2:4", None
+    if seen is None or not products.replaceable(weight):
+        return "it is not called as a layer", None
+    tokens, dtype = seen
+    rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
+    if dtype not in probe24.ALLOWED:
+        return f"{str(dtype).removeprefix('torch.')}: 2:4 products are of bfloat16 or float16 (trainer.precision)", None
+    if rows % MULTIPLE or columns % MULTIPLE:
+        return f"{columns} inputs and {rows} outputs are not multiples of {MULTIPLE}", None
+    estimated = mvue is not None and mvue.fits_2_4
+    return "", Shape(rows, columns, tokens, dtype, _both(weight), estimated)
+
+
+def _both(weight: SparseWeight) -> bool:
+    """Whether the weight of the input gradient is N:M along the outputs in their order (Bi-Mask's is in another)."""
+    projection = weight.projection
+    by_recipe = projection.recipe.input_gradient_is_nm and not hasattr(projection, "input_weight")
+    return by_recipe or projection.prunes_again
+
+
+def _best(times: Mapping[str, Times], accumulate: int, mode: str) -> tuple[str | None, str]:
+    """The path that a layer gets, and what was found."""
+    dense = times["dense"].step(accumulate)
+    right = {name: t.step(accumulate) for name, t in times.items() if name != "dense" and not t.wrong}
+    if not right:
+        return None, "; ".join(f"{name}: {t.wrong}" for name, t in times.items() if name != "dense")
+    name = min(right, key=lambda name: right[name])
+    told = f"dense {dense:.3f} ms, {name} {right[name]:.3f} ms ({dense / right[name]:.2f}x)"
+    return (name if mode == "force" or right[name] < dense else None), told
+
+
+def _install(weight: SparseWeight, path: str, shape: Shape, weight_path: str | None) -> None:
+    products.ensured(weight)
+    projection = weight.projection
+    other = projection.matrix(getattr(projection, "input_weight", None))
+    matrix = projection.matrix(projection.projected)
+    projection.packed = Packed(path, matrix, other, shape.dtype, shape.both, weight_path)
+    projection.refresh(weight.dense)
