@@ -81,6 +81,10 @@ def _is_budget(value: Any) -> bool:
 
 
 FLAG = Check("true or false", lambda value: isinstance(value, bool))
+COMPILE = Check(
+    "true, false, reduce-overhead (CUDA graphs) or max-autotune",
+    lambda value: isinstance(value, bool) or value in ("reduce-overhead", "max-autotune"),
+)
 TEXT = Check("a text", lambda value: isinstance(value, str) and bool(value))
 OPTIONAL_TEXT = Check("a text, or null", lambda value: value is None or TEXT.holds(value))
 PATH = Check("the path of a file or folder", TEXT.holds)
@@ -246,7 +250,7 @@ CHECKS: dict[str, Check] = {
     "trainer.precision": one_of("auto", "fp32", "bf16", "fp16"),
     "trainer.device": one_of("auto", "cpu", "cuda", "free"),
     "trainer.distributed": one_of("ddp", "fsdp"),
-    "trainer.compile": FLAG,
+    "trainer.compile": COMPILE,
     "trainer.label_smoothing": FRACTION,
     "trainer.mvue": PATTERN,
     "trainer.fp8": FLAG,

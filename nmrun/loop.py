@@ -51,8 +51,8 @@ class Loop:
         self.device, self.precision, self.total_steps = parts.device, parts.precision, parts.total_steps
         self.epochs = -(-self.total_steps // self.task.batches_per_epoch)
         self.forward: Any = self.model
-        if self.trainer["compile"]:
-            self.forward = torch.compile(self.model, fullgraph=True)
+        if how := self.trainer["compile"]:
+            self.forward = torch.compile(self.model, fullgraph=True, mode=None if how is True else how)
         self.held: Whole | Sharded = Whole(self.model, self.optimizer)
         # with FSDP no rank can pass through the model without the others
         self.in_step = distributed.world() > 1 and self.trainer["distributed"] == "fsdp"
@@ -147,6 +147,8 @@ class Loop:
         rounds = min(self.accumulate, len(everyones)) if self.in_step else 1
         shares += [(everyones[0], 0.0)] * (rounds - len(shares))
         for number, (batch, share) in enumerate(shares, 1):
+            if self.trainer["compile"]:
+                torch.compiler.cudagraph_mark_step_begin()  # the last pass's outputs are done with
             with self._averaged_over_ranks(number >= len(shares)):
                 with self.autocast():
                     loss = self.task.loss(self.forward, batch) * share

@@ -24,7 +24,6 @@ from nmrun.kernels import paths24, probe24
 from nmrun.kernels.linear24 import Packed
 from nmrun.kernels.paths24 import MASKED
 
-
 CALLS = itertools.count()
 
 
@@ -72,7 +71,8 @@ def mlp() -> nn.Sequential:
 
 def sparse(model: nn.Module, recipe: str = "ste", **options: Any) -> tuple[torch.optim.Optimizer, nmrun.handle.Handle]:
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-2)
-    return optimizer, nmrun.sparsify(model, optimizer, recipe, options.pop("pattern", "2:4"), total_steps=8, **options)
+    options = {"pattern": "2:4", "total_steps": 8, **options}
+    return optimizer, nmrun.sparsify(model, optimizer, recipe, **options)
 
 
 def passing(model: nn.Module, tokens: int = 16) -> Any:
@@ -352,17 +352,18 @@ def test_conv1d_of_hugging_face_stores_the_transpose() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(wanted, (x, used), dz))
 
 
-@pytest.mark.parametrize("recipe", ["ste", "step"])
+@pytest.mark.parametrize("recipe", ["ste", "step", "mdgf_linear"])
 def test_compiled_as_one_graph(recipe: str) -> None:
     """Through a change of phase, and with new weights packed after each step."""
     results = []
     for compiled in (False, True):
         model = mlp().float()
-        optimizer, handle = sparse(model, recipe, exclude="4", **RECIPES[recipe])
+        optimizer, handle = sparse(model, recipe, exclude="4", total_steps=16, **RECIPES[recipe])
         with torch.autocast("cpu", torch.bfloat16):
             assert accelerate(handle, passing(model))[0].path
+        torch._dynamo.reset()
         run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
-        results.append(train(run, optimizer, handle)[0])
+        results.append(train(run, optimizer, handle, steps=16)[0])
     torch.testing.assert_close(results[0], results[1], rtol=2e-3, atol=2e-3)
 
 

@@ -175,6 +175,14 @@ def test_compiled(recipe: str, tmp_path: Path) -> None:
     )
 
 
+def test_the_mode_of_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: (asked.append(options), model)[1])
+    for flag in ("true", "reduce-overhead", "max-autotune", "false"):
+        Loop(config(tmp_path, f"trainer.compile={flag}"), build.build(config(tmp_path)), Console(None, brief=True))
+    assert asked == [{"fullgraph": True, "mode": mode} for mode in (None, "reduce-overhead", "max-autotune")]
+
+
 # --- evaluation and best -------------------------------------------------------------------------------------------------------
 
 

@@ -52,6 +52,7 @@ class Projection(nn.Module):
         self.copied = False
         self.prunes_again = False  # keep ``input_weight``, the projected weight pruned to N:M along the outputs as well
         self.packed: Packed | None = None  # what 2:4 products read, where the layer has one
+        self.uses_packed = False  # it is up to date: a flag, since compiled code would watch the clock of a recipe that is asked
         self.shard: Shard | None = None  # set where this process has a part of the weight only
         self.register_buffer("projected", torch.zeros_like(dense), persistent=False)
         self._seen: tuple[int, int, int] | None = None
@@ -80,7 +81,8 @@ class Projection(nn.Module):
             from nmrun.recipes.base import keep_largest  # which imports this package
 
             keep_largest(self.projected, self.get_buffer("input_weight"), self.pattern, 1 - self.dim)
-        if self.packed is not None and self.recipe.is_sparse:
+        self.uses_packed = self.packed is not None and self.recipe.is_sparse
+        if self.packed is not None and self.uses_packed:
             self.packed.write(*map(self.matrix, (self.projected, getattr(self, "input_weight", None))))
         self._seen = self._stamp(dense)
 

@@ -264,7 +264,7 @@ def _linear_forward(mvue: Pattern | None, fp8: bool) -> Callable[..., Tensor]:
         if projection is None:
             return type(module).forward(module, x)
         weight, packed = projection.matrix(module.weight), projection.packed
-        if packed is not None and projection.recipe.is_sparse and compute_dtype(x) == packed.dtype and x.numel():
+        if packed is not None and projection.uses_packed and compute_dtype(x) == packed.dtype and x.numel():
             return packed(x, weight, module.bias, mvue)
         return linear(x, weight, module.bias, projection.matrix(getattr(projection, "input_weight", None)), mvue, fp8)
 
