@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from pathlib import Path
 
+from played24 import play
 from runs import RECIPES, config
 from safetensors import safe_open
 
@@ -16,9 +18,12 @@ OPTIONS = ("trainer.accumulate=2", "trainer.clip=1.0", "model.exclude=[stem,head
 SWITCH = {"step": ("recipe.switch=0.5",), "asp": ("recipe.prune_at=0.5",)}
 
 
-def run(output_dir: str, recipe: str) -> str:
+ACCELERATED = ("model=mlp", "model.hidden=[32,32,32]", "trainer.precision=bf16", "trainer.acceleration=force")
+
+
+def run(output_dir: str, recipe: str, *overrides: str) -> str:
     """Train in this process, one of several or not; returns the run's folder."""
-    made = config(output_dir, f"recipe={recipe}", *OPTIONS, *SWITCH.get(recipe, ()))
+    made = config(output_dir, f"recipe={recipe}", *OPTIONS, *SWITCH.get(recipe, ()), *overrides)
     result = runner.run(made, run_folder(made))
     assert result["status"] == "finished", result
     return result["folder"]
@@ -36,8 +41,10 @@ def main(output_dir: str) -> None:
         return done
 
     Loop.train = watched  # type: ignore[method-assign,assignment]
-    for recipe in RECIPES:
-        folder = run(output_dir, recipe)
+    for recipe in (*RECIPES, "accelerated"):
+        if recipe == "accelerated":
+            play(setattr, Path(output_dir))
+        folder = run(output_dir, "ste", *ACCELERATED) if recipe == "accelerated" else run(output_dir, recipe)
         one, other = distributed.gathered(digests[-1])
         assert one == other, recipe
         if distributed.leads():

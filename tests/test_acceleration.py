@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from played24 import COMPRESSED, Machine, play
 from runs import config
-from test_linear24 import COMPRESSED, normal
+from test_linear24 import normal
 from torch import Tensor, nn
 
 import nmrun
@@ -35,33 +36,9 @@ def refusing(weight: Tensor, other: Tensor | None) -> Any:
     raise RuntimeError("not on this machine\nand where")
 
 
-class Machine:
-    """A GPU that is none: ``milliseconds`` by the path that computes, and what has been timed."""
-
-    def __init__(self) -> None:
-        self.dense, self.fast, self.pack, self.timed = 3.0, 1.0, 0.0, 0
-
-    def milliseconds(self, call: Any, repeats: int = 20) -> float:
-        self.timed += 1
-        used = self.names(call)
-        if "pack" in used:
-            return self.pack
-        return self.fast if {"multiply", "once"} & used else self.dense
-
-    @staticmethod
-    def names(call: Any) -> set[str]:
-        return set(call.__code__.co_names)
-
-
 @pytest.fixture(autouse=True)
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    made = Machine()
-    monkeypatch.setattr(paths24, "PATHS", {"compressed": COMPRESSED})
-    monkeypatch.setattr(paths24, "milliseconds", made.milliseconds)
-    monkeypatch.setattr(probe24, "_machine", lambda device: "Test GPU")
-    monkeypatch.setattr(probe24, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(acceleration, "obstacle", lambda device: "")
-    return made
+    return play(monkeypatch.setattr, tmp_path)
 
 
 def mlp() -> nn.Sequential:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from played24 import play
 from runs import RECIPES, TINY, config, rows
 from safetensors.torch import load_file
 
@@ -42,6 +43,17 @@ def test_two_processes_train_the_weights_of_one(recipe: str, together: Path, tmp
         assert one.get("train/loss", 0.0) == pytest.approx(two.get("train/loss", 0.0), rel=1e-4)
     assert json.loads((other / "result.json").read_text())["environment"]["ranks"] == 2
     assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in alone.iterdir())
+
+
+def test_two_processes_take_the_same_2_4_products(together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(monkeypatch.setattr, tmp_path)
+    alone = Path(ranks.run(str(tmp_path), "ste", *ranks.ACCELERATED))
+    other = together / alone.relative_to(tmp_path)
+    for folder in (alone, other):
+        assert "2:4 products in 2 of 2 sparse layers" in (folder / "run.log").read_text()
+    expected, weights = load_file(alone / "model.safetensors"), load_file(other / "model.safetensors")
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=2e-2, atol=2e-3)
 
 
 def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from played24 import COMPRESSED, multiply
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -21,21 +22,6 @@ PAIRS = Pattern(2, 4)
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
-def two_values(weight: Tensor) -> list[Tensor]:
-    """Half the values and where they stood: whoever has more than two non-zeros in a group loses some."""
-    groups = weight.unflatten(1, (-1, 4))
-    where = (groups != 0).int().sort(dim=2, descending=True, stable=True).indices[..., :2].contiguous()
-    return [groups.gather(2, where).contiguous(), where]
-
-
-def multiply(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
-    values, where = parts
-    return F.linear(x, values.new_zeros(*values.shape[:2], 4).scatter(2, where, values).flatten(1), bias)
-
-
-COMPRESSED = paths24.Path(paths24._separately(two_values), multiply)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,53 @@
+"""2:4 products and the GPU for them, played on a CPU: a path that stores half the values, and times that are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nmrun import acceleration
+from nmrun.kernels import paths24, probe24
+
+
+def two_values(weight: Tensor) -> list[Tensor]:
+    """Half the values and where they stood: whoever has more than two non-zeros in a group loses some."""
+    groups = weight.unflatten(1, (-1, 4))
+    where = (groups != 0).int().sort(dim=2, descending=True, stable=True).indices[..., :2].contiguous()
+    return [groups.gather(2, where).contiguous(), where]
+
+
+def multiply(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
+    values, where = parts
+    return F.linear(x, values.new_zeros(*values.shape[:2], 4).scatter(2, where, values).flatten(1), bias)
+
+
+COMPRESSED = paths24.Path(paths24._separately(two_values), multiply)
+
+
+class Machine:
+    """A GPU that is none: ``milliseconds`` by what a call does, and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.dense, self.fast, self.pack, self.timed = 3.0, 1.0, 0.0, 0
+
+    def milliseconds(self, call: Any, repeats: int = 20) -> float:
+        self.timed += 1
+        used = set(call.__code__.co_names)
+        if "pack" in used:
+            return self.pack
+        return self.fast if {"multiply", "once"} & used else self.dense
+
+
+def play(setattr: Callable[[Any, str, Any], None], cache: Path) -> Machine:
+    """Let ``nmrun`` see this machine; ``setattr`` may be that of pytest's monkeypatch."""
+    made = Machine()
+    setattr(paths24, "PATHS", {"compressed": COMPRESSED})
+    setattr(paths24, "milliseconds", made.milliseconds)
+    setattr(probe24, "_machine", lambda device: "Test GPU")
+    setattr(probe24, "cache_folder", lambda: cache)
+    setattr(acceleration, "obstacle", lambda device: "")
+    return made
