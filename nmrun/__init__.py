@@ -1,6 +1,7 @@
 """nmrun: train neural networks with N:M structured sparsity, and compare the recipes that do it.
 
 ``nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=T)`` makes any training loop sparse;
+``nmrun.accelerate(handle, pass_once)`` then computes its layers by 2:4 products where the GPU at hand is faster with them;
 ``nmrun.optim`` holds the Adam and AdamW whose second moment can be frozen, ``nmrun.sparsity`` the masks and projections.
 Importing ``nmrun`` is cheap: torch is imported when the first of these names is used.
 """
@@ -13,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nmrun import optim as optim
     from nmrun import sparsity as sparsity
+    from nmrun.acceleration import accelerate as accelerate
     from nmrun.handle import Handle as Handle
     from nmrun.handle import sparsify as sparsify
 
 __version__ = "0.1.0"
-__all__ = ["Handle", "Pattern", "__version__", "optim", "sparsify", "sparsity"]
+__all__ = ["Handle", "Pattern", "__version__", "accelerate", "optim", "sparsify", "sparsity"]
 
-_LAZY = {"sparsify": "nmrun.handle", "Handle": "nmrun.handle", "Pattern": "nmrun.patterns"}
+_LAZY = {"accelerate": "nmrun.acceleration", "sparsify": "nmrun.handle", "Handle": "nmrun.handle", "Pattern": "nmrun.patterns"}
 
 
 def __getattr__(name: str) -> Any:
