@@ -5,14 +5,14 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from nmrun import recipes
+from nmrun import kernels, recipes
 from nmrun.errors import ConfigError
-from nmrun.optim import skipped_by_loss_scaling
+from nmrun.optim import Adam, WorkingCopy, skipped_by_loss_scaling
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity import products
@@ -20,6 +20,9 @@ from nmrun.sparsity.attach import SparseWeight, attach, attached, detach, releas
 from nmrun.sparsity.export import layer_report
 from nmrun.sparsity.metrics import MaskMetrics
 from nmrun.sparsity.select import LeftDense, candidates, select
+
+if TYPE_CHECKING:
+    from nmrun.kernels.triton_projection import Batch
 
 
 class Handle:
@@ -40,6 +43,9 @@ class Handle:
         self._measured: dict[str, float] = {}
         self._optimizer = optimizer
         self._skip = False
+        self._fused: set[int] = set()  # the weights, by id, that the optimizer's step projects itself
+        self._batch: Batch | None = None  # and the tensors that a CUDA device projects together
+        self._batched: list[tuple[int, ...]] = []
         self._hooks = []
         if sparse:
             self._hooks = [
@@ -60,7 +66,20 @@ class Handle:
         if not self._skip:
             if self.measure_flips:
                 self.mask_metrics.before()
-            self.recipe.edit_gradients(self.sparse, optimizer)
+            self.recipe.edit_gradients(self._not_fused(optimizer), optimizer)
+
+    def _not_fused(self, optimizer: torch.optim.Optimizer) -> list[SparseWeight]:
+        """Have the optimizer do in one pass what it can of the decay, the step and the projection; the weights for which it cannot."""
+        self._fused, decay = set(), self.recipe.fused_decay
+        if decay is None or not isinstance(optimizer, Adam):
+            return self.sparse
+        copies = {}
+        for w in self.sparse:
+            if w.projection.shard is None and kernels.by_triton(w.dense, w.pattern):
+                _ = w.weight  # looking at it brings a working copy that is out of date up to date
+                copies[w.dense] = WorkingCopy(w.projection.projected, w.pattern, w.dim, decay)
+        self._fused = set(map(id, optimizer.project_with(copies)))
+        return [w for w in self.sparse if id(w.dense) not in self._fused]
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -74,9 +93,32 @@ class Handle:
     @torch.no_grad()
     def refresh(self) -> None:
         """Rewrite the working copies, as after every optimizer step."""
+        rest = [w for w in self.sparse if id(w.dense) not in self._fused]  # the optimizer has just written the others
+        together = set(map(id, self._projected_together(rest)))
         for weight in self.sparse:
-            if not self.recipe.dense_forward or weight.projection.shard is not None:
+            if id(weight.dense) in self._fused or id(weight) in together:
+                weight.projection.follow(weight.dense)
+            elif not self.recipe.dense_forward or weight.projection.shard is not None:
                 weight.projection.refresh(weight.dense)
+        self._fused = set()
+
+    def _projected_together(self, weights: list[SparseWeight]) -> list[SparseWeight]:
+        """Those of the weights whose N-largest projections a CUDA device has just written in as few launches as it takes."""
+        if not self.recipe.keeps_largest or self.recipe.dense_forward:
+            return []
+        chosen = [w for w in weights if w.projection.shard is None and kernels.by_triton(w.dense, w.pattern)]
+        if not chosen:
+            return []
+        from nmrun.kernels.triton_projection import Batch, fits
+
+        chosen = [w for w in chosen if fits(w.dense, w.projection.projected, w.pattern, w.dim)]
+        tensors = [(w.dense, w.projection.projected) for w in chosen]
+        if [tuple(map(id, pair)) for pair in tensors] != self._batched or self._batch is None:
+            self._batched = [tuple(map(id, pair)) for pair in tensors]
+            dense, projected = zip(*tensors, strict=True) if tensors else ((), ())
+            self._batch = Batch(dense, projected, [w.pattern for w in chosen], [w.dim for w in chosen])
+        self._batch.project()
+        return chosen
 
     # --- what a loop asks ---------------------------------------------------------------------------------------------------
 

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from nmrun.kernels import stored_alike
+
+if TYPE_CHECKING:
+    from nmrun.kernels.triton_adamw import FusedAdam
+    from nmrun.patterns import Pattern
+
 EPS_MODES = ("inside", "outside", "floor")
+
+
+class WorkingCopy(NamedTuple):
+    """Where the projection of a parameter goes, and SR-STE's decay of what it prunes."""
+
+    projected: Tensor
+    pattern: Pattern
+    dim: int
+    decay: float = 0.0
 
 
 class Adam(torch.optim.Adam):
@@ -19,6 +34,31 @@ class Adam(torch.optim.Adam):
     parameters; from then on those are divided by a constant, while the first moment, the bias correction of the
     first moment, weight decay and all other parameters go on as before. ``capturable`` and ``differentiable`` are refused then.
     """
+
+    _copies: Mapping[Any, WorkingCopy] = {}
+    _next: list[Tensor] = []  # what the next step does in one pass
+    _fused: dict[tuple[int, ...], FusedAdam] = {}
+
+    def project_with(self, copies: Mapping[Any, WorkingCopy]) -> list[Tensor]:
+        """Let the next :meth:`step` add SR-STE's decay to these parameters' gradients (not to ``.grad``) and write their projections.
+
+        Returns those that it does so, in one pass (``nmrun.kernels.triton_adamw``): float32, stored like their gradients, not frozen, in
+        a group without amsgrad, maximize, capturable, differentiable and fused. The others it steps as ever.
+        """
+        if [(id(p), id(c.projected)) for p, c in copies.items()] != [(id(p), id(c.projected)) for p, c in self._copies.items()]:
+            self._fused = {}
+        self._copies, self._next = copies, []
+        for group in self.param_groups:
+            other = any(group[o] for o in ("amsgrad", "maximize", "capturable", "differentiable", "fused"))
+            if other or any(isinstance(x, Tensor) for x in (group["lr"], *group["betas"])):
+                continue
+            for p in group["params"]:
+                if p not in copies or p.grad is None or "frozen_denominator" in self.state.get(p, ()):
+                    continue
+                tensors = [p, p.grad, copies[p].projected, *(t for t in self.state.get(p, {}).values() if t.dim())]
+                if all(t.dtype == torch.float32 and not t.data_ptr() % 16 for t in tensors) and stored_alike(*tensors):
+                    self._next.append(p)
+        return self._next
 
     @torch.no_grad()
     def freeze_second_moment(self, params: Iterable[Tensor], eps_mode: str = "inside", bias_correction: bool = True) -> None:
@@ -40,11 +80,7 @@ class Adam(torch.optim.Adam):
             for p in group["params"]:
                 if id(p) not in wanted or "frozen_denominator" in self.state[p]:
                     continue
-                state = self.state[p]
-                if "step" not in state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    state["exp_avg"] = torch.zeros_like(p)
-                    state["exp_avg_sq"] = torch.zeros_like(p)
+                state = self._started(p)
                 v = state.pop("exp_avg_sq")
                 v = state.pop("max_exp_avg_sq", v)
                 if bias_correction and (steps := float(state["step"])) > 0:
@@ -54,6 +90,15 @@ class Adam(torch.optim.Adam):
                     state["frozen_denominator"] = (v + eps).sqrt()
                 else:
                     state["frozen_denominator"] = v.sqrt().add_(eps if eps_mode == "outside" else eps**0.75)
+
+    def _started(self, p: Tensor) -> dict[str, Any]:
+        """The state of a parameter, made as torch makes it before its first step."""
+        state = self.state[p]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        return state
 
     def groups_of(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
         """The parameter groups that hold any of ``params``."""
@@ -70,11 +115,14 @@ class Adam(torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         held: list[tuple[Tensor, Tensor]] = []
+        fusable, self._next = set(self._next), []
         for group in self.param_groups:
+            fused = [p for p in group["params"] if p in fusable]
             frozen = [p for p in group["params"] if p.grad is not None and "frozen_denominator" in self.state.get(p, ())]
+            self._fused_step(group, fused)
             if frozen:
                 self._frozen_step(group, frozen)
-                held += [(p, p.grad) for p in frozen]
+            held += [(p, p.grad) for p in fused + frozen]
         for p, _ in held:
             p.grad = None  # the stock step passes over parameters without a gradient
         try:
@@ -96,6 +144,23 @@ class Adam(torch.optim.Adam):
         torch._foreach_lerp_(moments, grads, 1 - beta1)
         sizes = [-lr / (1 - beta1 ** float(s["step"])) for s in states]
         torch._foreach_addcdiv_(params, moments, [s["frozen_denominator"] for s in states], sizes)
+
+    def _fused_step(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        from nmrun.kernels.triton_adamw import FusedAdam, scalars_of  # here: Triton is not everywhere
+
+        alike: dict[tuple[float, float], list[Tensor]] = {}  # the same bias corrections and the same decay
+        for p in params:
+            self._started(p)["step"] += 1
+            alike.setdefault((float(self.state[p]["step"]), self._copies[p].decay), []).append(p)
+        for (steps, decay), members in alike.items():
+            key = tuple(map(id, members))
+            if key not in self._fused:
+                outs, patterns, dims = zip(*(self._copies[p][:3] for p in members), strict=True)
+                self._fused[key] = FusedAdam(members, outs, patterns, dims)
+            fused, grads = self._fused[key], [p.grad for p in members if p.grad is not None]
+            fused.scalars.copy_(torch.tensor(scalars_of(group, steps, decay)), non_blocking=True)
+            first, second = ([self.state[p][name] for p in members] for name in ("exp_avg", "exp_avg_sq"))
+            fused.step(grads, first, second, self._decoupled(group), decay != 0)
 
     @torch.no_grad()
     def second_moment_change(self, params: Iterable[Tensor], logs: bool = True) -> tuple[Tensor, Tensor, Tensor, int]:

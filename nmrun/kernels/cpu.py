@@ -83,7 +83,7 @@ def load(pattern: Pattern) -> _Kernel | None:
     source = resources.files("nmrun.kernels").joinpath("nm_project.c").read_text()
     key = hashlib.sha256("\0".join([source, *FLAGS, str(pattern), compiler, _processor()]).encode()).hexdigest()[:16]
     try:
-        library = _cache_folder() / f"nm_project-{pattern.slug}-{key}.so"
+        library = cache_folder() / f"nm_project-{pattern.slug}-{key}.so"
         if not library.exists():
             _build(compiler, source, pattern, library)
         kernel = ctypes.CDLL(str(library)).nm_project
@@ -110,7 +110,8 @@ def _build(compiler: str, source: str, pattern: Pattern, library: Path) -> None:
         os.replace(built, library)  # another process may be building the same file
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where what was built or measured on this machine is kept between runs; a folder of this process alone if nothing can be."""
     try:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         folder = root / "nmrun" / "kernels"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from nmrun.kernels import cpu
+from nmrun import kernels
 from nmrun.patterns import Pattern
 from nmrun.sparsity import masks
 
@@ -32,13 +32,11 @@ class Densities(NamedTuple):
 def hardware_density(pattern: Pattern) -> float:
     """What 2:4 sparse tensor cores make of a product with a weight that is N:M along the dimension that is summed over.
 
-    They halve it where at most two of every aligned four weights are non-zero: for 1:M, as four weights lie in two groups at most,
-    and for 2:M with M a multiple of 4 (2:4, 2:8). All else they compute as dense: 1.0 for 4:8 or 2:6. A dimension that four do not
+    They halve it where the weight is 2:4 as well. All else they compute as dense: 1.0 for 4:8 or 2:6. A dimension that four do not
     divide is filled up with zeros.
     """
-    fits = (pattern.n == 1 and pattern.m > 1) or (pattern.n == 2 and pattern.m % 4 == 0)
     computed = -(-pattern.length // 4) * 4 / pattern.length if pattern.length else 1.0
-    return min(1.0, 0.5 * computed) if fits else 1.0
+    return min(1.0, 0.5 * computed) if pattern.fits_2_4 else 1.0
 
 
 class Recipe:
@@ -104,6 +102,19 @@ class Recipe:
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         """Called after each optimizer step, when ``self.step`` counts it already: the place to change phase."""
 
+    @property
+    def keeps_largest(self) -> bool:
+        """Whether :meth:`project` is the N largest of M, nothing else: then all weights can be projected at once."""
+        return type(self).project is Recipe.project
+
+    @property
+    def fused_decay(self) -> float | None:
+        """SR-STE's decay (0.0: none) if that term and the projection of the N largest are all that is done around an optimizer step.
+
+        Then a fused optimizer step may do both (see ``nmrun.optim.Adam.project_with``). Default: None, they are not all.
+        """
+        return None
+
     def densities(self, pattern: Pattern, step: int | None = None, hardware: bool = False) -> Densities:
         """What the products of a layer that is to be ``pattern`` cost: in the next step, or in step ``step`` (from 0) as planned.
 
@@ -133,7 +144,7 @@ class Recipe:
 
 def keep_largest(dense: Tensor, out: Tensor, pattern: Pattern, dim: int) -> None:
     """Write ``m * w`` into ``out``, with m the N largest magnitudes of every M along ``dim``: the compiled way where it applies."""
-    if not cpu.project(dense, out, pattern, dim):
+    if not kernels.project(dense, out, pattern, dim):
         out.copy_(masks.hard_threshold(dense, pattern, dim))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nmrun import kernels
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Densities, Recipe, keep_largest
 from nmrun.sparsity.attach import Projection, SparseWeight
@@ -86,8 +87,11 @@ class Progressive(Recipe):
         return Recipe.densities(then, then.now(pattern), 0, hardware)
 
     def project(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
-        keep_largest(dense, out, self.now(projection.pattern), projection.dim)
-        if factor := self.factor():
+        pattern, factor = self.now(projection.pattern), self.factor()
+        if factor and kernels.project(dense, out, pattern, projection.dim, factor=factor):
+            return
+        keep_largest(dense, out, pattern, projection.dim)
+        if factor:
             out.add_(dense - out, alpha=factor)  # the difference is (1 - m) * w, exactly
 
     @torch.no_grad()

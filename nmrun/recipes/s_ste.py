@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from nmrun.kernels import cpu
+from nmrun import kernels
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity import masks
 from nmrun.sparsity.attach import Projection, SparseWeight
@@ -34,6 +34,5 @@ class SSTE(Recipe):
 
     def project(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
         scale = projection.get_buffer("scale")
-        on_cpu = dense.device.type == "cpu"  # elsewhere float(scale) would wait for the device
-        if not (on_cpu and cpu.project(dense, out, projection.pattern, projection.dim, soft=True, scale=float(scale))):
+        if not kernels.project(dense, out, projection.pattern, projection.dim, soft=True, scale=scale):
             torch.mul(masks.soft_threshold(dense, projection.pattern, projection.dim), scale, out=out)

@@ -30,5 +30,9 @@ class SRSTE(Recipe):
             raise ValueError(f"sr_ste: decay={decay} must be 0 or more")
         self.decay = decay
 
+    @property
+    def fused_decay(self) -> float | None:
+        return self.decay if type(self) is SRSTE else None  # a subclass may do more
+
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         decay_pruned(weights, self.decay)

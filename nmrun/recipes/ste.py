@@ -47,6 +47,14 @@ class STE(HeldMask):
         else:
             super().project(projection, dense, out)
 
+    @property
+    def keeps_largest(self) -> bool:
+        return self.plain and type(self) is STE
+
+    @property
+    def fused_decay(self) -> float | None:
+        return 0.0 if self.keeps_largest else None  # a subclass may do more
+
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if self.gradient == "masked":
             mask_gradients(weights)

@@ -52,7 +52,9 @@ class Projection(nn.Module):
         self.copied = False
         self.prunes_again = False  # keep ``input_weight``, the projected weight pruned to N:M along the outputs as well
         self.packed: Packed | None = None  # what 2:4 products read, where the layer has one
-        self.uses_packed = False  # it is up to date: a flag, since compiled code would watch the clock of a recipe that is asked
+        self.uses_packed = (
+            False  # it is up to date: a flag, since compiled code would watch the clock of a recipe that is asked
+        )
         self.shard: Shard | None = None  # set where this process has a part of the weight only
         self.register_buffer("projected", torch.zeros_like(dense), persistent=False)
         self._seen: tuple[int, int, int] | None = None
@@ -77,6 +79,11 @@ class Projection(nn.Module):
             self.projected.copy_(dense)
         else:
             self.recipe.project(self, dense.detach(), self.projected)
+        self.follow(dense)
+
+    @torch.no_grad()
+    def follow(self, dense: Tensor) -> None:
+        """The working copy holds the projection of ``dense``: make what depends on it anew."""
         if self.prunes_again:
             from nmrun.recipes.base import keep_largest  # which imports this package
 

@@ -1,0 +1,136 @@
+"""N:M projections on CUDA devices, in Triton: one weight or all weights in a launch, with the bits of ``nmrun.sparsity.masks``.
+
+16-bit weights are made float32 as soon as they are read: arithmetic on them is then the same on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nmrun.kernels.triton_groups import applies, launches, locate, on, pointer, select, shape_of, write
+from nmrun.patterns import Pattern
+
+MODES = {"hard": 0, "soft": 1, "decayed": 2}
+
+
+@triton.jit
+def _tile(
+    block, weight, out, cast, scale, amount, flips, columns, inner, size,
+    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, SHORT: tl.constexpr,
+    MODE: tl.constexpr, SCALED: tl.constexpr, CAST: tl.constexpr, FLIPS: tl.constexpr,
+):  # fmt: skip
+    offset, exists, j = locate(block, columns, inner, size, M, P, COLUMNS, STRIDED, SHORT)
+    w = tl.load(weight + offset, exists, other=0.0).to(tl.float32)
+    before = w
+    if FLIPS:
+        before = tl.load(out + offset, exists, other=0.0).to(tl.float32)
+    kept, shift = select(w, j, N, M, COLUMNS, STRIDED, SHORT)
+    if MODE == 1:
+        shrunk = tl.abs(w) - shift
+        shrunk = tl.where(shrunk < 0, 0.0, shrunk)  # not maximum: a NaN stays one
+        value = tl.where(w < 0, 0.0 - shrunk, shrunk)  # every zero is +0.0
+        if SCALED:
+            amount = tl.load(scale).to(tl.float32)
+        value = value.to(weight.dtype.element_ty).to(tl.float32) * amount  # the reference rounds twice
+    elif MODE == 2:
+        value = tl.where(kept, w, amount * w) + 0.0
+    else:
+        value = tl.where(kept, w, 0.0) + 0.0
+    write(value, before, offset, exists, out, cast, flips, CAST, FLIPS)
+
+
+@triton.jit(do_not_specialize=["columns", "inner", "size"])
+def project_one(
+    weight, out, cast, scale, amount, flips, columns, inner, size,
+    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, SHORT: tl.constexpr,
+    MODE: tl.constexpr, SCALED: tl.constexpr, CAST: tl.constexpr, FLIPS: tl.constexpr,
+):  # fmt: skip
+    """The projection of one weight."""
+    _tile(
+        tl.program_id(0), weight, out, cast, scale, amount, flips, columns, inner, size,
+        N, M, P, COLUMNS, STRIDED, SHORT, MODE, SCALED, CAST, FLIPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def project_many(
+    table, owner, amount, flips,
+    N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, SHORT: tl.constexpr,
+    MODE: tl.constexpr, SCALED: tl.constexpr, CAST: tl.constexpr, FLIPS: tl.constexpr,
+    WEIGHT: tl.constexpr, OUT: tl.constexpr, CASTED: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """The projections of all weights of a table: ``owner`` has the row of each program."""
+    program = tl.program_id(0)
+    row = table + tl.load(owner + program) * FIELDS
+    block = program - tl.load(row + 3).to(tl.int32)
+    weight, out = pointer(row, 4, WEIGHT), pointer(row, 5, OUT)
+    cast, scale = pointer(row, 6, CASTED), pointer(row, 7, WEIGHT)
+    columns, inner, size = tl.load(row).to(tl.int32), tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
+    _tile(
+        block, weight, out, cast, scale, amount, flips, columns, inner, size,
+        N, M, P, COLUMNS, STRIDED, SHORT, MODE, SCALED, CAST, FLIPS,
+    )  # fmt: skip
+
+
+def project(
+    weight: Tensor,
+    out: Tensor,
+    pattern: Pattern,
+    dim: int,
+    mode: str = "hard",
+    amount: float = 1.0,
+    scale: Tensor | None = None,
+    cast: Tensor | None = None,
+    flips: Tensor | None = None,
+) -> bool:
+    """Write the projection of ``weight`` into ``out``, without waiting for the device; False where these kernels do not apply.
+
+    mode: ``hard``; ``soft``, times ``amount`` or ``scale`` (0-dimensional, on the device); ``decayed``: ``w * (m + (1 - m) * amount)``.
+    cast: a tensor of another dtype that gets the same values. flips: a 0-dimensional int64 tensor to which is added how many entries
+    of ``out`` became zero or ceased to be. Applies to float32, bfloat16 and float16 tensors of fewer than 2^30 weights, all
+    contiguous or all with their channels last, and M up to 64.
+    """
+    dim %= max(1, weight.dim())
+    if not applies(weight, out, pattern, dim, cast) or (scale is not None and scale.device != weight.device):
+        return False
+    sizes, constants = shape_of(weight, pattern, dim)
+    with on(weight):
+        project_one[(triton.cdiv(sizes[0], constants["COLUMNS"]),)](
+            weight, out, cast, scale, float(amount), flips, *sizes, **constants, MODE=MODES[mode], SCALED=scale is not None,
+            CAST=cast is not None, FLIPS=flips is not None, enable_fp_fusion=False,
+        )  # fmt: skip
+    return True
+
+
+def fits(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
+    """Whether a :class:`Batch` can take this weight."""
+    return applies(weight, out, pattern, dim % max(1, weight.dim())) and not any(t.data_ptr() % 16 for t in (weight, out))
+
+
+class Batch:
+    """Weights that are projected in as few launches as they allow. Arguments as those of :func:`project`, one of each for each weight."""
+
+    def __init__(
+        self, weights: Sequence[Tensor], outs: Sequence[Tensor], patterns: Sequence[Pattern], dims: Sequence[int],
+        casts: Sequence[Tensor | None] | None = None, scales: Sequence[Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        self.weights, self.outs, self.casts, self.scales = weights, outs, casts or [None] * len(weights), scales
+        for i, scale in enumerate(scales or ()):
+            if scale.dtype != weights[i].dtype or scale.device != weights[i].device:
+                raise ValueError(f"scale {i} of the batch must have the dtype and the device of its weight")
+        self._launches = launches(weights, outs, patterns, dims, self.casts)
+
+    def project(self, mode: str = "hard", amount: float = 1.0, flips: Tensor | None = None) -> None:
+        """Project all of them. Raises ValueError if one does not begin at a multiple of 16 bytes."""
+        for members, table, constants in self._launches:
+            scales = [self.scales[i] if self.scales else None for i in members]
+            rows = table.rows([(self.weights[i], self.outs[i], self.casts[i], s) for i, s in zip(members, scales, strict=True)])
+            with on(rows):
+                project_many[(table.programs,)](
+                    rows, table.owner, float(amount), flips, **constants, MODE=MODES[mode], SCALED=self.scales is not None,
+                    FLIPS=flips is not None, FIELDS=rows.shape[1], enable_fp_fusion=False,
+                )  # fmt: skip

@@ -1,0 +1,373 @@
+"""Triton's kernels against the torch reference: test_triton.py runs this file in a process of its own, in Triton's interpreter or on a GPU.
+
+The interpreter truncates float32 to bfloat16 and misreads subnormals; what devices do, rounding to nearest even, is put in its place.
+"""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import interpreter
+
+from nmrun import kernels, optim, sparsify
+from nmrun.kernels import triton_groups, triton_projection
+from nmrun.kernels.triton_adamw import FusedAdam, scalars_of
+from nmrun.patterns import Pattern
+from nmrun.sparsity import hard_threshold, nm_mask, soft_threshold
+
+DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy on NaNs
+
+
+def _convert(data: np.ndarray, source: object, target: object, mode: object) -> np.ndarray:
+    if data.dtype == np.uint16:
+        return torch.from_numpy(data.view(np.int16)).view(torch.bfloat16).float().numpy()
+    return torch.from_numpy(np.array(data)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
+interpreter._convert_float = _convert
+
+FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
+# (pattern, shape, dim, dtype): contiguous groups of four, of a power of two, of neither, strided ones, short ones, single ones
+CASES = [
+    ("2:4", (40, 64), 1, FLOAT),
+    ("2:4", (33, 36), 1, BFLOAT),
+    ("1:4", (16, 64), 1, HALF),
+    ("3:4", (16, 64), -1, FLOAT),
+    ("4:4", (5, 12), 1, FLOAT),
+    ("1:2", (16, 64), 1, FLOAT),
+    ("1:1", (3, 5), 1, FLOAT),
+    ("2:8", (16, 128), 1, FLOAT),
+    ("4:8", (16, 128), 1, BFLOAT),
+    ("7:8", (16, 64), 1, FLOAT),
+    ("3:7", (9, 21), 1, FLOAT),
+    ("3:16", (16, 128), 1, HALF),
+    ("1:16", (16, 256), 1, FLOAT),
+    ("8:32", (6, 256), 1, FLOAT),
+    ("30:32", (6, 128), 1, FLOAT),
+    ("1:64", (5, 256), 1, FLOAT),
+    ("33:64", (5, 128), 1, FLOAT),
+    ("2:4", (64, 33), 0, FLOAT),
+    ("2:8", (128, 16), 0, BFLOAT),
+    ("1:64", (128, 3), 0, FLOAT),
+    ("2:4", (8, 16, 3, 3), 1, FLOAT),
+    ("3:16", (4, 32, 3, 3), 1, HALF),
+    ("2:4", (3, 4, 2, 2, 3), 1, FLOAT),
+    ("1:16", (6, 40), 1, FLOAT),  # the last group has 8 of 16
+    ("2:4", (17, 27), 1, BFLOAT),
+    ("3:4", (9, 5), 1, FLOAT),
+    ("2:4", (6, 7, 3, 3), 1, FLOAT),
+    ("2:8", (13, 10), 0, FLOAT),
+]
+
+
+def nasty(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Random weights with ties, zeros of both signs, NaNs, infinities and subnormals strewn in; the last row is plain."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    flat, info = weight.view(-1), torch.finfo(dtype)
+    flat[::3] = flat[::3].mul(2).round() / 2
+    flat[: len(flat) // 8] = -1.0
+    for start, step, value in (
+        (1, 7, 0.0),
+        (2, 11, -0.0),
+        (3, 13, info.smallest_normal / 8),
+        (4, 17, -info.smallest_normal / 4),
+    ):
+        flat[start::step] = value
+    flat[5::29], flat[6::31], flat[7::37] = torch.nan, torch.inf, -torch.inf
+    flat[-shape[-1] :] = torch.linspace(-1, 2, shape[-1]).to(DEVICE, dtype)
+    return weight
+
+
+def bits(x: Tensor) -> Tensor:
+    """One NaN is like another."""
+    return torch.where(x.isnan(), torch.nan, x).view(torch.int32 if x.dtype == FLOAT else torch.int16)
+
+
+def reference(weight: Tensor, pattern: Pattern, dim: int, mode: str, amount: float) -> Tensor:
+    if mode == "decayed":
+        return torch.where(nm_mask(weight, pattern, dim), weight, weight * amount) + 0.0
+    return hard_threshold(weight, pattern, dim) if mode == "hard" else soft_threshold(weight, pattern, dim) * amount
+
+
+def flipped(a: Tensor, b: Tensor) -> int:
+    return int((a.bool() ^ b.bool()).sum())
+
+
+@pytest.mark.parametrize(("ratio", "shape", "dim", "dtype"), CASES)
+def test_bits_equal_the_reference(ratio: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
+    weight, pattern = nasty(shape, dtype), Pattern.parse(ratio).over(shape[dim])
+    before = weight.clone()
+    for mode, amount in (("hard", 1.0), ("soft", 1.4832), ("decayed", 0.37)):
+        out = nasty(shape, dtype, seed=1)
+        earlier, flips = out.clone(), torch.tensor(5, device=DEVICE)
+        cast = torch.empty_like(out, dtype=BFLOAT if dtype == FLOAT else FLOAT)
+        assert triton_projection.project(weight, out, pattern, dim, mode, amount, cast=cast, flips=flips)
+        assert torch.equal(bits(out), bits(reference(weight, pattern, dim, mode, amount))), mode
+        if dtype == FLOAT:
+            assert torch.equal(bits(cast), bits(out.bfloat16()))
+        elif mode == "hard":
+            assert torch.equal(bits(cast), bits(out.float()))
+        assert int(flips) == 5 + flipped(earlier, out)
+    assert torch.equal(bits(weight), bits(before))
+
+
+@pytest.mark.parametrize("ratio", ["2:4", "3:16"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_channels_last(ratio: str, dim: int) -> None:
+    weight = nasty((32, 16, 3, 3), FLOAT).to(memory_format=torch.channels_last)
+    out, plain, pattern = torch.empty_like(weight), torch.empty(weight.shape, device=DEVICE), Pattern.parse(ratio)
+    assert triton_projection.project(weight, out, pattern, dim)
+    assert torch.equal(bits(out.contiguous()), bits(hard_threshold(weight.contiguous(), pattern, dim)))
+    assert not triton_projection.project(weight, plain, pattern, dim)
+    assert not triton_projection.project(plain, out, pattern, dim)
+
+
+def test_more_than_one_program() -> None:
+    for shape, dim, pattern in (
+        ((300, 28), 1, Pattern(2, 4)),
+        ((64, 300), 0, Pattern(2, 8)),
+        ((300, 27), 1, Pattern(2, 4, 27)),
+    ):
+        weight, out = nasty(shape, FLOAT), torch.empty(shape, device=DEVICE)
+        assert triton_projection.project(weight, out, pattern, dim)
+        assert torch.equal(bits(out), bits(hard_threshold(weight, pattern, dim)))
+
+
+def test_weights_of_many_kinds_in_one_batch() -> None:
+    kinds = [
+        ((300, 16), 1, "2:4", FLOAT), ((8, 64), 1, "2:4", FLOAT), ((8, 8, 3, 3), 1, "2:4", FLOAT), ((64, 20), 0, "2:4", FLOAT),
+        ((8, 64), 1, "1:16", FLOAT), ((9, 24), 1, "1:16", FLOAT), ((8, 64), 1, "2:4", BFLOAT),
+    ]  # fmt: skip
+    weights = [nasty(shape, dtype, i) for i, (shape, _, _, dtype) in enumerate(kinds)]
+    outs = [torch.zeros_like(w) for w in weights]
+    dims = [dim for _, dim, _, _ in kinds]
+    patterns = [Pattern.parse(ratio).over(w.shape[dim]) for w, (_, dim, ratio, _) in zip(weights, kinds, strict=True)]
+    casts = [None if w.dtype == BFLOAT else torch.empty_like(w, dtype=HALF) for w in weights]
+    scales = [torch.tensor(1.0 + i / 4, dtype=w.dtype, device=DEVICE) for i, w in enumerate(weights)]
+    batch = triton_projection.Batch(weights, outs, patterns, dims, casts)
+    scaled = triton_projection.Batch(weights, outs, patterns, dims, None, scales)
+    assert sorted(len(launch.members) for launch in batch._launches) == [1, 1, 1, 2, 2]
+
+    def check(mode: str, amounts: list[float]) -> None:
+        for weight, out, pattern, dim, amount in zip(weights, outs, patterns, dims, amounts, strict=True):
+            assert torch.equal(bits(out), bits(reference(weight, pattern, dim, mode, amount)))
+
+    flips = torch.tensor(0, device=DEVICE)
+    batch.project(flips=flips)
+    check("hard", [1.0] * len(weights))
+    assert int(flips) == sum(int(out.count_nonzero()) for out in outs)
+    for out, cast in zip(outs, casts, strict=True):
+        assert cast is None or torch.equal(bits(cast), bits(out.half()))
+    batch.project("decayed", 0.5)
+    check("decayed", [0.5] * len(weights))
+    scaled.project("soft")
+    check("soft", [float(s) for s in scales])
+
+    tables = [launch.table._rows for launch in batch._launches]
+    before = [rows.clone() for rows in tables]
+    weights[1].mul_(-1)
+    outs[1].set_(torch.zeros_like(outs[1]).untyped_storage(), 0, outs[1].shape)  # other memory
+    batch.project()
+    check("hard", [1.0] * len(weights))
+    assert all(
+        a is launch.table._rows for a, launch in zip(tables, batch._launches, strict=True)
+    )  # a captured graph reads them
+    assert sum(not torch.equal(a, b) for a, b in zip(tables, before, strict=True)) == 1
+
+
+def test_what_it_leaves_to_the_reference() -> None:
+    weight, pattern = torch.randn(16, 64, device=DEVICE), Pattern(2, 4)
+    out = torch.full_like(weight, 7.0)
+    assert not triton_projection.project(weight.T, out.T, pattern, 1)
+    assert not triton_projection.project(weight, out.T, pattern, 1)
+    assert not triton_projection.project(weight.double(), out, pattern, 1)
+    assert not triton_projection.project(weight, out.double(), pattern, 1)
+    assert not triton_projection.project(weight[:, :63].contiguous(), out[:, :63].contiguous(), pattern, 1)
+    assert not triton_projection.project(weight.view(8, 128), out.view(8, 128), Pattern(2, 128), 1)
+    assert not triton_projection.project(weight, out, pattern, 1, "soft", scale=torch.tensor(1.0, device="meta"))
+    assert (out == 7.0).all()
+    with pytest.raises(ValueError, match=r"weight 1 of the batch, \[16, 64\] torch.float64"):
+        triton_projection.Batch([weight, weight.double()], [out, out], [pattern] * 2, [1, 1])
+    with pytest.raises(ValueError, match="scale 0 of the batch"):
+        triton_projection.Batch([weight], [out], [pattern], [1], None, [torch.tensor(1.0, dtype=HALF, device=DEVICE)])
+    shifted = weight.flatten()[1:65].view(1, 64)
+    with pytest.raises(ValueError, match="16 bytes"):
+        triton_projection.Batch([shifted], [out[:1]], [pattern], [1]).project()
+
+
+def test_a_device_is_checked_before_it_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    device = torch.device(DEVICE)
+    assert kernels.on_cuda(device, 2, 4)
+    assert not kernels.on_cuda(device, 2, triton_groups.LARGEST_M + 1)
+    assert not caplog.records
+    monkeypatch.setattr(triton_projection, "project", lambda weight, out, pattern, dim: bool(out.copy_(weight).any()))
+    assert not kernels.on_cuda(device, 3, 5)
+    assert "wrong numbers" in caplog.text
+
+    def fail(*args: object) -> bool:
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(triton_projection, "project", fail)
+    assert not kernels.on_cuda(device, 1, 5)
+    assert "no compiler here" in caplog.text
+
+
+# --- Adam ------------------------------------------------------------------------------------------------------------------
+
+SHAPES = [((40, 16), 1, "2:4"), ((24, 24), 1, "2:4"), ((4, 8, 3, 3), 1, "2:4"), ((6, 40), 1, "1:16"), ((16, 6), 0, "2:8")]
+OPTIONS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+
+
+def made() -> tuple[list[torch.nn.Parameter], list[optim.WorkingCopy]]:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, device=DEVICE)) for shape, _, _ in SHAPES]
+    params[2].data = params[2].to(memory_format=torch.channels_last)
+    patterns = [Pattern.parse(ratio).over(shape[dim]) for shape, dim, ratio in SHAPES]
+    decays = [0.02, 0.02, 0.0, 0.02, 0.02]
+    copies = [
+        optim.WorkingCopy(hard_threshold(p, pattern, dim), pattern, dim, decay)
+        for p, pattern, (_, dim, _), decay in zip(params, patterns, SHAPES, decays, strict=True)
+    ]
+    return params, copies
+
+
+def assert_close(a: Tensor, b: Tensor, size: Tensor) -> None:
+    """Equal up to some units in the last place of ``size``, the largest number that went into them."""
+    ulps = 2 if DEVICE == "cpu" else 4  # there torch fuses multiplications with additions
+    assert ((a - b).abs() <= ulps * torch.finfo(FLOAT).eps * size).all()
+
+
+@pytest.mark.parametrize(("decoupled", "beta1"), [(True, 0.8), (False, 0.9), (True, 0.3)])
+def test_a_step_is_torchs_with_the_decay_before_and_the_projection_after(decoupled: bool, beta1: float) -> None:
+    params, copies = made()
+    options = {**OPTIONS, "betas": (beta1, 0.95)}
+    own = (optim.AdamW if decoupled else optim.Adam)(params, **options)
+    for step in range(4):
+        theirs = [p.detach().clone().requires_grad_() for p in params]
+        stock = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **options, foreach=True)
+        if step:
+            stock.load_state_dict(copy.deepcopy(own.state_dict()))  # the layout is torch's
+        versions = [p._version for p in params]
+        for p, q, kept in zip(params, theirs, copies, strict=True):
+            p.grad = torch.randn_like(p) * 10.0 ** torch.randint(-4, 2, p.shape, device=DEVICE)
+            pruned = ~nm_mask(q, kept.pattern, kept.dim)
+            q.grad = p.grad + kept.decay * pruned * q.detach()
+        given, old = [p.grad.clone() for p in params], [p.detach().clone() for p in params]
+        assert own.project_with(dict(zip(params, copies, strict=True))) == params
+        own.step()
+        stock.step()
+        for i, (p, q, kept) in enumerate(zip(params, theirs, copies, strict=True)):
+            assert torch.equal(p.grad, given[i])
+            assert p._version > versions[i]
+            mine, other = own.state[p], stock.state[q]
+            assert mine.keys() == other.keys()
+            assert mine["step"] == other["step"] == step + 1
+            assert mine["step"].device == other["step"].device
+            size = q.grad.abs() + OPTIONS["weight_decay"] * old[i].abs() + other["exp_avg"].abs()
+            assert_close(mine["exp_avg"], other["exp_avg"], size)
+            assert_close(mine["exp_avg_sq"], other["exp_avg_sq"], size.square() + other["exp_avg_sq"])
+            assert_close(p, q, torch.maximum(old[i].abs(), q.abs()) + 10 * OPTIONS["lr"])
+            assert not torch.equal(p, old[i])
+            assert torch.equal(bits(kept.projected), bits(hard_threshold(p, kept.pattern, kept.dim)))
+
+
+def test_flips_and_casts_of_the_fused_step() -> None:
+    params, copies = made()
+    casts = [torch.empty_like(p, dtype=BFLOAT) for p in params]
+    weights, outs = [p.detach() for p in params], [c.projected for c in copies]
+    fused = FusedAdam(weights, outs, [c.pattern for c in copies], [c.dim for c in copies], casts)
+    fused.scalars.copy_(torch.tensor(scalars_of({**OPTIONS, "lr": 0.5}, 1, 0.0)))
+    before, flips = [out.clone() for out in outs], torch.tensor(0, device=DEVICE)
+    fused.step([torch.randn_like(w) for w in weights], *([torch.zeros_like(w) for w in weights] for _ in range(2)), flips=flips)
+    assert int(flips) == sum(map(flipped, before, outs)) > 0
+    for out, cast in zip(outs, casts, strict=True):
+        assert torch.equal(bits(cast), bits(out.bfloat16()))
+
+
+def test_what_cannot_be_fused_is_stepped_as_ever() -> None:
+    params, copies = made()
+    dense = torch.nn.Parameter(torch.randn(3, 4, device=DEVICE))
+    groups = [
+        {"params": params[:3]},
+        {"params": [params[3], dense], "maximize": True},
+        {"params": params[4:], "lr": torch.tensor(0.1)},
+    ]
+    own = optim.AdamW(groups, capturable=False, foreach=False)
+    params[0].grad = torch.randn(16, 40, device=DEVICE).T  # not contiguous
+    params[1].grad = torch.randn_like(params[1])
+    for p in (params[3], params[4], dense):
+        p.grad = torch.randn_like(p)
+    assert own.project_with(dict(zip(params, copies, strict=True))) == [params[1]]
+    before = [(p.detach().clone(), c.projected.clone()) for p, c in zip(params, copies, strict=True)]
+    own.step()
+    assert not torch.equal(params[1], before[1][0])
+    assert not torch.equal(copies[1].projected, before[1][1])
+    for i in (0, 3, 4):
+        assert not torch.equal(params[i], before[i][0])
+        assert torch.equal(copies[i].projected, before[i][1])
+    assert torch.equal(params[2], before[2][0])  # it has no gradient
+    after = copies[1].projected.clone()
+    own.step()  # it was for one step
+    assert torch.equal(copies[1].projected, after)
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "ste"])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_run_with_fused_steps_is_one_with_hooks(recipe: str, decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(fused: bool) -> tuple[torch.nn.Module, list[float]]:
+        monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: fused)
+        torch.manual_seed(0)
+        layers = torch.nn.Conv2d(4, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(72, 16)
+        model = torch.nn.Sequential(*layers).to(DEVICE)
+        optimizer = (optim.AdamW if decoupled else optim.Adam)(model.parameters(), lr=1e-3, weight_decay=0.01)
+        handle = sparsify(model, optimizer, recipe, "2:4", 20, **({"decay": 0.05} if recipe == "sr_ste" else {}))
+        rates = []
+        for step in range(6):
+            optimizer.zero_grad()
+            model(torch.randn(5, 4, 5, 5, device=DEVICE)).square().sum().backward()
+            if step == 3:
+                with torch.no_grad():
+                    handle.sparse[0].dense.mul_(1.01)  # the working copy is out of date
+            handle.measure_flips = step % 2 == 0
+            optimizer.step()
+            assert bool(getattr(optimizer, "_fused", None)) is fused
+            if handle.measure_flips:
+                rates.append(handle.flip_rate)
+            for w in handle.sparse:
+                assert torch.equal(w.projection.projected, hard_threshold(w.dense, "2:4"))
+        return model, rates
+
+    (mine, rates), (other, others) = trained(True), trained(False)
+    assert rates == others
+    assert any(rates)
+    for p, q in zip(mine.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("recipe", ["step", "sr_ste", "ste"])
+def test_all_weights_are_projected_in_one_launch(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With any optimizer, once the forward pass uses the projections; a weight that begins at no multiple of 16 bytes goes by itself."""
+    monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: True)
+    made, alone, together = kernels.project, [], []
+    monkeypatch.setattr(kernels, "project", lambda *args: (alone.append(args[0]), made(*args))[1])
+    batch = triton_projection.Batch.project
+    monkeypatch.setattr(triton_projection.Batch, "project", lambda self: (together.append(len(self.weights)), batch(self))[1])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4))).to(DEVICE)
+    model[3].weight = torch.nn.Parameter(torch.randn(257, device=DEVICE)[1:].view(16, 16))
+    optimizer = optim.Adam(model.parameters(), amsgrad=True)  # whose step is not fused
+    handle = sparsify(model, optimizer, recipe, "2:4", 4, **({"switch": 0.5} if recipe == "step" else {}))
+    alone.clear(), together.clear()
+    for _ in range(4):
+        model(torch.randn(5, 16, device=DEVICE)).square().sum().backward()
+        optimizer.step()
+    steps = 3 if recipe == "step" else 4  # it switches after the second
+    assert together == [3] * steps
+    assert len(alone) == steps
+    for w in handle.sparse:
+        assert torch.equal(w.projection.projected, hard_threshold(w.dense, "2:4"))
+        assert w.projection._seen == w.projection._stamp(w.dense)
