@@ -167,6 +167,29 @@ def test_resume_at_any_moment(stop: int) -> None:
         assert (other_handle.phase == "sparse") == (t == wanted)
 
 
+@pytest.mark.parametrize("curve", ["settles", "settles late", "never settles", "settled from the start"])
+@pytest.mark.parametrize("stop", [None, 33, "before"])
+def test_where_no_step_waits_the_threshold_fires_one_step_later(curve: str, stop: int | str | None) -> None:
+    """As on a GPU, also when the run was resumed on the way, be it just before."""
+    grads = gradients(CURVES[curve])
+    wanted, rule = oracle(grads, 0.95, False, 20, 100)
+    late = wanted + (rule == "settled" and wanted > 21)  # where t_min decides, the mean was known before
+    resumed = {None: 0, "before": late - 1}.get(stop, stop)
+    model, optimizer, handle = begin("auto", 0.95)
+    handle.recipe.autoswitch.waits = False
+    for t, g in enumerate(grads[:late], 1):
+        assert handle.phase == "dense"
+        one_step(model, optimizer, g)
+        if t == resumed:
+            other, other_optimizer, other_handle = begin("auto", 0.95)
+            other_handle.recipe.autoswitch.waits = False
+            other.load_state_dict(model.state_dict())
+            other_optimizer.load_state_dict(optimizer.state_dict())
+            other_handle.load_state_dict(handle.state_dict())
+            model, optimizer, handle = other, other_optimizer, other_handle
+    assert handle.phase == "sparse"
+
+
 def test_what_is_logged() -> None:
     grads = gradients(lambda t: 1e-2)
     model, optimizer, handle = begin("auto")

@@ -18,7 +18,8 @@ class AutoSwitch:
     ``rule="auto"`` samples ``Z_t = mean |v_t - v_{t-1}|`` over the sparse weights, ``"auto_geometric"`` the geometric mean over the
     non-zero changes. It fires when the mean of the last ``round(1 / (1 - beta2))`` samples, all of them present, is below Adam's
     eps and t > t_min * T, or when t > t_max * T. A number in (0, 1) instead of a rule fires after exactly that fraction of the steps.
-    The threshold is not scale-free: with gradients of rms above 3e-3 only t_max can fire.
+    The threshold is not scale-free: with gradients of rms above 3e-3 only t_max can fire. On a GPU the mean is read one step late, so
+    that no step waits for the device; there the threshold fires a step later than on a CPU.
     """
 
     def __init__(self, rule: str | float, t_min: float, t_max: float, total_steps: int) -> None:
@@ -42,12 +43,15 @@ class AutoSwitch:
         self.samples = 0
         self.window = torch.zeros(0, dtype=torch.float64)
         self.eps = math.nan
+        self.waits = True
+        self.underway: tuple[Tensor, torch.Event | None] | None = None  # the mean of the last step, on its way to the host
 
     def prepare(self, beta2: float, eps: float, device: torch.device) -> list[str]:
         """Size the window for this optimizer; returns what the user should know beforehand."""
         self.eps = float(eps)
         # round, since 1 / (1 - 0.999) is 999.99...
         self.window = torch.zeros(max(1, round(1 / (1 - float(beta2)))), dtype=torch.float64, device=device)
+        self.waits = device.type == "cpu"
         if self.automatic and len(self.window) > self.last:
             return [
                 f"STEP: AutoSwitch's window of {len(self.window)} steps is longer than t_max, step {self.last}: "
@@ -69,9 +73,28 @@ class AutoSwitch:
             return f"fixed switch point, {self.last} steps" if step >= self.last else ""
         if step > self.last:
             return f"t > t_max = {self.last}; {self._state()}"
-        if step > self.first and self.samples >= len(self.window) and float(self.window.mean()) < self.eps:
+        if self.samples >= len(self.window) and self._known_mean() < self.eps and step > self.first:
             return f"the variance has settled: {self._state()}"
         return ""
+
+    def _known_mean(self) -> float:
+        """The window's mean, the latest that can be had without waiting; inf before the first."""
+        if self.waits:
+            return float(self.window.mean())
+        before, self.underway = self.underway, self._sent()
+        if before is None:
+            return math.inf
+        mean, event = before
+        if event is not None:
+            event.synchronize()  # of the step before: it has passed, or is about to
+        return float(mean)
+
+    def _sent(self) -> tuple[Tensor, torch.Event | None]:
+        mean = self.window.mean().to("cpu", non_blocking=True)
+        event = None if self.window.device.type == "cpu" else torch.Event(self.window.device.type)
+        if event is not None:
+            event.record()
+        return mean, event
 
     def _state(self) -> str:
         full = min(self.samples, len(self.window))
@@ -93,3 +116,4 @@ class AutoSwitch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.samples = int(state["samples"])
         self.window.copy_(state["window"])
+        self.underway = None if self.waits or self.samples < len(self.window) else (self.window.mean().cpu(), None)
