@@ -170,7 +170,7 @@ def differences(output: Path, alone: Path) -> list[str]:
     records = [
         path for path in (output / ".sweeps").rglob("*") if path.is_file()
     ]  # what each command did, by itself and by Hydra
-    wrong += [f"{path}: left behind" for path in records if path.name not in ("jobs.jsonl", "multirun.yaml")]
+    wrong += [f"{path}: left behind" for path in records if path.name not in ("sweep.json", "jobs.jsonl", "multirun.yaml")]
     wrong += [f"{path}: left behind" for path in output.iterdir() if path.name not in (".sweeps", "digits")]
     reports = [report for path in records if path.name == "jobs.jsonl" for report in _lines(path)]
     twice = Counter(report["folder"] for report in reports if report["status"] == "finished")

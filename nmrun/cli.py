@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import nmrun
-from nmrun import config_source, experiment, precheck, schema
+from nmrun import config_source, experiment, lock, pipe, precheck, schema, sweep
 from nmrun.checks import near
 from nmrun.errors import ConfigError
 from nmrun.identity import run_folder
@@ -35,10 +36,11 @@ VERBS = {
     "bench": "nmrun.bench:main",
     "search": "nmrun.sparsity.search:main",
     "prepare": "nmrun.data.prepare:main",
+    "status": "nmrun.report.status:main",
     "doctor": "nmrun.doctor:main",
 }
-# told to job processes: the sweep's folder, of how many jobs, and how many of them came before this Hydra sweep's
-SWEEP, JOBS, BEFORE = "NMRUN_SWEEP", "NMRUN_JOBS", "NMRUN_BEFORE"
+# told to job processes: the sweep's folder, and how many jobs were launched before this launch
+SWEEP, BEFORE = "NMRUN_SWEEP", "NMRUN_BEFORE"
 
 config_source.register()
 # Hydra would put every job of a sweep together twice, first to see whether it can be; precheck has seen to that.
@@ -52,9 +54,11 @@ def main() -> int:
     if not _leads():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
-        return _main(sys.argv[1:])
-    except ConfigError as error:
-        return _refuse(error.problems)
+        with pipe.ends_quietly():
+            try:
+                return _main(sys.argv[1:])
+            except ConfigError as error:
+                return _refuse(error.problems)
     except KeyboardInterrupt:  # before or after training, which ends in order by itself
         return 128 + signal.SIGINT
 
@@ -76,7 +80,8 @@ def _main(argv: list[str]) -> int:
         _hydra(flags, asked.overrides)
         return 0
     sweeps = [precheck.own_recipe(words) for words in experiment.expand(asked.overrides, asked.multirun)]
-    looks = [precheck.look(words, asked.multirun, asked.config_dir) for words in sweeps]
+    composed: precheck.Done = {}
+    looks = [precheck.look(words, asked.multirun, asked.config_dir, composed) for words in sweeps]
     if problems := list(dict.fromkeys(problem for found in looks for problem in found.problems)):
         raise ConfigError(problems)
     if asked.cfg or asked.info or not asked.multirun:
@@ -86,17 +91,32 @@ def _main(argv: list[str]) -> int:
         name, output_dir = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", looks[0].output_dir
         folder = Path(output_dir, ".sweeps", name).absolute() if _leads() else Path(nowhere)
         _make(folder, output_dir)
+        os.environ[SWEEP] = str(folder)
         counts = [found.jobs for found in looks]
-        jobs = None if None in counts else sum(count or 0 for count in counts)
-        os.environ[SWEEP], os.environ[JOBS] = str(folder), str(jobs or "?")
-        status = 0
-        try:
-            for i, words in enumerate(sweeps):
-                os.environ[BEFORE] = str(sum(count or 0 for count in counts[:i]))
-                _hydra(flags, words)
-        except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
-            status = int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
-        return max(status, _summary(folder, jobs)) if _leads() else status
+        total = None if None in counts else sum(count or 0 for count in counts)
+        with lock.hold(folder):  # shows that the sweep is alive
+            sweep.begin(folder, total, shlex.join(["nmrun", *argv]), output_dir)
+            status = _launch(flags, sweeps, counts)
+        if not _leads():
+            return status
+        lines, bad = sweep.summary(folder)
+        print(lines)
+        return max(status, bad)
+
+
+def _launch(flags: list[str], sweeps: list[list[str]], jobs: list[int | None]) -> int:
+    """Run them, in one launch where the jobs are known and go to one launcher; returns the exit status after an interrupt, or 0."""
+    one = None not in jobs and len({tuple(filter(sweep.is_hydras, words)) for words in sweeps}) == 1
+    before = 0
+    try:
+        for some, count in [(sweeps, 0)] if one else zip([[words] for words in sweeps], jobs, strict=True):
+            os.environ[BEFORE] = str(before)
+            with sweep.together(some):
+                _hydra(flags, some[0])
+            before += count or 0
+    except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
+        return int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
+    return 0
 
 
 def _hydra(flags: list[str], overrides: list[str]) -> None:
@@ -121,29 +141,36 @@ _outcomes: list[dict[str, Any]] = []
 
 @hydra.main(config_path="pkg://nmrun.conf", config_name="nmrun", version_base="1.3")
 def _job(composed: DictConfig) -> float | None:
-    job = HydraConfig.get()
-    sweep = Path(os.environ[SWEEP]) if job.mode == RunMode.MULTIRUN else None
-    overrides = [word.replace("\\:", ":") for word in job.overrides.task]  # Hydra escapes a ratio for itself
-    if sweep:
-        print(f"[{int(os.environ[BEFORE]) + job.job.num + 1}/{os.environ[JOBS]}] {' '.join(overrides)}", flush=True)
-    outcome, values = _outcomes_of(composed, sweep.name if sweep else None)
+    job, began = HydraConfig.get(), time.monotonic()
+    folder = Path(os.environ[SWEEP]) if job.mode == RunMode.MULTIRUN else None
+    overrides = [sweep.typed(word) for word in job.overrides.task]
+    with pipe.ends_quietly():  # once more, as jobs may run in other processes
+        if folder:
+            print(sweep.title(folder, int(os.environ[BEFORE]) + job.job.num + 1, overrides), flush=True)
+        outcome, values = _outcomes_of(composed, folder.name if folder else None, _command(job, overrides))
     _outcomes.append(outcome)
-    if sweep and _leads():  # a file, since jobs may run in other processes
-        line = {key: outcome.get(key) for key in ("status", "folder", "error", "metrics")} | {"overrides": overrides}
-        with (sweep / "jobs.jsonl").open("a") as record:
-            record.write(json.dumps(line) + "\n")
+    if folder and _leads():
+        sweep.add(folder, outcome, overrides, time.monotonic() - began)
         if outcome["status"] == "interrupted":
             raise SystemExit(_exit_status(outcome))
     return sum(values) / len(values) if values else None
 
 
-def _outcomes_of(composed: DictConfig, sweep: str | None) -> tuple[dict[str, Any], list[float]]:
+def _command(job: Any, overrides: list[str]) -> str:
+    """What asks for this job alone; in a sweep that is not what was typed."""
+    words = [word for word in job.overrides.hydra if word.lstrip("+").startswith("hydra.searchpath")]
+    for source in job.runtime.config_sources:
+        words += ["--config-dir", source.path] if source.provider == "command-line" else []
+    return shlex.join(["nmrun", *words, *overrides])
+
+
+def _outcomes_of(composed: DictConfig, sweep: str | None, command: str = "") -> tuple[dict[str, Any], list[float]]:
     """A job is one run, or one for each of ``seeds``: the outcome that matters most, and what a Hydra sweeper minimises, by seed."""
     seeds = composed.get("seeds")
     found = []
     for seed in [composed.seed] if seeds is None else seeds:
         composed.seed = seed
-        found.append(_outcome(composed, sweep))
+        found.append(_outcome(composed, sweep, command))
         if found[-1]["status"] == "interrupted":
             break
     finals = [(one.get("metrics", {}).get("final", {}), f"eval/{one.get('metric')}") for one in found]
@@ -152,10 +179,11 @@ def _outcomes_of(composed: DictConfig, sweep: str | None) -> tuple[dict[str, Any
         for final, metric in finals
         if metric in final
     ]
-    return max(found, key=_exit_status), values if len(values) == len(found) else []
+    most = max(found, key=lambda one: (_exit_status(one), one["status"] == "finished"))
+    return most, values if len(values) == len(found) else []
 
 
-def _outcome(composed: DictConfig, sweep: str | None) -> dict[str, Any]:
+def _outcome(composed: DictConfig, sweep: str | None, command: str) -> dict[str, Any]:
     try:
         config = schema.check(composed)
         folder = run_folder(config)
@@ -167,7 +195,7 @@ def _outcome(composed: DictConfig, sweep: str | None) -> dict[str, Any]:
             _make(folder, config.output_dir)  # before torch is imported for nothing
         from nmrun import runner
 
-        return runner.run(config, folder, sweep)
+        return runner.run(config, folder, sweep, command)
     except ConfigError as error:
         _refuse(error.problems)
         return {"status": "refused", "folder": None, "error": "; ".join(error.problems)}
@@ -192,24 +220,6 @@ def _exit_status(outcome: dict[str, Any]) -> int:
     if outcome["status"] == "interrupted":
         return 128 + int(outcome["signal"])
     return {"finished": 0, "skipped": 0, "planned": 0, "refused": 2}.get(outcome["status"], 1)
-
-
-def _summary(folder: Path, jobs: int | None) -> int:
-    """The closing lines of a sweep; 1 if a job failed or never reported. ``jobs``: how many there should be, if that is known."""
-    try:
-        done = [json.loads(line) for line in (folder / "jobs.jsonl").read_text().splitlines()]
-    except OSError:
-        done = []
-    count = {status: sum(d["status"] == status for d in done) for status in ("finished", "skipped", "planned")}
-    bad = [d for d in done if d["status"] not in count]
-    missing = max((jobs or 0) - len(done), 0)
-    parts = [f"{number} {status}" for status, number in count.items() if number]
-    parts += [f"{len(bad)} not done"] if bad else []
-    parts += [f"{missing} not reached"] if missing else []
-    print(f"sweep of {len(done) + missing}: {', '.join(parts) or 'nothing done'}")
-    for d in bad:
-        print(f"  {d['status']}: {' '.join(d['overrides'])}: {d['error'] or ''}  {d['folder'] or ''}".rstrip(" :"))
-    return 1 if bad or missing else 0
 
 
 if __name__ == "__main__":

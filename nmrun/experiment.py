@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from nmrun import schema
+from nmrun import schema, zipped
 from nmrun.checks import near
 from nmrun.errors import ConfigError
 from nmrun.identity import run_folder
@@ -35,7 +35,8 @@ KEYS = {"title", "source", "note", "sweep", "scales", "report", "paper"}
 class Experiment:
     """A file of ``conf/experiment``.
 
-    ``sweeps`` are run one after the other, each a product of overrides as on a command line; those of the ``scales`` come on top of each.
+    ``sweeps`` are run one after the other, each a product of overrides as on a command line (``zip=`` is understood as well); those of
+    the ``scales`` come on top of each.
     ``rows``, ``cols``, ``metric`` and ``baseline`` are as for ``nmrun table`` (keys that no run has at a scale are left out), ``figures``
     kinds of ``nmrun plot``, ``curves`` with the key that was logged (``curves eval/loss``). ``paper`` are published figures as they are
     printed, by row and column, and ``paper_source`` says where they stand.
@@ -65,7 +66,8 @@ class Experiment:
         found = []
         for sweep in self.sweeps:
             words = [*shlex.split(sweep), *shlex.split(self.scales[scale]), *own]
-            found.append(list({_key(word): word for word in words}.values()))
+            last = {word if zipped.key(word) == "zip" else zipped.key(word): word for word in words}
+            found += zipped.rows(list(last.values()))
         return found
 
 
@@ -127,18 +129,21 @@ def _read(name: str, content: dict[str, Any]) -> Experiment:
 
 def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
     """The overrides of a command line with ``experiment=NAME`` (several by commas, or all) and ``scale=SCALE`` (default small) replaced
-    by what they stand for: the sweeps to be run one after the other. Without an experiment, the words as they are.
+    by what they stand for, and those with ``zip=KEY,KEY`` by the rows of it (see :mod:`nmrun.zipped`): the sweeps to be run one after the
+    other. Without either, the words as they are.
 
-    Raises ConfigError for an unknown experiment or scale, and for an experiment without ``-m``.
+    Raises ConfigError for an unknown experiment or scale, for what cannot be zipped, and for either without ``-m``.
     """
-    asked = {_key(word): word.partition("=")[2] for word in words}
+    asked = {zipped.key(word): word.partition("=")[2] for word in words}
+    if "zip" in asked and not multirun:
+        raise ConfigError(f"zip={asked['zip']}: several values make a sweep; add -m")
     if "experiment" not in asked:
         if "scale" in asked:
             raise ConfigError(
                 f"scale={asked['scale']}: of which experiment? Add experiment=NAME (there are {', '.join(names())})"
             )
-        return [list(words)]
-    own = [word for word in words if _key(word) not in ("experiment", "scale")]
+        return zipped.rows(words)
+    own = [word for word in words if zipped.key(word) not in ("experiment", "scale")]
     found = [each.overrides(asked.get("scale", "small"), own) for each in chosen(asked["experiment"])]
     if not multirun:
         raise ConfigError(f"experiment={asked['experiment']} is a sweep: add -m")
@@ -168,7 +173,3 @@ def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list
             except HydraException as error:
                 raise ConfigError(f"experiment={experiment.name}: {str(error).splitlines()[0]}") from None
     return list(found.values())
-
-
-def _key(word: str) -> str:
-    return word.lstrip("+~").partition("=")[0]

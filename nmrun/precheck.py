@@ -33,6 +33,7 @@ from nmrun.quoting import RATIOS, quoting
 from nmrun.recipes import installed
 
 MOST_JOBS = 5000  # looked at ahead; what is wrong with a sweep shows long before, and each job is checked again when it begins
+Done = dict[tuple[str, ...], DictConfig]
 
 
 def options(argv: list[str]) -> argparse.Namespace:
@@ -73,8 +74,10 @@ class Findings:
     output_dir: str = ""
 
 
-def look(words: list[str], multirun: bool = False, config_dir: str | None = None) -> Findings:
-    """Check every job that these overrides ask for, in well under a second: one composition for each option of a group."""
+def look(words: list[str], multirun: bool = False, config_dir: str | None = None, done: Done | None = None) -> Findings:
+    """Check every job that these overrides ask for, in well under a second: one composition for each option of a group. ``done``,
+    where several sweeps of one command line are looked at, keeps these compositions from one look to the next.
+    """
     findings = Findings()
     search_path = create_config_search_path("pkg://nmrun.conf")
     if config_dir is not None:
@@ -85,7 +88,7 @@ def look(words: list[str], multirun: bool = False, config_dir: str | None = None
     GlobalHydra.instance().clear()
     try:
         Hydra.create_main_hydra2("nmrun", search_path)
-        _Look(words, multirun, findings).check_jobs()
+        _Look(words, multirun, findings, {} if done is None else done).check_jobs()
     except (HydraException, OmegaConfBaseException) as error:
         findings.problems.append(str(error).splitlines()[0])
     except ConfigError as error:
@@ -99,12 +102,11 @@ def look(words: list[str], multirun: bool = False, config_dir: str | None = None
 class _Look:
     """One look at a command line, while Hydra is initialized. Whatever is wrong goes to ``findings``, and the look goes on."""
 
-    def __init__(self, words: list[str], multirun: bool, findings: Findings) -> None:
-        self.findings = findings
+    def __init__(self, words: list[str], multirun: bool, findings: Findings, done: Done) -> None:
+        self.findings, self._done = findings, done
         self.chosen: dict[str, list[Any]] = {}  # the options that exist, of each group on the command line
         self.values: dict[str, list[Any]] = {}  # of keys
         self.unsure: set[str] = set()  # groups with a wrong option: nothing is concluded from what stands in for it
-        self._done: dict[tuple[str, ...], DictConfig] = {}
         overrides = self._parsed(words)
         self.for_hydra = [o.input_line or "" for o in overrides if o.is_delete() or o.key_or_group.startswith("hydra")]
         self.written = {o.key_or_group: o for o in overrides if o.input_line not in self.for_hydra}
@@ -202,9 +204,10 @@ class _Look:
             pattern = Pattern.parse(str(ratio))
             OmegaConf.update(config, RATIO, {"n": pattern.n, "m": pattern.m})
             return config
-        words = tuple(f"{'+' if self.written[g].is_add() else ''}{g}={_word(option)}" for g, option in choices.items())
+        chosen = (f"{'+' if self.written[g].is_add() else ''}{g}={_word(option)}" for g, option in choices.items())
+        words = (*self.for_hydra, *chosen)
         if words not in self._done:
-            self._done[words] = compose("nmrun", [*self.for_hydra, *words])
+            self._done[words] = compose("nmrun", list(words))
         return self._done[words]
 
     def _resolved(self, config: DictConfig) -> dict[str, Any]:

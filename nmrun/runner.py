@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,7 +20,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from nmrun import checkpoint, distributed, environment, plan
+from nmrun import checkpoint, distributed, environment, lock, plan
 from nmrun.build import Parts, build
 from nmrun.console import Console
 from nmrun.decay_search import find_decay
@@ -37,13 +36,13 @@ FILES = (
 )
 
 
-def run(config: Config, folder: Path, sweep: str | None = None) -> dict[str, Any]:
+def run(config: Config, folder: Path, sweep: str | None = None, command: str = "") -> dict[str, Any]:
     """Train what ``config`` asks for in ``folder``; returns what is in ``result.json``, and the ``folder``.
 
     ``status`` is ``finished``, ``failed`` (with ``error``), ``interrupted`` (with ``signal``), or, without a file, ``planned``
     for a dry run and ``skipped`` where another process has just finished the same run. ``sweep`` names the sweep it belongs
-    to: its W&B group, and fewer lines on the screen. Raises ConfigError for a mistake that only the built model or the file
-    system shows.
+    to: its W&B group, and fewer lines on the screen. ``command`` is what asks for this run alone, for ``result.json`` and the top
+    of ``config.yaml``. Raises ConfigError for a mistake that only the built model or the file system shows.
     """
     if config.dry:
         parts, _ = _build(config, search=False)
@@ -59,14 +58,14 @@ def run(config: Config, folder: Path, sweep: str | None = None) -> dict[str, Any
     except OSError as error:
         raise ConfigError(f"output_dir={config.output_dir}: {error}") from None
     distributed.begin(config.trainer["device"])
-    with _lock(folder) if distributed.leads() else contextlib.nullcontext(True) as ours:
+    with lock.hold(folder) if distributed.leads() else contextlib.nullcontext(True) as ours:
         outcome = None
         if not ours:
             print(f"nmrun: another process is at work on this very run: {folder}", file=sys.stderr, flush=True)
             outcome = {"status": "failed", "error": "another process is at work on this very run"}
         elif not config.force and (done := _finished(folder)):
             outcome = {**done, "status": "skipped"}
-        outcome = distributed.from_leader(outcome) or _Run(config, folder, sweep).result()
+        outcome = distributed.from_leader(outcome) or _Run(config, folder, sweep, command).result()
         return {**outcome, "folder": str(folder)}
 
 
@@ -82,8 +81,8 @@ def _build(config: Config, search: bool) -> tuple[Parts, list[str]]:
 class _Run:
     """A run whose folder is ours."""
 
-    def __init__(self, config: Config, folder: Path, sweep: str | None) -> None:
-        self.config, self.folder, self.sweep = config, folder, sweep
+    def __init__(self, config: Config, folder: Path, sweep: str | None, command: str) -> None:
+        self.config, self.folder, self.sweep, self.command = config, folder, sweep, command
         self.console = Console(folder / "run.log" if distributed.leads() else None, brief=sweep is not None)
         self.signals = Signals()
         self.alone = False  # a failure that the other ranks do not know of, and wait
@@ -118,7 +117,8 @@ class _Run:
                 "sparsity": {},
                 "flops": self.loop.flops_used if self.loop else {},
                 "events": self.loop.events if self.loop else [],
-                "environment": environment.describe(self.loop.device if self.loop else torch.device("cpu")),
+                "environment": environment.describe(self.loop.device if self.loop else torch.device("cpu"))
+                | ({"command": self.command} if self.command else {}),
                 "seconds": round(self.loop.seconds, 3) if self.loop else 0.0,
                 **outcome,
             }
@@ -176,7 +176,8 @@ class _Run:
                     (folder / name).unlink(missing_ok=True)
                 shutil.rmtree(folder / "wandb", ignore_errors=True)
             (folder / "result.json").unlink(missing_ok=True)
-            checkpoint.write(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(config.plain)))
+            said = f"# {self.command}\n" if self.command else ""
+            checkpoint.write(folder / "config.yaml", said + OmegaConf.to_yaml(OmegaConf.create(config.plain)))
         self.console.say(plan.title(config))
         if complaints:
             self.console.say(f"  {'; '.join(complaints)}")
@@ -255,24 +256,6 @@ class Signals:
     def _catch(self, number: int, frame: FrameType | None) -> None:
         self.caught = number
         self.__exit__()
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[bool]:
-    """Whether this process alone works on the folder. The lock goes with the process, however that ends."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        yield True
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
-    finally:
-        os.close(handle)
 
 
 def _out_of_memory(error: Exception) -> bool:

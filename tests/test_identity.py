@@ -19,7 +19,7 @@ from nmrun.identity import identity, run_folder
 # Where and how a run is done and what it tells of itself. How often it is evaluated does count: it decides which epoch is the best.
 IRRELEVANT = {
     "output_dir", "resume", "force", "dry", "track.mode", "track.project", "trainer.device", "trainer.threads",
-    "trainer.log_every", "trainer.diagnose_every", "trainer.checkpoint_every",
+    "trainer.log_every", "trainer.diagnose_every", "trainer.checkpoint_every", "trainer.acceleration",
 }  # fmt: skip
 
 

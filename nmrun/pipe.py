@@ -1,0 +1,51 @@
+"""Standard output whose reader may go (``nmrun ... | head``): then the program ends quietly, as others do.
+
+The signal itself, SIGPIPE, is no way to have that: it would also end a run whose connection to W&B breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+STATUS = 128 + 13  # what a shell tells of a program that SIGPIPE ended
+
+
+class _Stream:
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with self._reader():
+            return int(self._stream.write(text))
+        return 0
+
+    def flush(self) -> None:
+        with self._reader():
+            self._stream.flush()
+
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())  # for what is still in the buffer, and is said on the way out
+            os.close(nowhere)
+            raise SystemExit(STATUS) from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def ends_quietly() -> Iterator[None]:
+    """While entered, writing to where nobody reads any more raises SystemExit(141), on standard output and standard error."""
+    with contextlib.redirect_stdout(_Stream(sys.stdout)), contextlib.redirect_stderr(_Stream(sys.stderr)):  # type: ignore[type-var]
+        try:
+            yield
+        finally:
+            sys.stdout.flush()

@@ -1,0 +1,159 @@
+"""The record of a sweep, ``<output_dir>/.sweeps/<time>-<process>/``: what was asked for in ``sweep.json``, each job's end in ``jobs.jsonl``.
+
+Other processes read it while the sweep runs, and jobs may run in several processes at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins import basic_sweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+UNTRAINED = ("skipped", "planned", "refused")  # ends of jobs that took no time to speak of
+
+
+def begin(folder: Path, jobs: int | None, command: str, output_dir: str) -> None:
+    """Begin the record. ``jobs``: how many there will be, None if that is not known; ``command`` and ``output_dir`` as they were typed."""
+    content = {"begun": time.time(), "jobs": jobs, "command": command, "output_dir": output_dir}
+    (folder / "sweep.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def add(folder: Path, outcome: dict[str, Any], overrides: list[str], seconds: float) -> None:
+    """Note the end of a job."""
+    line = {key: outcome.get(key) for key in ("status", "folder", "error", "metrics")}
+    line |= {"overrides": overrides, "seconds": round(seconds, 3), "ended": time.time()}
+    with (folder / "jobs.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What there is to read of a sweep; ``done`` has a line for each job that has ended."""
+
+    begun: float | None
+    jobs: int | None
+    command: str
+    output_dir: str
+    done: list[dict[str, Any]]
+
+    def counts(self) -> dict[str, int]:
+        """Ended jobs by status, in the order of what went well to what did not."""
+        found = Counter(line["status"] for line in self.done)
+        order = ("finished", "skipped", "planned", "interrupted", "failed", "refused")
+        return {status: found[status] for status in order if found[status]}
+
+    def elapsed(self, running: bool) -> float | None:
+        """Seconds from the beginning to now, or to the last job's end where the sweep runs no more."""
+        end = time.time() if running else max((line.get("ended") or 0.0 for line in self.done), default=0.0)
+        return None if self.begun is None else max(end - self.begun, 0.0)
+
+    def left(self) -> float | None:
+        """Seconds to the end, guessed from the jobs that trained; None before there is one, or where it is not known how many come.
+
+        A job takes the mean of their times or, where several run at a time, what passed since the beginning for each of them.
+        """
+        times = [line["seconds"] for line in self.done if line["status"] not in UNTRAINED and "seconds" in line]
+        passed = self.elapsed(running=True)
+        if not times or not passed or self.jobs is None:
+            return None
+        return min(sum(times), passed) / len(times) * max(self.jobs - len(self.done), 0)
+
+
+def read(folder: Path) -> Record:
+    """The record as it stands. What is missing or not whole, as after a kill, is left out."""
+    lines: list[Any] = []
+    with contextlib.suppress(OSError):
+        for text in (folder / "jobs.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(text))
+    try:
+        head = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+        begun, jobs, words = float(head["begun"]), head["jobs"], (str(head["command"]), str(head["output_dir"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        begun, jobs, words = None, None, ("", "")
+    return Record(begun, jobs, *words, [line for line in lines if isinstance(line, dict) and "status" in line])
+
+
+def title(folder: Path, number: int, overrides: list[str]) -> str:
+    """The line above a job, the ``number``-th of its sweep: ``[3/24] recipe=step seed=0 (12 min left)``."""
+    record = read(folder)
+    left = record.left()
+    ahead = "" if left is None else f" ({span(left)} left)"
+    return f"[{number}/{record.jobs or '?'}] {' '.join(overrides)}{ahead}"
+
+
+def summary(folder: Path) -> tuple[str, int]:
+    """The closing lines of a sweep; and 1 if a job failed or never reported, else 0."""
+    record = read(folder)
+    good = {status: number for status, number in record.counts().items() if status in ("finished", "skipped", "planned")}
+    bad = [line for line in record.done if line["status"] not in good]
+    missing = max((record.jobs or 0) - len(record.done), 0)
+    parts = [f"{number} {status}" for status, number in good.items()]
+    parts += [f"{len(bad)} not done"] if bad else []
+    parts += [f"{missing} not reached"] if missing else []
+    passed = record.elapsed(running=True)
+    took = "" if passed is None else f"; {span(passed)}"
+    lines = [f"sweep of {len(record.done) + missing}: {', '.join(parts) or 'nothing done'}{took}"]
+    for line in bad:
+        words = " ".join(line["overrides"])
+        lines.append(f"  {line['status']}: {words}: {line['error'] or ''}  {line['folder'] or ''}".rstrip(" :"))
+    return "\n".join(lines), 1 if bad or missing else 0
+
+
+def span(seconds: float) -> str:
+    """A time as people say it: ``45 s``, ``12 min``, ``3 h 20 min``."""
+    minutes = round(seconds / 60)
+    if round(seconds) < 60:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def typed(word: str) -> str:
+    """An override as one types it: Hydra escapes the colon of a ratio for itself, and does not need that."""
+    bare = re.sub(r"(?<=\d)\\:(?=\d)", ":", word)
+    with contextlib.suppress(HydraException):
+        parse = OverridesParser.create().parse_override
+        return bare if bare != word and parse(bare).value() == parse(word).value() else word
+    return word
+
+
+@contextlib.contextmanager
+def together(sweeps: Sequence[Sequence[str]]) -> Iterator[None]:
+    """While entered, Hydra's own sweeper, started with the first of these sweeps, has the jobs of all of them, one sweep's after
+    the other's: one launch, so that a launcher can run any of them side by side.
+    """
+    sweeper = basic_sweeper.BasicSweeper  # Hydra loads its plugins anew when it looks for them, so not at the top
+    split = sweeper.split_arguments
+
+    def jobs(overrides: list[Override], size: int | None) -> list[list[list[str]]]:
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+        own = [override for override in overrides if override.input_line not in sweeps[0]]  # hydra.sweeper.params
+        found = []
+        for words in sweeps:
+            parsed = parser.parse_overrides([word for word in words if not is_hydras(word)])
+            found += split([*own, *parsed], None)[0]
+        return list(sweeper.split_overrides_to_chunks(found, size))
+
+    if len(sweeps) > 1:
+        sweeper.split_arguments = staticmethod(jobs)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        sweeper.split_arguments = staticmethod(split)  # type: ignore[method-assign, assignment]
+
+
+def is_hydras(word: str) -> bool:
+    """Whether an override is for Hydra itself (``hydra/launcher=joblib``)."""
+    return word.lstrip("+~").startswith("hydra")
