@@ -97,6 +97,8 @@ def build(config: Config) -> Parts:
             fsdp.check(config, handle.recipe, task, precision)
     except (ValueError, TypeError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
+    if device.type == "cuda" and not sharded:
+        fuse(optimizer, handle)
     cost = flops.count(model, task)
     accelerated = _accelerated(trainer, model, task, handle, device, precision)
     return Parts(task, model, optimizer, handle, device, precision, total_steps, cost, accelerated)
@@ -105,6 +107,13 @@ def build(config: Config) -> Parts:
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
     """The context of every forward pass."""
     return contextlib.nullcontext() if precision == "fp32" else torch.autocast(device.type, DTYPES[precision])
+
+
+def fuse(optimizer: torch.optim.Optimizer, handle: Handle) -> None:
+    """Let one kernel do the whole step: torch's, or under STE and SR-STE with Adam nmrun's own (``nmrun.kernels.triton_adamw``)."""
+    own = isinstance(optimizer, optim.Adam) and handle.recipe.fused_decay is not None
+    for group in optimizer.param_groups:
+        group["fused"] = None if own else True
 
 
 def _accelerated(

@@ -138,7 +138,7 @@ class Adam(torch.optim.Adam):
         moments = [s["exp_avg"] for s in states]
         beta1, lr = group["betas"][0], float(group["lr"])
         for s in states:
-            s["step"] += 1
+            s["step"] = s["step"].cpu() + 1  # a fused step kept it on the device, where reading it would wait
         if self._decoupled(group):
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         torch._foreach_lerp_(moments, grads, 1 - beta1)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nmrun import optim
+import nmrun
+from nmrun import build, optim
 
 PAIRS = [(optim.Adam, torch.optim.Adam), (optim.AdamW, torch.optim.AdamW)]
 T0 = 6  # steps before freezing
@@ -284,3 +285,35 @@ def test_freezing_says_what_it_cannot_do() -> None:
         optim.Adam(params).freeze_second_moment(params, "middle")
     with pytest.raises(ValueError, match="neither capturable=True nor differentiable=True"):
         optim.Adam(params, capturable=True).freeze_second_moment(params)
+
+
+@pytest.mark.parametrize("recipe", ["step", "sr_ste", "asp", "s_ste"])
+def test_torch_s_fused_kernel_trains_the_same(recipe: str) -> None:
+    """As on CUDA devices, where it is the default; it exists for CPUs too. After STEP's switch the frozen weights have a step of their own."""
+    made = []
+    for fused in (None, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)).double()
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 10, **({"switch": 0.5} if recipe == "step" else {}))
+        for group in optimizer.param_groups:
+            group["fused"] = fused
+        for step in range(10):
+            model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).double()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        made.append([p.detach() for p in model.parameters()])
+        assert all(float(state["step"]) == 10 for state in optimizer.state.values())
+        assert handle.is_sparse
+    torch.testing.assert_close(*made, rtol=1e-8, atol=1e-10)
+
+
+def test_who_has_which_fused_step() -> None:
+    for kind, recipe, wanted in (
+        (optim.AdamW, "sr_ste", None), (optim.AdamW, "ste", None), (optim.AdamW, "step", True), (optim.Adam, "dense", True),
+        (torch.optim.SGD, "sr_ste", True), (torch.optim.SGD, "dense", True),
+    ):  # fmt: skip
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        optimizer = kind(model.parameters(), lr=0.1)
+        build.fuse(optimizer, nmrun.sparsify(model, optimizer, recipe, "2:4", 10))
+        assert [group["fused"] for group in optimizer.param_groups] == [wanted]
