@@ -14,11 +14,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
 from runs import config, rows
 from torch import Tensor, nn
+from torchvision.transforms import RandomResizedCrop
 
 from nmrun import build, plan, runner, tasks
 from nmrun.data import image_folder, images
+from nmrun.data.augment import generator
 from nmrun.errors import ConfigError, RunError
 from nmrun.identity import identity, run_folder
 from nmrun.loop import Loop
@@ -444,8 +447,77 @@ def test_another_part_of_an_image_in_every_epoch(tmp_path: Path) -> None:
     assert len({part.numpy().tobytes() for part in parts}) > 15
     assert torch.equal(parts[7], task.files[7, 3][0])
     assert not torch.equal(parts[7], stream(tmp_path, "seed=1", "dataset.resolution=30").files[7, 3][0])
-    whole = stream(tmp_path, "dataset.resolution=30", "dataset.crop_scale=1.0").files
-    assert np.array_equal(whole[7, 3][0].permute(1, 2, 0).numpy(), picture("train", 0, 3, (30, 30)))
+    whole = stream(tmp_path, "dataset.resolution=30", "dataset.crop_scale=1.0", "dataset.flip=false").files
+    assert np.array_equal(whole[7, 3][0].numpy(), picture("train", 0, 3, (30, 30)))
+
+
+def test_a_part_of_an_image_is_that_of_torchvision(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data" / "some", (50, 40))
+    files = stream(tmp_path, "dataset.resolution=16", "dataset.flip=false", "seed=3").files
+    for epoch in range(30):
+        image = Image.fromarray(picture("train", 0, 5, (50, 40)))
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.set_state(generator(3, epoch, 5, 1).get_state())
+            usual = RandomResizedCrop(16)(image)
+        assert np.abs(files[epoch, 5][0].numpy().astype(int) - np.array(usual)).max() <= 1
+
+
+def test_every_second_image_of_a_stream_is_mirrored(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data" / "some", (20, 20))
+    task, plain = (stream(tmp_path, "dataset.resolution=10", f"dataset.flip={flip}").files for flip in ("true", "false"))
+    mirrored = 0
+    for epoch in range(200):
+        image, as_it_is = task[epoch, 2][0], plain[epoch, 2][0]
+        turned = torch.equal(image, as_it_is.flip(1))
+        assert turned or torch.equal(image, as_it_is)
+        mirrored += turned
+    assert 65 <= mirrored <= 135  # five standard deviations
+
+
+def test_a_batch_of_a_stream_is_its_images_normalised(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data" / "some", (20, 20))
+    task = stream(tmp_path, "dataset.resolution=10", "dataset.workers=0")
+    keys = next(task._training_keys(1, 2))
+    found, labels = task.micro_batches(1, 2, 1)[0]
+    images = torch.stack([task.files[key][0] for key in keys]).double() / 255
+    expected = (images - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+    assert torch.allclose(found.double(), expected.permute(0, 3, 1, 2), atol=1e-5)
+    names = [task.files.paths[row].decode().split("/")[-2] for _, row in keys]
+    assert [["ant", "bee", "cat"][label] for label in labels.tolist()] == names
+
+
+@pytest.mark.parametrize("shape", [(400, 330), (333, 1201)])
+def test_parts_of_a_large_jpeg_are_where_they_should_be(shape: tuple[int, int], tmp_path: Path, monkeypatch: Any) -> None:
+    make_folder(tmp_path / "data" / "some")
+    row, column = np.meshgrid(np.linspace(0, 255, shape[0]), np.linspace(0, 255, shape[1]), indexing="ij")
+    path = tmp_path / "ramps.jpg"  # red says where a pixel is from, from top to bottom, green from left to right
+    Image.fromarray(np.stack([row, column, row], 2).round().astype(np.uint8)).save(path, quality=100, subsampling=0)
+    files = stream(tmp_path, "dataset.resolution=16", "dataset.flip=false").files
+    files.paths = np.array([str(path).encode()])
+    reduced, boxes, draft, parameters = [], [], JpegImageFile.draft, RandomResizedCrop.get_params
+
+    def watched_draft(image: Any, *asked: Any) -> Any:
+        found = draft(image, *asked)
+        reduced.append(image.size != shape[::-1])
+        _, _, tall, wide = boxes[-1]
+        assert not reduced[-1] or min(tall * image.height / shape[0], wide * image.width / shape[1]) >= 2 * 16
+        return found
+
+    def watched_parameters(*given: Any) -> Any:
+        boxes.append(parameters(*given))
+        return boxes[-1]
+
+    monkeypatch.setattr(JpegImageFile, "draft", watched_draft)
+    monkeypatch.setattr(RandomResizedCrop, "get_params", watched_parameters)
+    for epoch in range(20):
+        found = files[epoch, 0][0].double()[1:-1, 1:-1]  # at the borders the filter sees one side only
+        top, left, tall, wide = boxes[-1]
+        centres = (torch.arange(1, 15) + 0.5) / 16
+        for channel, (begin, length, whole) in enumerate(((top, tall, shape[0]), (left, wide, shape[1]))):
+            expected = (begin + length * centres - 0.5) / (whole - 1) * 255
+            near = 0.25 * length / 16 / (whole - 1) * 255 + 1.5  # a quarter of a pixel, and JPEG's own errors
+            assert ((found[..., channel].mean(1 - channel) - expected).abs() < near).all()
+    assert any(reduced)
 
 
 def test_evaluated_images_are_scaled_and_cut_as_usual(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from nmrun.data.augment import Augment, generator
@@ -20,6 +23,8 @@ from nmrun.tasks.vision import Classification, Normalise
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]) * 255, torch.tensor([0.229, 0.224, 0.225]) * 255  # ImageNet's
 WHOLE = 256 / 224  # an evaluated image is scaled to so much more than what is cut out of its middle
+# JPEGs are decoded at 1/2, 1/4 or 1/8 of their size where a part still has so many times the pixels of a side that it is scaled to
+SPARE = 2
 
 Key = tuple[int, int]  # epoch and row of an image
 
@@ -27,9 +32,9 @@ Key = tuple[int, int]  # epoch and row of an image
 class ImageStream(Classification):
     """As :class:`Classification`, with ``splits`` of rows of ``paths``.
 
-    A training image is a part of 8 to 100 % of the file's area (``crop_scale``), in a ratio of 3/4 to 4/3, scaled (Szegedy et al. 2015), a
-    pure function of (seed, epoch, row); all other augmentation is done in batches on the device. The order is one of (seed, epoch), so
-    a resumed run begins to read where it stopped.
+    A training image is a part of 8 to 100 % of the file's area (``crop_scale``), in a ratio of 3/4 to 4/3, scaled (Szegedy et al. 2015),
+    every second one mirrored (``flip``), a pure function of (seed, epoch, row); all other augmentation is done in batches on the
+    device. The order is one of (seed, epoch), so a resumed run begins to read where it stopped.
     """
 
     def __init__(
@@ -43,10 +48,11 @@ class ImageStream(Classification):
     ) -> None:
         options, trainer = config.dataset, config.trainer
         self.device, self.seed, self.about = device, config.seed, about
-        self.splits, self.files = splits, _Files(paths, options["resolution"], options["crop_scale"], config.seed)
+        self.splits = splits
+        self.files = _Files(paths, options["resolution"], options["crop_scale"], options["flip"], config.seed)
         self.classes = classes
         self.inputs: dict[str, Any] = {"shape": (3, options["resolution"], options["resolution"]), "classes": classes}
-        self.augment: Augment = Augment.of(options)
+        self.augment: Augment = dataclasses.replace(Augment.of(options), flip=False)  # done where an image is read
         self.normalise = Normalise(MEAN, STD, device)
         self.batch_size, self.label_smoothing = trainer["batch_size"], trainer["label_smoothing"]
         self.workers = (os.cpu_count() or 1) if options["workers"] is None else options["workers"]
@@ -97,37 +103,53 @@ class ImageStream(Classification):
         for images, rows, problem in loader:
             if problem:
                 raise RunError(problem)
-            yield images.to(self.device, non_blocking=True), self._labels[rows].to(self.device, non_blocking=True)
+            images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
+            yield images, self._labels[rows].to(self.device, non_blocking=True)
 
     def example(self) -> Batch:
         return torch.zeros(2, *self.inputs["shape"], device=self.device), torch.zeros(2, dtype=torch.int64, device=self.device)
 
 
 class _Files(Dataset[tuple[Tensor, int, str]]):
-    """Image ``(epoch, row)``, in training one of ``epoch``'s parts of it, for epoch -1 its middle: uint8 (3, size, size), row, problem."""
+    """Image ``(epoch, row)``, in training one of ``epoch``'s parts of it, for epoch -1 its middle: uint8 (size, size, 3), row, problem."""
 
-    def __init__(self, paths: NDArray[np.bytes_], size: int, scale: float, seed: int) -> None:
-        self.paths, self.size, self.scale, self.seed = paths, size, scale, seed
+    def __init__(self, paths: NDArray[np.bytes_], size: int, scale: float, flip: bool, seed: int) -> None:
+        self.paths, self.size, self.scale, self.flip, self.seed = paths, size, scale, flip, seed
 
     def __getitem__(self, key: Key) -> tuple[Tensor, int, str]:
         from PIL import Image
-        from torchvision import transforms
-        from torchvision.transforms import functional as tv
 
         epoch, row = key
         path = self.paths[row].decode()
         try:
             with Image.open(path) as file:
-                image = file.convert("RGB")
+                return self._middle(file) if epoch < 0 else self._part(file, epoch, row), row, ""
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             return torch.empty(0), row, f"{path} is damaged, or not an image ({error})"
-        if epoch < 0:
-            image = tv.center_crop(tv.resize(image, round(self.size * WHOLE)), [self.size, self.size])
-        else:
-            with torch.random.fork_rng(devices=[]):  # the transform draws from torch's own generator
-                torch.default_generator.set_state(generator(self.seed, epoch, row, 1).get_state())
-                image = transforms.RandomResizedCrop(self.size, (self.scale, 1.0))(image)
-        return tv.pil_to_tensor(image), row, ""
+
+    def _middle(self, file: Any) -> Tensor:
+        from torchvision.transforms import functional as tv
+
+        image = tv.center_crop(tv.resize(file.convert("RGB"), round(self.size * WHOLE)), [self.size, self.size])
+        return torch.from_numpy(np.array(image))
+
+    def _part(self, file: Any, epoch: int, row: int) -> Tensor:
+        from torchvision.transforms import RandomResizedCrop
+
+        with torch.random.fork_rng(devices=[]):  # the parameters are drawn from torch's own generator
+            torch.default_generator.set_state(generator(self.seed, epoch, row, 1).get_state())
+            top, left, tall, wide = RandomResizedCrop.get_params(file, [self.scale, 1.0], [3 / 4, 4 / 3])
+            mirrored = self.flip and float(torch.rand(())) < 0.5
+        sides = [math.ceil(SPARE * self.size * whole / part) for whole, part in zip(file.size, (wide, tall), strict=True)]
+        width = file.width
+        drafted = file.draft(None, sides)  # of a JPEG that is larger: 1/2, 1/4 or 1/8 of it
+        scale = drafted[1][2] / width if drafted else 1.0
+        box = [round(scale * side) for side in (left, top, left + wide, top + tall)]
+        pixels = torch.from_numpy(np.array(file.crop(box).convert("RGB")))
+        # what PIL's resize does, to a rounding, in half of the time
+        layout = pixels[None].permute(0, 3, 1, 2)
+        image = functional.interpolate(layout, (self.size, self.size), mode="bilinear", antialias=True)[0].permute(1, 2, 0)
+        return image.flip(1) if mirrored else image
 
 
 def _collate(items: list[tuple[Tensor, int, str]]) -> tuple[Tensor, Tensor, str]:

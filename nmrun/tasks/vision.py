@@ -129,5 +129,8 @@ class Normalise:
     def __call__(self, images: Tensor) -> Tensor:
         if images.dtype != torch.uint8:
             return images
-        # convolutions take the layout of their input, and are faster in this one, on GPUs by far
-        return images.to(torch.float32, memory_format=torch.channels_last).sub_(self.mean).div_(self.std)
+        # convolutions take the layout of their input, and are faster with the channels last, on GPUs by far
+        pixels = images.permute(0, 2, 3, 1).to(torch.float32, memory_format=torch.contiguous_format)
+        lines = pixels.flatten(2)  # arithmetic on whole lines is several times faster than on three channels at a time
+        lines.sub_(self.mean.flatten().repeat(pixels.shape[2])).div_(self.std.flatten().repeat(pixels.shape[2]))
+        return pixels.permute(0, 3, 1, 2)
