@@ -32,6 +32,7 @@ from nmrun.metric import higher_is_better
 VERBS = {
     "table": "nmrun.report.cli:table",
     "plot": "nmrun.report.cli:plot",
+    "report": "nmrun.report.cli:report",
     "export": "nmrun.export.cli:main",
     "bench": "nmrun.bench:main",
     "search": "nmrun.sparsity.search:main",

@@ -36,7 +36,13 @@ def flips(table: Table, history: History) -> Figure | None:
     found = _over_steps(table, history, FLIPS, 100.0)
     if found is None:
         return None
-    found[1][0].set_ylim(bottom=0.0)
+    axes = found[1][0]
+    if (
+        axes.get_ylim()[1] > 5.0
+    ):  # masks that change all at once, now and then, beside ones that change bit by bit: linear up to 1 %
+        axes.set_yscale("symlog", linthresh=1.0, linscale=1.5)
+        axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylim(bottom=0.0)
     return _labelled(found[0], table, "flip rate in % of the mask (mean, sd)")
 
 

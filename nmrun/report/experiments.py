@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import html
-import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -131,10 +129,5 @@ def _html(section: Section) -> str:
     ]
     said += [f"<p>{html.escape(section.asked.note)}</p>"] if section.asked.note else []
     said += [formats.html_table(grid) for table in section.tables for grid in formats.grids(table)]
-    for kind, figure in _figures(section):
-        picture = io.BytesIO()
-        figure.savefig(picture, format="png", dpi=120)
-        style.pyplot.close(figure)
-        encoded = base64.b64encode(picture.getvalue()).decode()
-        said.append(f'<p><img alt="{kind}" style="max-width:100%" src="data:image/png;base64,{encoded}"></p>')
+    said += [f"<p>{style.embedded(figure, kind)}</p>" for kind, figure in _figures(section)]
     return "\n".join(said) + "\n"

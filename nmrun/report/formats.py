@@ -18,9 +18,11 @@ LATEX = {
     "|": r"\textbar{}", "[": "{[}", "]": "{]}", **{c: f"\\{c}" for c in "_%&#${}"},
 }  # fmt: skip
 STYLE = (
-    "body{font:15px sans-serif;margin:2em}table{border-collapse:collapse;margin-bottom:2em}"
-    "caption{text-align:left;padding-bottom:.6em}th,td{padding:.3em .9em;text-align:right;white-space:nowrap}"
+    ":root{color-scheme:light dark}body{font:15px sans-serif;margin:2em}"
+    ".wide{overflow-x:auto;margin-bottom:2em}table{border-collapse:collapse}"
+    "caption{text-align:left;padding-bottom:.6em;display:block;width:max(100%,40em)}th,td{padding:.3em .9em;text-align:right;white-space:nowrap}"
     "tbody th,th.key{text-align:left}thead th{border-bottom:1px solid}tbody th{font-weight:normal}"
+    "img{max-width:100%;background:white}figure{margin:0 0 2em}code{overflow-wrap:anywhere}dt{margin-top:1em}"
 )
 
 
@@ -128,7 +130,7 @@ def as_csv(tables: Sequence[Table]) -> str:
 
 
 def html_table(grid: Grid) -> str:
-    """A ``table`` element."""
+    """A ``table`` element, which scrolls by itself where the page is narrow."""
 
     def escape(value: str) -> str:
         return html.escape(value).replace("+-", "&plusmn;")
@@ -142,14 +144,16 @@ def html_table(grid: Grid) -> str:
             "".join(f"<td><b>{escape(cell)}</b></td>" if out else f"<td>{escape(cell)}</td>" for cell, out in cells) + "</tr>\n"
         )
     return (
-        f"<table><caption>{escape(grid.caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody></table>\n"
+        f'<div class="wide"><table><caption>{escape(grid.caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}'
+        "</tbody></table></div>\n"
     )
 
 
 def page(title: str, body: str) -> str:
     """A whole HTML document, with all that it needs in it."""
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style></head>\n'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title><style>{STYLE}</style></head>\n'
         f"<body>\n{body}</body></html>\n"
     )
 

@@ -6,7 +6,9 @@ import math
 
 import pandas as pd
 from matplotlib import pyplot
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 from nmrun.patterns import Pattern, PatternError
 from nmrun.report.formats import title
@@ -60,6 +62,7 @@ def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
     unit = scale(table.metric)
     figure, axes = pyplot.subplots(figsize=(7.0, 4.2), layout="constrained")
     drawn: list[tuple[float, float]] = []
+    named: list[tuple[str, float, float, str]] = []
     for row in table.rows:
         columns = table.columns[:1] if row in table.references else table.columns
         found = []
@@ -74,8 +77,8 @@ def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
             [x for _, x, _, _ in found], [y for _, _, y, _ in found], [sd for _, _, _, sd in found],
             label=label(table, row), **style, capsize=2, markersize=5, linewidth=1.2, elinewidth=0.9,
         )  # fmt: skip
-        for column, x, y, _ in found if row not in table.references else ():
-            axes.annotate(" ".join(column), (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7, color=style["color"])
+        if row not in table.references:
+            named += [(" ".join(column), x, y, style["color"]) for column, x, y, _ in found]
         drawn += [(x, y) for _, x, y, _ in found]
     if not drawn:
         pyplot.close(figure)
@@ -85,7 +88,21 @@ def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
     axes.set_ylabel(f"{metric_label(table.metric)} (mean, sd)")
     axes.set_title(title(table), fontsize=10)
     plain(axes)
+    _name(axes, named)
     return figure
+
+
+def _name(axes: Axes, points: list[tuple[str, float, float, str]]) -> None:
+    """Write the names beside the points, those of the lowest first, and leave out whatever would cover a name that is there."""
+    axes.figure.canvas.draw()  # positions are known after the layout
+    taken: list[Bbox] = []
+    for name, x, y, colour in sorted(points, key=lambda point: point[2]):
+        text = axes.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7, color=colour)
+        box = text.get_window_extent()
+        if any(box.overlaps(other) for other in taken):
+            text.remove()
+        else:
+            taken.append(box)
 
 
 def _tick(column: Key) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +110,11 @@ def save(figure: Figure, out: Path) -> None:
     """The format follows the suffix of ``out``. The figure is closed."""
     figure.savefig(out, dpi=150)
     pyplot.close(figure)
+
+
+def embedded(figure: Figure, name: str) -> str:
+    """The picture as an ``img`` element that has all of it inside. The figure is closed."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    pyplot.close(figure)
+    return f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'

@@ -1,0 +1,175 @@
+"""``nmrun report``: what stands on the page, against the result files."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nmrun.report import cli
+
+
+class Page(HTMLParser):
+    """Rows of cells by table, the text, and every address that the page asks for."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: list[list[list[str]]] = []
+        self.addresses: list[str] = []
+        self.tags: list[str] = []
+        self.words: list[str] = []
+        self._cell = False
+        self.feed(text)
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attributes if name in ("src", "href", "srcset", "data", "action")]
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+            self._cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self._cell = self._cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+        if self._cell:
+            self.tables[-1][-1][-1] += data
+
+
+@pytest.fixture
+def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*arguments: str) -> tuple[int, str, str]:
+        status = cli.report([str(tmp_path / "outputs"), "--to", str(tmp_path / "report.html"), *arguments])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def page(tmp_path: Path) -> Page:
+    return Page((tmp_path / "report.html").read_text())
+
+
+def curve(folder: Path, *accuracies: float) -> None:
+    lines = [{"step": 10 * (i + 1), "epoch": i + 1, "eval/accuracy": value} for i, value in enumerate(accuracies)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_the_page_has_all_of_it_and_needs_nothing_else(write: Any, report: Any, tmp_path: Path) -> None:
+    values = {
+        ("step", "2:4"): [0.98, 0.97],
+        ("step", "1:8"): [0.95, 0.93],
+        ("ste", "2:4"): [0.9, 0.92],
+        ("dense", "dense"): [0.99, 0.98],
+    }
+    for (recipe, ratio), accuracies in values.items():
+        for seed, accuracy in enumerate(accuracies):
+            curve(write(recipe, ratio, seed, accuracy), 0.5, accuracy)
+    status, out, _ = report()
+    assert (status, out) == (0, f"{tmp_path / 'report.html'}\n")
+    found = page(tmp_path)
+    assert "Runs: 8 finished." in found.text
+    assert found.tables[0][0] == ["recipe", "2:4", "1:8"]
+    for name, *cells in found.tables[0][1:]:
+        for ratio, cell in zip(("2:4", "1:8"), cells, strict=True):
+            expected = values.get((name, ratio), values["dense", "dense"] if name == "dense" else None)
+            if expected is None:
+                assert cell == "-"
+            else:
+                mean, sd = 100 * statistics.mean(expected), 100 * statistics.stdev(expected)
+                assert cell == f"{mean:.1f} ± {sd:.1f} (2)"
+    pictures = [address for address in found.addresses if address.startswith("data:image/png;base64,")]
+    assert len(pictures) == 2 == found.tags.count("img")  # against the ratio, and over steps: nothing else was logged
+    assert found.addresses == pictures
+    assert not {"script", "link", "iframe"} & set(found.tags)
+    assert "url(" not in (tmp_path / "report.html").read_text()
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".report")] == []
+
+
+def test_what_did_not_finish_with_its_error_and_command(write: Any, report: Any, tmp_path: Path) -> None:
+    write("step", "2:4", 0, 0.98)
+    failed = write("step", "2:4", 1, status="failed")
+    result = json.loads((failed / "result.json").read_text())
+    result |= {"error": "step 7: the loss is nan", "environment": {"command": "nmrun recipe=step seed=1 'model.exclude=[a,b]'"}}
+    (failed / "result.json").write_text(json.dumps(result))
+    curve(failed, 0.1)
+    killed = tmp_path / "outputs/digits/small_conv/ste/2of4/s0-0123456789"
+    killed.mkdir(parents=True)
+    (killed / "config.yaml").write_text("# nmrun recipe=ste seed=0\nseed: 0\n")
+    assert report()[0] == 0
+    found = page(tmp_path)
+    assert "Runs: 1 finished, 1 failed, 1 killed." in found.text
+    assert "Not finished: 2" in found.text
+    assert f"failed, step 10: {failed}" in found.text
+    assert "step 7: the loss is nan" in found.text
+    assert "nmrun recipe=step seed=1 'model.exclude=[a,b]'" in found.text
+    assert re.search(rf"killed: {killed} .*nmrun recipe=ste seed=0", found.text)
+    assert found.tables[0][1] == ["step", "98.0 (1), failed (1)"]
+
+
+def test_configurations_and_environments(write: Any, report: Any, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write("step", "2:4", seed, 0.98)
+        other = write("step", "2:4", seed, 0.97, optimizer__lr=0.01)
+    result = json.loads((other / "result.json").read_text())
+    (other / "result.json").write_text(json.dumps(result | {"environment": {"commit": "fff", "torch": "9.9"}}))
+    assert report("--rows", "recipe,optimizer.lr")[0] == 0
+    found = page(tmp_path)
+    assert found.tables[1] == [["optimizer.lr", "seeds"], ["0.001", "0, 1"], ["0.01", "0, 1"]]
+    common = dict(found.tables[2][1:])
+    assert common["trainer.epochs"] == "12"
+    assert common["recipe"] == "step"
+    assert not {"seed", "optimizer.lr", "status", "folder"} & set(common)
+    assert sorted(found.tables[3][1:]) == [["abc", "", "3"], ["fff", "9.9", "1"]]
+    assert "made by 2 versions of the code" in found.text
+
+
+def test_what_users_wrote_is_text(write: Any, report: Any, tmp_path: Path) -> None:
+    note = "<script>alert(1)</script>"
+    write("step", "2:4", 0, 0.98, model__note=note)
+    folder = write("step", "2:4", 1, status="failed", model__note=note)
+    result = json.loads((folder / "result.json").read_text())
+    result |= {"error": "<img src=http://x/y>", "environment": {"command": 'nmrun "<b>"'}}
+    (folder / "result.json").write_text(json.dumps(result))
+    assert report()[::2] == (0, "")
+    found = page(tmp_path)
+    assert "script" not in found.tags
+    assert not [address for address in found.addresses if not address.startswith("data:image/png")]
+    assert "<script>alert(1)</script>" in found.text
+    assert "<img src=http://x/y>" in found.text
+
+
+def test_one_line_for_a_mistake_and_no_half_a_page(write: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "report.html"
+
+    def said(*arguments: str) -> str:
+        assert cli.report([*arguments, "--to", str(target)]) == 2
+        assert not target.exists()
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+        return err
+
+    assert said(str(tmp_path / "nowhere")).endswith("nowhere: no such folder\n")
+    (tmp_path / "empty").mkdir()
+    assert "no run below" in said(str(tmp_path / "empty"))
+    write("step", "2:4", 0, 0.98)
+    outputs = str(tmp_path / "outputs")
+    assert "no metric 'test/acuracy'" in said(outputs, "--metric", "test/acuracy")
+    assert "a report needs run folders" in said("wandb://entity/project")
+    target = tmp_path / "no" / "report.html"
+    assert "No such file or directory" in said(outputs)
+    target = tmp_path / "taken"
+    target.mkdir()
+    assert cli.report([outputs, "--to", str(target)]) == 2
+    assert list(target.iterdir()) == []
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []

@@ -1,0 +1,184 @@
+"""What the pictures show, read back from the axes and compared with the result files."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from nmrun.report import plots, style
+from nmrun.report.collect import collect
+from nmrun.report.tables import build
+
+STEPS = (10, 20, 30, 40)
+
+
+@pytest.fixture(autouse=True)
+def _close() -> Iterator[None]:
+    yield
+    pyplot.close("all")
+
+
+def log(folder: Path, lines: list[dict[str, float]], **other: Any) -> None:
+    rows = [{"step": step, "epoch": 1, **line} for step, line in zip(STEPS, lines, strict=True)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = json.loads((folder / "result.json").read_text())
+    (folder / "result.json").write_text(json.dumps(result | other))
+
+
+def drawn(kind: str, tmp_path: Path, metric: str = "test/accuracy", logged: str = "eval/accuracy") -> Figure | None:
+    runs = collect([tmp_path])
+    return plots.draw(kind, build(runs, metric, ["recipe"], ["sparsity"], "mean"), runs, logged)
+
+
+def panels(figure: Figure) -> dict[str, Axes]:
+    return {axes.get_title().split(" ")[0]: axes for axes in figure.axes}
+
+
+def line(axes: Axes, name: str) -> tuple[list[float], list[float]]:
+    (found,) = [each for each in axes.lines if each.get_label() == name]
+    return list(found.get_xdata()), list(found.get_ydata())
+
+
+def bands(axes: Axes) -> list[np.ndarray]:
+    return [each.get_paths()[0].vertices for each in axes.collections]
+
+
+def test_metric_against_ratio(write: Any, tmp_path: Path) -> None:
+    values = {
+        ("step", "2:4"): [0.98, 0.96],
+        ("step", "1:8"): [0.9, 0.8],
+        ("ste", "2:4"): [0.95, 0.95],
+        ("dense", "dense"): [0.99, 0.97],
+    }
+    for (recipe, ratio), accuracies in values.items():
+        for seed, accuracy in enumerate(accuracies):
+            write(recipe, ratio, seed, accuracy)
+    write("ste", "1:8", 0, status="failed")
+    figure = drawn("ratio", tmp_path)
+    assert figure is not None
+    (axes,) = figure.axes
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2:4\n50 %", "1:8\n12.5 %"]
+    found = {container.get_label(): container for container in axes.containers}
+    assert set(found) == {"ste (1 not finished)", "step"}
+    for name, container in found.items():
+        data, _, (bars,) = container
+        cells = [values[name.split()[0], ratio] for ratio in ("2:4", "1:8") if (name.split()[0], ratio) in values]
+        assert list(data.get_ydata()) == pytest.approx([100 * statistics.mean(cell) for cell in cells])
+        assert [round(x) for x in data.get_xdata()] == list(range(len(cells)))
+        lengths = [segment[1, 1] - segment[0, 1] for segment in bars.get_segments()]
+        assert lengths == pytest.approx([2 * 100 * statistics.stdev(cell) for cell in cells])
+    assert line(axes, "dense")[1] == pytest.approx([98.0, 98.0])
+    looks = {
+        tuple(map(str, (each.get_color(), each.get_marker(), each.get_linestyle())))
+        for each in axes.lines
+        if each.get_marker() != "_"
+    }
+    assert len(looks) >= 3  # of two recipes and dense
+
+
+def test_learning_curves_with_step_s_switch(write: Any, tmp_path: Path) -> None:
+    curves = {0: [0.5, 0.7, 0.8, 0.9], 1: [0.3, 0.7, 0.9, 0.95]}
+    for seed, accuracies in curves.items():
+        event = f"step {21 + seed}: STEP freezes the second moment and starts learning masks (fixed switch point, 20 steps)"
+        log(write("step", "2:4", seed, accuracies[-1]), [{"eval/accuracy": a} for a in accuracies], events=[event])
+        log(write("ste", "1:8", seed, 0.5), [{"eval/accuracy": 0.5}] * 4)
+    figure = drawn("curves", tmp_path)
+    assert figure is not None
+    both = panels(figure)
+    assert set(both) == {"2:4", "1:8"}
+    steps, means = line(both["2:4"], "step")
+    assert steps == list(STEPS)
+    assert means == pytest.approx([100 * (a + b) / 2 for a, b in zip(*curves.values(), strict=True)])
+    (band,) = bands(both["2:4"])
+    for step, a, b in zip(STEPS, *curves.values(), strict=True):
+        mean, sd = 50 * (a + b), 100 * statistics.stdev([a, b])
+        at = band[band[:, 0] == step, 1]
+        assert (at.min(), at.max()) == pytest.approx((mean - sd, mean + sd))
+    switches = [each.get_xdata()[0] for each in both["2:4"].lines if each.get_label() == "STEP's switch"]
+    assert switches == [21, 22]
+    assert not [each for each in both["1:8"].lines if each.get_label() == "STEP's switch"]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert sorted(names) == ["STEP's switch", "ste", "step"]  # each once, however many panels
+    assert drawn("curves", tmp_path, logged="eval/bleu") is None
+
+
+@pytest.mark.parametrize(("largest", "how"), [(0.02, "linear"), (0.4, "symlog")])
+def test_flip_rates_small_ones_beside_large_ones(write: Any, tmp_path: Path, largest: float, how: str) -> None:
+    rates = [0.01, 0.005, 0.001, 0.0005]
+    log(write("ste", "2:4", 0, 0.9), [{"sparsity/flip_rate": rate} for rate in rates])
+    log(write("t_sr_ste", "2:4", 0, 0.9), [{"sparsity/flip_rate": rate} for rate in (0.0, largest, 0.0, 0.0)])
+    figure = drawn("flips", tmp_path)
+    assert figure is not None
+    (axes,) = figure.axes
+    assert line(axes, "ste")[1] == pytest.approx([100 * rate for rate in rates])
+    assert axes.get_yscale() == how
+    assert axes.get_ylim()[0] == 0
+    place = axes.transData.transform
+    figure.canvas.draw()
+    height = axes.get_window_extent().height
+    assert (place((10, 1.0))[1] - place((10, 0.0))[1]) / height > 0.15  # a rate of 1 % is far from none
+
+
+def test_autoswitch(write: Any, tmp_path: Path) -> None:
+    samples, means = [4e-8, 2e-8, 1e-8, 5e-9], [4e-8, 3e-8, 2e-8, 1e-8]
+    lines = [{"step/variance_change": a, "step/variance_change_window": b} for a, b in zip(samples, means, strict=True)]
+    folder = write("step", "2:4", 0, 0.9, optimizer__eps=1e-8, recipe__t_min=0.1, recipe__t_max=0.5, recipe__switch="auto")
+    log(folder, lines, steps=40)
+    figure = drawn("autoswitch", tmp_path)
+    assert figure is not None
+    (axes,) = figure.axes
+    assert line(axes, "step: sample") == (list(STEPS), samples)
+    assert line(axes, "step: mean of the window") == (list(STEPS), means)
+    assert set(line(axes, "threshold, Adam's eps")[1]) == {1e-8}
+    assert axes.get_yscale() == "log"
+
+
+def test_metric_against_flops(write: Any, tmp_path: Path) -> None:
+    spent = {"2:4": 4e9, "1:8": 2e9, "1:16": 1.99e9}
+    for ratio, flops in spent.items():
+        for seed in (0, 1):
+            folder = write("ste", ratio, seed, 0.9 + 0.02 * seed)
+            result = json.loads((folder / "result.json").read_text()) | {"flops": {"training_arithmetic": flops}}
+            (folder / "result.json").write_text(json.dumps(result))
+    figure = drawn("flops", tmp_path)
+    assert figure is not None
+    (axes,) = figure.axes
+    ((data, _, _),) = axes.containers
+    assert list(zip(data.get_xdata(), data.get_ydata(), strict=True)) == [
+        (flops, pytest.approx(91.0)) for flops in spent.values()
+    ]
+    assert axes.get_xscale() == "log"
+    names = {text.get_text() for text in axes.texts}
+    assert "2:4" in names
+    assert len(names & {"1:8", "1:16"}) == 1  # they stand on the same spot: one name, not two over each other
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+@pytest.mark.parametrize("kind", plots.KINDS)
+def test_nothing_to_draw(kind: str, write: Any, tmp_path: Path) -> None:
+    write("step", "2:4", 0, status="failed")
+    assert drawn(kind, tmp_path) is None
+    assert pyplot.get_fignums() == []
+
+
+def test_lines_are_told_apart_without_colour(write: Any, tmp_path: Path) -> None:
+    """In grey: no two of fifteen recipes with the same marker and line, and no line too pale to see on white."""
+    names = [f"recipe{i:02}" for i in range(15)]
+    for name in names:
+        write(name, "2:4", 0, 0.9)
+    table = build(collect([tmp_path]), "test/accuracy", ["recipe"], ["sparsity"], "mean")
+    looks = [style.look(table, (name,)) for name in names]
+    assert len({(look["marker"], look["linestyle"]) for look in looks}) == len(names)
+    for look in looks:
+        red, green, blue = (int(look["color"][i : i + 2], 16) / 255 for i in (1, 3, 5))
+        assert 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.75
