@@ -11,7 +11,7 @@ export NMRUN_DATA ?= $(if $(DATA),$(abspath $(DATA)),$(HOME)/.cache/nmrun)
 
 SCALE ?= small
 
-.PHONY: help run test demo tables bench lint clean
+.PHONY: help run test demo tables bench bench-gpu lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*## */  make \1\t/' | expand -t 16
@@ -39,6 +39,9 @@ table-step-glue table-step-gpt2: $(VENV)/installed-all  # pretrained networks
 
 bench: $(VENV)/installed  ## the cost of a training step of every recipe over dense
 	$(BIN)/python benchmarks/recipe_overhead.py
+
+bench-gpu: $(VENV)/installed-all  ## all that wants a GPU: doctor, its tests, then gemm, masks, layer, train and infer (ten minutes at most)
+	PYTHON=$(BIN)/python benchmarks/gpu.sh
 
 lint: $(VENV)/installed-all  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -21,7 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from nmrun import distributed
-from nmrun.bench import ARMS, WORKLOADS, Arm, hardware
+from nmrun.bench.arms import ARMS, WORKLOADS
+from nmrun.bench.machine import hardware
+from nmrun.bench.recipes import Arm
 from nmrun.patterns import Pattern
 
 RECIPES = ("dense_again", "ste", "sr_ste", "step_phase_two", "s_ste")

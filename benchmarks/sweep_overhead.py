@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from nmrun import cli
-from nmrun.bench import hardware
+from nmrun.bench.machine import hardware
 from nmrun.loop import Loop
 
 LIMIT = 0.3

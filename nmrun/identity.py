@@ -11,7 +11,10 @@ from nmrun.schema import Config
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
 IRRELEVANT = {
     "dataset": {"workers"},
-    "trainer": {"device", "log_every", "diagnose_every", "checkpoint_every", "threads", "on_oom", "distributed", "acceleration"},
+    "trainer": {
+        *("device", "threads", "on_oom", "distributed", "acceleration"),
+        *("log_every", "diagnose_every", "checkpoint_every"),
+    },
 }  # where and how it runs and what it tells
 
 

@@ -13,13 +13,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hydra._internal.core_plugins import basic_launcher
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from nmrun import cli, experiment, lock, sweep
+from nmrun import cli, experiment, lock, pipe, sweep
 from nmrun.errors import ConfigError
 
 NOW = 1_000_000.0
@@ -234,6 +235,15 @@ def test_asking_for_a_lock_keeps_nobody_from_it(tmp_path: Path) -> None:
     threading.Timer(0.03, os.close, [asking]).start()
     with lock.hold(tmp_path) as ours:
         assert ours
+
+
+def test_a_stream_of_somebody_else_s_need_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's, in its workers, returns None."""
+    said: list[str] = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=said.append, flush=lambda: None))
+    with pipe.ends_quietly():
+        assert sys.stdout.write("four") == 4
+    assert said == ["four"]
 
 
 @pytest.mark.parametrize(

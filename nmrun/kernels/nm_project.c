@@ -7,6 +7,10 @@
 #include <math.h>
 #include <stdint.h>
 
+#if defined(__AVX512F__) && !defined(__clang__) && __GNUC__ >= 8
+#pragma GCC target("prefer-vector-width=512") /* gcc prefers half of that, which takes 1.1 times as long */
+#endif
+
 #define LANES 16
 #define AHEAD 512 /* elements: what is fetched into the cache while a column block is at work */
 
@@ -14,6 +18,7 @@ void nm_project(const float *restrict weight, float *restrict out, int64_t begin
                 float scale) {
   for (int64_t column = begin; column < end; column += LANES) {
     int lanes = end - column < LANES ? (int)(end - column) : LANES;
+    int together = inner == 1 && lanes == LANES; /* one piece of memory: with M as the stride it is loaded whole and shuffled */
     for (int j = 0; j < M * LANES; j += 16) { /* a cache line each; a prefetch past the end is harmless */
       __builtin_prefetch(weight + column * M + AHEAD + j);
       __builtin_prefetch(out + column * M + AHEAD + j, 1);
@@ -21,12 +26,16 @@ void nm_project(const float *restrict weight, float *restrict out, int64_t begin
     int64_t first[LANES];
     float w[M][LANES], top[N + 1][LANES];
     int32_t room[LANES];
-    for (int l = 0; l < LANES; l++) {
+    for (int l = 0; l < LANES && !together; l++) {
       int64_t c = l < lanes ? column + l : end - 1; /* idle lanes repeat the last column and store nothing */
       first[l] = inner == 1 ? c * M : (c / inner) * M * inner + c % inner;
     }
-    for (int j = 0; j < M; j++)
-      for (int l = 0; l < LANES; l++) w[j][l] = weight[first[l] + j * inner];
+    if (together)
+      for (int l = 0; l < LANES; l++)
+        for (int j = 0; j < M; j++) w[j][l] = weight[(column + l) * M + j];
+    else
+      for (int j = 0; j < M; j++)
+        for (int l = 0; l < LANES; l++) w[j][l] = weight[first[l] + j * inner];
     for (int k = 0; k <= N; k++)
       for (int l = 0; l < LANES; l++) top[k][l] = -1.0f;
     for (int j = 0; j < M; j++)
@@ -50,7 +59,11 @@ void nm_project(const float *restrict weight, float *restrict out, int64_t begin
         room[l] -= tie;
         w[j][l] = keep ? kept + 0.0f : 0.0f;
       }
-    for (int j = 0; j < M; j++)
-      for (int l = 0; l < lanes; l++) out[first[l] + j * inner] = w[j][l];
+    if (together)
+      for (int l = 0; l < LANES; l++)
+        for (int j = 0; j < M; j++) out[(column + l) * M + j] = w[j][l];
+    else
+      for (int j = 0; j < M; j++)
+        for (int l = 0; l < lanes; l++) out[first[l] + j * inner] = w[j][l];
   }
 }

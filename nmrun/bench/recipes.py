@@ -1,4 +1,4 @@
-"""``nmrun bench``: how much longer a training step takes under each recipe than dense training, on this machine's CPU.
+"""``nmrun bench recipes``: how much longer a training step takes under each recipe than dense training, on this machine's CPU.
 
 A step is forward, backward and optimizer step. All arms live in one process, start from the same weights and see the same
 batch; a round runs every arm once in a shuffled order, and a ratio is an arm's time over the dense time of the same
@@ -12,126 +12,25 @@ import copy
 import gc
 import json
 import math
-import os
-import platform
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from nmrun import optim
-from nmrun.handle import sparsify
-from nmrun.models import small_conv, torchvision_models
+from nmrun.bench.arms import ARMS, WORKLOADS, Attach
+from nmrun.bench.machine import hardware
 from nmrun.patterns import Pattern
-from nmrun.sparsity.select import select
 
 SHORTEST = 0.05  # seconds a measurement takes at least: several steps of a small model, one of a large one
 WARM_UP = 3  # rounds that are not counted: caches, oneDNN's first calls, the switch of STEP and ASP
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A model, its input shape (batch first) and the layers that stay dense in every arm."""
-
-    build: Callable[[], nn.Module]
-    shape: tuple[int, ...]
-    exclude: tuple[str, ...] = ()
-
-
-def transformer() -> nn.Module:
-    """Six Transformer encoder layers of width 512, feed-forward width 2048, 8 heads."""
-    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-
-
-def tiny() -> nn.Module:
-    """A perceptron to try the benchmark itself with."""
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
-
-
-WORKLOADS = {
-    "small_conv": Workload(lambda: small_conv.build((1, 8, 8), 10), (64, 1, 8, 8), ("stem", "head")),
-    "resnet18": Workload(lambda: torchvision_models.build("resnet18", (3, 32, 32), 10), (32, 3, 32, 32), ("conv1", "fc")),
-    "transformer": Workload(transformer, (8, 128, 512)),
-    "tiny": Workload(tiny, (8, 32)),
-}
-
-
-class ArgsortSRSTE(torch.autograd.Function):
-    """SR-STE as its official code has it: the mask by argsort in every forward pass, the decay in the backward pass.
-
-    After ``Sparse_NHWC`` of github.com/aojunzz/NM-sparsity at a557d6b, for linear layers and convolutions.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, n: int, m: int, decay: float) -> Tensor:
-        inputs_last = weight.detach().abs().movedim(1, -1)
-        groups = inputs_last.reshape(-1, m)
-        pruned = torch.argsort(groups, dim=1)[:, : m - n]
-        mask = torch.ones_like(groups).scatter_(1, pruned, 0).reshape(inputs_last.shape).movedim(-1, 1)
-        ctx.save_for_backward(weight)
-        ctx.mask, ctx.decay = mask, decay
-        return weight * mask
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (weight,) = ctx.saved_tensors
-        return grads[0] + ctx.decay * (1 - ctx.mask) * weight, None, None, None
-
-
-class ArgsortInForward(nn.Module):
-    """The parametrization that puts :class:`ArgsortSRSTE` in front of a weight."""
-
-    def __init__(self, pattern: Pattern, decay: float = 2e-4) -> None:
-        super().__init__()
-        self.pattern, self.decay = pattern, decay
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return ArgsortSRSTE.apply(weight, self.pattern.n, self.pattern.m, self.decay)
-
-
-Attach = Callable[[nn.Module, torch.optim.Optimizer, Pattern, Sequence[str]], Any]
-
-
-def _recipe(name: str, **arguments: Any) -> Attach:
-    return lambda model, optimizer, pattern, exclude: sparsify(model, optimizer, name, pattern, exclude=exclude, **arguments)
-
-
-def _argsort(model: nn.Module, optimizer: torch.optim.Optimizer, pattern: Pattern, exclude: Sequence[str]) -> None:
-    for chosen in select(model, pattern, exclude=exclude)[0]:
-        parametrize.register_parametrization(chosen.module, chosen.attribute, ArgsortInForward(pattern))
-
-
-# what is done to a model after it was built; all arms have the same optimizer
-ARMS: dict[str, Attach] = {
-    "dense_again": lambda *_: None,  # nothing: shows how far the ratio of two equal arms strays from one
-    "asp": _recipe("asp", prune_at=0.0),
-    "ste": _recipe("ste"),
-    "sr_ste": _recipe("sr_ste"),
-    "step_phase_one": _recipe("step", total_steps=10**9, t_max=1.0),  # samples the variance change, never switches
-    "step_phase_two": _recipe("step", total_steps=2, switch=0.5),  # switches after the first step
-    "s_ste": _recipe("s_ste"),
-    "mdgf_linear": _recipe("mdgf_linear", total_steps=10**9, dense=0.0),  # the middle phase
-    "mdgf_exponential": _recipe("mdgf_exponential", total_steps=10**9, dense=0.0),
-    "sdgf_stepwise": _recipe("sdgf_stepwise", total_steps=10**9, dense=0.0),
-    "sdgf_geometric": _recipe("sdgf_geometric", total_steps=10**9, dense=0.0, frames=2),
-    "decay_mask": _recipe("decay_mask", total_steps=10**9, dense=0.0),
-    "t_sr_ste": _recipe("t_sr_ste", interval=10**9),  # between two searches for masks
-    "t_sr_ste_search": _recipe("t_sr_ste", interval=1),  # with a search in every step; by default it is one of 40
-    "bi_mask": _recipe("bi_mask", interval=10**9),  # likewise, one of 100
-    "bi_mask_search": _recipe("bi_mask", interval=1),
-    "lbc": _recipe("lbc", total_steps=10**9),  # while candidates are left
-    "maskllm": _recipe("maskllm", total_steps=10**9, dense=0.0),  # while masks are learned
-    "sr_ste_argsort": _argsort,
-}
 
 
 class Arm:
@@ -197,24 +96,6 @@ def measure(name: str, pattern: Pattern, recipes: Sequence[str], rounds: int) ->
         ms, dense_ms = 1e3 * statistics.median(times[recipe]), 1e3 * statistics.median(dense)
         rows.append(Row(name, str(pattern), recipe, middle, q1, q3, rounds, ms, dense_ms))
     return rows
-
-
-def hardware() -> dict[str, Any]:
-    """Where the numbers come from."""
-    cpu = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return {
-        "cpu": cpu,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-    }
 
 
 def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# What a machine with a GPU has to show, in ten minutes and without a network: what it offers, the tests that need it, the benchmarks.
+#
+#   benchmarks/gpu.sh [FOLDER]      results go to FOLDER (benchmarks/results); PYTHON is the interpreter, LIMIT the seconds in all (585)
+#
+# A part that fails does not stop the others; one for which no time is left is not begun. Exits with 1 if any failed or was left out.
+cd "$(dirname "$0")/.." || exit 1
+PYTHON=${PYTHON:-python} LIMIT=${LIMIT:-585} OUT=${1:-benchmarks/results}
+export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+status=0
+
+part() { # name, most seconds, command
+  local name=$1 most=$2 left=$((LIMIT - SECONDS)) began=$SECONDS
+  shift 2
+  if [ "$left" -lt 10 ]; then
+    echo "=== $name: no time left" && status=1 && return
+  fi
+  echo "=== $name"
+  timeout --kill-after=10 $((left < most ? left : most)) "$@" || { echo "=== $name FAILED with $?" && status=1; }
+  echo "=== $name took $((SECONDS - began)) s"
+}
+bench() { part "$1" "$2" "$PYTHON" -m nmrun.cli bench "$1" --device cuda --out "$OUT" "${@:3}"; }
+
+part doctor 60 "$PYTHON" -m nmrun.cli doctor
+part tests 200 "$PYTHON" -m pytest -m gpu tests/test_gpu.py tests/test_triton.py
+bench gemm 150
+bench masks 60 --arms nmrun reference topk
+bench layer 120 --shapes 768x3072 3072x768 1600x6400 6400x1600 4096x16384
+bench infer 60 --models gpt2 --batches 1 8
+bench train 300 --models gpt2 --rounds 5
+exit $status

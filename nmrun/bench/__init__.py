@@ -1,0 +1,33 @@
+"""``nmrun bench WHAT``: how fast masks, 2:4 products, layers, training and inference are on the machine at hand.
+
+Each benchmark is a module of this package with a ``main(argv)`` of its own; without WHAT it is ``recipes``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+KINDS = {
+    "recipes": "a training step under each recipe over the dense one, on the CPU (the default)",
+    "masks": "finding masks and projecting, against a copy of the same memory",
+    "gemm": "2:4 products against dense ones, by shape and tokens (GPU)",
+    "layer": "forward and backward of one linear layer: dense, masked, by 2:4 products",
+    "train": "whole training steps: dense, masked, accelerated, and a bare loop",
+    "infer": "forward passes of whole networks, dense and with 2:4 weights (GPU)",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """``nmrun bench``; returns the exit status, 2 where this machine has nothing to measure. Mistakes in options exit with 2 by SystemExit."""
+    words = list(argv)
+    if words in (["-h"], ["--help"]):
+        print("usage: nmrun bench [WHAT] [options]      nmrun bench WHAT --help lists those of WHAT\n")
+        print("\n".join(f"  {name:<9} {about}" for name, about in KINDS.items()))
+        return 0
+    what = words.pop(0) if words and not words[0].startswith("-") else "recipes"
+    if what not in KINDS:
+        print(f"nmrun bench: error: {what}: it takes one of {', '.join(KINDS)}", file=sys.stderr)
+        return 2
+    return int(importlib.import_module(f"nmrun.bench.{what}").main(words))

@@ -1,0 +1,107 @@
+"""``nmrun bench gemm``: products with a 2:4 weight against dense ones, by shape and number of tokens.
+
+``x W^T`` with W (outputs, inputs) and x (tokens, inputs) in bfloat16, as in a layer's forward pass; each shape both ways, as the two layers of
+a feed-forward block. All numbers are drawn from N(0, 1), since what is multiplied decides on a GPU's power and so on its clock. Each path is
+tested first (see ``nmrun.kernels.paths24``): one that is wrong is shown as wrong and not timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nmrun.bench import output, picture
+from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
+from nmrun.kernels import paths24
+
+SHAPES = ("768x3072", "1024x4096", "1280x5120", "1600x6400", "2048x8192", "4096x16384")
+TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
+DTYPE = torch.bfloat16
+
+
+def sparse_weight(outputs: int, inputs: int, device: torch.device) -> Tensor:
+    """N(0, 1) numbers, 2:4 along both dimensions, so that no path has a choice what to prune."""
+    pairs = torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).to(device)
+    return (torch.randn(outputs, inputs, device=device) * pairs.repeat(outputs // 4, inputs // 4) + 0.0).to(DTYPE)
+
+
+def product(path: paths24.Path, weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
+    """``x W^T`` by a path; the weight is packed in the first call."""
+    packed = cache(lambda: path.pack(weight, None)[0])
+    return lambda: path.multiply(x, packed(), None)
+
+
+def measure(inputs: int, outputs: int, tokens: int, count: int, clock: Clock, device: torch.device) -> list[Row]:
+    """Dense and every path of ``paths24.PATHS`` at one size."""
+    about = {"shape": f"{inputs} to {outputs}", "inputs": inputs, "outputs": outputs, "tokens": tokens}
+    try:
+        x, weight = torch.randn(tokens, inputs, device=device).to(DTYPE), sparse_weight(outputs, inputs, device)
+        dense = torch.randn(outputs, inputs, device=device).to(DTYPE)
+        calls: dict[str, Callable[[], Tensor]] = {"dense": partial(functional.linear, x, dense)}
+        rows: list[Row] = []
+        expected = x.float() @ weight.float().t()
+        for name, path in paths24.PATHS.items():
+            call = product(path, weight, x)
+            if why := fault(call, expected):
+                rows.append({**about, "path": name, "wrong": why})
+            else:
+                calls[name] = call
+        del expected
+        times = rounds(calls, count, clock)
+    except torch.OutOfMemoryError:
+        return [{**about, "path": name, "wrong": NO_MEMORY} for name in ("dense", *paths24.PATHS)]
+    flops = 2 * tokens * inputs * outputs
+    for name, taken in times.items():
+        figures = speedup(taken, times["dense"])
+        rows.append({**about, "path": name, **figures, "tflops": flops / figures["ms"] / 1e9})
+    order = ["dense", *paths24.PATHS]
+    return sorted(rows, key=lambda row: order.index(row["path"]))
+
+
+def cell(row: Row) -> str:
+    """Milliseconds of dense products, of others how many times as fast they are."""
+    return f"{row['ms']:.3g} ms, {row['tflops']:.3g} TFLOP/s" if row["path"] == "dense" else output.spread(row, "speedup")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = output.parser("gemm", __doc__, 20)
+    usual = [output.shape(text) for text in SHAPES]
+    parser.add_argument(
+        "--shapes", nargs="+", type=output.shape, default=usual, metavar="INxOUT", help=f"default: {' '.join(SHAPES)}"
+    )
+    parser.add_argument(
+        "--tokens", nargs="+", type=output.positive, default=TOKENS, help=f"default: {' '.join(map(str, TOKENS))}"
+    )
+    options = parser.parse_args(argv)
+    device = output.begin(options, parser)
+    if output.without_products("gemm", device):
+        return 2
+    clock, rows = Clock(device), list[Row]()
+    both = [pair for narrow, wide in options.shapes for pair in dict.fromkeys(((narrow, wide), (wide, narrow)))]
+    for inputs, outputs in both:
+        output.note(f"{inputs} to {outputs}")
+        for tokens in options.tokens:
+            rows += measure(inputs, outputs, tokens, options.rounds, clock, device)
+    title = (
+        "Products with a 2:4 weight, bfloat16: how many times as fast as the dense product of the same size, median [quartiles] of paired"
+        f" rounds, n = {options.rounds}. TFLOP/s of the dense one."
+    )
+    parts = []
+    for name in ("dense", *paths24.PATHS):
+        some = [row for row in rows if row["path"] == name]
+        reasons = list(dict.fromkeys(row.get("wrong") for row in some))
+        text = (
+            output.grid(some, "shape", "tokens", cell) if len(reasons) > 1 or not reasons[0] else f"{reasons[0]}, at all sizes"
+        )
+        parts.append(f"{name}:\n\n{text}")
+
+    def draw(out: output.Path) -> None:
+        shown = [row for row in rows if row["path"] != "dense" and "speedup" in row]
+        if shown:
+            picture.draw(out, shown, "shape", "path", "tokens", "speedup", ("tokens", "times as fast as dense"), 1.0)
+
+    return output.finish("gemm", "\n\n".join([title, *parts]), rows, argv, device, options.out, draw)

@@ -1,0 +1,151 @@
+"""``nmrun bench infer``: forward passes of a whole network in evaluation, dense and with its sparse layers 2:4, by batch size.
+
+Weights and products are bfloat16. The layers that a run would make sparse are packed once, for each 2:4 path that is right on this GPU; what
+cannot be packed stays dense, and how many are is said. Times are those of a call, with the time that the host takes to launch it.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from hydra.errors import HydraException
+from torch import Tensor, nn
+
+from nmrun import models
+from nmrun.bench import gemm, output
+from nmrun.bench.networks import NETWORKS, composed, random_text
+from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
+from nmrun.errors import ConfigError
+from nmrun.kernels import paths24
+from nmrun.kernels.linear24 import Packed
+from nmrun.patterns import Pattern
+from nmrun.sparsity.masks import hard_threshold
+from nmrun.sparsity.select import select
+
+PATTERN = Pattern(2, 4)
+USUAL = ("gpt2", "vit_large")
+
+
+class Compressed(nn.Module):
+    """A linear layer whose weight, pruned to 2:4, is packed for one path."""
+
+    def __init__(self, layer: nn.Linear, path: str) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self.packed = Packed(path, hard_threshold(layer.weight, PATTERN), None, layer.weight.dtype, both=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.packed(x, self.weight, self.bias)
+
+
+def compressed(model: nn.Module, names: Sequence[str], path: str) -> tuple[nn.Module, int]:
+    """A copy of the model with these layers packed, and how many could be."""
+    twin, done = copy.deepcopy(model), 0
+    for name in names:
+        layer = twin.get_submodule(name)
+        try:
+            twin.set_submodule(name, Compressed(layer, path))  # type: ignore[arg-type]
+            done += 1
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+    return twin, done
+
+
+def right_paths(device: torch.device) -> tuple[list[str], list[Row]]:
+    """The paths that compute the right thing here, and rows that say what is wrong with the others."""
+    x, weight = torch.randn(256, 512, device=device).to(gemm.DTYPE), gemm.sparse_weight(384, 512, device)
+    expected, right, rows = x.float() @ weight.float().t(), list[str](), list[Row]()
+    for name, path in paths24.PATHS.items():
+        why = "" if name != "one-pass packing" else "it prunes both ways, which weights of a run are not"
+        why = why or fault(lambda path=path: path(weight)(x), expected)  # type: ignore[misc]
+        right, rows = (right, [*rows, {"arm": name, "wrong": why}]) if why else ([*right, name], rows)
+    return right, rows
+
+
+def measure(
+    words: Sequence[str], paths: Sequence[str], batches: Sequence[int], compiled: bool, count: int, device: torch.device
+) -> list[Row]:
+    """One network, dense and by each path. Raises ConfigError for words that are none."""
+    with tempfile.TemporaryDirectory() as name:
+        random_text(Path(name))
+        config = composed(Path(name), ["recipe=dense", *words])
+    if "context" in config.dataset:
+        inputs = {"vocabulary": config.dataset["vocabulary"], "context": config.dataset["context"]}
+    else:
+        inputs = {"shape": (3, config.dataset["side"], config.dataset["side"]), "classes": 1000}
+    torch.manual_seed(0)
+    dense = models.build(config.model, inputs).to(device, gemm.DTYPE).eval().requires_grad_(False)
+    chosen, _ = select(dense, PATTERN, include=config.model["include"], exclude=config.model["exclude"] or ())
+    names = [weight.module_name for weight in chosen if isinstance(weight.module, nn.Linear)]
+    rows: list[Row] = []
+    try:
+        networks = {"dense": (dense, 0)} | {path: compressed(dense, names, path) for path in paths}
+    except torch.OutOfMemoryError:
+        return [{"arm": arm, "batch": batch, "wrong": NO_MEMORY} for arm in ("dense", *paths) for batch in batches]
+    forward = {arm: torch.compile(network) if compiled else network for arm, (network, _) in networks.items()}
+    for batch in batches:
+        try:
+            x = example(inputs, batch, device)
+            with torch.inference_mode():
+                arms: dict[str, Callable[[], object]] = {arm: partial(network, x) for arm, network in forward.items()}
+                times = rounds(arms, count, Clock(device, flush=False))
+        except torch.OutOfMemoryError:
+            rows += [{"arm": arm, "batch": batch, "wrong": NO_MEMORY} for arm in networks]
+            continue
+        for arm, taken in times.items():
+            layers = {"layers": f"{networks[arm][1]} of {len(names)}"}
+            rows.append({"arm": arm, "batch": batch, **layers, **speedup(taken, times["dense"])})
+    return rows
+
+
+def example(inputs: Row, batch: int, device: torch.device) -> Tensor:
+    """A batch of random tokens at full context, or of random images."""
+    if "context" in inputs:
+        return torch.randint(inputs["vocabulary"], (batch, inputs["context"]), device=device)
+    return torch.randn(batch, *inputs["shape"], device=device).to(gemm.DTYPE)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = output.parser("infer", __doc__, 20)
+    parser.add_argument("--models", nargs="+", choices=NETWORKS, default=USUAL, help=f"default: {' '.join(USUAL)}")
+    parser.add_argument(
+        "--batches", nargs="+", type=output.positive, default=[1, 8, 32], help="sequences or images (default: 1 8 32)"
+    )
+    parser.add_argument("--compile", action="store_true", help="torch.compile all arms")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all arms, such as dataset.context=256")
+    options = parser.parse_args(argv)
+    device = output.begin(options, parser)
+    if output.without_products("infer", device):
+        return 2
+    paths, rows = right_paths(device)
+    for name in options.models:
+        output.note(name)
+        words = [*NETWORKS[name], *options.overrides]
+        try:
+            found = measure(words, paths, options.batches, options.compile, options.rounds, device)
+        except (ConfigError, HydraException) as error:
+            parser.error(str(error).splitlines()[0])
+        rows += [{"model": name, **row} for row in found]
+        torch.compiler.reset()  # the compiler keeps what it compiled, up to a limit
+        gc.collect()
+    title = (
+        "Forward passes in evaluation, bfloat16: milliseconds of dense ones, and how many times as fast those with 2:4 layers are, median"
+        f" [quartiles] of paired rounds, n = {options.rounds}. Compiled: {'yes' if options.compile else 'no'}."
+    )
+
+    def cell(row: Row) -> str:
+        return (
+            f"{row['ms']:.4g} ms" if row["arm"] == "dense" else f"{output.spread(row, 'speedup')}, {row['layers']} layers 2:4"
+        )
+
+    shown = [{**row, "batch": f"{row['model']}, {row['batch']}"} for row in rows if "batch" in row]
+    unused = [f"{row['arm']}: {row['wrong']}" for row in rows if "batch" not in row]
+    text = "\n\n".join([title, output.grid(shown, "batch", "arm", cell), *unused])
+    return output.finish("infer", text, rows, argv, device, options.out)

@@ -1,0 +1,130 @@
+"""``nmrun bench masks``: how fast N:M masks are found and weights projected, against a copy of the same tensor.
+
+A copy reads and writes every weight once, as a projection at least has to: it is the memory bound. Arms are nmrun's dispatch (C on the CPU,
+Triton on a GPU), its reference in plain torch, ``torch.topk``, and sorting every group and scattering, as the official code of SR-STE and
+STEP does. All leave the projection in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nmrun import kernels
+from nmrun.bench import output, picture
+from nmrun.bench.arms import argsort_mask
+from nmrun.bench.timing import NO_MEMORY, Clock, Row, quartiles, rounds
+from nmrun.patterns import Pattern
+from nmrun.sparsity.masks import hard_threshold
+
+COLUMNS = 4096  # inputs of the layer; the number of weights decides on the outputs
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dispatch(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
+    if not kernels.project(weight, out, pattern, 1):
+        reference(weight, out, pattern)
+
+
+def reference(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
+    out.copy_(hard_threshold(weight, pattern, 1))
+
+
+def topk(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
+    groups = weight.view(-1, pattern.m)
+    kept = groups.abs().topk(pattern.n, dim=1, sorted=False).indices
+    torch.mul(weight, torch.zeros_like(groups).scatter_(1, kept, 1).view_as(weight), out=out)
+
+
+def argsort(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
+    torch.mul(weight, argsort_mask(weight, pattern.n, pattern.m), out=out)
+
+
+ARMS: dict[str, Callable[[Tensor, Tensor, Pattern], None]] = {
+    "nmrun": dispatch,
+    "reference": reference,
+    "topk": topk,
+    "argsort": argsort,
+}
+
+
+def measure(
+    pattern: Pattern, millions: float, arms: Sequence[str], dtype: torch.dtype, count: int, device: torch.device
+) -> list[Row]:
+    """The copy and these arms on one random weight of about so many millions of entries."""
+    columns = COLUMNS // pattern.m * pattern.m
+    about = {"pattern": str(pattern), "millions": millions, "dtype": str(dtype).removeprefix("torch.")}
+    try:
+        weight = torch.randn(max(1, round(millions * 1e6 / columns)), columns, device=device).to(dtype)
+        out = torch.empty_like(weight)
+        calls = {"copy": partial(out.copy_, weight)} | {name: partial(ARMS[name], weight, out, pattern) for name in arms}
+        times = rounds(calls, count, Clock(device), warm_up=1)
+    except torch.OutOfMemoryError:
+        return [{**about, "arm": name, "wrong": NO_MEMORY} for name in ("copy", *arms)]
+    rows = []
+    for name, taken in times.items():
+        rate = [2 * weight.nbytes / 1e6 / ms for ms in taken]
+        copies = [ms / copy for ms, copy in zip(taken, times["copy"], strict=True)]
+        figures = quartiles("ms", taken) | quartiles("gb_per_second", rate) | quartiles("copies", copies)
+        rows.append({**about, "arm": name, "n": count, **figures})
+    return rows
+
+
+def pattern(text: str) -> Pattern:
+    """An N:M whose groups fit into a row, for argparse."""
+    try:
+        parsed = Pattern.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if parsed.m > COLUMNS:
+        raise argparse.ArgumentTypeError(f"{text}: M up to {COLUMNS}")
+    return parsed
+
+
+def size(text: str) -> float:
+    """Millions of weights, for argparse."""
+    try:
+        if 0 < (value := float(text)) <= 10_000:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text}: millions of weights, up to 10000")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = output.parser("masks", __doc__, 10)
+    usual = ["2:4", "1:4", "2:8", "1:16", "8:32"]
+    parser.add_argument(
+        "--patterns", nargs="+", type=pattern, default=[*map(pattern, usual)], metavar="N:M", help=" ".join(usual)
+    )
+    parser.add_argument("--weights", nargs="+", type=size, default=[1, 10, 50], metavar="MILLIONS", help="default: 1 10 50")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all of them")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    options = parser.parse_args(argv)
+    device = output.begin(options, parser)
+    rows: list[Row] = []
+    for millions in options.weights:
+        for one in options.patterns:
+            output.note(f"{one}, {millions:g} million weights")
+            rows += measure(one, millions, options.arms, DTYPES[options.dtype], options.rounds, device)
+    title = (
+        "Finding an N:M mask and projecting: multiples of a copy's time, median [quartiles] of paired rounds, and the memory traffic of"
+        f" one read and one write in GB/s. {options.dtype}, n = {options.rounds}."
+    )
+    columns = ["copy", *options.arms]
+    parts = []
+    for millions in options.weights:
+        some = [{**row, "N:M": row["pattern"]} for row in rows if row["millions"] == millions]
+        text = output.grid(some, "N:M", "arm", lambda row: f"{output.spread(row, 'copies')}, {row['gb_per_second']:.3g} GB/s")
+        parts.append(f"{millions:g} million weights\n\n{text}")
+    drawn = [{**row, "size": f"{row['millions']:g} million weights"} for row in rows if row["arm"] in columns[1:]]
+    labels = ("N:M", "multiples of a copy's time")
+
+    def draw(out: output.Path) -> None:
+        picture.draw(out, drawn, "size", "arm", "pattern", "copies", labels, 1.0)
+
+    return output.finish("masks", "\n\n".join([title, *parts]), rows, argv, device, options.out, draw)

@@ -1,0 +1,114 @@
+"""What the benchmarks share towards the user: options, tables, and how results are written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from nmrun import acceleration
+from nmrun.bench.machine import hardware, machine_line
+from nmrun.bench.timing import Row
+
+
+def parser(name: str, about: str | None, default_rounds: int) -> argparse.ArgumentParser:
+    """With what all of them take: rounds, device and where the results go."""
+    text = (about or "").split("\n\n")[0].replace("``", "")
+    made = argparse.ArgumentParser(prog=f"nmrun bench {name}", description=text)
+    made.add_argument(
+        "--rounds", type=positive, default=default_rounds, help=f"measurements of each (default: {default_rounds})"
+    )
+    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where there is one")
+    made.add_argument("--out", type=Path, metavar="DIR", help=f"write {name}_cpu or {name}_gpu there, as .md and .json")
+    return made
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: a whole number, 1 or more")
+    return int(text)
+
+
+def shape(text: str) -> tuple[int, int]:
+    """``768x3072``, inputs and outputs of a layer, for argparse."""
+    sides = text.split("x")
+    if len(sides) != 2 or not all(side.isdecimal() and int(side) > 0 and int(side) % 16 == 0 for side in sides):
+        raise argparse.ArgumentTypeError(f"{text}: inputs x outputs, multiples of 16, such as 768x3072")
+    return int(sides[0]), int(sides[1])
+
+
+def begin(options: argparse.Namespace, made: argparse.ArgumentParser) -> torch.device:
+    """The device that was asked for, and the folder of the results made. Mistakes exit with status 2."""
+    if options.device == "cuda" and not torch.cuda.is_available():
+        made.error("--device cuda: torch sees no CUDA device here")
+    if options.out:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            made.error(f"--out {options.out}: {error.strerror}")
+    return torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def without_products(name: str, device: torch.device) -> bool:
+    """Whether this device has no 2:4 products; then says so in a line."""
+    why = acceleration.obstacle(device)
+    if why:
+        print(f"nmrun bench {name}: {why}: there are no 2:4 products to measure", file=sys.stderr)
+    return bool(why)
+
+
+def note(text: str) -> None:
+    print(f"measuring {text} ...", file=sys.stderr, flush=True)
+
+
+def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """In Markdown, with the columns aligned so that a terminal shows it as well."""
+    widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
+    padded = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *lines)]
+    rule = "|".join("-" * (width + 2) for width in widths)
+    return "\n".join([f"| {padded[0]} |", f"|{rule}|", *(f"| {line} |" for line in padded[1:])])
+
+
+def spread(row: Row, name: str, digits: int = 3) -> str:
+    """``1.32 [1.30, 1.35]``: a median and its quartiles."""
+    middle, q1, q3 = (f"{row[key]:#.{digits}g}".rstrip(".") for key in (name, f"{name}_q1", f"{name}_q3"))
+    return f"{middle} [{q1}, {q3}]"
+
+
+def grid(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]) -> str:
+    """A table of rows, with the values of one key down and of another across."""
+    columns = list(dict.fromkeys(row[across] for row in rows))
+    cells = {(row[down], row[across]): row["wrong"] if row.get("wrong") else cell(row) for row in rows}
+    lines = [[str(d), *(cells.get((d, a), "") for a in columns)] for d in dict.fromkeys(row[down] for row in rows)]
+    return table([down, *map(str, columns)], lines)
+
+
+def finish(
+    name: str, text: str, rows: Sequence[Row], argv: Sequence[str], device: torch.device, out: Path | None,
+    picture: Callable[[Path], None] | None = None,
+) -> int:  # fmt: skip
+    """Print, and write to ``out`` where there is one; returns the exit status."""
+    machine, command = hardware(device), shlex.join(["nmrun", "bench", name, *argv])
+    page = f"{text}\n\n{machine_line(machine)}\n\n    {command}"
+    print(page)
+    if out:
+        stem = f"{name}_{'gpu' if device.type == 'cuda' else 'cpu'}"
+        record = {"benchmark": name, "command": command, "hardware": machine, "rows": [_plain(row) for row in rows]}
+        (out / f"{stem}.md").write_text(page + "\n")
+        (out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
+        if picture is not None:
+            picture(out / f"{stem}.png")
+    return 0
+
+
+def _plain(row: Row) -> Row:
+    return {
+        key: float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value for key, value in row.items()
+    }

@@ -1,0 +1,147 @@
+"""``nmrun bench train``: whole training steps by nmrun's own loop, dense, masked and accelerated, and by a bare loop.
+
+Arms of a network share one process and take turns, one stretch of steps each a round: ``dense``; the recipe with ``trainer.acceleration=off``
+(masks alone) and ``=auto`` (2:4 products where they are right and faster); ``bare``, the same dense network, compiled alike, with torch's fused
+AdamW on one batch that stays where it is: what a loop of one's own could reach at best. Data is random. Everything else is as a user gets it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from hydra.errors import HydraException
+
+from nmrun import schema
+from nmrun.bench import output
+from nmrun.bench.networks import NETWORKS, composed, random_text
+from nmrun.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
+from nmrun.build import autocast, build
+from nmrun.console import Console
+from nmrun.errors import ConfigError
+from nmrun.flops import peak_flops
+from nmrun.loop import Loop
+
+USUAL = {"cuda": ("gpt2", "gpt2_medium", "gpt2_large", "vit_large", "vit_huge"), "cpu": ("gpt_tiny", "vit_small_32")}
+ARMS = ("dense", "masked", "accelerated", "bare")
+Prepared = tuple[Callable[[], None], Row]
+
+
+def ours(config: schema.Config, steps: int) -> Prepared:
+    """A stretch of ``steps`` steps of nmrun's loop, and what there is to say of it."""
+    loop = Loop(config, parts := build(config), Console(None))
+    loop.model.train()
+    items = sum(loop.task.size(batch) for batch in loop.task.micro_batches(0, 0, 1))
+
+    def stretch() -> None:
+        for _ in range(steps):
+            loop._train_step(*divmod(loop.step, loop.task.batches_per_epoch), measure_flips=False)
+            loop.losses, loop.logged_step = loop.losses[-1:], loop.step - 1  # as if a row was logged
+
+    by_products = sum(choice.path is not None for choice in parts.accelerated)
+    about = {"items": items, "flops": loop.cost.dense, "peak": peak_flops(loop.device, loop.precision)}
+    return stretch, about | ({"layers": f"{by_products} of {len(loop.handle.sparse)}"} if loop.handle.sparse else {})
+
+
+def bare(config: schema.Config, steps: int) -> Prepared:
+    """The same for a loop of a few lines."""
+    parts = build(config)
+    model, task, accumulate = parts.model.train(), parts.task, config.trainer["accumulate"]
+    forward = torch.compile(model, fullgraph=True) if config.trainer["compile"] else model
+    batches = task.micro_batches(0, 0, accumulate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def stretch() -> None:
+        mode = torch.get_deterministic_debug_mode()
+        torch.set_deterministic_debug_mode("default")  # which nmrun's loop does not use
+        for _ in range(steps):
+            for batch in batches:
+                with autocast(parts.device, parts.precision):
+                    loss = task.loss(forward, batch) / len(batches)
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        torch.set_deterministic_debug_mode(mode)
+
+    return stretch, {}
+
+
+def measure(words: Sequence[str], recipe: str, arms: Sequence[str], steps: int, count: int, device: torch.device) -> list[Row]:
+    """These arms of one network. Raises ConfigError for words that are none, and for a recipe that does not fit."""
+    dense, masked = ("recipe=dense",), (f"recipe={recipe}", "sparsity='2:4'")
+    sparse = {mode: (*masked, f"trainer.acceleration={mode}") for mode in ("off", "auto")}
+    prepared: dict[str, Prepared] = {}
+    with tempfile.TemporaryDirectory() as name:
+        random_text(Path(name))
+        make = {
+            "dense": lambda: ours(composed(Path(name), [*words, *dense]), steps),
+            "masked": lambda: ours(composed(Path(name), [*words, *sparse["off"]]), steps),
+            "accelerated": lambda: ours(composed(Path(name), [*words, *sparse["auto"]]), steps),
+            "bare": lambda: bare(composed(Path(name), [*words, *dense]), steps),
+        }
+        try:
+            for arm in dict.fromkeys(("dense", *arms)):
+                prepared[arm] = make[arm]()
+            times = rounds({arm: call for arm, (call, _) in prepared.items()}, count, Clock(device, flush=False))
+        except torch.OutOfMemoryError:
+            return [{"arm": arm, "wrong": NO_MEMORY} for arm in dict.fromkeys(("dense", *arms))]
+    known = prepared["dense"][1]
+    rows = []
+    for arm, taken in times.items():
+        figures = speedup([ms / steps for ms in taken], [ms / steps for ms in times["dense"]])
+        rate = known["items"] / figures["ms"] * 1e3
+        mfu = {"mfu": rate * known["flops"] / known["peak"]} if known["peak"] else {}
+        layers = {"layers": prepared[arm][1]["layers"]} if "layers" in prepared[arm][1] else {}
+        rows.append({"arm": arm, **figures, "items_per_second": rate, **mfu, **layers})
+    return rows
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = output.parser("train", __doc__, 10)
+    parser.add_argument(
+        "--models", nargs="+", choices=NETWORKS, help=f"default: {' '.join(USUAL['cuda'])}; on a CPU {' '.join(USUAL['cpu'])}"
+    )
+    parser.add_argument("--recipe", default="sr_ste", help="at 2:4 (default: sr_ste)")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="default: all of them; dense is always there")
+    parser.add_argument("--steps", type=output.positive, default=10, help="steps of a stretch (default: 10)")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile all arms (default: on a GPU)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all arms, such as trainer.batch_size=32")
+    options = parser.parse_args(argv)
+    device = output.begin(options, parser)
+    compiled = device.type == "cuda" if options.compile is None else options.compile
+    rows: list[Row] = []
+    for name in options.models or USUAL[device.type]:
+        output.note(name)
+        words = [*NETWORKS[name], f"trainer.compile={compiled}", f"trainer.device={device.type}", *options.overrides]
+        try:
+            found = measure(words, options.recipe, options.arms, options.steps, options.rounds, device)
+        except (ConfigError, HydraException) as error:
+            parser.error(str(error).splitlines()[0])
+        rows += [{"model": name, **row} for row in found]
+        torch.compiler.reset()  # the compiler keeps what it compiled, up to a limit
+        gc.collect()
+    title = (
+        f"Training steps, {options.recipe} at 2:4: milliseconds, and how many times as fast as dense, median [quartiles] of paired stretches"
+        f" of {options.steps} steps, n = {options.rounds}; items are tokens or images. Compiled: {'yes' if compiled else 'no'}."
+    )
+    lines = []
+    for row in rows:
+        if "wrong" in row:
+            lines.append([row["model"], row["arm"], row["wrong"], "", "", "", ""])
+            continue
+        mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
+        figures = [
+            f"{row['ms']:.4g}",
+            output.spread(row, "speedup"),
+            f"{row['items_per_second']:,.0f}",
+            mfu,
+            row.get("layers", ""),
+        ]
+        lines.append([row["model"], row["arm"], *figures])
+    text = output.table(["model", "arm", "ms a step", "times as fast", "items/s", "MFU", "layers by 2:4 products"], lines)
+    return output.finish("train", f"{title}\n\n{text}", rows, argv, device, options.out)
