@@ -22,7 +22,7 @@ from nmrun.patterns import Pattern
 from nmrun.sparsity import products
 from nmrun.sparsity.attach import SparseWeight
 
-MODES = ("auto", "off", "force")
+MODES = ("auto", "off", "force", "cusparselt", "cutlass", "one_pass")
 MULTIPLE = 16  # of rows and columns, for 16-bit numbers; paths that want more say so when they are tried
 
 
@@ -47,13 +47,14 @@ def accelerate(
     """Let the sparse linear layers of ``handle`` train through 2:4 products where that is right and faster; returns what each got.
 
     ``sample()`` passes one micro-batch through the model, under the autocast of the training: it is called once, without gradients, to see
-    each layer's tokens and dtype. mode ``auto`` takes what is faster than dense, ``force`` the fastest right path even where it is not, ``off``
-    nothing. ``mvue`` is that of :func:`nmrun.sparsify`; ``accumulate`` the micro-batches of a step, which share one packing; ``why_not`` a
-    reason against all of it that is known beforehand. Where several processes train, rank 0 decides.
+    each layer's tokens and dtype. mode ``auto`` takes what is faster than dense; ``force`` the fastest right path even where it is not; the
+    name of a path of ``nmrun.kernels.paths24.PATHS`` that path, where it is right; ``off`` nothing. ``mvue`` is that of
+    :func:`nmrun.sparsify`; ``accumulate`` the micro-batches of a step, which share one packing; ``why_not`` a reason against all of it that is
+    known beforehand. Where several processes train, rank 0 decides.
 
     The dense weights stay the parameters, so optimizers, checkpoints and recipes see no difference. Acts in training mode, while the
-    weights are N:M. Results differ from the masked dense layer by the rounding of the dtype. Raises ConfigError with ``force`` where no
-    layer can be accelerated.
+    weights are N:M. Results differ from the masked dense layer by the rounding of the dtype. Raises ConfigError where no
+    layer can be accelerated and mode is not ``auto``.
     """
     if mode not in MODES:
         raise ConfigError(f"acceleration={mode}: it takes {', '.join(MODES)}")
@@ -77,9 +78,9 @@ def accelerate(
             weight_path = min((name for name, t in times.items() if not t.wrong), key=lambda name: times[name].weight_gradient)
             _install(weight, path, shape, None if weight_path == "dense" else weight_path)
         choices.append(Choice(weight.name, path, reason, shape))
-    if mode == "force" and not any(choice.path for choice in choices):
+    if mode != "auto" and not any(choice.path for choice in choices):
         reasons = "; ".join(dict.fromkeys(choice.reason for choice in choices))
-        raise ConfigError(f"trainer.acceleration=force: no layer can be accelerated here ({reasons})")
+        raise ConfigError(f"trainer.acceleration={mode}: no layer can be accelerated here ({reasons})")
     return choices
 
 
@@ -159,12 +160,13 @@ def _both(weight: SparseWeight) -> bool:
 def _best(times: Mapping[str, Times], accumulate: int, mode: str) -> tuple[str | None, str]:
     """The path that a layer gets, and what was found."""
     dense = times["dense"].step(accumulate)
-    right = {name: t.step(accumulate) for name, t in times.items() if name != "dense" and not t.wrong}
+    allowed = {name: t for name, t in times.items() if name != "dense" and mode in ("auto", "force", name)}
+    right = {name: t.step(accumulate) for name, t in allowed.items() if not t.wrong}
     if not right:
-        return None, "; ".join(f"{name}: {t.wrong}" for name, t in times.items() if name != "dense")
+        return None, "; ".join(f"{name}: {t.wrong}" for name, t in allowed.items())
     name = min(right, key=lambda name: right[name])
     told = f"dense {dense:.3f} ms, {name} {right[name]:.3f} ms ({dense / right[name]:.2f}x)"
-    return (name if mode == "force" or right[name] < dense else None), told
+    return (name if mode != "auto" or right[name] < dense else None), told
 
 
 def _install(weight: SparseWeight, path: str, shape: Shape, weight_path: str | None) -> None:

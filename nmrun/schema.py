@@ -226,7 +226,7 @@ def _combinations(plain: dict[str, Any], good: Callable[..., bool]) -> list[str]
             f"sparsity={pattern}: model {model['name']} has no layer whose inputs are a multiple of {pattern.m} "
             f"(its inner layers have {', '.join(map(str, dict.fromkeys(inputs)))} inputs); sparsity.pad=true allows that"
         )
-    if good("trainer.acceleration", "trainer.fp8") and trainer["acceleration"] == "force":
+    if good("trainer.acceleration", "trainer.fp8") and trainer["acceleration"] not in ("auto", "off"):
         found += _force(trainer, pattern, bool(dense or plain["sparsity"].get("overrides")))
     if good("output_dir"):
         folder = Path(plain["output_dir"])
@@ -238,7 +238,7 @@ def _combinations(plain: dict[str, Any], good: Callable[..., bool]) -> list[str]
 
 def _force(trainer: dict[str, Any], pattern: Pattern | None, unsure: bool) -> list[str]:
     """What no 2:4 product can be made of."""
-    what = "trainer.acceleration=force: 2:4 products"
+    what = f"trainer.acceleration={trainer['acceleration']}: 2:4 products"
     if trainer["fp8"]:
         return [f"{what} are of 16-bit numbers, and trainer.fp8=true is a simulation"]
     if pattern is None or unsure or pattern.fits_2_4:

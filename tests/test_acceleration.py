@@ -114,6 +114,16 @@ def test_slower_than_dense(machine: Machine) -> None:
     assert [c.path for c in accelerate(handle, passing(model), "force")] == ["compressed", "compressed", None]
 
 
+def test_a_path_by_name(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where another is faster, but never where it is wrong."""
+    model = mlp()
+    _, handle = sparse(model)
+    monkeypatch.setattr(paths24, "PATHS", {"cutlass": COMPRESSED, "cusparselt": paths24.Path(COMPRESSED.pack, wrong)})
+    assert [c.path for c in accelerate(handle, passing(model), "cutlass")] == ["cutlass", "cutlass", None]
+    with pytest.raises(ConfigError, match=r"acceleration=cusparselt: no layer can be accelerated here .*WRONG results"):
+        accelerate(handle, passing(model), "cusparselt")
+
+
 def test_packing_is_shared_by_the_micro_batches_of_a_step(machine: Machine) -> None:
     machine.pack = 5.0  # 1 + 3 + 5 against 6; with 4 micro-batches 1 + 3 + 5/4
     model = mlp()
@@ -174,7 +184,7 @@ def test_why_layers_stay_dense() -> None:
     known = accelerate(handle, lambda: pytest.fail("no pass is needed"), why_not="it rains")
     assert acceleration.lines(known) == ["masks only, nothing is accelerated: it rains"]
     assert accelerate(handle, lambda: pytest.fail("nor here"), "off") == []
-    with pytest.raises(ConfigError, match="acceleration=fast: it takes auto, off, force"):
+    with pytest.raises(ConfigError, match="acceleration=fast: it takes auto, off, force, "):
         accelerate(handle, passing(model), "fast")
 
 

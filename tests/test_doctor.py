@@ -70,6 +70,16 @@ def test_what_packs_for_ampere_is_not_tried_elsewhere(monkeypatch: pytest.Monkey
     assert packed == ["largest_abs_values_greedy"]  # by default it would compare signed values
 
 
+def test_what_prunes_both_ways_is_for_weights_that_are_2_of_4_both_ways(monkeypatch: pytest.MonkeyPatch):
+    """It would drop a part of what a row-wise mask keeps, without a word."""
+    gpu(monkeypatch, 8)
+    monkeypatch.setattr(torch, "_sparse_semi_structured_tile", lambda *args, **options: pytest.fail("it was pruned"))
+    weight = paths24.transposable(16, 32, "cpu")
+    for other in (None, weight.clone()):
+        with pytest.raises(NotImplementedError, match="one weight for both products"):
+            paths24.ONE_PASS.pack(weight, other)
+
+
 @pytest.mark.parametrize(
     ("version", "major", "said", "unsaid"),
     [

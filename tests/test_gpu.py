@@ -64,7 +64,7 @@ def test_each_path_is_right_or_says_why_not(found: dict[str, probe24.Times]) -> 
 def test_one_pass_packing_is_for_compute_capability_8_alone(found: dict[str, probe24.Times]) -> None:
     if torch.cuda.get_device_capability(DEVICE)[0] == 8:
         pytest.skip("this GPU is of compute capability 8")
-    assert found["one-pass packing"].wrong.startswith("not tried")
+    assert found["one_pass"].wrong.startswith("not tried")
     assert paths24.verdict(paths24.ONE_PASS, DEVICE).startswith("not tried")
 
 

@@ -31,7 +31,7 @@ def sparse_weight(outputs: int, inputs: int, device: torch.device) -> Tensor:
 
 def product(path: paths24.Path, weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
     """``x W^T`` by a path; the weight is packed in the first call."""
-    packed = cache(lambda: path.pack(weight, None)[0])
+    packed = cache(lambda: path.pack(weight, weight)[0])
     return lambda: path.multiply(x, packed(), None)
 
 

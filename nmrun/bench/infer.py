@@ -63,7 +63,7 @@ def right_paths(device: torch.device) -> tuple[list[str], list[Row]]:
     x, weight = torch.randn(256, 512, device=device).to(gemm.DTYPE), gemm.sparse_weight(384, 512, device)
     expected, right, rows = x.float() @ weight.float().t(), list[str](), list[Row]()
     for name, path in paths24.PATHS.items():
-        why = "" if name != "one-pass packing" else "it prunes both ways, which weights of a run are not"
+        why = "" if name != "one_pass" else "it prunes both ways, which weights of a run are not"
         why = why or fault(lambda path=path: path(weight)(x), expected)  # type: ignore[misc]
         right, rows = (right, [*rows, {"arm": name, "wrong": why}]) if why else ([*right, name], rows)
     return right, rows

@@ -33,7 +33,8 @@ class Path:
     multiply: Callable[[Tensor, Parts, Tensor | None], Tensor]
 
     def __call__(self, weight: Tensor) -> Product:
-        parts, _ = self.pack(weight, None)
+        """``x W^T`` with a weight that is 2:4 both ways."""
+        parts, _ = self.pack(weight, weight)
         return lambda x: self.multiply(x, parts, None)
 
 
@@ -66,22 +67,22 @@ def _one_pass(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
     major = torch.cuda.get_device_capability(weight.device)[0]
     if major != 8:
         raise NotImplementedError(f"not tried: it writes the layout of compute capability 8.x, and this is {major}.x")
-    if other is not None and other is not weight:
-        raise NotImplementedError("it packs one weight for both products")
+    if other is not weight:
+        raise NotImplementedError("it packs one weight for both products, and prunes what is not 2:4 both ways")
     packed, meta, packed_t, meta_t, _ = torch._sparse_semi_structured_tile(
         weight, algorithm="largest_abs_values_greedy", use_cutlass=True
     )  # by default it compares signed values
-    return [packed, meta], [] if other is None else [packed_t, meta_t]
+    return [packed, meta], [packed_t, meta_t]
 
 
 CUSPARSELT = Path(_separately(lambda weight: [torch._cslt_compress(weight)]), _cusparselt)  # NVIDIA's library: Ampere and later
 CUTLASS = Path(
     _separately(_cutlass_compress), _cutlass
 )  # torch's kernel: compiled for compute capability 8.x, refused elsewhere
-# Prune and pack in one kernel, which writes the metadata of 8.x and does not look where it runs: elsewhere results are wrong. What it is
-# given has to be 2:4 both ways, or it prunes by a rule of its own.
+# Prune and pack in one kernel, which writes the metadata of 8.x and does not look where it runs: elsewhere results are wrong. What is not
+# 2:4 both ways it prunes by a rule of its own.
 ONE_PASS = Path(_one_pass, _cutlass)
-PATHS: dict[str, Path] = {"cuSPARSELt": CUSPARSELT, "CUTLASS": CUTLASS, "one-pass packing": ONE_PASS}
+PATHS: dict[str, Path] = {"cusparselt": CUSPARSELT, "cutlass": CUTLASS, "one_pass": ONE_PASS}
 # The reference, on any device: the zeros are multiplied too.
 MASKED = Path(
     lambda w, v: ([w.clone()], [] if v is None else [v.t().contiguous()]),
