@@ -142,8 +142,9 @@ def test_autoswitch(write: Any, tmp_path: Path) -> None:
     assert axes.get_yscale() == "log"
 
 
-def test_metric_against_flops(write: Any, tmp_path: Path) -> None:
-    spent = {"2:4": 4e9, "1:8": 2e9, "1:16": 1.99e9}
+@pytest.mark.parametrize(("factor", "how"), [(2, "linear"), (20, "log")])
+def test_metric_against_flops(factor: int, how: str, write: Any, tmp_path: Path) -> None:
+    spent = {"2:4": factor * 2e9, "1:8": 2e9, "1:16": 1.99e9}
     for ratio, flops in spent.items():
         for seed in (0, 1):
             folder = write("ste", ratio, seed, 0.9 + 0.02 * seed)
@@ -156,7 +157,7 @@ def test_metric_against_flops(write: Any, tmp_path: Path) -> None:
     assert list(zip(data.get_xdata(), data.get_ydata(), strict=True)) == [
         (flops, pytest.approx(91.0)) for flops in spent.values()
     ]
-    assert axes.get_xscale() == "log"
+    assert axes.get_xscale() == how
     names = {text.get_text() for text in axes.texts}
     assert "2:4" in names
     assert len(names & {"1:8", "1:16"}) == 1  # they stand on the same spot: one name, not two over each other

@@ -194,7 +194,7 @@ def comparison(table: Table) -> str:
     test = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}[table.test]
     count = len({id(gap) for gap in table.differences.values() if gap.p is not None})
     return (
-        f"Difference to {', '.join(map(' '.join, table.baseline))} over the seeds that both have (number of seeds), "
+        f"Difference to {', '.join(' '.join(v for v in row if v != '-') for row in table.baseline)} over the seeds that both have (number of seeds), "
         f"95 % bootstrap interval; {test}, two-sided, p corrected for {count} comparisons by Holm's method; below 0.05 in bold"
     )
 

@@ -23,7 +23,7 @@ def ratio(table: Table) -> Figure | None:
     if all(cell.mean is None for cell in table.cells.values()):
         return None
     unit = scale(table.metric)
-    figure, axes = pyplot.subplots(figsize=(3.2 + 1.2 * len(table.columns), 4.0), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(max(5.6, 3.2 + 1.2 * len(table.columns)), 4.0), layout="constrained")
     rows = [row for row in table.rows if row not in table.references]
     spread = min(
         0.06, 0.7 / max(1, len(rows))
@@ -47,7 +47,7 @@ def ratio(table: Table) -> Figure | None:
     axes.set_xlim(-0.5, len(table.columns) - 0.5)
     axes.set_xlabel("N:M, and the weights it keeps" if table.column_keys == ("sparsity",) else " ".join(table.column_keys))
     axes.set_ylabel(f"{metric_label(table.metric)} (mean, sd)")
-    axes.set_title(title(table), fontsize=10)
+    figure.suptitle(title(table), fontsize=10)
     plain(axes)
     return figure
 
@@ -83,10 +83,12 @@ def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
     if not drawn:
         pyplot.close(figure)
         return None
-    axes.set_xscale("log")
+    costs = [x for x, _ in drawn]
+    if max(costs) > 10 * min(costs):  # within a decade a logarithmic axis has hardly a number, or too many
+        axes.set_xscale("log")
     axes.set_xlabel("FLOPs of training, without the multiplications by zero")
     axes.set_ylabel(f"{metric_label(table.metric)} (mean, sd)")
-    axes.set_title(title(table), fontsize=10)
+    figure.suptitle(title(table), fontsize=10)
     plain(axes)
     _name(axes, named)
     return figure

@@ -44,7 +44,12 @@ def label(table: Table, row: Key) -> str:
         id(cell): cell for (r, _), cell in table.cells.items() if r == row
     }.values()  # a reference is one cell in all columns
     missing = sum(sum(cell.without.values()) for cell in cells)
-    return " ".join(row) + (f" ({missing} not finished)" if missing else "")
+    return words(row) + (f" ({missing} not finished)" if missing else "")
+
+
+def words(key: Key) -> str:
+    """The values of a key, without a dash for what a run has not."""
+    return " ".join(value for value in key if value != "-") or "-"
 
 
 def scale(metric: str) -> float:

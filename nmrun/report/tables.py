@@ -140,7 +140,9 @@ def printed(value: float, metric: str) -> str:
 
 
 def significant(value: float, digits: int) -> str:
-    """No exponent where whole numbers will do: 1.234, 12340."""
+    """No exponent where whole numbers of up to eight digits will do: 1.234, 12340, 3.782e+11."""
+    if abs(value) >= 1e8:
+        return f"{value:.{digits - 1}e}"
     return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
