@@ -20,6 +20,7 @@ from nmrun.handle import Handle, sparsify
 from nmrun.schema import Config
 from nmrun.tasks.base import Task
 
+FUSED_FROM = 1_000_000  # parameters
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -97,8 +98,8 @@ def build(config: Config) -> Parts:
             fsdp.check(config, handle.recipe, task, precision)
     except (ValueError, TypeError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
-    if device.type == "cuda" and not sharded:
-        fuse(optimizer, handle)
+    if not sharded:
+        fuse(optimizer, handle, device)
     cost = flops.count(model, task)
     accelerated = _accelerated(trainer, model, task, handle, device, precision)
     return Parts(task, model, optimizer, handle, device, precision, total_steps, cost, accelerated)
@@ -109,9 +110,13 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     return contextlib.nullcontext() if precision == "fp32" else torch.autocast(device.type, DTYPES[precision])
 
 
-def fuse(optimizer: torch.optim.Optimizer, handle: Handle) -> None:
-    """Let one kernel do the whole step: torch's, or under STE and SR-STE with Adam nmrun's own (``nmrun.kernels.triton_adamw``)."""
-    own = isinstance(optimizer, optim.Adam) and handle.recipe.fused_decay is not None
+def fuse(optimizer: torch.optim.Optimizer, handle: Handle, device: torch.device) -> None:
+    """Let one kernel do the whole step, where a step's time is worth it: torch's, or on CUDA devices with Adam under STE and SR-STE nmrun's
+    own (``nmrun.kernels.triton_adamw``). It rounds differently, so small networks on a CPU keep the bits of torch's default."""
+    weights = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    if device.type == "cpu" and weights < FUSED_FROM:
+        return
+    own = device.type == "cuda" and isinstance(optimizer, optim.Adam) and handle.recipe.fused_decay is not None
     for group in optimizer.param_groups:
         group["fused"] = None if own else True
 

@@ -309,11 +309,13 @@ def test_torch_s_fused_kernel_trains_the_same(recipe: str) -> None:
 
 
 def test_who_has_which_fused_step() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
     for kind, recipe, wanted in (
         (optim.AdamW, "sr_ste", None), (optim.AdamW, "ste", None), (optim.AdamW, "step", True), (optim.Adam, "dense", True),
         (torch.optim.SGD, "sr_ste", True), (torch.optim.SGD, "dense", True),
     ):  # fmt: skip
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-        optimizer = kind(model.parameters(), lr=0.1)
-        build.fuse(optimizer, nmrun.sparsify(model, optimizer, recipe, "2:4", 10))
-        assert [group["fused"] for group in optimizer.param_groups] == [wanted]
+        for device, width, expected in ((cuda, 8, wanted), (cpu, 8, None), (cpu, 1000, True)):
+            model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(8, 8))
+            optimizer = kind(model.parameters(), lr=0.1)
+            build.fuse(optimizer, nmrun.sparsify(model, optimizer, recipe, "2:4", 10), device)
+            assert [group["fused"] for group in optimizer.param_groups] == [expected]
