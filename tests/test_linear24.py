@@ -148,3 +148,14 @@ def test_pruned_weights_are_plain_zeros_when_they_are_packed(monkeypatch: pytest
     assert len(seen) == 2
     assert not any(((w == 0) & w.signbit()).any() for w in seen)
     assert torch.equal(seen[1], weight.bfloat16())
+
+
+def test_what_needs_no_filling_is_not_copied() -> None:
+    x = normal(32, 16)
+    assert paths24.padded(x, 16) is x
+    assert paths24.padded(x, 16, 1) is x
+    for dim, shape in ((0, (48, 16)), (1, (32, 24))):
+        filled = paths24.padded(x, 24, dim)
+        assert filled.shape == shape
+        assert torch.equal(filled[:32, :16], x)
+        assert filled.count_nonzero() == x.count_nonzero()

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from nmrun.kernels import paths24
 from nmrun.patterns import Pattern
@@ -92,10 +91,9 @@ def multiply24(x: Tensor, parts: list[Tensor], rows: int, path: str) -> Tensor:
 @torch.library.custom_op("nmrun::pack_multiply24", mutates_args=())
 def once(x: Tensor, sparse: Tensor, path: str) -> Tensor:
     """x S^T with S (rows, columns) 2:4 along its columns, packed for this one product."""
-    missing = -sparse.shape[1] % (2 * paths24.ROUND_UP)
-    x, sparse = functional.pad(x, (0, missing)), functional.pad(sparse, (0, missing))
+    x, sparse = (paths24.padded(t, 2 * paths24.ROUND_UP, 1) for t in (x, sparse))
     parts, _ = path_named(path).pack(sparse.contiguous(), None)
-    return path_named(path).multiply(x.contiguous(), parts, None)
+    return path_named(path).multiply(x, parts, None)
 
 
 @linear24.register_fake

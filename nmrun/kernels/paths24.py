@@ -38,13 +38,19 @@ class Path:
         return lambda x: self.multiply(x, parts, None)
 
 
+def padded(x: Tensor, multiple: int, dim: int = 0) -> Tensor:
+    """A matrix with zeros up to a multiple of rows (dim 0) or columns (1); itself where there is nothing to add, which ``pad`` copies."""
+    missing = -x.shape[dim] % multiple
+    return functional.pad(x, (0, 0, 0, missing) if dim == 0 else (0, missing)) if missing else x
+
+
 def _separately(compress: Callable[[Tensor], Parts]) -> Callable[[Tensor, Tensor | None], tuple[Parts, Parts]]:
     return lambda w, v: (compress(w), [] if v is None else compress(v.t().contiguous()))
 
 
 def _cusparselt(x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
     tokens = len(x)
-    x = functional.pad(x, (0, 0, 0, -tokens % ROUND_UP))
+    x = padded(x, ROUND_UP)
     return torch._cslt_sparse_mm(parts[0], x.t(), bias=bias, transpose_result=True)[:tokens]
 
 
@@ -55,7 +61,7 @@ def _cutlass_compress(weight: Tensor) -> Parts:
 
 def _cutlass(x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
     tokens = len(x)
-    x = functional.pad(x, (0, 0, 0, -tokens % ROUND_UP))
+    x = padded(x, ROUND_UP)
     if bias is None:
         product = torch._sparse_semi_structured_mm(parts[0], parts[1], x.t())
     else:

@@ -116,7 +116,8 @@ def _matmul_fp8(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 def estimate(tokens: Tensor, pattern: Pattern, generator: torch.Generator | None) -> Tensor:
     """The unbiased N:M estimate of a gradient (tokens, out) along the tokens, the last group filled up with zeros."""
-    filled = F.pad(tokens, (0, 0, 0, -len(tokens) % pattern.m))
+    missing = -len(tokens) % pattern.m
+    filled = F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
     return estimators.mvue(filled, pattern, 0, generator)[: len(tokens)]
 
 
