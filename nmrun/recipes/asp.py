@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
+from nmrun.recipes.held import mask_gradients
 from nmrun.sparsity import masks
 from nmrun.sparsity.attach import Projection, SparseWeight
 from nmrun.sparsity.permute import follow, permute_inputs
@@ -60,9 +61,7 @@ class ASP(Recipe):
 
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if not self.dense_forward:
-            for weight in weights:
-                if weight.dense.grad is not None:
-                    weight.dense.grad.masked_fill_(~weight.projection.get_buffer("mask"), 0.0)
+            mask_gradients(weights)
 
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if self.step == self.prune_step:

@@ -102,7 +102,8 @@ class Progressive(Recipe):
         for weight in weights:  # pruned is what the projection changed; where a weight is 0 that cannot be told, and need not
             if (grad := weight.dense.grad) is not None:
                 kept = weight.projection.projected == weight.dense
-                grad.copy_(torch.where(kept, grad, grad * factor))
+                # exactly 1 or the factor; torch.where takes four times as long on a CPU
+                grad.mul_(torch.lerp(grad.new_full((), factor), grad.new_ones(()), kept.to(grad.dtype)))
 
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         was_dense, self.dense_forward = self.dense_forward, self.step < self.begins
