@@ -14,9 +14,8 @@ from torch import Tensor
 
 from nmrun.kernels.probe24 import ALLOWED, REPEATS
 
-FLUSHED = (
-    1 << 29
-)  # bytes that are written between two measurements on a GPU: more than any L2, and time for the host to get ahead
+# bytes that are written between two measurements on a GPU: more than any L2, and time for the host to get ahead
+FLUSHED = 1 << 29
 NO_MEMORY = "out of memory"
 Row = dict[str, Any]
 
