@@ -141,11 +141,11 @@ def _accelerated(
 def _device(asked: str) -> torch.device:
     if asked in ("cuda", "free") and not torch.cuda.is_available():
         raise ConfigError(f"trainer.device={asked}: torch sees no CUDA device here; auto takes what there is")
-    if asked == "free":
-        return torch.device("cuda", free_gpu(torch.cuda.device_count()))
-    return (
-        torch.device("cuda", distributed.local_rank()) if asked != "cpu" and torch.cuda.is_available() else torch.device("cpu")
-    )
+    if asked == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    number = free_gpu(torch.cuda.device_count()) if asked == "free" else distributed.local_rank()
+    torch.cuda.set_device(number)  # clocks, and libraries that take the current device for the right one
+    return torch.device("cuda", number)
 
 
 def _precision(asked: str, device: torch.device) -> str:

@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from nmrun import build
 
 TAKE = "import sys; from nmrun.devices import free_gpu; print(free_gpu(2, 0.01), free_gpu(2), flush=True); sys.stdin.read()"
 
@@ -49,3 +52,17 @@ def test_visible_devices_are_told_apart_by_their_own_numbers(tmp_path: Path) -> 
     assert len(list(tmp_path.glob("nmrun-*-gpu-[35].lock"))) == 2
     for process in started:
         process.communicate("")
+
+
+def test_the_device_of_a_run_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events and cuSPARSELt go by the current device, not by that of the tensors."""
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(build, "free_gpu", lambda count: count - 1)
+    assert build._device("free") == torch.device("cuda", 3)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert build._device("auto") == build._device("cuda") == torch.device("cuda", 2)
+    assert build._device("cpu") == torch.device("cpu")
+    assert current == [3, 2, 2]
