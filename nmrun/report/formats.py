@@ -20,9 +20,9 @@ LATEX = {
 STYLE = (
     ":root{color-scheme:light dark}body{font:15px sans-serif;margin:2em}"
     ".wide{overflow-x:auto;margin-bottom:2em}table{border-collapse:collapse}"
-    "caption{text-align:left;padding-bottom:.6em;display:block;width:max(100%,40em)}th,td{padding:.3em .9em;text-align:right;white-space:nowrap}"
+    "h1,code{overflow-wrap:anywhere}th,td{padding:.3em .9em;text-align:right;white-space:nowrap}"
     "tbody th,th.key{text-align:left}thead th{border-bottom:1px solid}tbody th{font-weight:normal}"
-    "img{max-width:100%;background:white}figure{margin:0 0 2em}code{overflow-wrap:anywhere}dt{margin-top:1em}"
+    "img{max-width:100%;background:white}figure{margin:0 0 2em}dt{margin-top:1em}"
 )
 
 
@@ -130,7 +130,7 @@ def as_csv(tables: Sequence[Table]) -> str:
 
 
 def html_table(grid: Grid) -> str:
-    """A ``table`` element, which scrolls by itself where the page is narrow."""
+    """The caption and a ``table`` element, which scrolls by itself where the page is narrow."""
 
     def escape(value: str) -> str:
         return html.escape(value).replace("+-", "&plusmn;")
@@ -144,7 +144,7 @@ def html_table(grid: Grid) -> str:
             "".join(f"<td><b>{escape(cell)}</b></td>" if out else f"<td>{escape(cell)}</td>" for cell, out in cells) + "</tr>\n"
         )
     return (
-        f'<div class="wide"><table><caption>{escape(grid.caption)}</caption>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}'
+        f'<p>{escape(grid.caption)}</p>\n<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}'
         "</tbody></table></div>\n"
     )
 

@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 from matplotlib.transforms import Bbox
 
 from nmrun.patterns import Pattern, PatternError
@@ -86,6 +87,8 @@ def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
     costs = [x for x, _ in drawn]
     if max(costs) > 10 * min(costs):  # within a decade a logarithmic axis has hardly a number, or too many
         axes.set_xscale("log")
+    else:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 220G
     axes.set_xlabel("FLOPs of training, without the multiplications by zero")
     axes.set_ylabel(f"{metric_label(table.metric)} (mean, sd)")
     figure.suptitle(title(table), fontsize=10)
