@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,3 +158,17 @@ def test_what_is_not_finite_shows(bad: float) -> None:
     assert estimate[0, 4:].isnan().any()
     assert estimate[0, :4].isfinite().all()
     assert estimate[1].isfinite().all()
+
+
+def test_on_a_device_it_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which Triton's kernel may stand behind; where it does not apply it is the reference, with the device's own generator."""
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+    torch.library.opcheck(torch.ops.nmrun.mvue.default, (x, 2, 4, 0), test_utils=("test_schema", "test_faketensor"))
+    torch.manual_seed(3)
+    found = torch.ops.nmrun.mvue(x, 2, 4, 0)
+    assert torch.equal(found, mvue(x, "2:4", 0, torch.Generator().manual_seed(3)))
+    asked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(torch.ops.nmrun, "mvue", lambda x, *rest: (asked.append(rest), x)[1])
+    played = SimpleNamespace(is_cuda=True, dim=lambda: 2)
+    assert mvue(played, "2:4", -1) is played  # type: ignore[arg-type]
+    assert asked == [(2, 4, 1)]

@@ -144,6 +144,26 @@ def test_the_step_of_adam(architecture: int) -> None:
     assert plain.loads["v4.b32"] == 4 * 4  # without decay nobody asks for the old working copy
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("ratio", ["2:4", "3:16"])
+def test_the_unbiased_estimate_compiles(architecture: int, ratio: str) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from nmrun.kernels.triton_mvue import TILE, estimate_one
+
+    pattern = Pattern.parse(ratio)
+    fixed = {"N": pattern.n, "M": pattern.m, "P": pattern.m, "COLUMNS": TILE // pattern.m}
+    types = {"x": "*bf16", "out": "*bf16", "seed": "*i32", "columns": "i32", "inner": "i32"}
+    signature = {name: types.get(name, "constexpr") for name in estimate_one.arg_names}
+    attributes = {(i,): [["tt.divisibility", 16]] for i in range(2)}
+    target = GPUTarget("cuda", architecture, 32)
+    built = triton.compile(ASTSource(estimate_one, signature, fixed, attributes), target=target)
+    assert f"sm_{architecture}" in built.asm["ptx"]
+    assert built.asm["cubin"]
+    assert built.metadata.shared <= 4096
+
+
 @pytest.mark.parametrize("ratio", ["2:8", "3:16", "8:32", "1:64", "33:64"])
 def test_other_patterns_are_vectors_too(ratio: str) -> None:
     built = project_one(90, ratio)
@@ -176,9 +196,9 @@ def _loads(tree: ast.AST) -> list[tuple[str, str]]:
 
 def test_what_may_have_16_bits_is_made_float32_as_soon_as_it_is_read() -> None:
     loads = [load for path in CODE for load in _loads(ast.parse(path.read_text()))]
-    wide = {"table", "owner", "row", "scalars"}  # int64, int32, float32
+    wide = {"table", "owner", "row", "scalars", "seed"}  # int64, int32, float32
     narrow = [(name, to) for name, to in loads if name not in wide]
-    assert {name for name, _ in narrow} == {"weight", "out", "scale", "grad", "first", "second"}
+    assert {name for name, _ in narrow} == {"weight", "out", "scale", "grad", "first", "second", "x"}
     assert all(to == "tl.float32" for _, to in narrow)
     assert _loads(ast.parse("a = tl.load(weight + x) * 2")) == [("weight", "")]
 

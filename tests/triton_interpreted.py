@@ -13,10 +13,11 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from nmrun import kernels, optim, sparsify
-from nmrun.kernels import triton_groups, triton_projection
+from nmrun.kernels import triton_groups, triton_mvue, triton_projection
 from nmrun.kernels.triton_adamw import FusedAdam, scalars_of
 from nmrun.patterns import Pattern
 from nmrun.sparsity import hard_threshold, nm_mask, soft_threshold
+from nmrun.sparsity.estimators import inclusion_probabilities
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy on NaNs
@@ -371,3 +372,59 @@ def test_all_weights_are_projected_in_one_launch(recipe: str, monkeypatch: pytes
     for w in handle.sparse:
         assert torch.equal(w.projection.projected, hard_threshold(w.dense, "2:4"))
         assert w.projection._seen == w.projection._stamp(w.dense)
+
+
+# --- the unbiased estimate ------------------------------------------------------------------------------------------------------
+
+
+def estimated(x: Tensor, ratio: str, dim: int, seed: int = 7) -> Tensor:
+    pattern, out = Pattern.parse(ratio), torch.full_like(x, torch.nan)
+    assert triton_mvue.applies(x, pattern, dim)
+    triton_mvue.estimate(x, out, pattern, dim, torch.tensor([seed], dtype=torch.int32, device=DEVICE))
+    return out
+
+
+@pytest.mark.parametrize("ratio", ["2:4", "1:4", "3:4", "2:8", "3:16", "1:2"])
+def test_the_estimate_is_unbiased_with_the_smallest_variance(ratio: str) -> None:
+    """Equal columns are independent draws; probabilities are those of the float64 reference, whose tests have the closed form."""
+    pattern, draws = Pattern.parse(ratio), 4096
+    column = torch.randn(2 * pattern.m, generator=torch.Generator().manual_seed(pattern.m), dtype=torch.float64).float() ** 3
+    found = estimated(column[:, None].expand(-1, draws).contiguous().to(DEVICE), ratio, 0).double().cpu()
+    p = inclusion_probabilities(column[:, None], pattern, 0)[:, 0]
+    assert ((found != 0).unflatten(0, (2, pattern.m)).sum(1) == pattern.n).all()
+    kept = found != 0
+    torch.testing.assert_close(found[kept], (column.double() / p)[:, None].expand(-1, draws)[kept], rtol=1e-5, atol=0)
+    variance = column.double() ** 2 * (1 / p - 1)
+    assert ((found.mean(1) - column.double()).abs() <= 5 * (variance / draws).sqrt() + 1e-5).all()
+    assert variance.max() > 0
+    assert float(found.var(1).sum()) == pytest.approx(float(variance.sum()), rel=0.15)
+
+
+@pytest.mark.parametrize(("shape", "dim", "dtype"), [((12, 40), 0, FLOAT), ((3, 8, 5), 1, BFLOAT), ((16, 130), 0, HALF)])
+def test_estimates_of_other_shapes_and_dtypes(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    found = estimated(x, "2:4", dim)
+    p = inclusion_probabilities(x.float(), "2:4", dim)
+    assert ((found != 0).unflatten(dim, (-1, 4)).sum(dim + 1) == 2).all()
+    torch.testing.assert_close(found, torch.where(found != 0, (x.double() / p), 0.0).to(dtype), rtol=2**-6, atol=1e-5)
+    assert torch.equal(estimated(x, "2:4", dim), found)
+    assert not torch.equal(estimated(x, "2:4", dim, seed=8), found)
+    assert not (found.float().signbit() & (found == 0)).any()
+
+
+def test_estimates_at_the_edges() -> None:
+    x = torch.tensor(
+        [
+            [0.0, 3.0, 1.0, float("inf"), 1.0],
+            [0.0, 0.0, 1.0, 1.0, 2.0],
+            [0.0, 0.0, 1.0, 1.0, 1e-30],
+            [0.0, -4.0, 1.0, 1.0, float("nan")],
+        ]
+    )
+    found = estimated(x.to(DEVICE), "2:4", 0).cpu()
+    assert found[:, 0].tolist() == [0.0] * 4
+    assert found[:, 1].tolist() == [3.0, 0.0, 0.0, -4.0]  # no more than N: all are certain
+    assert sorted(found[:, 2].tolist()) == [0.0, 0.0, 2.0, 2.0]
+    assert found[:, 3:].isnan().all()
+    for tensor, pattern, dim in ((x, "2:4", 1), (x.double(), "2:4", 0), (x.t(), "1:4", 0), (x, "1:32", 0)):
+        assert not triton_mvue.applies(tensor, Pattern.parse(pattern), dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nmrun import kernels
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import grouped
 
@@ -39,8 +40,16 @@ def mvue(x: Tensor, pattern: str | Pattern, dim: int, generator: torch.Generator
     Entry i is kept with probability p_i of :func:`inclusion_probabilities` and then divided by it (Horvitz-Thompson). All
     designs with these marginals have the same, smallest variance ``sum x_i^2 (1 / p_i - 1)``; this one is systematic sampling,
     one uniform number a group, drawn from ``generator`` (default: torch's global generator of the device).
-    Same shape and dtype as ``x``. A group with a NaN or an infinity, which have no such estimate, becomes NaN.
+    Same shape and dtype as ``x``. A group with a NaN or an infinity, which have no such estimate, becomes NaN. On CUDA devices with the
+    global generator it is one Triton kernel where that applies, with random numbers of its own (see ``nmrun.kernels.triton_mvue``).
     """
+    pattern = Pattern.parse(pattern)
+    if x.is_cuda and generator is None and not pattern.length:
+        return torch.ops.nmrun.mvue(x, pattern.n, pattern.m, dim % max(1, x.dim()))
+    return _reference(x, pattern, dim, generator)
+
+
+def _reference(x: Tensor, pattern: Pattern, dim: int, generator: torch.Generator | None) -> Tensor:
     probability = inclusion_probabilities(x, pattern, dim)
     p, pattern, d = grouped(probability, pattern, dim)
     groups = grouped(x, pattern, dim)[0]
@@ -58,3 +67,22 @@ def mvue(x: Tensor, pattern: str | Pattern, dim: int, generator: torch.Generator
     estimate = torch.where(keep, groups.double() / p.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
     finite = groups.isfinite().all(d, keepdim=True)
     return torch.where(finite, estimate, torch.nan).flatten(d - 1, d).to(x.dtype)
+
+
+@torch.library.custom_op("nmrun::mvue", mutates_args=())
+def _on_device(x: Tensor, n: int, m: int, dim: int) -> Tensor:
+    """By one kernel where there is one; a single operator for torch.compile."""
+    pattern = Pattern(n, m)
+    if kernels.by_triton(x, pattern):
+        from nmrun.kernels import triton_mvue
+
+        if triton_mvue.applies(x, pattern, dim):
+            out = torch.empty_like(x)
+            triton_mvue.estimate(x, out, pattern, dim, torch.randint(2**31 - 1, (1,), dtype=torch.int32, device=x.device))
+            return out
+    return _reference(x, pattern, dim, None)
+
+
+@_on_device.register_fake
+def _(x: Tensor, n: int, m: int, dim: int) -> Tensor:
+    return torch.empty_like(x)
