@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from nmrun import distributed
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle
-from nmrun.kernels import probe24
+from nmrun.kernels import paths24, probe24
 from nmrun.kernels.linear24 import Packed
 from nmrun.kernels.probe24 import Shape, Times
 from nmrun.patterns import Pattern
@@ -28,7 +28,7 @@ MULTIPLE = 16  # of rows and columns, for 16-bit numbers; paths that want more s
 
 @dataclass(frozen=True)
 class Choice:
-    """What one layer got: a ``path``, or None with the ``reason``; its ``shape`` and ``times`` where it was measured."""
+    """What one layer got: a ``path``, or None with the ``reason``; its ``shape`` where it was measured."""
 
     name: str
     path: str | None
@@ -142,7 +142,7 @@ def _eligible(weight: SparseWeight, seen: tuple[int, torch.dtype] | None, mvue: 
         return "it is not called as a layer", None
     tokens, dtype = seen
     rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
-    if dtype not in probe24.ALLOWED:
+    if dtype not in paths24.ALLOWED:
         return f"{str(dtype).removeprefix('torch.')}: 2:4 products are of bfloat16 or float16 (trainer.precision)", None
     if rows % MULTIPLE or columns % MULTIPLE:
         return f"{columns} inputs and {rows} outputs are not multiples of {MULTIPLE}", None

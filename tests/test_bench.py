@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun import bench, models
-from nmrun.bench import arms, gemm, infer, layer, machine, masks, networks, output, recipes, timing, train
+from nmrun.bench import arms, infer, layer, machine, masks, networks, output, recipes, timing, train
 from nmrun.build import build
 from nmrun.kernels import paths24
 from nmrun.patterns import Pattern
@@ -287,7 +287,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> played24.Machine:
 
 
 def test_the_weight_of_the_products_is_2_of_4_both_ways() -> None:
-    weight = gemm.sparse_weight(16, 24, CPU).float()
+    weight = paths24.transposable(16, 24, CPU).float()
     for groups in (weight.reshape(-1, 4), weight.T.reshape(-1, 4)):
         assert set((groups != 0).sum(1).tolist()) == {2}
 

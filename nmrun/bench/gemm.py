@@ -23,12 +23,6 @@ TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 DTYPE = torch.bfloat16
 
 
-def sparse_weight(outputs: int, inputs: int, device: torch.device) -> Tensor:
-    """N(0, 1) numbers, 2:4 along both dimensions, so that no path has a choice what to prune."""
-    pairs = torch.block_diag(torch.ones(2, 2), torch.ones(2, 2)).to(device)
-    return (torch.randn(outputs, inputs, device=device) * pairs.repeat(outputs // 4, inputs // 4) + 0.0).to(DTYPE)
-
-
 def product(path: paths24.Path, weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
     """``x W^T`` by a path; the weight is packed in the first call."""
     packed = cache(lambda: path.pack(weight, weight)[0])
@@ -39,7 +33,7 @@ def measure(inputs: int, outputs: int, tokens: int, count: int, clock: Clock, de
     """Dense and every path of ``paths24.PATHS`` at one size."""
     about = {"shape": f"{inputs} to {outputs}", "inputs": inputs, "outputs": outputs, "tokens": tokens}
     try:
-        x, weight = torch.randn(tokens, inputs, device=device).to(DTYPE), sparse_weight(outputs, inputs, device)
+        x, weight = torch.randn(tokens, inputs, device=device).to(DTYPE), paths24.transposable(outputs, inputs, device)
         dense = torch.randn(outputs, inputs, device=device).to(DTYPE)
         calls: dict[str, Callable[[], Tensor]] = {"dense": partial(functional.linear, x, dense)}
         rows: list[Row] = []

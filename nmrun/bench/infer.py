@@ -7,21 +7,18 @@ cannot be packed stays dense, and how many are is said. Times are those of a cal
 from __future__ import annotations
 
 import copy
-import gc
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
-from hydra.errors import HydraException
 from torch import Tensor, nn
 
 from nmrun import models
 from nmrun.bench import gemm, output
-from nmrun.bench.networks import NETWORKS, composed, random_text
+from nmrun.bench.networks import NETWORKS, composed, each, random_text
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
-from nmrun.errors import ConfigError
 from nmrun.kernels import paths24
 from nmrun.kernels.linear24 import Packed
 from nmrun.patterns import Pattern
@@ -60,7 +57,7 @@ def compressed(model: nn.Module, names: Sequence[str], path: str) -> tuple[nn.Mo
 
 def right_paths(device: torch.device) -> tuple[list[str], list[Row]]:
     """The paths that compute the right thing here, and rows that say what is wrong with the others."""
-    x, weight = torch.randn(256, 512, device=device).to(gemm.DTYPE), gemm.sparse_weight(384, 512, device)
+    x, weight = torch.randn(256, 512, device=device).to(gemm.DTYPE), paths24.transposable(384, 512, device)
     expected, right, rows = x.float() @ weight.float().t(), list[str](), list[Row]()
     for name, path in paths24.PATHS.items():
         why = "" if name != "one_pass" else "it prunes both ways, which weights of a run are not"
@@ -125,16 +122,11 @@ def main(argv: Sequence[str]) -> int:
     if output.without_products("infer", device):
         return 2
     paths, rows = right_paths(device)
-    for name in options.models:
-        output.note(name)
-        words = [*NETWORKS[name], *options.overrides]
-        try:
-            found = measure(words, paths, options.batches, options.compile, options.rounds, device)
-        except (ConfigError, HydraException) as error:
-            parser.error(str(error).splitlines()[0])
-        rows += [{"model": name, **row} for row in found]
-        torch.compiler.reset()  # the compiler keeps what it compiled, up to a limit
-        gc.collect()
+    rows += each(
+        options.models,
+        parser,
+        lambda words: measure([*words, *options.overrides], paths, options.batches, options.compile, options.rounds, device),
+    )
     title = (
         "Forward passes in evaluation, bfloat16: milliseconds of dense ones, and how many times as fast those with 2:4 layers are, median"
         f" [quartiles] of paired rounds, n = {options.rounds}. Compiled: {'yes' if options.compile else 'no'}."

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import gc
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from hydra import compose, initialize_config_module
+from hydra.errors import HydraException
 
 from nmrun import config_source, schema
+from nmrun.bench import output
+from nmrun.bench.timing import Row
+from nmrun.errors import ConfigError
 from nmrun.tasks.vision import Classification
 
 VOCABULARY = 50304
@@ -50,6 +56,20 @@ def random_text(folder: Path) -> None:
     """Files for ``dataset=token_bin`` of a million random tokens, below 256 so that each vocabulary has them."""
     for name in ("train", "val"):
         np.random.default_rng(0).integers(256, size=1 << 20).astype(np.uint16).tofile(folder / f"{name}.bin")
+
+
+def each(names: Sequence[str], parser: argparse.ArgumentParser, measure: Callable[[tuple[str, ...]], list[Row]]) -> list[Row]:
+    """The rows of every network, measured by its words; a mistake in them exits with status 2."""
+    rows = []
+    for name in names:
+        output.note(name)
+        try:
+            rows += [{"model": name, **row} for row in measure(NETWORKS[name])]
+        except (ConfigError, HydraException) as error:
+            parser.error(str(error).splitlines()[0])
+        torch.compiler.reset()  # the compiler keeps what it compiled, up to a limit
+        gc.collect()
+    return rows
 
 
 def composed(folder: Path, words: Sequence[str]) -> schema.Config:

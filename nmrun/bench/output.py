@@ -15,6 +15,7 @@ import torch
 from nmrun import acceleration
 from nmrun.bench.machine import hardware, machine_line
 from nmrun.bench.timing import Row
+from nmrun.markdown import table
 
 
 def parser(name: str, about: str | None, default_rounds: int) -> argparse.ArgumentParser:
@@ -66,14 +67,6 @@ def without_products(name: str, device: torch.device) -> bool:
 
 def note(text: str) -> None:
     print(f"measuring {text} ...", file=sys.stderr, flush=True)
-
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """In Markdown, with the columns aligned so that a terminal shows it as well."""
-    widths = [max(len(line[i]) for line in (head, *lines)) for i in range(len(head))]
-    padded = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *lines)]
-    rule = "|".join("-" * (width + 2) for width in widths)
-    return "\n".join([f"| {padded[0]} |", f"|{rule}|", *(f"| {line} |" for line in padded[1:])])
 
 
 def spread(row: Row, name: str, digits: int = 3) -> str:

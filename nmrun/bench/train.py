@@ -8,23 +8,21 @@ AdamW on one batch that stays where it is: what a loop of one's own could reach 
 from __future__ import annotations
 
 import argparse
-import gc
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from hydra.errors import HydraException
 
 from nmrun import schema
 from nmrun.bench import output
-from nmrun.bench.networks import NETWORKS, composed, random_text
+from nmrun.bench.networks import NETWORKS, composed, each, random_text
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
 from nmrun.build import autocast, build
 from nmrun.console import Console
-from nmrun.errors import ConfigError
 from nmrun.flops import peak_flops
 from nmrun.loop import Loop
+from nmrun.markdown import table
 
 USUAL = {"cuda": ("gpt2", "gpt2_medium", "gpt2_large", "vit_large", "vit_huge"), "cpu": ("gpt_tiny", "vit_small_32")}
 ARMS = ("dense", "masked", "accelerated", "bare")
@@ -114,17 +112,12 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     device = output.begin(options, parser)
     compiled = device.type == "cuda" if options.compile is None else options.compile
-    rows: list[Row] = []
-    for name in options.models or USUAL[device.type]:
-        output.note(name)
-        words = [*NETWORKS[name], f"trainer.compile={compiled}", f"trainer.device={device.type}", *options.overrides]
-        try:
-            found = measure(words, options.recipe, options.arms, options.steps, options.rounds, device)
-        except (ConfigError, HydraException) as error:
-            parser.error(str(error).splitlines()[0])
-        rows += [{"model": name, **row} for row in found]
-        torch.compiler.reset()  # the compiler keeps what it compiled, up to a limit
-        gc.collect()
+    own = [f"trainer.compile={compiled}", f"trainer.device={device.type}", *options.overrides]
+    rows = each(
+        options.models or USUAL[device.type],
+        parser,
+        lambda words: measure([*words, *own], options.recipe, options.arms, options.steps, options.rounds, device),
+    )
     title = (
         f"Training steps, {options.recipe} at 2:4: milliseconds, and how many times as fast as dense, median [quartiles] of paired stretches"
         f" of {options.steps} steps, n = {options.rounds}; items are tokens or images. Compiled: {'yes' if compiled else 'no'}."
@@ -143,5 +136,5 @@ def main(argv: Sequence[str]) -> int:
             row.get("layers", ""),
         ]
         lines.append([row["model"], row["arm"], *figures])
-    text = output.table(["model", "arm", "ms a step", "times as fast", "items/s", "MFU", "layers by 2:4 products"], lines)
+    text = table(["model", "arm", "ms a step", "times as fast", "items/s", "MFU", "layers by 2:4 products"], lines)
     return output.finish("train", f"{title}\n\n{text}", rows, argv, device, options.out)

@@ -37,7 +37,6 @@ class Packed(nn.Module):
     ) -> None:
         super().__init__()
         self.path, self.dtype, self.both, self.weight_path = path, dtype, both, weight_path
-        self.counts = (0, 0)
         parts, parts_t, dense = self._pack(weight, other)
         self.counts = (len(parts), len(parts_t))
         for i, part in enumerate([*parts, *parts_t, *dense]):
@@ -51,9 +50,8 @@ class Packed(nn.Module):
 
     def _cast(self, weight: Tensor) -> Tensor:
         low = torch.empty(weight.shape, dtype=self.dtype, device=weight.device)
-        return torch.add(
-            weight.detach(), 0.0, out=low
-        )  # a mask times a negative weight is -0.0, which compressors may take for a number
+        # a mask times a negative weight is -0.0, which compressors may take for a number
+        return torch.add(weight.detach(), 0.0, out=low)
 
     @torch.no_grad()
     def write(self, weight: Tensor, other: Tensor | None) -> None:

@@ -73,7 +73,8 @@ class AutoSwitch:
             return f"fixed switch point, {self.last} steps" if step >= self.last else ""
         if step > self.last:
             return f"t > t_max = {self.last}; {self._state()}"
-        if self.samples >= len(self.window) and self._known_mean() < self.eps and step > self.first:
+        # from t_min on, so that the mean of step t_min is known a step later
+        if self.samples >= len(self.window) and step >= self.first and self._known_mean() < self.eps and step > self.first:
             return f"the variance has settled: {self._state()}"
         return ""
 

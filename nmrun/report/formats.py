@@ -8,9 +8,10 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nmrun.markdown import table as aligned
 from nmrun.metric import higher_is_better
 from nmrun.report.statistics import Cell, shown
-from nmrun.report.tables import Key, Table, printed, significant
+from nmrun.report.tables import Key, Table, printed, significant, words
 
 SPLITS = {"test": "on the test split", "eval": "on the validation split"}
 LATEX = {
@@ -79,12 +80,8 @@ def _with_paper(table: Table, lines: list[Line]) -> list[Line]:
 
 def markdown(grid: Grid) -> str:
     """Aligned for a terminal too; what stands out is bold."""
-    lines = [grid.head, *([*labels, *(f"**{cell}**" if out else cell for cell, out in cells)] for labels, cells in grid.lines)]
-    lines = [[cell.replace("|", "\\|") for cell in line] for line in lines]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-    padded = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([grid.caption, "", padded[0], rule, *padded[1:]]) + "\n"
+    lines = [[*labels, *(f"**{cell}**" if out else cell for cell, out in cells)] for labels, cells in grid.lines]
+    return f"{grid.caption}\n\n{aligned(grid.head, lines)}\n"
 
 
 def latex(grid: Grid) -> str:
@@ -194,7 +191,7 @@ def comparison(table: Table) -> str:
     test = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}[table.test]
     count = len({id(gap) for gap in table.differences.values() if gap.p is not None})
     return (
-        f"Difference to {', '.join(' '.join(v for v in row if v != '-') for row in table.baseline)} over the seeds that both have (number of seeds), "
+        f"Difference to {', '.join(map(words, table.baseline))} over the seeds that both have (number of seeds), "
         f"95 % bootstrap interval; {test}, two-sided, p corrected for {count} comparisons by Holm's method; below 0.05 in bold"
     )
 

@@ -11,12 +11,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from nmrun.report import formats, plots, status, style
 from nmrun.report.formats import Grid, Line
+from nmrun.report.history import result
 from nmrun.report.tables import Table, label
 
 MOST = 200  # lines of a list; what is more is counted
@@ -70,8 +70,7 @@ def _unfinished(runs: Sequence[status.Run]) -> str:
         return ""
     said = [f"<h2>Not finished: {len(runs)}</h2>", "<dl>"]
     for run in runs[:MOST]:
-        at = "" if run.step is None else f", step {run.step}"
-        said.append(f"<dt>{html.escape(run.state)}{at}: {html.escape(run.folder)}</dt>")
+        said.append(f"<dt>{html.escape(run.title)}</dt>")
         said += [f"<dd>{html.escape(run.error)}</dd>"] if run.error else []
         said += [f"<dd><code>{html.escape(run.command)}</code></dd>"] if run.command else []
     more = [f"<p>and {len(runs) - MOST} more; <code>nmrun status</code> has them all</p>"] if len(runs) > MOST else []
@@ -102,8 +101,8 @@ def _environments(runs: pd.DataFrame) -> str:
     """What the runs were made with, each combination once with the number of its runs."""
     found: Counter[str] = Counter()
     for folder in runs["folder"]:
-        result: dict[str, Any] = json.loads(Path(folder, "result.json").read_text(encoding="utf-8"))
-        found[json.dumps({key: value for key, value in result.get("environment", {}).items() if key != "command"})] += 1
+        made_with = result({"folder": folder}).get("environment", {})
+        found[json.dumps({key: value for key, value in made_with.items() if key != "command"})] += 1
     environments = [(json.loads(text), count) for text, count in found.most_common(MOST)]
     keys = list(dict.fromkeys(key for environment, _ in environments for key in environment))
     lines: list[Line] = [

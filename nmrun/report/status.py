@@ -32,6 +32,10 @@ class Run:
     step: int | None = None
     command: str | None = None
 
+    @property
+    def title(self) -> str:
+        return f"{self.state}{'' if self.step is None else f', step {self.step}'}: {self.folder}"
+
 
 def runs(path: Path) -> list[Run]:
     """The runs at or below a folder, by name. One without a result that no live process works on was killed."""
@@ -129,8 +133,7 @@ def _said(folder: Path, running: bool) -> list[str]:
 
 
 def _block(run: Run) -> list[str]:
-    at = "" if run.step is None else f", step {run.step}"
-    return [f"{run.state}{at}: {run.folder}", *(f"  {line}" for line in (run.error, run.command) if line)]
+    return [run.title, *(f"  {line}" for line in (run.error, run.command) if line)]
 
 
 def main(argv: list[str]) -> int:

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nmrun.patterns import Pattern, PatternError
-from nmrun.report.tables import Key, Table
+from nmrun.report.tables import Key, Table, words
 
 # Okabe and Ito's palette for colour-blind readers, without the yellow, which is too pale for a line
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -45,11 +45,6 @@ def label(table: Table, row: Key) -> str:
     }.values()  # a reference is one cell in all columns
     missing = sum(sum(cell.without.values()) for cell in cells)
     return words(row) + (f" ({missing} not finished)" if missing else "")
-
-
-def words(key: Key) -> str:
-    """The values of a key, without a dash for what a run has not."""
-    return " ".join(value for value in key if value != "-") or "-"
 
 
 def scale(metric: str) -> float:

@@ -134,6 +134,11 @@ def label(value: Any) -> str:
     return "-" if value != value else str(value)
 
 
+def words(key: Key) -> str:
+    """The values of a key, without a dash for what a run has not."""
+    return " ".join(value for value in key if value != "-") or "-"
+
+
 def printed(value: float, metric: str) -> str:
     """A mean as every format shows it: accuracies in percent with one decimal, everything else with four significant digits."""
     return f"{100 * value:.1f}" if "accuracy" in metric else significant(value, 4)
