@@ -22,8 +22,8 @@ from nmrun.patterns import Pattern
 from nmrun.sparsity import products
 from nmrun.sparsity.attach import SparseWeight
 
-MODES = ("auto", "off", "force", "cusparselt", "cutlass", "one_pass")
-MULTIPLE = 16  # of rows and columns, for 16-bit numbers; paths that want more say so when they are tried
+MODES = ("auto", "off", "force", "cusparselt", "cutlass", "one_pass", "cusparselt_fp8")
+MULTIPLE = {False: 16, True: 32}  # of rows and columns, without FP8 and with it; paths that want more say so when tried
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,15 @@ def accelerate(
     mvue: str | Pattern | None = None,
     accumulate: int = 1,
     why_not: str = "",
+    fp8: bool = False,
 ) -> list[Choice]:
     """Let the sparse linear layers of ``handle`` train through 2:4 products where that is right and faster; returns what each got.
 
     ``sample()`` passes one micro-batch through the model, under the autocast of the training: it is called once, without gradients, to see
     each layer's tokens and dtype. mode ``auto`` takes what is faster than dense; ``force`` the fastest right path even where it is not; the
-    name of a path of ``nmrun.kernels.paths24.PATHS`` that path, where it is right; ``off`` nothing. ``mvue`` is that of
-    :func:`nmrun.sparsify`; ``accumulate`` the micro-batches of a step, which share one packing; ``why_not`` a reason against all of it that is
-    known beforehand. Where several processes train, rank 0 decides.
+    name of a path of ``nmrun.kernels.paths24.PATHS`` that path, where it is right; ``off`` nothing. ``mvue`` and ``fp8`` are those of
+    :func:`nmrun.sparsify`: with ``fp8``, dense is FP8 simulated. ``accumulate``: the micro-batches of a step, which share one packing;
+    ``why_not``: a reason against all of it that is known beforehand. Where several processes train, rank 0 decides.
 
     The dense weights stay the parameters, so optimizers, checkpoints and recipes see no difference. Acts in training mode, while the
     weights are N:M. Results differ from the masked dense layer by the rounding of the dtype. Raises ConfigError where no
@@ -68,12 +69,12 @@ def accelerate(
     seen = {} if why_not else _seen(handle.sparse, sample)
     choices = []
     for weight in handle.sparse:
-        reason, shape = (why_not, None) if why_not else _eligible(weight, seen.get(weight.module), estimated)
+        reason, shape = (why_not, None) if why_not else _eligible(weight, seen.get(weight.module), estimated, fp8)
         if shape is None:
             choices.append(Choice(weight.name, None, reason))
             continue
         times = distributed.from_leader(probe24.probe(shape, device) if distributed.leads() else {})
-        path, reason = _best(times, accumulate, mode)
+        path, reason = _best(times, accumulate, mode, "FP8 simulated" if fp8 else "dense")
         if path is not None:
             weight_path = min((name for name, t in times.items() if not t.wrong), key=lambda name: times[name].weight_gradient)
             _install(weight, path, shape, None if weight_path == "dense" else weight_path)
@@ -132,7 +133,9 @@ def obstacle(device: torch.device) -> str:
     return "" if torch.cuda.get_device_capability(device)[0] >= 8 else "this GPU has no sparse tensor cores"
 
 
-def _eligible(weight: SparseWeight, seen: tuple[int, torch.dtype] | None, mvue: Pattern | None) -> tuple[str, Shape | None]:
+def _eligible(
+    weight: SparseWeight, seen: tuple[int, torch.dtype] | None, mvue: Pattern | None, fp8: bool
+) -> tuple[str, Shape | None]:
     """The reason why a layer cannot be accelerated, or the shape that can be tried."""
     if weight.original.dim() != 2:
         return "torch has no sparse convolution", None
@@ -144,10 +147,10 @@ def _eligible(weight: SparseWeight, seen: tuple[int, torch.dtype] | None, mvue: 
     rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
     if dtype not in paths24.ALLOWED:
         return f"{str(dtype).removeprefix('torch.')}: 2:4 products are of bfloat16 or float16 (trainer.precision)", None
-    if rows % MULTIPLE or columns % MULTIPLE:
-        return f"{columns} inputs and {rows} outputs are not multiples of {MULTIPLE}", None
+    if rows % MULTIPLE[fp8] or columns % MULTIPLE[fp8]:
+        return f"{columns} inputs and {rows} outputs are not multiples of {MULTIPLE[fp8]}", None
     estimated = mvue is not None and mvue.fits_2_4
-    return "", Shape(rows, columns, tokens, dtype, _both(weight), estimated)
+    return "", Shape(rows, columns, tokens, dtype, _both(weight), estimated, fp8)
 
 
 def _both(weight: SparseWeight) -> bool:
@@ -157,15 +160,15 @@ def _both(weight: SparseWeight) -> bool:
     return by_recipe or projection.prunes_again
 
 
-def _best(times: Mapping[str, Times], accumulate: int, mode: str) -> tuple[str | None, str]:
-    """The path that a layer gets, and what was found."""
+def _best(times: Mapping[str, Times], accumulate: int, mode: str, without: str) -> tuple[str | None, str]:
+    """The path that a layer gets, and what was found; ``without`` is what the layer does without a path."""
     dense = times["dense"].step(accumulate)
     allowed = {name: t for name, t in times.items() if name != "dense" and mode in ("auto", "force", name)}
     right = {name: t.step(accumulate) for name, t in allowed.items() if not t.wrong}
     if not right:
-        return None, "; ".join(f"{name}: {t.wrong}" for name, t in allowed.items())
+        return None, "; ".join(f"{name}: {t.wrong}" for name, t in allowed.items()) or f"{mode} computes nothing like this"
     name = min(right, key=lambda name: right[name])
-    told = f"dense {dense:.3f} ms, {name} {right[name]:.3f} ms ({dense / right[name]:.2f}x)"
+    told = f"{without} {dense:.3f} ms, {name} {right[name]:.3f} ms ({dense / right[name]:.2f}x)"
     return (name if mode != "auto" or right[name] < dense else None), told
 
 

@@ -128,14 +128,14 @@ def _accelerated(
     accumulate = trainer["accumulate"] * distributed.world()
     sharded = distributed.world() > 1 and trainer["distributed"] == "fsdp"
     why_not = "with trainer.distributed=fsdp weights are in shards" if sharded else ""
-    why_not = "trainer.fp8 simulates products" if trainer["fp8"] else why_not
 
     def pass_once() -> None:
         with autocast(device, precision):
             task.loss(model.eval(), task.micro_batches(0, 0, accumulate)[0])
         model.train()
 
-    return accelerate(handle, pass_once, trainer["acceleration"], trainer["mvue"], trainer["accumulate"], why_not)
+    how = {key: trainer[key] for key in ("mvue", "accumulate", "fp8")}
+    return accelerate(handle, pass_once, trainer["acceleration"], why_not=why_not, **how)
 
 
 def _device(asked: str) -> torch.device:

@@ -255,7 +255,7 @@ CHECKS: dict[str, Check] = {
     "trainer.mvue": PATTERN,
     "trainer.fp8": FLAG,
     "trainer.input_gradient": one_of("exact", "double_prune"),
-    "trainer.acceleration": one_of("auto", "off", "force", "cusparselt", "cutlass", "one_pass"),
+    "trainer.acceleration": one_of("auto", "off", "force", "cusparselt", "cutlass", "one_pass", "cusparselt_fp8"),
     "trainer.eval_every": whole(1),
     "trainer.log_every": whole(1),
     "trainer.diagnose_every": whole(1, optional=True),

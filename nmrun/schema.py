@@ -239,8 +239,9 @@ def _combinations(plain: dict[str, Any], good: Callable[..., bool]) -> list[str]
 def _force(trainer: dict[str, Any], pattern: Pattern | None, unsure: bool) -> list[str]:
     """What no 2:4 product can be made of."""
     what = f"trainer.acceleration={trainer['acceleration']}: 2:4 products"
-    if trainer["fp8"]:
-        return [f"{what} are of 16-bit numbers, and trainer.fp8=true is a simulation"]
+    named = trainer["acceleration"] != "force"
+    if named and trainer["fp8"] != (trainer["acceleration"] == "cusparselt_fp8"):
+        return [f"{what} by it go with trainer.fp8={str(not trainer['fp8']).lower()}"]
     if pattern is None or unsure or pattern.fits_2_4:
         return []
     return [f"{what} take 2:4 weights and sparser ones whose groups fit in (1:M, 2:M with M a multiple of 4), not {pattern}"]

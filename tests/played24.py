@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -28,6 +29,23 @@ def multiply(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
 COMPRESSED = paths24.Path(paths24._separately(two_values), multiply)
 
 
+def cslt_compress(weight: Tensor) -> Tensor:
+    """In the place of ``torch._cslt_compress``: values and where they stood, in one tensor of the weight's dtype."""
+    assert weight.is_contiguous()
+    return torch.cat([part.float() for part in two_values(weight.float())], 2).to(weight.dtype)
+
+
+def cslt_sparse_mm(packed: Tensor, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """In the place of ``torch._cslt_sparse_mm``, which takes two of a dtype, in FP8 with the dense one transposed and a dtype for the result."""
+    assert packed.dtype == x.dtype
+    eight_bits = packed.dtype.itemsize == 1
+    assert not eight_bits or (x.stride(0) == 1 and packed.dtype == torch.float8_e4m3fn)
+    assert (out_dtype is not None) is eight_bits
+    assert x.shape[1] % (32 // packed.dtype.itemsize // 2) == 0
+    values, where = packed.float().chunk(2, 2)
+    return multiply(x.float().t(), [values, where.long()], None).t().contiguous().to(out_dtype or x.dtype)
+
+
 class Machine:
     """A GPU that is none: ``milliseconds`` by what a call does, and how often it was asked."""
 
@@ -45,7 +63,9 @@ class Machine:
 def play(setattr: Callable[[Any, str, Any], None], cache: Path) -> Machine:
     """Let ``nmrun`` see this machine; ``setattr`` may be that of pytest's monkeypatch."""
     made = Machine()
-    setattr(paths24, "PATHS", {"compressed": COMPRESSED})
+    setattr(paths24, "PATHS", {"compressed": COMPRESSED, "cusparselt_fp8": paths24.CUSPARSELT_FP8})
+    setattr(torch, "_cslt_compress", cslt_compress)
+    setattr(torch, "_cslt_sparse_mm", cslt_sparse_mm)
     setattr(paths24, "milliseconds", made.milliseconds)
     setattr(probe24, "_machine", lambda device: "Test GPU")
     setattr(probe24, "cache_folder", lambda: cache)

@@ -398,13 +398,7 @@ def test_runs(tmp_path: Path) -> None:
     pruned = config(tmp_path, *network, "trainer.input_gradient=double_prune")
     assert identity(pruned) != identity(plain)
     assert all(weight.projection.prunes_again for weight in build.build(pruned).handle.sparse)
-    simulated = config(tmp_path, *network, "trainer.fp8=true")
-    assert "  masks only, nothing is accelerated: trainer.fp8 simulates products" in plan.lines(
-        simulated, build.build(simulated)
-    )
     with pytest.raises(ConfigError, match=r"acceleration=force: 2:4 products take 2:4 weights .* not 4:8"):
         config(tmp_path, *network, "sparsity=4:8", "trainer.acceleration=force")
-    with pytest.raises(ConfigError, match=r"acceleration=force: 2:4 products are of 16-bit numbers"):
-        config(tmp_path, *network, "trainer.fp8=true", "trainer.acceleration=force")
     with pytest.raises(ConfigError, match=r"acceleration=force: no layer can be accelerated here \(float32"):
         build.build(config(tmp_path, *network, "trainer.precision=fp32", "trainer.acceleration=force"))

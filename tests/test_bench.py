@@ -282,7 +282,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> played24.Machine:
     made = played24.play(monkeypatch.setattr, tmp_path)
     right = paths24.Path(paths24._separately(played24.two_values), rounded)
     wrong = paths24.Path(right.pack, lambda x, parts, bias: rounded(x, parts, bias) * 1.1)
-    monkeypatch.setattr(paths24, "PATHS", {"compressed": right, "broken": wrong})
+    monkeypatch.setattr(paths24, "PATHS", {"compressed": right, "broken": wrong, "cusparselt_fp8": paths24.CUSPARSELT_FP8})
     return made
 
 
@@ -312,12 +312,16 @@ def test_layer_by_products(gpu: played24.Machine, tmp_path: Path, monkeypatch: p
     assert bench.main(["layer", *words]) == 0
     rows = json.loads((tmp_path / "out" / "layer_cpu.json").read_text())["rows"]
     assert [(row["arm"], row["path"]) for row in rows if row["accumulate"] == 4] == [
-        ("dense", "dense"), ("masked", "dense"), *((arm, "compressed") for arm in layer.ARMS if arm != "masked"),
+        ("dense", "dense"), ("masked", "dense"), *((arm, "compressed") for arm in layer.ARMS if arm not in ("masked", "2:4, FP8")),
+        ("2:4, FP8", "cusparselt_fp8"),
     ]  # fmt: skip
     assert (tmp_path / "out" / "layer_cpu.png").exists()
     monkeypatch.setattr(paths24, "PATHS", {"broken": paths24.PATHS["broken"]})
     rows = layer.measure(32, 64, 16, 1, 1, CPU)
-    assert {row["arm"] for row in rows if "broken: WRONG results" in row.get("wrong", "")} == set(layer.ARMS) - {"masked"}
+    assert {row["arm"] for row in rows if "broken: WRONG results" in row.get("wrong", "")} == set(layer.ARMS) - {
+        "masked",
+        "2:4, FP8",
+    }
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

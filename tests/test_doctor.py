@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,10 @@ def exact(weight: Tensor) -> paths24.Product:
     return lambda x: (x.double() @ weight.double().t()).bfloat16()
 
 
+def path(product: Callable[[Tensor], paths24.Product]) -> paths24.Path:
+    return paths24.Path(lambda weight, other: ([weight], []), lambda x, parts, bias: product(parts[0])(x))
+
+
 def test_the_verdict_on_a_product():
     calls: list[int] = []
 
@@ -46,12 +51,12 @@ def test_the_verdict_on_a_product():
     def refusing(weight: Tensor) -> paths24.Product:
         raise RuntimeError("not on this machine\nand a stack")
 
-    assert paths24.verdict(exact, "cpu") == "right"
-    assert paths24.verdict(changing, "cpu").startswith("results CHANGE")
-    assert paths24.verdict(refusing, "cpu") == "not on this machine"
-    assert paths24.verdict(lambda weight: exact(weight.roll(1, 0)), "cpu").startswith("WRONG")
-    assert paths24.verdict(lambda weight: exact(weight * 1.02), "cpu").startswith("WRONG")
-    assert paths24.verdict(lambda weight: lambda x: exact(weight)(x).t(), "cpu").startswith("WRONG")
+    assert paths24.verdict(path(exact), "cpu") == "right"
+    assert paths24.verdict(path(changing), "cpu").startswith("results CHANGE")
+    assert paths24.verdict(path(refusing), "cpu") == "not on this machine"
+    assert paths24.verdict(path(lambda weight: exact(weight.roll(1, 0))), "cpu").startswith("WRONG")
+    assert paths24.verdict(path(lambda weight: exact(weight * 1.02)), "cpu").startswith("WRONG")
+    assert paths24.verdict(path(lambda weight: lambda x: exact(weight)(x).t()), "cpu").startswith("WRONG")
 
 
 def test_what_packs_for_ampere_is_not_tried_elsewhere(monkeypatch: pytest.MonkeyPatch):
@@ -112,7 +117,7 @@ def test_only_right_paths_are_timed(monkeypatch: pytest.MonkeyPatch):
     gpu(monkeypatch, 9)
     monkeypatch.setattr(doctor, "SHAPES", ((8, 16),))
     monkeypatch.setattr(doctor, "TOKENS", 4)
-    monkeypatch.setattr(paths24, "PATHS", {"good": exact, "bad": lambda weight: exact(-weight)})
+    monkeypatch.setattr(paths24, "PATHS", {"good": path(exact), "bad": path(lambda weight: exact(-weight))})
     monkeypatch.setattr(paths24, "verdict", lambda path, made=paths24.verdict: made(path, "cpu"))
     monkeypatch.setattr(paths24, "transposable", lambda *shape, made=paths24.transposable: made(*shape[:2], "cpu"))
     monkeypatch.setattr(torch, "randn", lambda *size, made=torch.randn, **options: made(*size, **{**options, "device": "cpu"}))

@@ -21,7 +21,7 @@ from nmrun.kernels import paths24, probe24
 from nmrun.kernels.linear24 import Packed
 from nmrun.loop import Loop
 from nmrun.patterns import Pattern
-from nmrun.sparsity import hard_threshold, soft_threshold, transposable_mask
+from nmrun.sparsity import hard_threshold, products, soft_threshold, transposable_mask
 
 DEVICE = torch.device("cuda")
 pytestmark = [
@@ -53,12 +53,29 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_each_path_is_right_or_says_why_not(found: dict[str, probe24.Times]) -> None:
-    assert set(found) == {"dense", *paths24.PATHS}
+    assert set(found) == {"dense", *paths24.candidates(fp8=False)}
     for name, times in found.items():
         if not times.wrong:
             assert times.forward > 0, name
             assert times.input_gradient > 0, name
     print({name: times.wrong or f"{times.forward:.4f} ms" for name, times in found.items()})
+
+
+def test_fp8_products_are_right_or_say_why_not() -> None:
+    """Of the simulation, on this device and on the CPU."""
+    if why := obstacle(DEVICE):
+        pytest.skip(why)
+    shape = probe24.Shape(512, 256, 1024, torch.bfloat16, both=True, fp8=True)
+    with torch.no_grad():
+        found = probe24.measure(shape, DEVICE)["cusparselt_fp8"]
+    if found.wrong:
+        assert "WRONG" not in found.wrong, "refused, and nobody knows why"
+        pytest.skip(found.wrong)
+    dense = normal(512, 256)
+    weight, x = (dense * transposable_mask(dense, "2:4")).bfloat16(), normal(1024, 256, seed=1).bfloat16()
+    z = Packed("cusparselt_fp8", weight, None, torch.bfloat16, both=True)(x, weight, None).cpu().float()
+    simulated = products.linear(x.cpu().float(), weight.cpu().float(), fp8=True)
+    torch.testing.assert_close(z, simulated, rtol=2**-7, atol=2**-7 * float(simulated.std()))
 
 
 def test_one_pass_packing_is_for_compute_capability_8_alone(found: dict[str, probe24.Times]) -> None:

@@ -1,8 +1,9 @@
 """``nmrun bench gemm``: products with a 2:4 weight against dense ones, by shape and number of tokens.
 
 ``x W^T`` with W (outputs, inputs) and x (tokens, inputs) in bfloat16, as in a layer's forward pass; each shape both ways, as the two layers of
-a feed-forward block. All numbers are drawn from N(0, 1), since what is multiplied decides on a GPU's power and so on its clock. Each path is
-tested first (see ``nmrun.kernels.paths24``): one that is wrong is shown as wrong and not timed.
+a feed-forward block. With ``--fp8`` both are rounded to e4m3fn with one scale, x in every call, and the dense product is torch's of FP8.
+All numbers are drawn from N(0, 1), since what is multiplied decides on a GPU's power and so on its clock. Each path is tested first (see
+``nmrun.kernels.paths24``): one that is wrong is shown as wrong and not timed.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn import functional
 from nmrun.bench import output, picture
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
 from nmrun.kernels import paths24
+from nmrun.sparsity import products
 
 SHAPES = ("768x3072", "1024x4096", "1280x5120", "1600x6400", "2048x8192", "4096x16384")
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -29,16 +31,30 @@ def product(path: paths24.Path, weight: Tensor, x: Tensor) -> Callable[[], Tenso
     return lambda: path.multiply(x, packed(), None)
 
 
-def measure(inputs: int, outputs: int, tokens: int, count: int, clock: Clock, device: torch.device) -> list[Row]:
-    """Dense and every path of ``paths24.PATHS`` at one size."""
+def dense_fp8(weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
+    """``x W^T`` of operands rounded to FP8, the weight beforehand."""
+    values, scale = products.quantize(weight, products.FORWARD_FP8)
+
+    def call() -> Tensor:
+        values_x, scale_x = products.quantize(x, products.FORWARD_FP8)
+        return torch._scaled_mm(values_x, values.t(), scale_x.reciprocal(), scale.reciprocal(), out_dtype=x.dtype)
+
+    return call
+
+
+def measure(
+    inputs: int, outputs: int, tokens: int, count: int, clock: Clock, device: torch.device, fp8: bool = False
+) -> list[Row]:
+    """Dense and every path that is for it, at one size."""
+    paths = paths24.candidates(fp8)
     about = {"shape": f"{inputs} to {outputs}", "inputs": inputs, "outputs": outputs, "tokens": tokens}
     try:
         x, weight = torch.randn(tokens, inputs, device=device).to(DTYPE), paths24.transposable(outputs, inputs, device)
         dense = torch.randn(outputs, inputs, device=device).to(DTYPE)
-        calls: dict[str, Callable[[], Tensor]] = {"dense": partial(functional.linear, x, dense)}
+        calls: dict[str, Callable[[], Tensor]] = {"dense": dense_fp8(dense, x) if fp8 else partial(functional.linear, x, dense)}
         rows: list[Row] = []
-        expected = x.float() @ weight.float().t()
-        for name, path in paths24.PATHS.items():
+        expected = products.linear(x.float(), weight.float(), fp8=fp8)
+        for name, path in paths.items():
             call = product(path, weight, x)
             if why := fault(call, expected):
                 rows.append({**about, "path": name, "wrong": why})
@@ -47,12 +63,12 @@ def measure(inputs: int, outputs: int, tokens: int, count: int, clock: Clock, de
         del expected
         times = rounds(calls, count, clock)
     except torch.OutOfMemoryError:
-        return [{**about, "path": name, "wrong": NO_MEMORY} for name in ("dense", *paths24.PATHS)]
+        return [{**about, "path": name, "wrong": NO_MEMORY} for name in ("dense", *paths)]
     flops = 2 * tokens * inputs * outputs
     for name, taken in times.items():
         figures = speedup(taken, times["dense"])
         rows.append({**about, "path": name, **figures, "tflops": flops / figures["ms"] / 1e9})
-    order = ["dense", *paths24.PATHS]
+    order = ["dense", *paths]
     return sorted(rows, key=lambda row: order.index(row["path"]))
 
 
@@ -70,6 +86,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--tokens", nargs="+", type=output.positive, default=TOKENS, help=f"default: {' '.join(map(str, TOKENS))}"
     )
+    parser.add_argument("--fp8", action="store_true", help="products of FP8 operands")
     options = parser.parse_args(argv)
     device = output.begin(options, parser)
     if output.without_products("gemm", device):
@@ -79,13 +96,14 @@ def main(argv: Sequence[str]) -> int:
     for inputs, outputs in both:
         output.note(f"{inputs} to {outputs}")
         for tokens in options.tokens:
-            rows += measure(inputs, outputs, tokens, options.rounds, clock, device)
+            rows += measure(inputs, outputs, tokens, options.rounds, clock, device, options.fp8)
+    kind = "bfloat16 rounded to FP8" if options.fp8 else "bfloat16"
     title = (
-        "Products with a 2:4 weight, bfloat16: how many times as fast as the dense product of the same size, median [quartiles] of paired"
+        f"Products with a 2:4 weight, {kind}: how many times as fast as the dense product of the same size, median [quartiles] of paired"
         f" rounds, n = {options.rounds}. TFLOP/s of the dense one."
     )
     parts = []
-    for name in ("dense", *paths24.PATHS):
+    for name in ("dense", *paths24.candidates(options.fp8)):
         some = [row for row in rows if row["path"] == name]
         reasons = list(dict.fromkeys(row.get("wrong") for row in some))
         text = (
@@ -98,4 +116,5 @@ def main(argv: Sequence[str]) -> int:
         if shown:
             picture.draw(out, shown, "shape", "path", "tokens", "speedup", ("tokens", "times as fast as dense"), 1.0)
 
-    return output.finish("gemm", "\n\n".join([title, *parts]), rows, argv, device, options.out, draw)
+    variant = "_fp8" if options.fp8 else ""
+    return output.finish("gemm", "\n\n".join([title, *parts]), rows, argv, device, options.out, draw, variant)

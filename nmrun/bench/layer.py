@@ -3,7 +3,8 @@
 A step is that of nmrun without the optimizer: forward and backward of ``accumulate`` micro-batches, then the projection of the weight (and its
 packing) once. Weights are float32; on a GPU products are bfloat16 (autocast). ``masked`` has zeros in a dense product; the others go by the
 fastest right 2:4 path, with the input gradient dense, sparse by double pruning or by a transposable mask, and with the weight gradient from
-an unbiased 2:4 estimate (MVUE). Without sparse tensor cores all of them are masked, the same numbers by dense products, and "2:4" is left out.
+an unbiased 2:4 estimate (MVUE), or with operands rounded to FP8. Without sparse tensor cores all of them are masked, the same numbers by dense
+products, and "2:4" is left out.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ ARMS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "2:4, double pruning": ("ste", {"double_prune": True}, True),
     "2:4, transposable": ("t_sr_ste", {"interval": 10**9}, True),
     "2:4, MVUE": ("ste", {"mvue": "2:4"}, True),
+    "2:4, FP8": ("ste", {"fp8": True}, True),
 }
 
 
@@ -48,8 +50,8 @@ class Arm:
         self.handle = sparsify(self.model, optim.AdamW(self.model.parameters()), recipe, "2:4", **options)
         self.path = "dense"
         if by_products:
-            mvue = options.get("mvue")
-            (choice,) = acceleration.accelerate(self.handle, self.forward, "force", mvue, accumulate)
+            products = {key: options[key] for key in ("mvue", "fp8") if key in options}
+            (choice,) = acceleration.accelerate(self.handle, self.forward, "force", accumulate=accumulate, **products)
             self.path = str(choice.path)
 
     @property

@@ -85,14 +85,14 @@ def grid(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]
 
 def finish(
     name: str, text: str, rows: Sequence[Row], argv: Sequence[str], device: torch.device, out: Path | None,
-    picture: Callable[[Path], None] | None = None,
+    picture: Callable[[Path], None] | None = None, variant: str = "",
 ) -> int:  # fmt: skip
-    """Print, and write to ``out`` where there is one; returns the exit status."""
+    """Print, and write to ``out`` where there is one, under the benchmark's name and ``variant``; returns the exit status."""
     machine, command = hardware(device), shlex.join(["nmrun", "bench", name, *argv])
     page = f"{text}\n\n{machine_line(machine)}\n\n    {command}"
     print(page)
     if out:
-        stem = f"{name}_{'gpu' if device.type == 'cuda' else 'cpu'}"
+        stem = f"{name}{variant}_{'gpu' if device.type == 'cuda' else 'cpu'}"
         record = {"benchmark": name, "command": command, "hardware": machine, "rows": [_plain(row) for row in rows]}
         (out / f"{stem}.md").write_text(page + "\n")
         (out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")

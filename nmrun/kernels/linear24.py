@@ -6,6 +6,8 @@ micro-batches and by the recomputation of checkpointed activations; it is no par
     Z = X W^T       sparse
     dX = dZ V       sparse where V^T is 2:4 too (transposable masks, double pruning), else dense; V is W unless the recipe has another
     dW = dZ^T X     dense; with MVUE, E^T X with a 2:4 estimate E of dZ, sparse where that is faster
+
+By a path of FP8 products the operands are rounded to it, those of dense products as well (see ``nmrun.sparsity.products.linear``).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from nmrun.kernels import paths24
 from nmrun.patterns import Pattern
-from nmrun.sparsity.products import estimate
+from nmrun.sparsity.products import backward_product, estimate
 
 
 def path_named(name: str) -> paths24.Path:
@@ -122,8 +124,9 @@ def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
     dx = dw = db = None
     weight_dtype, bias_dtype = ctx.dtypes
     dz = dz.contiguous()  # a gradient may come expanded
+    fp8 = path_named(ctx.path).fp8
     if ctx.needs_input_grad[0]:
-        dx = multiply24(dz, stored, ctx.rows, ctx.path) if ctx.sparse_input else dz @ stored[0]
+        dx = multiply24(dz, stored, ctx.rows, ctx.path) if ctx.sparse_input else backward_product(dz, stored[0], fp8)
     if ctx.needs_input_grad[2]:
         db = dz.sum(0).to(bias_dtype)
     if ctx.needs_input_grad[1]:
@@ -132,7 +135,7 @@ def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
         if ctx.mvue is not None and ctx.weight_path is not None:
             dw = once(x.t(), dz.t(), ctx.weight_path).t()
         else:
-            dw = dz.t() @ x
+            dw = backward_product(dz.t(), x, fp8)
         dw = dw.to(weight_dtype)
     return dx, dw, db, *ctx.nothing, None, None, None
 

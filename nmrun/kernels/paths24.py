@@ -14,6 +14,7 @@ from torch.sparse import SparseSemiStructuredTensorCUTLASS as Cutlass
 from torch.sparse._semi_structured_conversions import sparse_semi_structured_from_dense_cutlass
 
 from nmrun.patterns import Pattern
+from nmrun.sparsity import products
 from nmrun.sparsity.masks import hard_threshold
 
 Product = Callable[[Tensor], Tensor]
@@ -28,11 +29,13 @@ class Path:
     """One way to compute ``x W^T``, W (rows, columns) 2:4 along its columns, x (tokens, columns).
 
     ``pack(W, V)`` compresses W, and V^T where a second weight V (rows, columns), 2:4 along its rows, is given: that of the input
-    gradient ``dz V``. ``multiply(x, parts, bias)`` is the product with what was packed, of shape (tokens, rows).
+    gradient ``dz V``. ``multiply(x, parts, bias)`` is the product with what was packed, of shape (tokens, rows). ``fp8``: operands are
+    rounded as :func:`nmrun.sparsity.products.linear` does with ``fp8``, those of ``x W^T`` to e4m3fn and those of ``dz V`` to e5m2.
     """
 
     pack: Callable[[Tensor, Tensor | None], tuple[Parts, Parts]]
     multiply: Callable[[Tensor, Parts, Tensor | None], Tensor]
+    fp8: bool = False
 
     def __call__(self, weight: Tensor) -> Product:
         """``x W^T`` with a weight that is 2:4 both ways."""
@@ -54,6 +57,35 @@ def _cusparselt(x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
     tokens = len(x)
     x = padded(x, ROUND_UP)
     return torch._cslt_sparse_mm(parts[0], x.t(), bias=bias, transpose_result=True)[:tokens]
+
+
+def _cusparselt_fp8_pack(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
+    values, scale = products.quantize(weight, products.FORWARD_FP8)
+    parts_t: Parts = []
+    if other is not None:  # torch compresses e4m3 alone of the two; numbers of e5m2 are numbers of bfloat16 as well
+        values_t, scale_t = products.quantize(other.t().contiguous(), products.BACKWARD_FP8)
+        parts_t = [torch._cslt_compress(values_t.bfloat16()), scale_t]
+    return [torch._cslt_compress(values), scale], parts_t
+
+
+def _cusparselt_fp8(x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
+    packed, scale = parts
+    forward = packed.dtype == products.FORWARD_FP8
+    values, scale_x = products.quantize(padded(x, ROUND_UP), packed.dtype if forward else products.BACKWARD_FP8)
+    if forward:
+        z = torch._cslt_sparse_mm(
+            packed, values.t(), out_dtype=torch.float32
+        )  # the library has no scales of operands on the device
+    else:
+        z = torch._cslt_sparse_mm(packed, values.to(packed.dtype).t())
+    return unscaled(z.t()[: len(x)], scale, scale_x, bias, x.dtype)
+
+
+def unscaled(z: Tensor, scale: Tensor, scale_x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``z / scale / scale_x + bias``, computed in float32 and rounded once, contiguous."""
+    out = torch.empty(z.shape, dtype=dtype, device=z.device)
+    factor = (scale.reciprocal() * scale_x.reciprocal()).view(1)  # with a dimension it makes the product float32
+    return torch.mul(z, factor, out=out) if bias is None else torch.addcmul(bias.float(), z, factor, out=out)
 
 
 def _cutlass_compress(weight: Tensor) -> Parts:
@@ -89,12 +121,18 @@ CUTLASS = Path(_separately(_cutlass_compress), _cutlass)
 # Prune and pack in one kernel, which writes the metadata of 8.x and does not look where it runs: elsewhere results are wrong. What is not
 # 2:4 both ways it prunes by a rule of its own.
 ONE_PASS = Path(_one_pass, _cutlass)
-PATHS: dict[str, Path] = {"cusparselt": CUSPARSELT, "cutlass": CUTLASS, "one_pass": ONE_PASS}
+CUSPARSELT_FP8 = Path(_cusparselt_fp8_pack, _cusparselt_fp8, fp8=True)  # Ada, Hopper and later
+PATHS: dict[str, Path] = {"cusparselt": CUSPARSELT, "cutlass": CUTLASS, "one_pass": ONE_PASS, "cusparselt_fp8": CUSPARSELT_FP8}
 # The reference, on any device: the zeros are multiplied too.
 MASKED = Path(
     lambda w, v: ([w.clone()], [] if v is None else [v.t().contiguous()]),
     lambda x, parts, bias: functional.linear(x, parts[0], bias),
 )
+
+
+def candidates(fp8: bool) -> dict[str, Path]:
+    """The paths for operands rounded to FP8, or those for others."""
+    return {name: path for name, path in PATHS.items() if path.fp8 == fp8}
 
 
 def transposable(rows: int, columns: int, device: torch.device | str) -> Tensor:
@@ -127,7 +165,7 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def verdict(path: Callable[[Tensor], Product], device: torch.device | str = "cuda") -> str:
+def verdict(path: Path, device: torch.device | str = "cuda") -> str:
     """``"right"``, or what is wrong with a path, by one product in bfloat16."""
     weight = transposable(256, 512, device)
     x = torch.randn(384, 512, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
@@ -135,7 +173,8 @@ def verdict(path: Callable[[Tensor], Product], device: torch.device | str = "cud
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the format is a prototype
             product = path(weight)
-            found = fault(lambda: product(x), x.float() @ weight.float().t(), atol=ALLOWED[torch.bfloat16])
+            expected = products.linear(x.float(), weight.float(), fp8=path.fp8)
+            found = fault(lambda: product(x), expected, atol=ALLOWED[torch.bfloat16])
     except (RuntimeError, NotImplementedError, AttributeError) as error:
         return first_line(error)
     return f"{found}: not to be used here" if found.startswith(("WRONG", "results")) else found or "right"

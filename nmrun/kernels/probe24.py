@@ -20,12 +20,13 @@ from torch.nn import functional
 
 from nmrun.kernels import linear24, paths24
 from nmrun.kernels.cpu import cache_folder
+from nmrun.sparsity import products
 
 
 @dataclass(frozen=True)
 class Shape:
     """A linear layer in training: rows = outputs, columns = inputs, tokens of one micro-batch. ``both``: the input gradient is sparse too;
-    ``mvue``: so may the weight gradient be."""
+    ``mvue``: so may the weight gradient be; ``fp8``: operands of this dtype are rounded to FP8."""
 
     rows: int
     columns: int
@@ -33,9 +34,10 @@ class Shape:
     dtype: torch.dtype
     both: bool = False
     mvue: bool = False
+    fp8: bool = False
 
     def __str__(self) -> str:
-        kinds = "".join(f" {name}" for name in ("both", "mvue") if getattr(self, name))
+        kinds = "".join(f" {name}" for name in ("both", "mvue", "fp8") if getattr(self, name))
         return f"{self.columns} to {self.rows}, {self.tokens} tokens, {str(self.dtype).removeprefix('torch.')}{kinds}"
 
 
@@ -56,11 +58,11 @@ class Times:
 
 
 def probe(shape: Shape, device: torch.device) -> dict[str, Times]:
-    """The times of the layer as ``"dense"`` and by every path of ``paths24.PATHS``; from the disk if they are known there."""
+    """The times of the layer as ``"dense"`` and by every path that may compute it; from the disk if they are known there."""
     machine = _machine(device)
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # a file of another version, or damaged
         known = json.loads(_file().read_text())[machine][str(shape)]
-        if {"dense", *paths24.PATHS} == set(known):
+        if {"dense", *paths24.candidates(shape.fp8)} == set(known):
             return {name: Times(**times) for name, times in known.items()}
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         found = measure(shape, device)
@@ -78,12 +80,12 @@ def measure(shape: Shape, device: torch.device) -> dict[str, Times]:
     estimate = torch.where(kept, dz, 0.0)  # 2:4 along the tokens
     time = paths24.milliseconds
     dense = Times(
-        forward=time(lambda: functional.linear(x, weight, bias)),
-        input_gradient=time(lambda: dz @ weight),
-        weight_gradient=time(lambda: estimate.t() @ x) if shape.mvue else 0.0,
+        forward=time(lambda: _forward(x, weight, bias, shape)),
+        input_gradient=time(lambda: products.backward_product(dz, weight, shape.fp8)),
+        weight_gradient=time(lambda: estimate.t() @ x) if shape.mvue and not shape.fp8 else 0.0,
     )
     found = {"dense": dense}
-    for name, path in paths24.PATHS.items():
+    for name, path in paths24.candidates(shape.fp8).items():
         try:
             found[name] = _times(path, name, shape, dense, weight, x, dz, bias, estimate)
         except (RuntimeError, NotImplementedError, ValueError, AttributeError) as error:
@@ -97,16 +99,21 @@ def _times(
 ) -> Times:  # fmt: skip
     other = weight if shape.both else None
     parts, parts_t = path.pack(weight, other)
-    forward = _tested(lambda: path.multiply(x, parts, bias), functional.linear(x.float(), weight.float(), bias.float()))
+    forward = _tested(lambda: path.multiply(x, parts, bias), _forward(x.float(), weight.float(), bias.float(), shape))
     input_gradient, weight_gradient = dense.input_gradient, 0.0
     if shape.both:
-        input_gradient = _tested(lambda: path.multiply(dz, parts_t, None), dz.float() @ weight.float())
-    if shape.mvue:
+        expected = products.backward_product(dz.float(), weight.float(), shape.fp8)
+        input_gradient = _tested(lambda: path.multiply(dz, parts_t, None), expected)
+    if shape.mvue and not shape.fp8:
         try:
             weight_gradient = _tested(lambda: linear24.once(x.t(), estimate.t(), name), x.t().float() @ estimate.float())
         except (RuntimeError, NotImplementedError, ValueError):
             weight_gradient = float("inf")  # then it stays dense
     return Times(paths24.milliseconds(lambda: path.pack(weight, other)), forward, input_gradient, weight_gradient)
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor, shape: Shape) -> Tensor:
+    return products.linear(x, weight, bias, fp8=True) if shape.fp8 else functional.linear(x, weight, bias)
 
 
 def _tested(call: Callable[[], Tensor], expected: Tensor) -> float:

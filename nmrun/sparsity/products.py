@@ -92,26 +92,29 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
-            dx = _backward_product(dz, weight, ctx.fp8)
+            dx = backward_product(dz, weight, ctx.fp8)
         tokens = dz.reshape(-1, dz.shape[-1])
         if ctx.needs_input_grad[2]:
             db = tokens.sum(0)
         if ctx.needs_input_grad[1]:
             if ctx.mvue is not None:
                 tokens = estimate(tokens, ctx.mvue, ctx.generator)
-            dw = _backward_product(tokens.t(), x.reshape(-1, x.shape[-1]), ctx.fp8)
+            dw = backward_product(tokens.t(), x.reshape(-1, x.shape[-1]), ctx.fp8)
         return dx, dw, db, None, None, None, None
 
 
-def _backward_product(a: Tensor, b: Tensor, fp8: bool) -> Tensor:
+def backward_product(a: Tensor, b: Tensor, fp8: bool) -> Tensor:
+    """``a @ b`` in the dtype of ``a``, with ``fp8`` of operands rounded to e5m2."""
     return _matmul_fp8(a, b, BACKWARD_FP8).to(a.dtype) if fp8 else a @ b
 
 
 def _matmul_fp8(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    # FP8 numbers are bfloat16 numbers too: tensor cores multiply those exactly and sum in float32, but round the sum for a 16-bit layer
+    exact = torch.bfloat16 if a.is_cuda and a.dtype != torch.float32 else torch.float32
     (a, scale_a), (b, scale_b) = quantize(a, dtype), quantize(b, dtype)
     autocast = contextlib.nullcontext() if a.is_meta else torch.autocast(a.device.type, enabled=False)  # meta has none
     with autocast:  # on, it would round the sums
-        return a.float() @ b.float() / scale_a / scale_b  # one after the other: their product may overflow
+        return (a.to(exact) @ b.to(exact)).float() / scale_a / scale_b  # one after the other: their product may overflow
 
 
 def estimate(tokens: Tensor, pattern: Pattern, generator: torch.Generator | None) -> Tensor:
