@@ -70,6 +70,8 @@ def both(weight: Tensor, ratio: str, dim: int, scale: float | None) -> tuple[Ten
         ("2:4", (3, 4, 2, 2, 3), 1),
         ("2:4", (12, 7), 0),
         ("2:8", (16, 3, 5), 0),
+        ("2:4", (8, 100), 0),  # groups side by side, more than a vector of them
+        ("3:16", (2, 32, 7, 7), 1),
         ("3:16", (5, 48), 1),
         ("7:32", (3, 64, 3, 3), 1),
         ("1:128", (9, 256), 1),
@@ -84,6 +86,27 @@ def test_bits_equal_the_reference(ratio: str, shape: tuple[int, ...], dim: int, 
     compiled, reference = both(weight, ratio, dim, scale)
     assert torch.equal(bits(compiled), bits(reference))
     assert torch.equal(bits(weight), bits(before))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("ratio", "shape", "dim", "padded"),
+    [
+        ("2:4", (6, 16, 3, 3), 1, False),
+        ("2:4", (16, 6, 3, 3), 0, False),
+        ("2:4", (64, 5, 7, 7), 0, False),
+        ("2:4", (4, 10, 3, 3), 1, True),
+    ],
+)
+def test_weights_with_channels_last(ratio: str, shape: tuple[int, ...], dim: int, padded: bool) -> None:
+    weight = nasty(shape)
+    pattern = Pattern.parse(ratio).over(shape[dim]) if padded else Pattern.parse(ratio)
+    last = weight.to(memory_format=torch.channels_last)
+    out = torch.full_like(last, 7.0)
+    assert cpu.project(last, out, pattern, dim)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(bits(out.contiguous()), bits(hard_threshold(weight, pattern, dim)))
+    assert not cpu.project(last, torch.empty(shape), pattern, dim)  # two orders
 
 
 @needs_compiler

@@ -1,8 +1,8 @@
 """``nmrun bench recipes``: how much longer a training step takes under each recipe than dense training, on this machine's CPU.
 
-A step is forward, backward and optimizer step. All arms live in one process, start from the same weights and see the same
-batch; a round runs every arm once in a shuffled order, and a ratio is an arm's time over the dense time of the same
-round, so that a machine that grows slower or faster meanwhile does not favour anyone.
+A step is forward, backward and optimizer step, with the memory layout and the kernel for the update that runs have. All arms live in
+one process, start from the same weights and see the same batch; a round runs every arm once in a shuffled order, and a ratio is an arm's
+time over the dense time of the same round, so that a machine that grows slower or faster meanwhile does not favour anyone.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from torch import Tensor, nn
 from nmrun import optim
 from nmrun.bench.arms import ARMS, WORKLOADS, Attach
 from nmrun.bench.machine import hardware
+from nmrun.build import fuse, lay_out
 from nmrun.patterns import Pattern
 
+DEVICE = torch.device("cpu")
 SHORTEST = 0.05  # seconds a measurement takes at least: several steps of a small model, one of a large one
 WARM_UP = 3  # rounds that are not counted: caches, oneDNN's first calls, the switch of STEP and ASP
 
@@ -40,6 +42,7 @@ class Arm:
         self.model = copy.deepcopy(model)
         self.optimizer = optim.AdamW(self.model.parameters(), lr=1e-4)
         self.handle = attach(self.model, self.optimizer, pattern, exclude)
+        fuse(self.optimizer, self.handle, DEVICE)
 
     def seconds(self, batch: Tensor, steps: int) -> float:
         """Seconds a step, over ``steps`` steps."""
@@ -71,6 +74,7 @@ def measure(name: str, pattern: Pattern, recipes: Sequence[str], rounds: int) ->
     workload = WORKLOADS[name]
     torch.manual_seed(0)
     model, batch = workload.build().train(), torch.randn(workload.shape)
+    lay_out(model, DEVICE, "fp32")
     arms = {"dense": Arm(model, ARMS["dense_again"], pattern, ())}
     arms |= {recipe: Arm(model, ARMS[recipe], pattern, workload.exclude) for recipe in recipes}
     for _ in range(WARM_UP):

@@ -36,9 +36,12 @@ _Kernel = Callable[[int, int, int, int, int, int, float], None]
 def project(weight: Tensor, out: Tensor, pattern: Pattern, dim: int, soft: bool = False, scale: float = 1.0) -> bool:
     """Write the N:M projection of ``weight`` into ``out`` and return True, or return False where this kernel does not apply.
 
-    Hard threshold by default, ``scale * soft threshold`` with ``soft``. Applies to contiguous float32 CPU tensors of at
-    least ``SMALLEST`` elements, for M up to ``LARGEST_M``. Runs on as many threads as torch does.
+    Hard threshold by default, ``scale * soft threshold`` with ``soft``. Applies to float32 CPU tensors of at least ``SMALLEST``
+    elements, contiguous or both with channels last, for M up to ``LARGEST_M``. Runs on as many threads as torch does.
     """
+    if not weight.is_contiguous() and all(t.is_contiguous(memory_format=torch.channels_last) for t in (weight, out)):
+        last = [t.permute(0, 2, 3, 1) for t in (weight, out)]  # contiguous
+        return project(last[0], last[1], pattern, {0: 0, 1: 3}[dim], soft, scale)
     if (
         weight.device.type != "cpu"
         or weight.dtype != torch.float32

@@ -23,16 +23,21 @@ void nm_project(const float *restrict weight, float *restrict out, int64_t begin
       __builtin_prefetch(weight + column * M + AHEAD + j);
       __builtin_prefetch(out + column * M + AHEAD + j, 1);
     }
-    int64_t first[LANES];
+    int64_t at = inner < LANES ? inner : column % inner; /* groups follow one another at every `inner` columns */
+    int row = !together && lanes == LANES && at + LANES <= inner; /* M pieces of memory, each loaded whole: convolutions from 5x5 on, weights stored (in, out) */
+    int64_t base = column / inner * M * inner + at, first[LANES];
     float w[M][LANES], top[N + 1][LANES];
     int32_t room[LANES];
-    for (int l = 0; l < LANES && !together; l++) {
+    for (int l = 0; l < LANES && !together && !row; l++) {
       int64_t c = l < lanes ? column + l : end - 1; /* idle lanes repeat the last column and store nothing */
       first[l] = inner == 1 ? c * M : (c / inner) * M * inner + c % inner;
     }
     if (together)
       for (int l = 0; l < LANES; l++)
         for (int j = 0; j < M; j++) w[j][l] = weight[(column + l) * M + j];
+    else if (row)
+      for (int j = 0; j < M; j++)
+        for (int l = 0; l < LANES; l++) w[j][l] = weight[base + j * inner + l];
     else
       for (int j = 0; j < M; j++)
         for (int l = 0; l < LANES; l++) w[j][l] = weight[first[l] + j * inner];
@@ -62,6 +67,9 @@ void nm_project(const float *restrict weight, float *restrict out, int64_t begin
     if (together)
       for (int l = 0; l < LANES; l++)
         for (int j = 0; j < M; j++) out[(column + l) * M + j] = w[j][l];
+    else if (row)
+      for (int j = 0; j < M; j++)
+        for (int l = 0; l < LANES; l++) out[base + j * inner + l] = w[j][l];
     else
       for (int j = 0; j < M; j++)
         for (int l = 0; l < lanes; l++) out[first[l] + j * inner] = w[j][l];

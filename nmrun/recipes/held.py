@@ -29,7 +29,8 @@ class HeldMask(Recipe):
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         self.originals = {weight.name: weight.projection for weight in weights}
         for weight in weights:
-            weight.projection.register_buffer("mask", self.choose(weight.projection, weight.dense.detach()))
+            mask = torch.empty_like(weight.dense, dtype=torch.bool, requires_grad=False)  # in memory as the weight
+            weight.projection.register_buffer("mask", mask.copy_(self.choose(weight.projection, weight.dense.detach())))
 
     def project(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
         mask, original = projection.get_buffer("mask"), self.originals[projection.name]
