@@ -20,7 +20,7 @@ from nmrun.handle import Handle, sparsify
 from nmrun.schema import Config
 from nmrun.tasks.base import Task
 
-FUSED_FROM = 1_000_000  # parameters
+LARGE = 1_000_000  # parameters; smaller networks on a CPU keep the bits of torch's defaults, larger ones the time
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -58,6 +58,8 @@ def build(config: Config) -> Parts:
     sharded = trainer["distributed"] == "fsdp"
     if not sharded or distributed.world() == 1:  # else the loop takes it there, block by block
         model.to(device)
+    if not sharded:
+        lay_out(model, device, precision)
     optimizer = _optimizer(config.optimizer, model)
     total_steps = trainer["epochs"] * task.batches_per_epoch
     recipe = config.recipe.get("_target_") or config.recipe["name"]
@@ -110,11 +112,19 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     return contextlib.nullcontext() if precision == "fp32" else torch.autocast(device.type, DTYPES[precision])
 
 
+def lay_out(model: nn.Module, device: torch.device, precision: str) -> None:
+    """Store the weights of convolutions with channels last where convolutions are faster so: on GPUs in 16 bits, and on CPUs. It also puts
+    the groups of a mask into one piece of memory. Sums run in another order, so small networks on a CPU are left alone."""
+    large = sum(p.numel() for p in model.parameters()) >= LARGE
+    if large if device.type == "cpu" else precision != "fp32":
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
 def fuse(optimizer: torch.optim.Optimizer, handle: Handle, device: torch.device) -> None:
     """Let one kernel do the whole step, where a step's time is worth it: torch's, or on CUDA devices with Adam under STE and SR-STE nmrun's
-    own (``nmrun.kernels.triton_adamw``). It rounds differently, so small networks on a CPU keep the bits of torch's default."""
+    own (``nmrun.kernels.triton_adamw``). It rounds differently, so small networks on a CPU are left alone."""
     weights = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-    if device.type == "cpu" and weights < FUSED_FROM:
+    if device.type == "cpu" and weights < LARGE:
         return
     own = device.type == "cuda" and isinstance(optimizer, optim.Adam) and handle.recipe.fused_decay is not None
     for group in optimizer.param_groups:
@@ -156,8 +166,16 @@ def _precision(asked: str, device: torch.device) -> str:
 
 
 def _optimizer(options: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
-    arguments = {key: value for key, value in options.items() if key != "name"}
+    arguments = {key: value for key, value in options.items() if key not in ("name", "head_lr")}
+    parameters: Any = model.parameters()
+    if options["head_lr"] is not None:
+        head = getattr(model, "head", None)
+        if not isinstance(head, nn.Module):
+            raise ConfigError(f"optimizer.head_lr={options['head_lr']}: this model has no layer named head")
+        own = {id(p) for p in head.parameters()}
+        rest = [p for p in model.parameters() if id(p) not in own]
+        parameters = [{"params": rest}, {"params": list(head.parameters()), "lr": options["head_lr"]}]
     if options["name"] == "sgd":
-        return torch.optim.SGD(model.parameters(), **arguments)
+        return torch.optim.SGD(parameters, **arguments)
     arguments["betas"] = tuple(arguments["betas"])
-    return {"adam": optim.Adam, "adamw": optim.AdamW}[options["name"]](model.parameters(), **arguments)
+    return {"adam": optim.Adam, "adamw": optim.AdamW}[options["name"]](parameters, **arguments)

@@ -300,6 +300,26 @@ def test_mean_pooling_leaves_padding_out(encoder: Path, tmp_path: Path):
             torch.testing.assert_close(model.head(states[0].mean(0)), together[row], rtol=1e-4, atol=1e-6)
 
 
+def test_similarity_is_of_the_texts_each_alone(encoder: Path, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    parts = build(tmp_path, encoder, "dataset.task=rte", "model.pooling=similarity", "recipe=dense")
+    model, tokenizer = parts.model.eval(), transformers.AutoTokenizer.from_pretrained(encoder)
+    texts, labels = glue.load("rte")["val"]
+    logits = []
+    for pair in texts:
+        means = [model.encoder(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in pair]
+        cosine = (means[0] @ means[1] / means[0].norm() / means[1].norm()).item()
+        logits.append(model.head.weight[:, 0] * cosine + model.head.bias)
+    expected = torch.nn.functional.cross_entropy(torch.stack(logits), torch.tensor(labels))
+    assert parts.task.evaluate(model, "val")["loss"] == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_similarity_is_for_pairs(encoder: Path, tmp_path: Path):
+    made = config(tmp_path, *overrides(encoder, "dataset.task=sst2", "model.pooling=similarity", "recipe=dense"))
+    with pytest.raises(ConfigError, match=r"model\.pooling=similarity is for pairs of texts, and these are single ones"):
+        runner.run(made, run_folder(made))
+
+
 def test_fine_tuning_that_was_cut_off_ends_with_the_same_bits(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     alone, cut = (config(tmp_path / name, *overrides(encoder, "recipe=step", "recipe.switch=0.5")) for name in ("alone", "cut"))
     assert runner.run(alone, run_folder(alone))["status"] == "finished"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from nmrun import build, checkpoint, models
 from nmrun.build import Parts
 from nmrun.console import Console
-from nmrun.errors import RunError
+from nmrun.errors import ConfigError, RunError
 from nmrun.loop import Loop
 from nmrun.optim import schedule_factor
 from nmrun.schema import Config
@@ -311,3 +311,59 @@ def test_parts_of_the_build(tmp_path: Path) -> None:
     assert (parts.precision, parts.total_steps, parts.device.type) == ("fp32", 12, "cpu")
     assert parts.optimizer.param_groups[0]["lr"] == 0.02
     assert [w.name for w in parts.handle.sparse] == ["inner.0.weight", "inner.1.weight"]
+
+
+# --- memory layout -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_with_channels_last_the_same_training_up_to_rounding(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = config(tmp_path, f"recipe={recipe}", "trainer.epochs=2", "optimizer.eps=1e-3")
+    assert made.model["name"] == "small_conv"
+    ends, formats = [], []
+    for least in (build.LARGE, 1):
+        monkeypatch.setattr(build, "LARGE", least)
+        monkeypatch.setattr(build, "fuse", lambda *_: None)  # which has a rounding of its own
+        loop, _ = trained(made, tmp_path)
+        convolutions = [module.weight for module in loop.model.modules() if isinstance(module, nn.Conv2d)]
+        formats.append({w.is_contiguous(memory_format=torch.channels_last) for w in convolutions if w.shape[1] > 1})
+        for weight in loop.handle.sparse:
+            assert weight.projection.projected.stride() == weight.dense.stride()
+        ends.append(weights(loop))
+    assert formats == [{False}, {True}]
+    for name, weight in ends[0].items():
+        torch.testing.assert_close(ends[1][name], weight, rtol=1e-3, atol=1e-4)
+
+
+# --- a learning rate of the head's own -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+def test_the_head_has_a_learning_rate_of_its_own(optimizer: str, tmp_path: Path) -> None:
+    """With a schedule too: of Adam's first step the size is the learning rate, of SGD's its multiple of the gradient."""
+    words = (
+        f"optimizer={optimizer}",
+        "optimizer.lr=1e-3",
+        "optimizer.weight_decay=0",
+        "schedule=linear",
+        "schedule.warmup=0.5",
+    )
+    moved = []
+    for head_lr in ("null", "0.02"):
+        made = config(tmp_path, *words, f"optimizer.head_lr={head_lr}", "recipe=sr_ste", "trainer.limit_batches=1")
+        loop = Loop(made, build.build(made), Console(None))
+        before = weights(loop)
+        loop._train_step(0, 0, measure_flips=False)
+        moved.append({name: weight - before[name] for name, weight in weights(loop).items()})
+    for name, delta in moved[0].items():
+        factor = 20.0 if name.startswith("head.") else 1.0
+        torch.testing.assert_close(moved[1][name], factor * delta, rtol=1e-2, atol=1e-6 * factor)
+        assert not name.startswith("head.") or delta.abs().max() > 0
+
+
+def test_a_network_without_a_head(tmp_path: Path) -> None:
+    made = config(tmp_path, "model=resnet20", "optimizer.head_lr=0.1")
+    with pytest.raises(ConfigError, match=r"optimizer\.head_lr=0\.1: this model has no layer named head"):
+        build.build(made)
