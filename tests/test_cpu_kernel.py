@@ -14,7 +14,7 @@ from nmrun.kernels import cpu
 from nmrun.patterns import Pattern
 from nmrun.recipes.s_ste import SSTE
 from nmrun.recipes.ste import STE
-from nmrun.sparsity import hard_threshold, soft_threshold
+from nmrun.sparsity import hard_threshold, nm_mask, soft_threshold
 from nmrun.sparsity.attach import Projection
 
 needs_compiler = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C compiler here")
@@ -107,6 +107,19 @@ def test_weights_with_channels_last(ratio: str, shape: tuple[int, ...], dim: int
     assert out.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(bits(out.contiguous()), bits(hard_threshold(weight, pattern, dim)))
     assert not cpu.project(last, torch.empty(shape), pattern, dim)  # two orders
+
+
+@needs_compiler
+@pytest.mark.parametrize(("ratio", "shape", "dim"), [("2:4", (7, 36), 1), ("1:8", (3, 16, 3, 3), 1), ("3:16", (32, 50), 0)])
+@pytest.mark.parametrize("factor", [0.7, 1e-3, 1.0])
+def test_pruned_weights_fade(ratio: str, shape: tuple[int, ...], dim: int, factor: float) -> None:
+    weight = nasty(shape)
+    out = torch.full_like(weight, 7.0)
+    assert cpu.project(weight, out, Pattern.parse(ratio), dim, factor=factor)
+    mask = nm_mask(weight, ratio, dim)
+    assert torch.equal(bits(out), bits(torch.where(mask, weight, weight * torch.tensor(factor)) + 0.0))
+    assert cpu.project(weight, out, Pattern.parse(ratio), dim)  # without a factor, code of its own
+    assert torch.equal(bits(out), bits(hard_threshold(weight, ratio, dim)))
 
 
 @needs_compiler

@@ -147,7 +147,7 @@ def test_the_whole_of_it_on_a_cpu(compiler: bool, monkeypatch: pytest.MonkeyPatc
 
     if not compiler:
         monkeypatch.setattr(cpu, "find_compiler", lambda: None)
-        monkeypatch.setattr(cpu, "load", lambda pattern: None)
+        monkeypatch.setattr(cpu, "load", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(paths24, "bandwidth", lambda measure=paths24.bandwidth: measure(1 << 16))

@@ -379,7 +379,7 @@ def test_high_ratios(recipe: str, pattern: str, monkeypatch: pytest.MonkeyPatch)
     ends = []
     for compiled in (True, False):
         if not compiled:
-            monkeypatch.setattr(cpu, "load", lambda pattern: None)
+            monkeypatch.setattr(cpu, "load", lambda *_: None)
         torch.manual_seed(0)
         model = nn.Linear(256, 128)
         optimizer, handle = start(recipe, pattern, model, pad=False, exclude=())

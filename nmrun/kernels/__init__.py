@@ -25,12 +25,12 @@ def project(
     """Write the N:M projection of ``weight`` into ``out`` and return True, or return False where no compiled kernel applies.
 
     Hard threshold by default; ``soft``: the soft threshold times ``scale``, a number or a 0-dimensional tensor; ``factor`` above 0: the mixture
-    ``w * (m + (1 - m) * factor)``, on CUDA devices only. Never waits for a CUDA device, but once a pattern for a check.
+    ``w * (m + (1 - m) * factor)``. Never waits for a CUDA device, but once a pattern for a check.
     """
     if weight.device.type == "cpu":
         from nmrun.kernels import cpu  # here: it imports nmrun.sparsity, which imports this
 
-        return not factor and cpu.project(weight, out, pattern, dim, soft, float(scale))
+        return cpu.project(weight, out, pattern, dim, soft, float(scale), factor)
     if not by_triton(weight, pattern):
         return False
     from nmrun.kernels import triton_projection

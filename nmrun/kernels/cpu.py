@@ -30,18 +30,21 @@ SMALLEST = 1 << 12  # weights; below this the reference takes 0.1 ms a step and 
 CHUNK = 1 << 16  # weights a thread should at least get
 LARGEST_M = 256  # the working set of a column block must stay in the first-level cache and the code small
 
-_Kernel = Callable[[int, int, int, int, int, int, float], None]
+_Kernel = Callable[[int, int, int, int, int, int, float, float], None]
 
 
-def project(weight: Tensor, out: Tensor, pattern: Pattern, dim: int, soft: bool = False, scale: float = 1.0) -> bool:
+def project(
+    weight: Tensor, out: Tensor, pattern: Pattern, dim: int, soft: bool = False, scale: float = 1.0, factor: float = 0.0
+) -> bool:
     """Write the N:M projection of ``weight`` into ``out`` and return True, or return False where this kernel does not apply.
 
-    Hard threshold by default, ``scale * soft threshold`` with ``soft``. Applies to float32 CPU tensors of at least ``SMALLEST``
-    elements, contiguous or both with channels last, for M up to ``LARGEST_M``. Runs on as many threads as torch does.
+    Hard threshold by default, ``scale * soft threshold`` with ``soft``; of a hard one, pruned weights are kept ``factor`` times. Applies
+    to float32 CPU tensors of at least ``SMALLEST`` elements, contiguous or both with channels last, for M up to ``LARGEST_M``. Runs on
+    as many threads as torch does.
     """
     if not weight.is_contiguous() and all(t.is_contiguous(memory_format=torch.channels_last) for t in (weight, out)):
         last = [t.permute(0, 2, 3, 1) for t in (weight, out)]  # contiguous
-        return project(last[0], last[1], pattern, {0: 0, 1: 3}[dim], soft, scale)
+        return project(last[0], last[1], pattern, {0: 0, 1: 3}[dim], soft, scale, factor)
     if (
         weight.device.type != "cpu"
         or weight.dtype != torch.float32
@@ -50,7 +53,7 @@ def project(weight: Tensor, out: Tensor, pattern: Pattern, dim: int, soft: bool 
         or not (weight.is_contiguous() and out.is_contiguous())
     ):
         return False
-    kernel = load(pattern)
+    kernel = load(pattern, factor != 0)
     if kernel is None:
         return False
     inner = weight[0].numel() if dim == 0 else weight.shape[dim + 1 :].numel()
@@ -62,9 +65,10 @@ def project(weight: Tensor, out: Tensor, pattern: Pattern, dim: int, soft: bool 
     source, target = whole.data_ptr(), result.data_ptr()
     parts = [(begin, min(begin + step, columns)) for begin in range(0, columns, step)]
     jobs = [
-        _pool(os.getpid()).submit(kernel, source, target, begin, end, inner, int(soft), scale) for begin, end in parts[1:]
+        _pool(os.getpid()).submit(kernel, source, target, begin, end, inner, int(soft), scale, factor)
+        for begin, end in parts[1:]
     ]  # ctypes lets go of the interpreter lock during the call
-    kernel(source, target, *parts[0], inner, int(soft), scale)
+    kernel(source, target, *parts[0], inner, int(soft), scale, factor)
     for job in jobs:
         job.result()
     if result is not out:
@@ -78,21 +82,22 @@ def _pool(process: int) -> ThreadPoolExecutor:  # one a process: threads do not 
 
 
 @cache
-def load(pattern: Pattern) -> _Kernel | None:
-    """The kernel for this pattern, built if needed; None where there is no working C compiler."""
+def load(pattern: Pattern, fades: bool = False) -> _Kernel | None:
+    """The kernel for this pattern, with or without a factor for pruned weights, built if needed; None where no C compiler works."""
     compiler = find_compiler()
     if compiler is None:
         return None
     source = resources.files("nmrun.kernels").joinpath("nm_project.c").read_text()
-    key = hashlib.sha256("\0".join([source, *FLAGS, str(pattern), compiler, _processor()]).encode()).hexdigest()[:16]
+    flags = (*FLAGS, f"-DN={pattern.n}", f"-DM={pattern.m}", f"-DFADES={int(fades)}")
+    key = hashlib.sha256("\0".join([source, *flags, compiler, _processor()]).encode()).hexdigest()[:16]
     try:
         library = cache_folder() / f"nm_project-{pattern.slug}-{key}.so"
         if not library.exists():
-            _build(compiler, source, pattern, library)
+            _build(compiler, source, flags, library)
         kernel = ctypes.CDLL(str(library)).nm_project
     except (OSError, subprocess.SubprocessError):
         return None
-    kernel.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_int, ctypes.c_float]
+    kernel.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_int, ctypes.c_float, ctypes.c_float]
     kernel.restype = None
     return kernel
 
@@ -104,11 +109,11 @@ def find_compiler() -> str | None:
     )
 
 
-def _build(compiler: str, source: str, pattern: Pattern, library: Path) -> None:
+def _build(compiler: str, source: str, flags: tuple[str, ...], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         code, built = Path(folder, "nm_project.c"), Path(folder, "nm_project.so")
         code.write_text(source)
-        command = [compiler, *FLAGS, f"-DN={pattern.n}", f"-DM={pattern.m}", str(code), "-o", str(built), "-lm"]
+        command = [compiler, *flags, str(code), "-o", str(built), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         os.replace(built, library)  # another process may be building the same file
 

@@ -1,4 +1,5 @@
-/* One pass over a float32 tensor: dense weights in, their N:M projection out. N and M are fixed at compile time.
+/* One pass over a float32 tensor: dense weights in, their N:M projection out, with FADES the pruned ones times a factor beside it. N, M
+   and FADES are fixed at compile time.
 
    A column is one group: its M weights lie `inner` elements apart (inner = 1 for a linear layer's input dimension, kh * kw
    for a convolution's). LANES columns go through a selection network side by side, which the compiler turns into vector
@@ -15,7 +16,7 @@
 #define AHEAD 512 /* elements: what is fetched into the cache while a column block is at work */
 
 void nm_project(const float *restrict weight, float *restrict out, int64_t begin, int64_t end, int64_t inner, int soft,
-                float scale) {
+                float scale, float factor) {
   for (int64_t column = begin; column < end; column += LANES) {
     int lanes = end - column < LANES ? (int)(end - column) : LANES;
     int together = inner == 1 && lanes == LANES; /* one piece of memory: with M as the stride it is loaded whole and shuffled */
@@ -62,7 +63,7 @@ void nm_project(const float *restrict weight, float *restrict out, int64_t begin
         int keep = (x > top[N - 1][l]) | tie | (x != x);
         float kept = soft ? copysignf(x - shift, w[j][l]) * scale : w[j][l];
         room[l] -= tie;
-        w[j][l] = keep ? kept + 0.0f : 0.0f;
+        w[j][l] = (keep ? kept : FADES ? w[j][l] * factor : 0.0f) + 0.0f;
       }
     if (together)
       for (int l = 0; l < LANES; l++)

@@ -20,9 +20,9 @@ class EncoderClassifier(nn.Module):
 
     Input tokens (B, T), mask (B, T) bool (False is padding), segments (B, T); output (B, classes). ``pooling`` is what the head sees:
     ``cls`` (the first token, through the encoder's own pooler if it has one), ``mean`` (over a text's tokens), or ``similarity``: the two
-    texts of a pair go through the encoder one by one, and the head sees the cosine between their means, as encoders of sentences are
-    trained (Reimers & Gurevych 2019, arXiv 1908.10084); so small a head wants ``optimizer.head_lr=0.1`` or so. Raises ConfigError
-    for single texts then.
+    texts of a pair go through the encoder one by one, and the head sees ``10 (c - 0.5)``, c the cosine between their means, as encoders
+    of sentences are trained (Reimers & Gurevych 2019, arXiv 1908.10084); so small a head wants ``optimizer.head_lr=0.02`` or so. Raises
+    ConfigError for single texts then.
     """
 
     def __init__(self, encoder: Any, classes: int, pooling: str, dropout: float) -> None:
@@ -39,7 +39,8 @@ class EncoderClassifier(nn.Module):
             first, second = (
                 self._mean(text, mask, torch.zeros_like(text)).float() for text, mask in _apart(tokens, mask, segments)
             )
-            return self.head(functional.cosine_similarity(first, second)[:, None])
+            cosine = functional.cosine_similarity(first, second)[:, None]
+            return self.head(10 * (cosine - 0.5))  # around zero, so that weight and bias can be told apart
         if self.pooling == "mean":
             return self.head(self.dropout(self._mean(tokens, mask, segments)))
         out = self._encoded(tokens, mask, segments)
