@@ -18,7 +18,6 @@ from nmrun.handle import Handle
 from nmrun.kernels import paths24, probe24
 from nmrun.kernels.linear24 import Packed
 from nmrun.kernels.probe24 import Shape, Times
-from nmrun.patterns import Pattern
 from nmrun.sparsity import products
 from nmrun.sparsity.attach import SparseWeight
 
@@ -40,18 +39,16 @@ def accelerate(
     handle: Handle,
     sample: Callable[[], object],
     mode: str = "auto",
-    mvue: str | Pattern | None = None,
     accumulate: int = 1,
     why_not: str = "",
-    fp8: bool = False,
 ) -> list[Choice]:
     """Let the sparse linear layers of ``handle`` train through 2:4 products where that is right and faster; returns what each got.
 
     ``sample()`` passes one micro-batch through the model, under the autocast of the training: it is called once, without gradients, to see
     each layer's tokens and dtype. mode ``auto`` takes what is faster than dense; ``force`` the fastest right path even where it is not; the
-    name of a path of ``nmrun.kernels.paths24.PATHS`` that path, where it is right; ``off`` nothing. ``mvue`` and ``fp8`` are those of
-    :func:`nmrun.sparsify`: with ``fp8``, dense is FP8 simulated. ``accumulate``: the micro-batches of a step, which share one packing;
-    ``why_not``: a reason against all of it that is known beforehand. Where several processes train, rank 0 decides.
+    name of a path of ``nmrun.kernels.paths24.PATHS`` that path, where it is right; ``off`` nothing. ``accumulate``: the micro-batches of a
+    step, which share one packing; ``why_not``: a reason against all of it that is known beforehand. Where several processes train, rank 0
+    decides. With ``fp8`` of :func:`nmrun.sparsify`, dense is FP8 simulated.
 
     The dense weights stay the parameters, so optimizers, checkpoints and recipes see no difference. Acts in training mode, while the
     weights are N:M. Results differ from the masked dense layer by the rounding of the dtype. Raises ConfigError where no
@@ -63,18 +60,17 @@ def accelerate(
         weight.projection.packed = None
     if mode == "off" or not handle.sparse:
         return []
-    estimated = None if mvue is None else Pattern.parse(mvue)
     device = handle.sparse[0].dense.device
     why_not = why_not or obstacle(device)
     seen = {} if why_not else _seen(handle.sparse, sample)
     choices = []
     for weight in handle.sparse:
-        reason, shape = (why_not, None) if why_not else _eligible(weight, seen.get(weight.module), estimated, fp8)
+        reason, shape = (why_not, None) if why_not else _eligible(weight, seen.get(weight.module))
         if shape is None:
             choices.append(Choice(weight.name, None, reason))
             continue
         times = distributed.from_leader(probe24.probe(shape, device) if distributed.leads() else {})
-        path, reason = _best(times, accumulate, mode, "FP8 simulated" if fp8 else "dense")
+        path, reason = _best(times, accumulate, mode, "FP8 simulated" if shape.fp8 else "dense")
         if path is not None:
             weight_path = min((name for name, t in times.items() if not t.wrong), key=lambda name: times[name].weight_gradient)
             _install(weight, path, shape, None if weight_path == "dense" else weight_path)
@@ -133,9 +129,7 @@ def obstacle(device: torch.device) -> str:
     return "" if torch.cuda.get_device_capability(device)[0] >= 8 else "this GPU has no sparse tensor cores"
 
 
-def _eligible(
-    weight: SparseWeight, seen: tuple[int, torch.dtype] | None, mvue: Pattern | None, fp8: bool
-) -> tuple[str, Shape | None]:
+def _eligible(weight: SparseWeight, seen: tuple[int, torch.dtype] | None) -> tuple[str, Shape | None]:
     """The reason why a layer cannot be accelerated, or the shape that can be tried."""
     if weight.original.dim() != 2:
         return "torch has no sparse convolution", None
@@ -144,6 +138,7 @@ def _eligible(
     if seen is None or not products.replaceable(weight):
         return "it is not called as a layer", None
     tokens, dtype = seen
+    mvue, fp8 = weight.projection.mvue, weight.projection.fp8
     rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
     if dtype not in paths24.ALLOWED:
         return f"{str(dtype).removeprefix('torch.')}: 2:4 products are of bfloat16 or float16 (trainer.precision)", None

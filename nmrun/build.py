@@ -144,8 +144,7 @@ def _accelerated(
             task.loss(model.eval(), task.micro_batches(0, 0, accumulate)[0])
         model.train()
 
-    how = {key: trainer[key] for key in ("mvue", "accumulate", "fp8")}
-    return accelerate(handle, pass_once, trainer["acceleration"], why_not=why_not, **how)
+    return accelerate(handle, pass_once, trainer["acceleration"], trainer["accumulate"], why_not)
 
 
 def _device(asked: str) -> torch.device:

@@ -50,8 +50,7 @@ class Arm:
         self.handle = sparsify(self.model, optim.AdamW(self.model.parameters()), recipe, "2:4", **options)
         self.path = "dense"
         if by_products:
-            products = {key: options[key] for key in ("mvue", "fp8") if key in options}
-            (choice,) = acceleration.accelerate(self.handle, self.forward, "force", accumulate=accumulate, **products)
+            (choice,) = acceleration.accelerate(self.handle, self.forward, "force", accumulate)
             self.path = str(choice.path)
 
     @property

@@ -51,6 +51,8 @@ class Projection(nn.Module):
         self.order: list[str] = []  # the names of its module's parameters as they were
         self.copied = False
         self.prunes_again = False  # keep ``input_weight``, the projected weight pruned to N:M along the outputs as well
+        self.mvue: Pattern | None = None  # how its layer's products are rounded: see ``nmrun.sparsity.products``
+        self.fp8 = False
         self.packed: Packed | None = None  # what 2:4 products read, where the layer has one
         self.uses_packed = (
             False  # it is up to date: a flag, since compiled code would watch the clock of a recipe that is asked

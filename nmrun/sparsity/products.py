@@ -202,6 +202,7 @@ def install(weights: Sequence[SparseWeight], mvue: Pattern | None = None, fp8: b
             left_alone.append(weight.name)
         else:
             weight.module.forward = types.MethodType(forward, weight.module)  # bound, so that a deep copy has its own
+            weight.projection.mvue, weight.projection.fp8 = mvue, fp8
     return left_alone
 
 
