@@ -406,7 +406,7 @@ def test_semi_structured_keeps_what_is_right_and_faster(tmp_path: Path, monkeypa
     assert told == "faster: 1.000 ms with 8 tokens, dense 2.000 ms"
     assert semi_structured.best(weight)[0] is None  # slower
     monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda dense: dense.roll(1, 0))
-    assert semi_structured.best(weight) == (None, "dense, since the compressed product is wrong on this machine")
+    assert semi_structured.best(weight) == (None, "dense, since the compressed product is not to be used here: WRONG results")
     monkeypatch.undo()
     monkeypatch.setattr(semi_structured, "TOKENS", 8)
     found, told = semi_structured.best(weight)  # torch's own, which takes no tensor of a CPU

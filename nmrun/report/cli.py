@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,10 +56,10 @@ def table(argv: Sequence[str]) -> int:
 
         text = render(tables, options.format)
         if options.out is None:
-            _say(text)
+            sys.stdout.write(text)
         else:
             options.out.write_text(text, encoding="utf-8")
-            _say(f"{options.out}\n")
+            sys.stdout.write(f"{options.out}\n")
     except (ConfigError, OSError) as error:
         return _refuse("table", error)
     return 0
@@ -93,7 +92,7 @@ def plot(argv: Sequence[str]) -> int:
         for i, figure in enumerate(drawn):
             target = out if len(drawn) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
             style.save(figure, target)
-            _say(f"{target}\n")
+            sys.stdout.write(f"{target}\n")
     except (ConfigError, OSError) as error:
         return _refuse("plot", error)
     return 0
@@ -112,7 +111,7 @@ def report(argv: Sequence[str]) -> int:
 
         target = options.to or Path(options.paths[0], "report.html")
         write(options.paths, [(runs, each, _logged(runs, each)) for runs, each in parts], target)
-        _say(f"{target}\n")
+        sys.stdout.write(f"{target}\n")
     except (ConfigError, OSError) as error:
         return _refuse("report", error)
     return 0
@@ -181,11 +180,11 @@ def _experiments(options: argparse.Namespace) -> int:
     text = experiments.render(sections, options.format)
     files = experiments.draw(sections, options.figures) if options.figures else []
     if options.out is None:
-        _say(text)
+        sys.stdout.write(text)
     else:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text, encoding="utf-8")
-    _say("".join(f"{file}\n" for file in [*files, *([options.out] if options.out else [])]))
+    sys.stdout.write("".join(f"{file}\n" for file in [*files, *([options.out] if options.out else [])]))
     return 0
 
 
@@ -273,14 +272,6 @@ def _known(name: str, names: Sequence[str], what: str) -> None:
         hint = f"did you mean {near[0]}? " if near else ""
         family = [n for n in names if n.partition(".")[0] == name.partition(".")[0]] or [n for n in names if "." not in n]
         raise ConfigError(f"no {what} {name!r} in these runs; {hint}there are {', '.join(sorted(family))}")
-
-
-def _say(text: str) -> None:
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has seen enough; the interpreter flushes once more when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse(verb: str, error: ConfigError | OSError) -> int:
