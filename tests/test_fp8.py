@@ -17,7 +17,7 @@ import nmrun
 from nmrun import bench, build, plan
 from nmrun.acceleration import accelerate
 from nmrun.errors import ConfigError
-from nmrun.kernels import paths24, probe24
+from nmrun.kernels import linear24, paths24, probe24
 from nmrun.kernels.linear24 import Packed
 
 
@@ -88,18 +88,21 @@ def test_the_verdict() -> None:
     assert paths24.verdict(plain, "cpu").startswith("WRONG results")
 
 
-def trained(mode: str, **options: Any) -> tuple[list[float], nn.Module, list[str | None]]:
+def trained(mode: str, compiled: bool = False, **options: Any) -> tuple[list[float], nn.Module, list[str | None]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))
-    optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer, forward = nmrun.optim.AdamW(model.parameters(), lr=1e-2), model
     handle = nmrun.sparsify(model, optimizer, pattern="2:4", total_steps=8, fp8=True, **options)
 
     def loss(seed: int) -> Tensor:
         x = normal(16, 32, seed=seed, dtype=torch.float32)
         with torch.autocast("cpu", torch.bfloat16):
-            return F.cross_entropy(model(x), x.abs().argmax(1) % 10)
+            return F.cross_entropy(forward(x), x.abs().argmax(1) % 10)
 
     choices = accelerate(handle, lambda: loss(0), mode)
+    if compiled:
+        torch._dynamo.reset()
+        forward = torch.compile(model, fullgraph=True, backend="aot_eager")
     losses = []
     for step in range(8):
         losses.append(value := loss(step))
@@ -116,6 +119,26 @@ def test_training_is_that_of_the_simulation(recipe: str, options: dict[str, Any]
     assert products[2] == ["cusparselt_fp8", "cusparselt_fp8", None]  # 16 outputs are too few
     assert products[0] == pytest.approx(simulated[0], rel=2e-2)
     assert products[0] != trained("off", recipe="ste")[0]
+
+
+@pytest.mark.parametrize("recipe", ["ste", "t_sr_ste"])
+def test_compiled_as_one_graph(recipe: str) -> None:
+    compiled, eager = (trained("auto", compiled, recipe=recipe) for compiled in (True, False))
+    assert compiled[2][0] == "cusparselt_fp8"
+    assert compiled[0] == pytest.approx(eager[0], rel=2e-2)
+
+
+def test_operators_by_torchs_own_check() -> None:
+    weight, x = both_ways(32, 64).bfloat16().requires_grad_(), normal(16, 64, dtype=torch.float32).bfloat16().requires_grad_()
+    for both in (True, False):
+        packed = Packed("cusparselt_fp8", weight, None, torch.bfloat16, both)
+        parts, (forward, backward) = list(packed.buffers()), packed.counts
+        arguments = (x, weight, None, parts[:forward], parts[forward : forward + backward], parts[forward + backward :])
+        known = ("test_autograd_registration", "test_faketensor")  # the others compute with the operands, which FP8 does not allow
+        torch.library.opcheck(linear24.linear24, (*arguments, "cusparselt_fp8", None, None), test_utils=known)
+        if both:
+            dz = normal(16, 32, dtype=torch.float32).bfloat16()
+            torch.library.opcheck(linear24.multiply24, (dz, parts[forward:], 64, "cusparselt_fp8"))
 
 
 def test_estimates_stay_dense() -> None:
