@@ -134,7 +134,10 @@ def test_operators_by_torchs_own_check() -> None:
         packed = Packed("cusparselt_fp8", weight, None, torch.bfloat16, both)
         parts, (forward, backward) = list(packed.buffers()), packed.counts
         arguments = (x, weight, None, parts[:forward], parts[forward : forward + backward], parts[forward + backward :])
-        known = ("test_autograd_registration", "test_faketensor")  # the others compute with the operands, which FP8 does not allow
+        known = (
+            "test_autograd_registration",
+            "test_faketensor",
+        )  # the others compute with the operands, which FP8 does not allow
         torch.library.opcheck(linear24.linear24, (*arguments, "cusparselt_fp8", None, None), test_utils=known)
         if both:
             dz = normal(16, 32, dtype=torch.float32).bfloat16()

@@ -315,9 +315,11 @@ def test_similarity_is_of_the_texts_each_alone(encoder: Path, tmp_path: Path):
 
 
 def test_similarity_is_for_pairs(encoder: Path, tmp_path: Path):
-    made = config(tmp_path, *overrides(encoder, "dataset.task=sst2", "model.pooling=similarity", "recipe=dense"))
+    message = refusal(tmp_path, encoder, "dataset.task=sst2", "model.pooling=similarity", "recipe=dense")
+    assert message == "model.pooling=similarity is for pairs of texts; this data set has single ones"
+    model = build(tmp_path, encoder, "dataset.task=rte", "model.pooling=similarity", "recipe=dense").model
     with pytest.raises(ConfigError, match=r"model\.pooling=similarity is for pairs of texts, and these are single ones"):
-        runner.run(made, run_folder(made))
+        model(torch.ones(2, 5, dtype=torch.long), torch.ones(2, 5, dtype=torch.bool), torch.zeros(2, 5, dtype=torch.long))
 
 
 def test_fine_tuning_that_was_cut_off_ends_with_the_same_bits(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

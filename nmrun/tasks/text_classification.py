@@ -87,6 +87,8 @@ class TextClassification:
         device: torch.device,
     ) -> TextClassification:
         """With tokenizer, batch size, seed, smoothing and limits of a run's config (``nmrun.schema.Config``)."""
+        if config.model.get("pooling") == "similarity" and len(splits["train"][0][0]) != 2:
+            raise ConfigError("model.pooling=similarity is for pairs of texts; this data set has single ones")
         keys = ("batch_size", "label_smoothing", "limit_batches")
         options = {key: config.trainer[key] for key in keys}
         return cls(splits, tokenizer(config.dataset), classes, metrics, seed=config.seed, device=device, **options)
