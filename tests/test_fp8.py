@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import nmrun
 from nmrun import bench, build, plan
 from nmrun.acceleration import accelerate
+from nmrun.bench import output
 from nmrun.errors import ConfigError
 from nmrun.kernels import linear24, paths24, probe24
 from nmrun.kernels.linear24 import Packed
@@ -174,6 +175,14 @@ def test_the_benchmark_is_against_dense_products_of_fp8(tmp_path: Path, capsys: 
     assert "bfloat16 rounded to FP8" in printed
     assert "cusparselt_fp8:\n\n| shape" in printed
     assert {path.name for path in tmp_path.glob("gemm*")} == {"gemm_fp8_cpu.md", "gemm_fp8_cpu.json", "gemm_fp8_cpu.png"}
+
+
+def test_the_benchmark_refuses_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(output, "begin", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["gemm", "--fp8"])
+    assert capsys.readouterr().err.endswith("error: --fp8: this GPU has no products of FP8 numbers\n")
 
 
 def test_the_dense_product_of_the_benchmark_is_that_of_rounded_numbers() -> None:

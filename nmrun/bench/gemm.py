@@ -91,6 +91,8 @@ def main(argv: Sequence[str]) -> int:
     device = output.begin(options, parser)
     if output.without_products("gemm", device):
         return 2
+    if options.fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        parser.error("--fp8: this GPU has no products of FP8 numbers")
     clock, rows = Clock(device), list[Row]()
     both = [pair for narrow, wide in options.shapes for pair in dict.fromkeys(((narrow, wide), (wide, narrow)))]
     for inputs, outputs in both:
