@@ -218,6 +218,8 @@ def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> No
     assert repeat[0] == "nmrun"
     planned = nmrun_cli(*repeat[1:], "dry=true")
     assert planned.returncode == 0
+    folder = tmp_path / lines[killed].partition(": ")[2]
+    saved = (folder / "checkpoint.pt").stat().st_mtime_ns
     again = subprocess.Popen(  # it goes on in the same folder
         [sys.executable, "-m", "nmrun.cli", *repeat[1:]], cwd=tmp_path, stdout=subprocess.PIPE, text=True
     )
@@ -227,8 +229,12 @@ def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> No
             break
     else:
         pytest.fail("it began again")
+    while (
+        folder / "checkpoint.pt"
+    ).stat().st_mtime_ns == saved:  # it trains; before, a shell's background job ignores the signal
+        assert again.poll() is None
+        time.sleep(0.05)
     again.send_signal(signal.SIGINT)
     again.communicate()
-    folder = tmp_path / lines[killed].partition(": ")[2]
     assert json.loads((folder / "result.json").read_text())["status"] == "interrupted"
     assert "runs in outputs: 1 interrupted, 1 failed" in nmrun_cli("status").stdout
