@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun import distributed
+from nmrun.checks import ACCELERATION
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle
 from nmrun.kernels import paths24, probe24
@@ -21,7 +22,6 @@ from nmrun.kernels.probe24 import Shape, Times
 from nmrun.sparsity import products
 from nmrun.sparsity.attach import SparseWeight
 
-MODES = ("auto", "off", "force", "cusparselt", "cutlass", "one_pass", "cusparselt_fp8")
 MULTIPLE = {False: 16, True: 32}  # of rows and columns, without FP8 and with it; paths that want more say so when tried
 
 
@@ -54,8 +54,8 @@ def accelerate(
     weights are N:M. Results differ from the masked dense layer by the rounding of the dtype. Raises ConfigError where no
     layer can be accelerated and mode is not ``auto``.
     """
-    if mode not in MODES:
-        raise ConfigError(f"acceleration={mode}: it takes {', '.join(MODES)}")
+    if mode not in ACCELERATION:
+        raise ConfigError(f"acceleration={mode}: it takes {', '.join(ACCELERATION)}")
     for weight in handle.sparse:
         weight.projection.packed = None
     if mode == "off" or not handle.sparse:
@@ -144,7 +144,7 @@ def _eligible(weight: SparseWeight, seen: tuple[int, torch.dtype] | None) -> tup
         return f"{str(dtype).removeprefix('torch.')}: 2:4 products are of bfloat16 or float16 (trainer.precision)", None
     if rows % MULTIPLE[fp8] or columns % MULTIPLE[fp8]:
         return f"{columns} inputs and {rows} outputs are not multiples of {MULTIPLE[fp8]}", None
-    estimated = mvue is not None and mvue.fits_2_4
+    estimated = mvue is not None and mvue.fits_2_4 and not fp8
     return "", Shape(rows, columns, tokens, dtype, _both(weight), estimated, fp8)
 
 

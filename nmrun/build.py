@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,20 +116,23 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 def lay_out(model: nn.Module, device: torch.device, precision: str) -> None:
     """Store the weights of convolutions with channels last where convolutions are faster so: on GPUs in 16 bits, and on CPUs. It also puts
     the groups of a mask into one piece of memory. Sums run in another order, so small networks on a CPU are left alone."""
-    large = sum(p.numel() for p in model.parameters()) >= LARGE
-    if large if device.type == "cpu" else precision != "fp32":
+    faster = device.type == "cpu" or precision != "fp32"
+    if faster and not _left_alone(model.parameters(), device):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def fuse(optimizer: torch.optim.Optimizer, handle: Handle, device: torch.device) -> None:
     """Let one kernel do the whole step, where a step's time is worth it: torch's, or on CUDA devices with Adam under STE and SR-STE nmrun's
     own (``nmrun.kernels.triton_adamw``). It rounds differently, so small networks on a CPU are left alone."""
-    weights = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
-    if device.type == "cpu" and weights < LARGE:
+    if _left_alone((p for group in optimizer.param_groups for p in group["params"]), device):
         return
     own = device.type == "cuda" and isinstance(optimizer, optim.Adam) and handle.recipe.fused_decay is not None
     for group in optimizer.param_groups:
         group["fused"] = None if own else True
+
+
+def _left_alone(parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
+    return device.type == "cpu" and sum(p.numel() for p in parameters) < LARGE
 
 
 def _accelerated(

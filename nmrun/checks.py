@@ -80,6 +80,7 @@ def _is_budget(value: Any) -> bool:
         return False
 
 
+ACCELERATION = ("auto", "off", "force", "cusparselt", "cutlass", "one_pass", "cusparselt_fp8")  # see nmrun.acceleration
 FLAG = Check("true or false", lambda value: isinstance(value, bool))
 COMPILE = Check(
     "true, false, reduce-overhead (CUDA graphs) or max-autotune",
@@ -256,7 +257,7 @@ CHECKS: dict[str, Check] = {
     "trainer.mvue": PATTERN,
     "trainer.fp8": FLAG,
     "trainer.input_gradient": one_of("exact", "double_prune"),
-    "trainer.acceleration": one_of("auto", "off", "force", "cusparselt", "cutlass", "one_pass", "cusparselt_fp8"),
+    "trainer.acceleration": one_of(*ACCELERATION),
     "trainer.eval_every": whole(1),
     "trainer.log_every": whole(1),
     "trainer.diagnose_every": whole(1, optional=True),

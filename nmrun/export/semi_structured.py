@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nmrun.export.finished import Finished, Layer, write_about
-from nmrun.kernels.paths24 import fault, milliseconds
+from nmrun.kernels.paths24 import fault, first_line, milliseconds
 
 TOKENS = 4096  # rows of the input that a layer is timed with
 DTYPE = torch.bfloat16
@@ -62,7 +62,7 @@ def best(weight: Tensor) -> tuple[Tensor | None, str]:
             compressed = torch.sparse.to_sparse_semi_structured(weight)
         wrong = fault(lambda: functional.linear(x, compressed), functional.linear(x.float(), weight.float()))
     except (RuntimeError, ValueError, NotImplementedError) as error:
-        return None, f"dense, since {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+        return None, f"dense, since {first_line(error)}"
     if wrong:
         return None, f"dense, since the compressed product is not to be used here: {wrong}"
     dense = milliseconds(lambda: functional.linear(x, weight))

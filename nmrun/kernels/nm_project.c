@@ -25,7 +25,8 @@ void nm_project(const float *restrict weight, float *restrict out, int64_t begin
       __builtin_prefetch(out + column * M + AHEAD + j, 1);
     }
     int64_t at = inner < LANES ? inner : column % inner; /* groups follow one another at every `inner` columns */
-    int row = !together && lanes == LANES && at + LANES <= inner; /* M pieces of memory, each loaded whole: convolutions from 5x5 on, weights stored (in, out) */
+    /* M pieces of memory, each loaded whole: convolutions from 5x5 on, weights stored (in, out) */
+    int row = !together && lanes == LANES && at + LANES <= inner;
     int64_t base = column / inner * M * inner + at, first[LANES];
     float w[M][LANES], top[N + 1][LANES];
     int32_t room[LANES];

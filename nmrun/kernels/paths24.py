@@ -72,10 +72,8 @@ def _cusparselt_fp8(x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
     packed, scale = parts
     forward = packed.dtype == products.FORWARD_FP8
     values, scale_x = products.quantize(padded(x, ROUND_UP), packed.dtype if forward else products.BACKWARD_FP8)
-    if forward:
-        z = torch._cslt_sparse_mm(
-            packed, values.t(), out_dtype=torch.float32
-        )  # the library has no scales of operands on the device
+    if forward:  # in float32, since the library takes no scales that lie on the device
+        z = torch._cslt_sparse_mm(packed, values.t(), out_dtype=torch.float32)
     else:
         z = torch._cslt_sparse_mm(packed, values.to(packed.dtype).t())
     return unscaled(z.t()[: len(x)], scale, scale_x, bias, x.dtype)

@@ -82,7 +82,7 @@ def measure(shape: Shape, device: torch.device) -> dict[str, Times]:
     dense = Times(
         forward=time(lambda: _forward(x, weight, bias, shape)),
         input_gradient=time(lambda: products.backward_product(dz, weight, shape.fp8)),
-        weight_gradient=time(lambda: estimate.t() @ x) if shape.mvue and not shape.fp8 else 0.0,
+        weight_gradient=time(lambda: estimate.t() @ x) if shape.mvue else 0.0,
     )
     found = {"dense": dense}
     for name, path in paths24.candidates(shape.fp8).items():
@@ -104,7 +104,7 @@ def _times(
     if shape.both:
         expected = products.backward_product(dz.float(), weight.float(), shape.fp8)
         input_gradient = _tested(lambda: path.multiply(dz, parts_t, None), expected)
-    if shape.mvue and not shape.fp8:
+    if shape.mvue:
         try:
             weight_gradient = _tested(lambda: linear24.once(x.t(), estimate.t(), name), x.t().float() @ estimate.float())
         except (RuntimeError, NotImplementedError, ValueError):

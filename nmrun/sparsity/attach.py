@@ -54,9 +54,8 @@ class Projection(nn.Module):
         self.mvue: Pattern | None = None  # how its layer's products are rounded: see ``nmrun.sparsity.products``
         self.fp8 = False
         self.packed: Packed | None = None  # what 2:4 products read, where the layer has one
-        self.uses_packed = (
-            False  # it is up to date: a flag, since compiled code would watch the clock of a recipe that is asked
-        )
+        # it is up to date: a flag, since compiled code would watch the clock of a recipe that is asked
+        self.uses_packed = False
         self.shard: Shard | None = None  # set where this process has a part of the weight only
         self.register_buffer("projected", torch.zeros_like(dense), persistent=False)
         self._seen: tuple[int, int, int] | None = None
