@@ -102,7 +102,7 @@ def build(config: Config) -> Parts:
     except (ValueError, TypeError) as error:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     if not sharded:
-        fuse(optimizer, handle, device)
+        fuse(optimizer, device)
     cost = flops.count(model, task)
     accelerated = _accelerated(trainer, model, task, handle, device, precision)
     return Parts(task, model, optimizer, handle, device, precision, total_steps, cost, accelerated)
@@ -121,14 +121,13 @@ def lay_out(model: nn.Module, device: torch.device, precision: str) -> None:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def fuse(optimizer: torch.optim.Optimizer, handle: Handle, device: torch.device) -> None:
-    """Let one kernel do the whole step, where a step's time is worth it: torch's, or on CUDA devices with Adam under STE and SR-STE nmrun's
-    own (``nmrun.kernels.triton_adamw``). It rounds differently, so small networks on a CPU are left alone."""
+def fuse(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Let one kernel do the whole step, where a step's time is worth it: torch's, and for sparse weights nmrun's own where it can
+    (``nmrun.kernels.adam``). It rounds differently, so small networks on a CPU are left alone."""
     if _left_alone((p for group in optimizer.param_groups for p in group["params"]), device):
         return
-    own = device.type == "cuda" and isinstance(optimizer, optim.Adam) and handle.recipe.fused_decay is not None
     for group in optimizer.param_groups:
-        group["fused"] = None if own else True
+        group["fused"] = True
 
 
 def _left_alone(parameters: Iterable[nn.Parameter], device: torch.device) -> bool:

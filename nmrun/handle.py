@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nmrun import kernels, recipes
 from nmrun.errors import ConfigError
-from nmrun.optim import Adam, WorkingCopy, skipped_by_loss_scaling
+from nmrun.kernels.adam import WorkingCopy
+from nmrun.optim import Adam, skipped_by_loss_scaling
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity import products
@@ -43,7 +44,8 @@ class Handle:
         self._measured: dict[str, float] = {}
         self._optimizer = optimizer
         self._skip = False
-        self._fused: set[int] = set()  # the weights, by id, that the optimizer's step projects itself
+        # the weights, by id, that the optimizer's step projects itself, each with its mask then
+        self._fused: dict[int, tuple[Tensor | None, int]] = {}
         self._batch: Batch | None = None  # and the tensors that a CUDA device projects together
         self._batched: list[tuple[int, ...]] = []
         self._hooks = []
@@ -69,16 +71,19 @@ class Handle:
             self.recipe.edit_gradients(self._not_fused(optimizer), optimizer)
 
     def _not_fused(self, optimizer: torch.optim.Optimizer) -> list[SparseWeight]:
-        """Have the optimizer do in one pass what it can of the decay, the step and the projection; the weights for which it cannot."""
-        self._fused, decay = set(), self.recipe.fused_decay
-        if decay is None or not isinstance(optimizer, Adam):
+        """Have the optimizer do in one pass what it can of the recipe's part and the step; returns the weights for which it cannot."""
+        self._fused = {}
+        if not isinstance(optimizer, Adam) or not self.recipe.fusable:
             return self.sparse
-        copies = {}
+        copies: dict[Tensor, WorkingCopy] = {}
         for w in self.sparse:
-            if w.projection.shard is None and kernels.by_triton(w.dense, w.pattern):
+            around = None if w.projection.shard is not None else self.recipe.around(w.projection)
+            if around is not None:
                 _ = w.weight  # looking at it brings a working copy that is out of date up to date
-                copies[w.dense] = WorkingCopy(w.projection.projected, w.pattern, w.dim, decay)
-        self._fused = set(map(id, optimizer.project_with(copies)))
+                copies[w.dense] = WorkingCopy(w.projection.projected, w.dim, around)
+        for p in optimizer.project_with(copies):
+            mask = copies[p].around.mask
+            self._fused[id(p)] = mask, 0 if mask is None else mask._version
         return [w for w in self.sparse if id(w.dense) not in self._fused]
 
     @torch.no_grad()
@@ -93,14 +98,16 @@ class Handle:
     @torch.no_grad()
     def refresh(self) -> None:
         """Rewrite the working copies, as after every optimizer step."""
-        rest = [w for w in self.sparse if id(w.dense) not in self._fused]  # the optimizer has just written the others
+        # what the optimizer has just written, but where the recipe has changed the mask since then
+        written = {p for p, (mask, version) in self._fused.items() if mask is None or mask._version == version}
+        rest = [w for w in self.sparse if id(w.dense) not in written]
         together = set(map(id, self._projected_together(rest)))
         for weight in self.sparse:
-            if id(weight.dense) in self._fused or id(weight) in together:
+            if id(weight.dense) in written or id(weight) in together:
                 weight.projection.follow(weight.dense)
             elif not self.recipe.dense_forward or weight.projection.shard is not None:
                 weight.projection.refresh(weight.dense)
-        self._fused = set()
+        self._fused = {}
 
     def _projected_together(self, weights: list[SparseWeight]) -> list[SparseWeight]:
         """Those of the weights whose N-largest projections a CUDA device has just written in as few launches as it takes."""

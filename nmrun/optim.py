@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nmrun.kernels import stored_alike
-
-if TYPE_CHECKING:
-    from nmrun.kernels.triton_adamw import FusedAdam
-    from nmrun.patterns import Pattern
+from nmrun.kernels import adam
+from nmrun.kernels.adam import Operands, WorkingCopy
 
 EPS_MODES = ("inside", "outside", "floor")
-
-
-class WorkingCopy(NamedTuple):
-    """Where the projection of a parameter goes, and SR-STE's decay of what it prunes."""
-
-    projected: Tensor
-    pattern: Pattern
-    dim: int
-    decay: float = 0.0
+PIECE = 1 << 18  # elements: what a CPU's second-level cache holds
 
 
 class Adam(torch.optim.Adam):
@@ -35,30 +24,33 @@ class Adam(torch.optim.Adam):
     first moment, weight decay and all other parameters go on as before. ``capturable`` and ``differentiable`` are refused then.
     """
 
-    _copies: Mapping[Any, WorkingCopy] = {}
-    _next: list[Tensor] = []  # what the next step does in one pass
-    _fused: dict[tuple[int, ...], FusedAdam] = {}
+    _next: Mapping[Any, WorkingCopy] = {}  # what the next step does in one pass
+    _one_pass: adam.OnePass | None = None
+    # the steps of parameters that are stepped so; torch's fused step counts on the device, where reading would wait
+    _counts: dict[Any, float] = {}
 
     def project_with(self, copies: Mapping[Any, WorkingCopy]) -> list[Tensor]:
-        """Let the next :meth:`step` add SR-STE's decay to these parameters' gradients (not to ``.grad``) and write their projections.
+        """Let the next :meth:`step` do to these parameters' gradients (not to ``.grad``) what is to be done, and write their projections.
 
-        Returns those that it does so, in one pass (``nmrun.kernels.triton_adamw``): float32, stored like their gradients, not frozen, in
-        a group without amsgrad, maximize, capturable, differentiable and fused. The others it steps as ever.
+        Returns those that it does so, in one pass (``nmrun.kernels.adam``): float32, stored like their gradients, in a group without
+        amsgrad, maximize, capturable and differentiable, on the CPU with ``fused=True``. The others it steps as ever.
         """
-        if [(id(p), id(c.projected)) for p, c in copies.items()] != [(id(p), id(c.projected)) for p, c in self._copies.items()]:
-            self._fused = {}
-        self._copies, self._next = copies, []
+        self._next = {}
         for group in self.param_groups:
-            other = any(group[o] for o in ("amsgrad", "maximize", "capturable", "differentiable", "fused"))
+            other = any(group[o] for o in ("amsgrad", "maximize", "capturable", "differentiable"))
             if other or any(isinstance(x, Tensor) for x in (group["lr"], *group["betas"])):
                 continue
             for p in group["params"]:
-                if p not in copies or p.grad is None or "frozen_denominator" in self.state.get(p, ()):
-                    continue
-                tensors = [p, p.grad, copies[p].projected, *(t for t in self.state.get(p, {}).values() if t.dim())]
-                if all(t.dtype == torch.float32 and not t.data_ptr() % 16 for t in tensors) and stored_alike(*tensors):
-                    self._next.append(p)
-        return self._next
+                if p in copies and p.grad is not None and adam.takes(self._operands(group, p, copies[p]), bool(group["fused"])):
+                    self._next[p] = copies[p]
+        return list(self._next)
+
+    def _operands(self, group: dict[str, Any], p: Tensor, copy: WorkingCopy) -> Operands:
+        state, grad = self._started(group, p), p.grad
+        assert grad is not None
+        frozen = "frozen_denominator" in state
+        second = state["frozen_denominator" if frozen else "exp_avg_sq"]
+        return Operands(p, grad, state["exp_avg"], second, copy, self._counts.get(p, 0.0), frozen)
 
     @torch.no_grad()
     def freeze_second_moment(self, params: Iterable[Tensor], eps_mode: str = "inside", bias_correction: bool = True) -> None:
@@ -80,7 +72,7 @@ class Adam(torch.optim.Adam):
             for p in group["params"]:
                 if id(p) not in wanted or "frozen_denominator" in self.state[p]:
                     continue
-                state = self._started(p)
+                state = self._started(group, p)
                 v = state.pop("exp_avg_sq")
                 v = state.pop("max_exp_avg_sq", v)
                 if bias_correction and (steps := float(state["step"])) > 0:
@@ -91,11 +83,11 @@ class Adam(torch.optim.Adam):
                 else:
                     state["frozen_denominator"] = v.sqrt().add_(eps if eps_mode == "outside" else eps**0.75)
 
-    def _started(self, p: Tensor) -> dict[str, Any]:
+    def _started(self, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
         """The state of a parameter, made as torch makes it before its first step."""
         state = self.state[p]
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else None)
             state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         return state
@@ -115,14 +107,17 @@ class Adam(torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         held: list[tuple[Tensor, Tensor]] = []
-        fusable, self._next = set(self._next), []
+        copies, self._next = self._next, {}
+        self._counts = {p: count for p, count in self._counts.items() if p in copies}
         for group in self.param_groups:
-            fused = [p for p in group["params"] if p in fusable]
-            frozen = [p for p in group["params"] if p.grad is not None and "frozen_denominator" in self.state.get(p, ())]
-            self._fused_step(group, fused)
+            with_grad = [p for p in group["params"] if p.grad is not None]
+            together = [p for p in with_grad if p in copies]
+            frozen = [p for p in with_grad if p not in copies and "frozen_denominator" in self.state.get(p, ())]
+            if together:
+                self._step_in_one_pass(group, together, copies)
             if frozen:
                 self._frozen_step(group, frozen)
-            held += [(p, p.grad) for p in fused + frozen]
+            held += [(p, p.grad) for p in together + frozen]
         for p, _ in held:
             p.grad = None  # the stock step passes over parameters without a gradient
         try:
@@ -145,22 +140,17 @@ class Adam(torch.optim.Adam):
         sizes = [-lr / (1 - beta1 ** float(s["step"])) for s in states]
         torch._foreach_addcdiv_(params, moments, [s["frozen_denominator"] for s in states], sizes)
 
-    def _fused_step(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        from nmrun.kernels.triton_adamw import FusedAdam, scalars_of  # here: Triton is not everywhere
-
-        alike: dict[tuple[float, float], list[Tensor]] = {}  # the same bias corrections and the same decay
+    def _step_in_one_pass(self, group: dict[str, Any], params: list[Tensor], copies: Mapping[Any, WorkingCopy]) -> None:
         for p in params:
-            self._started(p)["step"] += 1
-            alike.setdefault((float(self.state[p]["step"]), self._copies[p].decay), []).append(p)
-        for (steps, decay), members in alike.items():
-            key = tuple(map(id, members))
-            if key not in self._fused:
-                outs, patterns, dims = zip(*(self._copies[p][:3] for p in members), strict=True)
-                self._fused[key] = FusedAdam(members, outs, patterns, dims)
-            fused, grads = self._fused[key], [p.grad for p in members if p.grad is not None]
-            fused.scalars.copy_(torch.tensor(scalars_of(group, steps, decay)), non_blocking=True)
-            first, second = ([self.state[p][name] for p in members] for name in ("exp_avg", "exp_avg_sq"))
-            fused.step(grads, first, second, self._decoupled(group), decay != 0)
+            self._counts[p] = 1 + (self._counts[p] if p in self._counts else float(self.state[p]["step"]))
+        torch._foreach_add_([self.state[p]["step"] for p in params], 1)
+        self._one_pass = self._one_pass or adam.OnePass()
+        self._one_pass.step(group, [self._operands(group, p, copies[p]) for p in params])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As ``torch.optim.Adam.load_state_dict``."""
+        super().load_state_dict(state_dict)
+        self._counts = {}
 
     @torch.no_grad()
     def second_moment_change(self, params: Iterable[Tensor], logs: bool = True) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -180,17 +170,17 @@ class Adam(torch.optim.Adam):
             chosen = [p for p in group["params"] if id(p) in wanted and p.grad is not None]
             if not chosen:
                 continue
+            rest = 1 - group["betas"][1]
             for p, grad in zip(chosen, self._gradients(group, chosen), strict=True):
-                change = grad.square()
-                if (v := self.state.get(p, {}).get("exp_avg_sq")) is not None:
-                    change.sub_(v)
-                change = change.mul_(1 - group["betas"][1]).abs_()
-                total.append(change.sum().double())
-                if logs:
-                    moved = change > 0
-                    log_sum.append(torch.where(moved, change, 1.0).log().sum(dtype=torch.float64))
-                    nonzero.append(moved.sum().double())
-                count += change.numel()
+                v = self.state.get(p, {}).get("exp_avg_sq")
+                for change in _changes(grad, v):
+                    total.append(change.sum().double() * rest)
+                    if logs:
+                        moved = change > 0
+                        nonzero.append(moved.sum().double())
+                        logs_of_moved = torch.where(moved, change, 1.0).log().sum(dtype=torch.float64)
+                        log_sum.append(logs_of_moved + nonzero[-1] * math.log(rest))
+                count += grad.numel()
         zero = torch.zeros((), dtype=torch.float64, device=total[0].device if total else None)
         sums = [torch.stack(parts).sum() if parts else zero for parts in (total, log_sum, nonzero)]
         return sums[0], sums[1], sums[2], count
@@ -223,6 +213,16 @@ class AdamW(Adam):
         **kwargs: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=True, **kwargs)
+
+
+def _changes(grad: Tensor, v: Tensor | None) -> Iterable[Tensor]:
+    """``|g^2 - v|``, on a CPU in pieces that stay in its cache."""
+    rows = grad.shape[0] if grad.dim() and grad.is_cpu else 0
+    size = max(1, PIECE // grad[0].numel()) if rows else 1
+    for piece in range(0, max(1, rows), size):
+        g, before = (t if t is None or not rows else t[piece : piece + size] for t in (grad, v))
+        assert g is not None
+        yield g.square() if before is None else torch.addcmul(before, g, g, value=-1).abs_()
 
 
 def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from nmrun import kernels, optim, sparsify
+from nmrun import kernels, optim
 from nmrun.kernels import cpu
+from nmrun.kernels.adam import Around, WorkingCopy
 from nmrun.patterns import Pattern
-from nmrun.recipes.sr_ste import SRSTE
-from nmrun.recipes.ste import STE
 
 triton = pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels for Linux")
 
@@ -134,15 +133,24 @@ def test_the_step_of_adam(architecture: int) -> None:
 
     from nmrun.kernels.triton_adamw import adam_many
 
-    built = many(adam_many, architecture, tl.float32, 10, COUPLED=False, DECAY=True, CAST=True)
+    plainly = {"DECAYED": False, "SPARED": False, "HELD": False, "MODE": 0, "COUPLED": False, "FROZEN": False}
+    built = many(adam_many, architecture, tl.float32, 12, **{**plainly, "DECAYED": True}, CAST=True)
     assert built.loads["v4.b32"] == 5 * 4  # weight, gradient, two moments, old working copy
     assert built.stores == {"v4.b32": 4 * 4, "v2.b32": 4}
     assert built.shared == 0
     assert re.search(r"\bsqrt\.rn\.f32", built.ptx)
     assert re.search(r"\bdiv\.rn\.f32", built.ptx)
     assert not re.search(r"\bfma|\.ftz|\.approx", built.ptx)  # operation by operation, and subnormals stay
-    plain = many(adam_many, architecture, tl.float32, 10, COUPLED=False, DECAY=False)
+    plain = many(adam_many, architecture, tl.float32, 12, **plainly)
     assert plain.loads["v4.b32"] == 4 * 4  # without decay nobody asks for the old working copy
+    held = many(adam_many, architecture, tl.float32, 12, **{**plainly, "HELD": True, "SPARED": True})
+    assert held.loads["v4.b32"] == 4 * 4
+    assert held.loads["b32"] == 4 + 1 + plain.loads["b32"]  # the mask, four bytes at a time, and ``spared``
+    frozen = many(adam_many, architecture, tl.float32, 12, **{**plainly, "FROZEN": True})
+    assert frozen.stores == {"v4.b32": 3 * 4}  # weight, first moment, working copy
+    for mode in (1, 2):
+        other = many(adam_many, architecture, tl.float32, 12, **{**plainly, "MODE": mode})
+        assert other.loads["v4.b32"] == other.stores["v4.b32"] == 4 * 4
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -199,27 +207,12 @@ def test_what_may_have_16_bits_is_made_float32_as_soon_as_it_is_read() -> None:
     loads = [load for path in CODE for load in _loads(ast.parse(path.read_text()))]
     wide = {"table", "owner", "row", "scalars", "seed"}  # int64, int32, float32
     narrow = [(name, to) for name, to in loads if name not in wide]
-    assert {name for name, _ in narrow} == {"weight", "out", "scale", "grad", "first", "second", "x"}
+    assert {name for name, _ in narrow} == {"weight", "out", "scale", "mask", "grad", "first", "second", "x"}
     assert all(to == "tl.float32" for _, to in narrow)
     assert _loads(ast.parse("a = tl.load(weight + x) * 2")) == [("weight", "")]
 
 
 # --- who calls them --------------------------------------------------------------------------------------------------------
-
-
-def test_who_can_do_without_the_hooks_around_a_step() -> None:
-    pattern = Pattern(2, 4)
-
-    class More(SRSTE):
-        pass
-
-    assert SRSTE(pattern, decay=0.25).fused_decay == 0.25
-    assert STE(pattern).fused_decay == 0.0
-    for rule in (More(pattern), STE(pattern, interval=2), STE(pattern, gradient="masked")):
-        assert rule.fused_decay is None
-    for name in ("asp", "step", "s_ste", "bi_mask", "t_sr_ste"):
-        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-        assert sparsify(model, optim.Adam(model.parameters()), name, "2:4", 10).recipe.fused_decay is None
 
 
 def test_neither_cpu_nor_other_devices_are_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +232,7 @@ def test_on_a_device_the_recipes_do_not_wait_for_it() -> None:
     weight, scale = torch.randn(256, 512, device="cuda"), torch.tensor(1.25, device="cuda")
     out, param = torch.empty_like(weight), torch.nn.Parameter(torch.randn(256, 512, device="cuda"))
     optimizer = optim.AdamW([param])
-    copies = {param: optim.WorkingCopy(torch.zeros_like(weight), Pattern(2, 4), 1, 0.1)}
+    copies = {param: WorkingCopy(torch.zeros_like(weight), 1, Around(Pattern(2, 4), decay=0.1))}
     param.grad = torch.randn_like(param)
     assert optimizer.project_with(copies) == [param]
     optimizer.step()

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 import triton
+from adam_steps import KINDS, edited, projection, working_copy
 from torch import Tensor
 from triton.runtime import interpreter
 
 from nmrun import kernels, optim, sparsify
 from nmrun.kernels import triton_groups, triton_mvue, triton_projection
-from nmrun.kernels.triton_adamw import FusedAdam, scalars_of
+from nmrun.kernels.adam import Around, Operands, WorkingCopy, scalars
+from nmrun.kernels.triton_adamw import FusedAdam
 from nmrun.patterns import Pattern
 from nmrun.sparsity import hard_threshold, nm_mask, soft_threshold
 from nmrun.sparsity.estimators import inclusion_probabilities
@@ -223,17 +225,19 @@ SHAPES = [((40, 16), 1, "2:4"), ((24, 24), 1, "2:4"), ((4, 8, 3, 3), 1, "2:4"), 
 OPTIONS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 
 
-def made() -> tuple[list[torch.nn.Parameter], list[optim.WorkingCopy]]:
+@pytest.fixture
+def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: True)
+
+
+def made(kind: str = "decayed") -> tuple[list[torch.nn.Parameter], list[WorkingCopy]]:
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, device=DEVICE)) for shape, _, _ in SHAPES]
     params[2].data = params[2].to(memory_format=torch.channels_last)
-    patterns = [Pattern.parse(ratio).over(shape[dim]) for shape, dim, ratio in SHAPES]
-    decays = [0.02, 0.02, 0.0, 0.02, 0.02]
-    copies = [
-        optim.WorkingCopy(hard_threshold(p, pattern, dim), pattern, dim, decay)
-        for p, pattern, (_, dim, _), decay in zip(params, patterns, SHAPES, decays, strict=True)
+    return params, [
+        working_copy(kind, p.detach(), Pattern.parse(ratio).over(shape[dim]), dim)
+        for p, (shape, dim, ratio) in zip(params, SHAPES, strict=True)
     ]
-    return params, copies
 
 
 def assert_close(a: Tensor, b: Tensor, size: Tensor) -> None:
@@ -242,9 +246,13 @@ def assert_close(a: Tensor, b: Tensor, size: Tensor) -> None:
     assert ((a - b).abs() <= ulps * torch.finfo(FLOAT).eps * size).all()
 
 
-@pytest.mark.parametrize(("decoupled", "beta1"), [(True, 0.8), (False, 0.9), (True, 0.3)])
-def test_a_step_is_torchs_with_the_decay_before_and_the_projection_after(decoupled: bool, beta1: float) -> None:
-    params, copies = made()
+@pytest.mark.usefixtures("by_triton")
+@pytest.mark.parametrize(
+    ("kind", "decoupled", "beta1"),
+    [*((kind, True, 0.8) for kind in KINDS), ("decayed", False, 0.9), ("masked, held", False, 0.8), ("decayed", True, 0.3)],
+)
+def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(kind: str, decoupled: bool, beta1: float) -> None:
+    params, copies = made(kind)
     options = {**OPTIONS, "betas": (beta1, 0.95)}
     own = (optim.AdamW if decoupled else optim.Adam)(params, **options)
     for step in range(4):
@@ -255,8 +263,9 @@ def test_a_step_is_torchs_with_the_decay_before_and_the_projection_after(decoupl
         versions = [p._version for p in params]
         for p, q, kept in zip(params, theirs, copies, strict=True):
             p.grad = torch.randn_like(p) * 10.0 ** torch.randint(-4, 2, p.shape, device=DEVICE)
-            pruned = ~nm_mask(q, kept.pattern, kept.dim)
-            q.grad = p.grad + kept.decay * pruned * q.detach()
+            q.grad = edited(p.grad, q.detach(), kept.around, kept.dim)
+        if kind == "fading":
+            copies = [c._replace(around=c.around._replace(factor=0.2 - 0.05 * step)) for c in copies]
         given, old = [p.grad.clone() for p in params], [p.detach().clone() for p in params]
         assert own.project_with(dict(zip(params, copies, strict=True))) == params
         own.step()
@@ -273,22 +282,51 @@ def test_a_step_is_torchs_with_the_decay_before_and_the_projection_after(decoupl
             assert_close(mine["exp_avg_sq"], other["exp_avg_sq"], size.square() + other["exp_avg_sq"])
             assert_close(p, q, torch.maximum(old[i].abs(), q.abs()) + 10 * OPTIONS["lr"])
             assert not torch.equal(p, old[i])
-            assert torch.equal(bits(kept.projected), bits(hard_threshold(p, kept.pattern, kept.dim)))
+            assert torch.equal(bits(kept.projected), bits(projection(p.detach(), kept.around, kept.dim)))
+
+
+@pytest.mark.usefixtures("by_triton")
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_step_with_a_frozen_second_moment(decoupled: bool) -> None:
+    """Against the step of nmrun.optim that is not in one pass, whose tests have the closed form."""
+    params, copies = made()
+    theirs = [p.detach().clone().requires_grad_() for p in params]
+    optimizers = [(optim.AdamW if decoupled else optim.Adam)(group, **OPTIONS) for group in (params, theirs)]
+    for step in range(3):
+        for p, q, kept in zip(params, theirs, copies, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = edited(p.grad, q.detach(), kept.around, kept.dim)
+        assert optimizers[0].project_with(dict(zip(params, copies, strict=True))) == params
+        for optimizer, group in zip(optimizers, (params, theirs), strict=True):
+            optimizer.step()
+            if step == 0:
+                optimizer.freeze_second_moment(group)
+        for p, q, kept in zip(params, theirs, copies, strict=True):
+            mine, other = optimizers[0].state[p], optimizers[1].state[q]
+            assert mine.keys() == other.keys() == {"step", "exp_avg", "frozen_denominator"}
+            assert mine["step"] == other["step"] == step + 1
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(mine["frozen_denominator"], other["frozen_denominator"], rtol=1e-5, atol=1e-7)
+            assert torch.equal(bits(kept.projected), bits(hard_threshold(p, kept.around.pattern, kept.dim)))
 
 
 def test_flips_and_casts_of_the_fused_step() -> None:
     params, copies = made()
     casts = [torch.empty_like(p, dtype=BFLOAT) for p in params]
-    weights, outs = [p.detach() for p in params], [c.projected for c in copies]
-    fused = FusedAdam(weights, outs, [c.pattern for c in copies], [c.dim for c in copies], casts)
-    fused.scalars.copy_(torch.tensor(scalars_of({**OPTIONS, "lr": 0.5}, 1, 0.0)))
+    outs = [c.projected for c in copies]
+    members = [
+        Operands(p.detach(), torch.randn_like(p), torch.zeros_like(p), torch.zeros_like(p), c, 1, False)
+        for p, c in zip(params, copies, strict=True)
+    ]
     before, flips = [out.clone() for out in outs], torch.tensor(0, device=DEVICE)
-    fused.step([torch.randn_like(w) for w in weights], *([torch.zeros_like(w) for w in weights] for _ in range(2)), flips=flips)
+    fused = FusedAdam(members, Around(copies[0].around.pattern).kind, casts=casts)
+    fused.step(members, scalars({**OPTIONS, "lr": 0.5}, 1, copies[0].around), flips=flips)
     assert int(flips) == sum(map(flipped, before, outs)) > 0
     for out, cast in zip(outs, casts, strict=True):
         assert torch.equal(bits(cast), bits(out.bfloat16()))
 
 
+@pytest.mark.usefixtures("by_triton")
 def test_what_cannot_be_fused_is_stepped_as_ever() -> None:
     params, copies = made()
     dense = torch.nn.Parameter(torch.randn(3, 4, device=DEVICE))
@@ -316,36 +354,44 @@ def test_what_cannot_be_fused_is_stepped_as_ever() -> None:
     assert torch.equal(copies[1].projected, after)
 
 
-@pytest.mark.parametrize("recipe", ["sr_ste", "ste"])
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_a_run_with_fused_steps_is_one_with_hooks(recipe: str, decoupled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def trained(fused: bool) -> tuple[torch.nn.Module, list[float]]:
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("sr_ste", {"decay": 0.05}), ("ste", {}), ("ste", {"interval": 2, "gradient": "masked"}), ("asp", {"prune_at": 0.3}),
+        ("step", {"switch": 0.3, "decay": 0.05}), ("s_ste", {}), ("t_sr_ste", {"interval": 2, "decay": 0.05}), ("mdgf_linear", {}),
+        ("sdgf_stepwise", {}), ("lbc", {}),
+    ],
+)  # fmt: skip
+def test_a_run_with_fused_steps_is_one_with_hooks(
+    recipe: str, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(fused: bool) -> tuple[torch.nn.Module, list[Tensor], list[float]]:
         monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: fused)
         torch.manual_seed(0)
         layers = torch.nn.Conv2d(4, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(72, 16)
         model = torch.nn.Sequential(*layers).to(DEVICE)
-        optimizer = (optim.AdamW if decoupled else optim.Adam)(model.parameters(), lr=1e-3, weight_decay=0.01)
-        handle = sparsify(model, optimizer, recipe, "2:4", 20, **({"decay": 0.05} if recipe == "sr_ste" else {}))
-        rates = []
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+        handle = sparsify(model, optimizer, recipe, "2:4", 6, **options)
+        rates, working = [], []
         for step in range(6):
             optimizer.zero_grad()
-            model(torch.randn(5, 4, 5, 5, device=DEVICE)).square().sum().backward()
+            x = torch.randn(5, 4, 5, 5, generator=torch.Generator().manual_seed(step)).to(DEVICE)
+            model(x).square().sum().backward()
             if step == 3:
                 with torch.no_grad():
                     handle.sparse[0].dense.mul_(1.01)  # the working copy is out of date
-            handle.measure_flips = step % 2 == 0
+            handle.measure_flips = step % 3 != 1
             optimizer.step()
-            assert bool(getattr(optimizer, "_fused", None)) is fused
             if handle.measure_flips:
                 rates.append(handle.flip_rate)
-            for w in handle.sparse:
-                assert torch.equal(w.projection.projected, hard_threshold(w.dense, "2:4"))
-        return model, rates
+            working += [w.weight.clone() for w in handle.sparse]
+        assert (optimizer._one_pass is not None) is fused
+        return model, working, rates
 
-    (mine, rates), (other, others) = trained(True), trained(False)
-    assert rates == others
+    (mine, copies, rates), (other, others, their_rates) = trained(True), trained(False)
+    assert rates == their_rates
     assert any(rates)
-    for p, q in zip(mine.parameters(), other.parameters(), strict=True):
+    for p, q in zip([*mine.parameters(), *copies], [*other.parameters(), *others], strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=2e-6)
 
 

@@ -42,7 +42,7 @@ class Arm:
         self.model = copy.deepcopy(model)
         self.optimizer = optim.AdamW(self.model.parameters(), lr=1e-4)
         self.handle = attach(self.model, self.optimizer, pattern, exclude)
-        fuse(self.optimizer, self.handle, DEVICE)
+        fuse(self.optimizer, DEVICE)
 
     def seconds(self, batch: Tensor, steps: int) -> float:
         """Seconds a step, over ``steps`` steps."""

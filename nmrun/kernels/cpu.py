@@ -1,4 +1,4 @@
-"""The compiled CPU projection: ``nm_project.c`` built for one N:M by the system's C compiler, called through ctypes.
+"""The compiled CPU kernels: ``nm_project.c`` and ``nm_adam.c`` built for one N:M by the system's C compiler, called through ctypes.
 
 Building takes about 0.2 s and happens once a pattern and machine; the result is kept in ``~/.cache/nmrun/kernels`` (or under
 ``XDG_CACHE_HOME``). Without a compiler everything still works, through the torch reference, and gives the same bits.
@@ -25,12 +25,10 @@ from torch import Tensor
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import filled
 
-FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 SMALLEST = 1 << 12  # weights; below this the reference takes 0.1 ms a step and a first build 3,000 steps to pay back
 CHUNK = 1 << 16  # weights a thread should at least get
 LARGEST_M = 256  # the working set of a column block must stay in the first-level cache and the code small
-
-_Kernel = Callable[[int, int, int, int, int, int, float, float], None]
 
 
 def project(
@@ -59,21 +57,27 @@ def project(
     inner = weight[0].numel() if dim == 0 else weight.shape[dim + 1 :].numel()
     whole = filled(weight, pattern, dim)
     result = out if whole is weight else torch.empty_like(whole)
-    columns = whole.numel() // pattern.m
-    threads = max(1, min(torch.get_num_threads(), whole.numel() // CHUNK))
-    step = -(-columns // threads)
     source, target = whole.data_ptr(), result.data_ptr()
-    parts = [(begin, min(begin + step, columns)) for begin in range(0, columns, step)]
-    jobs = [
-        _pool(os.getpid()).submit(kernel, source, target, begin, end, inner, int(soft), scale, factor)
-        for begin, end in parts[1:]
-    ]  # ctypes lets go of the interpreter lock during the call
-    kernel(source, target, *parts[0], inner, int(soft), scale, factor)
-    for job in jobs:
-        job.result()
+    in_parts(
+        whole.numel() // pattern.m,
+        whole.numel(),
+        lambda begin, end: kernel.nm_project(source, target, begin, end, inner, soft, scale, factor),
+    )
     if result is not out:
         out.copy_(result.narrow(dim, 0, out.shape[dim]))
     return True
+
+
+def in_parts(rows: int, weights: int, work: Callable[[int, int], object]) -> None:
+    """``work(begin, end)`` for parts of ``rows``, on as many threads as torch has and ``weights`` are worth."""
+    threads = max(1, min(torch.get_num_threads(), weights // CHUNK, rows))
+    step = -(-rows // threads)
+    parts = [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+    # ctypes lets go of the interpreter lock during a call
+    jobs = [_pool(os.getpid()).submit(work, *part) for part in parts[1:]]
+    work(*parts[0])
+    for job in jobs:
+        job.result()
 
 
 @cache
@@ -82,23 +86,27 @@ def _pool(process: int) -> ThreadPoolExecutor:  # one a process: threads do not 
 
 
 @cache
-def load(pattern: Pattern, fades: bool = False) -> _Kernel | None:
-    """The kernel for this pattern, with or without a factor for pruned weights, built if needed; None where no C compiler works."""
+def load(pattern: Pattern, fades: bool = False, adam: bool = False) -> ctypes.CDLL | None:
+    """The library for this pattern, with or without a factor for pruned weights, with the step of Adam or without, built if needed; None
+    where no C compiler works."""
     compiler = find_compiler()
     if compiler is None:
         return None
-    source = resources.files("nmrun.kernels").joinpath("nm_project.c").read_text()
+    names = ("nm_project", "nm_adam") if adam else ("nm_project",)
+    source = "".join(resources.files("nmrun.kernels").joinpath(f"{name}.c").read_text() for name in names)
     flags = (*FLAGS, f"-DN={pattern.n}", f"-DM={pattern.m}", f"-DFADES={int(fades)}")
     key = hashlib.sha256("\0".join([source, *flags, compiler, _processor()]).encode()).hexdigest()[:16]
     try:
-        library = cache_folder() / f"nm_project-{pattern.slug}-{key}.so"
+        library = cache_folder() / f"{names[-1]}-{pattern.slug}-{key}.so"
         if not library.exists():
             _build(compiler, source, flags, library)
-        kernel = ctypes.CDLL(str(library)).nm_project
+        kernel = ctypes.CDLL(str(library))
     except (OSError, subprocess.SubprocessError):
         return None
-    kernel.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_int, ctypes.c_float, ctypes.c_float]
-    kernel.restype = None
+    pointer, size, flag, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+    kernel.nm_project.argtypes, kernel.nm_project.restype = [pointer] * 2 + [size] * 3 + [flag] + [number] * 2, None
+    if adam:
+        kernel.nm_adam.argtypes, kernel.nm_adam.restype = [pointer] * 6 + [size] * 3 + [pointer] + [flag] * 3, None
     return kernel
 
 
@@ -111,7 +119,7 @@ def find_compiler() -> str | None:
 
 def _build(compiler: str, source: str, flags: tuple[str, ...], library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        code, built = Path(folder, "nm_project.c"), Path(folder, "nm_project.so")
+        code, built = Path(folder, "nm.c"), Path(folder, "nm.so")
         code.write_text(source)
         command = [compiler, *flags, str(code), "-o", str(built), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=60)

@@ -22,6 +22,7 @@ from nmrun.patterns import Pattern
 
 LARGEST_M = 64  # a key has six bits for the index
 TILE = 2048  # weights a program has at least, if there are so many: 16 a thread
+MODES = {"hard": 0, "soft": 1, "decayed": 2}
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -121,6 +122,21 @@ def select(w, j, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, STRIDE
     else:
         kept, shift = _select_any(w, j, N, M, 0 if STRIDED else 1)
     return kept | (w != w), shift
+
+
+@triton.jit
+def project_tile(w, kept, shift, amount, MODE: tl.constexpr, DTYPE: tl.constexpr):
+    """What is left of a tile: the kept weights, the soft threshold times ``amount``, or all weights with the pruned ones times ``amount``."""
+    if MODE == 1:
+        shrunk = tl.abs(w) - shift
+        shrunk = tl.where(shrunk < 0, 0.0, shrunk)  # not maximum: a NaN stays one
+        value = tl.where(w < 0, 0.0 - shrunk, shrunk)  # every zero is +0.0
+        value = value.to(DTYPE).to(tl.float32) * amount  # the reference rounds twice
+    elif MODE == 2:
+        value = tl.where(kept, w, amount * w) + 0.0
+    else:
+        value = tl.where(kept, w, 0.0) + 0.0
+    return value
 
 
 @triton.jit

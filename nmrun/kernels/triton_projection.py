@@ -11,10 +11,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nmrun.kernels.triton_groups import applies, launches, locate, on, pointer, select, shape_of, write
+from nmrun.kernels.triton_groups import (
+    MODES,
+    applies,
+    launches,
+    locate,
+    on,
+    pointer,
+    project_tile,
+    select,
+    shape_of,
+    write,
+)
 from nmrun.patterns import Pattern
-
-MODES = {"hard": 0, "soft": 1, "decayed": 2}
 
 
 @triton.jit
@@ -29,17 +38,9 @@ def _tile(
     if FLIPS:
         before = tl.load(out + offset, exists, other=0.0).to(tl.float32)
     kept, shift = select(w, j, N, M, COLUMNS, STRIDED, SHORT)
-    if MODE == 1:
-        shrunk = tl.abs(w) - shift
-        shrunk = tl.where(shrunk < 0, 0.0, shrunk)  # not maximum: a NaN stays one
-        value = tl.where(w < 0, 0.0 - shrunk, shrunk)  # every zero is +0.0
-        if SCALED:
-            amount = tl.load(scale).to(tl.float32)
-        value = value.to(weight.dtype.element_ty).to(tl.float32) * amount  # the reference rounds twice
-    elif MODE == 2:
-        value = tl.where(kept, w, amount * w) + 0.0
-    else:
-        value = tl.where(kept, w, 0.0) + 0.0
+    if SCALED:
+        amount = tl.load(scale).to(tl.float32)
+    value = project_tile(w, kept, shift, amount, MODE, weight.dtype.element_ty)
     write(value, before, offset, exists, out, cast, flips, CAST, FLIPS)
 
 

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.recipes.held import mask_gradients
@@ -58,6 +59,9 @@ class ASP(Recipe):
                 raise RuntimeError("asp: this copy of the model is from before its channels were permuted: make a new one")
             mask.copy_(original.get_buffer("mask"))
         torch.mul(dense, mask, out=out)
+
+    def around(self, projection: Projection) -> Around | None:
+        return None if self.dense_forward else Around(projection.pattern, spared=0.0, mask=projection.get_buffer("mask"))
 
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if not self.dense_forward:

@@ -14,11 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from nmrun import kernels
+from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.sparsity import masks
 
 if TYPE_CHECKING:
     from nmrun.sparsity.attach import Projection, SparseWeight
+
+
+AROUND = ("edit_gradients", "project", "after_step")  # what a recipe does around an optimizer step
 
 
 class Densities(NamedTuple):
@@ -107,13 +111,22 @@ class Recipe:
         """Whether :meth:`project` is the N largest of M, nothing else: then all weights can be projected at once."""
         return type(self).project is Recipe.project
 
-    @property
-    def fused_decay(self) -> float | None:
-        """SR-STE's decay (0.0: none) if that term and the projection of the N largest are all that is done around an optimizer step.
+    def follow(self, projection: Projection) -> None:
+        """Called whenever ``projection.projected`` has been rewritten: for what else depends on it (no autograd here)."""
 
-        Then a fused optimizer step may do both (see ``nmrun.optim.Adam.project_with``). Default: None, they are not all.
+    def around(self, projection: Projection) -> Around | None:
+        """What :meth:`edit_gradients` and :meth:`project` will do to this weight in the coming step, in terms of a fused optimizer step.
+
+        Such a step then does it in one pass (``nmrun.optim.Adam.project_with``), and neither is called for the weight. Default: None, both are.
         """
         return None
+
+    @property
+    def fusable(self) -> bool:
+        """Whether :meth:`around` speaks for this class: not if a subclass has overridden what happens around a step, but not that."""
+        order = [vars(kind) for kind in type(self).__mro__]
+        first = {name: next(i for i, own in enumerate(order) if name in own) for name in ("around", *AROUND)}
+        return all(first["around"] <= first[name] for name in AROUND)
 
     def densities(self, pattern: Pattern, step: int | None = None, hardware: bool = False) -> Densities:
         """What the products of a layer that is to be ``pattern`` cost: in the next step, or in step ``step`` (from 0) as planned.

@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe, decay_pruned, keep_largest
 from nmrun.sparsity import products
@@ -47,14 +48,18 @@ class BiMask(Recipe):
             self.events.append(f"Bi-Mask leaves the input gradient exact at {', '.join(exact)}")
         self._search(weights)
 
-    def project(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
-        super().project(projection, dense, out)
+    def follow(self, projection: Projection) -> None:
         if hasattr(projection, "permutation"):
-            order, outputs = projection.get_buffer("permutation"), 1 - projection.dim
-            permuted = _rows(out, projection)[order]
+            order, again = projection.get_buffer("permutation"), projection.get_buffer("input_weight")
+            outputs = 1 - projection.dim
+            permuted = _rows(projection.projected, projection)[order]
             kept = torch.empty_like(permuted)
             keep_largest(permuted, kept, projection.pattern, 0)
-            projection.get_buffer("input_weight").copy_(kept[order.argsort()][: out.shape[outputs]].movedim(0, outputs))
+            places = order.argsort()[: again.shape[outputs]]
+            torch.index_select(kept.movedim(0, outputs), outputs, places, out=again)
+
+    def around(self, projection: Projection) -> Around:
+        return Around(projection.pattern, decay=self.decay)
 
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         decay_pruned(weights, self.decay)

@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.held import HeldMask, mask_gradients
 from nmrun.recipes.scored import ScoredMasks
@@ -62,6 +63,9 @@ class LBC(ScoredMasks, HeldMask):
     def final(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
         scores = projection.get_parameter("scores").masked_fill(~projection.get_buffer("alive"), -math.inf)
         self.keep_best(projection, dense, out, scores)
+
+    def around(self, projection: Projection) -> Around | None:
+        return Around(projection.pattern, spared=0.0, mask=projection.get_buffer("mask")) if self.is_sparse else None
 
     @torch.no_grad()
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nmrun import kernels
+from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Densities, Recipe, keep_largest
 from nmrun.sparsity.attach import Projection, SparseWeight
@@ -93,6 +94,14 @@ class Progressive(Recipe):
         keep_largest(dense, out, pattern, projection.dim)
         if factor:
             out.add_(dense - out, alpha=factor)  # the difference is (1 - m) * w, exactly
+
+    def around(self, projection: Projection) -> Around | None:
+        if self.dense_forward:
+            return None
+        then = copy.copy(self)  # the gradient is of this step's weights, the projection for the next step
+        then.step += 1
+        spared = 1.0 if self.grad_mode == "ste" else self.factor()
+        return Around(then.now(projection.pattern), spared=spared, factor=then.factor())
 
     @torch.no_grad()
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nmrun import kernels
+from nmrun.kernels.adam import Around
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity import masks
 from nmrun.sparsity.attach import Projection, SparseWeight
@@ -31,6 +32,9 @@ class SSTE(Recipe):
         for weight in weights:
             scale = masks.soft_threshold_scale(weight.dense, weight.pattern, weight.dim)
             weight.projection.register_buffer("scale", scale)
+
+    def around(self, projection: Projection) -> Around:
+        return Around(projection.pattern, scale=projection.get_buffer("scale"))
 
     def project(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
         scale = projection.get_buffer("scale")

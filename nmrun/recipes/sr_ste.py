@@ -13,9 +13,10 @@ from typing import ClassVar
 
 import torch
 
+from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe, decay_pruned
-from nmrun.sparsity.attach import SparseWeight
+from nmrun.sparsity.attach import Projection, SparseWeight
 
 
 class SRSTE(Recipe):
@@ -30,9 +31,8 @@ class SRSTE(Recipe):
             raise ValueError(f"sr_ste: decay={decay} must be 0 or more")
         self.decay = decay
 
-    @property
-    def fused_decay(self) -> float | None:
-        return self.decay if type(self) is SRSTE else None  # a subclass may do more
+    def around(self, projection: Projection) -> Around:
+        return Around(projection.pattern, decay=self.decay)
 
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         decay_pruned(weights, self.decay)

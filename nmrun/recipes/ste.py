@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.recipes.held import HeldMask, mask_gradients
@@ -51,9 +52,10 @@ class STE(HeldMask):
     def keeps_largest(self) -> bool:
         return self.plain and type(self) is STE
 
-    @property
-    def fused_decay(self) -> float | None:
-        return 0.0 if self.keeps_largest else None  # a subclass may do more
+    def around(self, projection: Projection) -> Around:
+        if self.plain:
+            return Around(projection.pattern)
+        return Around(projection.pattern, spared=0.0 if self.gradient == "masked" else 1.0, mask=projection.get_buffer("mask"))
 
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if self.gradient == "masked":

@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 import torch
 
 from nmrun import optim
+from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.autoswitch import AutoSwitch
 from nmrun.recipes.base import Recipe, decay_pruned
-from nmrun.sparsity.attach import SparseWeight, summed
+from nmrun.sparsity.attach import Projection, SparseWeight, summed
 
 
 class STEP(Recipe):
@@ -49,6 +50,9 @@ class STEP(Recipe):
         if len({(g["betas"][1], g["eps"]) for g in groups}) > 1:
             raise ValueError("step: the parameter groups with sparse weights must share beta2 and eps, AutoSwitch pools them")
         self.events += self.autoswitch.prepare(groups[0]["betas"][1], groups[0]["eps"], weights[0].dense.device)
+
+    def around(self, projection: Projection) -> Around | None:
+        return None if self.dense_forward else Around(projection.pattern, decay=self.decay)
 
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if not self.dense_forward:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Densities, decay_pruned
 from nmrun.recipes.held import HeldMask
@@ -66,6 +67,11 @@ class TSRSTE(HeldMask):
     def densities(self, pattern: Pattern, step: int | None = None, hardware: bool = False) -> Densities:
         at_the_end = step is not None and self.dense_from is not None and step >= self.dense_from
         return Densities() if at_the_end else super().densities(pattern, step, hardware)
+
+    def around(self, projection: Projection) -> Around | None:
+        if self.dense_forward or self.step + 1 == self.dense_from:
+            return None
+        return Around(projection.pattern, decay=self.decay, mask=projection.get_buffer("mask"))
 
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if not self.dense_forward:

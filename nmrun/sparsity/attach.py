@@ -85,6 +85,7 @@ class Projection(nn.Module):
     @torch.no_grad()
     def follow(self, dense: Tensor) -> None:
         """The working copy holds the projection of ``dense``: make what depends on it anew."""
+        self.recipe.follow(self)
         if self.prunes_again:
             from nmrun.recipes.base import keep_largest  # which imports this package
 

@@ -1,0 +1,252 @@
+"""Adam on the CPU with the recipe's part in one pass: the bits of torch's fused Adam between the recipe's own steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adam_steps import KINDS, edited, projection, working_copy
+from torch import Tensor, nn
+
+import nmrun
+from nmrun import kernels, optim
+from nmrun.kernels import adam, cpu, cpu_adam
+from nmrun.kernels.adam import Around, WorkingCopy
+from nmrun.patterns import Pattern
+from nmrun.recipes.ste import STE
+
+pytestmark = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C compiler here")
+# elsewhere torch fuses other multiplications with additions
+EXACT = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+TOTAL = 12
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_cache))
+    monkeypatch.setattr(cpu, "SMALLEST", 1)
+    yield
+    cpu.load.cache_clear()
+
+
+def assert_same(found: Tensor, wanted: Tensor) -> None:
+    if EXACT:
+        assert torch.equal(found.contiguous().view(torch.int32), wanted.contiguous().view(torch.int32))
+    else:
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+# multiples of a vector's 16 numbers: torch computes what is left over in double precision
+SHAPES = [
+    ((40, 16), 1, "2:4"),
+    ((8, 16, 3, 3), 1, "2:4"),
+    ((8, 16, 3, 3), 1, "1:16"),
+    ((16, 26), 0, "2:8"),
+    ((64, 1024), 1, "1:4"),
+]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize(("decoupled", "beta1"), [(True, 0.8), (False, 0.9), (True, 0.3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
+    kind: str, decoupled: bool, beta1: float, layout: torch.memory_format
+) -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape, _, _ in SHAPES]
+    for p in params:
+        p.data = p.contiguous(memory_format=layout) if p.dim() == 4 else p.data
+    copies = [working_copy(kind, p.detach(), Pattern.parse(r), dim) for p, (_, dim, r) in zip(params, SHAPES, strict=True)]
+    theirs = [p.detach().clone().requires_grad_() for p in params]
+    options = {"lr": 3e-3, "betas": (beta1, 0.95), "eps": 1e-7, "weight_decay": 0.1, "fused": True}
+    own = (optim.AdamW if decoupled else optim.Adam)(params, **options)
+    stock = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **options)
+    for step in range(3):
+        versions = [p._version for p in params]
+        for p, q, kept in zip(params, theirs, copies, strict=True):
+            p.grad = torch.randn_like(p) * 10.0 ** torch.randint(-4, 2, p.shape)
+            q.grad = edited(p.grad, q.detach(), kept.around, kept.dim)
+            if kept.around.decay:  # the recipes' way, which rounds once
+                q.grad = torch.add(p.grad, q.detach() - kept.projected, alpha=kept.around.decay)
+        given = [p.grad.clone() for p in params]
+        assert own.project_with(dict(zip(params, copies, strict=True))) == params
+        own.step()
+        stock.step()
+        for p, q, kept, grad, version in zip(params, theirs, copies, given, versions, strict=True):
+            assert torch.equal(p.grad, grad)
+            assert p._version > version
+            assert own.state[p].keys() == stock.state[q].keys()
+            assert own.state[p]["step"] == stock.state[q]["step"] == step + 1
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert_same(own.state[p][name], stock.state[q][name])
+            assert_same(p, q)
+            # torch keeps the sign of a zero where a mask multiplies
+            assert torch.equal(kept.projected, projection(p.detach(), kept.around, kept.dim))
+
+
+RUNS: list[tuple[str, dict[str, Any]]] = [
+    ("ste", {}), ("ste", {"interval": 3}), ("ste", {"gradient": "masked", "interval": 4}), ("sr_ste", {"decay": 0.05}), ("asp", {}),
+    ("step", {"switch": 0.3}), ("step", {"switch": 0.3, "decay": 0.1}), ("step", {"eps_mode": "outside"}), ("s_ste", {}),
+    ("t_sr_ste", {"decay": 0.05, "interval": 4}), ("t_sr_ste", {"decay": 0.05, "interval": 3, "dense_end": 0.25}), ("mdgf_linear", {}),
+    ("mdgf_exponential", {}), ("sdgf_stepwise", {}), ("decay_mask", {}), ("decay_mask", {"kind": "structure"}), ("lbc", {}),
+    ("bi_mask", {"decay": 0.05, "interval": 3, "candidates": 3}),
+]  # fmt: skip
+
+
+def begin(recipe: str, options: dict[str, Any]) -> tuple[nn.Module, optim.Adam, nmrun.handle.Handle]:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 64)
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    return model, optimizer, nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **options)
+
+
+def train(model: nn.Module, optimizer: optim.Adam, handle: nmrun.handle.Handle, steps: range) -> list[Any]:
+    """What is to be seen after each step."""
+    seen: list[Any] = []
+    for step in steps:
+        model(torch.randn(4, 16, 4, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        handle.measure_flips = step % 3 != 1
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [handle.metrics(), handle.pop_events()]
+    return seen
+
+
+@pytest.mark.parametrize(("recipe", "options"), RUNS, ids=lambda x: str(x))
+def test_a_run_in_one_pass_is_one_with_hooks(recipe: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[adam.Operands] = []
+    step = cpu_adam.step
+    monkeypatch.setattr(cpu_adam, "step", lambda p, scalars: (steps.append(p), step(p, scalars)))
+    mine = begin(recipe, options)
+    seen = train(*mine, range(TOTAL))
+    assert len(steps) >= 3 * (TOTAL // 4)  # after a dense phase, if there is one
+    assert len({id(p.weight) for p in steps}) == 3
+    steps.clear()
+    monkeypatch.setattr(adam, "takes", lambda operands, fused: False)
+    other = begin(recipe, options)
+    wanted = train(*other, range(TOTAL))
+    assert not steps
+    if EXACT:
+        assert seen == wanted
+    for w, v in zip(mine[2].sparse, other[2].sparse, strict=True):
+        assert_same(w.weight, v.weight)
+    for p, q in zip(mine[0].parameters(), other[0].parameters(), strict=True):
+        assert_same(p, q)
+
+
+@pytest.mark.parametrize(("recipe", "options"), [RUNS[i] for i in (3, 4, 6, 9, 11)], ids=lambda x: str(x))
+@pytest.mark.parametrize("stop", [2, 7])
+def test_a_run_goes_on_with_the_same_bits(recipe: str, options: dict[str, Any], stop: int) -> None:
+    whole = begin(recipe, options)
+    train(*whole, range(TOTAL))
+    first, second = begin(recipe, options), begin(recipe, options)
+    train(*first, range(stop))
+    for part, saved in zip(second, copy.deepcopy([x.state_dict() for x in first]), strict=True):
+        part.load_state_dict(saved)
+    train(*second, range(stop, TOTAL))
+    for p, q in zip(whole[0].parameters(), second[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+    for p, q in zip(whole[0].parameters(), second[0].parameters(), strict=True):
+        assert whole[1].state[p].keys() == second[1].state[q].keys()
+        assert all(torch.equal(whole[1].state[p][name], second[1].state[q][name]) for name in whole[1].state[p])
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_share_the_work_without_a_gap(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for number in (1, threads):
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=number: number)
+        monkeypatch.setattr(cpu, "CHUNK", 1000)
+        torch.manual_seed(0)
+        p = nn.Parameter(torch.randn(101, 204))
+        p.grad = torch.randn_like(p)
+        optimizer, kept = optim.Adam([p], fused=True), working_copy("decayed", p.detach(), Pattern(2, 4), 1)
+        assert optimizer.project_with({p: kept}) == [p]
+        optimizer.step()
+        results.append([p, kept.projected, *optimizer.state[p].values()])
+    assert all(map(torch.equal, *results))
+
+
+def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(p: nn.Parameter, pattern: str = "2:4", **options: Any) -> bool:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        optimizer = optim.AdamW([p], **{"fused": True, **options})
+        kept = WorkingCopy(torch.zeros_like(p), 1, Around(Pattern.parse(pattern)))
+        return optimizer.project_with({p: kept}) == [p]
+
+    def weight(*shape: int, **options: Any) -> nn.Parameter:
+        return nn.Parameter(torch.ones(*shape, **options))
+
+    assert taken(weight(8, 16))
+    assert taken(weight(8, 256), "1:256")
+    assert not taken(weight(8, 16), fused=None)  # its bits are those of torch's fused step
+    assert not taken(weight(8, 16), amsgrad=True)
+    assert not taken(weight(8, 16), maximize=True)
+    assert not taken(weight(8, 16, dtype=torch.float64))
+    assert not taken(weight(8, 18))  # a short last group
+    assert not taken(weight(8, 1024), "1:512")
+    transposed = weight(16, 8)
+    transposed.grad = torch.zeros(8, 16).T
+    assert not taken(transposed)
+    monkeypatch.setattr(cpu, "SMALLEST", 129)
+    assert not taken(weight(8, 16))
+    monkeypatch.setattr(cpu, "SMALLEST", 1)
+    cpu.load.cache_clear()
+    monkeypatch.setattr(cpu, "find_compiler", lambda: None)
+    assert not taken(weight(8, 16))
+
+
+def test_a_step_for_which_nothing_was_asked_is_torchs() -> None:
+    p = nn.Parameter(torch.randn(8, 16))
+    optimizer, kept = optim.Adam([p], fused=True), working_copy("nothing", p.detach(), Pattern(2, 4), 1)
+    p.grad = torch.randn_like(p)
+    optimizer.project_with({p: kept})
+    optimizer.step()
+    before = kept.projected.clone()
+    optimizer.step()  # what was asked for was asked for once
+    assert torch.equal(kept.projected, before)
+    assert optimizer.state[p]["step"] == 2
+    optimizer.project_with({p: kept})
+    optimizer.step()
+    assert optimizer.state[p]["step"] == 3  # the count has not been lost in between
+    assert torch.equal(kept.projected, nmrun.sparsity.hard_threshold(p.detach(), "2:4"))
+
+
+def test_a_recipe_that_overrides_what_happens_around_a_step_is_not_spoken_for() -> None:
+    pattern = Pattern(2, 4)
+
+    class Same(STE):
+        name = "same"
+
+    class Edits(STE):
+        def edit_gradients(self, weights: Any, optimizer: torch.optim.Optimizer) -> None:
+            raise AssertionError
+
+    class Projects(STE):
+        def project(self, projection: Any, dense: Tensor, out: Tensor) -> None:
+            out.zero_()
+
+    class Speaks(Projects):
+        def around(self, projection: Any) -> Around:
+            return Around(pattern, factor=0.5)
+
+    assert [kind(pattern).fusable for kind in (STE, Same, Edits, Projects, Speaks)] == [True, True, False, False, True]
+    assert not nmrun.recipes.base.Recipe(pattern).around(None)  # type: ignore[arg-type]
+
+
+def test_devices_without_kernels_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = nn.Parameter(torch.randn(8, 16, device="meta"))
+    p.grad = torch.zeros_like(p)
+    monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: False)
+    kept = WorkingCopy(torch.zeros_like(p), 1, Around(Pattern(2, 4)))
+    assert optim.Adam([p], capturable=False, foreach=False).project_with({p: kept}) == []
