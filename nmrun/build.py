@@ -78,7 +78,7 @@ def build(config: Config) -> Parts:
             pad=config.sparsity["pad"],
             mvue=trainer["mvue"],
             fp8=trainer["fp8"],
-            double_prune=trainer["input_gradient"] == "double_prune",
+            input_gradient=trainer["input_gradient"],
             **{key: value for key, value in config.recipe.items() if key not in ("name", "_target_")},
         )
 

@@ -80,6 +80,7 @@ def _is_budget(value: Any) -> bool:
         return False
 
 
+INPUT_GRADIENTS = ("exact", "transposable", "double_prune")  # see nmrun.sparsify
 ACCELERATION = ("auto", "off", "force", "cusparselt", "cutlass", "one_pass", "cusparselt_fp8")  # see nmrun.acceleration
 FLAG = Check("true or false", lambda value: isinstance(value, bool))
 COMPILE = Check(
@@ -256,7 +257,7 @@ CHECKS: dict[str, Check] = {
     "trainer.label_smoothing": FRACTION,
     "trainer.mvue": PATTERN,
     "trainer.fp8": FLAG,
-    "trainer.input_gradient": one_of("exact", "double_prune"),
+    "trainer.input_gradient": one_of(*INPUT_GRADIENTS),
     "trainer.acceleration": one_of(*ACCELERATION),
     "trainer.eval_every": whole(1),
     "trainer.log_every": whole(1),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun import kernels, recipes
+from nmrun.checks import INPUT_GRADIENTS
 from nmrun.errors import ConfigError
 from nmrun.kernels.adam import WorkingCopy
 from nmrun.optim import Adam, skipped_by_loss_scaling
@@ -78,7 +79,7 @@ class Handle:
         copies: dict[Tensor, WorkingCopy] = {}
         for w in self.sparse:
             around = None if w.projection.shard is not None else self.recipe.around(w.projection)
-            if around is not None:
+            if around is not None and (around.mask is not None or not self.recipe.transposable):
                 _ = w.weight  # looking at it brings a working copy that is out of date up to date
                 copies[w.dense] = WorkingCopy(w.projection.projected, w.dim, around)
         for p in optimizer.project_with(copies):
@@ -206,7 +207,7 @@ def sparsify(
     mvue: str | Pattern | None = None,
     fp8: bool = False,
     pad: bool = False,
-    double_prune: bool = False,
+    input_gradient: str = "exact",
     **hyperparameters: Any,
 ) -> Handle:
     """Train ``model`` with N:M sparse weights: call this once, then train as always.
@@ -235,8 +236,9 @@ def sparsify(
     any recipe, and act in training mode outside dense phases; see ``nmrun.sparsity.products``.
     pad: make layers sparse too whose inputs are not a multiple of M. Their last group is short, as if zeros filled it up: at most N of its
     weights are kept, all of them if there are no more. What they save is counted by what is really pruned.
-    double_prune: compute the input gradient of sparse layers with their weight pruned once more, to N:M along the outputs, so that it is a
-    sparse product too (SLoPe, Mozaffari et al. 2025, arXiv 2405.16325). This changes the gradient; the weight's own is exact.
+    input_gradient: ``exact``; or a sparse product as the forward one, by weights that are N:M along the outputs as well: ``transposable``, with
+    masks that every recipe that keeps the largest weights then chooses so (layers whose outputs M does not divide stay dense); or
+    ``double_prune``, by the weight pruned once more (SLoPe, Mozaffari et al. 2025, arXiv 2405.16325), which changes this gradient alone.
     hyperparameters: the recipe's own, under the names of its paper, such as ``decay=2e-4`` for ``sr_ste``.
 
     Raises ValueError for an unknown recipe or pattern, a model without a single eligible weight, a model that is sparse already,
@@ -245,12 +247,16 @@ def sparsify(
     pattern = Pattern.parse(pattern)
     kind = recipes.find(recipe)
     rule = _build(kind, recipe, pattern, total_steps, hyperparameters)
+    if input_gradient not in INPUT_GRADIENTS:
+        raise ConfigError(f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}")
     if attached(model):
         raise ValueError("this model is sparse already: call finalize() on its handle first")
     if rule.name == "dense":
         return Handle(
             optimizer, rule, [], [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in candidates(model)]
         )
+    if input_gradient == "transposable":
+        rule.make_transposable()
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     chosen, left_dense = select(model, pattern, include, exclude, owned, overrides, rule.refuses, pad)
     if not chosen:
@@ -266,7 +272,7 @@ def sparsify(
                 raise ConfigError(f"mvue and fp8 are for sparse linear layers; the sparse ones here are {', '.join(exact)}")
             if exact:
                 rule.events.append(f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called")
-        if double_prune:
+        if input_gradient == "double_prune":
             exact = products.prune_again(sparse, rule)
             if exact:
                 rule.events.append(f"double pruning does not apply to {', '.join(exact)}: their input gradient is exact")

@@ -269,7 +269,8 @@ def test_transposable_masks_make_the_input_gradient_sparse_and_others_do_not(mac
         ("t_sr_ste", {}, True),
         ("bi_mask", {}, False),
         ("ste", {}, False),
-        ("ste", {"double_prune": True}, True),
+        ("ste", {"input_gradient": "double_prune"}, True),
+        ("sr_ste", {"input_gradient": "transposable"}, True),
     ):
         model = mlp()
         _, handle = sparse(model, recipe, **options)
@@ -359,7 +360,7 @@ def test_compiled_as_one_graph(recipe: str) -> None:
 
 def test_double_pruning_changes_the_input_gradient_alone() -> None:
     model = mlp().double()
-    _, handle = sparse(model, double_prune=True)
+    _, handle = sparse(model, input_gradient="double_prune")
     assert handle.pop_events() == ["double pruning does not apply to 4.weight: their input gradient is exact"]
     x, weight = normal(5, 32).requires_grad_(), handle.sparse[0]
     dz = normal(5, 64, seed=1)
@@ -379,9 +380,9 @@ def test_double_pruning_changes_the_input_gradient_alone() -> None:
 def test_double_pruning_is_refused_where_it_makes_no_sense() -> None:
     for recipe in ("bi_mask", "t_sr_ste"):
         with pytest.raises(ConfigError, match=f"{recipe} makes the input gradient N:M by itself"):
-            sparse(mlp(), recipe, double_prune=True)
+            sparse(mlp(), recipe, input_gradient="double_prune")
     with pytest.raises(ConfigError, match="needs a layer whose number of outputs is a multiple of M"):
-        sparse(nn.Sequential(nn.Linear(16, 6)), double_prune=True)
+        sparse(nn.Sequential(nn.Linear(16, 6)), input_gradient="double_prune")
 
 
 # --- on the command line --------------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     ("step", {"switch": 0.3}), ("step", {"switch": 0.3, "decay": 0.1}), ("step", {"eps_mode": "outside"}), ("s_ste", {}),
     ("t_sr_ste", {"decay": 0.05, "interval": 4}), ("t_sr_ste", {"decay": 0.05, "interval": 3, "dense_end": 0.25}), ("mdgf_linear", {}),
     ("mdgf_exponential", {}), ("sdgf_stepwise", {}), ("decay_mask", {}), ("decay_mask", {"kind": "structure"}), ("lbc", {}),
-    ("bi_mask", {"decay": 0.05, "interval": 3, "candidates": 3}),
+    ("bi_mask", {"decay": 0.05, "interval": 3, "candidates": 3}), ("asp", {"input_gradient": "transposable"}),
 ]  # fmt: skip
 
 
@@ -142,6 +142,15 @@ def test_a_run_in_one_pass_is_one_with_hooks(recipe: str, options: dict[str, Any
         assert_same(w.weight, v.weight)
     for p, q in zip(mine[0].parameters(), other[0].parameters(), strict=True):
         assert_same(p, q)
+
+
+def test_transposable_masks_that_follow_the_weight_are_chosen_after_the_step() -> None:
+    model, optimizer, handle = begin("sr_ste", {"input_gradient": "transposable"})
+    for step in range(3):
+        train(model, optimizer, handle, range(step, step + 1))
+        for w in handle.sparse[1:]:
+            wanted = w.dense * nmrun.sparsity.transposable_mask(w.dense.detach(), "2:4")
+            assert torch.equal(w.projection.projected, wanted)
 
 
 @pytest.mark.parametrize(("recipe", "options"), [RUNS[i] for i in (3, 4, 6, 9, 11)], ids=lambda x: str(x))

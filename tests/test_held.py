@@ -80,6 +80,69 @@ def test_t_sr_ste(interval: int) -> None:
         nmrun.sparsity.check_nm(layer.weight.detach().T, "2:4")  # along the outputs too
 
 
+@pytest.mark.parametrize(
+    ("recipe", "hyperparameters"),
+    [
+        ("ste", {}),
+        ("ste", {"interval": 3}),
+        ("ste", {"interval": 3, "gradient": "masked"}),
+        ("sr_ste", {"decay": 0.3}),
+        ("asp", {}),
+    ],
+    ids=str,
+)
+def test_transposable_masks_for_recipes_that_keep_the_largest(recipe: str, hyperparameters: dict[str, Any]) -> None:
+    mask, pruned_at = Held(transposable, hyperparameters.get("interval", 1)), TOTAL // 2
+    fixed = Held(transposable, TOTAL + 1)
+
+    def forward(t: int, i: int, w: Tensor) -> Tensor:
+        if recipe == "asp":
+            return w if t < pruned_at else w * fixed(0, i, w)
+        return w * mask(t, i, w)
+
+    def edit(t: int, i: int, w: Tensor, g: Tensor) -> Tensor:
+        if recipe == "asp":
+            return g if t < pruned_at else g * fixed(0, i, w)
+        return (
+            g * mask(t, i, w)
+            if "gradient" in hyperparameters
+            else g + hyperparameters.get("decay", 0) * (1 - mask(t, i, w)) * w
+        )
+
+    hand = ByHand(Net().used, forward, edit)
+    model = follow(recipe, hand, input_gradient="transposable", **hyperparameters)
+    for layer in (model[0], model[2]):
+        nmrun.sparsity.check_nm(layer.weight.detach(), "2:4")
+        nmrun.sparsity.check_nm(layer.weight.detach().T, "2:4")
+
+
+def test_step_learns_transposable_masks() -> None:
+    model = Net()
+    optimizer = nmrun.optim.Adam(model.parameters(), LR)
+    handle = nmrun.sparsify(model, optimizer, "step", "2:4", 6, switch=0.5, input_gradient="transposable")
+    for t in range(6):
+        assert handle.recipe.densities(handle.sparse[0].pattern, t, hardware=True)[:2] == ((1.0, 1.0), (0.5, 0.5))[t >= 3]
+        for w in handle.sparse:
+            assert torch.equal(w.weight, w.dense * transposable(w.dense.detach()) if t >= 3 else w.dense)
+            assert torch.equal(nmrun.sparsity.metrics.mask_of(w), transposable(w.dense.detach()).bool())
+        model(data(1)(t)[0][0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("recipe", ["s_ste", "bi_mask", "mdgf_linear", "lbc", "maskllm"])
+def test_who_has_masks_of_its_own_keeps_them(recipe: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    optimizer = nmrun.optim.Adam(model.parameters())
+    with pytest.raises(
+        ValueError, match=rf"^{recipe} has masks of its own: transposable ones are for .*\(asp, sr_ste, ste, step, t_sr_ste\)"
+    ):
+        nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient="transposable")
+    assert not nmrun.sparsity.attach.attached(model)
+    with pytest.raises(ValueError, match="input_gradient='dense': it takes exact, transposable, double_prune"):
+        nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient="dense")
+
+
 def test_the_dense_end_is_dense_and_not_called_sparse() -> None:
     mask = Held(transposable, 40)
     model = Net()
@@ -111,9 +174,13 @@ def test_transposable_at_every_kernel_position() -> None:
         assert torch.equal(model[0].weight[:, :, y, x] != 0, transposable(dense[:, :, y, x]).bool())
 
 
-def test_a_layer_whose_outputs_do_not_fit_stays_dense() -> None:
+@pytest.mark.parametrize(
+    ("recipe", "input_gradient"), [("t_sr_ste", "exact"), ("t_sr_ste", "transposable"), ("ste", "transposable")]
+)
+def test_a_layer_whose_outputs_do_not_fit_stays_dense(recipe: str, input_gradient: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
-    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "t_sr_ste", "2:4", 10)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient=input_gradient)
     assert [w.name for w in handle.sparse] == ["0.weight"]
     assert handle.left_dense[0].reason == "6 outputs are not a multiple of 4, which a transposable mask needs"
 

@@ -29,7 +29,7 @@ TOKENS = {"cuda": 8192, "cpu": 512}
 ARMS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "masked": ("ste", {}, False),
     "2:4": ("ste", {}, True),
-    "2:4, double pruning": ("ste", {"double_prune": True}, True),
+    "2:4, double pruning": ("ste", {"input_gradient": "double_prune"}, True),
     "2:4, transposable": ("t_sr_ste", {"interval": 10**9}, True),
     "2:4, MVUE": ("ste", {"mvue": "2:4"}, True),
     "2:4, FP8": ("ste", {"fp8": True}, True),

@@ -18,7 +18,6 @@ from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.recipes.held import mask_gradients
-from nmrun.sparsity import masks
 from nmrun.sparsity.attach import Projection, SparseWeight
 from nmrun.sparsity.permute import follow, permute_inputs
 
@@ -29,7 +28,7 @@ class ASP(Recipe):
     """
 
     name: ClassVar[str] = "asp"
-    gradient_is_masked = True
+    gradient_is_masked = chooses_largest = True
 
     def __init__(self, pattern: Pattern, total_steps: int | None = None, *, prune_at: float = 0.5, permute: bool = False) -> None:  # fmt: skip
         super().__init__(pattern, total_steps)
@@ -75,7 +74,7 @@ class ASP(Recipe):
     def _prune(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         self.events += [f"step {self.step}: {s}" for s in permute_inputs(weights, self.tied, optimizer, self.followers)]
         for weight in weights:
-            mask = weight.projection.get_buffer("mask").copy_(masks.nm_mask(weight.dense, weight.pattern, weight.dim))
+            mask = weight.projection.get_buffer("mask").copy_(self.choose(weight.projection, weight.dense))
             weight.dense.masked_fill_(~mask, 0.0)
         self.dense_forward = False
         self.events.append(f"step {self.step}: ASP pruned once by magnitude to {self.pattern}; the mask is fixed from here on")

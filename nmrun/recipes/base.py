@@ -17,6 +17,7 @@ from nmrun import kernels
 from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.sparsity import masks
+from nmrun.sparsity.transposable import transposable_mask
 
 if TYPE_CHECKING:
     from nmrun.sparsity.attach import Projection, SparseWeight
@@ -56,6 +57,8 @@ class Recipe:
     gradient_is_masked = False  # pruned weights get no gradient: it need not be computed
     by_rows = False  # what is done to one output's weights depends on no other's: shards of rows can be trained (FSDP)
     input_gradient_is_nm = False  # the weight that the input's gradient is computed with is N:M along the outputs too
+    chooses_largest = False  # its masks are what :meth:`choose` says, so they can be transposable instead
+    transposable = False  # masks are N:M along the outputs as well
 
     def __init__(self, pattern: Pattern, total_steps: int | None = None) -> None:
         self.pattern, self.total_steps = pattern, total_steps
@@ -81,7 +84,20 @@ class Recipe:
 
     def refuses(self, shape: Sequence[int], dim: int, pattern: Pattern) -> str:
         """Why this recipe cannot make a weight of this shape sparse, beyond M not dividing the inputs; empty if it can."""
+        outputs = shape[1 - dim]
+        if self.transposable and outputs % pattern.m:
+            return f"{outputs} outputs are not a multiple of {pattern.m}, which a transposable mask needs"
         return ""
+
+    def make_transposable(self) -> None:
+        """Choose transposable masks from now on. Raises ValueError for a recipe whose masks are not simply chosen."""
+        if not self.chooses_largest:
+            raise ValueError(
+                f"{self.name} has masks of its own: transposable ones are for recipes that keep the largest weights (asp, sr_ste, ste, "
+                "step, t_sr_ste)"
+            )
+        self.transposable = self.input_gradient_is_nm = True
+        self.by_rows = False
 
     def prepare(self, model: nn.Module) -> None:
         """Called once, before any weight is parametrized: for a recipe that has to know the network around its weights."""
@@ -89,16 +105,28 @@ class Recipe:
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         """Called once, after the weights are parametrized: check the optimizer, register buffers on ``weight.projection``."""
 
+    def choose(self, projection: Projection, dense: Tensor) -> Tensor:
+        """The mask (bool, shape of ``dense``) for this weight: the N largest magnitudes of M, or the best transposable one."""
+        if not self.transposable:
+            return masks.nm_mask(dense, projection.pattern, projection.dim)
+        sides = (1 - projection.dim, projection.dim)
+        at_each_position = dense.movedim(sides, (-2, -1))  # a convolution has one matrix (out, in) for each kernel position
+        matrix = at_each_position.reshape(-1, dense.shape[projection.dim])
+        return transposable_mask(matrix, projection.pattern).reshape(at_each_position.shape).movedim((-2, -1), sides)
+
     def project(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
-        """Write the forward weight into ``out`` (same shape; no autograd here). Default: keep the N largest magnitudes of M."""
-        keep_largest(dense, out, projection.pattern, projection.dim)
+        """Write the forward weight into ``out`` (same shape; no autograd here). Default: what :meth:`choose` keeps."""
+        if self.transposable:
+            torch.mul(dense, self.choose(projection, dense), out=out)
+        else:
+            keep_largest(dense, out, projection.pattern, projection.dim)
 
     def final(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
-        """Write the weight that the run would leave, were it to end now. Default: the projection, before that the N largest of M."""
+        """Write the weight that the run would leave, were it to end now. Default: the projection, before that the largest weights."""
         if self.is_sparse:
             self.project(projection, dense, out)
         else:
-            keep_largest(dense, out, projection.pattern, projection.dim)
+            Recipe.project(self, projection, dense, out)
 
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         """Change ``weight.dense.grad`` in place, once per optimizer step, just before the update."""
@@ -109,7 +137,7 @@ class Recipe:
     @property
     def keeps_largest(self) -> bool:
         """Whether :meth:`project` is the N largest of M, nothing else: then all weights can be projected at once."""
-        return type(self).project is Recipe.project
+        return type(self).project is Recipe.project and not self.transposable
 
     def follow(self, projection: Projection) -> None:
         """Called whenever ``projection.projected`` has been rewritten: for what else depends on it (no autograd here)."""

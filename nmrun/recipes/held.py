@@ -9,7 +9,6 @@ from torch import Tensor
 
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity import masks
 from nmrun.sparsity.attach import Projection, SparseWeight
 
 
@@ -21,10 +20,6 @@ class HeldMask(Recipe):
         if interval < 1:
             raise ValueError(f"{self.name}: interval={interval} must be 1 step or more")
         self.interval = interval
-
-    def choose(self, projection: Projection, dense: Tensor) -> Tensor:
-        """The mask (bool, shape of ``dense``) for this weight; here the N largest of M."""
-        return masks.nm_mask(dense, projection.pattern, projection.dim)
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         self.originals = {weight.name: weight.projection for weight in weights}

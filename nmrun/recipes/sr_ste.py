@@ -23,7 +23,7 @@ class SRSTE(Recipe):
     """``decay``: the paper's lambda_w, 2e-4 there and here. Ordinary weight decay acts besides, on all weights."""
 
     name: ClassVar[str] = "sr_ste"
-    by_rows = True
+    by_rows = chooses_largest = True
 
     def __init__(self, pattern: Pattern, total_steps: int | None = None, *, decay: float = 2e-4) -> None:
         super().__init__(pattern, total_steps)

@@ -29,7 +29,7 @@ class STE(HeldMask):
     """``interval``: optimizer steps that a mask stays (default 1). ``gradient``: ``"ste"``, or ``"masked"`` for the kept weights alone."""
 
     name: ClassVar[str] = "ste"
-    by_rows = True
+    by_rows = chooses_largest = True
 
     def __init__(self, pattern: Pattern, total_steps: int | None = None, *, interval: int = 1, gradient: str = "ste") -> None:
         super().__init__(pattern, total_steps, interval)
@@ -50,7 +50,7 @@ class STE(HeldMask):
 
     @property
     def keeps_largest(self) -> bool:
-        return self.plain and type(self) is STE
+        return self.plain and type(self) is STE and not self.transposable
 
     def around(self, projection: Projection) -> Around:
         if self.plain:

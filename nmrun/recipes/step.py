@@ -27,7 +27,7 @@ class STEP(Recipe):
     """
 
     name: ClassVar[str] = "step"
-    by_rows = True
+    by_rows = chooses_largest = True
 
     def __init__(
         self, pattern: Pattern, total_steps: int | None = None, *, switch: str | float = "auto", t_min: float = 0.1,

@@ -20,7 +20,6 @@ from nmrun.patterns import Pattern
 from nmrun.recipes.base import Densities, decay_pruned
 from nmrun.recipes.held import HeldMask
 from nmrun.sparsity.attach import Projection, SparseWeight
-from nmrun.sparsity.transposable import transposable_mask
 
 
 class TSRSTE(HeldMask):
@@ -29,7 +28,7 @@ class TSRSTE(HeldMask):
     """
 
     name: ClassVar[str] = "t_sr_ste"
-    input_gradient_is_nm = True
+    chooses_largest = True
 
     def __init__(
         self, pattern: Pattern, total_steps: int | None = None, *, decay: float = 2e-4, interval: int = 40, dense_end: float = 0.0
@@ -41,22 +40,9 @@ class TSRSTE(HeldMask):
             raise ValueError(f"t_sr_ste: dense_end={dense_end} must be a fraction of all steps, 0 <= dense_end < 1")
         if dense_end > 0 and total_steps is None:
             raise ValueError("t_sr_ste needs total_steps to know when its dense phase begins")
+        self.make_transposable()
         self.decay = decay
         self.dense_from = round((1 - dense_end) * total_steps) if dense_end > 0 and total_steps else None
-
-    def refuses(self, shape: Sequence[int], dim: int, pattern: Pattern) -> str:
-        outputs = shape[1 - dim]
-        return (
-            f"{outputs} outputs are not a multiple of {pattern.m}, which a transposable mask needs"
-            if outputs % pattern.m
-            else ""
-        )
-
-    def choose(self, projection: Projection, dense: Tensor) -> Tensor:
-        sides = (1 - projection.dim, projection.dim)
-        at_each_position = dense.movedim(sides, (-2, -1))  # a convolution has one matrix (out, in) for each kernel position
-        matrix = at_each_position.reshape(-1, dense.shape[projection.dim])
-        return transposable_mask(matrix, projection.pattern).reshape(at_each_position.shape).movedim((-2, -1), sides)
 
     def final(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
         if self.dense_forward:  # the paper's dense end: what is left is dense, and says so

@@ -1,7 +1,7 @@
 """What masks, weights and gradients do in training, as numbers for a log: measured when asked for, free of cost otherwise.
 
 The mask of a weight is the support of what the forward pass uses. As long as that is not N:M (in a dense phase, or on the way from
-dense to sparse), it is the virtual mask of the N largest of every M dense weights, so that curves begin with the run.
+dense to sparse), it is the virtual mask of the N largest of every M dense weights (or the best transposable one), so that curves begin with the run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ def mask_of(weight: SparseWeight) -> Tensor:
     projection = weight.projection
     if projection.recipe.is_sparse:
         return projection.projected.bool()  # several times as fast as != 0
+    if projection.recipe.transposable:
+        return projection.recipe.choose(projection, weight.dense.detach())
     kept = torch.empty_like(weight.dense, requires_grad=False)
     keep_largest(weight.dense.detach(), kept, weight.pattern, weight.dim)
     return kept.bool()
