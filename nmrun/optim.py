@@ -13,7 +13,6 @@ from nmrun.kernels import adam
 from nmrun.kernels.adam import Operands, WorkingCopy
 
 EPS_MODES = ("inside", "outside", "floor")
-PIECE = 1 << 18  # elements: what a CPU's second-level cache holds
 
 
 class Adam(torch.optim.Adam):
@@ -173,13 +172,13 @@ class Adam(torch.optim.Adam):
             rest = 1 - group["betas"][1]
             for p, grad in zip(chosen, self._gradients(group, chosen), strict=True):
                 v = self.state.get(p, {}).get("exp_avg_sq")
-                for change in _changes(grad, v):
-                    total.append(change.sum().double() * rest)
-                    if logs:
-                        moved = change > 0
-                        nonzero.append(moved.sum().double())
-                        logs_of_moved = torch.where(moved, change, 1.0).log().sum(dtype=torch.float64)
-                        log_sum.append(logs_of_moved + nonzero[-1] * math.log(rest))
+                change = grad.square() if v is None else torch.addcmul(v, grad, grad, value=-1).abs_()
+                total.append(change.sum().double() * rest)
+                if logs:
+                    moved = change > 0
+                    nonzero.append(moved.sum().double())
+                    logs_of_moved = torch.where(moved, change, 1.0).log().sum(dtype=torch.float64)
+                    log_sum.append(logs_of_moved + nonzero[-1] * math.log(rest))
                 count += grad.numel()
         zero = torch.zeros((), dtype=torch.float64, device=total[0].device if total else None)
         sums = [torch.stack(parts).sum() if parts else zero for parts in (total, log_sum, nonzero)]
@@ -213,16 +212,6 @@ class AdamW(Adam):
         **kwargs: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=True, **kwargs)
-
-
-def _changes(grad: Tensor, v: Tensor | None) -> Iterable[Tensor]:
-    """``|g^2 - v|``, on a CPU in pieces that stay in its cache."""
-    rows = grad.shape[0] if grad.dim() and grad.is_cpu else 0
-    size = max(1, PIECE // grad[0].numel()) if rows else 1
-    for piece in range(0, max(1, rows), size):
-        g, before = (t if t is None or not rows else t[piece : piece + size] for t in (grad, v))
-        assert g is not None
-        yield g.square() if before is None else torch.addcmul(before, g, g, value=-1).abs_()
 
 
 def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:
