@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun import bench, models
-from nmrun.bench import arms, infer, layer, machine, masks, networks, output, recipes, timing, train
+from nmrun.bench import arms, infer, layer, machine, masks, networks, output, recipes, timing, train, update
 from nmrun.build import build
-from nmrun.kernels import paths24
+from nmrun.kernels import adam, cpu, paths24
 from nmrun.patterns import Pattern
 from nmrun.sparsity import hard_threshold, nm_mask
 
@@ -112,6 +112,8 @@ def test_mistakes_get_one_line_and_status_two(argv: list[str], said: str, capsys
         (["masks", "--patterns", "5:4"], "5:4"),
         (["masks", "--rounds", "0"], "0: a whole number"),
         (["masks", "--out", "/dev/null/here"], "--out /dev/null/here"),
+        (["update", "--patterns", "3:7", "--weights", "3"], "no weight of this model can be 3:7 sparse"),
+        (["update", "--recipes", "dense"], "dense"),
         (["gemm", "--shapes", "768"], "768: inputs x outputs"),
         (["layer", "--shapes", "64x12"], "64x12: inputs x outputs, multiples of 16"),
         (["layer", "--accumulate", "-1"], "-1"),
@@ -132,7 +134,10 @@ def test_mistakes_in_the_others(argv: list[str], said: str, capsys: pytest.Captu
 
 def test_an_unknown_benchmark_and_the_list_of_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["layers"]) == 2
-    assert capsys.readouterr().err == "nmrun bench: error: layers: it takes one of recipes, masks, gemm, layer, train, infer\n"
+    assert (
+        capsys.readouterr().err
+        == "nmrun bench: error: layers: it takes one of recipes, masks, update, gemm, layer, train, infer\n"
+    )
     assert bench.main(["--help"]) == 0
     said = capsys.readouterr().out
     assert all(f"  {name} " in said for name in bench.KINDS)
@@ -251,6 +256,36 @@ def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert row["gb_per_second"] > 0
         assert row["copies"] == 1 or row["arm"] != "copy"
     assert (tmp_path / "new" / "masks_cpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("recipe", update.RECIPES)
+def test_an_update_in_one_pass_and_apart(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers, and the one pass is one."""
+    monkeypatch.setattr(update, "SHAPE", (64, 64))
+    passes: list[int] = []
+    step = adam.OnePass.step
+    monkeypatch.setattr(adam.OnePass, "step", lambda self, group, ps: (passes.append(len(ps)), step(self, group, ps))[1])
+    left = []
+    for in_one_pass in (True, False):
+        call = update.stepped(recipe, 2, Pattern(2, 4), torch.device("cpu"), in_one_pass)
+        for _ in range(3):
+            for group in call.__self__.param_groups:
+                for p in group["params"]:
+                    p.grad = 1e-3 * torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+            call()
+        left.append([p.detach() for group in call.__self__.param_groups for p in group["params"]])
+    if cpu.find_compiler():
+        assert passes == ([2] * 2 if recipe.startswith("step") else [2] * 3)  # STEP's first step is dense
+    torch.testing.assert_close(*left, rtol=1e-5, atol=1e-7)
+
+
+def test_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--weights", "0.1", "--recipes", "sr_ste", "asp", "--rounds", "2", "--out", str(tmp_path)]
+    assert bench.main(["update", *words]) == 0
+    rows = written(tmp_path, "update", printed := capsys.readouterr().out)
+    assert [(row["recipe"], row["arm"]) for row in rows] == [(r, a) for r in ("sr_ste", "asp") for a in ("one pass", "apart")]
+    assert "| recipe | 2:4 one pass" in printed
+    assert all(row["ratio"] > 0 for row in rows)
 
 
 def test_one_size_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

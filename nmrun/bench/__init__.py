@@ -12,6 +12,7 @@ from collections.abc import Sequence
 KINDS = {
     "recipes": "a training step under each recipe over the dense one, on the CPU (the default)",
     "masks": "finding masks and projecting, against a copy of the same memory",
+    "update": "an optimizer step with the recipe's part in one pass, and apart, against fused AdamW",
     "gemm": "2:4 products against dense ones, by shape and tokens (GPU)",
     "layer": "forward and backward of one linear layer: dense, masked, by 2:4 products",
     "train": "whole training steps: dense, masked, accelerated, and a bare loop",
