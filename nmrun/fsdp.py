@@ -29,7 +29,14 @@ from nmrun.tasks.base import Task
 
 Entries = dict[str, tuple[Tensor, "Shard | None"]]  # tensors of this rank; those with a shard are its part of a whole
 # of the trainer: what each option has to be
-ALONE: dict[str, Any] = {"compile": False, "mvue": None, "fp8": False, "average": 1, "diagnose_every": None}
+ALONE: dict[str, Any] = {
+    "compile": False,
+    "mvue": None,
+    "fp8": False,
+    "average": 1,
+    "diagnose_every": None,
+    "input_gradient": "exact",
+}
 
 
 class Shard:

@@ -77,15 +77,16 @@ class Handle:
         if not isinstance(optimizer, Adam) or not self.recipe.fusable:
             return self.sparse
         copies: dict[Tensor, WorkingCopy] = {}
-        for w in self.sparse:
-            around = None if w.projection.shard is not None else self.recipe.around(w.projection)
+        parts = [w.parts for w in self.sparse]
+        for projection, dense in parts:
+            around = None if projection.shard is not None else self.recipe.around(projection)
             if around is not None and (around.mask is not None or not self.recipe.transposable):
-                _ = w.weight  # looking at it brings a working copy that is out of date up to date
-                copies[w.dense] = WorkingCopy(w.projection.projected, w.dim, around)
+                projection.refresh_if_stale(dense)
+                copies[dense] = WorkingCopy(projection.projected, projection.dim, around)
         for p in optimizer.project_with(copies):
             mask = copies[p].around.mask
             self._fused[id(p)] = mask, 0 if mask is None else mask._version
-        return [w for w in self.sparse if id(w.dense) not in self._fused]
+        return [w for w, (_, dense) in zip(self.sparse, parts, strict=True) if id(dense) not in self._fused]
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,13 +102,13 @@ class Handle:
         """Rewrite the working copies, as after every optimizer step."""
         # what the optimizer has just written, but where the recipe has changed the mask since then
         written = {p for p, (mask, version) in self._fused.items() if mask is None or mask._version == version}
-        rest = [w for w in self.sparse if id(w.dense) not in written]
-        together = set(map(id, self._projected_together(rest)))
-        for weight in self.sparse:
-            if id(weight.dense) in written or id(weight) in together:
-                weight.projection.follow(weight.dense)
-            elif not self.recipe.dense_forward or weight.projection.shard is not None:
-                weight.projection.refresh(weight.dense)
+        parts = [(w, *w.parts) for w in self.sparse]
+        together = set(map(id, self._projected_together([w for w, _, dense in parts if id(dense) not in written])))
+        for weight, projection, dense in parts:
+            if id(dense) in written or id(weight) in together:
+                projection.follow(dense)
+            elif not self.recipe.dense_forward or projection.shard is not None:
+                projection.refresh(dense)
         self._fused = {}
 
     def _projected_together(self, weights: list[SparseWeight]) -> list[SparseWeight]:

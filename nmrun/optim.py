@@ -23,7 +23,7 @@ class Adam(torch.optim.Adam):
     first moment, weight decay and all other parameters go on as before. ``capturable`` and ``differentiable`` are refused then.
     """
 
-    _next: Mapping[Any, WorkingCopy] = {}  # what the next step does in one pass
+    _next: dict[Any, Operands] = {}  # what the next step does in one pass
     _one_pass: adam.OnePass | None = None
     # the steps of parameters that are stepped so; torch's fused step counts on the device, where reading would wait
     _counts: dict[Any, float] = {}
@@ -40,16 +40,14 @@ class Adam(torch.optim.Adam):
             if other or any(isinstance(x, Tensor) for x in (group["lr"], *group["betas"])):
                 continue
             for p in group["params"]:
-                if p in copies and p.grad is not None and adam.takes(self._operands(group, p, copies[p]), bool(group["fused"])):
-                    self._next[p] = copies[p]
+                if p in copies and p.grad is not None:
+                    state = self._started(group, p)
+                    frozen = "frozen_denominator" in state
+                    second = state["frozen_denominator" if frozen else "exp_avg_sq"]
+                    operands = Operands(p, p.grad, state["exp_avg"], second, copies[p], 0.0, frozen)
+                    if adam.takes(operands, bool(group["fused"])):
+                        self._next[p] = operands
         return list(self._next)
-
-    def _operands(self, group: dict[str, Any], p: Tensor, copy: WorkingCopy) -> Operands:
-        state, grad = self._started(group, p), p.grad
-        assert grad is not None
-        frozen = "frozen_denominator" in state
-        second = state["frozen_denominator" if frozen else "exp_avg_sq"]
-        return Operands(p, grad, state["exp_avg"], second, copy, self._counts.get(p, 0.0), frozen)
 
     @torch.no_grad()
     def freeze_second_moment(self, params: Iterable[Tensor], eps_mode: str = "inside", bias_correction: bool = True) -> None:
@@ -106,14 +104,14 @@ class Adam(torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         held: list[tuple[Tensor, Tensor]] = []
-        copies, self._next = self._next, {}
-        self._counts = {p: count for p, count in self._counts.items() if p in copies}
+        operands, self._next = self._next, {}
+        self._counts = {p: count for p, count in self._counts.items() if p in operands}
         for group in self.param_groups:
             with_grad = [p for p in group["params"] if p.grad is not None]
-            together = [p for p in with_grad if p in copies]
-            frozen = [p for p in with_grad if p not in copies and "frozen_denominator" in self.state.get(p, ())]
+            together = [p for p in with_grad if p in operands]
+            frozen = [p for p in with_grad if p not in operands and "frozen_denominator" in self.state.get(p, ())]
             if together:
-                self._step_in_one_pass(group, together, copies)
+                self._step_in_one_pass(group, [operands[p] for p in together])
             if frozen:
                 self._frozen_step(group, frozen)
             held += [(p, p.grad) for p in together + frozen]
@@ -139,12 +137,13 @@ class Adam(torch.optim.Adam):
         sizes = [-lr / (1 - beta1 ** float(s["step"])) for s in states]
         torch._foreach_addcdiv_(params, moments, [s["frozen_denominator"] for s in states], sizes)
 
-    def _step_in_one_pass(self, group: dict[str, Any], params: list[Tensor], copies: Mapping[Any, WorkingCopy]) -> None:
-        for p in params:
-            self._counts[p] = 1 + (self._counts[p] if p in self._counts else float(self.state[p]["step"]))
-        torch._foreach_add_([self.state[p]["step"] for p in params], 1)
+    def _step_in_one_pass(self, group: dict[str, Any], parameters: list[Operands]) -> None:
+        steps = [self.state[p.weight]["step"] for p in parameters]
+        for p, step in zip(parameters, steps, strict=True):
+            self._counts[p.weight] = 1 + (self._counts[p.weight] if p.weight in self._counts else float(step))
+        torch._foreach_add_(steps, 1)
         self._one_pass = self._one_pass or adam.OnePass()
-        self._one_pass.step(group, [self._operands(group, p, copies[p]) for p in params])
+        self._one_pass.step(group, [p._replace(steps=self._counts[p.weight]) for p in parameters])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim.Adam.load_state_dict``."""

@@ -85,6 +85,8 @@ def test_a_run_is_the_same_on_shards(tmp_path: Path) -> None:
         (("recipe=lbc",), "recipe lbc"),
         (("recipe=maskllm",), "recipe maskllm"),
         (("recipe=asp", "recipe.permute=true"), "recipe asp with permute=true"),
+        (("recipe=ste", "trainer.input_gradient=transposable"), "trainer.input_gradient=transposable needs whole weights"),
+        (("recipe=ste", "trainer.input_gradient=double_prune"), "trainer.input_gradient=double_prune needs whole weights"),
         (("trainer.compile=true",), "trainer.compile=True"),
         (("recipe=ste", "model=mlp", "trainer.mvue='2:4'"), "trainer.mvue=2:4"),
         (("recipe=ste", "model=mlp", "trainer.fp8=true"), "trainer.fp8=True"),

@@ -97,7 +97,6 @@ class Recipe:
                 "step, t_sr_ste)"
             )
         self.transposable = self.input_gradient_is_nm = True
-        self.by_rows = False
 
     def prepare(self, model: nn.Module) -> None:
         """Called once, before any weight is parametrized: for a recipe that has to know the network around its weights."""

@@ -55,9 +55,7 @@ class TSRSTE(HeldMask):
         return Densities() if at_the_end else super().densities(pattern, step, hardware)
 
     def around(self, projection: Projection) -> Around | None:
-        if self.dense_forward or self.step + 1 == self.dense_from:
-            return None
-        return Around(projection.pattern, decay=self.decay, mask=projection.get_buffer("mask"))
+        return None if self.dense_forward else Around(projection.pattern, decay=self.decay, mask=projection.get_buffer("mask"))
 
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if not self.dense_forward:

@@ -68,7 +68,7 @@ class Projection(nn.Module):
         if self.recipe.dense_forward or self.shard is not None:  # a shard's parameter is gathered from the working copies
             return dense
         if not torch.compiler.is_compiling():
-            self._refresh_if_stale(dense)
+            self.refresh_if_stale(dense)
         elif self.copied:  # a copy is refreshed by nobody after a step, so compiled code must stop and look
             self._refresh_uncompiled(dense)
         return StraightThrough.apply(dense, self.projected)
@@ -90,21 +90,23 @@ class Projection(nn.Module):
             from nmrun.recipes.base import keep_largest  # which imports this package
 
             keep_largest(self.projected, self.get_buffer("input_weight"), self.pattern, 1 - self.dim)
-        self.uses_packed = self.packed is not None and self.recipe.is_sparse
-        if self.packed is not None and self.uses_packed:
-            self.packed.write(*map(self.matrix, (self.projected, getattr(self, "input_weight", None))))
+        if self.packed is not None:
+            self.uses_packed = self.recipe.is_sparse
+            if self.uses_packed:
+                self.packed.write(*map(self.matrix, (self.projected, getattr(self, "input_weight", None))))
         self._seen = self._stamp(dense)
 
     def matrix(self, stored: Any) -> Any:
         """A linear layer's weight, or None, as (outputs, inputs), however the layer stores it."""
         return stored if stored is None or self.dim == 1 else stored.t()
 
-    def _refresh_if_stale(self, dense: Tensor) -> None:
+    def refresh_if_stale(self, dense: Tensor) -> None:
+        """Rewrite the working copy if ``dense`` has changed since it was written."""
         stamp = self._stamp(dense)
         if stamp is None or stamp != self._seen:
             self.refresh(dense)
 
-    _refresh_uncompiled = torch.compiler.disable(_refresh_if_stale)
+    _refresh_uncompiled = torch.compiler.disable(refresh_if_stale)
 
     def _stamp(self, dense: Tensor) -> tuple[int, int, int] | None:
         """What tells whether the working copy is of these values; None for a tensor handed in for one call, which nothing tells."""
@@ -143,8 +145,14 @@ class SparseWeight:
     @property
     def dense(self) -> nn.Parameter:
         """The dense weight, the parameter that the optimizer updates; this process's rows of it, where it has a shard."""
-        shard = self.projection.shard
-        return self.original if shard is None else shard.rows
+        return self.parts[1]
+
+    @property
+    def parts(self) -> tuple[Projection, nn.Parameter]:
+        """:attr:`projection` and :attr:`dense`, looked up at once."""
+        chain = self._list
+        projection = next(p for p in chain if isinstance(p, Projection))
+        return projection, chain.original if projection.shard is None else projection.shard.rows
 
     @property
     def weight(self) -> Tensor:
