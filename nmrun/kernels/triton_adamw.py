@@ -112,6 +112,7 @@ class FusedAdam:
             "MODE": MODES["soft" if soft else "decayed" if fading else "hard"],
         }  # fmt: skip
         weights, outs = [p.weight for p in members], [p.copy.projected for p in members]
+        self.tensors = weights, outs  # kept, so that who finds this by their ids finds theirs
         patterns, dims = [p.copy.around.pattern for p in members], [p.copy.dim for p in members]
         self._launches = launches(weights, outs, patterns, dims, self.casts, TILE)
         self.scalars = torch.empty(11, device=weights[0].device)  # at one place for good: a captured graph reads them there
