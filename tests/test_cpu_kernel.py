@@ -123,6 +123,34 @@ def test_pruned_weights_fade(ratio: str, shape: tuple[int, ...], dim: int, facto
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    ("ratio", "shape", "last"),
+    [
+        ("2:4", (16, 50), False),
+        ("2:4", (64, 8, 3, 3), False),
+        ("2:4", (64, 8, 3, 3), True),
+        ("3:7", (21, 5), False),
+        ("1:16", (32, 33), False),
+    ],
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_in_another_order(
+    ratio: str, shape: tuple[int, ...], last: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(cpu, "CHUNK", 16)
+    weight = nasty(shape)
+    weight = weight.to(memory_format=torch.channels_last) if last else weight
+    order, out = torch.randperm(shape[0]), torch.full_like(weight, 7.0)
+    assert cpu.project_rows(weight, out, Pattern.parse(ratio), order)
+    wanted = hard_threshold(weight[order].contiguous(), ratio, 0)[order.argsort()]
+    assert torch.equal(bits(out.contiguous()), bits(wanted.contiguous()))
+    assert not cpu.project_rows(weight, out, Pattern(1, 5), order)  # groups that are not whole
+    assert not cpu.project_rows(weight, out, Pattern.parse(ratio), torch.arange(shape[0] + 5))
+    assert not cpu.project_rows(weight.double(), out.double(), Pattern.parse(ratio), order)
+
+
+@needs_compiler
 def test_an_infinite_weight_shows_after_the_soft_threshold() -> None:
     compiled, reference = both(torch.tensor([[torch.inf, torch.inf, 1.0, 2.0]]), "1:4", 1, 1.0)
     assert not compiled.isfinite().all()

@@ -41,6 +41,13 @@ def project(
     return triton_projection.project(weight, out, pattern, dim, mode, amount, by_tensor)
 
 
+def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -> bool:
+    """As :func:`project` with a hard threshold, along dimension 0 and as if the rows stood in ``order``; for CPUs alone."""
+    from nmrun.kernels import cpu
+
+    return cpu.project_rows(weight, out, pattern, order)
+
+
 def by_triton(weight: Tensor, pattern: Pattern) -> bool:
     """Whether Triton's kernels are there for a weight: on a CUDA device where they work."""
     return weight.is_cuda and weight.numel() < LARGEST and on_cuda(weight.device, pattern.n, pattern.m)

@@ -68,6 +68,31 @@ def project(
     return True
 
 
+def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -> bool:
+    """Write the projection of ``weight`` along dimension 0, as if its rows stood in ``order`` (int64), into ``out`` and return True, or
+    return False where this kernel does not apply: as :func:`project`, to whole groups."""
+    if not weight.is_contiguous() and all(t.is_contiguous(memory_format=torch.channels_last) for t in (weight, out)):
+        weight, out = (t.permute(0, 2, 3, 1) for t in (weight, out))  # contiguous
+    if (
+        weight.device.type != "cpu"
+        or weight.dtype != torch.float32
+        or weight.numel() < SMALLEST
+        or pattern.m > LARGEST_M
+        or len(weight) % pattern.m
+        or len(order) != len(weight)
+        or not all(t.is_contiguous() for t in (weight, out, order))
+        or (kernel := load(pattern)) is None
+    ):
+        return False
+    addresses, length = [t.data_ptr() for t in (weight, out, order)], weight[0].numel()
+
+    def part(begin: int, end: int) -> None:
+        kernel.nm_project_rows(*addresses, begin, end, length)
+
+    in_parts(len(weight) // pattern.m, weight.numel(), part)
+    return True
+
+
 def in_parts(rows: int, weights: int, work: Callable[[int, int], object]) -> None:
     """``work(begin, end)`` for parts of ``rows``, on as many threads as torch has and ``weights`` are worth."""
     threads = max(1, min(torch.get_num_threads(), weights // CHUNK, rows))
@@ -105,6 +130,7 @@ def load(pattern: Pattern, fades: bool = False, adam: bool = False) -> ctypes.CD
         return None
     pointer, size, flag, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
     kernel.nm_project.argtypes, kernel.nm_project.restype = [pointer] * 2 + [size] * 3 + [flag] + [number] * 2, None
+    kernel.nm_project_rows.argtypes, kernel.nm_project_rows.restype = [pointer] * 3 + [size] * 3, None
     if adam:
         kernel.nm_adam.argtypes, kernel.nm_adam.restype = [pointer] * 6 + [size] * 3 + [pointer] + [flag] * 3, None
     return kernel

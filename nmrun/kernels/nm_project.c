@@ -7,12 +7,14 @@
    and every zero written is +0.0: the same bits as nmrun.sparsity.masks. */
 #include <math.h>
 #include <stdint.h>
+#include <string.h>
 
 #if defined(__AVX512F__) && !defined(__clang__) && __GNUC__ >= 8
 #pragma GCC target("prefer-vector-width=512") /* gcc prefers half of that, which takes 1.1 times as long */
 #endif
 
 #define LANES 16
+#define BLOCK 256 /* columns of a group of rows that are put together */
 #define AHEAD 512 /* elements: what is fetched into the cache while a column block is at work */
 
 void nm_project(const float *restrict weight, float *restrict out, int64_t begin, int64_t end, int64_t inner, int soft,
@@ -76,4 +78,20 @@ void nm_project(const float *restrict weight, float *restrict out, int64_t begin
       for (int j = 0; j < M; j++)
         for (int l = 0; l < lanes; l++) out[first[l] + j * inner] = w[j][l];
   }
+}
+
+/* Groups `begin` to `end` of M rows each, row order[group * M + j] of `length` weights being the j-th of its group: the projection along
+   the rows as if they stood in that order. */
+void nm_project_rows(const float *restrict weight, float *restrict out, const int64_t *restrict order, int64_t begin, int64_t end,
+                     int64_t length) {
+  float from[M * BLOCK], to[M * BLOCK];
+  for (int64_t group = begin; group < end; group++)
+    for (int64_t column = 0; column < length; column += BLOCK) {
+      int64_t count = length - column < BLOCK ? length - column : BLOCK;
+      for (int j = 0; j < M; j++)
+        memcpy(from + j * count, weight + order[group * M + j] * length + column, count * sizeof(float));
+      nm_project(from, to, 0, count, count, 0, 1.0f, 0.0f);
+      for (int j = 0; j < M; j++)
+        memcpy(out + order[group * M + j] * length + column, to + j * count, count * sizeof(float));
+    }
 }

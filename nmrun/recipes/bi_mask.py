@@ -15,6 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from nmrun import kernels
 from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe, decay_pruned, keep_largest
@@ -52,6 +53,8 @@ class BiMask(Recipe):
         if hasattr(projection, "permutation"):
             order, again = projection.get_buffer("permutation"), projection.get_buffer("input_weight")
             outputs = 1 - projection.dim
+            if outputs == 0 and kernels.project_rows(projection.projected, again, projection.pattern, order):
+                return
             permuted = _rows(projection.projected, projection)[order]
             kept = torch.empty_like(permuted)
             keep_largest(permuted, kept, projection.pattern, 0)
