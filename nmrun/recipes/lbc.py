@@ -53,6 +53,7 @@ class LBC(ScoredMasks, HeldMask):
             weight.projection.register_buffer("alive", torch.ones(shape, dtype=torch.bool, device=weight.dense.device))
             return weight.dense.detach().new_full(shape, 1 / math.comb(weight.pattern.m - 1, weight.pattern.n - 1))
 
+        self.weights = weights
         self.score(weights, optimizer, first)
         HeldMask.attach(self, weights, optimizer)
 
@@ -64,15 +65,14 @@ class LBC(ScoredMasks, HeldMask):
         scores = projection.get_parameter("scores").masked_fill(~projection.get_buffer("alive"), -math.inf)
         self.keep_best(projection, dense, out, scores)
 
-    def around(self, projection: Projection) -> Around | None:
-        return Around(projection.pattern, spared=0.0, mask=projection.get_buffer("mask")) if self.is_sparse else None
+    def around(self, projection: Projection) -> Around:
+        return Around(projection.pattern, spared=0.0, mask=projection.get_buffer("mask"))
 
     @torch.no_grad()
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        for weight in weights:
-            if not self.is_sparse and weight.dense.grad is not None:
-                gain = self.of_candidates(weight, weight.dense.grad * weight.dense)
-                self.scores(weight).grad = gain * weight.projection.get_buffer("alive")
+        for weight in [] if self.is_sparse else self.weights:  # candidates that were dropped go on too, and nobody looks at them
+            if weight.dense.grad is not None:
+                self.scores(weight).grad = self.of_candidates(weight, weight.dense.grad * weight.dense)
         mask_gradients(weights)
 
     @torch.no_grad()
