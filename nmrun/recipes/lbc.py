@@ -70,8 +70,8 @@ class LBC(ScoredMasks, HeldMask):
 
     @torch.no_grad()
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        for weight in [] if self.is_sparse else self.weights:  # candidates that were dropped go on too, and nobody looks at them
-            if weight.dense.grad is not None:
+        for weight in self.weights:
+            if not self.is_sparse and weight.dense.grad is not None:  # dropped candidates' scores go on too, and nobody looks at them
                 self.scores(weight).grad = self.of_candidates(weight, weight.dense.grad * weight.dense)
         mask_gradients(weights)
 
