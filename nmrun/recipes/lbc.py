@@ -70,8 +70,9 @@ class LBC(ScoredMasks, HeldMask):
 
     @torch.no_grad()
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        # of all weights, also where the step masks; scores of dropped candidates go on too, and nobody looks at them
         for weight in self.weights:
-            if not self.is_sparse and weight.dense.grad is not None:  # dropped candidates' scores go on too, and nobody looks at them
+            if not self.is_sparse and weight.dense.grad is not None:
                 self.scores(weight).grad = self.of_candidates(weight, weight.dense.grad * weight.dense)
         mask_gradients(weights)
 
