@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,22 @@ def nmrun_cli(tmp_path: Path):
         )  # fmt: skip
 
     return call
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def kernels_for_small_weights(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The compiled CPU kernels work on weights of any size, and are built in a cache of this module's."""
+    from nmrun.kernels import cpu
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_cache))
+    monkeypatch.setattr(cpu, "SMALLEST", 1)
+    yield
+    cpu.load.cache_clear()
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,23 +17,13 @@ from nmrun.kernels.adam import Around, WorkingCopy
 from nmrun.patterns import Pattern
 from nmrun.recipes.ste import STE
 
-pytestmark = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C compiler here")
+pytestmark = [
+    pytest.mark.skipif(cpu.find_compiler() is None, reason="no C compiler here"),
+    pytest.mark.usefixtures("kernels_for_small_weights"),
+]
 # elsewhere torch fuses other multiplications with additions
 EXACT = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 TOTAL = 12
-
-
-@pytest.fixture(scope="module")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_cache))
-    monkeypatch.setattr(cpu, "SMALLEST", 1)
-    yield
-    cpu.load.cache_clear()
 
 
 def assert_same(found: Tensor, wanted: Tensor) -> None:

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,20 +16,8 @@ from nmrun.recipes.ste import STE
 from nmrun.sparsity import hard_threshold, nm_mask, soft_threshold
 from nmrun.sparsity.attach import Projection
 
+pytestmark = pytest.mark.usefixtures("kernels_for_small_weights")
 needs_compiler = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C compiler here")
-
-
-@pytest.fixture(scope="module")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_cache))
-    monkeypatch.setattr(cpu, "SMALLEST", 1)
-    yield
-    cpu.load.cache_clear()
 
 
 def nasty(shape: tuple[int, ...]) -> Tensor:
