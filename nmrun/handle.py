@@ -80,7 +80,7 @@ class Handle:
         parts = [w.parts for w in self.sparse]
         for projection, dense in parts:
             around = None if projection.shard is not None else self.recipe.around(projection)
-            if around is not None and (around.mask is not None or not self.recipe.transposable):
+            if around is not None:
                 projection.refresh_if_stale(dense)
                 copies[dense] = WorkingCopy(projection.projected, projection.dim, around)
         for p in optimizer.project_with(copies):

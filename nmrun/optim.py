@@ -131,7 +131,7 @@ class Adam(torch.optim.Adam):
         beta1, lr = group["betas"][0], float(group["lr"])
         for s in states:
             s["step"] = s["step"].cpu() + 1  # a fused step kept it on the device, where reading it would wait
-        if self._decoupled(group):
+        if adam.decoupled(group):
             torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
         torch._foreach_lerp_(moments, grads, 1 - beta1)
         sizes = [-lr / (1 - beta1 ** float(s["step"])) for s in states]
@@ -188,13 +188,9 @@ class Adam(torch.optim.Adam):
         grads = [p.grad for p in params if p.grad is not None]
         if group["maximize"]:
             grads = list(torch._foreach_neg(grads))
-        if group["weight_decay"] and not self._decoupled(group):
+        if group["weight_decay"] and not adam.decoupled(group):
             grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
         return grads
-
-    @staticmethod
-    def _decoupled(group: dict[str, Any]) -> bool:
-        return bool(group.get("decoupled_weight_decay", False))
 
 
 class AdamW(Adam):

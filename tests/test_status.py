@@ -229,9 +229,8 @@ def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> No
             break
     else:
         pytest.fail("it began again")
-    while (
-        folder / "checkpoint.pt"
-    ).stat().st_mtime_ns == saved:  # it trains; before, a shell's background job ignores the signal
+    # until it trains: before, a shell's background job ignores the signal
+    while (folder / "checkpoint.pt").stat().st_mtime_ns == saved:
         assert again.poll() is None
         time.sleep(0.05)
     again.send_signal(signal.SIGINT)

@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 
 from nmrun import kernels, optim, sparsify
 from nmrun.kernels import triton_groups, triton_mvue, triton_projection
-from nmrun.kernels.adam import Around, Operands, WorkingCopy, scalars
+from nmrun.kernels.adam import Operands, WorkingCopy, scalars
 from nmrun.kernels.triton_adamw import FusedAdam
 from nmrun.patterns import Pattern
 from nmrun.sparsity import hard_threshold, nm_mask, soft_threshold
@@ -319,7 +319,7 @@ def test_flips_and_casts_of_the_fused_step() -> None:
         for p, c in zip(params, copies, strict=True)
     ]
     before, flips = [out.clone() for out in outs], torch.tensor(0, device=DEVICE)
-    fused = FusedAdam(members, Around(copies[0].around.pattern).kind, casts=casts)
+    fused = FusedAdam(members, casts)
     fused.step(members, scalars({**OPTIONS, "lr": 0.5}, 1, copies[0].around), flips=flips)
     assert int(flips) == sum(map(flipped, before, outs)) > 0
     for out, cast in zip(outs, casts, strict=True):

@@ -59,6 +59,13 @@ def stored_alike(*tensors: Tensor) -> bool:
     return any(all(t.is_contiguous(memory_format=order) for t in tensors) for order in orders)
 
 
+def as_stored(dim: int, *tensors: Tensor) -> tuple[int, list[Tensor]]:
+    """Tensors that are :func:`stored_alike`, and one of their dimensions, as they lie in memory: with channels last those are behind."""
+    if all(t.is_contiguous() for t in tensors):
+        return dim, list(tensors)
+    return (0, 3, 1, 2)[dim], [t.permute(0, 2, 3, 1) for t in tensors]
+
+
 @cache
 def on_cuda(device: torch.device, n: int, m: int) -> bool:
     """Whether Triton's kernels for N:M work on this device: built and compared with the reference once, on a small weight.

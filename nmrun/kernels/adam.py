@@ -1,6 +1,6 @@
 """One step of Adam and what a recipe does around it, in one pass over a weight: C on the CPU, Triton on CUDA devices.
 
-Apart, SR-STE's decay, Adam and the projection move 56 bytes a weight through memory; Adam alone moves 28, and all of it together 36.
+Apart, SR-STE's decay, Adam and the projection move at least 52 bytes a weight through memory; Adam alone moves 28, and all of it together 36.
 """
 
 from __future__ import annotations
@@ -67,25 +67,30 @@ class Operands(NamedTuple):
 def takes(operands: Operands, fused: bool) -> bool:
     """Whether a kernel can do this step: float32 tensors stored alike, on the CPU for ``fused`` optimizers, whose bits it has."""
     weight, around = operands.weight, operands.copy.around
+    by_triton = kernels.by_triton(weight, around.pattern)
+    if not by_triton and not (fused and weight.is_cpu):
+        return False
     numbers = [*operands.all, *([] if around.scale is None else [around.scale])]
     shaped = [*operands.all, *([] if around.mask is None else [around.mask])]
     if any(t.dtype != torch.float32 for t in numbers) or not kernels.stored_alike(*shaped):
         return False
     if any(t.data_ptr() % 16 or t.device != weight.device for t in [*shaped, *numbers]):
         return False
-    if kernels.by_triton(weight, around.pattern):
-        return True
     from nmrun.kernels import cpu_adam  # here: it imports nmrun.sparsity
 
-    return weight.is_cpu and fused and cpu_adam.applies(weight, operands.copy)
+    return by_triton or cpu_adam.applies(operands)
+
+
+def decoupled(group: dict[str, Any]) -> bool:
+    """Whether a parameter group's weight decay is AdamW's."""
+    return bool(group.get("decoupled_weight_decay", False))
 
 
 def scalars(group: dict[str, Any], steps: float, around: Around) -> list[float]:
     """What the kernels need of a parameter group for step number ``steps`` (from 1), computed in double precision."""
     (beta1, beta2), lr, weight_decay = group["betas"], group["lr"], group["weight_decay"]
-    decoupled = group.get("decoupled_weight_decay", False)
     adam = [
-        1 - lr * weight_decay, 0.0 if decoupled else weight_decay, 1 - beta1, beta2, 1 - beta2,
+        1 - lr * weight_decay, 0.0 if decoupled(group) else weight_decay, 1 - beta1, beta2, 1 - beta2,
         (1 - beta2**steps) ** 0.5, group["eps"], -lr / (1 - beta1**steps),
     ]  # fmt: skip
     return [*adam, around.decay, around.spared, around.factor]
@@ -99,29 +104,27 @@ class OnePass:
 
     def step(self, group: dict[str, Any], parameters: Sequence[Operands]) -> None:
         """Update weights, moments and working copies. Gradients stay as they are."""
-        alike: dict[tuple[Any, ...], list[Operands]] = {}
+        alike: dict[tuple[Any, ...], list[Operands]] = {}  # what has the same scalars and the same kernel shares a launch
         for p in parameters:
             around = p.copy.around
-            if kernels.by_triton(p.weight, around.pattern):  # what has the same scalars and the same kernel shares a launch
-                alike.setdefault((p.steps, p.frozen, around.decay, around.spared, around.factor, *around.kind), []).append(p)
+            values = scalars(group, p.steps, around)
+            if kernels.by_triton(p.weight, around.pattern):
+                alike.setdefault((*values, p.frozen, around.kind), []).append(p)
             else:
                 from nmrun.kernels import cpu_adam
 
-                cpu_adam.step(p, scalars(group, p.steps, around))
-        for (steps, frozen, *_), members in alike.items():
-            self._launched(group, members).step(members, scalars(group, steps, members[0].copy.around), frozen)
+                cpu_adam.step(p, values)
+        for (*values, frozen, _), members in alike.items():
+            self._launched(members).step(members, values, frozen)
         written = [t for p in parameters for t in p.all if t is not p.grad and not (p.frozen and t is p.second)]
         torch.autograd.graph.increment_version(written)  # autograd and the working copies go by versions
 
-    def _launched(self, group: dict[str, Any], members: Sequence[Operands]) -> FusedAdam:
+    def _launched(self, members: Sequence[Operands]) -> FusedAdam:
         from nmrun.kernels.triton_adamw import FusedAdam  # here: Triton is not everywhere
 
-        coupled = bool(group["weight_decay"]) and not group.get("decoupled_weight_decay", False)
-        around = members[0].copy.around
-        tensors = [tuple(map(id, (p.weight, p.copy.projected))) for p in members]
-        key = (coupled, around.kind, *tensors, *(p.copy.around.pattern for p in members))
+        key = tuple((id(p.weight), id(p.copy.projected), p.copy.around.pattern, p.copy.around.kind) for p in members)
         if key not in self._launches:
             if len(self._launches) > 64:  # patterns of structure decay, working copies that were replaced
                 self._launches.clear()
-            self._launches[key] = FusedAdam(members, around.kind, coupled)
+            self._launches[key] = FusedAdam(members)
         return self._launches[key]

@@ -1,7 +1,8 @@
 """The compiled CPU kernels: ``nm_project.c`` and ``nm_adam.c`` built for one N:M by the system's C compiler, called through ctypes.
 
-Building takes about 0.2 s and happens once a pattern and machine; the result is kept in ``~/.cache/nmrun/kernels`` (or under
-``XDG_CACHE_HOME``). Without a compiler everything still works, through the torch reference, and gives the same bits.
+Building takes about 0.2 s, with the step of Adam 1.5 s, and happens once a pattern and machine; the result is kept in
+``~/.cache/nmrun/kernels`` (or under ``XDG_CACHE_HOME``). Without a compiler everything still works, through the torch reference, and
+gives the same bits.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from nmrun.kernels import as_stored, stored_alike
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import filled
 
@@ -40,20 +42,9 @@ def project(
     to float32 CPU tensors of at least ``SMALLEST`` elements, contiguous or both with channels last, for M up to ``LARGEST_M``. Runs on
     as many threads as torch does.
     """
-    if not weight.is_contiguous() and all(t.is_contiguous(memory_format=torch.channels_last) for t in (weight, out)):
-        last = [t.permute(0, 2, 3, 1) for t in (weight, out)]  # contiguous
-        return project(last[0], last[1], pattern, {0: 0, 1: 3}[dim], soft, scale, factor)
-    if (
-        weight.device.type != "cpu"
-        or weight.dtype != torch.float32
-        or weight.numel() < SMALLEST
-        or pattern.m > LARGEST_M
-        or not (weight.is_contiguous() and out.is_contiguous())
-    ):
+    if not takes(pattern, weight, out) or (kernel := load(pattern, factor != 0)) is None:
         return False
-    kernel = load(pattern, factor != 0)
-    if kernel is None:
-        return False
+    dim, (weight, out) = as_stored(dim, weight, out)
     inner = weight[0].numel() if dim == 0 else weight.shape[dim + 1 :].numel()
     whole = filled(weight, pattern, dim)
     result = out if whole is weight else torch.empty_like(whole)
@@ -71,19 +62,10 @@ def project(
 def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -> bool:
     """Write the projection of ``weight`` along dimension 0, as if its rows stood in ``order`` (int64), into ``out`` and return True, or
     return False where this kernel does not apply: as :func:`project`, to whole groups."""
-    if not weight.is_contiguous() and all(t.is_contiguous(memory_format=torch.channels_last) for t in (weight, out)):
-        weight, out = (t.permute(0, 2, 3, 1) for t in (weight, out))  # contiguous
-    if (
-        weight.device.type != "cpu"
-        or weight.dtype != torch.float32
-        or weight.numel() < SMALLEST
-        or pattern.m > LARGEST_M
-        or len(weight) % pattern.m
-        or len(order) != len(weight)
-        or not all(t.is_contiguous() for t in (weight, out, order))
-        or (kernel := load(pattern)) is None
-    ):
+    fits = takes(pattern, weight, out) and len(order) == len(weight) and len(weight) % pattern.m == 0 and order.is_contiguous()
+    if not fits or (kernel := load(pattern)) is None:
         return False
+    _, (weight, out) = as_stored(0, weight, out)
     addresses, length = [t.data_ptr() for t in (weight, out, order)], weight[0].numel()
 
     def part(begin: int, end: int) -> None:
@@ -91,6 +73,12 @@ def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -
 
     in_parts(len(weight) // pattern.m, weight.numel(), part)
     return True
+
+
+def takes(pattern: Pattern, *tensors: Tensor) -> bool:
+    """Whether these kernels are for tensors of one shape: float32, on the CPU, enough weights, stored alike; and for M."""
+    large = tensors[0].numel() >= SMALLEST and pattern.m <= LARGEST_M
+    return large and all(t.is_cpu and t.dtype == torch.float32 for t in tensors) and stored_alike(*tensors)
 
 
 def in_parts(rows: int, weights: int, work: Callable[[int, int], object]) -> None:

@@ -94,23 +94,15 @@ def adam_many(
 class FusedAdam:
     """Adam's step, with what is done around it, for some weights in as few launches as they allow.
 
-    kind: ``Around.kind`` of all of them. coupled: Adam's weight decay, not AdamW's. ``casts`` (None for none) get the projected values in another
-    dtype. Raises ValueError where the kernels do not apply to a weight (see ``triton_projection.project``).
+    ``members`` have ``Around.kind`` in common. ``casts`` (None for none) get the projected values in another dtype. Raises ValueError where
+    the kernels do not apply to a weight (see ``triton_projection.project``).
     """
 
-    def __init__(
-        self,
-        members: Sequence[Operands],
-        kind: tuple[bool, ...],
-        coupled: bool = False,
-        casts: Sequence[Tensor | None] | None = None,
-    ) -> None:
+    def __init__(self, members: Sequence[Operands], casts: Sequence[Tensor | None] | None = None) -> None:
         self.casts = casts or [None] * len(members)
-        decayed, spared, held, soft, fading = kind
-        self._constants = {
-            "DECAYED": decayed, "SPARED": spared, "HELD": held, "COUPLED": coupled,
-            "MODE": MODES["soft" if soft else "decayed" if fading else "hard"],
-        }  # fmt: skip
+        decayed, spared, held, soft, fading = members[0].copy.around.kind
+        mode = MODES["soft" if soft else "decayed" if fading else "hard"]
+        self._constants = {"DECAYED": decayed, "SPARED": spared, "HELD": held, "MODE": mode}
         weights, outs = [p.weight for p in members], [p.copy.projected for p in members]
         self.tensors = weights, outs  # kept, so that who finds this by their ids finds theirs
         patterns, dims = [p.copy.around.pattern for p in members], [p.copy.dim for p in members]
@@ -131,6 +123,6 @@ class FusedAdam:
             ])  # fmt: skip
             with on(rows):
                 adam_many[(table.programs,)](
-                    rows, table.owner, self.scalars, flips, **constants, **self._constants, FROZEN=frozen, FLIPS=flips is not None,
-                    FIELDS=rows.shape[1], enable_fp_fusion=False,
+                    rows, table.owner, self.scalars, flips, **constants, **self._constants, COUPLED=scalars[1] != 0, FROZEN=frozen,
+                    FLIPS=flips is not None, FIELDS=rows.shape[1], enable_fp_fusion=False,
                 )  # fmt: skip

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nmrun.kernels import LARGEST, stored_alike
+from nmrun.kernels import LARGEST, as_stored, stored_alike
 from nmrun.patterns import Pattern
 
 LARGEST_M = 64  # a key has six bits for the index
@@ -160,8 +160,7 @@ def pointer(row, field, DTYPE: tl.constexpr):
 
 def shape_of(weight: Tensor, pattern: Pattern, dim: int, tile: int = TILE) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """((columns, elements between neighbours of a group, size of the dimension), the kernel's constants) for one weight."""
-    if not weight.is_contiguous():  # but channels last: that is what it looks like in memory
-        weight, dim = weight.permute(0, 2, 3, 1), (0, 3, 1, 2)[dim]
+    dim, (weight,) = as_stored(dim, weight)
     inner, size = weight.shape[dim + 1 :].numel(), weight.shape[dim]
     columns = weight.shape[:dim].numel() * -(-size // pattern.m) * inner
     width = triton.next_power_of_2(pattern.m)

@@ -148,6 +148,10 @@ class Recipe:
         """
         return None
 
+    def around_largest(self, pattern: Pattern, decay: float = 0.0) -> Around | None:
+        """:meth:`around` where masks are chosen anew after every step: transposable ones no kernel chooses."""
+        return None if self.transposable else Around(pattern, decay=decay)
+
     @property
     def fusable(self) -> bool:
         """Whether :meth:`around` speaks for this class: not if a subclass has overridden what happens around a step, but not that."""

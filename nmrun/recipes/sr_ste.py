@@ -31,8 +31,8 @@ class SRSTE(Recipe):
             raise ValueError(f"sr_ste: decay={decay} must be 0 or more")
         self.decay = decay
 
-    def around(self, projection: Projection) -> Around:
-        return Around(projection.pattern, decay=self.decay)
+    def around(self, projection: Projection) -> Around | None:
+        return self.around_largest(projection.pattern, self.decay)
 
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         decay_pruned(weights, self.decay)

@@ -52,9 +52,9 @@ class STE(HeldMask):
     def keeps_largest(self) -> bool:
         return self.plain and type(self) is STE and not self.transposable
 
-    def around(self, projection: Projection) -> Around:
+    def around(self, projection: Projection) -> Around | None:
         if self.plain:
-            return Around(projection.pattern)
+            return self.around_largest(projection.pattern)
         return Around(projection.pattern, spared=0.0 if self.gradient == "masked" else 1.0, mask=projection.get_buffer("mask"))
 
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:

@@ -52,7 +52,7 @@ class STEP(Recipe):
         self.events += self.autoswitch.prepare(groups[0]["betas"][1], groups[0]["eps"], weights[0].dense.device)
 
     def around(self, projection: Projection) -> Around | None:
-        return None if self.dense_forward else Around(projection.pattern, decay=self.decay)
+        return None if self.dense_forward else self.around_largest(projection.pattern, self.decay)
 
     def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if not self.dense_forward:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nmrun.recipes.base import keep_largest
+from nmrun.recipes.base import Recipe
 from nmrun.sparsity.attach import SparseWeight, summed
 
 
@@ -22,10 +22,8 @@ def mask_of(weight: SparseWeight) -> Tensor:
     projection = weight.projection
     if projection.recipe.is_sparse:
         return projection.projected.bool()  # several times as fast as != 0
-    if projection.recipe.transposable:
-        return projection.recipe.choose(projection, weight.dense.detach())
     kept = torch.empty_like(weight.dense, requires_grad=False)
-    keep_largest(weight.dense.detach(), kept, weight.pattern, weight.dim)
+    Recipe.project(projection.recipe, projection, weight.dense.detach(), kept)
     return kept.bool()
 
 
