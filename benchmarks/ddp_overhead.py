@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from nmrun import distributed
+from nmrun import ranks
 from nmrun.bench.arms import ARMS, WORKLOADS
 from nmrun.bench.machine import hardware
 from nmrun.bench.recipes import Arm
@@ -37,8 +37,8 @@ class Shared(Arm):
         self.workload = WORKLOADS["small_conv"]
         torch.manual_seed(0)
         super().__init__(self.workload.build().train(), ARMS[recipe], Pattern(2, 4), self.workload.exclude)
-        self.forward = distributed.parallel(self.model) if distributed.world() > 1 else self.model
-        self.batch = torch.randn(64 // distributed.world(), *self.workload.shape[1:])
+        self.forward = ranks.parallel(self.model) if ranks.world() > 1 else self.model
+        self.batch = torch.randn(64 // ranks.world(), *self.workload.shape[1:])
 
     def milliseconds(self) -> float:
         """CPU time of a step, over ``STEPS`` steps."""
@@ -52,7 +52,7 @@ class Shared(Arm):
 
 def measure(rounds: int) -> dict[str, list[float]]:
     """In this process: the milliseconds that each recipe adds, round by round; ``dense`` is the dense step itself."""
-    distributed.begin("cpu")
+    ranks.begin("cpu")
     torch.set_num_threads(1)
     arms = {"dense": Shared("dense_again"), **{recipe: Shared(recipe) for recipe in RECIPES}}
     order = random.Random(0)
@@ -72,7 +72,7 @@ def main() -> int:
     options = parser.parse_args()
     if "RANK" in os.environ:  # one of the two
         added = measure(options.rounds)
-        if distributed.leads():
+        if ranks.leads():
             print(json.dumps(added))
         return 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]

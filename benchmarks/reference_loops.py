@@ -29,13 +29,14 @@ from torch.nn import functional
 from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
-from nmrun import config_source, models, schema
+from nmrun import models
 from nmrun.bench.machine import hardware
-from nmrun.build import build
-from nmrun.console import Console
+from nmrun.config import schema, source
 from nmrun.data.local import data_folder
-from nmrun.fairseq_import import fairseq
-from nmrun.loop import Loop
+from nmrun.tasks.fairseq_import import fairseq
+from nmrun.train.build import build
+from nmrun.train.console import Console
+from nmrun.train.loop import Loop
 
 SHORTEST = 2.0  # seconds of a stretch
 COMMON = ("recipe=dense", "track=local", "trainer.device=cpu", "trainer.epochs=1000")
@@ -202,7 +203,7 @@ def measure(case: Callable[[], Case], rounds: int) -> str:
     """Median ratios with quartiles, of wall time and of CPU time, that of CPU time between two copies of the other loop, which shows how
     far equal loops stray from 1 here, and the milliseconds of a step of it."""
     overrides, plain = case()
-    config_source.register()
+    source.register()
     with tempfile.TemporaryDirectory() as folder, initialize_config_module("nmrun.conf", version_base="1.3"):
         config = schema.check(compose("nmrun", [*COMMON, *overrides, f"output_dir={folder}"]))
         loop = Loop(config, build(config), Console(None))

@@ -26,7 +26,7 @@ import torch
 
 from nmrun import cli
 from nmrun.bench.machine import hardware
-from nmrun.loop import Loop
+from nmrun.train.loop import Loop
 
 LIMIT = 0.3
 SWEEP = (

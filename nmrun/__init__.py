@@ -14,14 +14,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nmrun import optim as optim
     from nmrun import sparsity as sparsity
-    from nmrun.acceleration import accelerate as accelerate
     from nmrun.handle import Handle as Handle
     from nmrun.handle import sparsify as sparsify
+    from nmrun.products.acceleration import accelerate as accelerate
 
 __version__ = "0.1.0"
 __all__ = ["Handle", "Pattern", "__version__", "accelerate", "optim", "sparsify", "sparsity"]
 
-_LAZY = {"accelerate": "nmrun.acceleration", "sparsify": "nmrun.handle", "Handle": "nmrun.handle", "Pattern": "nmrun.patterns"}
+_LAZY = {
+    "accelerate": "nmrun.products.acceleration",
+    "sparsify": "nmrun.handle",
+    "Handle": "nmrun.handle",
+    "Pattern": "nmrun.patterns",
+}
 
 
 def __getattr__(name: str) -> Any:

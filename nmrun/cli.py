@@ -23,11 +23,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import nmrun
-from nmrun import config_source, experiment, lock, pipe, precheck, schema, sweep
-from nmrun.checks import near
+from nmrun import lock, pipe
+from nmrun.config import experiment, precheck, schema, source, sweep
+from nmrun.config.identity import run_folder
+from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError
-from nmrun.identity import run_folder
-from nmrun.metric import higher_is_better
+from nmrun.ranges import near
 
 VERBS = {
     "table": "nmrun.report.cli:table",
@@ -35,15 +36,15 @@ VERBS = {
     "report": "nmrun.report.cli:report",
     "export": "nmrun.export.cli:main",
     "bench": "nmrun.bench:main",
-    "search": "nmrun.sparsity.search:main",
+    "search": "nmrun.train.ratio_search:main",
     "prepare": "nmrun.data.prepare:main",
     "status": "nmrun.report.status:main",
-    "doctor": "nmrun.doctor:main",
+    "doctor": "nmrun.bench.doctor:main",
 }
 # told to job processes: the sweep's folder, and how many jobs were launched before this launch
 SWEEP, BEFORE = "NMRUN_SWEEP", "NMRUN_BEFORE"
 
-config_source.register()
+source.register()
 # Hydra would put every job of a sweep together twice, first to see whether it can be; precheck has seen to that.
 Sweeper.validate_batch_is_legal = lambda *_: None  # type: ignore[method-assign]
 
@@ -126,7 +127,7 @@ def _hydra(flags: list[str], overrides: list[str]) -> None:
 
 
 def _leads() -> bool:
-    return os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts for one run; see nmrun.distributed
+    return os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts for one run; see nmrun.ranks
 
 
 def _refuse(problems: list[str]) -> int:
@@ -160,8 +161,8 @@ def _job(composed: DictConfig) -> float | None:
 def _command(job: Any, overrides: list[str]) -> str:
     """What asks for this job alone; in a sweep that is not what was typed."""
     words = [word for word in job.overrides.hydra if word.lstrip("+").startswith("hydra.searchpath")]
-    for source in job.runtime.config_sources:
-        words += ["--config-dir", source.path] if source.provider == "command-line" else []
+    for place in job.runtime.config_sources:
+        words += ["--config-dir", place.path] if place.provider == "command-line" else []
     return shlex.join(["nmrun", *words, *overrides])
 
 
@@ -194,7 +195,7 @@ def _outcome(composed: DictConfig, sweep: str | None, command: str) -> dict[str,
             return {**result, "status": "skipped", "folder": str(folder)}
         if not config.dry:
             _make(folder, config.output_dir)  # before torch is imported for nothing
-        from nmrun import runner
+        from nmrun.train import runner
 
         return runner.run(config, folder, sweep, command)
     except ConfigError as error:

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from nmrun import kernels, recipes
-from nmrun.checks import INPUT_GRADIENTS
 from nmrun.errors import ConfigError
 from nmrun.kernels.adam import WorkingCopy
 from nmrun.optim import Adam, skipped_by_loss_scaling
 from nmrun.patterns import Pattern
+from nmrun.products import simulated
+from nmrun.ranges import INPUT_GRADIENTS
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity import products
-from nmrun.sparsity.attach import SparseWeight, attach, attached, detach, release
-from nmrun.sparsity.export import layer_report
+from nmrun.sparsity.check import layer_report
 from nmrun.sparsity.metrics import MaskMetrics
 from nmrun.sparsity.select import LeftDense, candidates, select
+from nmrun.sparsity.weight import SparseWeight, attach, attached, detach, release
 
 if TYPE_CHECKING:
     from nmrun.kernels.triton_projection import Batch
@@ -234,7 +234,7 @@ def sparsify(
     and more than exclude.
     mvue: N:M for the gradient of the sparse linear layers' weights: from an unbiased estimate of the output gradient with at most N non-zeros
     in every M consecutive tokens. fp8: round the operands of their three products to FP8 (simulated). Both are S-STE's, work with
-    any recipe, and act in training mode outside dense phases; see ``nmrun.sparsity.products``.
+    any recipe, and act in training mode outside dense phases; see ``nmrun.products.simulated``.
     pad: make layers sparse too whose inputs are not a multiple of M. Their last group is short, as if zeros filled it up: at most N of its
     weights are kept, all of them if there are no more. What they save is counted by what is really pruned.
     input_gradient: ``exact``; or a sparse product as the forward one, by weights that are N:M along the outputs as well: ``transposable``, with
@@ -268,13 +268,13 @@ def sparsify(
     try:
         rule.attach(sparse, optimizer)
         if mvue is not None or fp8:
-            exact = products.install(sparse, None if mvue is None else Pattern.parse(mvue), fp8)
+            exact = simulated.install(sparse, None if mvue is None else Pattern.parse(mvue), fp8)
             if len(exact) == len(sparse):
                 raise ConfigError(f"mvue and fp8 are for sparse linear layers; the sparse ones here are {', '.join(exact)}")
             if exact:
                 rule.events.append(f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called")
         if input_gradient == "double_prune":
-            exact = products.prune_again(sparse, rule)
+            exact = simulated.prune_again(sparse, rule)
             if exact:
                 rule.events.append(f"double pruning does not apply to {', '.join(exact)}: their input gradient is exact")
     except ValueError:

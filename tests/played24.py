@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmrun import acceleration
-from nmrun.kernels import paths24, probe24
+from nmrun.products import acceleration, backends24, probe24
 
 
 def two_values(weight: Tensor) -> list[Tensor]:
@@ -26,7 +25,7 @@ def multiply(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
     return F.linear(x, values.new_zeros(*values.shape[:2], 4).scatter(2, where, values).flatten(1), bias)
 
 
-COMPRESSED = paths24.Path(paths24._separately(two_values), multiply)
+COMPRESSED = backends24.Path(backends24._separately(two_values), multiply)
 
 
 def cslt_compress(weight: Tensor) -> Tensor:
@@ -63,10 +62,10 @@ class Machine:
 def play(setattr: Callable[[Any, str, Any], None], cache: Path) -> Machine:
     """Let ``nmrun`` see this machine; ``setattr`` may be that of pytest's monkeypatch."""
     made = Machine()
-    setattr(paths24, "PATHS", {"compressed": COMPRESSED, "cusparselt_fp8": paths24.CUSPARSELT_FP8})
+    setattr(backends24, "PATHS", {"compressed": COMPRESSED, "cusparselt_fp8": backends24.CUSPARSELT_FP8})
     setattr(torch, "_cslt_compress", cslt_compress)
     setattr(torch, "_cslt_sparse_mm", cslt_sparse_mm)
-    setattr(paths24, "milliseconds", made.milliseconds)
+    setattr(backends24, "milliseconds", made.milliseconds)
     setattr(probe24, "_machine", lambda device: "Test GPU")
     setattr(probe24, "cache_folder", lambda: cache)
     setattr(acceleration, "obstacle", lambda device: "")

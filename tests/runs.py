@@ -8,7 +8,8 @@ from typing import Any
 
 from hydra import compose, initialize_config_module
 
-from nmrun import config_source, recipes, schema
+from nmrun import recipes
+from nmrun.config import schema, source
 
 RECIPES = tuple(recipes.RECIPES)
 FITTING = {"sdgf_geometric": ("recipe.frames=2",), "t_sr_ste": ("recipe.interval=5",)}  # what 12 steps and 8 channels ask for
@@ -27,7 +28,7 @@ TINY = (
 
 def config(output_dir: Path | str, *overrides: str) -> schema.Config:
     """The checked config of a run of 12 steps in 4 epochs, with these overrides."""
-    config_source.register()
+    source.register()
     tiny = [item for item in TINY if not (item.startswith("model.channels") and any(o.startswith("model=") for o in overrides))]
     fitting = [item for recipe, items in FITTING.items() if f"recipe={recipe}" in overrides for item in items]
     with initialize_config_module("nmrun.conf", version_base="1.3"):

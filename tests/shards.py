@@ -12,10 +12,11 @@ from runs import config
 from torch import Tensor, nn
 
 import nmrun
-from nmrun import distributed, runner
+from nmrun import ranks
+from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
-from nmrun.identity import run_folder
-from nmrun.loop import Loop
+from nmrun.train import runner
+from nmrun.train.loop import Loop
 
 OPTIONS = ("trainer.clip=0.5", "trainer.epochs=3", "model.exclude=[stem,head]", "model.channels=[8,7,8]", "sparsity.pad=true")
 VIT = ("model=vit_tiny", "model.layers=1", "model.width=8", "model.heads=1", "trainer.clip=0.5", "trainer.epochs=2")
@@ -83,7 +84,7 @@ def run(output_dir: Path | str, case: str, *overrides: str, stop: int | None = N
 def check_shards(loop: Loop) -> None:
     """No rank holds a whole weight, moment or mask."""
     for shard in loop.held.shards.values():  # type: ignore[union-attr]
-        held = distributed.gathered(shard.rows.numel())
+        held = ranks.gathered(shard.rows.numel())
         assert sum(held) == shard.gathered.numel()
         assert max(held) - min(held) <= shard.gathered.numel() / shard.gathered.shape[0]
         moments = loop.optimizer.state.get(shard.rows, {}).values()
@@ -95,7 +96,7 @@ def check_shards(loop: Loop) -> None:
 
 def check_odd() -> None:
     """A model by hand: the same steps as in one process, its state dicts those of one process."""
-    from nmrun.fsdp import Sharded
+    from nmrun.train.sharded import Sharded
 
     torch.manual_seed(1)
     alone = Odd()
@@ -113,7 +114,7 @@ def check_odd() -> None:
         each.norm.eval()  # statistics of a whole batch are those of no half
     for batch in batches:
         for each, optimizer, _ in made:
-            part = batch if each is alone else batch[4 * distributed.rank() :][:4]
+            part = batch if each is alone else batch[4 * ranks.rank() :][:4]
             each(part).square().mean().backward()
             if each is model:
                 sharded.take_gradients()
@@ -123,15 +124,15 @@ def check_odd() -> None:
         (alone.state_dict(), sharded.state_dict()),
         (nmrun.sparsity.baked_state_dict(alone), sharded.baked_state_dict()),
     ):
-        if distributed.leads():
+        if ranks.leads():
             assert list(whole) == list(gathered)
             for name, tensor in whole.items():
                 torch.testing.assert_close(gathered[name], tensor, msg=name)
     state = alone.state_dict()
-    state["norm.running_mean"] = torch.full((8,), 1.0 + distributed.rank())
+    state["norm.running_mean"] = torch.full((8,), 1.0 + ranks.rank())
     sharded.load_state_dict(state)
     assert model.norm.running_mean.tolist() == [1.0] * 8  # the leader's
-    model.norm.running_mean += distributed.rank()
+    model.norm.running_mean += ranks.rank()
     sharded.agree()
     assert model.norm.running_mean.tolist() == [1.0] * 8
 

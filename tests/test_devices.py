@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nmrun import build
+from nmrun.train import build
 
 TAKE = "import sys; from nmrun.devices import free_gpu; print(free_gpu(2, 0.01), free_gpu(2), flush=True); sys.stdin.read()"
 

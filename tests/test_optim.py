@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import nmrun
-from nmrun import build, optim
+from nmrun import optim
+from nmrun.train import build
 
 PAIRS = [(optim.Adam, torch.optim.Adam), (optim.AdamW, torch.optim.AdamW)]
 T0 = 6  # steps before freezing

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import nmrun.cli as cli  # registers the source of ratios
-from nmrun import experiment, precheck
+from nmrun.config import experiment, precheck
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)

@@ -3,7 +3,7 @@
 ``x W^T`` with W (outputs, inputs) and x (tokens, inputs) in bfloat16, as in a layer's forward pass; each shape both ways, as the two layers of
 a feed-forward block. With ``--fp8`` both are rounded to e4m3fn with one scale, x in every call, and the dense product is torch's of FP8.
 All numbers are drawn from N(0, 1), since what is multiplied decides on a GPU's power and so on its clock. Each path is tested first (see
-``nmrun.kernels.paths24``): one that is wrong is shown as wrong and not timed.
+``nmrun.products.backends24``): one that is wrong is shown as wrong and not timed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from torch.nn import functional
 
 from nmrun.bench import output, picture
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
-from nmrun.kernels import paths24
-from nmrun.sparsity import products
+from nmrun.products import backends24, simulated
 
 SHAPES = ("768x3072", "1024x4096", "1280x5120", "1600x6400", "2048x8192", "4096x16384")
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 DTYPE = torch.bfloat16
 
 
-def product(path: paths24.Path, weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
+def product(path: backends24.Path, weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
     """``x W^T`` by a path; the weight is packed in the first call."""
     packed = cache(lambda: path.pack(weight, weight)[0])
     return lambda: path.multiply(x, packed(), None)
@@ -33,10 +32,10 @@ def product(path: paths24.Path, weight: Tensor, x: Tensor) -> Callable[[], Tenso
 
 def dense_fp8(weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
     """``x W^T`` of operands rounded to FP8, the weight beforehand."""
-    values, scale = products.quantize(weight, products.FORWARD_FP8)
+    values, scale = simulated.quantize(weight, simulated.FORWARD_FP8)
 
     def call() -> Tensor:
-        values_x, scale_x = products.quantize(x, products.FORWARD_FP8)
+        values_x, scale_x = simulated.quantize(x, simulated.FORWARD_FP8)
         return torch._scaled_mm(values_x, values.t(), scale_x.reciprocal(), scale.reciprocal(), out_dtype=x.dtype)
 
     return call
@@ -46,14 +45,14 @@ def measure(
     inputs: int, outputs: int, tokens: int, count: int, clock: Clock, device: torch.device, fp8: bool = False
 ) -> list[Row]:
     """Dense and every path that is for it, at one size."""
-    paths = paths24.candidates(fp8)
+    paths = backends24.candidates(fp8)
     about = {"shape": f"{inputs} to {outputs}", "inputs": inputs, "outputs": outputs, "tokens": tokens}
     try:
-        x, weight = torch.randn(tokens, inputs, device=device).to(DTYPE), paths24.transposable(outputs, inputs, device)
+        x, weight = torch.randn(tokens, inputs, device=device).to(DTYPE), backends24.transposable(outputs, inputs, device)
         dense = torch.randn(outputs, inputs, device=device).to(DTYPE)
         calls: dict[str, Callable[[], Tensor]] = {"dense": dense_fp8(dense, x) if fp8 else partial(functional.linear, x, dense)}
         rows: list[Row] = []
-        expected = products.linear(x.float(), weight.float(), fp8=fp8)
+        expected = simulated.linear(x.float(), weight.float(), fp8=fp8)
         for name, path in paths.items():
             call = product(path, weight, x)
             if why := fault(call, expected):
@@ -105,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
         f" rounds, n = {options.rounds}. TFLOP/s of the dense one."
     )
     parts = []
-    for name in ("dense", *paths24.candidates(options.fp8)):
+    for name in ("dense", *backends24.candidates(options.fp8)):
         some = [row for row in rows if row["path"] == name]
         reasons = list(dict.fromkeys(row.get("wrong") for row in some))
         text = (

@@ -19,9 +19,9 @@ from nmrun import models
 from nmrun.bench import gemm, output
 from nmrun.bench.networks import NETWORKS, composed, each, random_text
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
-from nmrun.kernels import paths24
-from nmrun.kernels.linear24 import Packed
 from nmrun.patterns import Pattern
+from nmrun.products import backends24
+from nmrun.products.linear24 import Packed
 from nmrun.sparsity.masks import hard_threshold
 from nmrun.sparsity.select import select
 
@@ -57,9 +57,9 @@ def compressed(model: nn.Module, names: Sequence[str], path: str) -> tuple[nn.Mo
 
 def right_paths(device: torch.device) -> tuple[list[str], list[Row]]:
     """The paths that compute the right thing here, and rows that say what is wrong with the others."""
-    x, weight = torch.randn(256, 512, device=device).to(gemm.DTYPE), paths24.transposable(384, 512, device)
+    x, weight = torch.randn(256, 512, device=device).to(gemm.DTYPE), backends24.transposable(384, 512, device)
     expected, right, rows = x.float() @ weight.float().t(), list[str](), list[Row]()
-    for name, path in paths24.candidates(fp8=False).items():
+    for name, path in backends24.candidates(fp8=False).items():
         why = "" if name != "one_pass" else "it prunes both ways, which weights of a run are not"
         why = why or fault(lambda path=path: path(weight)(x), expected)  # type: ignore[misc]
         right, rows = (right, [*rows, {"arm": name, "wrong": why}]) if why else ([*right, name], rows)

@@ -13,9 +13,9 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 
-from nmrun import config_source, schema
 from nmrun.bench import output
 from nmrun.bench.timing import Row
+from nmrun.config import schema, source
 from nmrun.errors import ConfigError
 from nmrun.tasks.vision import Classification
 
@@ -74,7 +74,7 @@ def each(names: Sequence[str], parser: argparse.ArgumentParser, measure: Callabl
 
 def composed(folder: Path, words: Sequence[str]) -> schema.Config:
     """The checked config of a run. Raises ConfigError."""
-    config_source.register()
+    source.register()
     data = [f"dataset.folder={folder}"] if "dataset=token_bin" in words else []
     with initialize_config_module("nmrun.conf", version_base="1.3"):
         return schema.check(compose("nmrun", [*COMMON, *words, *data, f"output_dir={folder}"]))

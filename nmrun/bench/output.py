@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from nmrun import acceleration
 from nmrun.bench.machine import hardware, machine_line
 from nmrun.bench.timing import Row
-from nmrun.markdown import table
+from nmrun.products import acceleration
+from nmrun.report.markdown import table
 
 
 def parser(name: str, about: str | None, default_rounds: int) -> argparse.ArgumentParser:

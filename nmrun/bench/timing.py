@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmrun.kernels import paths24
+from nmrun.products import backends24
 
 # bytes that are written between two measurements on a GPU: more than any L2, and time for the host to get ahead
 FLUSHED = 1 << 29
@@ -74,8 +74,8 @@ def speedup(times: Sequence[float], base: Sequence[float]) -> Row:
 
 
 def fault(call: Callable[[], Tensor], expected: Tensor) -> str:
-    """What is wrong with a product, if anything (``paths24.fault``); too little memory is, here."""
+    """What is wrong with a product, if anything (``backends24.fault``); too little memory is, here."""
     try:
-        return paths24.fault(call, expected)
+        return backends24.fault(call, expected)
     except torch.OutOfMemoryError:
         return NO_MEMORY

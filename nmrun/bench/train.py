@@ -14,15 +14,15 @@ from pathlib import Path
 
 import torch
 
-from nmrun import schema
 from nmrun.bench import output
 from nmrun.bench.networks import NETWORKS, composed, each, random_text
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
-from nmrun.build import autocast, build
-from nmrun.console import Console
-from nmrun.flops import peak_flops
-from nmrun.loop import Loop
-from nmrun.markdown import table
+from nmrun.config import schema
+from nmrun.report.markdown import table
+from nmrun.train.build import autocast, build
+from nmrun.train.console import Console
+from nmrun.train.flops import peak_flops
+from nmrun.train.loop import Loop
 
 USUAL = {"cuda": ("gpt2", "gpt2_medium", "gpt2_large", "vit_large", "vit_huge"), "cpu": ("gpt_tiny", "vit_small_32")}
 ARMS = ("dense", "masked", "accelerated", "bare")

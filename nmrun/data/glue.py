@@ -20,7 +20,7 @@ from nmrun.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from nmrun.data.pairs import Text
+    from nmrun.tasks.pairs import Text
     from nmrun.tasks.text_classification import TextClassification
 
 Rows = tuple[list["Text"], list[float]]

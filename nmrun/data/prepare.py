@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from nmrun.errors import ConfigError
-from nmrun.fairseq_import import fairseq
+from nmrun.tasks.fairseq_import import fairseq
 
 Files = dict[str, tuple[Path, Path]]
 

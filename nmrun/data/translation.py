@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nmrun.errors import ConfigError
-from nmrun.fairseq_import import fairseq
+from nmrun.tasks.fairseq_import import fairseq
 from nmrun.tasks.translation import Corpus, Dictionary, Translation, check
 
 SUBWORDS = ("none", "sentencepiece", "subword_nmt")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nmrun.patterns import Pattern
-from nmrun.sparsity.export import check_nm
+from nmrun.sparsity.check import check_nm
 
 
 class NoRun(ValueError):

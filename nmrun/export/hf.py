@@ -14,7 +14,7 @@ from nmrun.export.finished import Finished, Layer, write_about
 from nmrun.models import hf_gpt2
 from nmrun.models.gpt import GPT
 from nmrun.models.hf_encoder import EncoderClassifier, fetch
-from nmrun.sparsity.export import check_nm
+from nmrun.sparsity.check import check_nm
 
 MODELS = ("hf_encoder", "hf_gpt2")
 

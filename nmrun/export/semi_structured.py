@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nmrun.export.finished import Finished, Layer, write_about
-from nmrun.kernels.paths24 import fault, first_line, milliseconds
+from nmrun.products.backends24 import fault, first_line, milliseconds
 
 TOKENS = 4096  # rows of the input that a layer is timed with
 DTYPE = torch.bfloat16

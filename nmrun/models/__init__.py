@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from nmrun.errors import ConfigError
-from nmrun.imports import imported
+from nmrun.registry import imported
 
 MODELS = {
     "small_conv": "nmrun.models.small_conv",

@@ -6,7 +6,7 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError
-from nmrun.fairseq_import import fairseq
+from nmrun.tasks.fairseq_import import fairseq
 
 if TYPE_CHECKING:
     from nmrun.models.fairseq_modules import Transformer

@@ -10,7 +10,7 @@ import functools
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
 
-from nmrun.imports import imported
+from nmrun.registry import imported
 
 if TYPE_CHECKING:
     from nmrun.recipes.base import Recipe

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
+from nmrun.permutation.permute import follow, permute_inputs
 from nmrun.recipes.base import Recipe
 from nmrun.recipes.held import mask_gradients
-from nmrun.sparsity.attach import Projection, SparseWeight
-from nmrun.sparsity.permute import follow, permute_inputs
+from nmrun.sparsity.weight import Projection, SparseWeight
 
 
 class ASP(Recipe):
     """``prune_at``: the fraction of all steps that is trained densely first, 0 to below 1 (default one half). ``permute``: before
-    pruning, order channels so that the masks keep more (:mod:`nmrun.sparsity.permute`); a copy of the model (EMA) is then made after it.
+    pruning, order channels so that the masks keep more (:mod:`nmrun.permutation.permute`); a copy of the model (EMA) is then made after it.
     """
 
     name: ClassVar[str] = "asp"

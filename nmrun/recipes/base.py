@@ -20,7 +20,7 @@ from nmrun.sparsity import masks
 from nmrun.sparsity.transposable import transposable_mask
 
 if TYPE_CHECKING:
-    from nmrun.sparsity.attach import Projection, SparseWeight
+    from nmrun.sparsity.weight import Projection, SparseWeight
 
 
 AROUND = ("edit_gradients", "project", "after_step")  # what a recipe does around an optimizer step

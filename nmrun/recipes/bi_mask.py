@@ -18,14 +18,14 @@ from torch import Tensor
 from nmrun import kernels
 from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
+from nmrun.products import simulated
 from nmrun.recipes.base import Recipe, decay_pruned, keep_largest
-from nmrun.sparsity import products
-from nmrun.sparsity.attach import Projection, SparseWeight
+from nmrun.sparsity.weight import Projection, SparseWeight
 
 
 class BiMask(Recipe):
     """``decay``: SR-STE's lambda. ``interval``: optimizer steps between searches. ``candidates``: permutations drawn in each, from the step
-    and the weight's name alone. Grouped convolutions and what ``products.install`` leaves alone keep the exact input gradient."""
+    and the weight's name alone. Grouped convolutions and what ``simulated.install`` leaves alone keep the exact input gradient."""
 
     name: ClassVar[str] = "bi_mask"
     input_gradient_is_nm = True
@@ -40,7 +40,7 @@ class BiMask(Recipe):
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         grouped = [w for w in weights if getattr(w.module, "groups", 1) > 1]  # each group has outputs of its own
-        exact = [w.name for w in grouped] + products.install([w for w in weights if w not in grouped])
+        exact = [w.name for w in grouped] + simulated.install([w for w in weights if w not in grouped])
         for weight in (w for w in weights if w.name not in exact):
             order = torch.arange(len(_rows(weight.dense, weight.projection)), device=weight.dense.device)
             weight.projection.register_buffer("permutation", order)

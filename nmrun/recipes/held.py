@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.attach import Projection, SparseWeight
+from nmrun.sparsity.weight import Projection, SparseWeight
 
 
 class HeldMask(Recipe):

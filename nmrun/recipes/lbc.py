@@ -20,8 +20,8 @@ from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.held import HeldMask, mask_gradients
 from nmrun.recipes.scored import ScoredMasks
-from nmrun.sparsity.attach import Projection, SparseWeight
 from nmrun.sparsity.candidates import candidates
+from nmrun.sparsity.weight import Projection, SparseWeight
 
 
 class LBC(ScoredMasks, HeldMask):

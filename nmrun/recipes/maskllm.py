@@ -16,9 +16,9 @@ from torch import Tensor
 
 from nmrun.patterns import Pattern
 from nmrun.recipes.scored import ScoredMasks
-from nmrun.sparsity.attach import Projection, SparseWeight
 from nmrun.sparsity.candidates import by_group, candidates, gumbel_softmax, softmax_gradient
 from nmrun.sparsity.masks import nm_mask
+from nmrun.sparsity.weight import Projection, SparseWeight
 
 Span = Sequence[float]
 

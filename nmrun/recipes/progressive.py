@@ -20,7 +20,7 @@ from nmrun import kernels
 from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Densities, Recipe, keep_largest
-from nmrun.sparsity.attach import Projection, SparseWeight
+from nmrun.sparsity.weight import Projection, SparseWeight
 
 GRAD_MODES = ("scaled", "ste")
 

@@ -19,7 +19,7 @@ from nmrun import kernels
 from nmrun.kernels.adam import Around
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity import masks
-from nmrun.sparsity.attach import Projection, SparseWeight
+from nmrun.sparsity.weight import Projection, SparseWeight
 
 
 class SSTE(Recipe):

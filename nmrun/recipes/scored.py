@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.attach import Projection, SparseWeight
 from nmrun.sparsity.candidates import by_group, candidates, from_groups, too_many
+from nmrun.sparsity.weight import Projection, SparseWeight
 
 
 class ScoredMasks(Recipe):

@@ -16,7 +16,7 @@ import torch
 from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe, decay_pruned
-from nmrun.sparsity.attach import Projection, SparseWeight
+from nmrun.sparsity.weight import Projection, SparseWeight
 
 
 class SRSTE(Recipe):

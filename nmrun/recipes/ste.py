@@ -20,7 +20,7 @@ from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.recipes.held import HeldMask, mask_gradients
-from nmrun.sparsity.attach import Projection, SparseWeight
+from nmrun.sparsity.weight import Projection, SparseWeight
 
 GRADIENTS = ("ste", "masked")
 

@@ -18,7 +18,7 @@ from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.autoswitch import AutoSwitch
 from nmrun.recipes.base import Recipe, decay_pruned
-from nmrun.sparsity.attach import Projection, SparseWeight, summed
+from nmrun.sparsity.weight import Projection, SparseWeight, summed
 
 
 class STEP(Recipe):

@@ -19,12 +19,12 @@ from nmrun.kernels.adam import Around
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Densities, decay_pruned
 from nmrun.recipes.held import HeldMask
-from nmrun.sparsity.attach import Projection, SparseWeight
+from nmrun.sparsity.weight import Projection, SparseWeight
 
 
 class TSRSTE(HeldMask):
     """``decay``: lambda_W; the authors' scripts have 6e-6 (BERT), 6e-5 to 2e-4 (GPT-2), 6e-3 (DeiT). ``recipe.decay=auto`` on the command
-    line finds one by the flip rate (see ``nmrun.decay_search``). ``interval``: steps between masks (40; DeiT 10). ``dense_end``: fraction.
+    line finds one by the flip rate (see ``nmrun.train.decay_search``). ``interval``: steps between masks (40; DeiT 10). ``dense_end``: fraction.
     """
 
     name: ClassVar[str] = "t_sr_ste"

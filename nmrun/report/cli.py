@@ -148,7 +148,7 @@ def _parser(verb: str, description: str) -> argparse.ArgumentParser:
 
 
 def _experiments(options: argparse.Namespace) -> int:
-    from nmrun import experiment
+    from nmrun.config import experiment
     from nmrun.report import experiments
     from nmrun.report.tables import compare
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pandas as pd
 
+from nmrun.config.schema import flatten
 from nmrun.errors import ConfigError
-from nmrun.schema import flatten
 
 WANDB = "wandb://"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
+from nmrun.config.experiment import Experiment, configs
+from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
-from nmrun.experiment import Experiment, configs
-from nmrun.identity import run_folder
 from nmrun.report import formats, plots, style
 from nmrun.report.collect import row
 from nmrun.report.tables import Table, compare

@@ -8,8 +8,8 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from nmrun.markdown import table as aligned
-from nmrun.metric import higher_is_better
+from nmrun.config.metric import higher_is_better
+from nmrun.report.markdown import table as aligned
 from nmrun.report.statistics import Cell, shown
 from nmrun.report.tables import Key, Table, printed, significant, words
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import yaml
 
-from nmrun import lock, sweep
+from nmrun import lock
+from nmrun.config import sweep
 from nmrun.errors import ConfigError
 
 STATES = ("finished", "running", "interrupted", "failed", "killed")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pandas as pd
 
-from nmrun.checks import near
+from nmrun.config.identity import GROUPS, IRRELEVANT
+from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError
-from nmrun.identity import GROUPS, IRRELEVANT
-from nmrun.metric import higher_is_better
 from nmrun.patterns import Pattern, PatternError
+from nmrun.ranges import near
 from nmrun.recipes import RECIPES
 from nmrun.report.statistics import Cell, Difference, holm, paired, shown, summarise
 

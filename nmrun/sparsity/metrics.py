@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.attach import SparseWeight, summed
+from nmrun.sparsity.weight import SparseWeight, summed
 
 
 @torch.no_grad()

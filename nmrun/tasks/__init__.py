@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nmrun.errors import ConfigError
-from nmrun.imports import imported
+from nmrun.registry import imported
 from nmrun.tasks.base import Task
 
 DATASETS = {
@@ -32,7 +32,7 @@ DATASETS = {
 
 
 def build(config: Any, device: torch.device) -> Task:
-    """The task for a run's whole config (``nmrun.schema.Config``): ``build(config, device)`` of the data set's module, or the function
+    """The task for a run's whole config (``nmrun.config.schema.Config``): ``build(config, device)`` of the data set's module, or the function
     that ``dataset._target_`` names.
 
     Raises ConfigError for an unknown data set, and for data that is missing or unusable.

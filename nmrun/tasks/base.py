@@ -23,7 +23,7 @@ class Task(Protocol):
     inputs: dict[str, Any]
     """What a model has to know of the data: keyword arguments of its ``build``, such as ``shape`` and ``classes`` of images."""
     metric: str
-    """The metric of :meth:`evaluate` that epochs and recipes are compared by; see ``nmrun.metric`` for which way is better."""
+    """The metric of :meth:`evaluate` that epochs and recipes are compared by; see ``nmrun.config.metric`` for which way is better."""
 
     def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
         """Batch ``index`` of ``epoch`` (both from 0), cut into ``parts`` micro-batches of about the same size."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from nmrun.data.augment import Augment, generator
 from nmrun.errors import ConfigError, RunError
+from nmrun.tasks.augment import Augment, generator
 from nmrun.tasks.base import Batch
 from nmrun.tasks.vision import Classification, Normalise
 

@@ -75,7 +75,7 @@ class LanguageModelling:
     def of(
         cls, config: Any, splits: Mapping[str, NDArray[Any]], vocabulary: int, device: torch.device, unit: str = "token"
     ) -> LanguageModelling:
-        """With context, batch size, seed, smoothing and limits of a run's config (``nmrun.schema.Config``)."""
+        """With context, batch size, seed, smoothing and limits of a run's config (``nmrun.config.schema.Config``)."""
         keys = ("batch_size", "label_smoothing", "accumulate", "limit_batches")
         options = {key: config.trainer[key] for key in keys}
         options |= {"seed": config.seed, "compiled": config.trainer["compile"], "device": device}

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.data.pairs import Text, Tokenizer, tokenizer
 from nmrun.errors import ConfigError
 from nmrun.tasks.base import Batch
+from nmrun.tasks.pairs import Text, Tokenizer, tokenizer
 
 EVALUATED_AT_ONCE = 128  # texts of about the same length; bounds the memory of an evaluation
 
@@ -86,7 +86,7 @@ class TextClassification:
         metrics: Sequence[str],
         device: torch.device,
     ) -> TextClassification:
-        """With tokenizer, batch size, seed, smoothing and limits of a run's config (``nmrun.schema.Config``)."""
+        """With tokenizer, batch size, seed, smoothing and limits of a run's config (``nmrun.config.schema.Config``)."""
         if config.model.get("pooling") == "similarity" and len(splits["train"][0][0]) != 2:
             raise ConfigError("model.pooling=similarity is for pairs of texts; this data set has single ones")
         keys = ("batch_size", "label_smoothing", "limit_batches")

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun.errors import ConfigError
-from nmrun.fairseq_import import fairseq
 from nmrun.tasks.base import Batch
+from nmrun.tasks.fairseq_import import fairseq
 
 LONGEST = (1.2, 10)  # a translation ends after 1.2 * (length of the longest source sentence of its batch) + 10 tokens
 Rows = NDArray[np.int64]
@@ -131,7 +131,7 @@ class Translation:
         detokenize: Callable[[list[str]], str],
         device: torch.device,
     ) -> Translation:
-        """With batch size, beam, seed, smoothing and limits of a run's config (``nmrun.schema.Config``)."""
+        """With batch size, beam, seed, smoothing and limits of a run's config (``nmrun.config.schema.Config``)."""
         options = {key: config.dataset[key] for key in ("max_tokens", "beam", "length_penalty")}
         options |= {key: config.trainer[key] for key in ("label_smoothing", "limit_batches")}
         return cls(splits, source, target, references, detokenize, seed=config.seed, device=device, **options)

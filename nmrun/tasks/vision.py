@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.data.augment import Augment, generator
 from nmrun.errors import ConfigError
+from nmrun.tasks.augment import Augment, generator
 from nmrun.tasks.base import Batch
 
 PIXELS_AT_ONCE = 2**20  # of an evaluation; bounds its memory
@@ -59,7 +59,7 @@ class Classification:
     def of(
         cls, config: Any, splits: dict[str, tuple[Tensor, Tensor]], classes: int, device: torch.device, about: str = ""
     ) -> Classification:
-        """With batch size, seed, smoothing, limits and augmentation of a run's config (``nmrun.schema.Config``)."""
+        """With batch size, seed, smoothing, limits and augmentation of a run's config (``nmrun.config.schema.Config``)."""
         keys = ("batch_size", "label_smoothing", "limit_batches")
         options = {key: config.trainer[key] for key in keys}
         return cls(splits, classes, seed=config.seed, device=device, augment=Augment.of(config.dataset), about=about, **options)

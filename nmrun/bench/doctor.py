@@ -1,0 +1,147 @@
+"""``nmrun doctor``: what this machine offers, and what it can accelerate, in a few lines."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+SHAPES = ((768, 3072), (2048, 8192), (4096, 16384))  # inputs and outputs of the layers in the speed table
+TOKENS = 8192
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what there is, test the 2:4 paths and measure a little; returns the exit status, 1 if something needed is missing."""
+    argparse.ArgumentParser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
+    import torch
+
+    import nmrun
+    from nmrun.kernels.cpu import find_compiler, load
+    from nmrun.patterns import Pattern
+    from nmrun.products import backends24
+    from nmrun.train.track import logged_in
+
+    compiler = find_compiler()
+    built = load(Pattern(2, 4)) is not None
+    projection = f"compiled with {compiler}" if built else "plain torch (no working C compiler): slower, same results"
+    speed, copy = backends24.bandwidth()
+    data = Path(os.environ.get("NMRUN_DATA", "~/.cache/nmrun")).expanduser()
+    wandb = os.environ.get("WANDB_MODE") or ("online, logged in" if logged_in() else "offline, not logged in")
+    fairseq = "installed" if importlib.util.find_spec("fairseq") else "not installed (pip install 'nmrun[translation]')"
+    writable = os.access(".", os.W_OK)
+    for name, value in [
+        ("nmrun", nmrun.__version__),
+        ("python", platform.python_version()),
+        ("torch", f"{torch.__version__}, {torch.get_num_threads()} threads, CUDA {torch.version.cuda or 'not built in'}"),
+        *gpus(),
+        ("cuSPARSELt", cusparselt()),
+        *accelerated(),
+        ("CPU projection", projection),
+        ("", f"2:4 at {speed:.1f} GB/s; a copy takes {copy:.1f} GB/s: {copy / speed:.1f} times a copy's time"),
+        ("data folder", f"{data}" + ("" if data.exists() else " (does not exist yet)")),
+        ("W&B", wandb),
+        ("fairseq", fairseq),
+        ("this folder", "writable" if writable else "not writable: give output_dir=..."),
+    ]:
+        print(f"{name:<15} {value}", flush=True)
+    return 0 if writable else 1
+
+
+def gpus() -> Iterator[tuple[str, str]]:
+    """A line for every GPU, and one for the driver."""
+    import torch
+
+    for i in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(i)
+        yield "GPU", f"{about.name}, compute capability {about.major}.{about.minor}, {about.total_memory / 2**30:.0f} GiB"
+    if not torch.cuda.device_count():
+        yield "GPU", "none"
+    yield "driver", driver() or "none"
+
+
+def driver() -> str:
+    """The NVIDIA driver's version, empty if there is none."""
+    if not (tool := shutil.which("nvidia-smi")):
+        return ""
+    asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return next(iter(said.split()), "")
+
+
+def cusparselt() -> str:
+    """The version of the cuSPARSELt that this process has loaded, and what to do where it is one to avoid.
+
+    0.8.0, which torch 2.11 asks for, is slower than it should be on Hopper; NVIDIA's release notes of 0.8.1 name the fix.
+    """
+    import torch
+
+    found = loaded_cusparselt()
+    if found is None:
+        return "not loaded (this torch has none): no 2:4 products by it"
+    version, path = found
+    told = f"{'.'.join(map(str, version))} ({path})"
+    hopper = any(torch.cuda.get_device_capability(i)[0] == 9 for i in range(torch.cuda.device_count()))
+    if version == (0, 8, 0):
+        wheel = f"nvidia-cusparselt-cu{(torch.version.cuda or '13').partition('.')[0]}"
+        cure = f"pip install --no-deps {wheel}==0.8.1 (torch pins 0.8.0; with uv: override-dependencies)"
+        told += f"; slow on Hopper{', which this machine has' if hopper else ''}: {cure}"
+    return told
+
+
+def loaded_cusparselt() -> tuple[tuple[int, ...], str] | None:
+    """((major, minor, patch), path), asked of the very library that is mapped: a wheel's metadata may say otherwise. None without one."""
+    try:
+        found = re.search(r"/\S*libcusparseLt\S*", Path("/proc/self/maps").read_text())
+        if found is None:
+            return None
+        library = ctypes.CDLL(found[0])
+        numbers = []
+        for which in range(3):  # of CUDA's enum libraryPropertyType: MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL
+            number = ctypes.c_int()
+            if library.cusparseLtGetProperty(which, ctypes.byref(number)) != 0:
+                return None
+            numbers.append(number.value)
+    except (OSError, AttributeError):
+        return None
+    return tuple(numbers), found[0]
+
+
+def accelerated() -> Iterator[tuple[str, str]]:
+    """Which 2:4 paths compute the right thing on the first GPU, then how fast those are against the dense product."""
+    import torch
+
+    from nmrun.products import backends24
+
+    if not torch.cuda.is_available():
+        yield "2:4 products", "none: they need an NVIDIA GPU of compute capability 8.0 or more; masks train anywhere"
+        return
+    if torch.cuda.get_device_capability()[0] < 8:
+        yield "2:4 products", "none: this GPU has no sparse tensor cores; masks train anywhere"
+        return
+    right = {}
+    for name, path in backends24.PATHS.items():
+        said = backends24.verdict(path)
+        yield "2:4 products", f"{name}: {said}"
+        if said == "right":
+            right[name] = path
+    for inputs, outputs in SHAPES if right else ():
+        weight = backends24.transposable(outputs, inputs, "cuda")
+        x = torch.randn(TOKENS, inputs, device="cuda", dtype=weight.dtype)
+        dense = backends24.milliseconds(partial(torch.nn.functional.linear, x, weight))
+        cells = [f"dense {dense:.3f} ms"]
+        for name, path in right.items():
+            product = path(weight)
+            taken = backends24.milliseconds(partial(product, x))
+            cells.append(f"{name} {taken:.3f} ms ({dense / taken:.2f}x)")
+        yield "2:4 speed", f"{inputs} to {outputs}, {TOKENS} tokens, bfloat16: {', '.join(cells)}"

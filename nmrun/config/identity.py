@@ -1,0 +1,39 @@
+"""Which run this is: a short hash of all that changes its result, and the folder that follows from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from nmrun.config.schema import Config
+
+GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
+IRRELEVANT = {
+    "dataset": {"workers"},
+    "trainer": {
+        *("device", "threads", "on_oom", "distributed", "acceleration"),
+        *("log_every", "diagnose_every", "checkpoint_every"),
+    },
+}  # where and how it runs and what it tells
+
+
+def identity(config: Config) -> str:
+    """Ten hexadecimal digits. Equal for two commands exactly when they ask for the same training."""
+    relevant = {}
+    for group in GROUPS:
+        value = config.plain[group]
+        if isinstance(value, dict):
+            value = {k: v for k, v in value.items() if k not in IRRELEVANT.get(group, ())}
+        relevant[group] = value
+    overrides = config.sparsity["overrides"]
+    if overrides and len(overrides) > 1:  # the first that matches counts
+        relevant["order"] = list(overrides)
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def run_folder(config: Config) -> Path:
+    """``<output_dir>/<dataset>/<model>/<recipe>/<ratio>/s<seed>-<id>``: no colon, space or backslash in it."""
+    slug = "dense" if config.pattern is None else config.pattern.slug
+    place = Path(config.output_dir) / config.dataset["name"] / config.model["name"] / config.recipe["name"] / slug
+    return place / f"s{config.seed}-{identity(config)}"

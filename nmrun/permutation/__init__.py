@@ -1,0 +1,1 @@
+"""Channel permutation: an order of the inputs in which N:M masks keep more."""

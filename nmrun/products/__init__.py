@@ -1,0 +1,1 @@
+"""How the three matrix products of a sparse layer are computed."""

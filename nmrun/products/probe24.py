@@ -1,0 +1,145 @@
+"""Which 2:4 path is right and fast for a layer on this GPU: tested and timed once a shape, and remembered on disk.
+
+A path is tested before it is timed: its products must be those of float32 within the rounding of the dtype, and the same bits in every
+repetition. What is remembered is by GPU, torch and cuSPARSELt, in ``probe24.json`` beside the compiled kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nmrun.kernels.cpu import cache_folder
+from nmrun.products import backends24, linear24, simulated
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A linear layer in training: rows = outputs, columns = inputs, tokens of one micro-batch. ``both``: the input gradient is sparse too;
+    ``mvue``: so may the weight gradient be; ``fp8``: operands of this dtype are rounded to FP8."""
+
+    rows: int
+    columns: int
+    tokens: int
+    dtype: torch.dtype
+    both: bool = False
+    mvue: bool = False
+    fp8: bool = False
+
+    def __str__(self) -> str:
+        kinds = "".join(f" {name}" for name in ("both", "mvue", "fp8") if getattr(self, name))
+        return f"{self.columns} to {self.rows}, {self.tokens} tokens, {str(self.dtype).removeprefix('torch.')}{kinds}"
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of the products of one micro-batch, and of packing the weight, once per optimizer step. ``wrong``: why this path
+    cannot be used. The weight gradient is looked at with ``mvue`` only; packing its operand is part of it."""
+
+    pack: float = 0.0
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+    wrong: str = ""
+
+    def step(self, accumulate: int) -> float:
+        """What the products with the weight take for one of ``accumulate`` micro-batches."""
+        return self.pack / accumulate + self.forward + self.input_gradient
+
+
+def probe(shape: Shape, device: torch.device) -> dict[str, Times]:
+    """The times of the layer as ``"dense"`` and by every path that may compute it; from the disk if they are known there."""
+    machine = _machine(device)
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # a file of another version, or damaged
+        known = json.loads(_file().read_text())[machine][str(shape)]
+        if {"dense", *backends24.candidates(shape.fp8)} == set(known):
+            return {name: Times(**times) for name, times in known.items()}
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        found = measure(shape, device)
+    _remember(machine, str(shape), {name: asdict(times) for name, times in found.items()})
+    return found
+
+
+def measure(shape: Shape, device: torch.device) -> dict[str, Times]:
+    """The same, always measured."""
+    generator = torch.Generator().manual_seed(1)
+    weight = backends24.transposable(shape.rows, shape.columns, device).to(shape.dtype)
+    sizes = ((shape.tokens, shape.columns), (shape.tokens, shape.rows), (shape.rows,))
+    x, dz, bias = (torch.randn(*size, generator=generator).to(device, shape.dtype) for size in sizes)
+    kept = torch.tensor([True, True, False, False], device=device).repeat(shape.tokens // 4 + 1)[: shape.tokens, None]
+    estimate = torch.where(kept, dz, 0.0)  # 2:4 along the tokens
+    time = backends24.milliseconds
+    dense = Times(
+        forward=time(lambda: _forward(x, weight, bias, shape)),
+        input_gradient=time(lambda: simulated.backward_product(dz, weight, shape.fp8)),
+        weight_gradient=time(lambda: estimate.t() @ x) if shape.mvue else 0.0,
+    )
+    found = {"dense": dense}
+    for name, path in backends24.candidates(shape.fp8).items():
+        try:
+            found[name] = _times(path, name, shape, dense, weight, x, dz, bias, estimate)
+        except (RuntimeError, NotImplementedError, ValueError, AttributeError) as error:
+            found[name] = Times(wrong=backends24.first_line(error))
+    return found
+
+
+def _times(
+    path: backends24.Path, name: str, shape: Shape, dense: Times,
+    weight: Tensor, x: Tensor, dz: Tensor, bias: Tensor, estimate: Tensor,
+) -> Times:  # fmt: skip
+    other = weight if shape.both else None
+    parts, parts_t = path.pack(weight, other)
+    forward = _tested(lambda: path.multiply(x, parts, bias), _forward(x.float(), weight.float(), bias.float(), shape))
+    input_gradient, weight_gradient = dense.input_gradient, 0.0
+    if shape.both:
+        expected = simulated.backward_product(dz.float(), weight.float(), shape.fp8)
+        input_gradient = _tested(lambda: path.multiply(dz, parts_t, None), expected)
+    if shape.mvue:
+        try:
+            weight_gradient = _tested(lambda: linear24.once(x.t(), estimate.t(), name), x.t().float() @ estimate.float())
+        except (RuntimeError, NotImplementedError, ValueError):
+            weight_gradient = float("inf")  # then it stays dense
+    return Times(backends24.milliseconds(lambda: path.pack(weight, other)), forward, input_gradient, weight_gradient)
+
+
+def _forward(x: Tensor, weight: Tensor, bias: Tensor, shape: Shape) -> Tensor:
+    return simulated.linear(x, weight, bias, fp8=True) if shape.fp8 else functional.linear(x, weight, bias)
+
+
+def _tested(call: Callable[[], Tensor], expected: Tensor) -> float:
+    """The milliseconds of a product. Raises ValueError if it is wrong, or not the same every time."""
+    if wrong := backends24.fault(call, expected):
+        raise ValueError(wrong)
+    return backends24.milliseconds(call)
+
+
+def _machine(device: torch.device) -> str:
+    from nmrun.bench.doctor import loaded_cusparselt
+
+    library = loaded_cusparselt()
+    version = ".".join(map(str, library[0])) if library else "none"
+    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuSPARSELt {version}"
+
+
+def _file() -> Path:
+    return cache_folder() / "probe24.json"
+
+
+def _remember(machine: str, shape: str, found: dict[str, Any]) -> None:
+    known: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(_file().read_text())
+    known.setdefault(machine, {})[shape] = found
+    with contextlib.suppress(OSError):  # next time it is measured again
+        partial = _file().with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(known, indent=1))
+        os.replace(partial, _file())

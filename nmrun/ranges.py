@@ -1,0 +1,154 @@
+"""Which values a setting takes, in words and as a test: for the config's keys and for the recipes' hyperparameters alike."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from nmrun.patterns import Pattern, PatternError
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a key takes, in words and as a test; ``convert`` gives equal values one form (1 and 1.0), so that they are one run."""
+
+    allowed: str
+    holds: Callable[[Any], bool]
+    convert: Callable[[Any], Any] = lambda value: value
+    options: tuple[str, ...] = ()
+
+
+def whole(low: int, high: float = math.inf, optional: bool = False) -> Check:
+    return Check(
+        f"a whole number, {low} {'or more' if high == math.inf else f'to {high}'}" + (", or null" if optional else ""),
+        lambda value: (optional and value is None) or (type(value) is int and low <= value <= high),
+    )
+
+
+def number(
+    low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False, optional: bool = False
+) -> Check:
+    def holds(value: Any) -> bool:
+        if value is None or type(value) not in (int, float) or not math.isfinite(value):
+            return optional and value is None
+        return (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
+
+    span = f"{'above' if open_low else 'at least'} {low:g}"
+    span += "" if math.isinf(high) else f" and {'below' if open_high else 'at most'} {high:g}"
+    return Check(f"a number {span}" + (", or null" if optional else ""), holds, lambda v: None if v is None else float(v))
+
+
+def one_of(*options: str) -> Check:
+    return Check(f"one of {', '.join(options)}", lambda value: value in options, options=options)
+
+
+def _is_switch(value: Any) -> bool:
+    return value in ("auto", "auto_geometric") or number(0, 1, open_low=True, open_high=True).holds(value)
+
+
+def _is_expressions(value: Any) -> bool:
+    try:
+        return value is None or all(re.compile(item) for item in ([value] if isinstance(value, str) else value))
+    except (re.error, TypeError):
+        return False
+
+
+def _is_pattern(value: Any) -> bool:
+    try:
+        return value is None or bool(Pattern.parse(value))
+    except PatternError:
+        return False
+
+
+def _is_ratios(value: Any) -> bool:
+    try:
+        return value is None or all(re.compile(str(k)) and (v == "dense" or Pattern.parse(v)) for k, v in value.items())
+    except (re.error, AttributeError, ValueError, TypeError):
+        return False
+
+
+def _is_budget(value: Any) -> bool:
+    if value in (None, "flops:dense"):
+        return True
+    try:
+        return value.startswith("flops:") and 0 < float(value.removeprefix("flops:")) < math.inf
+    except (AttributeError, ValueError):
+        return False
+
+
+INPUT_GRADIENTS = ("exact", "transposable", "double_prune")  # see nmrun.sparsify
+ACCELERATION = (
+    "auto",
+    "off",
+    "force",
+    "cusparselt",
+    "cutlass",
+    "one_pass",
+    "cusparselt_fp8",
+)  # see nmrun.products.acceleration
+FLAG = Check("true or false", lambda value: isinstance(value, bool))
+COMPILE = Check(
+    "true, false, reduce-overhead (CUDA graphs) or max-autotune",
+    lambda value: isinstance(value, bool) or value in ("reduce-overhead", "max-autotune"),
+)
+TEXT = Check("a text", lambda value: isinstance(value, str) and bool(value))
+OPTIONAL_TEXT = Check("a text, or null", lambda value: value is None or TEXT.holds(value))
+PATH = Check("the path of a file or folder", TEXT.holds)
+FRACTION = number(0, 1, open_high=True)
+SWITCH = Check("auto, auto_geometric or a fraction of all steps above 0 and below 1", _is_switch)
+DECAY = Check(
+    "a number at least 0, or auto (t_sr_ste)",
+    lambda value: value == "auto" or number(0).holds(value),
+    lambda value: value if value == "auto" else float(value),
+)
+EXPRESSIONS = Check(
+    "a regular expression or a list of them", _is_expressions, lambda value: [value] if isinstance(value, str) else value
+)
+RATIOS = Check(
+    "null or regular expressions with a ratio (in YAML in quotes) or dense for each, as in "
+    "'sparsity.overrides={inner.1: 1:8, head: dense}'",
+    _is_ratios,
+    lambda value: (value and {str(k): v if v == "dense" else str(Pattern.parse(v)) for k, v in value.items()}) or None,
+)
+BETAS = Check(
+    "two numbers from 0 to below 1",
+    lambda value: isinstance(value, list) and len(value) == 2 and all(map(FRACTION.holds, value)),
+    lambda value: [float(item) for item in value],
+)
+SPAN = Check(
+    "two numbers above 0",
+    lambda value: isinstance(value, list) and len(value) == 2 and all(map(number(0, open_low=True).holds, value)),
+    lambda value: [float(item) for item in value],
+)
+PATTERN = Check(
+    "an N:M pattern such as 2:4 (in quotes where it is YAML), or null",
+    _is_pattern,
+    lambda value: None if value is None else str(Pattern.parse(value)),
+)
+BUDGET = Check(
+    "flops:dense, flops:<number above 0> such as flops:1e12, or null",
+    _is_budget,
+    lambda value: value if value in (None, "flops:dense") else f"flops:{float(value.removeprefix('flops:'))!r}",
+)
+WIDTHS = Check(
+    "a list of at least two whole numbers, 1 or more",
+    lambda value: isinstance(value, list) and len(value) >= 2 and all(map(whole(1).holds, value)),
+)
+SEEDS = Check(
+    "null or a list of different whole numbers, 0 or more, such as [0,1,2]",
+    lambda value: (
+        value is None
+        or (isinstance(value, list) and bool(value) and all(map(whole(0).holds, value)) and len(set(value)) == len(value))
+    ),
+)
+
+
+def near(word: str, options: Iterable[str]) -> str:
+    """The option that was probably meant, as a question; else nothing. Swapped letters are the commonest slip, so an anagram wins."""
+    options = list(options)
+    meant = [option for option in options if sorted(option) == sorted(word)] or difflib.get_close_matches(word, options, 1)
+    return f"; did you mean {meant[0]}?" if meant else ""

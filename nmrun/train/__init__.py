@@ -1,0 +1,1 @@
+"""The application: one run, from a checked config to a run folder."""

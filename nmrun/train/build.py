@@ -1,0 +1,184 @@
+"""From a config to the parts of a run: device, task, model, optimizer, and the recipe on top."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from nmrun import models, optim, ranks, tasks
+from nmrun.config.schema import Config
+from nmrun.devices import free_gpu
+from nmrun.errors import ConfigError
+from nmrun.handle import Handle, sparsify
+from nmrun.products.acceleration import Choice, accelerate
+from nmrun.tasks.base import Task
+from nmrun.train import flops
+from nmrun.train.checkpoint import seed_everything
+
+LARGE = 1_000_000  # parameters; smaller networks on a CPU keep the bits of torch's defaults, larger ones the time
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a loop trains with. ``precision`` is fp32, bf16 or fp16; ``cost`` is that of one item; ``accelerated`` is by which products the
+    sparse layers are computed."""
+
+    task: Task
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    handle: Handle
+    device: torch.device
+    precision: str
+    total_steps: int
+    cost: flops.Flops
+    accelerated: list[Choice] = field(default_factory=list)
+
+
+def build(config: Config) -> Parts:
+    """Seed everything, choose device and precision, and build. Raises ConfigError for what only the built model shows."""
+    trainer = config.trainer
+    if trainer["threads"] is not None:
+        torch.set_num_threads(trainer["threads"])
+    # The same bits again, where torch has a way to: always on a CPU (with the same number of threads), mostly on a GPU.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms does the same and imports the compiler
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over new tensors
+    seed_everything(config.seed)
+
+    device = _device(trainer["device"])
+    precision = _precision(trainer["precision"], device)
+    task = tasks.build(config, device)
+    model = models.build(config.model, task.inputs)
+    in_shards = trainer["distributed"] == "fsdp"
+    if not in_shards or ranks.world() == 1:  # else the loop takes it there, block by block
+        model.to(device)
+    if not in_shards:
+        lay_out(model, device, precision)
+    optimizer = _optimizer(config.optimizer, model)
+    total_steps = trainer["epochs"] * task.batches_per_epoch
+    recipe = config.recipe.get("_target_") or config.recipe["name"]
+
+    def made_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int) -> Handle:
+        return sparsify(
+            model,
+            optimizer,
+            recipe=recipe,
+            pattern=config.pattern or "2:4",  # unused by the dense recipe
+            total_steps=total_steps,
+            include=config.model["include"],
+            exclude=config.model["exclude"] or (),
+            overrides=config.sparsity["overrides"],
+            pad=config.sparsity["pad"],
+            mvue=trainer["mvue"],
+            fp8=trainer["fp8"],
+            input_gradient=trainer["input_gradient"],
+            **{key: value for key, value in config.recipe.items() if key not in ("name", "_target_")},
+        )
+
+    try:
+        if trainer["budget"] is not None:
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a trial, which leaves no trace
+                twin = copy.deepcopy(model)
+                trial = made_sparse(twin, _optimizer(config.optimizer, twin), total_steps)
+            items = sum(task.size(batch) for batch in task.micro_batches(0, 0, trainer["accumulate"]))
+            total_steps = flops.steps_in(trainer["budget"], flops.count(twin, task), trial.recipe, total_steps, items)
+            if total_steps < task.batches_per_epoch:
+                epochs = total_steps / task.batches_per_epoch
+                raise ConfigError(
+                    f"trainer.budget={trainer['budget']}: that is {epochs:.2g} epochs; it takes one epoch or more"
+                )
+        handle = made_sparse(model, optimizer, total_steps)
+        if in_shards:
+            from nmrun.train import sharded  # half a second that others need not wait for
+
+            sharded.check(config, handle.recipe, task, precision)
+    except (ValueError, TypeError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
+    if not in_shards:
+        fuse(optimizer, device)
+    cost = flops.count(model, task)
+    accelerated = _accelerated(trainer, model, task, handle, device, precision)
+    return Parts(task, model, optimizer, handle, device, precision, total_steps, cost, accelerated)
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+    """The context of every forward pass."""
+    return contextlib.nullcontext() if precision == "fp32" else torch.autocast(device.type, DTYPES[precision])
+
+
+def lay_out(model: nn.Module, device: torch.device, precision: str) -> None:
+    """Store the weights of convolutions with channels last where convolutions are faster so: on GPUs in 16 bits, and on CPUs. It also puts
+    the groups of a mask into one piece of memory. Sums run in another order, so small networks on a CPU are left alone."""
+    faster = device.type == "cpu" or precision != "fp32"
+    if faster and not _left_alone(model.parameters(), device):
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def fuse(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Let one kernel do the whole step, where a step's time is worth it: torch's, and for sparse weights nmrun's own where it can
+    (``nmrun.kernels.adam``). It rounds differently, so small networks on a CPU are left alone."""
+    if _left_alone((p for group in optimizer.param_groups for p in group["params"]), device):
+        return
+    for group in optimizer.param_groups:
+        group["fused"] = True
+
+
+def _left_alone(parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
+    return device.type == "cpu" and sum(p.numel() for p in parameters) < LARGE
+
+
+def _accelerated(
+    trainer: dict[str, Any], model: nn.Module, task: Task, handle: Handle, device: torch.device, precision: str
+) -> list[Choice]:
+    """2:4 products where they pay."""
+    accumulate = trainer["accumulate"] * ranks.world()
+    in_shards = ranks.world() > 1 and trainer["distributed"] == "fsdp"
+    why_not = "with trainer.distributed=fsdp weights are in shards" if in_shards else ""
+
+    def pass_once() -> None:
+        with autocast(device, precision):
+            task.loss(model.eval(), task.micro_batches(0, 0, accumulate)[0])
+        model.train()
+
+    return accelerate(handle, pass_once, trainer["acceleration"], trainer["accumulate"], why_not)
+
+
+def _device(asked: str) -> torch.device:
+    if asked in ("cuda", "free") and not torch.cuda.is_available():
+        raise ConfigError(f"trainer.device={asked}: torch sees no CUDA device here; auto takes what there is")
+    if asked == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    number = free_gpu(torch.cuda.device_count()) if asked == "free" else ranks.local_rank()
+    torch.cuda.set_device(number)  # clocks, and libraries that take the current device for the right one
+    return torch.device("cuda", number)
+
+
+def _precision(asked: str, device: torch.device) -> str:
+    if asked != "auto":
+        return asked
+    native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return "bf16" if native else "fp32"
+
+
+def _optimizer(options: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
+    arguments = {key: value for key, value in options.items() if key not in ("name", "head_lr")}
+    parameters: Any = model.parameters()
+    if options["head_lr"] is not None:
+        head = getattr(model, "head", None)
+        if not isinstance(head, nn.Module):
+            raise ConfigError(f"optimizer.head_lr={options['head_lr']}: this model has no layer named head")
+        own = {id(p) for p in head.parameters()}
+        rest = [p for p in model.parameters() if id(p) not in own]
+        parameters = [{"params": rest}, {"params": list(head.parameters()), "lr": options["head_lr"]}]
+    if options["name"] == "sgd":
+        return torch.optim.SGD(parameters, **arguments)
+    arguments["betas"] = tuple(arguments["betas"])
+    return {"adam": optim.Adam, "adamw": optim.AdamW}[options["name"]](parameters, **arguments)

@@ -1,0 +1,62 @@
+"""T-SR-STE's decay factor by the flip-rate ratio (Hu et al. 2024, arXiv 2404.01847, the search in the warm-up stage).
+
+Masks of a sparse run that is going well flip a little less often than the virtual masks of a dense run: the ratio mu of the two
+rates should lie in [0.60, 0.95]. Above, the decay is too weak and masks keep oscillating; below, it holds them too fast.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from nmrun.config.schema import Config
+from nmrun.train.build import build
+from nmrun.train.console import Console
+from nmrun.train.loop import Loop
+
+LOW, HIGH = 0.60, 0.95
+GRID = (6e-6, 2e-5, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3, 2e-2, 6e-2)
+PROBE = 0.1  # of the run's steps; never fewer than two mask intervals
+
+
+def find_decay(config: Config) -> tuple[float, list[str]]:
+    """The first decay, searching up or down from 2e-4 by half powers of ten, whose mu is in range; and sentences for the log.
+
+    Every probe trains from the initial weights for a tenth of the run; ``config`` is of recipe t_sr_ste. If no value is in
+    range, the one nearest to it in the direction of the search is taken, and said.
+    """
+    dense = _flip_rate(config, 0.0, dense=True)
+    if dense == 0:
+        return 2e-4, ["decay search: no mask flips in the dense probe; decay 2e-4 is as good as any"]
+    tried: dict[int, float] = {}
+    at = GRID.index(2e-4)
+    while 0 <= at < len(GRID) and at not in tried:
+        tried[at] = _flip_rate(config, GRID[at], dense=False) / dense
+        if LOW <= tried[at] <= HIGH:
+            break
+        at += 1 if tried[at] > HIGH else -1
+    best = min(tried, key=lambda i: max(LOW - tried[i], tried[i] - HIGH, 0.0))
+    shown = ", ".join(f"{GRID[i]:g}: {mu:.2f}" for i, mu in sorted(tried.items()))
+    verdict = "" if LOW <= tried[best] <= HIGH else f"; none is in [{LOW}, {HIGH}], this is the nearest"
+    return GRID[best], [f"decay search: flip rate over that of a dense probe {shown}; decay {GRID[best]:g}{verdict}"]
+
+
+def _flip_rate(config: Config, decay: float, dense: bool) -> float:
+    """Mean share of mask entries that a refresh of the masks changes, over a short training."""
+    plain = copy.deepcopy(config.plain)
+    plain["recipe"] |= {"decay": decay, "dense_end": 0.0}
+    trial = Config(plain, config.pattern)
+    parts = build(trial)
+    loop, rule = Loop(trial, parts, Console(None)), parts.handle.recipe
+    interval = plain["recipe"]["interval"]
+    steps = min(parts.total_steps, max(2 * interval, round(PROBE * parts.total_steps)))
+    rule.dense_forward = dense
+    masks = [weight.projection.get_buffer("mask") for weight in parts.handle.sparse]
+    flips = refreshes = 0.0
+    parts.model.train()
+    for step in range(steps):
+        before = [mask.clone() for mask in masks] if (step + 1) % interval == 0 else []
+        loop._train_step(*divmod(step, parts.task.batches_per_epoch), measure_flips=False)
+        if before:
+            refreshes += 1
+            flips += sum(float((a ^ b).sum()) for a, b in zip(before, masks, strict=True))
+    return flips / max(1.0, refreshes * sum(mask.numel() for mask in masks))

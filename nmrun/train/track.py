@@ -1,0 +1,143 @@
+"""Where the numbers go: ``metrics.jsonl`` always, and Weights & Biases, which must never stop or delay a run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import netrc
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from nmrun.train import checkpoint
+
+INIT_TIMEOUT = 10.0  # seconds that an online W&B may take to answer, once a process
+FINISH_TIMEOUT = 60.0  # seconds that it may take to upload the rest at the end; what is left stays on disk for wandb sync
+_unreachable = False  # W&B did not answer in this process: do not wait for it again in the next run of a sweep
+
+
+class Tracker:
+    """One run's metrics. Rows are dictionaries with ``step`` and ``epoch``; a resumed run goes on where its checkpoint was."""
+
+    def __init__(
+        self, folder: Path, config: dict[str, Any], run_id: str, group: str | None, step: int, say: Callable[[str], None]
+    ) -> None:
+        """``step``: where training begins, 0 unless resumed. Rows of later steps are dropped, since they will come again."""
+        path = folder / "metrics.jsonl"
+        self._history = _rows_up_to(path, step)
+        checkpoint.write(path, "".join(f"{json.dumps(row)}\n" for row in self._history))
+        self._file = path.open("a")
+        self._say = say
+        self._run: Any = None
+        if config["track"]["name"] == "wandb":
+            self._wandb(lambda: self._start(folder, config, run_id, group))
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Write one row. Numbers that are not finite become null, which every JSON reader knows."""
+        row = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._run is not None:
+            self._wandb(lambda: self._run.log(row, step=row["step"]))
+
+    def sync(self) -> None:
+        """Put the rows on disk; called before a checkpoint that counts on them."""
+        os.fsync(self._file.fileno())
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        """Close all; ``summary`` is nested plain data."""
+        with contextlib.suppress(OSError):  # what a full disk did not take has been said already
+            self._file.close()
+        if self._run is not None:
+            self._wandb(lambda: self._run.summary.update(summary))
+            self._wandb(lambda: self._run.finish(exit_code=exit_code))
+
+    # --- Weights & Biases ---------------------------------------------------------------------------------------------------
+
+    def _wandb(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except Exception as error:  # a missing, broken or unreachable wandb costs one line, not the run
+            self._run = None
+            reason = (str(error).strip().splitlines() or [""])[0]
+            self._say(f"W&B is off for this run ({type(error).__name__}: {reason}); metrics.jsonl has everything")
+
+    def _start(self, folder: Path, config: dict[str, Any], run_id: str, group: str | None) -> None:
+        global _unreachable
+        mode = os.environ.get("WANDB_MODE") or config["track"]["mode"]
+        if mode == "disabled":
+            return
+        online = mode in ("online", "auto") and logged_in()
+        if mode == "online" and not online:
+            self._say("W&B: not logged in (wandb login), tracking offline")
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
+
+        # Only what is logged here is sent: no console capture, machine statistics, git state or source code.
+        wanted: dict[str, Any] = {
+            "silent": True,
+            "console": "off",
+            "init_timeout": INIT_TIMEOUT,
+            "finish_timeout": FINISH_TIMEOUT,
+        }
+        wanted |= dict.fromkeys(
+            ("disable_code", "disable_git", "x_disable_stats", "x_disable_meta", "x_disable_machine_info"), True
+        )
+        wanted["x_save_requirements"] = False
+        known = wandb.Settings.model_fields  # these differ between versions
+        settings = wandb.Settings(**{key: value for key, value in wanted.items() if key in known})
+        arguments: dict[str, Any] = {
+            "project": config["track"]["project"],
+            "entity": config["track"]["entity"],
+            "group": config["track"]["group"] or group,
+            "id": run_id,
+            "name": "/".join(folder.parts[-3:]),
+            "dir": str(folder),
+            "config": config,
+            "settings": settings,
+            "reinit": "finish_previous",
+        }
+        if online and not _unreachable:
+            try:
+                # without resume, a run of the same id is replaced: that is force=true
+                self._run = wandb.init(mode="online", resume="allow" if self._history else None, **arguments)
+                return
+            except Exception as error:
+                _unreachable = True
+                wandb.teardown(exit_code=1)  # its service would hold the run's id
+                self._say(f"W&B cannot be reached ({type(error).__name__}): tracking offline, wandb sync uploads it later")
+        # An offline run cannot be taken up again: replace it by one with the whole history.
+        for old in (folder / "wandb").glob("*run-*"):
+            shutil.rmtree(old, ignore_errors=True)
+        self._run = wandb.init(mode="offline", **arguments)
+        for row in self._history:
+            self._run.log(row, step=row["step"])
+
+
+def logged_in() -> bool:
+    """Whether there is a key, in the environment or in netrc. Asks no network and no person."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
+    """The rows of a metrics file up to a step. A last line that a kill has cut in two is dropped."""
+    rows = []
+    if step and path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                break
+            if row["step"] <= step:
+                rows.append(row)
+    return rows

@@ -1,0 +1,215 @@
+"""The command line as a person meets it: real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from runs import TINY
+
+from nmrun import cli
+from nmrun.config import source
+
+HEAVY = ("torch", "wandb", "pandas", "sklearn", "fairseq", "matplotlib")
+PROBE = f"""
+import sys
+from nmrun.cli import main
+status = 0
+try:
+    status = main()
+except SystemExit as stop:
+    status = stop.code or 0
+print("HEAVY", [name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+sys.exit(status)
+"""
+
+MISTAKES = {
+    "recipe=stpe": ["recipe=stpe", "did you mean step?", "sr_ste"],
+    "recpie=step": ["recpie", "did you mean recipe?"],
+    "sparsity=5:4": ["5:4", "1 <= N <= M"],
+    "sparsity=0:4": ["0:4", "1 <= N <= M"],
+    "sparsity=28": ["28", "two numbers with a colon"],
+    "sparsity=2.8": ["2.8", "two numbers with a colon"],
+    "sparsity=2:4:8": ["2:4:8", "two numbers with a colon"],
+    "trainer.epochs=-1": ["trainer.epochs=-1", "a whole number, 1 or more"],
+    "optimizer.lr=abc": ["optimizer.lr=abc", "a number above 0"],
+    "optimizer.lrr=1": ["optimizer.lrr", "did you mean optimizer.lr?"],
+    "nonsense=1": ["nonsense", "no such key"],
+    "recipe=step optimizer=sgd": ["step", "sgd", "adam or adamw"],
+    "sparsity=1:128": ["1:128", "no layer", "32, 64 inputs"],
+    "output_dir=/proc/nothing": ["output_dir=/proc/nothing"],
+    "tabel": ["tabel", "did you mean table?"],
+    "recipe=step,ste": ["add -m"],
+    "trainer.batch_size=10 trainer.accumulate=3": ["equal micro-batches"],
+    "recipe.t_min=0.6": ["t_min=0.6", "t_max=0.5"],
+    "-m recipe=ste,sr_ste recipe.decay=0,1": ["recipe.decay", "no such key with"],
+    "trainer.betas=[1": ["[1"],
+}
+
+
+def probe(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", PROBE, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_costs_one_helpful_line_and_no_torch(tmp_path, line):
+    done = probe(tmp_path, *line.split())
+    said = [text for text in done.stderr.splitlines() if not text.startswith("HEAVY")]
+    assert done.returncode == 2
+    assert len(said) == 1
+    assert said[0].startswith("nmrun: ")
+    assert all(part in said[0] for part in MISTAKES[line]), said[0]
+    assert "HEAVY []" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_mistakes_are_told_at_once(tmp_path):
+    done = probe(tmp_path, "recipe=stpe", "sparsity=5:4", "optimizer.lr=abc", "foo=1")
+    assert done.returncode == 2
+    for part in ("did you mean step?", "5:4", "optimizer.lr=abc", "foo"):
+        assert part in done.stderr
+    assert done.stderr.count("nmrun: ") == 4
+
+
+@pytest.mark.parametrize("line", ["--help", "--cfg job", "-sc query=bash"])
+def test_help_config_and_completion_stay_light(tmp_path, line):
+    env = {"COMP_LINE": "nmrun sparsity=2:", "COMP_POINT": "17"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *line.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **env},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "HEAVY []" in done.stderr
+    if line == "--help":
+        for part in ("step", "2:4", "small_conv", "nmrun -m", "Examples"):
+            assert part in done.stdout
+    if line.startswith("-sc"):
+        assert "sparsity=2:4" in done.stdout
+        assert "sparsity=2:8" in done.stdout
+
+
+@pytest.mark.parametrize(("ratio", "n", "m"), [("3:16", 3, 16), ("7:32", 7, 32), ("2:8", 2, 8), ("dense", None, None)])
+def test_any_ratio_composes(ratio, n, m):
+    from hydra import compose, initialize_config_module
+
+    import nmrun.cli  # noqa: F401  (registers the source of ratios)
+
+    with initialize_config_module("nmrun.conf", version_base="1.3"):
+        composed = compose("nmrun", [f"sparsity={ratio}"])
+    assert (composed.sparsity.n, composed.sparsity.m) == (n, m)
+
+
+def test_a_run_its_folder_and_the_second_time(tmp_path, nmrun_cli):
+    line = ("recipe=step", "sparsity=2:8", "debug=fast", "output_dir=out")
+    first = nmrun_cli(*line)
+    assert first.returncode == 0, first.stderr
+    (folder,) = [path.parent for path in tmp_path.rglob("result.json")]
+    assert folder.parent == tmp_path / "out" / "digits" / "small_conv" / "step" / "2of8"
+    assert folder.name.startswith("s0-")
+    result = json.loads((folder / "result.json").read_text())
+    assert result["status"] == "finished"
+    assert result["sparsity"]["pattern"] == "2:8"
+    assert all(layer["holds"] and layer["nonzeros"] == layer["numel"] // 4 for layer in result["sparsity"]["layers"])
+    assert {left["name"] for left in result["sparsity"]["left_dense"]} == {"stem.weight", "head.weight"}
+    for name in ("config.yaml", "run.log", "metrics.jsonl", "checkpoint.pt", "model.safetensors"):
+        assert (folder / name).stat().st_size > 0
+    assert "STEP freezes the second moment" in first.stdout
+    assert str(folder.relative_to(tmp_path)) in first.stdout
+
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    second = probe(tmp_path, *line)
+    assert second.returncode == 0
+    assert "finished already" in second.stdout
+    assert "HEAVY []" in second.stderr
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+    export = nmrun_cli("export", str(folder), "--to", "model")
+    assert export.returncode == 0, export.stderr
+    assert "2:8 holds in 2 layers" in export.stdout
+
+
+def test_a_sweep_goes_on_past_a_failure_and_does_only_what_is_missing(tmp_path, nmrun_cli):
+    # a learning rate that overflows fails, its neighbours do not
+    line = ("-m", "recipe=ste", "optimizer.lr=1e-3,1e25", "seed=0,1", "debug=fast", "output_dir=out")
+    done = nmrun_cli(*line)
+    assert done.returncode == 1
+    assert "sweep of 4: 2 finished, 2 not done" in done.stdout
+    assert "the first non-finite value is" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    again = nmrun_cli(*line)
+    assert "sweep of 4: 2 skipped, 2 not done" in again.stdout
+    table = nmrun_cli("table", "out", "--rows", "recipe,optimizer.lr")
+    assert table.returncode == 0
+    assert "failed (2)" in table.stdout
+    assert "(2)" in table.stdout
+
+
+def test_the_dense_run_of_a_sweep_is_done_once(tmp_path, nmrun_cli):
+    done = nmrun_cli("-m", "recipe=dense", "sparsity=2:4,1:8,dense", "debug=fast", "output_dir=out")
+    assert done.returncode == 0, done.stderr
+    assert "sweep of 3: 1 finished, 2 skipped" in done.stdout
+    assert len(list(tmp_path.rglob("result.json"))) == 1
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, nmrun_cli):
+    done = nmrun_cli("recipe=step", "sparsity=2:8", "dry=true")
+    assert done.returncode == 0, done.stderr
+    for part in ("inner.0.weight", "stem.weight", "excluded", "FLOPs an item"):
+        assert part in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
+    line = [
+        sys.executable,
+        "-m",
+        "nmrun.cli",
+        "recipe=step",
+        "sparsity=2:8",
+        "trainer.epochs=400",
+        "track=local",
+        "output_dir=out",
+    ]
+    process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.time() + 60
+    while time.time() < deadline and not list(tmp_path.rglob("checkpoint.pt")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "the same command goes on" in said
+    assert "Traceback" not in said
+    (result,) = list(tmp_path.rglob("result.json"))
+    assert json.loads(result.read_text())["status"] == "interrupted"
+
+
+def test_several_seeds_in_one_job_and_what_a_sweeper_minimises(tmp_path: Path) -> None:
+    words = [*TINY, "recipe=ste", "trainer.epochs=1", f"output_dir={tmp_path}", "seeds=[3,5]"]
+    source.register()
+    with initialize_config_module("nmrun.conf", version_base="1.3"):
+        outcome, values = cli._outcomes_of(compose("nmrun", words), None)
+        again, same = cli._outcomes_of(compose("nmrun", words), None)
+    assert sorted(p.name.partition("-")[0] for p in tmp_path.glob("digits/small_conv/ste/2of4/*")) == ["s3", "s5"]
+    results = [json.loads(p.read_text()) for p in sorted(tmp_path.rglob("result.json"))]
+    assert values == same == [-result["metrics"]["final"]["eval/accuracy"] for result in results]
+    assert (outcome["status"], again["status"]) == ("finished", "skipped")
+    assert [result["config"]["seed"] for result in results] == [3, 5]
+    assert "seeds" not in results[0]["config"]
+
+
+@pytest.mark.parametrize("seeds", ["[]", "[1,1]", "[-1]", "3", "[a]"])
+def test_seeds_that_are_none(nmrun_cli, seeds: str) -> None:
+    done = nmrun_cli(f"seeds={seeds}")
+    assert done.returncode == 2
+    assert "null or a list of different whole numbers" in done.stderr

@@ -1,0 +1,321 @@
+"""Experiments: every file composes at every scale, the published figures have their place, and one smoke goes from nothing to the table."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nmrun import cli
+from nmrun.config import experiment, identity, precheck, schema
+from nmrun.errors import ConfigError
+from nmrun.report import cli as report
+from nmrun.report.experiments import KINDS
+
+NAMES = experiment.names()
+EMBEDDED = ("digits", "generated_text", "stdlib_text", "copy_reverse")
+EVERY = list(itertools.product(NAMES, experiment.SCALES))
+OF_THE_PAPERS = {
+    *(
+        "step_cifar10",
+        "step_cifar100",
+        "step_aggressive",
+        "step_layerwise",
+        "step_glue",
+        "step_wmt",
+        "step_gpt2",
+        "step_autoswitch",
+    ),
+    *("sr_ste_resnet", "sr_ste_sad", "asp_imagenet"),
+    *("s_ste_wmt", "s_ste_deit", "s_ste_gpt2", "s_ste_flips", "s_ste_continuity", "s_ste_ablation"),
+    *("gradient_flow_vit", "gradient_flow_transformer", "gradient_flow_isoflops"),
+}
+OWN = """
+title: Own
+source: nobody
+sweep: [recipe=dense seed=0, "recipe=ste,sr_ste sparsity=2:4 seed=0"]
+scales: {smoke: trainer.epochs=2 trainer.limit_batches=3}
+report: {metric: test/accuracy, baseline: dense, figures: [curves eval/accuracy]}
+paper: {source: "page 3 of a book", values: {ste: {"2:4": 77.10}, nowhere: {"2:4": 1, "1:8": 2}}}
+"""
+
+
+@functools.cache
+def made(name: str, scale: str) -> list[schema.Config]:
+    return experiment.configs(experiment.load(name), scale)
+
+
+def label(config: schema.Config, key: str) -> str:
+    """A config's value as tables show it."""
+    if key == "sparsity":
+        return str(config.pattern) if config.pattern else "dense"
+    value = config.plain[key] if "." not in key else config.plain[key.partition(".")[0]].get(key.partition(".")[2], "-")
+    return str(value["name"] if isinstance(value, dict) else value)
+
+
+# --- the files --------------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_file_for_each_table_and_figure():
+    assert set(NAMES) == OF_THE_PAPERS
+
+
+@pytest.mark.parametrize(("name", "scale"), EVERY)
+def test_every_job_is_accepted(name, scale):
+    sweeps = experiment.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
+    looks = [precheck.look(words, multirun=True) for words in sweeps]
+    assert [problem for found in looks for problem in found.problems] == []
+    jobs = sum(found.jobs or 0 for found in looks)
+    assert 2 <= jobs <= (24 if scale == "smoke" else 100)
+    for words in sweeps if scale == "smoke" else []:
+        values = dict(word.split("=", 1) for word in words)
+        assert values["dataset"] in EMBEDDED
+        assert int(values.get("trainer.epochs", 12)) <= 12
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if experiment.load(name).paper])
+def test_published_figures_have_their_place_in_the_sweep(name):
+    asked = experiment.load(name)
+    there = {
+        tuple(" ".join(label(config, key) for key in keys.split(",")) for keys in (asked.rows, asked.cols))
+        for config in made(name, "paper")
+    }
+    for row, cells in asked.paper.items():
+        for column, printed in cells.items():
+            assert (row, column) in there
+            assert 0 < float(printed) < 100
+    assert asked.paper_source
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "scale"), EVERY)
+def test_rows_and_columns_are_keys_of_the_runs(name, scale):
+    asked, configs = experiment.load(name), made(name, scale)
+    for key in {*asked.rows.split(","), *asked.cols.split(",")} - {"metric", "dataset.task"}:
+        assert any(label(config, key) != "-" for config in configs), key
+    assert ("metric" in asked.cols.split(",")) or "," not in (asked.metric or "")
+    assert len({identity.run_folder(config) for config in configs}) == len(configs)
+
+
+@pytest.mark.slow
+def test_what_is_measured_while_training_is_no_run_of_another_experiment():
+    """How often a run is looked into is not part of its identity: shared with an experiment that does not, nothing would be logged."""
+    every = [config for name, scale in EVERY for config in made(name, scale)]
+    measured = {identity.run_folder(config) for config in every if config.trainer["diagnose_every"]}
+    assert measured
+    assert not measured & {identity.run_folder(config) for config in every if not config.trainer["diagnose_every"]}
+
+
+def test_smokes_share_runs():
+    folders = [
+        {identity.run_folder(config) for config in made(name, "smoke")}
+        for name in ("step_cifar10", "step_cifar100", "s_ste_deit")
+    ]
+    assert folders[0] == folders[1]
+    assert not folders[0] & folders[2]
+
+
+# --- overrides --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_scale_wins_over_the_sweep_and_the_command_line_over_both():
+    asked = experiment.load("step_cifar10")
+    assert "seed=0,1,2" in asked.overrides("small")[0]
+    assert "seed=0,1" in asked.overrides("smoke")[0]
+    words = asked.overrides("smoke", ["seed=7", "+recipe=ste", "optimizer.lr=1"])[0]
+    assert [word for word in words if word.startswith("seed")] == ["seed=7"]
+    assert [word for word in words if "recipe" in word] == ["+recipe=ste"]
+    assert "optimizer.lr=1" in words
+
+
+def test_small_is_the_default_and_several_run_one_after_the_other():
+    both = experiment.expand(["experiment=step_cifar10,step_glue", "seed=5"], multirun=True)
+    assert both == experiment.load("step_cifar10").overrides("small", ["seed=5"]) + experiment.load("step_glue").overrides(
+        "small", ["seed=5"]
+    )
+    assert experiment.expand(["recipe=ste"], multirun=False) == [["recipe=ste"]]
+
+
+@pytest.mark.parametrize(
+    ("line", "starts"),
+    [
+        ("-m experiment=step_cifar100 scale=smal", "scale=smal: no such scale; did you mean small?"),
+        ("-m experiment=step_cifar11", "experiment=step_cifar11: no such experiment; did you mean step_cifar1"),
+        ("experiment=step_cifar10 scale=smoke", "experiment=step_cifar10 is a sweep: add -m"),
+        ("scale=smoke", "scale=smoke: of which experiment?"),
+        ("-m experiment=step_cifar10 optimizer.lrr=1", "optimizer.lrr: no such key; did you mean optimizer.lr?"),
+        ("-m experiment=nowhere.yaml", "experiment=nowhere.yaml: No such file"),
+        ("table --experiment step_cifar", "experiment=step_cifar: no such experiment; did you mean step_cifar10?"),
+        ("table --experiment step_cifar10 --scale tiny", "scale=tiny: no such scale (there are smoke, small, paper)"),
+        (
+            "table --experiment step_cifar10 --scale smoke",
+            "experiment=step_cifar10 scale=smoke: none of its 16 runs is finished; nmrun -m",
+        ),
+    ],
+)
+def test_mistakes_get_one_line(line, starts, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["nmrun", *line.split()])
+    assert cli.main() == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.removeprefix("nmrun table: ").removeprefix("nmrun: ").startswith(starts)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("title: Own", "tilte: Own", "without title"),
+        ("report: {", "report: {colums: recipe, ", "report.colums: no such key"),
+        ("{smoke:", "{huge:", "scales: they are called smoke, small, paper"),
+        ("[curves", "[curve", "report.figures: curve: no such kind; did you mean curves?"),
+        ("title: Own", "title: [", "not YAML"),
+    ],
+)
+def test_a_file_that_is_no_experiment(old, new, says, tmp_path):
+    (tmp_path / "own.yaml").write_text(OWN.replace(old, new))
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        experiment.load(str(tmp_path / "own.yaml"))
+
+
+# --- from nothing to the table ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory) -> Path:
+    """A folder with an experiment of one's own whose three runs are made: the command line in a process of its own, as users do."""
+    import subprocess
+    import sys
+
+    folder = tmp_path_factory.mktemp("swept")
+    (folder / "own.yaml").write_text(OWN)
+    line = ["-m", "experiment=own.yaml", "scale=smoke", "track=local", "trainer.threads=1"]
+    done = subprocess.run([sys.executable, "-m", "nmrun.cli", *line], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert [f"[{i}/3]" in done.stdout for i in (1, 2, 3)] == [True] * 3
+    assert "sweep of 3: 3 finished" in done.stdout
+    return folder
+
+
+def show(swept: Path, monkeypatch, capsys, *options: str) -> tuple[int, str, str]:
+    monkeypatch.chdir(swept)
+    status = report.table(["--experiment", "own.yaml", "--scale", "smoke", "track=local", "trainer.threads=1", *options])
+    return status, *capsys.readouterr()
+
+
+def test_the_folders_are_those_that_the_table_looks_for(swept, monkeypatch):
+    monkeypatch.chdir(swept)
+    expected = {
+        str(identity.run_folder(c)) for c in experiment.configs(experiment.load("own.yaml"), "smoke", ["trainer.threads=1"])
+    }
+    assert {str(path.parent) for path in Path("outputs").rglob("result.json")} == expected
+
+
+def test_our_figures_and_the_papers(swept, monkeypatch, capsys):
+    status, out, err = show(swept, monkeypatch, capsys)
+    assert (status, err) == (0, "")
+    assert "(paper): page 3 of a book" in out
+    lines = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
+    table = lines[: [line[0] for line in lines].index("recipe", 1)]
+    results = [json.loads(path.read_text()) for path in (swept / "outputs").rglob("result.json")]
+    ours = {r["config"]["recipe"]["name"]: f"{100 * r['metrics']['final']['test/accuracy']:.1f} (1)" for r in results}
+    assert table[:4] == [["recipe", "2:4"], ["dense", ours["dense"]], ["ste", ours["ste"]], ["ste (paper)", "77.1"]]
+    assert table[4:] == [["sr_ste", ours["sr_ste"]], ["nowhere (paper)", "1"]]
+    assert "Difference to dense" in out
+
+
+def test_a_run_that_is_not_there_is_seen(swept, monkeypatch, capsys):
+    out = show(swept, monkeypatch, capsys, "seed=0,1")[1]
+    assert out.count("missing (1)") == 3
+
+
+def test_an_unknown_metric_is_one_line(swept, monkeypatch, capsys):
+    monkeypatch.chdir(swept)
+    (swept / "other.yaml").write_text(OWN.replace("test/accuracy", "test/acuracy"))
+    assert report.table(["--experiment", "other.yaml", "--scale", "smoke", "trainer.threads=1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("nmrun table: no metric 'test/acuracy' in these runs; did you mean test/accuracy?")
+
+
+def test_means_and_shares_of_what_was_logged(swept, monkeypatch, capsys):
+    out = show(
+        swept,
+        monkeypatch,
+        capsys,
+        "--cols",
+        "metric",
+        "--metric",
+        "mean/train/loss,positive/sparsity/pruned_norm",
+        "--format",
+        "csv",
+    )[1]
+    (folder,) = (path.parent for path in (swept / "outputs").rglob("result.json") if path.parts[-4] == "sr_ste")
+    losses = [
+        row["train/loss"] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "train/loss" in row
+    ]
+    cells = {tuple(line.split(",")[2:4]): line.split(",")[5] for line in out.splitlines()}
+    assert float(cells["sr_ste", "mean/train/loss"]) == pytest.approx(sum(losses) / len(losses))
+    assert float(cells["sr_ste", "positive/sparsity/pruned_norm"]) == 1.0
+    assert set(KINDS) == {"mean", "positive"}
+
+
+def test_one_page_with_tables_and_figures(swept, monkeypatch, capsys):
+    status, out, _ = show(swept, monkeypatch, capsys, "--format", "html", "--out", "pages/tables.html", "--figures", "pictures")
+    page = (swept / "pages" / "tables.html").read_text()
+    assert status == 0
+    assert page.count("<table>") == 2
+    assert page.count('src="data:image/png;base64,') == 1
+    assert "http" not in page
+    (picture,) = (swept / "pictures").iterdir()
+    assert picture.name == "own-smoke-1-curves.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert out.split() == ["pictures/own-smoke-1-curves.png", "pages/tables.html"]
+
+
+def test_what_is_unfinished_is_left_out_of_a_page_and_named(swept, monkeypatch, capsys):
+    monkeypatch.chdir(swept)
+    assert report.table(["--experiment", "own.yaml,step_cifar10", "--scale", "smoke", "trainer.threads=1"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("# Own (nobody), scale smoke")
+    assert err.startswith("nmrun table: left out: experiment=step_cifar10 scale=smoke: none of its 16 runs is finished")
+
+
+def test_make_takes_dashes_for_underscores():
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    import subprocess
+
+    root = Path(__file__).parents[2]
+    said = subprocess.run(["make", "-n", "table-step-cifar10", "SCALE=paper"], cwd=root, capture_output=True, text=True).stdout
+    assert "nmrun -m experiment=step_cifar10 scale=paper" in said
+    assert "nmrun table --experiment step_cifar10 --scale paper" in said
+
+
+def smoke(name: str, folder: Path, nmrun_cli, *overrides: str) -> None:
+    """From nothing to the table and its figures, as make does it."""
+    overrides = ("track=local", f"output_dir={folder}", *overrides)
+    done = nmrun_cli("-m", f"experiment={name}", "scale=smoke", *overrides, timeout=3600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    table = nmrun_cli("table", "--experiment", name, "--scale", "smoke", *overrides, "--figures", str(folder / "figures"))
+    assert table.returncode == 0, table.stderr
+    assert "missing" not in table.stdout
+    assert table.stdout.count("no value") == (name == "s_ste_continuity")  # a dense run has no masks that flip
+    drawn = {path.name.split("-")[2] for path in (folder / "figures").glob(f"{name}-*")}
+    assert drawn == {str(i + 1) for i in range(len(experiment.load(name).figures))}
+
+
+def test_a_smoke_from_nothing_to_the_table(tmp_path, nmrun_cli):
+    smoke("sr_ste_sad", tmp_path / "runs", nmrun_cli, "seed=0", "trainer.epochs=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_smoke(name, nmrun_cli, tmp_path_factory):
+    """All in one folder, so that shared runs are made once."""
+    if name in ("step_wmt", "s_ste_wmt", "s_ste_flips", "gradient_flow_transformer"):
+        pytest.importorskip("fairseq")
+    smoke(name, tmp_path_factory.getbasetemp() / "smokes", nmrun_cli)

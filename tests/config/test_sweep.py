@@ -1,0 +1,284 @@
+"""Sweeps: what is recorded of them and guessed from it, keys that go together, and output that nobody reads to its end."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra._internal.core_plugins import basic_launcher
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from nmrun import cli, lock, pipe
+from nmrun.config import experiment, sweep
+from nmrun.errors import ConfigError
+
+NOW = 1_000_000.0
+
+
+def record(folder: Path, begun: float, jobs: int | None, done: list[tuple[str, float]]) -> sweep.Record:
+    head = {"begun": begun, "jobs": jobs, "command": "nmrun -m", "output_dir": "out"}
+    (folder / "sweep.json").write_text(json.dumps(head))
+    lines = [{"status": status, "seconds": seconds, "ended": begun + 9, "overrides": []} for status, seconds in done]
+    (folder / "jobs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return sweep.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("begun", "jobs", "done", "left"),
+    [
+        (NOW - 100, 10, [("finished", 10), ("skipped", 0.1), ("failed", 20), ("skipped", 0.1), ("skipped", 0.1)], 15 * 5),
+        (NOW - 50, 12, [("finished", 40)] * 4, 50 / 4 * 8),  # several at a time: one each 12.5 s, though it takes 40
+        (NOW - 41, 12, [("finished", 40)], 40 * 11),
+        (NOW - 50, 4, [("finished", 12)] * 4, 0),
+        (NOW - 50, 10, [], None),
+        (NOW - 50, 10, [("skipped", 0.1), ("refused", 0.1), ("planned", 3)], None),
+        (NOW - 50, None, [("finished", 10)], None),
+        (NOW + 500, 10, [("finished", 10)], None),  # the clock was set back
+    ],
+)
+def test_the_time_left(
+    begun: float, jobs: int | None, done: Any, left: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep.time, "time", lambda: NOW)
+    assert record(tmp_path, begun, jobs, done).left() == (left if left is None else pytest.approx(left))
+
+
+def test_a_record_that_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep.time, "time", lambda: NOW)
+    record(tmp_path, NOW - 100, 4, [("finished", 10)])
+    with (tmp_path / "jobs.jsonl").open("a") as file:
+        file.write('{"status": "fini')
+    assert sweep.title(tmp_path, 2, ["seed=1"]) == "[2/4] seed=1 (30 s left)"
+    assert sweep.summary(tmp_path) == ("sweep of 4: 1 finished, 3 not reached; 2 min", 1)
+    (tmp_path / "sweep.json").write_text('{"begun')
+    assert sweep.title(tmp_path, 2, ["seed=1"]) == "[2/?] seed=1"
+    assert sweep.summary(tmp_path / "nowhere") == ("sweep of 0: nothing done", 0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min"), (720, "12 min"), (3570, "1 h 0 min"), (12_000, "3 h 20 min")],
+)
+def test_times_in_words(seconds: float, said: str) -> None:
+    assert sweep.span(seconds) == said
+
+
+def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(nmrun_cli, tmp_path: Path) -> None:
+    assert nmrun_cli("recipe=ste", "debug=fast", "sparsity=2:4", "seed=0").returncode == 0
+    done = nmrun_cli("-m", "recipe=ste", "debug=fast", "sparsity=2:4,1:4,1:8", "seed=0,1,2", "zip=sparsity,seed")
+    *_, last = done.stdout.splitlines()
+    told = [re.sub(r" \(\d+ s left\)$", " (?)", line) for line in done.stdout.splitlines() if line.startswith("[")]
+    jobs = [f"[{i + 1}/3] recipe=ste debug=fast sparsity={ratio} seed={i}" for i, ratio in enumerate(("2:4", "1:4", "1:8"))]
+    assert told == [*jobs[:2], f"{jobs[2]} (?)"]  # nothing is guessed from the first, which was skipped
+    assert re.fullmatch(r"sweep of 3: 2 finished, 1 skipped; \d+ s", last)
+    (record,) = (tmp_path / "outputs" / ".sweeps").glob("*/jobs.jsonl")
+    seconds = [json.loads(line)["seconds"] for line in record.read_text().splitlines()]
+    assert seconds[0] < seconds[1]  # the second loads torch
+    results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
+    wanted = {f"nmrun recipe=ste debug=fast sparsity={ratio} seed={i}" for i, ratio in enumerate(("2:4", "1:4", "1:8"))}
+    assert {result["environment"]["command"] for result in results} == wanted
+
+
+# --- keys that go together -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """``nmrun -m ...`` up to the launcher: what that is given, call by call, as plain values; nothing is trained."""
+    got: list[list[dict[str, Any]]] = []
+
+    def launch(_: object, jobs: list[list[str]], initial_job_idx: int) -> list[object]:
+        parsed = [[OverridesParser.create().parse_override(word) for word in job] for job in jobs]
+        got.append([{one.key_or_group: one.value() for one in job} for job in parsed])
+        return []
+
+    def call(*words: str) -> list[list[dict[str, Any]]]:
+        got.clear()
+        monkeypatch.setattr(sys, "argv", ["nmrun", "-m", *words, "output_dir=out"])
+        cli.main()
+        return [[{key: value for key, value in job.items() if key != "output_dir"} for job in jobs] for jobs in got]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(basic_launcher.BasicLauncher, "launch", launch)
+    return call
+
+
+def test_zipped_keys_are_one_axis_of_the_product(launches) -> None:
+    ratios, rates, seeds = ["2:4", "1:4", "1:8"], [1e-3, 3e-3, 1e-3], [0, 1]
+    words = ("recipe=ste", "sparsity=2:4,1:4,1:8", "optimizer.lr=1e-3,3e-3,1e-3", "zip=optimizer.lr,sparsity", "seed=0,1")
+    (jobs,) = launches(*words)
+    assert jobs == [
+        {"recipe": "ste", "sparsity": ratio, "optimizer.lr": rate, "seed": seed}
+        for (ratio, rate), seed in itertools.product(zip(ratios, rates, strict=True), seeds)
+    ]
+
+
+def test_two_zips_ranges_lists_and_texts(launches) -> None:
+    words = ("seed=range(3)", "model.exclude=[stem],[stem,head],[]", "zip=seed,model.exclude")
+    (jobs,) = launches(*words, "recipe=step,sr_ste", "optimizer=adam,sgd", "zip=recipe,optimizer")
+    seeds = list(zip([0, 1, 2], [["stem"], ["stem", "head"], []], strict=True))
+    pairs = [("step", "adam"), ("sr_ste", "sgd")]  # the product of these two has step with sgd, which is refused
+    wanted = [
+        {"seed": seed, "model.exclude": names, "recipe": recipe, "optimizer": optimizer}
+        for (seed, names), (recipe, optimizer) in itertools.product(seeds, pairs)
+    ]
+    assert sorted(map(_sortable, jobs)) == sorted(map(_sortable, wanted))
+
+
+def _sortable(job: dict[str, Any]) -> str:
+    return json.dumps(job, sort_keys=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sparsity=2:4,1:4 seed=0,1,2 zip=sparsity,seed", "have as many values each, and have: sparsity 2, seed 3"),
+        ("sparsity=2:4,1:4 seed=0,1 zip=sparsity,sede", "zip=sparsity,sede: sede has no list of values here, as in sede=a,b; did you mean"),
+        ("sparsity=2:4,1:4 seed=0 zip=sparsity,seed", "seed has no list of values here"),
+        ("recipe=glob(*ste) seed=0,1 zip=recipe,seed", "recipe has no list of values here"),
+        ("optimizer.lr=interval(1,2) seed=0,1 zip=optimizer.lr,seed", "optimizer.lr has no list of values here"),
+        ("seed=0,1 sparsity=2:4,1:4 recipe=ste,asp zip=seed,sparsity zip=recipe,seed", "zip: seed is zipped twice"),
+        ("seed=0,1 sparsity=2:4,1:4 zip=seed", "zip=seed: it takes two keys or more"),
+        ("seed=0,1 zip=", "zip=: it takes two keys or more"),
+        ("seed=0,1 sparsity=2:4,1:4 zip=seed,sparsity hydra/sweeper=optuna", "leave one of them out"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_zipped(line: str, said: str, launches, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert launches(*line.split()) == []
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("nmrun: zip")
+    assert said in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_zipping_is_for_sweeps(nmrun_cli) -> None:
+    done = nmrun_cli("recipe=ste,asp", "seed=0,1", "zip=recipe,seed")
+    assert (done.returncode, done.stderr) == (2, "nmrun: zip=recipe,seed: several values make a sweep; add -m\n")
+
+
+def test_a_word_that_cannot_be_read_is_told_as_ever(launches, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launches("seed=0,1", "recipe=[a,b", "zip=seed,recipe") == []
+    assert capsys.readouterr().err.startswith("nmrun: recipe=[a,b: cannot be read as key=value")
+
+
+EXPERIMENT = """
+title: two
+source: none
+sweep:
+  - recipe=ste sparsity=2:4,1:4 optimizer.lr=1e-3,3e-3 zip=sparsity,optimizer.lr
+  - recipe=dense {extra}
+scales:
+  smoke: seed=0,1 debug=fast
+"""
+
+
+def test_an_experiment_may_zip(launches, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra=""))
+    (jobs,) = launches("experiment=own.yaml", "scale=smoke")  # both sweeps in one launch
+    assert [(job["recipe"], job.get("sparsity"), job.get("optimizer.lr"), job["seed"]) for job in jobs] == [
+        *(("ste", "2:4", 1e-3, 0), ("ste", "2:4", 1e-3, 1), ("ste", "1:4", 3e-3, 0), ("ste", "1:4", 3e-3, 1)),
+        *(("dense", None, None, 0), ("dense", None, None, 1)),
+    ]
+    made = experiment.configs(experiment.load("own.yaml"), "smoke")
+    assert [(c.recipe["name"], str(c.pattern), c.optimizer["lr"], c.seed) for c in made][:4] == [
+        *(("ste", "2:4", 1e-3, 0), ("ste", "2:4", 1e-3, 1), ("ste", "1:4", 3e-3, 0), ("ste", "1:4", 3e-3, 1)),
+    ]
+    with pytest.raises(ConfigError, match=r"optimizer\.lr has no list of values"):
+        experiment.expand(["experiment=own.yaml", "scale=smoke", "optimizer.lr=1"], multirun=True)
+
+
+def test_sweeps_for_different_launchers_are_launched_apart(launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra="hydra.launcher={}"))
+    before: list[str] = []
+    hydra = cli._hydra
+    monkeypatch.setattr(cli, "_hydra", lambda *words: (before.append(os.environ[cli.BEFORE]), hydra(*words)))
+    assert [len(jobs) for jobs in launches("experiment=own.yaml", "scale=smoke")] == [2, 2, 2]
+    assert before == ["0", "2", "4"]
+
+
+@pytest.mark.parametrize(
+    ("word", "as_typed"),
+    [
+        (r"sparsity=2\:4", "sparsity=2:4"),
+        (r"sparsity.overrides={inner.1:1\:8,head:dense}", "sparsity.overrides={inner.1:1:8,head:dense}"),
+        (r"sparsity.overrides={a\:b:1\:8}", r"sparsity.overrides={a\:b:1:8}"),
+        (r"sparsity.overrides={a1\:2b:1\:8}", r"sparsity.overrides={a1\:2b:1\:8}"),  # there it matters
+        (r"track.project=a\(b\)", r"track.project=a\(b\)"),
+    ],
+)
+def test_overrides_as_one_types_them(word: str, as_typed: str) -> None:
+    assert sweep.typed(word) == as_typed
+
+
+# --- locks and pipes -------------------------------------------------------------------------------------------------------------
+
+
+def test_asking_for_a_lock_keeps_nobody_from_it(tmp_path: Path) -> None:
+    with lock.hold(tmp_path) as ours, lock.hold(tmp_path) as again:
+        assert (ours, again, lock.held(tmp_path)) == (True, False, True)
+    assert not lock.held(tmp_path)
+    assert not lock.held(tmp_path / "nowhere")
+    asking = os.open(tmp_path, os.O_RDONLY)  # another process, in the middle of held()
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    assert not lock.held(tmp_path)
+    threading.Timer(0.03, os.close, [asking]).start()
+    with lock.hold(tmp_path) as ours:
+        assert ours
+
+
+def test_a_stream_of_somebody_else_s_need_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's, in its workers, returns None."""
+    said: list[str] = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=said.append, flush=lambda: None))
+    with pipe.ends_quietly():
+        assert sys.stdout.write("four") == 4
+    assert said == ["four"]
+
+
+@pytest.mark.parametrize(
+    "line", ["--version", "--help", "recipe=ste dry=true", "status out", "-m recipe=ste seed=0,1 dry=true"]
+)
+def test_a_reader_who_leaves_ends_it_quietly(line: str, tmp_path: Path, write) -> None:
+    write("ste", "2:4", 0, 0.5, root="out")
+    process = started(tmp_path, line)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(60) == 128 + 13
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+
+
+def test_a_run_whose_reader_left_goes_on_with_the_same_command(tmp_path: Path, nmrun_cli) -> None:
+    line = "recipe=ste trainer.limit_batches=1 trainer.epochs=30 track=local output_dir=out"
+    process = started(tmp_path, line)
+    assert process.stdout is not None
+    with contextlib.closing(process.stdout):
+        while "epoch 2/30" not in process.stdout.readline():
+            assert process.poll() is None
+    assert process.wait(60) == 128 + 13
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert not list(tmp_path.rglob("result.json"))
+    again = nmrun_cli(*line.split())
+    assert again.returncode == 0
+    assert "goes on at step" in again.stdout
+
+
+def started(folder: Path, line: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "nmrun.cli", *shlex.split(line)],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"},  # a buffer is what is hard about it
+    )  # fmt: skip

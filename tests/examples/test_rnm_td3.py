@@ -1,0 +1,134 @@
+"""TD3 with N:M sparse networks: which weights learn, when masks change, and what the targets compute with."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("gymnasium")
+from examples import rnm_td3
+
+STEPS, INTERVAL = 160, 15
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learning begins after 40 steps, from batches of 16."""
+    monkeypatch.setattr(rnm_td3, "WARM_UP", 40)
+    monkeypatch.setattr(rnm_td3, "BATCH", 16)
+
+
+def largest(weight: Tensor, n: int, m: int) -> Tensor:
+    """The mask of the n largest magnitudes of every m inputs, by sorting."""
+    groups = weight.detach().abs().reshape(-1, m)
+    order = groups.argsort(1, descending=True)
+    return torch.zeros_like(groups).scatter_(1, order[:, :n], 1.0).reshape(weight.shape).bool()
+
+
+def sparse_layers(model: nn.Module) -> list[nn.Linear]:
+    return [layer for layer in model if isinstance(layer, nn.Linear) and hasattr(layer, "parametrizations")]  # type: ignore[attr-defined]
+
+
+def nonzeros(weight: Tensor, m: int) -> Tensor:
+    return (weight != 0).reshape(-1, m).sum(1)
+
+
+@pytest.mark.parametrize(("pattern", "n", "m"), [("2:4", 2, 4), ("1:4", 1, 4)])
+def test_masks_gradients_and_targets(monkeypatch: pytest.MonkeyPatch, pattern: str, n: int, m: int) -> None:
+    masks: dict[Any, list[Tensor]] = {}  # by learner, as they should be
+    steps: dict[Any, int] = {}
+    seen = {"refreshed": 0, "followed": 0, "would not be N:M": 0}
+    descend, follow = rnm_td3.Learner.descend, rnm_td3.Learner.follow
+
+    def watched_descend(self: rnm_td3.Learner, loss: Tensor) -> None:
+        layers = sparse_layers(self.model)
+        mine = masks.setdefault(self, [largest(layer.parametrizations.weight.original, n, m) for layer in layers])
+        for layer, mask in zip(layers, mine, strict=True):
+            assert torch.equal(layer.weight, layer.parametrizations.weight.original * mask)
+        descend(self, loss)
+        for layer, mask in zip(layers, mine, strict=True):  # the gradients of this step are still there
+            gradient = layer.parametrizations.weight.original.grad
+            assert torch.all(gradient[~mask] == 0)
+            assert torch.any(gradient[mask] != 0)
+        steps[self] = steps.get(self, 0) + 1
+        if steps[self] % INTERVAL == 0:
+            new = [largest(layer.parametrizations.weight.original, n, m) for layer in layers]
+            seen["refreshed"] += any(not torch.equal(a, b) for a, b in zip(new, mine, strict=True))
+            masks[self] = new
+
+    def watched_follow(self: rnm_td3.Learner) -> None:
+        before = copy.deepcopy(list(self.target.parameters()))
+        served = [layer.weight.detach().clone() for layer in sparse_layers(self.target)]
+        follow(self)
+        for old, target, new in zip(before, self.target.parameters(), self.model.parameters(), strict=True):
+            torch.testing.assert_close(target, 0.995 * old + 0.005 * new)
+        layers = zip(sparse_layers(self.target), sparse_layers(self.model), served, masks[self], strict=True)
+        for target, model, old, mask in layers:
+            assert torch.all(nonzeros(target.weight, m) == n)
+            assert torch.equal(target.weight, target.parametrizations.weight.original * mask)
+            seen["would not be N:M"] += bool((nonzeros(0.995 * old + 0.005 * model.weight, m) > n).any())
+        seen["followed"] += 1
+
+    monkeypatch.setattr(rnm_td3.Learner, "descend", watched_descend)
+    monkeypatch.setattr(rnm_td3.Learner, "follow", watched_follow)
+    _, learners = rnm_td3.train(pattern, STEPS, seed=0, interval=INTERVAL)
+    actor = learners[0]
+    assert [steps[learner] for learner in learners] == [60, 120, 120]
+    assert seen["refreshed"] >= 10
+    assert seen["followed"] == 3 * 60
+    assert seen["would not be N:M"] > 0  # averaging what they compute with, without projecting it anew
+
+    for learner in learners:
+        for model in (learner.model, learner.target):
+            pruned = [bool((layer.weight == 0).any()) for layer in model if isinstance(layer, nn.Linear)]
+            assert pruned == [
+                learner is not actor,
+                True,
+                False,
+            ]  # three inputs of the actor, four of a critic; the last stays dense
+        learner.handle.finalize()
+        for layer in learner.model[2 if learner is actor else 0 : 3 : 2]:
+            assert isinstance(layer._parameters["weight"], nn.Parameter)
+            assert torch.all(nonzeros(layer.weight, m) == n)
+
+
+def test_pruned_weights_stay_where_they_are_between_refreshes() -> None:
+    """Those that no step has ever moved: without a gradient Adam has nothing to move them by."""
+    torch.manual_seed(0)
+    learner = rnm_td3.Learner(rnm_td3.network(4, 1), "2:4", 1000, 100)
+    layers = sparse_layers(learner.model)
+    first = [layer.parametrizations.weight.original.detach().clone() for layer in layers]
+    for _ in range(5):
+        learner.descend(learner.model(torch.randn(16, 4)).square().mean())
+    for layer, before in zip(layers, first, strict=True):
+        moved = layer.parametrizations.weight.original != before
+        assert not moved[~largest(before, 2, 4)].any()
+        assert moved[largest(before, 2, 4)].float().mean() > 0.5
+
+
+def test_a_dense_agent_is_plain_td3() -> None:
+    _, learners = rnm_td3.train(None, 60, seed=0, interval=INTERVAL)
+    for learner in learners:
+        assert learner.handle is None
+        assert not sparse_layers(learner.model)
+        assert all((layer.weight != 0).all() for layer in learner.model if isinstance(layer, nn.Linear))
+
+
+def test_what_is_printed_and_that_a_seed_decides_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rnm_td3, "WARM_UP", 220)
+
+    def printed(seed: int) -> str:
+        monkeypatch.setattr(sys, "argv", ["rnm_td3", "--pattern", "1:4", "--steps", "250", "--seed", str(seed)])
+        rnm_td3.main()
+        return capsys.readouterr().out
+
+    first = printed(0)
+    assert first.startswith("1:4: mean return of the last 1 of 1 episodes -")  # 200 steps an episode
+    assert printed(0) == first != printed(1)

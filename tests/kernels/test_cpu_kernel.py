@@ -1,0 +1,249 @@
+"""The compiled projection gives the bits of the torch reference, and everything works without it."""
+
+import multiprocessing
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nmrun.kernels import cpu
+from nmrun.patterns import Pattern
+from nmrun.recipes.s_ste import SSTE
+from nmrun.recipes.ste import STE
+from nmrun.sparsity import hard_threshold, nm_mask, soft_threshold
+from nmrun.sparsity.weight import Projection
+
+pytestmark = pytest.mark.usefixtures("kernels_for_small_weights")
+needs_compiler = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C compiler here")
+
+
+def nasty(shape: tuple[int, ...]) -> Tensor:
+    """Random weights with ties, zeros of both signs, NaNs and infinities strewn in."""
+    torch.manual_seed(0)
+    weight = torch.randn(shape)
+    flat = weight.view(-1)
+    flat[::3] = flat[::3].mul(2).round() / 2
+    flat[1::7], flat[2::11], flat[5::101], flat[6::103] = 0.0, -0.0, torch.nan, torch.inf
+    flat[: len(flat) // 8] = -1.0
+    return weight
+
+
+def bits(x: Tensor) -> Tensor:
+    return torch.where(x.isnan(), torch.nan, x).view(torch.int32)  # one NaN is like another
+
+
+def both(weight: Tensor, ratio: str, dim: int, scale: float | None) -> tuple[Tensor, Tensor]:
+    """(compiled, reference); scale None: hard threshold."""
+    out = torch.full_like(weight, 7.0)
+    assert cpu.project(weight, out, Pattern.parse(ratio), dim, scale is not None, scale or 1.0)
+    return out, hard_threshold(weight, ratio, dim) if scale is None else soft_threshold(weight, ratio, dim) * scale
+
+
+@needs_compiler
+@pytest.mark.parametrize("scale", [None, 1.0, 1.4832], ids=["hard", "soft", "scaled"])
+@pytest.mark.parametrize(
+    ("ratio", "shape", "dim"),
+    [
+        ("2:4", (8, 16), 1),
+        ("2:4", (1, 4), 1),  # a single group
+        ("1:4", (7, 36), 1),  # 63 groups: no multiple of any vector length
+        ("4:4", (5, 12), 1),
+        ("1:1", (3, 5), 1),
+        ("3:7", (5, 21, 3, 3), 1),
+        ("2:4", (6, 8, 5), 1),
+        ("2:4", (3, 4, 2, 2, 3), 1),
+        ("2:4", (12, 7), 0),
+        ("2:8", (16, 3, 5), 0),
+        ("2:4", (8, 100), 0),  # groups side by side, more than a vector of them
+        ("3:16", (2, 32, 7, 7), 1),
+        ("3:16", (5, 48), 1),
+        ("7:32", (3, 64, 3, 3), 1),
+        ("1:128", (9, 256), 1),
+        ("255:256", (2, 512), 1),
+    ],
+)
+def test_bits_equal_the_reference(ratio: str, shape: tuple[int, ...], dim: int, scale: float | None) -> None:
+    weight = nasty(shape)
+    if scale is not None:
+        weight = weight.nan_to_num(nan=torch.nan, posinf=3.0)  # infinity minus infinity has no right answer
+    before = weight.clone()
+    compiled, reference = both(weight, ratio, dim, scale)
+    assert torch.equal(bits(compiled), bits(reference))
+    assert torch.equal(bits(weight), bits(before))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("ratio", "shape", "dim", "padded"),
+    [
+        ("2:4", (6, 16, 3, 3), 1, False),
+        ("2:4", (16, 6, 3, 3), 0, False),
+        ("2:4", (64, 5, 7, 7), 0, False),
+        ("2:4", (4, 10, 3, 3), 1, True),
+    ],
+)
+def test_weights_with_channels_last(ratio: str, shape: tuple[int, ...], dim: int, padded: bool) -> None:
+    weight = nasty(shape)
+    pattern = Pattern.parse(ratio).over(shape[dim]) if padded else Pattern.parse(ratio)
+    last = weight.to(memory_format=torch.channels_last)
+    out = torch.full_like(last, 7.0)
+    assert cpu.project(last, out, pattern, dim)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(bits(out.contiguous()), bits(hard_threshold(weight, pattern, dim)))
+    assert not cpu.project(last, torch.empty(shape), pattern, dim)  # two orders
+
+
+@needs_compiler
+@pytest.mark.parametrize(("ratio", "shape", "dim"), [("2:4", (7, 36), 1), ("1:8", (3, 16, 3, 3), 1), ("3:16", (32, 50), 0)])
+@pytest.mark.parametrize("factor", [0.7, 1e-3, 1.0])
+def test_pruned_weights_fade(ratio: str, shape: tuple[int, ...], dim: int, factor: float) -> None:
+    weight = nasty(shape)
+    out = torch.full_like(weight, 7.0)
+    assert cpu.project(weight, out, Pattern.parse(ratio), dim, factor=factor)
+    mask = nm_mask(weight, ratio, dim)
+    assert torch.equal(bits(out), bits(torch.where(mask, weight, weight * torch.tensor(factor)) + 0.0))
+    assert cpu.project(weight, out, Pattern.parse(ratio), dim)  # without a factor, code of its own
+    assert torch.equal(bits(out), bits(hard_threshold(weight, ratio, dim)))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("ratio", "shape", "last"),
+    [
+        ("2:4", (16, 50), False),
+        ("2:4", (64, 8, 3, 3), False),
+        ("2:4", (64, 8, 3, 3), True),
+        ("3:7", (21, 5), False),
+        ("1:16", (32, 33), False),
+    ],
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_in_another_order(
+    ratio: str, shape: tuple[int, ...], last: bool, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(cpu, "CHUNK", 16)
+    weight = nasty(shape)
+    weight = weight.to(memory_format=torch.channels_last) if last else weight
+    order, out = torch.randperm(shape[0]), torch.full_like(weight, 7.0)
+    assert cpu.project_rows(weight, out, Pattern.parse(ratio), order)
+    wanted = hard_threshold(weight[order].contiguous(), ratio, 0)[order.argsort()]
+    assert torch.equal(bits(out.contiguous()), bits(wanted.contiguous()))
+    assert not cpu.project_rows(weight, out, Pattern(1, 5), order)  # groups that are not whole
+    assert not cpu.project_rows(weight, out, Pattern.parse(ratio), torch.arange(shape[0] + 5))
+    assert not cpu.project_rows(weight.double(), out.double(), Pattern.parse(ratio), order)
+
+
+@needs_compiler
+def test_an_infinite_weight_shows_after_the_soft_threshold() -> None:
+    compiled, reference = both(torch.tensor([[torch.inf, torch.inf, 1.0, 2.0]]), "1:4", 1, 1.0)
+    assert not compiled.isfinite().all()
+    assert not reference.isfinite().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("shape", [(1024, 204), (101, 68, 3, 3)])
+def test_threads_share_the_work_without_a_gap(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], threads: int) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(cpu, "CHUNK", 1000)
+    compiled, reference = both(nasty(shape), "2:4", 1, None)
+    assert torch.equal(bits(compiled), bits(reference))
+
+
+@needs_compiler
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(cpu, "CHUNK", 16)
+    weight = torch.randn(8, 16)
+    both(weight, "2:4", 1, None)
+    child = multiprocessing.get_context("fork").Process(target=both, args=(weight, "2:4", 1, None))
+    child.start()
+    child.join(30)
+    child.kill()
+    assert child.exitcode == 0
+
+
+@needs_compiler
+def test_what_it_leaves_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, pattern = torch.randn(64, 64), Pattern(2, 4)
+    out = torch.full_like(weight, 7.0)
+    assert not cpu.project(weight.T, out, pattern, 1)
+    assert not cpu.project(weight, out.T, pattern, 1)
+    assert not cpu.project(weight.double(), out.double(), pattern, 1)
+    assert not cpu.project(weight.bfloat16(), out.bfloat16(), pattern, 1)
+    assert not cpu.project(weight.to("meta"), out.to("meta"), pattern, 1)
+    assert not cpu.project(torch.randn(4, 1024), torch.empty(4, 1024), Pattern(2, 512), 1)
+    monkeypatch.setattr(cpu, "SMALLEST", weight.numel() + 1)
+    assert not cpu.project(weight, out, pattern, 1)
+    assert (out == 7.0).all()
+
+
+def _project(recipe: type[STE] | type[SSTE], weight: Tensor) -> Tensor:
+    """What a recipe's forward pass would use, by whichever way it finds."""
+    rule = recipe(Pattern(2, 4), 10)
+    projection = Projection("w", weight, Pattern(2, 4), 1, rule)
+    projection.register_buffer("scale", torch.tensor(1.5))
+    projection.refresh(weight)
+    return projection.projected
+
+
+@pytest.mark.parametrize("recipe", [STE, SSTE])
+@pytest.mark.parametrize("trouble", ["no compiler", "broken compiler", "crashing compiler", "not a library"])
+def test_without_a_working_compiler_the_result_is_the_same(
+    trouble: str, recipe: type[STE] | type[SSTE], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = nasty((16, 64)).nan_to_num(nan=torch.nan, posinf=3.0)
+    wanted = _project(recipe, weight.T.contiguous().T)  # this layout goes to the reference
+    script = {"crashing compiler": "kill -9 $$", "not a library": 'for last; do :; done; echo no > "${@: -2:1}"'}
+    compiler = tmp_path / "cc"
+    compiler.write_text(f"#!/bin/bash\n{script.get(trouble, 'echo error >&2; exit 1')}\n")
+    compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(cpu, "find_compiler", lambda: None if trouble == "no compiler" else str(compiler))
+    cpu.load.cache_clear()
+    assert cpu.load(Pattern(2, 4)) is None
+    assert torch.equal(bits(_project(recipe, weight)), bits(wanted))
+
+
+@needs_compiler
+@pytest.mark.parametrize("trouble", ["a file in the way", "no home"])
+def test_without_a_cache_folder_it_still_compiles(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if trouble == "no home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
+    else:
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    cpu.load.cache_clear()
+    compiled, reference = both(nasty((8, 16)), "2:4", 1, None)
+    assert torch.equal(bits(compiled), bits(reference))
+
+
+@needs_compiler
+def test_the_cache_is_used_and_knows_what_it_was_built_from(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Path] = []
+    build = cpu._build
+    monkeypatch.setattr(cpu, "_build", lambda *args: (built.append(args[-1]), build(*args)))
+    for pattern in (Pattern(2, 5), Pattern(2, 5), Pattern(3, 5)):
+        cpu.load.cache_clear()  # as in a new process
+        assert cpu.load(pattern) is not None
+    assert len(built) == len(set(built)) == 2
+    monkeypatch.setattr(cpu, "_processor", lambda: "another machine")
+    cpu.load.cache_clear()
+    cpu.load(Pattern(2, 5))
+    assert len(set(built)) == 3
+    assert {path.parent for path in built} == {shared_cache / "nmrun" / "kernels"}
+
+
+def test_compiler_of_the_environment_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (mine := tmp_path / "my-cc").write_text("#!/bin/sh\n")
+    mine.chmod(0o755)
+    monkeypatch.setenv("CC", str(mine))
+    assert cpu.find_compiler() == str(mine)
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cpu.find_compiler() is None

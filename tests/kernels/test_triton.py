@@ -1,0 +1,248 @@
+"""Triton's kernels without a GPU: right in the interpreter, and good machine code for the GPUs that have sparse tensor cores."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nmrun import kernels, optim
+from nmrun.kernels import cpu
+from nmrun.kernels.adam import Around, WorkingCopy
+from nmrun.patterns import Pattern
+
+triton = pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels for Linux")
+
+ARCHITECTURES = [80, 90, 100]  # Ampere, Hopper, Blackwell
+CODE = sorted(Path(kernels.__file__).parent.glob("triton_*.py"))
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "interpreter",
+        pytest.param(
+            "device", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+        ),
+    ],
+)
+def test_against_the_reference(where: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__).parents[1] / "triton_interpreted.py")],
+        capture_output=True, text=True, timeout=600, env={**os.environ, "TRITON_INTERPRET": str(int(where == "interpreter"))},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "[100%]" in done.stdout
+
+
+class Compiled:
+    """One kernel, compiled for an architecture without a device: its global memory instructions, by kind, and what it needs."""
+
+    def __init__(
+        self, kernel: Any, architecture: int, ratio: str, strided: bool = False, short: bool = False, **constants: Any
+    ) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        from nmrun.kernels import triton_groups
+
+        shape, dim = ((64, 33), 0) if strided else ((64, 64 + short), 1)
+        pattern = Pattern.parse(ratio).over(shape[dim])
+        _, fixed = triton_groups.shape_of(torch.empty(shape, device="meta"), pattern, dim)
+        fixed |= {"CAST": False, "FLIPS": False, **constants}
+        types = {
+            "weight": "*fp32", "out": "*fp32", "cast": "*bf16", "amount": "fp32", "flips": "*i64", "table": "*i64", "owner": "*i32",
+            "scalars": "*fp32", "columns": "i32", "inner": "i32", "size": "i32", "scale": "*fp32",
+        }  # fmt: skip
+        types |= fixed.pop("types", {})
+        names = kernel.arg_names
+        fixed |= {n: None for n, needed in (("cast", "CAST"), ("flips", "FLIPS"), ("scale", "SCALED")) if not fixed.get(needed)}
+        fixed = {n: v for n, v in fixed.items() if n in names}
+        signature = {n: "constexpr" if n in fixed else types[n] for n in names}
+        attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
+        built = triton.compile(
+            ASTSource(kernel, signature, fixed, attributes),
+            target=GPUTarget("cuda", architecture, 32),
+            options={"enable_fp_fusion": False},
+        )
+        self.ptx, self.shared = built.asm["ptx"], built.metadata.shared
+        self.loads = Counter(re.findall(r"\bld\.global\.([.\w]+)", self.ptx))
+        self.stores = Counter(re.findall(r"\bst\.global\.([.\w]+)", self.ptx))
+        assert f"sm_{architecture}" in self.ptx
+        assert built.asm["cubin"]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def project_one(architecture: int, ratio: str, mode: int = 0, **options: Any) -> Compiled:
+    from nmrun.kernels import triton_projection
+
+    return Compiled(triton_projection.project_one, architecture, ratio, MODE=mode, **{"SCALED": False, **options})
+
+
+def many(kernel: Any, architecture: int, weight: Any, fields: int, **options: Any) -> Compiled:
+    import triton.language as tl
+
+    dtypes = {"WEIGHT": weight, "OUT": weight, "CASTED": tl.bfloat16, "FIELDS": fields}
+    return Compiled(kernel, architecture, "2:4", **dtypes, **options)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("mode", [0, 1, 2], ids=["hard", "soft", "decayed"])
+def test_2_of_4_goes_16_bytes_at_a_time_and_through_registers_alone(architecture: int, mode: int) -> None:
+    """2,048 weights for 128 threads: four vectors of four each."""
+    built = project_one(architecture, "2:4", mode)
+    assert built.loads == built.stores == {"v4.b32": 4}
+    assert built.shared == 0
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_2_of_4_from_a_table_with_a_cast_copy_and_flips(architecture: int) -> None:
+    import triton.language as tl
+
+    from nmrun.kernels.triton_projection import project_many
+
+    built = many(project_many, architecture, tl.float32, 8, MODE=0, SCALED=False, CAST=True, FLIPS=True)
+    assert built.loads["v4.b32"] == 8  # the weights and the old working copy
+    assert built.stores == {"v4.b32": 4, "v2.b32": 4}  # four float32, four bfloat16
+    assert built.loads.keys() <= {"v4.b32", "b64", "b32"}  # besides, the table
+    assert built.loads["b32"] + built.loads["b64"] < 10
+    assert built.shared <= 16  # a number for each of the four warps, to be summed
+    assert len(re.findall(r"\batom\.global", built.ptx)) == 1
+    assert re.search(r"cvt\.rn\.bf16", built.ptx)  # to nearest even, as torch rounds
+    narrow = many(project_many, architecture, tl.bfloat16, 8, MODE=0, SCALED=False)
+    assert narrow.stores == {"v2.b32": 4}
+    assert narrow.loads["v2.b32"] == 4
+    assert narrow.shared == 0
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_step_of_adam(architecture: int) -> None:
+    import triton.language as tl
+
+    from nmrun.kernels.triton_adamw import adam_many
+
+    plainly = {"DECAYED": False, "SPARED": False, "HELD": False, "MODE": 0, "COUPLED": False, "FROZEN": False}
+    built = many(adam_many, architecture, tl.float32, 12, **{**plainly, "DECAYED": True}, CAST=True)
+    assert built.loads["v4.b32"] == 5 * 4  # weight, gradient, two moments, old working copy
+    assert built.stores == {"v4.b32": 4 * 4, "v2.b32": 4}
+    assert built.shared == 0
+    assert re.search(r"\bsqrt\.rn\.f32", built.ptx)
+    assert re.search(r"\bdiv\.rn\.f32", built.ptx)
+    assert not re.search(r"\bfma|\.ftz|\.approx", built.ptx)  # operation by operation, and subnormals stay
+    plain = many(adam_many, architecture, tl.float32, 12, **plainly)
+    assert plain.loads["v4.b32"] == 4 * 4  # without decay nobody asks for the old working copy
+    held = many(adam_many, architecture, tl.float32, 12, **{**plainly, "HELD": True, "SPARED": True})
+    assert held.loads["v4.b32"] == 4 * 4
+    assert held.loads["b32"] == 4 + 1 + plain.loads["b32"]  # the mask, four bytes at a time, and ``spared``
+    frozen = many(adam_many, architecture, tl.float32, 12, **{**plainly, "FROZEN": True})
+    assert frozen.stores == {"v4.b32": 3 * 4}  # weight, first moment, working copy
+    for mode in (1, 2):
+        other = many(adam_many, architecture, tl.float32, 12, **{**plainly, "MODE": mode})
+        assert other.loads["v4.b32"] == other.stores["v4.b32"] == 4 * 4
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("ratio", ["2:4", "3:16"])
+def test_the_unbiased_estimate_compiles(architecture: int, ratio: str) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from nmrun.kernels.triton_mvue import TILE, estimate_one
+
+    pattern = Pattern.parse(ratio)
+    fixed = {"N": pattern.n, "M": pattern.m, "P": pattern.m, "COLUMNS": TILE // pattern.m}
+    types = {"x": "*bf16", "out": "*bf16", "seed": "*i32", "columns": "i32", "inner": "i32"}
+    signature = {name: types.get(name, "constexpr") for name in estimate_one.arg_names}
+    attributes = {(i,): [["tt.divisibility", 16]] for i in range(2)}
+    target = GPUTarget("cuda", architecture, 32)
+    built = triton.compile(ASTSource(estimate_one, signature, fixed, attributes), target=target)
+    assert f"sm_{architecture}" in built.asm["ptx"]
+    assert built.asm["cubin"]
+    assert built.metadata.shared <= 4096
+
+
+@pytest.mark.parametrize("ratio", ["2:8", "3:16", "8:32", "1:64", "33:64"])
+def test_other_patterns_are_vectors_too(ratio: str) -> None:
+    built = project_one(90, ratio)
+    assert built.loads == built.stores == {"v4.b32": 4}
+    assert built.shared == 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "options"), [("2:4", {"strided": True}), ("1:16", {"strided": True}), ("2:4", {"short": True})]
+)
+def test_strided_and_short_groups_compile(ratio: str, options: dict[str, bool]) -> None:
+    built = project_one(90, ratio, **options)
+    assert built.loads.keys() == built.stores.keys() == {"b32"}
+    assert built.shared == 0
+
+
+def _loads(tree: ast.AST) -> list[tuple[str, str]]:
+    """(what is loaded from, what the value is made right away) of every tl.load; the latter empty if it is left as it is."""
+    made = {
+        node.func.value: ast.unparse(node.args[0])
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to"
+    }
+    return [
+        (re.split(r"\W", ast.unparse(node.args[0]))[0], made.get(node, ""))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.load"
+    ]
+
+
+def test_what_may_have_16_bits_is_made_float32_as_soon_as_it_is_read() -> None:
+    loads = [load for path in CODE for load in _loads(ast.parse(path.read_text()))]
+    wide = {"table", "owner", "row", "scalars", "seed"}  # int64, int32, float32
+    narrow = [(name, to) for name, to in loads if name not in wide]
+    assert {name for name, _ in narrow} == {"weight", "out", "scale", "mask", "grad", "first", "second", "x"}
+    assert all(to == "tl.float32" for _, to in narrow)
+    assert _loads(ast.parse("a = tl.load(weight + x) * 2")) == [("weight", "")]
+
+
+# --- who calls them --------------------------------------------------------------------------------------------------------
+
+
+def test_neither_cpu_nor_other_devices_are_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "on_cuda", lambda *args: pytest.fail("asked for CUDA"))
+    weight = torch.randn(64, 128)
+    out = torch.empty_like(weight)
+    assert not kernels.project(weight.to("meta"), out.to("meta"), Pattern(2, 4), 1)
+    by_compiler = cpu.load(Pattern(2, 4)) is not None
+    assert kernels.project(weight, out, Pattern(2, 4), 1, factor=0.5) is by_compiler
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_device_the_recipes_do_not_wait_for_it() -> None:
+    from nmrun.sparsity import hard_threshold, soft_threshold
+
+    weight, scale = torch.randn(256, 512, device="cuda"), torch.tensor(1.25, device="cuda")
+    out, param = torch.empty_like(weight), torch.nn.Parameter(torch.randn(256, 512, device="cuda"))
+    optimizer = optim.AdamW([param])
+    copies = {param: WorkingCopy(torch.zeros_like(weight), 1, Around(Pattern(2, 4), decay=0.1))}
+    param.grad = torch.randn_like(param)
+    assert optimizer.project_with(copies) == [param]
+    optimizer.step()
+    assert kernels.project(weight, out, Pattern(2, 4), 1)
+    assert torch.equal(out, hard_threshold(weight, "2:4"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        assert kernels.project(weight, out, Pattern(2, 4), 1, soft=True, scale=scale)
+        optimizer.project_with(copies)
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, soft_threshold(weight, "2:4") * scale)

@@ -1,0 +1,475 @@
+"""The three products of a linear layer: finite differences, statistics of the estimate, FP8 by torch's own casts, and on layers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from runs import config
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.config.identity import identity
+from nmrun.errors import ConfigError
+from nmrun.patterns import Pattern
+from nmrun.products import simulated
+from nmrun.sparsity.weight import attached
+from nmrun.train import build, plan
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+OPTIONS: dict[str, dict[str, Any]] = {"mvue": {"mvue": "2:4"}, "fp8": {"fp8": True}, "both": {"mvue": "1:4", "fp8": True}}
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def gradients(dz: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+    """dX, dW and db (or None) of ``simulated.linear``."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias) if t is not None]
+    z = simulated.linear(leaves[0], leaves[1], leaves[2] if bias is not None else None, *options)
+    grads = torch.autograd.grad(z, leaves, dz)
+    return grads if bias is not None else (*grads, None)
+
+
+# --- plain, and with another weight for the input gradient ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 3, 6), (0, 6)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_finite_differences(shape: tuple[int, ...], bias: bool) -> None:
+    leaves = [normal(*shape), normal(4, 6, seed=1)] + ([normal(4, seed=2)] if bias else [])
+    assert torch.autograd.gradcheck(simulated.linear, [t.requires_grad_() for t in leaves])
+    torch.testing.assert_close(simulated.linear(*leaves), F.linear(*leaves), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_input_gradient_with_the_weight_given(bias: bool) -> None:
+    x, w, v, dz = normal(2, 3, 6), normal(4, 6, seed=1), normal(4, 6, seed=2), normal(2, 3, 4, seed=3)
+    b = normal(4, seed=4) if bias else None
+    dx, dw, db = gradients(dz, x, w, b, v)
+    torch.testing.assert_close(dx, torch.einsum("bto,oi->bti", dz, v))
+    torch.testing.assert_close(dw, torch.einsum("bto,bti->oi", dz, x))
+    assert db is None or torch.allclose(db, torch.einsum("bto->o", dz))
+    v.requires_grad_()
+    simulated.linear(x.requires_grad_(), w, b, v).sum().backward()
+    assert v.grad is None
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(simulated.linear(x, w).square().sum(), x, create_graph=True)[0].sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "geometry"),
+    [
+        ((2, 8, 9), (4, 8, 3), ([2], [1], [2], 1)),
+        ((2, 8, 7, 6), (4, 8, 3, 3), ([1, 2], [1, 0], [1, 1], 1)),
+        ((2, 8, 7, 6), (4, 4, 3, 1), ([1, 1], [2, 1], [2, 1], 2)),
+        ((1, 4, 5, 4, 6), (4, 4, 2, 1, 3), ([1, 2, 1], [0, 1, 1], [1, 1, 2], 1)),
+    ],
+)
+@pytest.mark.parametrize("bias", [True, False])
+def test_convolutions(shape: tuple[int, ...], kernel: tuple[int, ...], geometry: tuple[Any, ...], bias: bool) -> None:
+    plain = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[len(shape)]
+    x, w, v = normal(*shape).requires_grad_(), normal(*kernel, seed=1).requires_grad_(), normal(*kernel, seed=2)
+    leaves = [x, w] + ([normal(kernel[0], seed=3).requires_grad_()] if bias else [])
+    b = leaves[2] if bias else None
+    z, at_w, at_v = simulated.convolution(x, w, b, v, *geometry), plain(x, w, b, *geometry), plain(x, v, None, *geometry)
+    torch.testing.assert_close(z, at_w)
+    dz = normal(*z.shape, seed=4)
+    got, wanted = torch.autograd.grad(z, leaves, dz), torch.autograd.grad(at_w, leaves, dz, retain_graph=True)
+    torch.testing.assert_close(got[1:], wanted[1:])
+    torch.testing.assert_close(got[0], torch.autograd.grad(at_v, x, dz)[0])
+    assert not torch.allclose(got[0], wanted[0])
+
+
+# --- the estimate in the weight gradient ----------------------------------------------------------------------------------------
+
+
+def probabilities(column: list[float], n: int) -> list[float]:
+    """min(1, c |x|) with c such that they sum to n: a growing set of certain entries, the rest in proportion."""
+    size, certain = [abs(x) for x in column], set[int]()
+    while True:
+        rest = sum(s for i, s in enumerate(size) if i not in certain)
+        p = [1.0 if i in certain else (n - len(certain)) * s / rest for i, s in enumerate(size)]
+        if max(p) <= 1.0:
+            return p
+        certain |= {i for i, value in enumerate(p) if value >= 1.0}
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 4), (2, 4), (3, 4), (2, 8)])
+def test_weight_gradient_is_unbiased_with_the_variance_of_the_closed_form(n: int, m: int) -> None:
+    """With the identity as input the weight gradient is the estimate itself; equal columns of dZ are independent draws of it."""
+    draws, tokens = 5000, 2 * m
+    column = normal(tokens, seed=m) ** 3
+    dw = gradients(
+        column[:, None].expand(-1, draws), torch.eye(tokens).double(), normal(draws, tokens), None, None, Pattern(n, m)
+    )[1]
+    assert ((dw != 0).reshape(draws, 2, m).sum(2) == n).all()
+    p = torch.tensor([q for group in column.split(m) for q in probabilities(group.tolist(), n)], dtype=torch.float64)
+    variance = column**2 * (1 / p - 1)
+    assert ((dw.mean(0) - column).abs() <= 5 * (variance / draws).sqrt() + 1e-12).all()
+    assert variance.max() > 0
+    assert math.isclose(dw.var(0).sum(), variance.sum(), rel_tol=0.15)
+
+
+def test_weight_gradient_is_unbiased_for_any_input() -> None:
+    draws, x, dz, w = 2000, normal(3, 6, 5), normal(3, 6, 4, seed=1), normal(4, 5)
+    generator = torch.Generator().manual_seed(0)
+    found = torch.stack([gradients(dz, x, w, None, None, Pattern(2, 4), False, generator)[1] for _ in range(draws)])
+    exact = torch.einsum("bto,bti->oi", dz, x)
+    assert ((found.mean(0) - exact).abs() <= 5 * found.std(0) / math.sqrt(draws)).all()
+    assert (found.std(0) > 0.1).all()
+
+
+def test_the_last_tokens_are_a_group_with_zeros() -> None:
+    """Ten tokens at 2:4: of the last two, alone with zeros, nothing is left to chance."""
+    dz, eye, w = normal(10, 300), torch.eye(10).double(), normal(300, 10)
+    estimate = gradients(dz, eye, w, None, None, Pattern(2, 4))[1].T
+    torch.testing.assert_close(estimate[8:], dz[8:])
+    assert ((estimate[:8] != 0).reshape(2, 4, 300).sum(1) == 2).all()
+    dx, _, db = gradients(dz, eye, w, normal(300), None, Pattern(2, 4))
+    torch.testing.assert_close(dx, dz @ w)
+    torch.testing.assert_close(db, dz.sum(0))
+
+
+def test_random_numbers_come_from_the_generator() -> None:
+    case = normal(8, 4), normal(8, 6), normal(4, 6), None, None, Pattern(2, 4), False
+    state = torch.get_rng_state()
+    first, second = (gradients(*case, torch.Generator().manual_seed(3))[1] for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(torch.get_rng_state(), state)
+    one, other = gradients(*case)[1], gradients(*case)[1]
+    torch.set_rng_state(state)
+    assert torch.equal(gradients(*case)[1], one)
+    assert not torch.equal(one, other)
+
+
+# --- FP8 ------------------------------------------------------------------------------------------------------------------------
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """To the format's grid and back, in double precision but for torch's cast itself."""
+    scale = {E4M3: 448.0, E5M2: 57344.0}[dtype] / float(x.abs().max())
+    return (x.float() * torch.tensor(scale)).to(dtype).double() / scale
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-20, 1e15])
+def test_fp8_products_by_hand(size: float) -> None:
+    x, w, b = normal(6, 8, dtype=torch.float32) * size, normal(5, 8, seed=1).float(), normal(5, seed=2).float() * size
+    dz = normal(6, 5, seed=3, dtype=torch.float32)
+    z = simulated.linear(x, w, b, fp8=True)
+    torch.testing.assert_close(z.double(), rounded(x, E4M3) @ rounded(w, E4M3).T + b.double(), rtol=1e-5, atol=1e-5 * size)
+    dx, dw, db = gradients(dz, x, w, b, None, None, True)
+    torch.testing.assert_close(dx.double(), rounded(dz, E5M2) @ rounded(w, E5M2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dw.double(), rounded(dz, E5M2).T @ rounded(x, E5M2), rtol=1e-5, atol=1e-5 * size)
+    torch.testing.assert_close(db, dz.sum(0), rtol=0, atol=0)
+    assert z.dtype == dx.dtype == dw.dtype == torch.float32
+
+
+def test_fp8_error_is_within_half_a_unit_in_the_last_place() -> None:
+    """e4m3 has 3 bits behind the point and steps of 2^-9 near zero, e5m2 2 bits and 2^-16."""
+    x, w, dz = normal(6, 8, dtype=torch.float32), normal(5, 8, seed=1).float(), normal(6, 5, seed=2).float()
+
+    def off(t: Tensor, u: float, step: float, top: float) -> Tensor:
+        return torch.maximum(t.abs() * u, step / 2 * t.abs().max() / top)
+
+    def bound(a: Tensor, b: Tensor, *grid: float) -> Tensor:
+        da, db = off(a, *grid), off(b, *grid)
+        return da @ b.abs() + a.abs() @ db + da @ db + 1e-5
+
+    z = simulated.linear(x, w, fp8=True)
+    error = (z - x @ w.T).abs()
+    assert (error <= bound(x, w.T, 2**-4, 2**-9, 448)).all()
+    assert error.max() > 1e-3
+    dx, dw, _ = gradients(dz, x, w, None, None, None, True)
+    assert ((dx - dz @ w).abs() <= bound(dz, w, 2**-3, 2**-16, 57344)).all()
+    assert ((dw - dz.T @ x).abs() <= bound(dz.T, x, 2**-3, 2**-16, 57344)).all()
+
+
+def test_estimate_first_then_the_cast() -> None:
+    dz, eye, w = normal(8, 50, dtype=torch.float32), torch.eye(8), normal(50, 8).float()
+    pattern, seed = Pattern(1, 4), torch.Generator().manual_seed
+    estimate = nmrun.sparsity.mvue(dz, pattern, 0, seed(1))
+    assert estimate.abs().max() > 1.5 * dz.abs().max()
+    dx, dw, _ = gradients(dz, eye, w, None, None, pattern, True, seed(1))
+    torch.testing.assert_close(dw.T.double(), rounded(estimate, E5M2))
+    torch.testing.assert_close(dx.double(), rounded(dz, E5M2) @ rounded(w, E5M2), rtol=1e-5, atol=1e-5)
+
+
+def test_fp8_of_zeros_and_extremes_is_finite() -> None:
+    for dtype in (E4M3, E5M2):
+        values, scale = simulated.quantize(torch.zeros(3, 4), dtype)
+        assert (values.float() == 0).all()
+        assert scale == 1
+        for x in (torch.tensor([1e-45, 0.0]), torch.tensor([3.4e38, -1.0]), torch.tensor([1e-38, -1e-40])):
+            values, scale = simulated.quantize(x, dtype)
+            assert values.float().isfinite().all()
+            assert math.isfinite(scale)
+            assert scale > 0
+        values, scale = simulated.quantize(torch.tensor([1.0, math.inf]), dtype)
+        assert values.float().isnan().any()
+    zeros = torch.zeros(4, 8)
+    for case in (
+        (zeros, zeros[:, :8], zeros),
+        (zeros[:, :4], normal(4, 8).float(), zeros),
+        (normal(4, 4).float(), zeros, zeros),
+    ):
+        dz, x, w = case[0][:, :4], case[1], case[2]
+        assert (simulated.linear(x, w, fp8=True) == 0).all()
+        for gradient in gradients(dz, x, w, torch.zeros(4), None, Pattern(2, 4), True):
+            assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("backward_too", [False, True])
+def test_autocast_casts_as_linear_does(fp8: bool, backward_too: bool) -> None:
+    x, w, b = (normal(*s, dtype=torch.float32).requires_grad_() for s in ((6, 8), (4, 8), (4,)))
+    v, low = normal(4, 8, seed=5, dtype=torch.float32), torch.bfloat16
+    dz = normal(6, 4, seed=6).to(low)
+    with torch.autocast("cpu", low):
+        z, plain = simulated.linear(x, w, b, v, fp8=fp8), F.linear(x, w, b)
+        grads = torch.autograd.grad(z, (x, w, b), dz) if backward_too else None
+    grads = grads or torch.autograd.grad(z, (x, w, b), dz)
+    assert z.dtype == plain.dtype == low
+    assert {g.dtype for g in grads} == {torch.float32}
+    round_to, back = (rounded, rounded) if fp8 else (lambda t, _: t.double(), lambda t, _: t.double())
+    by_hand = round_to(x.detach().to(low), E4M3) @ round_to(w.detach().to(low), E4M3).T + b.detach().to(low).double()
+    torch.testing.assert_close(z.double(), by_hand, rtol=2**-8, atol=2**-8)
+    torch.testing.assert_close(grads[0].double(), back(dz, E5M2) @ back(v.to(low), E5M2), rtol=2**-8, atol=2**-8)
+    torch.testing.assert_close(grads[1].double(), back(dz, E5M2).T @ back(x.detach().to(low), E5M2), rtol=2**-8, atol=2**-8)
+    doubles = x.detach().double(), w.detach().double()
+    with torch.autocast("cpu", low):  # which leaves double precision alone
+        torch.testing.assert_close(simulated.linear(*doubles), F.linear(*doubles), rtol=0, atol=0)
+
+
+# --- on layers ------------------------------------------------------------------------------------------------------------------
+
+
+def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4, bias=False)).to(dtype)
+
+
+def sparsify(model: nn.Module, recipe: str = "ste", **options: Any) -> tuple[torch.optim.Optimizer, nmrun.Handle]:
+    optimizer = nmrun.optim.Adam(model.parameters(), lr=0.01)
+    return optimizer, nmrun.sparsify(model, optimizer, recipe, "2:4", total_steps=8, **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.randn(6, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def grads_of(model: nn.Module, x: Tensor, seed: int = 0) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    model(x).square().sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("recipe", ["ste", "s_ste"])
+def test_a_layer_computes_so_by_hand(recipe: str) -> None:
+    """Both layers by hand: the projected weight in all three products, the gradient straight through to the dense weight."""
+    model, x = mlp(), normal(6, 8, dtype=torch.float32)
+    _, handle = sparsify(model, recipe, mvue="2:4", fp8=True)
+    first, last = (w.weight.clone() for w in handle.sparse)
+    seed = torch.Generator().manual_seed(9)
+    hidden = (rounded(x, E4M3) @ rounded(first, E4M3).T).float() + model[0].bias.detach()
+    used = hidden.relu()
+    out = (rounded(used, E4M3) @ rounded(last, E4M3).T).float()
+    dz = 2 * out
+    estimate = nmrun.sparsity.mvue(F.pad(dz, (0, 0, 0, 2)), "2:4", 0, seed)[:6]
+    d_last = rounded(estimate, E5M2).T @ rounded(used, E5M2)
+    dz = (rounded(dz, E5M2) @ rounded(last, E5M2)).float() * (hidden > 0)
+    estimate = nmrun.sparsity.mvue(F.pad(dz, (0, 0, 0, 2)), "2:4", 0, seed)[:6]
+    d_first = rounded(estimate, E5M2).T @ rounded(x, E5M2)
+    torch.manual_seed(9)
+    z = model(x)
+    torch.testing.assert_close(z, out, rtol=1e-5, atol=1e-5)
+    z.square().sum().backward()
+    torch.testing.assert_close(handle.sparse[1].dense.grad, d_last.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(handle.sparse[0].dense.grad, d_first.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model[0].bias.grad, dz.sum(0), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("recipe", "hyper"), [("step", {"switch": 0.5}), ("asp", {})])
+def test_evaluation_and_dense_phases_are_as_they_were(recipe: str, hyper: dict[str, Any], options: dict[str, Any]) -> None:
+    model, plain = mlp(), mlp()
+    (optimizer, handle), (other, plain_handle) = sparsify(model, recipe, **hyper, **options), sparsify(plain, recipe, **hyper)
+    x = normal(6, 8, dtype=torch.float32)
+    for step in range(8):
+        torch.manual_seed(step)
+        train(model, optimizer, 1)
+        torch.manual_seed(step)
+        train(plain, other, 1)
+        same = all(map(torch.equal, model.parameters(), plain.parameters()))
+        assert same == (step < 4), step
+    assert handle.phase == plain_handle.phase == "sparse"
+    plain.load_state_dict(model.state_dict())
+    assert torch.equal(model.eval()(x), plain.eval()(x))
+    exact, got = grads_of(plain, x), grads_of(model, x)
+    assert all(torch.equal(got[name], exact[name]) for name in exact)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_copy_has_its_own_and_finalize_takes_it_away(options: dict[str, Any]) -> None:
+    model, x = mlp(), normal(6, 8, dtype=torch.float32)
+    optimizer, handle = sparsify(model, **options)
+    twin = copy.deepcopy(model)
+    assert twin[0].forward.__self__ is twin[0]
+    before = grads_of(twin, x)
+    train(model, optimizer, 2)
+    assert all(torch.equal(before[name], g) for name, g in grads_of(twin, x).items())
+    handle.finalize(twin)
+    assert "forward" not in vars(twin[0])
+    assert "forward" in vars(model[0])
+    z = model(x)
+    handle.finalize()
+    plain = mlp()
+    plain.load_state_dict(model.state_dict())
+    for module in (*model, *twin):
+        assert "forward" not in vars(module)
+    assert (type(model[0]), list(model.state_dict())) == (nn.Linear, list(plain.state_dict()))
+    assert torch.equal(model(x), plain(x))
+    assert ("fp8" in options) != torch.equal(z, plain(x))
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_resumed_from_a_state_with_the_generators(options: dict[str, Any]) -> None:
+    alone = mlp()
+    optimizer, _ = sparsify(alone, **options)
+    torch.manual_seed(5)
+    train(alone, optimizer, 6)
+    model = mlp()
+    optimizer, handle = sparsify(model, **options)
+    torch.manual_seed(5)
+    train(model, optimizer, 3)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict())), torch.get_rng_state()
+    other = mlp()
+    optimizer, handle = sparsify(other, **options)
+    train(other, optimizer, 1)
+    for part, state in zip((other, optimizer, handle), saved[0], strict=True):
+        part.load_state_dict(state)
+    torch.set_rng_state(saved[1])
+    train(other, optimizer, 3)
+    assert all(map(torch.equal, other.parameters(), alone.parameters()))
+
+
+class Conv1D(nn.Module):
+    """As in Hugging Face's GPT-2: the weight is stored (in, out)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight, self.bias = nn.Parameter(normal(nx, nf).float()), nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+
+
+def test_weights_stored_the_other_way_round() -> None:
+    model = nn.Sequential(Conv1D(5, 8))
+    sparsify(model, fp8=True, mvue="2:4")
+    x = normal(2, 4, 8, dtype=torch.float32).requires_grad_()
+    used = attached(model)[0].weight
+    assert ((used != 0).reshape(2, 4, 5).sum(1) == 2).all()
+    z = model(x)
+    torch.testing.assert_close(z.double(), rounded(x.detach(), E4M3) @ rounded(used, E4M3), rtol=1e-5, atol=1e-5)
+    dz = normal(2, 4, 5, seed=1, dtype=torch.float32)
+    torch.manual_seed(2)
+    z.backward(dz)
+    estimate = nmrun.sparsity.mvue(dz.reshape(8, 5), "2:4", 0, torch.Generator().manual_seed(2))
+    wanted = rounded(x.detach().reshape(8, 8), E5M2).T @ rounded(estimate, E5M2)
+    torch.testing.assert_close(attached(model)[0].dense.grad.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(x.grad.double(), rounded(dz, E5M2) @ rounded(used, E5M2).T, rtol=1e-5, atol=1e-5)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_what_is_no_plain_linear_layer_is_named_and_left_alone() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.scaled = nn.MultiheadAttention(8, 2, batch_first=True), Scaled(8, 8)
+            self.conv, self.fc, self.patched = nn.Conv1d(8, 8, 1), nn.Linear(8, 8), nn.Linear(8, 8)
+            self.patched.forward = lambda x: -F.linear(x, self.patched.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.scaled(self.attention(x, x, x)[0])
+            return self.patched(self.fc(self.conv(x.mT).mT))
+
+    torch.manual_seed(0)
+    model, x = Net(), normal(2, 4, 8, dtype=torch.float32)
+    plain = copy.deepcopy(model)
+    plain.patched.forward = lambda x: -F.linear(x, plain.patched.weight)
+    _, handle = sparsify(model, mvue="1:4")
+    sparsify(plain)
+    (event,) = handle.pop_events()
+    left = "attention.in_proj_weight, attention.out_proj.weight, scaled.weight, conv.weight, patched.weight"
+    assert event == f"mvue and fp8 do not apply to {left}: not linear layers that are called"
+    torch.testing.assert_close(model(x), plain(x))
+    got, exact = grads_of(model, x), grads_of(plain, x)
+    assert [name for name in exact if not torch.allclose(got[name], exact[name])] == ["fc.parametrizations.weight.original"]
+    handle.finalize()
+    assert "forward" in vars(model.patched)
+
+
+def test_a_model_without_sparse_linear_layers_is_refused_and_left_as_it_was() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3))
+    with pytest.raises(ConfigError, match=r"mvue and fp8 are for sparse linear layers; the sparse ones here are 0\.weight"):
+        sparsify(model, fp8=True)
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+    with pytest.raises(ValueError, match="4:2 is not an N:M pattern"):
+        sparsify(mlp(), mvue="4:2")
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_compiled_in_one_graph(options: dict[str, Any], precision: torch.dtype) -> None:
+    """aot_eager compiles the backward pass too, and draws the same random numbers as without compilation."""
+    torch._dynamo.reset()
+    model, eager = mlp(), mlp()
+    (optimizer, _), (eager_optimizer, _) = sparsify(model, **options), sparsify(eager, **options)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for step in range(3):
+        for net, update in ((compiled, optimizer), (eager, eager_optimizer)):
+            torch.manual_seed(step)
+            with torch.autocast("cpu", precision, enabled=precision != torch.float32):
+                loss = net(normal(6, 8, seed=step, dtype=torch.float32)).square().mean()
+            loss.backward()
+            update.step()
+            update.zero_grad()
+        torch.testing.assert_close(list(model.parameters()), list(eager.parameters()))
+
+
+# --- on the command line --------------------------------------------------------------------------------------------------------
+
+
+def test_config_keys(tmp_path: Any) -> None:
+    mlps = ("model=mlp", "model.hidden=[16,16,16]", "recipe=s_ste")
+    plain, both = config(tmp_path, *mlps), config(tmp_path, *mlps, "trainer.mvue=2of4", "trainer.fp8=true")
+    assert both.trainer["mvue"] == "2:4"
+    assert identity(both) == identity(config(tmp_path, *mlps, "trainer.mvue=2:4", "trainer.fp8=true")) != identity(plain)
+    parts = build.build(both)
+    assert plan.lines(both, parts)  # which counts FLOPs on the meta device
+    batch = parts.task.micro_batches(0, 0, 1)[0]
+    parts.task.loss(parts.model, batch).backward()
+    installed = [w.module for w in parts.handle.sparse]
+    assert installed
+    assert all(module.forward.__module__ == "nmrun.products.simulated" for module in installed)
+    with pytest.raises(ConfigError, match=r"trainer.mvue=4:2: it takes an N:M pattern such as 2:4 .*or null"):
+        config(tmp_path, *mlps, "trainer.mvue=4:2")
+    with pytest.raises(ConfigError, match=r"trainer\.fp8=1: it takes true or false"):
+        config(tmp_path, *mlps, "trainer.fp8=1")
+    with pytest.raises(ConfigError, match="mvue and fp8 are for sparse linear layers"):
+        build.build(config(tmp_path, "trainer.fp8=true"))

@@ -1,0 +1,350 @@
+"""Bi-Mask against the paper's steps by hand: the second mask, the search for the order of the outputs, whole trajectories."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import DECAY, LR, SPARSE, TOTAL, Reference, Weights, data, mask_of, pruned
+from runs import config
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+
+import nmrun
+from nmrun.config.identity import run_folder
+from nmrun.handle import Handle
+from nmrun.sparsity.weight import attached
+from nmrun.train import runner
+
+UPDATES = {
+    "sgd": lambda p, wd: torch.optim.SGD(p, LR, momentum=0.9, weight_decay=wd),
+    "adam": lambda p, wd: nmrun.optim.Adam(p, LR, weight_decay=wd),
+    "adamw": lambda p, wd: nmrun.optim.AdamW(p, LR, weight_decay=wd),
+}
+
+
+def net(dtype: torch.dtype = torch.float64, seed: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(dtype)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.5)
+    return model
+
+
+def sparsify(model: nn.Module, pattern: str = "2:4", lr: float = 0.05, **options: Any) -> tuple[torch.optim.Optimizer, Handle]:
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    return optimizer, nmrun.sparsify(model, optimizer, "bi_mask", pattern, **options)
+
+
+def used(model: nn.Sequential) -> Weights:
+    return [t.detach().clone() for layer in (model[0], model[2]) for t in (layer.weight, layer.bias)]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, steps: range) -> None:
+    for t in steps:
+        for x, y in batches(t):
+            (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# --- the second mask ------------------------------------------------------------------------------------------------------------
+
+
+def test_four_by_four_by_hand() -> None:
+    """One group of outputs, so their order does not matter but for ties: 4 and -4 tie, and 5 goes before both."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[4.0, 3, 1, 2], [-4.5, 1, 3, 2], [5, -2, 1, 3], [1, 2, -6, 3]]))
+    sparsify(model)
+    x = torch.ones(1, 4, requires_grad=True)
+    z = model(x)
+    assert z.tolist() == [[7.0, -1.5, 8.0, -3.0]]  # 4 + 3, -4.5 + 3, 5 + 3, -6 + 3
+    for output, row in enumerate([[0.0, 3, 0, 0], [-4.5, 0, 3, 0], [5, 0, 0, 3], [0, 0, -6, 3]]):
+        assert torch.autograd.grad(z[0, output], x, retain_graph=True)[0].tolist() == [row]
+    z[0, 0].backward()
+    assert attached(model)[0].dense.grad.tolist() == [[1.0] * 4, *[[0.0] * 4] * 3]  # the weight gradient is dense
+
+
+def second_mask(forward: Tensor, order: list[int], n: int, m: int) -> Tensor:
+    """Entry by entry, for a matrix (outputs, columns): within m outputs that follow each other in ``order``, the n largest."""
+    kept = torch.zeros_like(forward, dtype=torch.bool)
+    for start, column in itertools.product(range(0, len(order), m), range(forward.shape[1])):
+        group = [row for row in order[start : start + m] if row < len(forward)]
+        largest = sorted(group, key=lambda row: -abs(float(forward[row, column])))[:n]
+        kept[largest, column] = forward[largest, column] != 0
+    return kept
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(16, 8), (5, 16)),
+    "outputs that fill no group": (lambda: nn.Linear(16, 10), (5, 16)),
+    "fewer outputs than a group": (lambda: nn.Linear(16, 3), (5, 16)),
+    "conv1d": (lambda: nn.Conv1d(8, 8, 3, stride=2, padding=1), (2, 8, 9)),
+    "conv2d": (lambda: nn.Conv2d(8, 12, 3, stride=2, dilation=(1, 2), bias=False), (2, 8, 9, 9)),
+    "without a batch": (lambda: nn.Conv2d(8, 6, 3, padding=1), (8, 5, 5)),
+    "same": (lambda: nn.Conv2d(8, 6, (2, 3), padding="same"), (2, 8, 5, 5)),
+    "circular": (lambda: nn.Conv2d(8, 6, 3, padding=1, padding_mode="circular"), (2, 8, 5, 5)),
+    "conv3d": (lambda: nn.Conv3d(8, 8, 2), (1, 8, 3, 3, 3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+@pytest.mark.parametrize("pattern", ["1:4", "2:4", "2:8"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_input_gradient_of_every_layer(layer: str, pattern: str) -> None:
+    """The input gradient is that of a plain layer with the weight masked twice; weight and bias gradients are SR-STE's."""
+    make, shape = LAYERS[layer]
+    torch.manual_seed(0)
+    model, n, m = nn.Sequential(make().double()), *map(int, pattern.split(":"))
+    forward, backward = copy.deepcopy(model), copy.deepcopy(model)
+    sparsify(model, pattern)
+    (weight,) = attached(model)
+    order = weight.projection.permutation.tolist()
+    outputs = weight.shape[0]
+    assert sorted(order) == list(range(-(-outputs // m) * m))
+    matrix = weight.weight.flatten(1)
+    kept = second_mask(matrix, order, n, m).reshape(weight.shape)
+    assert (kept <= (weight.weight != 0)).all()
+    assert kept.sum() < (weight.weight != 0).sum() or outputs == 3
+    forward[0].weight.data.copy_(weight.weight)
+    backward[0].weight.data.copy_(weight.weight * kept)
+
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    z, at_forward, at_backward = model(x), forward(x), backward(x)
+    dz = torch.randn_like(z)
+    torch.testing.assert_close(z, at_forward)
+    torch.testing.assert_close(torch.autograd.grad(z, x, dz, retain_graph=True), torch.autograd.grad(at_backward, x, dz))
+    z.backward(dz)
+    at_forward.backward(dz)
+    torch.testing.assert_close(weight.dense.grad, forward[0].weight.grad)
+    if forward[0].bias is not None:
+        torch.testing.assert_close(model[0].bias.grad, forward[0].bias.grad)
+    exact = torch.autograd.grad(forward(x), x, dz)[0]
+    assert torch.equal(torch.autograd.grad(model.eval()(x), x, dz)[0], exact)  # evaluation has no reason to prune it
+
+
+def test_without_sparsity_it_is_exact() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    plain = copy.deepcopy(model)
+    sparsify(model, "4:4")
+    x = torch.randn(3, 8, requires_grad=True)
+    assert torch.equal(*(torch.autograd.grad(m(x).square().sum(), x)[0] for m in (model, plain)))
+
+
+# --- the search -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layer", "pattern"), [("linear", "2:4"), ("conv2d", "1:4"), ("outputs that fill no group", "2:8")])
+def test_the_best_of_the_candidates_is_taken(layer: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[int]] = []
+    randperm = torch.randperm
+    monkeypatch.setattr(torch, "randperm", lambda *a, **k: (drawn.append((p := randperm(*a, **k)).tolist()), p)[1])
+    torch.manual_seed(1)
+    model, n, m = nn.Sequential(LAYERS[layer][0]()), *map(int, pattern.split(":"))
+    state = torch.get_rng_state()
+    sparsify(model, pattern, candidates=20)
+    assert torch.equal(torch.get_rng_state(), state)  # the run's own random numbers are not touched
+    (weight,) = attached(model)
+    kept = [int(second_mask(weight.weight.flatten(1), order, n, m).sum()) for order in drawn]
+    assert len(drawn) == 20
+    assert len(set(kept)) > 1
+    assert weight.projection.permutation.tolist() == drawn[kept.index(max(kept))]
+    assert int((weight.projection.input_weight != 0).sum()) == max(kept)
+
+
+def test_searched_every_interval_and_the_mask_follows_the_weight_between() -> None:
+    model = net()
+    optimizer, handle = sparsify(model, interval=3, candidates=5)
+    batches, orders = data(1), [[w.projection.permutation.tolist() for w in handle.sparse]]
+    for t in range(8):
+        train(model, optimizer, batches, range(t, t + 1))
+        orders.append([w.projection.permutation.tolist() for w in handle.sparse])
+        for weight, order in zip(handle.sparse, orders[-1], strict=True):
+            wanted = weight.weight * second_mask(weight.weight, order, 2, 4)
+            assert torch.equal(weight.projection.input_weight, wanted)
+    changed = [a[0] != b[0] for a, b in itertools.pairwise(orders)]
+    assert changed == [False, False, True, False, False, True, False, False]
+    again = net()
+    _, other = sparsify(again, interval=3, candidates=5)
+    assert [w.projection.permutation.tolist() for w in other.sparse] == orders[0]
+
+
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_resumed_with_the_same_bits(at: int) -> None:
+    alone, batches = net(torch.float32), data(2, torch.float32)
+    optimizer, _ = sparsify(alone, interval=3, candidates=5)
+    train(alone, optimizer, batches, range(8))
+    model = net(torch.float32)
+    optimizer, handle = sparsify(model, interval=3, candidates=5)
+    train(model, optimizer, batches, range(at))
+    saved = copy.deepcopy([part.state_dict() for part in (model, optimizer, handle)])
+    other = net(torch.float32, seed=4)
+    optimizer, handle = sparsify(other, interval=3, candidates=5)
+    for part, state in zip((other, optimizer, handle), saved, strict=True):
+        part.load_state_dict(state)
+    assert not any("input_weight" in key for key in saved[0])
+    train(other, optimizer, batches, range(at, 8))
+    assert all(map(torch.equal, used(other), used(alone)))
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------------------------
+
+
+class BiMaskReference(Reference):
+    """SR-STE with the gradients by the chain rule, in which the last layer passes the gradient on by another weight."""
+
+    def gradients(self, x: Tensor, y: Tensor, order: list[int]) -> Weights:
+        w = self.forward
+        hidden = torch.tanh(x @ w[0].T + w[1])
+        dz = 2 * (hidden @ w[2].T + w[3] - y) / y.numel()
+        dh = dz @ (w[2] * second_mask(w[2], order, 2, 4)) * (1 - hidden**2)
+        return [dh.T @ x, dh.sum(0), dz.T @ hidden, dz.sum(0)]
+
+    def step_with(self, batches: list[tuple[Tensor, Tensor]], order: list[int], clip: float | None) -> None:
+        of_batches = [self.gradients(x, y, order) for x, y in batches]
+        grads = [torch.stack(g).mean(0) for g in zip(*of_batches, strict=True)]
+        if clip is not None:
+            norm = sum(float(g.square().sum()) for g in grads) ** 0.5
+            grads = [g * min(1.0, clip / (norm + 1e-6)) for g in grads]
+        for i in SPARSE:
+            grads[i] = grads[i] + DECAY * pruned(self.weights[i])
+        self.t += 1
+        for i, g in enumerate(grads):
+            self._update(i, g)
+
+
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (3, None), (3, 0.05)])
+@pytest.mark.parametrize("wd", [0.0, 0.2])
+@pytest.mark.parametrize("update", UPDATES)
+def test_trajectory(update: str, wd: float, accumulate: int, clip: float | None) -> None:
+    model = net()
+    reference = BiMaskReference("sr_ste", update, used(model), wd)
+    optimizer = UPDATES[update](model.parameters(), wd)
+    handle = nmrun.sparsify(model, optimizer, "bi_mask", "2:4", TOTAL, decay=DECAY, interval=4, candidates=3)
+    batches = data(accumulate)
+    for t in range(TOTAL):
+        assert (handle.phase, handle.is_sparse) == ("sparse", True)
+        order = handle.sparse[1].projection.permutation.tolist()
+        for x, y in batches(t):
+            ((model(x) - y).square().mean() / accumulate).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step_with(batches(t), order, clip)
+        torch.testing.assert_close(used(model), reference.forward, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}")
+    handle.finalize()
+    torch.testing.assert_close(used(model), reference.forward, rtol=1e-9, atol=1e-12)
+    assert [type(layer) for layer in model] == [nn.Linear, nn.Tanh, nn.Linear]
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert all("forward" not in vars(layer) for layer in model)
+
+
+def test_a_copy_is_on_its_own() -> None:
+    model, batches = net(), data(1)
+    optimizer, handle = sparsify(model, interval=3)
+    train(model, optimizer, batches, range(2))
+    twin = copy.deepcopy(model)
+    x = batches(0)[0][0].clone().requires_grad_()
+    before = torch.autograd.grad(twin(x).sum(), x)[0]
+    train(model, optimizer, batches, range(2, 5))
+    assert torch.equal(torch.autograd.grad(twin(x).sum(), x)[0], before)
+    assert not torch.equal(torch.autograd.grad(model(x).sum(), x)[0], before)
+    with torch.no_grad():
+        attached(twin)[0].dense.mul_(2.0)
+    twin(x)
+    weight = attached(twin)[0]
+    wanted = weight.weight * second_mask(weight.weight, weight.projection.permutation.tolist(), 2, 4)
+    assert torch.equal(weight.projection.input_weight, wanted)
+    assert torch.equal(weight.weight != 0, mask_of(weight.dense))
+    handle.finalize(twin)
+    assert list(twin.state_dict()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    train(model, optimizer, batches, range(5, 8))
+
+
+def test_what_keeps_the_exact_input_gradient_is_told() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.conv = nn.MultiheadAttention(8, 2, batch_first=True), nn.Conv1d(8, 8, 1, groups=2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.conv(self.attention(x, x, x)[0].mT)
+
+    torch.manual_seed(0)
+    model = Net()
+    _, handle = sparsify(model)
+    names = "conv.weight, attention.in_proj_weight, attention.out_proj.weight"
+    assert handle.pop_events() == [f"Bi-Mask leaves the input gradient exact at {names}"]
+    plain = copy.deepcopy(model)
+    handle.finalize(plain)
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    torch.testing.assert_close(*(torch.autograd.grad(m(x).square().sum(), x)[0] for m in (model, plain)))
+
+
+def test_with_estimates_and_fp8_besides() -> None:
+    """The estimate is for the weight gradient, the second mask for the input gradient: both hold at once."""
+    model = net(torch.float32)
+    _, handle = sparsify(model, mvue="1:4")
+    x, dz = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
+    torch.manual_seed(1)
+    model[0](x).backward(dz)
+    torch.manual_seed(1)
+    torch.testing.assert_close(handle.sparse[0].dense.grad, nmrun.sparsity.mvue(dz, "1:4", 0).T @ x)
+    torch.testing.assert_close(x.grad, dz @ handle.sparse[0].projection.input_weight)
+
+
+@pytest.mark.parametrize("convolution", [False, True])
+def test_compiled_in_one_graph(convolution: bool) -> None:
+    torch._dynamo.reset()
+    compiles: list[int] = []
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv1d(8, 8, 1), nn.Tanh(), nn.Conv1d(8, 4, 1)) if convolution else net(torch.float32)
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        compiles.append(1)
+        return aot_eager(graph, inputs)
+
+    model, eager = make(), make()
+    (optimizer, _), (eager_optimizer, _) = sparsify(model, interval=2), sparsify(eager, interval=2)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for step in range(5):
+        torch.manual_seed(step)
+        x = torch.randn(3, 8, 6).requires_grad_() if convolution else torch.randn(3, 8).requires_grad_()
+        grads = []
+        for run, update in ((compiled, optimizer), (eager, eager_optimizer)):
+            x.grad = None
+            run(x).square().sum().backward()
+            grads.append(x.grad.clone())
+            update.step()
+            update.zero_grad()
+        torch.testing.assert_close(*grads)
+        torch.testing.assert_close(list(model.parameters()), list(eager.parameters()))
+    assert len(compiles) == 1
+
+
+@pytest.mark.parametrize(
+    ("hyper", "message"),
+    [
+        ({"decay": -1.0}, "decay=-1.0 must be 0 or more"),
+        ({"interval": 0}, "interval=0 and candidates=100 1 or more"),
+        ({"candidates": 0}, "interval=100 and candidates=0 1 or more"),
+    ],
+)
+def test_values_out_of_range(hyper: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sparsify(net(), **hyper)
+
+
+def test_a_run_of_the_command_line(tmp_path: Path) -> None:
+    made = config(tmp_path, "recipe=bi_mask", "recipe.interval=5", "recipe.candidates=3")
+    result = runner.run(made, run_folder(made))
+    assert result["status"] == "finished"
+    assert [layer["holds"] for layer in result["sparsity"]["layers"]] == [True, True]

@@ -1,0 +1,224 @@
+"""Masks that stay for a while: STE with an interval, RNM-TD3's gradient, and T-SR-STE, against loops written by hand."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from reference import LR, TOTAL, ByHand, data, top
+from test_recipes import Net
+from torch import Tensor, nn
+
+import nmrun
+
+
+def follow(recipe: str, hand: ByHand, **hyperparameters: Any) -> nn.Module:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **hyperparameters)
+    batches = data(2)
+    for t in range(TOTAL):
+        torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}")
+        for x, y in batches(t):
+            ((model(x) - y).square().mean() / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        hand.step(batches(t))
+    handle.finalize()
+    torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12)
+    return model
+
+
+def best_block(w: Tensor) -> Tensor:
+    """The 4 x 4 block mask with rows and columns of two that keeps the most, by trying all choices of rows."""
+    rows = [r for r in itertools.product((0, 1), repeat=4) if sum(r) == 2]
+    choices = [torch.tensor(c, dtype=w.dtype) for c in itertools.product(rows, repeat=4)]
+    valid = [c for c in choices if (c.sum(0) == 2).all()]
+    return max(valid, key=lambda c: float((c * w.abs()).sum()))
+
+
+def transposable(w: Tensor) -> Tensor:
+    mask = torch.zeros_like(w)
+    for r, c in itertools.product(range(0, w.shape[0], 4), range(0, w.shape[1], 4)):
+        mask[r : r + 4, c : c + 4] = best_block(w[r : r + 4, c : c + 4])
+    return mask
+
+
+class Held:
+    """Masks found at step 0 and every ``interval`` steps, kept in between."""
+
+    def __init__(self, find: Any, interval: int) -> None:
+        self.find, self.interval, self.masks = find, interval, {}
+
+    def __call__(self, t: int, i: int, w: Tensor) -> Tensor:
+        if (i, t // self.interval) not in self.masks:
+            assert t % self.interval == 0
+            self.masks[i, t // self.interval] = self.find(w)
+        return self.masks[i, t // self.interval]
+
+
+@pytest.mark.parametrize("gradient", ["ste", "masked"])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_ste(interval: int, gradient: str) -> None:
+    mask = Held(lambda w: top(w, 2, 4), interval)
+    edit = lambda t, i, w, g: g * mask(t, i, w) if gradient == "masked" else g  # noqa: E731
+    model = follow("ste", ByHand(Net().used, lambda t, i, w: w * mask(t, i, w), edit), interval=interval, gradient=gradient)
+    nmrun.sparsity.check_nm(model, "2:4")
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_t_sr_ste(interval: int) -> None:
+    mask = Held(transposable, interval)
+
+    def edit(t: int, i: int, w: Tensor, g: Tensor) -> Tensor:
+        return g + 0.3 * (1 - mask(t, i, w)) * w
+
+    model = follow("t_sr_ste", ByHand(Net().used, lambda t, i, w: w * mask(t, i, w), edit), interval=interval, decay=0.3)
+    nmrun.sparsity.check_nm(model, "2:4")
+    for layer in (model[0], model[2]):
+        nmrun.sparsity.check_nm(layer.weight.detach().T, "2:4")  # along the outputs too
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hyperparameters"),
+    [
+        ("ste", {}),
+        ("ste", {"interval": 3}),
+        ("ste", {"interval": 3, "gradient": "masked"}),
+        ("sr_ste", {"decay": 0.3}),
+        ("asp", {}),
+    ],
+    ids=str,
+)
+def test_transposable_masks_for_recipes_that_keep_the_largest(recipe: str, hyperparameters: dict[str, Any]) -> None:
+    mask, pruned_at = Held(transposable, hyperparameters.get("interval", 1)), TOTAL // 2
+    fixed = Held(transposable, TOTAL + 1)
+
+    def forward(t: int, i: int, w: Tensor) -> Tensor:
+        if recipe == "asp":
+            return w if t < pruned_at else w * fixed(0, i, w)
+        return w * mask(t, i, w)
+
+    def edit(t: int, i: int, w: Tensor, g: Tensor) -> Tensor:
+        if recipe == "asp":
+            return g if t < pruned_at else g * fixed(0, i, w)
+        return (
+            g * mask(t, i, w)
+            if "gradient" in hyperparameters
+            else g + hyperparameters.get("decay", 0) * (1 - mask(t, i, w)) * w
+        )
+
+    hand = ByHand(Net().used, forward, edit)
+    model = follow(recipe, hand, input_gradient="transposable", **hyperparameters)
+    for layer in (model[0], model[2]):
+        nmrun.sparsity.check_nm(layer.weight.detach(), "2:4")
+        nmrun.sparsity.check_nm(layer.weight.detach().T, "2:4")
+
+
+def test_step_learns_transposable_masks() -> None:
+    model = Net()
+    optimizer = nmrun.optim.Adam(model.parameters(), LR)
+    handle = nmrun.sparsify(model, optimizer, "step", "2:4", 6, switch=0.5, input_gradient="transposable")
+    for t in range(6):
+        assert handle.recipe.densities(handle.sparse[0].pattern, t, hardware=True)[:2] == ((1.0, 1.0), (0.5, 0.5))[t >= 3]
+        for w in handle.sparse:
+            assert torch.equal(w.weight, w.dense * transposable(w.dense.detach()) if t >= 3 else w.dense)
+            assert torch.equal(nmrun.sparsity.metrics.mask_of(w), transposable(w.dense.detach()).bool())
+        model(data(1)(t)[0][0]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("recipe", ["s_ste", "bi_mask", "mdgf_linear", "lbc", "maskllm"])
+def test_who_has_masks_of_its_own_keeps_them(recipe: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    optimizer = nmrun.optim.Adam(model.parameters())
+    with pytest.raises(
+        ValueError, match=rf"^{recipe} has masks of its own: transposable ones are for .*\(asp, sr_ste, ste, step, t_sr_ste\)"
+    ):
+        nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient="transposable")
+    assert not nmrun.sparsity.weight.attached(model)
+    with pytest.raises(ValueError, match="input_gradient='dense': it takes exact, transposable, double_prune"):
+        nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient="dense")
+
+
+def test_the_dense_end_is_dense_and_not_called_sparse() -> None:
+    mask = Held(transposable, 40)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    handle = nmrun.sparsify(model, optimizer, "t_sr_ste", "2:4", 6, dense_end=0.5, decay=0.3)
+    hand = ByHand(
+        Net().used,
+        lambda t, i, w: w * mask(0, i, w) if t < 3 else w,
+        lambda t, i, w, g: g + 0.3 * (1 - mask(0, i, w)) * w if t < 3 else g,
+    )
+    batches = data(1)
+    for t in range(6):
+        assert handle.is_sparse == (t < 3)
+        ((model(batches(t)[0][0]) - batches(t)[0][1]).square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        hand.step(batches(t))
+    assert not any(layer["holds"] for layer in handle.report()["layers"])
+    handle.finalize()
+    torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12)
+
+
+def test_transposable_at_every_kernel_position() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(8, 4, 3))
+    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "t_sr_ste", "2:4", 10)
+    dense = handle.sparse[0].dense.detach()
+    for y, x in itertools.product(range(3), range(3)):
+        assert torch.equal(model[0].weight[:, :, y, x] != 0, transposable(dense[:, :, y, x]).bool())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "input_gradient"), [("t_sr_ste", "exact"), ("t_sr_ste", "transposable"), ("ste", "transposable")]
+)
+def test_a_layer_whose_outputs_do_not_fit_stays_dense(recipe: str, input_gradient: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient=input_gradient)
+    assert [w.name for w in handle.sparse] == ["0.weight"]
+    assert handle.left_dense[0].reason == "6 outputs are not a multiple of 4, which a transposable mask needs"
+
+
+def test_one_of_m_is_the_best_permutation() -> None:
+    torch.manual_seed(0)
+    w = torch.randn(5, 5)
+    best = max(itertools.permutations(range(5)), key=lambda p: float(w.abs()[range(5), p].sum()))
+    wanted = torch.zeros(5, 5, dtype=torch.bool)
+    wanted[range(5), best] = True
+    assert torch.equal(nmrun.sparsity.transposable_mask(w, "1:5"), wanted)
+
+
+def test_a_copy_keeps_the_mask_of_what_it_averages() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    handle = nmrun.sparsify(model, optimizer, "ste", "2:4", 10, interval=2)
+    ema = copy.deepcopy(model)
+    with torch.no_grad():
+        handle.sparse[0].dense.copy_(handle.sparse[0].dense.flip(1))
+    optimizer.step()
+    optimizer.step()  # the mask is chosen anew here
+    with torch.no_grad():
+        ema[0].parametrizations.weight.original.fill_(1.0)
+    assert torch.equal(ema[0].weight, (model[0].weight != 0).double())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "words"),
+    [
+        ("ste", {"interval": 0}, "interval"),
+        ("ste", {"gradient": "mask"}, "ste, masked"),
+        ("t_sr_ste", {"decay": -1.0}, "decay"),
+        ("t_sr_ste", {"dense_end": 1.0}, "dense_end"),
+        ("t_sr_ste", {"interval": 0}, "interval"),
+    ],
+)
+def test_refused(recipe: str, options: dict[str, Any], words: str) -> None:
+    model = Net()
+    with pytest.raises(ValueError, match=words):
+        nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), recipe, "2:4", 10, **options)

@@ -1,0 +1,458 @@
+"""Dimensions that M does not divide (``pad``): all as if zeros filled up the last group. And high ratios, for every recipe."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import config
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.config.identity import run_folder
+from nmrun.kernels import cpu
+from nmrun.patterns import Pattern
+from nmrun.recipes import RECIPES
+from nmrun.sparsity import check_nm, hard_threshold, nm_mask, soft_threshold, soft_threshold_scale, transposable_mask
+from nmrun.sparsity.select import select
+from nmrun.train import build, plan, runner
+from nmrun.train.flops import Flops, Products
+from nmrun.train.loop import Loop
+
+TOTAL = 8
+OPTIONS: dict[str, dict[str, Any]] = {"sdgf_geometric": {"frames": 2}, "t_sr_ste": {"interval": 3}, "step": {"switch": 0.4}}
+SPARSE = [name for name in RECIPES if name != "dense"]
+AT_MOST = ("s_ste", "t_sr_ste", "lbc", "maskllm")  # may keep fewer than N of a short group, or shrink one to zero
+
+
+# --- masks ----------------------------------------------------------------------------------------------------------------------
+
+
+def rows(x: Tensor, dim: int) -> list[list[float]]:
+    """The numbers along ``dim``, one list for each place elsewhere."""
+    return x.movedim(dim, -1).reshape(-1, x.shape[dim]).tolist()
+
+
+def groups(row: list[float], m: int) -> list[list[float]]:
+    return [row[i : i + m] for i in range(0, len(row), m)]
+
+
+def kept(group: list[float], n: int) -> list[bool]:
+    """The n largest magnitudes, the lower index first; everything if there are no more."""
+    best = sorted(range(len(group)), key=lambda j: (-abs(group[j]), j))[:n]
+    return [j in best for j in range(len(group))]
+
+
+def shrunk(group: list[float], n: int) -> list[float]:
+    shift = sorted((abs(x) for x in group), reverse=True)[n] if len(group) > n else 0.0
+    return [max(abs(x) - shift, 0.0) * (1 if x > 0 else -1) for x in group]
+
+
+def nasty(*shape: int) -> Tensor:
+    """A quarter zeros, and most magnitudes several times."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(-3, 4, shape, generator=generator) * torch.randint(0, 4, shape, generator=generator).bool().float()
+
+
+CASES = [
+    (n, m, m * whole + rest)
+    for m in (4, 8, 16)
+    for n in sorted({1, 2, m // 2, m - 1, m})
+    for whole in (0, 1, 2)
+    for rest in range(m)
+    if whole or rest
+]
+
+
+@pytest.mark.parametrize("m", [4, 8, 16])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((5, 0), 1), ((2, 0, 3), 1), ((0, 4), 0)], ids=["linear", "conv", "stored (in, out)"]
+)
+def test_projections_by_brute_force(m: int, shape: tuple[int, ...], dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "SMALLEST", 1)
+    for n, _, size in (case for case in CASES if case[1] == m):
+        pattern = Pattern(n, m)
+        weight = nasty(*(size if at == dim else other for at, other in enumerate(shape)))
+        split = [groups(row, m) for row in rows(weight, dim)]
+        mask = [[k for g in row for k in kept(g, n)] for row in split]
+        hard = [[x if k else 0.0 for g in row for x, k in zip(g, kept(g, n), strict=True)] for row in split]
+        soft = [[x for g in row for x in shrunk(g, n)] for row in split]
+        found = nm_mask(weight, pattern, dim, pad=True)
+        assert found.dtype == torch.bool
+        assert found.shape == weight.shape
+        assert found.is_contiguous()
+        assert rows(found, dim) == mask
+        assert rows(hard_threshold(weight, pattern, dim, pad=True), dim) == hard
+        assert rows(soft_threshold(weight, pattern, dim, pad=True), dim) == soft
+        energy = sum(x * x for row in soft for x in row)
+        product = sum(
+            x * y for row, plain in zip(soft, rows(weight, dim), strict=True) for x, y in zip(row, plain, strict=True)
+        )
+        scale = float(soft_threshold_scale(weight, pattern, dim, pad=True))
+        assert scale == pytest.approx(product / energy if energy else 1.0)
+        assert pattern.over(size).density == pytest.approx(sum(mask[0]) / size)
+        assert check_nm(hard_threshold(weight, pattern, dim, pad=True), pattern, dim, pad=True)
+        if cpu.find_compiler() is not None and n <= 2:
+            out = torch.full_like(weight, 7.0)
+            assert cpu.project(weight, out, pattern.over(size), dim)
+            assert rows(out, dim) == hard
+            assert cpu.project(weight, out, pattern.over(size), dim, soft=True, scale=2.0)
+            assert rows(out, dim) == [[2 * x for x in row] for row in soft]
+
+
+def test_a_nan_of_a_short_group_is_kept() -> None:
+    weight = torch.tensor([[1.0, 2.0, 3.0, 4.0, torch.nan, 1.0, 2.0]])
+    assert nm_mask(weight, "1:4", pad=True).tolist() == [[False, False, False, True, True, False, True]]
+
+
+@pytest.mark.parametrize("function", [nm_mask, hard_threshold, soft_threshold, soft_threshold_scale, check_nm])
+@pytest.mark.parametrize("pattern", ["2:4", Pattern(2, 4, length=9)])
+def test_without_the_option_m_must_divide(function: Any, pattern: str | Pattern) -> None:
+    with pytest.raises(ValueError, match="2:4 needs dimension 1 to be a multiple of 4; it is 6"):
+        function(torch.ones(4, 6), pattern)
+
+
+def test_the_compiled_projection_refuses_the_same() -> None:
+    weight = torch.ones(64, 70)
+    with pytest.raises(ValueError, match="multiple of 4"):
+        hard = torch.empty_like(weight)
+        if not cpu.project(weight, hard, Pattern(2, 4), 1):
+            hard_threshold(weight, "2:4")
+
+
+def test_check_nm_counts_the_short_group() -> None:
+    weight = torch.zeros(2, 7)
+    weight[1, 4:6] = 1.0
+    assert check_nm(weight, "2:4", pad=True) == ["tensor"]
+    weight[1, 6] = 1.0
+    with pytest.raises(ValueError, match=re.escape("tensor is not 2:4: 3 of 3 weights at [1, 4-6] are non-zero")):
+        check_nm(weight, "2:4", pad=True)
+
+
+def test_check_nm_asks_a_sparse_model_what_it_was_asked() -> None:
+    model = nn.Linear(10, 4)
+    nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", "2:4", pad=True)
+    assert check_nm(model, "2:4") == ["weight"]
+    with pytest.raises(ValueError, match=re.escape("weight is not 1:4: 2 of 4 weights at [0, 0-3] are non-zero")):
+        check_nm(model, "1:4")
+
+
+def test_transposable_by_brute_force() -> None:
+    """Of all masks with N in each row and column of the filled-up block, the one that keeps most of what is there."""
+    from itertools import combinations, product
+
+    torch.manual_seed(0)
+    for inputs in (1, 2, 3, 5, 6, 7):
+        weight = torch.randn(4, inputs)
+        found = transposable_mask(weight, "2:4", pad=True)
+        assert found.shape == weight.shape
+        for start in range(0, inputs, 4):
+            block = weight[:, start : start + 4].abs()
+            width = block.shape[1]
+            best = 0.0
+            for lines in product(combinations(range(4), 2), repeat=4):
+                if all(sum(column in line for line in lines) == 2 for column in range(4)):
+                    best = max(best, float(sum(block[i, j] for i, line in enumerate(lines) for j in line if j < width)))
+            part = found[:, start : start + 4]
+            assert (part.sum(0) == 2).all()
+            assert (part.sum(1) <= 2).all()
+            assert float(block[part].sum()) == pytest.approx(best)
+    with pytest.raises(ValueError, match="both sides multiples of 4"):
+        transposable_mask(torch.ones(6, 8), "2:4", pad=True)
+
+
+# --- which layers, and what is said of them ---------------------------------------------------------------------------------------
+
+
+def test_which_layers_and_why() -> None:
+    model = nn.Sequential(nn.Linear(8, 10), nn.Linear(10, 3), nn.Linear(3, 2), nn.Linear(2, 2))
+    sparse, dense = select(model, Pattern(2, 4))
+    assert [c.name for c in sparse] == ["0.weight"]
+    assert sparse[0].pattern == Pattern(2, 4)
+    allowed = " (the option pad allows that)"
+    assert [d.reason for d in dense] == [
+        "10 inputs are not a multiple of 4" + allowed,
+        "3 inputs are not a multiple of 4" + allowed,
+        "2 inputs are not a multiple of 4, and 2:4 would prune none of them",
+    ]
+    sparse, dense = select(model, Pattern(2, 4), pad=True, overrides={"0": "1:16"})
+    assert [(c.name, str(c.pattern)) for c in sparse] == [("0.weight", "1:16"), ("1.weight", "2:4"), ("2.weight", "2:4")]
+    assert [d.reason for d in dense] == ["2 inputs are not a multiple of 4, and 2:4 would prune none of them"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "ratio", "left", "stored"), [(10, "2:4", 6, 12), (9, "2:4", 5, 12), (9, "1:4", 3, 12), (7, "1:8", 1, 8)]
+)
+def test_flops_count_what_is_pruned(inputs: int, ratio: str, left: int, stored: int) -> None:
+    """``left`` of the inputs are multiplied; tensor cores compute half of what four divide."""
+    model = nn.Linear(inputs, 8)
+    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", ratio, pad=True)
+    dense = 2.0 * inputs * 8
+    cost = Flops(dense, 2 * dense, {handle.sparse[0].pattern: Products(dense, dense, dense)})
+    assert cost.forward_sparse == pytest.approx(2 * left * 8)
+    assert cost.forward_hardware == pytest.approx(2 * stored / 2 * 8)
+    assert cost.training(handle.recipe) == pytest.approx(2 * 8 * (left + left + inputs))
+    assert handle.report()["density"] == pytest.approx(left / inputs)
+    assert handle.report()["pattern"] == handle.report()["layers"][0]["pattern"] == ratio
+
+
+# --- every recipe -----------------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Inputs that four and eight do not divide; with ``filled`` the same network, and zeros that fill up groups of so many."""
+
+    def __init__(self, filled: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.filled = filled
+        self.a, self.b, self.conv = nn.Linear(10, 8), nn.Linear(7, 8), nn.Conv1d(5, 8, 3, padding=1)
+        self.out = nn.Linear(8, 4)
+        if filled:
+            for name in ("a", "b", "conv"):
+                old = getattr(self, name)
+                inputs = old.weight.shape[1] + -old.weight.shape[1] % filled
+                wide = nn.Conv1d(inputs, 8, 3, padding=1) if name == "conv" else nn.Linear(inputs, 8)
+                with torch.no_grad():
+                    wide.weight.zero_()[:, : old.weight.shape[1]] = old.weight
+                    wide.bias.copy_(old.bias)
+                setattr(self, name, wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [x, x[:, :7], x.unflatten(1, (5, 2))]
+        if self.filled:
+            parts = [torch.cat([p, p.new_zeros(len(p), -p.shape[1] % self.filled, *p.shape[2:])], 1) for p in parts]
+        return self.out(torch.tanh(self.a(parts[0])) * torch.tanh(self.b(parts[1])) + torch.tanh(self.conv(parts[2]).mean(-1)))
+
+
+def start(recipe: str, pattern: str, model: nn.Module, pad: bool, exclude: str = "out") -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = nmrun.optim.Adam(model.parameters(), lr=1e-2)
+    torch.manual_seed(2)
+    options = OPTIONS.get(recipe, {})
+    return optimizer, nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, exclude=exclude, pad=pad, **options)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, inputs: int, dtype: torch.dtype = torch.float32
+) -> None:
+    for step in steps:
+        x = torch.randn(8, inputs, generator=torch.Generator().manual_seed(step)).to(dtype)
+        (model(x) - x[:, :4]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def counts(weight: Tensor, m: int) -> list[tuple[int, int]]:
+    """(non-zeros, members) of every group along dimension 1."""
+    return [(sum(x != 0 for x in group), len(group)) for row in rows(weight, 1) for group in groups(row, m)]
+
+
+@pytest.mark.parametrize("recipe", SPARSE)
+@pytest.mark.parametrize("pattern", ["2:4", "1:8"])
+def test_ends_exactly_nm(recipe: str, pattern: str) -> None:
+    model, parsed = Net(), Pattern.parse(pattern)
+    optimizer, handle = start(recipe, pattern, model, pad=True)
+    train(model, optimizer, range(TOTAL), 10)
+    assert handle.is_sparse
+    assert all(layer["holds"] for layer in handle.report()["layers"])
+    assert check_nm(model, pattern) == ["a.weight", "b.weight", "conv.weight"]
+    handle.finalize()
+    for layer in (model.a, model.b, model.conv):
+        assert layer.weight.count_nonzero() > 0
+        for nonzeros, members in counts(layer.weight.detach(), parsed.m):
+            assert nonzeros <= parsed.n if recipe in AT_MOST else nonzeros == min(parsed.n, members)
+    assert check_nm(model, pattern, exclude="out", pad=True) == ["a.weight", "b.weight", "conv.weight"]
+
+
+@pytest.mark.parametrize("recipe", SPARSE)
+@pytest.mark.parametrize("pattern", ["2:4", "1:8"])
+def test_as_if_zeros_filled_it_up(recipe: str, pattern: str) -> None:
+    """The same training of a network that really has the zeros, and inputs of zero for them."""
+    narrow, wide = Net().double(), Net(filled=Pattern.parse(pattern).m).double()
+    (optimizer, _), (other, _) = (
+        start(recipe, pattern, narrow, pad=True),
+        start(recipe, pattern, wide, pad=recipe == "sdgf_geometric"),
+    )
+    for step in range(TOTAL):
+        train(narrow, optimizer, range(step, step + 1), 10, torch.float64)
+        train(wide, other, range(step, step + 1), 10, torch.float64)
+        for name in ("a", "b", "conv"):
+            used, whole = getattr(narrow, name).weight, getattr(wide, name).weight
+            torch.testing.assert_close(used, whole[:, : used.shape[1]])
+            assert not whole[:, used.shape[1] :].any()
+
+
+class Conv1D(nn.Module):
+    """As Hugging Face's: a linear layer whose weight is stored (in, out)."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.nf = outputs
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+@pytest.mark.parametrize("recipe", SPARSE)
+def test_stored_the_other_way_round(recipe: str) -> None:
+    """It trains as the linear layer with the transposed weight does."""
+    torch.manual_seed(1)
+    stored, linear = Conv1D(4, 10).double(), nn.Linear(10, 4).double()
+    with torch.no_grad():
+        linear.weight.copy_(stored.weight.T)
+        linear.bias.zero_()
+    (optimizer, _), (other, _) = (start(recipe, "2:4", model, pad=True, exclude=()) for model in (stored, linear))
+    if recipe == "maskllm":  # its noise is drawn in the order of storage: only the pattern can be compared
+        train(stored, optimizer, range(TOTAL), 10, torch.float64)
+        return check_holds(stored.weight.detach().T)
+    for step in range(TOTAL):
+        for model, its in ((stored, optimizer), (linear, other)):
+            train(model, its, range(step, step + 1), 10, torch.float64)
+        torch.testing.assert_close(stored.weight.T, linear.weight)
+    check_holds(linear.weight.detach())
+
+
+def check_holds(weight: Tensor) -> None:
+    assert weight.any()
+    assert all(nonzeros <= 2 for nonzeros, _ in counts(weight, 4))
+
+
+def test_bi_mask_prunes_the_outputs_too() -> None:
+    model = nn.Linear(10, 6)
+    _, handle = start("bi_mask", "2:4", model, pad=True, exclude=())
+    used, backward = model.weight.detach(), handle.sparse[0].projection.input_weight
+    order = handle.sparse[0].projection.permutation
+    filled = torch.cat([backward, torch.zeros(2, 10)])[order]
+    assert all(nonzeros <= 2 for nonzeros, _ in counts(filled.T, 4))
+    assert torch.equal(backward, torch.where(backward != 0, used, 0.0))
+    assert backward.any()
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "lbc", "asp"])
+def test_goes_on_with_the_same_bits(recipe: str) -> None:
+    alone, cut, again = Net(), Net(), Net()
+    optimizer, handle = start(recipe, "2:4", alone, pad=True)
+    train(alone, optimizer, range(TOTAL), 10)
+    optimizer, handle = start(recipe, "2:4", cut, pad=True)
+    train(cut, optimizer, range(5), 10)
+    states = cut.state_dict(), optimizer.state_dict(), handle.state_dict()
+    optimizer, handle = start(recipe, "2:4", again, pad=True)
+    for part, state in zip((again, optimizer, handle), states, strict=True):
+        part.load_state_dict(state)
+    train(again, optimizer, range(5, TOTAL), 10)
+    assert all(map(torch.equal, alone.state_dict().values(), again.state_dict().values()))
+    assert torch.equal(alone.a.weight, again.a.weight)
+
+
+def test_t_sr_ste_needs_whole_groups_of_outputs() -> None:
+    with pytest.raises(ValueError, match="6 outputs are not a multiple of 4, which a transposable mask needs"):
+        start("t_sr_ste", "2:4", nn.Linear(10, 6), pad=True, exclude=())
+
+
+def test_geometric_says_what_would_help() -> None:
+    model = nn.Linear(12, 4)
+    with pytest.raises(
+        ValueError, match=r"12 inputs, not a multiple of the 8 of its coarsest pattern 4:8 \(fewer frames, the option pad"
+    ):
+        start("sdgf_geometric", "2:4", model, pad=False, exclude=())
+    _, handle = start("sdgf_geometric", "2:4", nn.Linear(12, 4), pad=True, exclude=())
+    train(handle.sparse[0].module, handle._optimizer, range(2), 12)  # the dense phase is one step long
+    assert set(counts(handle.sparse[0].weight, 8)) == {(4, 8), (4, 4)}
+
+
+# --- high ratios --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", SPARSE)
+@pytest.mark.parametrize("pattern", ["1:16", "1:32", "2:32", "1:128"])
+def test_high_ratios(recipe: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few steps of a layer with 256 inputs: exactly N:M at the end, with and without the compiled projection, to the same bits."""
+    parsed = Pattern.parse(pattern)
+    if pattern == "2:32" and recipe in ("lbc", "maskllm"):
+        with pytest.raises(ValueError, match="2:32 has 496 possible masks a group, more than the 256"):
+            start(recipe, pattern, nn.Linear(256, 128), pad=False, exclude=())
+        return
+    ends = []
+    for compiled in (True, False):
+        if not compiled:
+            monkeypatch.setattr(cpu, "load", lambda *_: None)
+        torch.manual_seed(0)
+        model = nn.Linear(256, 128)
+        optimizer, handle = start(recipe, pattern, model, pad=False, exclude=())
+        for step in range(TOTAL):
+            x = torch.randn(8, 256, generator=torch.Generator().manual_seed(step))
+            (model(x) - x[:, :128]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert handle.is_sparse
+        handle.finalize()
+        check_nm(model, pattern)
+        nonzeros = model.weight.detach().reshape(-1, parsed.m).count_nonzero(1)
+        assert (nonzeros <= parsed.n).all()
+        assert model.weight.any()
+        assert recipe in AT_MOST or (nonzeros == parsed.n).all()
+        ends.append(model.weight.detach().clone())
+    assert torch.equal(*ends)
+
+
+# --- on the command line ------------------------------------------------------------------------------------------------------------
+
+ODD = ("model.channels=[10,8,9]", "sparsity='2:6'")
+
+
+def test_plan() -> None:
+    said = "\n".join(plan.lines(made := config("out", *ODD, "sparsity.pad=true", "recipe=sr_ste"), build.build(made)))
+    assert re.search(r"sparse +inner.0.weight +8x10x3x3 +2:6, the last group of 4\n", said)
+    assert re.search(r"sparse +inner.1.weight +9x8x3x3 +2:6, the last group of 2\n", said)
+    # 100 in the stem, 8 * 10 * 9 + 8 and 9 * 8 * 9 + 9 within, of which 4 of 10 and 4 of 8 are left, and 10 * 36 + 10 in the head
+    kept = 100 + (8 * 4 * 9 + 8) + (9 * 4 * 9 + 9) + 370
+    assert f"density {kept / 1855:.1%} of 1,855 parameters" in said
+
+
+def test_the_config_says_what_would_help() -> None:
+    with pytest.raises(
+        nmrun.errors.ConfigError, match=r"multiple of 6 \(its inner layers have 10, 8 inputs\); sparsity.pad=true"
+    ):
+        config("out", *ODD)
+    with pytest.raises(nmrun.errors.ConfigError, match=r"16:32, does not divide all layers' inputs .*sparsity.pad=true"):
+        config("out", "model.channels=[8,12,8]", "recipe=decay_mask", "recipe.kind=structure_geometric")
+    with pytest.raises(nmrun.errors.ConfigError, match=r"sparsity\.pad=1: it takes true or false"):
+        config("out", "sparsity.pad=1")
+    plain, padded = (config("out", "recipe=dense", *extra) for extra in ((), ("sparsity.pad=true",)))
+    assert run_folder(plain) == run_folder(padded)
+
+
+def test_a_run_that_is_cut_off_ends_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(place: str) -> Any:
+        return config(tmp_path / place, *ODD, "sparsity.pad=true", "recipe=sr_ste", "trainer.checkpoint_every=1")
+
+    class Killed(BaseException):
+        pass
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 8:  # checkpoints are written after 3, 6, 9 and 12 steps
+            raise Killed
+        return step(*args, **kwargs)
+
+    alone, cut = make("alone"), make("cut")
+    result = runner.run(alone, run_folder(alone))
+    assert [layer["holds"] for layer in result["sparsity"]["layers"]] == [True, True]
+    density = (8 * 4 + 9 * 4) / (8 * 10 + 9 * 8)
+    assert result["sparsity"]["density"] == pytest.approx(density)
+    with monkeypatch.context() as patch:
+        step, calls = Loop._train_step, list[int]()
+        patch.setattr(Loop, "_train_step", dying)
+        with pytest.raises(Killed):
+            runner.run(cut, run_folder(cut))
+    assert runner.run(cut, run_folder(cut))["status"] == "finished"
+    ends = [(run_folder(made) / "model.safetensors").read_bytes() for made in (alone, cut)]
+    assert ends[0] == ends[1]
+
+    from nmrun.export import cli
+
+    assert cli.main([str(run_folder(cut)), "--to", str(tmp_path / "copy")]) == 0

@@ -1,0 +1,275 @@
+"""FLOPs of layers against counts by hand, of runs against their plans, and runs that end with their budget."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import config
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.config.identity import identity, run_folder
+from nmrun.errors import ConfigError
+from nmrun.patterns import Pattern
+from nmrun.recipes import RECIPES
+from nmrun.recipes.base import Densities, hardware_density
+from nmrun.tasks.base import Batch
+from nmrun.train import build, flops, runner
+from nmrun.train.console import Console
+from nmrun.train.loop import Loop
+
+
+class Sums:
+    """The sum of the outputs, for three items of any shape."""
+
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
+
+    def example(self) -> Batch:
+        return (torch.zeros(3, *self.shape),)
+
+    def size(self, batch: Batch) -> int:
+        return len(batch[0])
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        return model(batch[0]).sum()
+
+
+def counted(model: nn.Module, shape: tuple[int, ...], recipe: str = "ste", pattern: str = "2:4", **options: Any) -> Any:
+    handle = nmrun.sparsify(model, nmrun.optim.Adam(model.parameters()), recipe, pattern, **options)
+    return flops.count(model, Sums(*shape)), handle.recipe  # type: ignore[arg-type]
+
+
+# --- by hand --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_linear_layer() -> None:
+    """The first layer gives its input no gradient; the second does."""
+    first, second = 2 * 16 * 8, 2 * 4 * 16
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 16), nn.Linear(16, 4))
+    middle = 2 * 8 * 16
+    cost, recipe = counted(model, (16,), exclude=["0"])
+    assert cost.forward == first + middle + second
+    assert cost.backward == first + 2 * middle + 2 * second
+    assert cost.forward_sparse == cost.forward_hardware == first + (middle + second) / 2
+    dense = first * 2 + middle * 3 + second * 3
+    assert cost.dense == dense
+    assert cost.training(recipe) == dense - (middle + second) / 2 * 2  # forward and input gradient
+    assert cost.training(recipe, hardware=True) == dense - (middle + second) / 2  # forward
+
+
+def test_a_convolution() -> None:
+    """Stride 2 and padding: 9 positions of 6 x 6; then two groups, which have half the inputs each."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, groups=2))
+    first, second = 2 * 4 * 8 * 9 * 9, 2 * 4 * 16 * 9 * 1
+    cost, recipe = counted(model, (4, 6, 6), "ste", "1:4", gradient="masked")
+    assert cost.forward == first + second
+    assert cost.backward == first + 2 * second
+    assert cost.training(recipe) == (2 * first + 3 * second) / 4
+    assert cost.training(recipe, hardware=True) == first / 2 + first + second / 2 + 2 * second
+    assert (cost.forward_sparse, cost.forward_hardware) == ((first + second) / 4, (first + second) / 2)
+
+
+def test_layers_with_patterns_of_their_own() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    cost, recipe = counted(model, (16,), "sr_ste", "2:4", overrides={"1": "4:16"})
+    one = 2 * 16 * 16
+    assert cost.training(recipe) == one * (1 / 2 + 1) + one * (1 / 4 + 1 / 4 + 1)
+    assert cost.training(recipe, hardware=True) == one * (1 / 2 + 1) + one * 3
+
+
+@pytest.mark.parametrize(
+    "pattern", ["1:1", "1:2", "1:3", "1:4", "1:5", "1:8", "2:3", "2:4", "3:4", "2:5", "2:6", "2:8", "3:8", "4:8", "2:12"]
+)
+def test_tensor_cores_run_what_is_always_two_of_four(pattern: str) -> None:
+    """Every mask of the pattern, over as many groups as fill a multiple of four."""
+    p = Pattern.parse(pattern)
+    length = math.lcm(p.m, 4)
+    runs = all(
+        len({i * p.m + k for i, group in enumerate(kept) for k in group} & set(range(a, a + 4))) <= 2
+        for kept in itertools.product(itertools.combinations(range(p.m), p.n), repeat=length // p.m)
+        for a in range(0, length, 4)
+    )
+    assert hardware_density(p) == (0.5 if runs else 1.0)
+
+
+# --- schedules ------------------------------------------------------------------------------------------------------------------
+
+PATTERN = Pattern(2, 8)
+DENSE, STE, MASKED = Densities(), Densities(0.25, 0.25, 1.0), Densities(0.25, 0.25, 0.25)
+SCHEDULES: dict[str, tuple[dict[str, Any], list[tuple[int, Densities]]]] = {  # steps of 20 in each phase
+    "dense": ({}, [(20, DENSE)]),
+    "ste": ({}, [(20, STE)]),
+    "sr_ste": ({}, [(20, STE)]),
+    "s_ste": ({}, [(20, STE)]),
+    "bi_mask": ({}, [(20, STE)]),
+    "asp": ({"prune_at": 0.25}, [(5, DENSE), (15, MASKED)]),
+    "step": ({"switch": 0.3}, [(6, DENSE), (14, STE)]),
+    "t_sr_ste": ({"dense_end": 0.2}, [(16, STE), (4, DENSE)]),
+    "mdgf_linear": ({"dense": 0.1, "final": 0.3}, [(14, DENSE), (6, STE)]),
+    "mdgf_exponential": ({"dense": 0.1, "final": 0.3}, [(14, DENSE), (6, STE)]),
+    "decay_mask": ({"dense": 0.1, "final": 0.3}, [(14, DENSE), (6, STE)]),
+    "sdgf_geometric": ({"dense": 0.1, "final": 0.3, "frames": 2}, [(2, DENSE), (18, STE)]),
+    "sdgf_stepwise": (  # 7:8, 4:8, 2:8
+        {"dense": 0.1, "final": 0.3},
+        [(2, DENSE), (4, Densities(7 / 8, 7 / 8)), (4, Densities(0.5, 0.5)), (10, STE)],
+    ),
+    "lbc": ({"t_f": 0.5}, [(10, DENSE), (10, MASKED)]),
+    "maskllm": ({}, [(20, DENSE)]),
+}
+
+
+def test_every_recipe_has_its_schedule_here() -> None:
+    assert SCHEDULES.keys() == RECIPES.keys()
+
+
+@pytest.mark.parametrize("recipe", SCHEDULES)
+def test_planned_and_used(recipe: str) -> None:
+    """The densities of each step, asked for beforehand and met on the way, and their sum over the run."""
+    hyperparameters, phases = SCHEDULES[recipe]
+    expected = [densities for steps, densities in phases for _ in range(steps)]
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = nmrun.optim.Adam(model.parameters())
+    handle = nmrun.sparsify(model, optimizer, recipe, PATTERN, 20, **hyperparameters)
+    rule, cost = handle.recipe, flops.count(model, Sums(16))  # type: ignore[arg-type]
+    if recipe != "dense":
+        assert [rule.densities(PATTERN, step) for step in range(20)] == expected
+    planned = cost.planned(rule, 20), cost.planned(rule, 20, hardware=True)
+    used = []
+    for step in range(20):
+        if recipe != "dense":
+            assert rule.densities(PATTERN) == expected[step], step
+        used.append((cost.training(rule), cost.training(rule, hardware=True)))
+        model(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    one = 2 * 16 * 16  # the first layer has no input gradient
+    by_hand = [one * (2 * d.forward + d.input_gradient + 2 * d.weight_gradient) for d in expected]
+    assert [arithmetic for arithmetic, _ in used] == by_hand
+    assert planned[0] == pytest.approx(sum(by_hand) / 20)
+    assert planned[1] == pytest.approx(sum(hardware for _, hardware in used) / 20)
+
+
+def test_both_products_on_hardware_where_both_operands_are_sparse() -> None:
+    for recipe, expected in (("sr_ste", (0.5, 1, 1)), ("t_sr_ste", (0.5, 0.5, 1)), ("bi_mask", (0.5, 0.5, 1))):
+        _, rule = counted(nn.Sequential(nn.Linear(16, 16)), (16,), recipe)
+        assert rule.densities(Pattern(2, 4), hardware=True) == expected
+
+
+def test_a_switch_found_on_the_way_is_planned_at_the_latest_and_counted_where_it_was() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    optimizer = nmrun.optim.Adam(model.parameters(), betas=(0.9, 0.5), eps=1e3)  # settled from the first full window on
+    rule = nmrun.sparsify(model, optimizer, "step", "2:4", 20, t_min=0.2, t_max=0.5).recipe
+    assert [rule.densities(PATTERN, step) == DENSE for step in range(20)] == [True] * 11 + [False] * 9
+    met = []
+    for _ in range(20):
+        met.append(rule.densities(PATTERN) == DENSE)
+        model(torch.randn(4, 16)).square().mean().backward()
+        optimizer.step()
+    assert met == [True] * 5 + [False] * 15
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------------------
+
+BATCH = 32
+WEIGHTS = 8 * 8 * 9  # of each sparse layer of the tiny network
+
+
+def used(folder: Path) -> dict[str, int]:
+    return json.loads((folder / "result.json").read_text())["flops"]
+
+
+def finished(*arguments: Any) -> dict[str, int]:
+    made = config(*arguments)
+    assert runner.run(made, run_folder(made))["status"] == "finished"
+    return used(run_folder(made))
+
+
+def test_result_of_a_run_by_hand(tmp_path: Path) -> None:
+    """Stem 1 -> 8 at 8 x 8, two sparse layers 8 -> 8 at 8 x 8 and at 4 x 4, a head; ASP prunes after 3 of 12 steps."""
+    stem = 2 * 9 * 8 * 64
+    inner = 2 * WEIGHTS * 64 + 2 * WEIGHTS * 16
+    head = 2 * 10 * 8 * 4
+    dense = 2 * stem + 3 * inner + 3 * head
+    found = finished(tmp_path, "recipe=asp", "recipe.prune_at=0.25")
+    assert found == {
+        "training_arithmetic": BATCH * (3 * dense + 9 * (dense - 3 * inner // 2)),
+        "training_hardware": BATCH * (3 * dense + 9 * (dense - inner // 2)),
+        "training_dense": BATCH * 12 * dense,
+        "inference_arithmetic": stem + inner // 2 + head,
+        "inference_hardware": stem + inner // 2 + head,
+    }
+
+
+def test_a_resumed_run_counts_all_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["recipe=step", "recipe.switch=0.6"]
+    alone = finished(tmp_path / "alone", *options)
+    made, train = config(tmp_path / "cut", *options), Loop.train
+    monkeypatch.setattr(Loop, "train", lambda self, folder, tracker, _: train(self, folder, tracker, lambda: self.step == 5))
+    assert runner.run(made, run_folder(made))["status"] == "interrupted"
+    assert used(run_folder(made))["training_dense"] == alone["training_dense"] * 5 / 12
+    monkeypatch.undo()
+    runner.run(made, run_folder(made))
+    assert used(run_folder(made)) == alone
+
+
+# --- budgets --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["dense", "ste", "asp", "step", "mdgf_linear", "sdgf_stepwise", "lbc"])
+def test_as_many_flops_as_dense_training(recipe: str, tmp_path: Path) -> None:
+    """Sparse steps are cheaper, so there are more of them, and the sums are equal to less than an epoch."""
+    found = finished(tmp_path, f"recipe={recipe}", "trainer.budget=flops:dense", "trainer.epochs=6")
+    dense = finished(tmp_path, "recipe=dense", "trainer.epochs=6")["training_dense"]
+    epoch = dense / 6
+    assert abs(found["training_arithmetic"] - dense) < epoch
+    steps = round(found["training_dense"] / (dense / 18))
+    assert steps == 18 if recipe == "dense" else steps > 18
+    if recipe == "ste":
+        assert abs(found["training_arithmetic"] - dense) < dense / 18  # less than a step
+
+
+def test_a_number_of_flops(tmp_path: Path) -> None:
+    step = finished(tmp_path, "recipe=ste", "trainer.epochs=1")["training_arithmetic"] / 3
+    long, short = (finished(tmp_path, "recipe=ste", f"trainer.budget=flops:{n * step}") for n in (20, 3.2))
+    assert long["training_arithmetic"] == 20 * step
+    assert short["training_arithmetic"] == 3 * step
+    with pytest.raises(ConfigError, match=r"trainer.budget=flops:.*: that is 0.67 epochs; it takes one epoch or more"):
+        build.build(config(tmp_path, "recipe=ste", f"trainer.budget=flops:{2 * step}"))
+
+
+def test_the_trial_for_a_budget_leaves_no_trace(tmp_path: Path) -> None:
+    """MaskLLM draws its logits at random, and the training draws on."""
+    options = ["recipe=maskllm", "trainer.epochs=4"]  # dense products throughout: the same number of steps
+    states = []
+    for budget in ("null", "flops:dense"):
+        parts = build.build(config(tmp_path, *options, f"trainer.budget={budget}"))
+        assert parts.total_steps == 12
+        states.append([*parts.model.state_dict().values(), torch.get_rng_state()])
+    assert all(map(torch.equal, *states))
+
+
+def test_schedule_and_phases_follow_the_budget(tmp_path: Path) -> None:
+    made = config(tmp_path, "recipe=asp", "trainer.budget=flops:dense", "schedule=linear")
+    loop = Loop(made, build.build(made), Console(None))
+    assert loop.total_steps > 12
+    assert loop.handle.recipe.dense_steps == round(loop.total_steps / 2)
+    assert loop.lr_factor(loop.total_steps) == 0.0
+    assert loop.epochs == -(-loop.total_steps // 3)
+
+
+@pytest.mark.parametrize("value", ["dense", "flops:", "flops:-1", "flops:0", "flops:inf", "flops:many", "1e12", "0"])
+def test_what_is_no_budget(value: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.budget=.*: it takes flops:dense, flops:<number above 0>"):
+        config(tmp_path, f"trainer.budget={value}")
+
+
+def test_one_budget_in_two_spellings_is_one_run(tmp_path: Path) -> None:
+    made = [config(tmp_path, f"trainer.budget={value}") for value in ("flops:1e12", "flops:1000000000000", "flops:1e13")]
+    assert identity(made[0]) == identity(made[1]) != identity(made[2])

@@ -1,0 +1,111 @@
+"""Two processes that hold shards train what one process trains, and each goes on with what the other has left."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import shards
+import torch
+from runs import config, rows
+from safetensors.torch import load_file
+
+from nmrun.config.identity import run_folder
+from nmrun.errors import ConfigError
+from nmrun.sparsity import check_nm
+from nmrun.train.build import build
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``alone``, ``together``, ``stopped`` (together), ``resumed`` (stopped alone, then together)."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    for case in shards.RESUMED:
+        assert shards.run(folder / "resumed", case, stop=shards.STOP)["status"] == "interrupted"
+    done = subprocess.run(
+        [*TORCHRUN, shards.__file__, str(folder)], capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+    return folder
+
+
+def compare(alone: Path, other: Path) -> None:
+    """Same weights, same masks, same log up to rounding, same events."""
+    results = [json.loads((run / "result.json").read_text()) for run in (alone, other)]
+    assert results[0]["sparsity"] == results[1]["sparsity"]
+    assert results[0]["events"] == results[1]["events"]
+    for name in ("model.safetensors", "best.safetensors"):
+        expected, weights = load_file(alone / name), load_file(other / name)
+        assert list(expected) == list(weights)
+        for key, weight in expected.items():
+            torch.testing.assert_close(weights[key], weight, rtol=1e-3, atol=1e-4)
+            assert torch.equal(weights[key] == 0, weight == 0), key
+    for layer in results[0]["sparsity"]["layers"]:
+        check_nm(load_file(other / "model.safetensors")[layer["name"]], "2:4", layer["dim"], pad=True)
+    for one, two in zip(rows(alone), rows(other), strict=True):
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-6)
+    assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in alone.iterdir())
+
+
+@pytest.mark.parametrize("case", shards.CASES)
+def test_two_processes_train_the_weights_of_one(case: str, folder: Path, tmp_path: Path) -> None:
+    alone = Path(shards.run(tmp_path, case)["folder"])
+    compare(alone, folder / "together" / alone.relative_to(tmp_path))
+
+
+def test_the_cases_reach_what_they_are_for(folder: Path) -> None:
+    events = [" ".join(json.loads(path.read_text())["events"]) for path in (folder / "together").rglob("result.json")]
+    assert sum("the variance has settled" in text for text in events) == 1
+    assert sum("step 0: ASP pruned" in text for text in events) == 1
+
+
+@pytest.mark.parametrize("case", shards.RESUMED)
+def test_checkpoints_go_from_one_process_to_two_and_back(case: str, folder: Path, tmp_path: Path) -> None:
+    alone = Path(shards.run(tmp_path, case)["folder"])
+    place = alone.relative_to(tmp_path)
+    assert "goes on at step 6 of 9" in (folder / "resumed" / place / "run.log").read_text()
+    compare(alone, folder / "resumed" / place)
+    assert shards.run(folder / "stopped", case)["status"] == "finished"
+    assert "goes on at step 6 of 9" in (folder / "stopped" / place / "run.log").read_text()
+    compare(alone, folder / "stopped" / place)
+
+
+def test_a_run_is_the_same_on_shards(tmp_path: Path) -> None:
+    assert run_folder(config(tmp_path, "trainer.distributed=fsdp")) == run_folder(config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        (("recipe=t_sr_ste",), "recipe t_sr_ste"),
+        (("recipe=bi_mask",), "recipe bi_mask"),
+        (("recipe=lbc",), "recipe lbc"),
+        (("recipe=maskllm",), "recipe maskllm"),
+        (("recipe=asp", "recipe.permute=true"), "recipe asp with permute=true"),
+        (("recipe=ste", "trainer.input_gradient=transposable"), "trainer.input_gradient=transposable needs whole weights"),
+        (("recipe=ste", "trainer.input_gradient=double_prune"), "trainer.input_gradient=double_prune needs whole weights"),
+        (("trainer.compile=true",), "trainer.compile=True"),
+        (("recipe=ste", "model=mlp", "trainer.mvue='2:4'"), "trainer.mvue=2:4"),
+        (("recipe=ste", "model=mlp", "trainer.fp8=true"), "trainer.fp8=True"),
+        (("trainer.average=2",), "trainer.average=2"),
+        (("trainer.diagnose_every=5",), "trainer.diagnose_every=5"),
+        (("trainer.precision=fp16",), "trainer.precision=fp16"),
+    ],
+)
+def test_what_shards_cannot_do_is_refused(overrides: tuple[str, ...], complaint: str, tmp_path: Path) -> None:
+    made = config(tmp_path, *overrides, "trainer.distributed=fsdp")
+    with pytest.raises(ConfigError) as refused:
+        build(made)
+    assert complaint in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).endswith("use trainer.distributed=ddp")
+
+
+def test_another_word_than_ddp_or_fsdp_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.distributed=fspd.*one of ddp, fsdp.*did you mean fsdp"):
+        config(tmp_path, "trainer.distributed=fspd")

@@ -1,0 +1,241 @@
+"""A run that is cut off anywhere and started again ends with the same bits as one left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import RECIPES, TINY, config, rows
+from torch import nn
+
+from nmrun import models
+from nmrun.config.identity import run_folder
+from nmrun.config.schema import Config
+from nmrun.models.small_conv import SmallConv
+from nmrun.train import checkpoint, runner
+from nmrun.train.loop import Loop
+
+# 12 steps, checkpoints after 3, 6, 9 and 12; STEP switches and ASP prunes after step 7
+SWITCH = {"step": ("recipe.switch=0.58",), "asp": ("recipe.prune_at=0.58",), "sr_ste": ("optimizer=sgd", "optimizer.lr=0.05")}
+EVERYTHING = (
+    "trainer.accumulate=2",
+    "trainer.clip=1.0",
+    "schedule=cosine",
+    "schedule.warmup=0.2",
+    "optimizer.weight_decay=0.01",
+)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing catches it."""
+
+
+class Noisy(SmallConv):
+    """Running statistics and random numbers, both of which have to survive."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.head = nn.Sequential(nn.BatchNorm1d(self.head.in_features), nn.Dropout(0.2), self.head)
+
+
+@pytest.fixture(autouse=True)
+def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model of these tests has batch normalisation and dropout."""
+
+    def build(options: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
+        return Noisy(**inputs, channels=options["channels"])
+
+    monkeypatch.setattr(models, "build", build)
+
+
+def make(folder: Path, recipe: str, *overrides: str) -> Config:
+    return config(folder, f"recipe={recipe}", "model.exclude=[stem,head.*]", *EVERYTHING, *SWITCH.get(recipe, ()), *overrides)
+
+
+def outcome(made: Config) -> tuple[bytes, bytes, list[dict[str, Any]], dict[str, Any], list[str]]:
+    """Run to the end; all that must not depend on interruptions."""
+    result = runner.run(made, run_folder(made))
+    assert result["status"] == "finished", result
+    folder = run_folder(made)
+    weights = (folder / "model.safetensors").read_bytes(), (folder / "best.safetensors").read_bytes()
+    return *weights, rows(folder), result["metrics"], result["events"]
+
+
+_alone: dict[tuple[str, ...], Any] = {}
+
+
+def left_alone(tmp_path: Path, *arguments: str) -> Any:
+    if arguments not in _alone:
+        _alone[arguments] = outcome(make(tmp_path / "alone", *arguments))
+    return _alone[arguments]
+
+
+def cut(monkeypatch: pytest.MonkeyPatch, made: Config, owner: Any, name: str, call: int, before: bool = False) -> None:
+    """Run until the given call of a function, and die right before or after it."""
+    original, calls = getattr(owner, name), 0
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if before and calls == call:
+            raise Killed
+        value = original(*args, **kwargs)
+        if calls == call:
+            raise Killed
+        return value
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, dying)
+        with pytest.raises(Killed):
+            runner.run(made, run_folder(made))
+    assert not (run_folder(made) / "result.json").exists()
+
+
+@pytest.mark.parametrize("step", [2, 5, 7, 8, 11, 12])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_killed_after_a_step(recipe: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(tmp_path, recipe)
+    cut(monkeypatch, made, Loop, "_train_step", step)
+    assert outcome(made) == left_alone(tmp_path, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["asp", "step"])
+def test_killed_again_and_again(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(tmp_path, recipe)
+    for _ in range(3):
+        cut(monkeypatch, made, Loop, "_train_step", 4)  # three steps forward, one back
+    assert outcome(made) == left_alone(tmp_path, recipe)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "before"),
+    [
+        (os, "replace", 3, True),  # the checkpoint is written, not yet in place
+        (os, "replace", 3, False),
+        (checkpoint, "save", 4, False),  # trained to the end, not evaluated
+        (Loop, "evaluate", 6, False),
+        (runner, "_save_weights", 1, False),
+    ],
+)
+def test_killed_at_an_awkward_moment(
+    owner: Any, name: str, call: int, before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(tmp_path, "step")
+    cut(monkeypatch, made, owner, name, call, before)
+    assert outcome(made) == left_alone(tmp_path, "step")
+
+
+def test_killed_while_writing_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(tmp_path, "ste")
+    cut(monkeypatch, made, Loop, "_train_step", 8)
+    metrics = run_folder(made) / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 8, "epo')
+    assert outcome(made) == left_alone(tmp_path, "ste")
+
+
+@pytest.mark.parametrize("step", [5, 8])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_between_epochs_too(
+    number: signal.Signals, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, original = make(tmp_path, "step"), Loop._train_step
+
+    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        if loop.step == step:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_train_step", signalled)
+        result = runner.run(made, run_folder(made))
+    assert (result["status"], result["signal"]) == ("interrupted", number)
+    state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+    assert state is not None
+    assert state["loop"]["step"] == step
+    assert outcome(made) == left_alone(tmp_path, "step")
+
+
+def test_loss_scaling_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(tmp_path, "sr_ste", "trainer.precision=fp16")
+    cut(monkeypatch, made, Loop, "_train_step", 8)
+    assert outcome(made) == left_alone(tmp_path, "sr_ste", "trainer.precision=fp16")
+
+
+def test_random_state_of_all_generators(tmp_path: Path) -> None:
+    import numpy as np
+
+    checkpoint.seed_everything(3)
+    draw = lambda: (random.gauss(0, 1), float(np.random.normal()), float(torch.rand(())))  # noqa: E731
+    draw()
+    checkpoint.save(tmp_path / "state.pt", {"random": checkpoint.random_state()})
+    expected = [draw() for _ in range(3)]
+    checkpoint.seed_everything(4)
+    state = checkpoint.load(tmp_path / "state.pt")
+    assert state is not None
+    checkpoint.restore_random_state(state["random"])
+    assert [draw() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "cut", "one bit"])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_damaged_checkpoint_costs_a_line_and_the_steps_since_the_one_before(
+    damage: str, both: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make(tmp_path, "ste")
+    cut(monkeypatch, made, Loop, "_train_step", 8)
+    for name in ("checkpoint.pt", "checkpoint.previous.pt")[: 1 + both]:
+        path = run_folder(made) / name
+        data = path.read_bytes()
+        at = len(data) // 2
+        flipped = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+        path.write_bytes({"empty": b"", "text": b"not a checkpoint", "cut": data[:2000], "one bit": flipped}[damage])
+    capsys.readouterr()
+    assert outcome(made) == left_alone(tmp_path, "ste")
+    said = capsys.readouterr().out
+    assert "checkpoint.pt is damaged (" in said
+    assert ("starting over" if both else "going on from checkpoint.previous.pt") in said
+    assert ("goes on at step 3 of 12" in said) != both
+    assert not list(run_folder(made).glob("*previous*"))
+
+
+def test_resume_false_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make(tmp_path, "ste")
+    cut(monkeypatch, made, Loop, "_train_step", 8)
+    capsys.readouterr()
+    assert outcome(make(tmp_path, "ste", "resume=false")) == left_alone(tmp_path, "ste")
+    assert "goes on at" not in capsys.readouterr().out
+
+
+def test_killed_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGKILL at two random moments of a process that runs the command line, then the same command to its end."""
+    monkeypatch.undo()  # the process knows nothing of the noisy model
+    overrides = ("recipe=step", "recipe.switch=0.5", "trainer.epochs=60", "trainer.limit_batches=5")
+    alone = config(tmp_path / "alone", *overrides)
+    expected = outcome(alone)
+    made = config(tmp_path, *overrides)
+    command = [sys.executable, "-m", "nmrun.cli", *TINY, *overrides, f"output_dir={tmp_path}"]
+    chance = random.Random(0)
+    metrics = run_folder(made) / "metrics.jsonl"
+    reached = 0
+    for _ in range(2):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        reached += chance.randrange(20, 80)  # of 180 rows
+        while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < reached):
+            time.sleep(0.002)
+        process.kill()
+        process.wait()
+    assert not (run_folder(made) / "result.json").exists()
+    subprocess.run(command, check=True, capture_output=True)
+    assert json.loads((run_folder(made) / "result.json").read_text())["status"] == "finished"
+    assert (run_folder(made) / "model.safetensors").read_bytes() == expected[0]
+    assert (run_folder(made) / "best.safetensors").read_bytes() == expected[1]
+    assert rows(run_folder(made)) == expected[2]

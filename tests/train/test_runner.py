@@ -1,0 +1,331 @@
+"""A run folder holds what it should, whatever happened to the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from runs import RECIPES, config, rows
+from safetensors.torch import load_file
+from sklearn.datasets import load_digits
+from torch.nn import functional
+
+from nmrun import models
+from nmrun.config.identity import identity, run_folder
+from nmrun.config.schema import Config
+from nmrun.data import digits
+from nmrun.errors import ConfigError, RunError
+from nmrun.models.small_conv import SmallConv
+from nmrun.sparsity import check_nm
+from nmrun.tasks.vision import Classification
+from nmrun.train import build, flops, plan, runner
+from nmrun.train.loop import Loop
+
+FILES = {"config.yaml", "run.log", "metrics.jsonl", "checkpoint.pt", "model.safetensors", "best.safetensors", "result.json"}
+
+
+def run(made: Config, sweep: str | None = None) -> dict[str, Any]:
+    return runner.run(made, run_folder(made), sweep)
+
+
+# --- a finished run ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_folder_of_a_finished_run(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = config(tmp_path, f"recipe={recipe}", "sparsity='1:4'")
+    folder = run_folder(made)
+    returned = run(made)
+    shown = capsys.readouterr().out
+    assert {path.name for path in folder.iterdir()} == FILES
+    result = json.loads((folder / "result.json").read_text())
+    assert returned == {**result, "folder": str(folder)}
+    assert (result["status"], result["id"], result["config"]) == ("finished", identity(made), made.plain)
+    assert OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")) == made.plain
+    names = {"eval/accuracy", "eval/loss", "test/accuracy", "test/loss"}
+    assert set(result["metrics"]["final"]) == names
+    assert set(result["metrics"]["best"]) == {*names, "epoch"}
+    assert {"commit", "dirty", "python", "torch", "device", "command"} <= set(result["environment"])
+    assert os.uname().nodename not in json.dumps(result["environment"])
+    assert result["seconds"] > 0
+    last = rows(folder)[-1]
+    assert last["step"] == 12
+    assert last["eval/accuracy"] == result["metrics"]["final"]["eval/accuracy"]
+
+    weights = load_file(folder / "model.safetensors")
+    assert set(weights) == set(SmallConv((1, 8, 8), 10, [8, 8, 8]).state_dict())
+    layers = result["sparsity"]["layers"]
+    assert [layer["name"] for layer in layers] == ([] if recipe == "dense" else ["inner.0.weight", "inner.1.weight"])
+    for layer in layers:
+        check_nm(weights[layer["name"]], "1:4")
+        assert layer["holds"]
+        assert layer["nonzeros"] == int(weights[layer["name"]].count_nonzero()) <= layer["numel"] // 4
+        zeros = weights[layer["name"]][weights[layer["name"]] == 0]
+        assert not zeros.signbit().any()
+    assert all(reason in shown for reason in (() if recipe == "dense" else ("excluded", "inner.0.weight")))
+    assert str(folder) in shown
+    assert (folder / "run.log").read_text() == shown
+
+
+@pytest.mark.parametrize("recipe", ["s_ste", "step"])
+def test_saved_weights_give_the_metrics_that_were_told(recipe: str, tmp_path: Path) -> None:
+    """Rebuilt by hand: a plain model, the saved weights, the test images."""
+    made = config(tmp_path, f"recipe={recipe}", "trainer.epochs=8")
+    metrics = run(made)["metrics"]
+    images, labels = digits.load()["test"]
+    for file, told in (("model", metrics["final"]), ("best", metrics["best"])):
+        model = SmallConv((1, 8, 8), 10, [8, 8, 8])
+        model.load_state_dict(load_file(run_folder(made) / f"{file}.safetensors"))
+        with torch.no_grad():
+            logits = model(images)
+        assert told["test/accuracy"] == pytest.approx(float((logits.argmax(1) == labels).double().mean()))
+        assert told["test/loss"] == pytest.approx(float(functional.cross_entropy(logits, labels)), rel=1e-5)
+
+
+def test_a_finished_run_is_not_touched_and_force_repeats_it(tmp_path: Path) -> None:
+    made = config(tmp_path, "recipe=ste")
+    folder = run_folder(made)
+    first = run(made)
+    (folder / "model.safetensors").unlink()
+    assert run(made) == {**first, "status": "skipped"}
+    assert not (folder / "model.safetensors").exists()
+    again = run(config(tmp_path, "recipe=ste", "force=true"))
+    assert again["metrics"] == first["metrics"]
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert "goes on" not in (folder / "run.log").read_text()
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path: Path) -> None:
+    weights = []
+    for place, seed in (("a", 0), ("b", 0), ("c", 1)):
+        made = config(tmp_path / place, f"seed={seed}")
+        run(made)
+        weights.append((run_folder(made) / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_in_a_sweep_the_screen_has_less_and_the_log_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = config(tmp_path, "recipe=ste")
+    run(made, "some-sweep")
+    shown, log = capsys.readouterr().out, (run_folder(made) / "run.log").read_text()
+    assert "excluded" not in shown
+    assert "excluded" in log
+    assert set(shown.splitlines()) < set(log.splitlines())
+
+
+def test_a_dry_run_tells_the_plan_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = config(tmp_path / "out", "sparsity='2:8'", "dry=true", "model=small_conv")
+    assert run(made)["status"] == "planned"
+    assert not (tmp_path / "out").exists()
+    shown = capsys.readouterr().out
+    assert "  sparse  inner.1.weight  64x64x3x3  2:8\n" in shown
+    total = 320 + 18_496 + 36_928 + 2_570
+    kept = total - 0.75 * (64 * 32 * 9 + 64 * 64 * 9)
+    assert f"density {kept / total:.1%} of {total:,} parameters" in shown
+    forward = 2 * (64 * 32 * 9 + 16 * 64 * 32 * 9 * 4 + 16 * 64 * 64 * 9 + 2560)
+    assert f"{forward / 1e6:.3g}M dense" in shown
+
+
+# --- runs that do not finish ---------------------------------------------------------------------------------------------------
+
+
+def test_a_failure_is_told_in_a_line_and_kept_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("first line\nsecond line")
+
+    monkeypatch.setattr(Classification, "evaluate", broken)
+    made = config(tmp_path, "recipe=ste")
+    result = run(made)
+    captured = capsys.readouterr()
+    assert (result["status"], result["error"]) == ("failed", "ZeroDivisionError: first line")
+    assert json.loads((run_folder(made) / "result.json").read_text())["error"] == result["error"]
+    assert "Traceback" in (run_folder(made) / "run.log").read_text()
+    assert "Traceback" not in captured.out + captured.err
+    assert "nmrun: failed: ZeroDivisionError: first line" in captured.err
+    monkeypatch.undo()
+    assert run(made)["status"] == "finished"
+
+
+def test_a_run_that_diverges_fails_early(tmp_path: Path) -> None:
+    made = config(tmp_path, "recipe=ste", "optimizer=sgd", "optimizer.lr=1e30")
+    result = run(made)
+    assert result["status"] == "failed"
+    assert result["error"].startswith("step 2: the loss is ")
+    assert result["environment"]["torch"] == torch.__version__.partition("+")[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("model.exclude=[stem,haed]",), "haed"),
+        (("model.include=[head]", "model.channels=[6,6,6]"), "can be 2:4 sparse"),
+        (("trainer.batch_size=5000",), "training images"),
+        *([] if torch.cuda.is_available() else [(("trainer.device=cuda",), "no CUDA device")]),
+    ],
+)
+def test_what_only_the_built_model_shows_is_still_a_configuration_error(
+    overrides: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    made = config(tmp_path / "out", "recipe=ste")
+    for override in overrides:
+        key, _, value = override.partition("=")
+        OmegaConf.update(plain := OmegaConf.create(made.plain), key, OmegaConf.create(f"x: {value}").x)
+        made = Config(OmegaConf.to_container(plain), made.pattern)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        run(made)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unwritable_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    made = config(tmp_path / "file2")
+    made.plain["output_dir"] = str(tmp_path / "file")
+    with pytest.raises(ConfigError, match="output_dir="):
+        run(made)
+
+
+def test_control_c_before_training_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "lines", interrupted)
+    result = run(config(tmp_path))
+    assert (result["status"], result["signal"]) == ("interrupted", 2)
+
+
+def test_a_second_signal_acts_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), 2)
+        os.kill(os.getpid(), 2)
+        pytest.fail("went on after the second one")
+
+    monkeypatch.setattr(Loop, "_train_step", twice)
+    former = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell starts what runs in the background with it ignored
+    try:
+        result = run(config(tmp_path))
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert (result["status"], result["signal"]) == ("interrupted", 2)
+
+
+def test_a_signal_that_comes_too_late_still_stops_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = runner._save_weights
+
+    def late(*arguments: Any) -> None:
+        os.kill(os.getpid(), 15)
+        original(*arguments)
+        monkeypatch.undo()
+
+    monkeypatch.setattr(runner, "_save_weights", late)
+    made = config(tmp_path, "recipe=ste")
+    result = run(made)
+    assert (result["status"], result["signal"]) == ("interrupted", 15)
+    assert json.loads((run_folder(made) / "result.json").read_text())["status"] == "finished"
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = config(tmp_path)
+    folder = run_folder(made)
+    folder.mkdir(parents=True)
+    holder = f"import fcntl, os, sys; fcntl.flock(os.open({str(folder)!r}, 0), fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert run(made)["status"] == "failed"
+        assert capsys.readouterr().err.count("\n") == 1
+        assert list(folder.iterdir()) == []
+        with contextlib.suppress(ValueError):
+            other.communicate()
+    assert run(made)["status"] == "finished"
+
+
+def test_a_checkpoint_of_another_model_is_not_forced_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise RunError("stopped after training")
+
+    made = config(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_save_weights", interrupted)
+        run(made)
+    monkeypatch.setattr(models, "build", lambda config, inputs: SmallConv(**inputs, channels=[4, 4, 4, 4]))
+    result = run(made)
+    assert result["status"] == "failed"
+    assert "force=true starts over" in result["error"]
+
+
+# --- data, models, cost --------------------------------------------------------------------------------------------------------
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    pixels, labels = load_digits(return_X_y=True)
+    images, classes = digits._read()
+    assert torch.equal(images.view(-1, 64), torch.tensor(pixels, dtype=torch.float32))
+    assert torch.equal(classes, torch.tensor(labels))
+
+
+def test_splits_are_disjoint_complete_and_alike_in_every_class() -> None:
+    splits = digits.load()
+    images = {name: {tuple(row.flatten().tolist()) for row in rows} for name, (rows, _) in splits.items()}
+    sizes = {name: len(labels) for name, (_, labels) in splits.items()}
+    assert sum(sizes.values()) == 1797
+    assert len(images["train"] | images["val"] | images["test"]) == sum(map(len, images.values()))
+    for name, fraction in (("val", 0.15), ("test", 0.2)):
+        per_class = torch.bincount(splits[name][1]).double() / sum(torch.bincount(labels) for _, labels in splits.values())
+        assert per_class.numel() == 10
+        assert (per_class - fraction).abs().max() < 0.01
+    train = splits["train"][0]
+    assert (abs(float(train.mean())), float(train.std())) == pytest.approx((0, 1), abs=1e-5)
+    assert not torch.equal(digits.load(1)["test"][0], splits["test"][0])
+
+
+def test_an_epoch_is_a_permutation_that_depends_on_seed_and_epoch_alone() -> None:
+    images = torch.arange(100.0).view(100, 1, 1, 1)
+    splits = {name: (images, images.view(-1).long()) for name in ("train", "val", "test")}
+
+    def order(seed: int, epoch: int) -> list[int]:
+        task = Classification(splits, 100, batch_size=20, seed=seed)
+        torch.manual_seed(epoch)  # the global generator must not matter
+        task.micro_batches(epoch + 5, 3, 1)  # nor what was asked before
+        return [int(label) for index in range(5) for batch in task.micro_batches(epoch, index, 3) for label in batch[1]]
+
+    assert sorted(order(0, 0)) == list(range(100))
+    assert order(0, 0) == order(0, 0)
+    different = [order(seed, epoch) for seed in (0, 1, 2, 2**31) for epoch in (0, 1, 2)]
+    assert len({tuple(o) for o in different}) == 12
+    assert Classification(splits, 100, batch_size=30, seed=0).batches_per_epoch == 3
+
+
+@pytest.mark.parametrize("name", ["small_conv", "mlp", "resnet18"])
+def test_models_classify_and_name_their_layers_for_the_configs(name: str, tmp_path: Path) -> None:
+    made = config(tmp_path, f"model={name}", "recipe=sr_ste")
+    parts = build.build(made)
+    logits = parts.model(torch.zeros(2, *parts.task.inputs["shape"]))  # type: ignore[attr-defined]
+    assert logits.shape == (2, 10)
+    assert parts.handle.sparse
+    assert {left.reason for left in parts.handle.left_dense} == {"excluded"}
+
+
+def test_flops_of_a_perceptron_by_hand(tmp_path: Path) -> None:
+    made = config(tmp_path, "model=mlp", "model.hidden=[32,16]", "model.exclude=[head]", "sparsity='1:4'")
+    parts = build.build(made)
+    before = torch.get_rng_state()
+    cost = flops.count(parts.model, parts.task)
+    products = [64 * 32, 32 * 16, 16 * 10]
+    assert cost.forward == 2 * sum(products)
+    assert cost.forward_sparse == 2 * (products[0] / 4 + products[1] / 4 + products[2])
+    assert cost.backward == 2 * (products[0] + 2 * products[1] + 2 * products[2])  # no gradient of the images
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(p.grad is None for p in parts.model.parameters())

@@ -1,0 +1,57 @@
+"""What each of two processes does in test_distributed.py: train every recipe, and compare notes."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+
+from played24 import play
+from runs import RECIPES, config
+from safetensors import safe_open
+
+from nmrun import ranks
+from nmrun.config.identity import run_folder
+from nmrun.train import runner
+from nmrun.train.loop import Loop
+
+OPTIONS = ("trainer.accumulate=2", "trainer.clip=1.0", "model.exclude=[stem,head]")
+SWITCH = {"step": ("recipe.switch=0.5",), "asp": ("recipe.prune_at=0.5",)}
+
+
+ACCELERATED = ("model=mlp", "model.hidden=[32,32,32]", "trainer.precision=bf16", "trainer.acceleration=force")
+
+
+def run(output_dir: str, recipe: str, *overrides: str) -> str:
+    """Train in this process, one of several or not; returns the run's folder."""
+    made = config(output_dir, f"recipe={recipe}", *OPTIONS, *SWITCH.get(recipe, ()), *overrides)
+    result = runner.run(made, run_folder(made))
+    assert result["status"] == "finished", result
+    return result["folder"]
+
+
+def main(output_dir: str) -> None:
+    """Every recipe in turn; fails where the ranks do not end with the same bits."""
+    digests: list[str] = []
+    train = Loop.train
+
+    def watched(loop: Loop, *args: object) -> bool:
+        done = train(loop, *args)  # type: ignore[arg-type]
+        state = b"".join(value.numpy().tobytes() for value in loop.model.state_dict().values())
+        digests.append(hashlib.sha256(state).hexdigest())
+        return done
+
+    Loop.train = watched  # type: ignore[method-assign,assignment]
+    for recipe in (*RECIPES, "accelerated"):
+        if recipe == "accelerated":
+            play(setattr, Path(output_dir))
+        folder = run(output_dir, "ste", *ACCELERATED) if recipe == "accelerated" else run(output_dir, recipe)
+        one, other = ranks.gathered(digests[-1])
+        assert one == other, recipe
+        if ranks.leads():
+            with safe_open(f"{folder}/model.safetensors", "pt") as file:
+                assert file.keys()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
