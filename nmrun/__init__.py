@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nmrun import optim as optim
     from nmrun import sparsity as sparsity
+    from nmrun.attach import sparsify as sparsify
     from nmrun.handle import Handle as Handle
-    from nmrun.handle import sparsify as sparsify
     from nmrun.products.acceleration import accelerate as accelerate
 
 __version__ = "0.1.0"
@@ -23,7 +23,7 @@ __all__ = ["Handle", "Pattern", "__version__", "accelerate", "optim", "sparsify"
 
 _LAZY = {
     "accelerate": "nmrun.products.acceleration",
-    "sparsify": "nmrun.handle",
+    "sparsify": "nmrun.attach",
     "Handle": "nmrun.handle",
     "Pattern": "nmrun.patterns",
 }

@@ -1,139 +1,237 @@
-"""``nmrun.sparsify``: make the weights of a model N:M sparse inside any training loop."""
+"""The handle of a model that trains with sparse weights: the order of a step, saving, finishing.
+
+Around ``optimizer.step()``, by hooks of the optimizer::
+
+    before    a closure is evaluated; the weights' tensors leave the optimizer's state
+              weights that were changed from outside are noticed
+              recipe.before_step; the rule edits the gradients
+              the parameters point at the dense weights
+    step      the optimizer moves the dense weights (nmrun.optim: rule and step in one pass)
+    after     the parameters point at their projected memory again; the clock moves on
+              recipe.after_step; the rule projects the dense weights into the parameters
+              what depends on them follows (packed copies); the tensors return to the state
+"""
 
 from __future__ import annotations
 
-import difflib
-import inspect
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nmrun import kernels, recipes
-from nmrun.errors import ConfigError
-from nmrun.kernels.adam import WorkingCopy
+from nmrun.kernels import projection
+from nmrun.kernels.operands import Update
 from nmrun.optim import Adam, skipped_by_loss_scaling
-from nmrun.patterns import Pattern
 from nmrun.products import simulated
-from nmrun.ranges import INPUT_GRADIENTS
 from nmrun.recipes.base import Recipe
+from nmrun.resume import KEY, Resume, agree_over_ranks, check_finished, counterpart
 from nmrun.sparsity.check import layer_report
 from nmrun.sparsity.metrics import MaskMetrics
-from nmrun.sparsity.select import LeftDense, candidates, select
-from nmrun.sparsity.weight import SparseWeight, attach, attached, detach, release
+from nmrun.sparsity.select import LeftDense
+from nmrun.sparsity.weight import LIVE, SparseWeight, owns_its_storage
 
-if TYPE_CHECKING:
-    from nmrun.kernels.triton_projection import Batch
+COMPARED_EVERY = 500  # steps between looks for weights that were written without a trace
 
 
 class Handle:
-    """What :func:`sparsify` returns: the sparse weights, the recipe's clock, and the way back to plain parameters.
+    """What :func:`nmrun.sparsify` returns.
 
-    Attributes: ``recipe``, ``sparse`` (list of SparseWeight), ``left_dense`` (list of LeftDense with reasons),
-    ``measure_flips`` (set True before ``optimizer.step()`` to have that step's ``flip_rate`` and its kin measured, for
-    :meth:`metrics`), ``mask_metrics`` (how they are measured, with the run's first masks).
+    Attributes:
+        recipe: the recipe, with its clock.
+        sparse: the sparse weights.
+        left_dense: the other weights, each with the reason.
+        measure_flips: set True before ``optimizer.step()`` to have that step's flip rate and its
+            kin measured, for :meth:`metrics`.
+        mask_metrics: how they are measured, with the run's first masks.
+        followers: called with (parameter name, dim, index) when channel permutation made a
+            parameter ``p.index_select(dim, index)``.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, recipe: Recipe, sparse: list[SparseWeight], left_dense: list[LeftDense]
+        self,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        sparse: list[SparseWeight],
+        left_dense: list[LeftDense],
     ) -> None:
         self.recipe, self.sparse, self.left_dense = recipe, sparse, left_dense
         self.measure_flips = False
-        self.mask_metrics = MaskMetrics(sparse)
-        recipe.followers.append(self.mask_metrics.reorder)
-        self._measured: dict[str, float] = {}
+        self.mask_metrics = MaskMetrics(recipe, sparse)
+        self.followers: list[Callable[[str, int, Tensor], None]] = [self.mask_metrics.reorder]
         self._optimizer = optimizer
-        self._skip = False
-        # the weights, by id, that the optimizer's step projects itself, each with its mask then
-        self._fused: dict[int, tuple[Tensor | None, int]] = {}
-        self._batch: Batch | None = None  # and the tensors that a CUDA device projects together
-        self._batched: list[tuple[int, ...]] = []
-        self._hooks = []
+        self._measured: dict[str, float] = {}
+        self._skipped = False  # the step under way does nothing: loss scaling met an overflow
+        self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}  # by the step under way
+        self._batch = _Batch()
+        self._compared = False  # the ranks' dense weights, before the first step
+        self._hooks: list[Any] = []
+        self._resume = Resume(optimizer, recipe, sparse, self.refresh)
+        captured = any(group.get("capturable") for group in optimizer.param_groups)
+        for weight in sparse:
+            LIVE[id(weight.parameter)] = weight.parameter
+            weight.copies = captured or not owns_its_storage(weight.parameter)
         if sparse:
             self._hooks = [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_step_pre_hook(_eager(self._before_step)),
+                optimizer.register_step_post_hook(_eager(self._after_step)),
+                *self._resume.hooks(),
             ]
         self.refresh()
 
-    # --- the clock ----------------------------------------------------------------------------------------------------------
+    # --- the step --------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("closure") is not None or any(callable(a) for a in args[1:]):
-            raise RuntimeError(
-                "nmrun edits gradients just before the update, so they must exist: call loss.backward(), then optimizer.step() "
-                "without a closure"
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        answer = _closure_first(args, kwargs)
+        self._skipped = skipped_by_loss_scaling(optimizer)
+        if self._skipped:
+            return answer
+        self._recover()
+        for weight in self.sparse:
+            weight.take(optimizer)
+        if not self._compared:
+            self._compared = True
+            if agree_over_ranks(self.sparse):
+                self.refresh()
+        self._notice_changes()
+        if self.measure_flips:
+            self.mask_metrics.before()
+        self.recipe.before_step(self.sparse, optimizer)
+        if not self.recipe.dense_forward:
+            self._in_one_pass = self._plan(optimizer)
+            for weight in self.sparse:
+                if id(weight) not in self._in_one_pass:
+                    if (grad := weight.grad) is not None:
+                        self.recipe.edit_gradient(weight, grad)
+                    weight.expose()
+        return answer
+
+    def _recover(self) -> None:
+        """A step has failed half-way: the parameters become projected weights again."""
+        if any(weight.is_exposed for weight in self.sparse):
+            for weight in self.sparse:
+                weight.cover()
+            self.refresh()
+
+    def _plan(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[Tensor | None, int]]:
+        """Let the optimizer carry out the rule inside its step where it can.
+
+        Returns the weights, by id, for which it will, each with its mask and the mask's version.
+        """
+        recipe = self.recipe
+        if not isinstance(optimizer, Adam) or not recipe.is_rule_alone:
+            return {}
+        rules = [recipe.rule(weight) for weight in self.sparse]
+        with recipe.at(recipe.step + 1):
+            after = [recipe.rule(weight) for weight in self.sparse]
+        updates = {}
+        for weight, now, then in zip(self.sparse, rules, after, strict=True):
+            if then.mask is None and recipe.chooses:
+                continue
+            pattern = then.pattern or weight.pattern
+            updates[weight.parameter] = Update(
+                weight.dense, weight.weight, weight.dim, pattern, now.then(then)
             )
-        self._skip = skipped_by_loss_scaling(optimizer)
-        if not self._skip:
-            if self.measure_flips:
-                self.mask_metrics.before()
-            self.recipe.edit_gradients(self._not_fused(optimizer), optimizer)
-
-    def _not_fused(self, optimizer: torch.optim.Optimizer) -> list[SparseWeight]:
-        """Have the optimizer do in one pass what it can of the recipe's part and the step; returns the weights for which it cannot."""
-        self._fused = {}
-        if not isinstance(optimizer, Adam) or not self.recipe.fusable:
-            return self.sparse
-        copies: dict[Tensor, WorkingCopy] = {}
-        parts = [w.parts for w in self.sparse]
-        for projection, dense in parts:
-            around = None if projection.shard is not None else self.recipe.around(projection)
-            if around is not None:
-                projection.refresh_if_stale(dense)
-                copies[dense] = WorkingCopy(projection.projected, projection.dim, around)
-        for p in optimizer.project_with(copies):
-            mask = copies[p].around.mask
-            self._fused[id(p)] = mask, 0 if mask is None else mask._version
-        return [w for w, (_, dense) in zip(self.sparse, parts, strict=True) if id(dense) not in self._fused]
+        taken = set(map(id, optimizer.plan(updates)))
+        masks = {id(w): rule.mask for w, rule in zip(self.sparse, after, strict=True)}
+        return {
+            id(w): (mask, 0 if mask is None else mask._version)
+            for w in self.sparse
+            if id(w.parameter) in taken
+            for mask in (masks[id(w)],)
+        }
 
     @torch.no_grad()
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._skip:
+    def _after_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._skipped:
             return
+        for weight in self.sparse:
+            weight.cover()
         self.recipe.step += 1
         self.recipe.after_step(self.sparse, optimizer)
+        for name, dim, index in getattr(self.recipe, "reordered", ()):
+            for follow in self.followers:
+                follow(name, dim, index)
+        getattr(self.recipe, "reordered", []).clear()
         self.refresh()
         self._measured = self.mask_metrics.after(optimizer) if self.measure_flips else {}
+        for weight in self.sparse:
+            weight.give(optimizer)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Rewrite the working copies, as after every optimizer step."""
-        # what the optimizer has just written, but where the recipe has changed the mask since then
-        written = {p for p, (mask, version) in self._fused.items() if mask is None or mask._version == version}
-        parts = [(w, *w.parts) for w in self.sparse]
-        together = set(map(id, self._projected_together([w for w, _, dense in parts if id(dense) not in written])))
-        for weight, projection, dense in parts:
-            if id(dense) in written or id(weight) in together:
-                projection.follow(dense)
-            elif not self.recipe.dense_forward or projection.shard is not None:
-                projection.refresh(dense)
-        self._fused = {}
+        """Write the projections of the dense weights into the parameters, as after every step."""
+        if self.recipe.dense_forward:
+            for weight in self.sparse:
+                weight.end_sparse()
+                if weight.layer is not None:
+                    weight.layer.active = weight.layer.uses_packed = False
+        else:
+            left = []
+            for weight in self.sparse:
+                if not weight.has_dense:
+                    weight.begin_sparse()
+                # the step has projected it, unless the recipe has changed the mask since
+                mask, version = self._in_one_pass.get(id(weight), (None, -1))
+                if id(weight) not in self._in_one_pass or (
+                    mask is not None and mask._version != version
+                ):
+                    left.append(weight)
+            self._project(left)
+            for weight in self.sparse:
+                if weight.layer is not None:
+                    weight.layer.active, weight.layer.uses_packed = True, self.recipe.is_sparse
+                for follow in weight.dependents:
+                    follow(weight)
+        self._in_one_pass = {}
+        for weight in self.sparse:
+            weight.version = weight.parameter._version
 
-    def _projected_together(self, weights: list[SparseWeight]) -> list[SparseWeight]:
-        """Those of the weights whose N-largest projections a CUDA device has just written in as few launches as it takes."""
-        if not self.recipe.keeps_largest or self.recipe.dense_forward:
-            return []
-        chosen = [w for w in weights if w.projection.shard is None and kernels.by_triton(w.dense, w.pattern)]
-        if not chosen:
-            return []
-        from nmrun.kernels.triton_projection import Batch, fits
+    def _project(self, weights: list[SparseWeight]) -> None:
+        recipe = self.recipe
+        if recipe.is_rule_alone and not recipe.chooses:
+            weights = self._batch.project(recipe, weights)
+        for weight in weights:
+            recipe.project(weight, weight.weight)
 
-        chosen = [w for w in chosen if fits(w.dense, w.projection.projected, w.pattern, w.dim)]
-        tensors = [(w.dense, w.projection.projected) for w in chosen]
-        if [tuple(map(id, pair)) for pair in tensors] != self._batched or self._batch is None:
-            self._batched = [tuple(map(id, pair)) for pair in tensors]
-            dense, projected = zip(*tensors, strict=True) if tensors else ((), ())
-            self._batch = Batch(dense, projected, [w.pattern for w in chosen], [w.dim for w in chosen])
-        self._batch.project()
-        return chosen
+    @torch.no_grad()
+    def _notice_changes(self) -> None:
+        """Weights that were written from outside become the new dense weights."""
+        if self.recipe.dense_forward:
+            return
+        thorough = self.recipe.step % COMPARED_EVERY == COMPARED_EVERY - 1
+        changed = []
+        for weight in self.sparse:
+            kept = weight.dense
+            if kept.dtype != weight.weight.dtype or kept.device != weight.weight.device:
+                weight.adopt("dense", kept)  # the model was moved or cast
+            if (weight.moved() or thorough) and self._differs(weight):
+                weight.begin_sparse()
+                changed.append(weight.name)
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            self.recipe.say(
+                f"{changed[0]}{more} changed outside the optimizer: the new values are the dense "
+                "weights"
+            )
 
-    # --- what a loop asks ---------------------------------------------------------------------------------------------------
+    def _differs(self, weight: SparseWeight) -> bool:
+        """Whether the parameter is not the projection of the dense weight."""
+        expected = torch.empty_like(weight.dense)
+        self.recipe.project(weight, expected)
+        return not torch.equal(expected, weight.weight)
+
+    # --- what a loop asks ------------------------------------------------------------------------
 
     @property
     def phase(self) -> str:
-        """Which weights the forward pass uses now: ``"dense"``, ``"sparse"``, or in ``"transition"`` something between."""
+        """Which weights the forward pass uses now: ``"dense"``, ``"sparse"``, or in
+        ``"transition"`` something between."""
         return self.recipe.phase if self.sparse else "dense"
 
     @property
@@ -142,7 +240,7 @@ class Handle:
         return bool(self.sparse) and self.recipe.is_sparse
 
     def pop_events(self) -> list[str]:
-        """Sentences about what the recipe did since the last call (STEP's switch and its reason, ASP's pruning)."""
+        """Sentences about what the recipe did since the last call."""
         events, self.recipe.events[:] = list(self.recipe.events), []
         return events
 
@@ -152,143 +250,177 @@ class Handle:
         return self._measured.get("sparsity/flip_rate")
 
     def metrics(self) -> dict[str, float]:
-        """The recipe's scalars for a log, and if it was measured, what the last step did (``nmrun.sparsity.metrics.MaskMetrics.after``)."""
+        """The recipe's scalars for a log, and what the last step did, if it was measured
+        (``nmrun.sparsity.metrics.MaskMetrics.after``)."""
         return {**self._measured, **self.recipe.metrics()} if self.sparse else {}
 
+    @torch.no_grad()
+    def final_weight(self, weight: SparseWeight) -> Tensor:
+        """The weight that the run would leave now (a copy, this process's part)."""
+        if self.recipe.is_sparse:
+            return weight.weight + 0.0
+        out = torch.empty_like(weight.dense)
+        self.recipe.project_final(weight, out)
+        return out + 0.0
+
     def report(self) -> dict[str, Any]:
-        """Plain data on the projected weights: ``pattern``, ``density`` over the sparse weights, ``layers`` (``name``, ``shape``,
-        ``nonzeros``, ``numel``, ``holds``: at most N of every M), ``left_dense`` (``name``, ``shape``, ``reason``)."""
-        layers = [layer_report(w.name, w.whole(w.projected), w.pattern, w.dim) for w in self.sparse]
+        """Plain data on the final weights, as they would be now.
+
+        Returns:
+            ``pattern``; ``density`` over the sparse weights; ``layers`` (``name``, ``shape``,
+            ``nonzeros``, ``numel``, ``holds``: at most N of every M); ``left_dense`` (``name``,
+            ``shape``, ``reason``).
+        """
+        layers = [
+            layer_report(w.name, w.whole(self.final_weight(w)), w.pattern, w.dim)
+            for w in self.sparse
+        ]
         numel = sum(layer["numel"] for layer in layers)
         return {
             "pattern": str(self.recipe.pattern) if self.sparse else "dense",
             "density": sum(layer["nonzeros"] for layer in layers) / numel if numel else 1.0,
             "layers": layers,
-            "left_dense": [{"name": d.name, "shape": list(d.shape), "reason": d.reason} for d in self.left_dense],
+            "left_dense": [
+                {"name": d.name, "shape": list(d.shape), "reason": d.reason}
+                for d in self.left_dense
+            ],
         }
 
-    # --- saving and finishing -----------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def dense_weights(self) -> Iterator[None]:
+        """While entered, the parameters are the dense weights: for averages (EMA), dense
+        evaluation, dense checkpoints. Weights that are written inside are kept."""
+        for weight in self.sparse:
+            weight.expose()
+        before = [weight.parameter._version for weight in self.sparse]
+        try:
+            yield
+        finally:
+            after = [weight.parameter._version for weight in self.sparse]
+            for weight in self.sparse:
+                weight.cover()
+            if before != after:
+                self.refresh()
+            for weight in self.sparse:
+                weight.version = weight.parameter._version
+
+    # --- saving and finishing --------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The recipe's clock: tensors and plain numbers. Save it beside the model's and the optimizer's state dicts."""
-        return {"recipe": self.recipe.name, **self.recipe.state_dict(), "first_masks": self.mask_metrics.first_masks()}
+        """What the optimizer's state dict has of nmrun too, apart: for loops that save it so."""
+        return {"nmrun": self._resume.settings(), "weights": {w.name: w.saved() for w in self.sparse}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`; call it after loading the model's and the optimizer's, since it rewrites the working copies."""
-        if state.get("recipe") != self.recipe.name:
-            raise ValueError(f"this state is of recipe {state.get('recipe')!r}, the handle's recipe is {self.recipe.name!r}")
-        self.recipe.load_state_dict(state)
-        if first := state.get("first_masks"):
-            self.mask_metrics.load_first_masks(first)
-        self.refresh()
+        """Restore :meth:`state_dict`.
 
-    def finalize(self, model: nn.Module | None = None) -> None:
-        """Make every sparse weight a plain ``nn.Parameter`` again, exactly N:M, with plain state-dict keys; the recipe ends.
-
-        The parameter objects stay the same, so optimizers and references to them stay valid. With ``model``, a deep copy of the
-        model (an EMA) is finished instead and the handle goes on.
+        Raises:
+            ConfigError: for the state of another recipe or ratio, or of an older nmrun.
         """
-        for weight in self.sparse if model is None else attached(model):
-            detach(weight)
-        if model is None:
-            for hook in self._hooks:
-                hook.remove()
-            self.sparse, self._hooks = [], []
+        self._resume.check(state.get("nmrun") or {})
+        for weight in self.sparse:
+            for key, value in state["weights"][weight.name].items():
+                weight.adopt(key, value)
+        self._resume.restore(state["nmrun"])
+
+    @torch.no_grad()
+    def finalize(self, model: nn.Module | None = None) -> None:
+        """End the recipe: the weights stay, exactly N:M, and the optimizer forgets the rest.
+
+        With ``model``, a copy of the model that holds dense weights (an average), that copy gets
+        the projections of its own weights instead, and training can go on.
+
+        Raises:
+            RunError: where a weight does not hold its pattern: the optimizer never stepped,
+                training ended in a dense phase, or the weights moved without the optimizer.
+                Nothing is changed then.
+        """
+        if model is not None:
+            self._finalize_copy(model)
+            return
+        if self.sparse:
+            self._recover()
+            dense = self.recipe.dense_forward
+            moved = (w.name for w in self.sparse if not dense and w.moved() and self._differs(w))
+            check_finished(self.recipe, self.sparse, next(moved, ""))
+        for weight in self.sparse:
+            weight.weight.add_(0.0)  # no zero is negative
+            weight.take(self._optimizer)
+            simulated.uninstall(weight)
+            LIVE.pop(id(weight.parameter), None)
+        for hook in self._hooks:
+            hook.remove()
+        self._optimizer.param_groups[0].pop(KEY, None)
+        self.sparse, self._hooks = [], []
+
+    def _finalize_copy(self, model: nn.Module) -> None:
+        for weight in self.sparse:
+            own = counterpart(model, weight.name)
+            out = torch.empty_like(own)
+            dense = weight.of(own.detach().clone())
+            self.recipe.project_final(dense, out)
+            own.copy_(out + 0.0)
 
 
-def sparsify(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    recipe: str = "sr_ste",
-    pattern: str | Pattern = "2:4",
-    total_steps: int | None = None,
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] = (),
-    overrides: Mapping[str, str | Pattern] | None = None,
-    mvue: str | Pattern | None = None,
-    fp8: bool = False,
-    pad: bool = False,
-    input_gradient: str = "exact",
-    **hyperparameters: Any,
-) -> Handle:
-    """Train ``model`` with N:M sparse weights: call this once, then train as always.
+class _Batch:
+    """Weights that a CUDA device projects in as few launches as it takes."""
 
-    ::
+    def __init__(self) -> None:
+        self._key: list[Any] = []
+        self._launch: Any = None
 
-        optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-3)
-        handle = nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=T)
-        for batch in loader:
-            loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        handle.finalize()   # plain parameters, exactly 2:4
+    def project(self, recipe: Recipe, weights: list[SparseWeight]) -> list[SparseWeight]:
+        """Project the N largest of the weights it can; returns the others."""
+        rest: list[SparseWeight] = []
+        chosen: list[SparseWeight] = []
+        for weight in weights:
+            rule = recipe.rule(weight)
+            plain = rule.mask is None and rule.soft_threshold_scale is None
+            plain = plain and rule.pattern is None and not rule.pruned_weight_factor
+            takes = plain and projection.by_triton(weight.dense, weight.pattern)
+            (chosen if takes else rest).append(weight)
+        if not chosen:
+            return rest
+        from nmrun.kernels.triton_projection import Batch, fits
 
-    Gradient accumulation, clipping and ``torch.amp.GradScaler`` need no change: everything happens in hooks of ``optimizer.step``.
-
-    recipe: ``dense``, ``asp``, ``ste``, ``sr_ste``, ``step``, ``s_ste``, or the dotted path of a subclass of ``nmrun.recipes.base.Recipe``.
-    pattern: at most N non-zeros in every M consecutive weights along the input dimension, any 1 <= N <= M.
-    total_steps: optimizer steps of the whole run; ``step`` and ``asp`` need it for their switch points.
-    include, exclude: regular expressions for whole module names. By default every linear layer, convolution and attention projection
-    whose inputs are a multiple of M is sparse; tied, frozen and foreign parameters stay dense (``handle.left_dense`` says why).
-    overrides: other patterns for some layers, by such expressions: ``{"layer3\\..*": "1:8", "fc": "dense"}``; the first match counts,
-    and more than exclude.
-    mvue: N:M for the gradient of the sparse linear layers' weights: from an unbiased estimate of the output gradient with at most N non-zeros
-    in every M consecutive tokens. fp8: round the operands of their three products to FP8 (simulated). Both are S-STE's, work with
-    any recipe, and act in training mode outside dense phases; see ``nmrun.products.simulated``.
-    pad: make layers sparse too whose inputs are not a multiple of M. Their last group is short, as if zeros filled it up: at most N of its
-    weights are kept, all of them if there are no more. What they save is counted by what is really pruned.
-    input_gradient: ``exact``; or a sparse product as the forward one, by weights that are N:M along the outputs as well: ``transposable``, with
-    masks that every recipe that keeps the largest weights then chooses so (layers whose outputs M does not divide stay dense); or
-    ``double_prune``, by the weight pruned once more (SLoPe, Mozaffari et al. 2025, arXiv 2405.16325), which changes this gradient alone.
-    hyperparameters: the recipe's own, under the names of its paper, such as ``decay=2e-4`` for ``sr_ste``.
-
-    Raises ValueError for an unknown recipe or pattern, a model without a single eligible weight, a model that is sparse already,
-    or an optimizer the recipe cannot work with; TypeError for an unknown hyperparameter.
-    """
-    pattern = Pattern.parse(pattern)
-    kind = recipes.find(recipe)
-    rule = _build(kind, recipe, pattern, total_steps, hyperparameters)
-    if input_gradient not in INPUT_GRADIENTS:
-        raise ConfigError(f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}")
-    if attached(model):
-        raise ValueError("this model is sparse already: call finalize() on its handle first")
-    if rule.name == "dense":
-        return Handle(
-            optimizer, rule, [], [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in candidates(model)]
-        )
-    if input_gradient == "transposable":
-        rule.make_transposable()
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    chosen, left_dense = select(model, pattern, include, exclude, owned, overrides, rule.refuses, pad)
-    if not chosen:
-        reasons = "; ".join(f"{d.name} {list(d.shape)}: {d.reason}" for d in left_dense[:8]) or "it has no such layer"
-        raise ValueError(f"no weight of this model can be {pattern} sparse ({reasons})")
-    rule.prepare(model)
-    sparse = [attach(c.module_name, c.module, c.attribute, c.pattern or pattern, c.dim, rule) for c in chosen]
-    try:
-        rule.attach(sparse, optimizer)
-        if mvue is not None or fp8:
-            exact = simulated.install(sparse, None if mvue is None else Pattern.parse(mvue), fp8)
-            if len(exact) == len(sparse):
-                raise ConfigError(f"mvue and fp8 are for sparse linear layers; the sparse ones here are {', '.join(exact)}")
-            if exact:
-                rule.events.append(f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called")
-        if input_gradient == "double_prune":
-            exact = simulated.prune_again(sparse, rule)
-            if exact:
-                rule.events.append(f"double pruning does not apply to {', '.join(exact)}: their input gradient is exact")
-    except ValueError:
-        for weight in sparse:  # leave the model as it was
-            release(weight)
-        raise
-    return Handle(optimizer, rule, sparse, left_dense)
+        tensors = [(w.dense, w.weight) for w in chosen]
+        fit = [fits(d, p, w.pattern, w.dim) for w, (d, p) in zip(chosen, tensors, strict=True)]
+        rest += [w for w, good in zip(chosen, fit, strict=True) if not good]
+        members = [(w, *t) for w, t, good in zip(chosen, tensors, fit, strict=True) if good]
+        key = [(d.data_ptr(), p.data_ptr()) for _, d, p in members]
+        if key != self._key or self._launch is None:
+            self._key = key
+            self._launch = Batch(
+                [d for _, d, _ in members],
+                [p for _, _, p in members],
+                [w.pattern for w, _, _ in members],
+                [w.dim for w, _, _ in members],
+            )
+        self._launch.project()
+        return rest
 
 
-def _build(kind: type[Recipe], name: str, pattern: Pattern, total_steps: int | None, hyperparameters: dict[str, Any]) -> Recipe:
-    known = [p.name for p in inspect.signature(kind).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    for key in hyperparameters:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise TypeError(f"{name} has no hyperparameter {key!r}; {hint}It has {', '.join(known) or 'none'}")
-    return kind(pattern, total_steps, **hyperparameters)
+def _closure_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Evaluate a step's closure now, and hand its loss on: gradients are edited before the step."""
+    closure = kwargs.get("closure")
+    if closure is None:
+        closure = next((a for a in args[1:] if callable(a)), None)
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    rest = {key: value for key, value in kwargs.items() if key != "closure"}
+    others = tuple(a for a in args[1:] if a is not closure)
+    return (args[0], lambda: loss, *others), rest
+
+
+def _eager(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that torch.compile does not look into: it stops there and goes on behind it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return hook(*args, **kwargs)
+
+    run.nmrun = True  # type: ignore[attr-defined]  # this is ours
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable, unimported
+    return run

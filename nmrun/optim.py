@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmrun.kernels import adam
-from nmrun.kernels.adam import Operands, WorkingCopy
+from nmrun.kernels.adam import OnePass
+from nmrun.kernels.operands import Update, decoupled
 
 EPS_MODES = ("inside", "outside", "floor")
 
@@ -23,31 +23,35 @@ class Adam(torch.optim.Adam):
     first moment, weight decay and all other parameters go on as before. ``capturable`` and ``differentiable`` are refused then.
     """
 
-    _next: dict[Any, Operands] = {}  # what the next step does in one pass
-    _one_pass: adam.OnePass | None = None
-    # the steps of parameters that are stepped so; torch's fused step counts on the device, where reading would wait
-    _counts: dict[Any, float] = {}
+    _one_pass: OnePass | None = None
 
-    def project_with(self, copies: Mapping[Any, WorkingCopy]) -> list[Tensor]:
-        """Let the next :meth:`step` do to these parameters' gradients (not to ``.grad``) what is to be done, and write their projections.
+    def plan(self, updates: Mapping[Any, Update]) -> list[Tensor]:
+        """Let the next :meth:`step` carry out rules in the same pass as its own update.
 
-        Returns those that it does so, in one pass (``nmrun.kernels.adam``): float32, stored like their gradients, in a group without
-        amsgrad, maximize, capturable and differentiable, on the CPU with ``fused=True``. The others it steps as ever.
+        It does so (``nmrun.kernels.adam``) for float32 weights stored like their gradients, in a
+        group without amsgrad, maximize, capturable and differentiable; on the CPU with
+        ``fused=True``. The others it steps as ever.
+
+        Args:
+            updates: by parameter, what is moved, where the projection goes, and the rule. ``.grad``
+                is not changed.
+
+        Returns:
+            The parameters for which it will.
         """
-        self._next = {}
+        self._one_pass = self._one_pass or OnePass()
+        self._one_pass.pending = {}
         for group in self.param_groups:
-            other = any(group[o] for o in ("amsgrad", "maximize", "capturable", "differentiable"))
-            if other or any(isinstance(x, Tensor) for x in (group["lr"], *group["betas"])):
+            others = ("amsgrad", "maximize", "capturable", "differentiable")
+            if any(group[option] for option in others):
+                continue
+            if any(isinstance(x, Tensor) for x in (group["lr"], *group["betas"])):
                 continue
             for p in group["params"]:
-                if p in copies and p.grad is not None:
+                if p in updates and p.grad is not None:
                     state = self._started(group, p)
-                    frozen = "frozen_denominator" in state
-                    second = state["frozen_denominator" if frozen else "exp_avg_sq"]
-                    operands = Operands(p, p.grad, state["exp_avg"], second, copies[p], 0.0, frozen)
-                    if adam.takes(operands, bool(group["fused"])):
-                        self._next[p] = operands
-        return list(self._next)
+                    self._one_pass.plan(group, p, state, updates[p])
+        return list(self._one_pass.pending)
 
     @torch.no_grad()
     def freeze_second_moment(self, params: Iterable[Tensor], eps_mode: str = "inside", bias_correction: bool = True) -> None:
@@ -103,52 +107,51 @@ class Adam(torch.optim.Adam):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        held: list[tuple[Tensor, Tensor]] = []
-        operands, self._next = self._next, {}
-        self._counts = {p: count for p, count in self._counts.items() if p in operands}
+        done: list[tuple[Tensor, Tensor]] = []
         for group in self.param_groups:
-            with_grad = [p for p in group["params"] if p.grad is not None]
-            together = [p for p in with_grad if p in operands]
-            frozen = [p for p in with_grad if p not in operands and "frozen_denominator" in self.state.get(p, ())]
-            if together:
-                self._step_in_one_pass(group, [operands[p] for p in together])
+            one_pass = self._one_pass.step(group, self.state) if self._one_pass else []
+            stepped = set(map(id, one_pass))
+            frozen = [
+                p
+                for p in group["params"]
+                if p.grad is not None
+                and id(p) not in stepped
+                and "frozen_denominator" in self.state.get(p, ())
+            ]
             if frozen:
                 self._frozen_step(group, frozen)
-            held += [(p, p.grad) for p in together + frozen]
-        for p, _ in held:
+            done += [(p, p.grad) for p in one_pass + frozen]
+        for p, _ in done:
             p.grad = None  # the stock step passes over parameters without a gradient
         try:
             _stock_step(self)
         finally:
-            for p, grad in held:
+            for p, grad in done:
                 p.grad = grad
         return loss
 
     def _frozen_step(self, group: dict[str, Any], params: list[Tensor]) -> None:
         grads = self._gradients(group, params)
         states = [self.state[p] for p in params]
-        moments = [s["exp_avg"] for s in states]
+        weights = [_local(p.detach()) for p in params]
+        moments = [_local(s["exp_avg"]) for s in states]
+        denominators = [_local(s["frozen_denominator"]) for s in states]
         beta1, lr = group["betas"][0], float(group["lr"])
         for s in states:
-            s["step"] = s["step"].cpu() + 1  # a fused step kept it on the device, where reading it would wait
-        if adam.decoupled(group):
-            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+            # a fused step kept it on the device, where reading it would wait
+            s["step"] = s["step"].cpu() + 1
+        if decoupled(group):
+            torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
         torch._foreach_lerp_(moments, grads, 1 - beta1)
         sizes = [-lr / (1 - beta1 ** float(s["step"])) for s in states]
-        torch._foreach_addcdiv_(params, moments, [s["frozen_denominator"] for s in states], sizes)
-
-    def _step_in_one_pass(self, group: dict[str, Any], parameters: list[Operands]) -> None:
-        steps = [self.state[p.weight]["step"] for p in parameters]
-        for p, step in zip(parameters, steps, strict=True):
-            self._counts[p.weight] = 1 + (self._counts[p.weight] if p.weight in self._counts else float(step))
-        torch._foreach_add_(steps, 1)
-        self._one_pass = self._one_pass or adam.OnePass()
-        self._one_pass.step(group, [p._replace(steps=self._counts[p.weight]) for p in parameters])
+        torch._foreach_addcdiv_(weights, moments, denominators, sizes)
+        torch.autograd.graph.increment_version(params)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim.Adam.load_state_dict``."""
         super().load_state_dict(state_dict)
-        self._counts = {}
+        if self._one_pass is not None:
+            self._one_pass.forget()
 
     @torch.no_grad()
     def second_moment_change(self, params: Iterable[Tensor], logs: bool = True) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -171,6 +174,7 @@ class Adam(torch.optim.Adam):
             rest = 1 - group["betas"][1]
             for p, grad in zip(chosen, self._gradients(group, chosen), strict=True):
                 v = self.state.get(p, {}).get("exp_avg_sq")
+                v = None if v is None else _local(v)
                 change = grad.square() if v is None else torch.addcmul(v, grad, grad, value=-1).abs_()
                 total.append(change.sum().double() * rest)
                 if logs:
@@ -185,11 +189,11 @@ class Adam(torch.optim.Adam):
 
     def _gradients(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
         """The gradients as Adam's moments see them: negated when maximising, with coupled weight decay added."""
-        grads = [p.grad for p in params if p.grad is not None]
+        grads = [_local(p.grad) for p in params if p.grad is not None]
         if group["maximize"]:
             grads = list(torch._foreach_neg(grads))
-        if group["weight_decay"] and not adam.decoupled(group):
-            grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+        if group["weight_decay"] and not decoupled(group):
+            grads = list(torch._foreach_add(grads, [_local(p.detach()) for p in params], alpha=group["weight_decay"]))
         return grads
 
 
@@ -235,6 +239,12 @@ def skipped_by_loss_scaling(optimizer: torch.optim.Optimizer) -> bool:
         torch._foreach_div_(grads, float(scale))
         optimizer.grad_scale = None  # type: ignore[attr-defined]
     return False
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor (no copy); any other tensor as it is."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
 
 
 def _stock_step(optimizer: Adam) -> None:

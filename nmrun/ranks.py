@@ -13,10 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
-from nmrun.sparsity.weight import Projection
+from torch import Tensor
 
 T = TypeVar("T")
 
@@ -88,15 +85,3 @@ def total(value: Tensor) -> Tensor:
 def share(batches: list[T], parts: int) -> list[T]:
     """This rank's ``parts`` of the micro-batches of a whole batch. Fewer, or none, where a batch has too few items."""
     return batches[rank() * parts : (rank() + 1) * parts]
-
-
-def parallel(model: nn.Module) -> nn.Module:
-    """The model with gradients averaged over all ranks. What recipes keep beside the weights is the same everywhere already."""
-    own = [
-        f"{place}.{name}"
-        for place, module in model.named_modules()
-        if isinstance(module, Projection)
-        for name, _ in [*module.named_parameters(), *module.named_buffers()]
-    ]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, own)
-    return DistributedDataParallel(model)

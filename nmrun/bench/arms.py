@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from nmrun.handle import sparsify
+from nmrun.attach import sparsify
 from nmrun.models import small_conv, torchvision_models
 from nmrun.patterns import Pattern
 from nmrun.sparsity.select import select

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from nmrun import optim
+from nmrun.attach import sparsify
 from nmrun.bench import output, picture
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
 from nmrun.errors import ConfigError
-from nmrun.handle import sparsify
 from nmrun.products import acceleration
 
 SHAPES = {"cuda": ("768x3072", "3072x768", "1600x6400", "6400x1600", "4096x16384", "16384x4096"), "cpu": ("256x1024",)}

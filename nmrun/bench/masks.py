@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nmrun import kernels
 from nmrun.bench import output, picture
 from nmrun.bench.arms import argsort_mask
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, quartiles, rounds
+from nmrun.kernels import projection
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
@@ -26,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def dispatch(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
-    if not kernels.project(weight, out, pattern, 1):
+    if not projection.project(weight, out, pattern, 1):
         reference(weight, out, pattern)
 
 

@@ -36,7 +36,7 @@ def stepped(recipe: str | None, count: int, of: Pattern, device: torch.device, i
     if recipe is not None:
         ARMS[recipe](model, optimizer, of, ())
     if not in_one_pass:
-        optimizer.project_with = lambda copies: []  # type: ignore[method-assign]
+        optimizer.plan = lambda updates: []  # type: ignore[method-assign]
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = 1e-3 * torch.randn_like(p)

@@ -23,9 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nmrun.kernels import as_stored, stored_alike
+from nmrun.kernels.layout import as_stored, filled, stored_alike
 from nmrun.patterns import Pattern
-from nmrun.sparsity.masks import filled
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
 SMALLEST = 1 << 12  # weights; below this the reference takes 0.1 ms a step and a first build 3,000 steps to pay back

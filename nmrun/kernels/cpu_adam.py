@@ -8,34 +8,41 @@ from __future__ import annotations
 
 import ctypes
 
-from nmrun.kernels import as_stored, cpu
-from nmrun.kernels.adam import Operands
+from nmrun.kernels import cpu
+from nmrun.kernels.layout import as_stored
+from nmrun.kernels.operands import Operands
 
 
-def applies(p: Operands) -> bool:
+def supports(o: Operands) -> bool:
     """Whether there is a kernel for this weight."""
-    pattern = p.copy.around.pattern
-    return p.weight.shape[p.copy.dim] % pattern.m == 0 and cpu.takes(pattern, *p.all) and _library(p) is not None
+    pattern, dense = o.update.pattern, o.update.dense
+    whole = dense.shape[o.update.dim] % pattern.m == 0
+    return whole and cpu.takes(pattern, *o.all) and _library(o) is not None
 
 
-def step(p: Operands, scalars: list[float]) -> None:
-    """Update weight and moments, write the working copy. ``scalars`` are those of ``nmrun.kernels.adam.scalars``."""
-    around, kernel = p.copy.around, _library(p)
-    assert kernel is not None  # applies() said so
-    dim, tensors = as_stored(p.copy.dim, *p.all)
+def step(o: Operands, scalars: list[float]) -> None:
+    """Update weight and moments, write the projection.
+
+    ``scalars`` are those of ``nmrun.kernels.operands.scalars``.
+    """
+    update, kernel = o.update, _library(o)
+    assert kernel is not None  # supports() said so
+    rule, pattern = update.rule, update.pattern
+    dim, tensors = as_stored(update.dim, *o.all)
     inner = tensors[0].shape[dim + 1 :].numel()
-    rows = p.weight.numel() // (around.pattern.m * inner)
-    decayed, spared, _, soft, _ = around.kind
-    edit = 1 if decayed else 2 if spared else 0  # as nm_adam.c has them; so are the values in their order
-    scale = 1.0 if around.scale is None else float(around.scale)
+    rows = update.dense.numel() // (pattern.m * inner)
+    decays, scales, _, soft, _ = rule.kind
+    edit = 1 if decays else 2 if scales else 0  # as nm_adam.c has them; so are the values in order
+    scale = 1.0 if rule.soft_threshold_scale is None else float(rule.soft_threshold_scale)
     values = (ctypes.c_float * (len(scalars) + 1))(*scalars, scale)
-    addresses = [t.data_ptr() for t in tensors] + [around.mask.data_ptr() if around.mask is not None else 0]
+    addresses = [t.data_ptr() for t in tensors]
+    addresses.append(0 if rule.mask is None else rule.mask.data_ptr())
 
     def part(begin: int, end: int) -> None:
-        kernel.nm_adam(*addresses, begin, end, inner, values, edit, soft, p.frozen)
+        kernel.nm_adam(*addresses, begin, end, inner, values, edit, soft, o.frozen)
 
-    cpu.in_parts(rows, p.weight.numel(), part)
+    cpu.in_parts(rows, update.dense.numel(), part)
 
 
-def _library(p: Operands) -> ctypes.CDLL | None:
-    return cpu.load(p.copy.around.pattern, p.copy.around.factor != 0, adam=True)
+def _library(o: Operands) -> ctypes.CDLL | None:
+    return cpu.load(o.update.pattern, o.update.rule.pruned_weight_factor != 0, adam=True)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nmrun.kernels.adam import Operands
+from nmrun.kernels.operands import Operands
 from nmrun.kernels.triton_groups import MODES, launches, locate, on, pointer, project_tile, select, write
 
 TILE = 1024  # weights a program has: five tensors of them have to fit into registers
@@ -29,7 +29,7 @@ def adam_many(
     DECAYED: tl.constexpr, SPARED: tl.constexpr, HELD: tl.constexpr, MODE: tl.constexpr, COUPLED: tl.constexpr, FROZEN: tl.constexpr,
     CAST: tl.constexpr, FLIPS: tl.constexpr, WEIGHT: tl.constexpr, OUT: tl.constexpr, CASTED: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One step for all weights of a table; ``scalars`` are those of ``nmrun.kernels.adam.scalars``."""
+    """One step for all weights of a table; ``scalars`` are those of ``nmrun.kernels.operands.scalars``."""
     program = tl.program_id(0)
     row = table + tl.load(owner + program) * FIELDS
     block = program - tl.load(row + 3).to(tl.int32)
@@ -94,18 +94,17 @@ def adam_many(
 class FusedAdam:
     """Adam's step, with what is done around it, for some weights in as few launches as they allow.
 
-    ``members`` have ``Around.kind`` in common. ``casts`` (None for none) get the projected values in another dtype. Raises ValueError where
+    ``members`` have ``Rule.kind`` in common. ``casts`` (None for none) get the projected values in another dtype. Raises ValueError where
     the kernels do not apply to a weight (see ``triton_projection.project``).
     """
 
     def __init__(self, members: Sequence[Operands], casts: Sequence[Tensor | None] | None = None) -> None:
         self.casts = casts or [None] * len(members)
-        decayed, spared, held, soft, fading = members[0].copy.around.kind
+        decayed, spared, held, soft, fading = members[0].update.rule.kind
         mode = MODES["soft" if soft else "decayed" if fading else "hard"]
         self._constants = {"DECAYED": decayed, "SPARED": spared, "HELD": held, "MODE": mode}
-        weights, outs = [p.weight for p in members], [p.copy.projected for p in members]
-        self.tensors = weights, outs  # kept, so that who finds this by their ids finds theirs
-        patterns, dims = [p.copy.around.pattern for p in members], [p.copy.dim for p in members]
+        weights, outs = [o.update.dense for o in members], [o.update.projected for o in members]
+        patterns, dims = [o.update.pattern for o in members], [o.update.dim for o in members]
         self._launches = launches(weights, outs, patterns, dims, self.casts, TILE)
         self.scalars = torch.empty(11, device=weights[0].device)  # at one place for good: a captured graph reads them there
 
@@ -119,7 +118,8 @@ class FusedAdam:
         self.scalars.copy_(torch.tensor(scalars), non_blocking=True)
         for chosen, table, constants in self._launches:
             rows = table.rows([
-                (*members[i].all, self.casts[i], members[i].copy.around.mask, members[i].copy.around.scale) for i in chosen
+                (*members[i].all, self.casts[i], members[i].update.rule.mask, members[i].update.rule.soft_threshold_scale)
+                for i in chosen
             ])  # fmt: skip
             with on(rows):
                 adam_many[(table.programs,)](

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nmrun.kernels import LARGEST, as_stored, stored_alike
+from nmrun.kernels.layout import LARGEST, as_stored, stored_alike
 from nmrun.patterns import Pattern
 
 LARGEST_M = 64  # a key has six bits for the index

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nmrun.kernels import LARGEST
+from nmrun.kernels.layout import LARGEST
 from nmrun.kernels.triton_groups import DTYPES, on
 from nmrun.patterns import Pattern
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, fx, nn
-from torch.nn.utils import parametrize
 
 from nmrun.permutation import tracing
 
@@ -54,11 +53,9 @@ class Site:
 
     @property
     def tensor(self) -> Tensor:
-        """The parameter or buffer; of a sparse weight the dense one."""
-        module: Any = self.module
-        if parametrize.is_parametrized(module, self.attribute):
-            return module.parametrizations[self.attribute].original
-        return getattr(module, self.attribute)
+        """The parameter or buffer."""
+        tensor: Tensor = getattr(self.module, self.attribute)
+        return tensor
 
 
 @dataclass

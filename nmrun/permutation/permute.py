@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -179,13 +179,13 @@ def permute_inputs(
     weights: Sequence[SparseWeight],
     known: Mapping[str, Channels],
     optimizer: torch.optim.Optimizer,
-    followers: Sequence[Callable[[str, int, Tensor], None]] = (),
+    reordered: list[tuple[str, int, Tensor]],
 ) -> list[str]:
     """Reorder the input channels of sparse weights, and all that is tied to them, so that magnitude masks keep more.
 
     ``known``: what :func:`follow` found; if that is empty, nothing happens. Parameters, their gradients, buffers and the optimizer's state
-    change in place: the network computes the same function (up to rounding), and its next update is the same one, reordered. ``followers``
-    are called with (name, dim, index) for every tensor that becomes ``tensor.index_select(dim, index)``. Returns sentences for a log.
+    change in place: the network computes the same function (up to rounding), and its next update is the same one, reordered. To ``reordered`` is
+    added (name, dim, index) for every tensor that becomes ``tensor.index_select(dim, index)``. Returns sentences for a log.
     """
     moved: list[str] = []
     left: dict[str, list[str]] = {}  # names by reason
@@ -203,8 +203,7 @@ def permute_inputs(
         before, after = before + kept_magnitude(layers), after + kept_magnitude(layers, order)
         if not torch.equal(order, torch.arange(channels.size)):
             moved += names
-            for site in channels.sites:
-                _reorder(site, order, optimizer, followers)
+            reordered += [_reorder(site, order, optimizer) for site in channels.sites]
     said = []
     if total:
         kept = (
@@ -251,14 +250,11 @@ def _obstacle(channels: Channels, readers: Sequence[SparseWeight], optimizer: to
     return ""
 
 
-def _reorder(
-    site: Site, order: Tensor, optimizer: torch.optim.Optimizer, followers: Sequence[Callable[[str, int, Tensor], None]]
-) -> None:
+def _reorder(site: Site, order: Tensor, optimizer: torch.optim.Optimizer) -> tuple[str, int, Tensor]:
     tensor = site.tensor
     index = (order.unsqueeze(1) * site.block + torch.arange(site.block)).flatten().to(tensor.device)
     state = optimizer.state.get(tensor, {}).values() if isinstance(tensor, torch.nn.Parameter) else ()
     for each in (tensor, tensor.grad, *state):
         if isinstance(each, Tensor) and each.shape == tensor.shape:
             each.copy_(each.index_select(site.dim, index.to(each.device)))
-    for follow in followers:
-        follow(site.name, site.dim, index)
+    return site.name, site.dim, index

@@ -19,6 +19,7 @@ from nmrun.products import backends24, probe24, simulated
 from nmrun.products.linear24 import Packed
 from nmrun.products.probe24 import Shape, Times
 from nmrun.ranges import ACCELERATION
+from nmrun.recipes.base import Recipe
 from nmrun.sparsity.weight import SparseWeight
 
 MULTIPLE = {False: 16, True: 32}  # of rows and columns, without FP8 and with it; paths that want more say so when tried
@@ -56,7 +57,8 @@ def accelerate(
     if mode not in ACCELERATION:
         raise ConfigError(f"acceleration={mode}: it takes {', '.join(ACCELERATION)}")
     for weight in handle.sparse:
-        weight.projection.packed = None
+        if weight.layer is not None:
+            weight.layer.packed = None
     if mode == "off" or not handle.sparse:
         return []
     device = handle.sparse[0].dense.device
@@ -64,7 +66,7 @@ def accelerate(
     seen = {} if why_not else _seen(handle.sparse, sample)
     choices = []
     for weight in handle.sparse:
-        reason, shape = (why_not, None) if why_not else _eligible(weight, seen.get(weight.module))
+        reason, shape = (why_not, None) if why_not else _eligible(weight, handle.recipe, seen.get(weight.module))
         if shape is None:
             choices.append(Choice(weight.name, None, reason))
             continue
@@ -72,7 +74,7 @@ def accelerate(
         path, reason = _best(times, accumulate, mode, "FP8 simulated" if shape.fp8 else "dense")
         if path is not None:
             weight_path = min((name for name, t in times.items() if not t.wrong), key=lambda name: times[name].weight_gradient)
-            _install(weight, path, shape, None if weight_path == "dense" else weight_path)
+            _install(weight, handle.recipe, path, shape, None if weight_path == "dense" else weight_path)
         choices.append(Choice(weight.name, path, reason, shape))
     if mode != "auto" and not any(choice.path for choice in choices):
         reasons = "; ".join(dict.fromkeys(choice.reason for choice in choices))
@@ -128,30 +130,32 @@ def obstacle(device: torch.device) -> str:
     return "" if torch.cuda.get_device_capability(device)[0] >= 8 else "this GPU has no sparse tensor cores"
 
 
-def _eligible(weight: SparseWeight, seen: tuple[int, torch.dtype] | None) -> tuple[str, Shape | None]:
+def _eligible(weight: SparseWeight, recipe: Recipe, seen: tuple[int, torch.dtype] | None) -> tuple[str, Shape | None]:
     """The reason why a layer cannot be accelerated, or the shape that can be tried."""
-    if weight.original.dim() != 2:
+    if weight.parameter.dim() != 2:
         return "torch has no sparse convolution", None
     if not weight.pattern.fits_2_4:
         return f"{weight.pattern} weights do not fit into 2:4", None
     if seen is None or not simulated.replaceable(weight):
         return "it is not called as a layer", None
     tokens, dtype = seen
-    mvue, fp8 = weight.projection.mvue, weight.projection.fp8
+    mvue, fp8 = (None, False) if weight.layer is None else (weight.layer.mvue, weight.layer.fp8)
     rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
     if dtype not in backends24.ALLOWED:
         return f"{str(dtype).removeprefix('torch.')}: 2:4 products are of bfloat16 or float16 (trainer.precision)", None
     if rows % MULTIPLE[fp8] or columns % MULTIPLE[fp8]:
         return f"{columns} inputs and {rows} outputs are not multiples of {MULTIPLE[fp8]}", None
     estimated = mvue is not None and mvue.fits_2_4 and not fp8
-    return "", Shape(rows, columns, tokens, dtype, _both(weight), estimated, fp8)
+    return "", Shape(rows, columns, tokens, dtype, _both(weight, recipe), estimated, fp8)
 
 
-def _both(weight: SparseWeight) -> bool:
-    """Whether the weight of the input gradient is N:M along the outputs in their order (Bi-Mask's is in another)."""
-    projection = weight.projection
-    by_recipe = projection.recipe.input_gradient_is_nm and not hasattr(projection, "input_weight")
-    return by_recipe or projection.prunes_again
+def _both(weight: SparseWeight, recipe: Recipe) -> bool:
+    """Whether the weight of the input gradient is N:M along the outputs in their order.
+
+    Bi-Mask's is in another order.
+    """
+    pruned_again = weight.layer is not None and weight.layer.prune_again in weight.dependents
+    return recipe.transposable or pruned_again
 
 
 def _best(times: Mapping[str, Times], accumulate: int, mode: str, without: str) -> tuple[str | None, str]:
@@ -166,10 +170,12 @@ def _best(times: Mapping[str, Times], accumulate: int, mode: str, without: str) 
     return (name if mode != "auto" or right[name] < dense else None), told
 
 
-def _install(weight: SparseWeight, path: str, shape: Shape, weight_path: str | None) -> None:
+def _install(weight: SparseWeight, recipe: Recipe, path: str, shape: Shape, weight_path: str | None) -> None:
     simulated.ensured(weight)
-    projection = weight.projection
-    other = projection.matrix(getattr(projection, "input_weight", None))
-    matrix = projection.matrix(projection.projected)
-    projection.packed = Packed(path, matrix, other, shape.dtype, shape.both, weight_path)
-    projection.refresh(weight.dense)
+    layer = weight.layer
+    other, matrix = layer.matrix(layer.input_weight), layer.matrix(weight.weight)
+    layer.packed = Packed(path, matrix, other, shape.dtype, shape.both, weight_path)
+    layer.uses_packed = recipe.is_sparse
+    if layer.pack not in weight.dependents:
+        weight.dependents.append(layer.pack)
+    layer.pack(weight)

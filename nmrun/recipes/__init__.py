@@ -5,10 +5,12 @@ An installed package adds names by entry points of the group ``nmrun.recipes``, 
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
+from collections.abc import Mapping
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nmrun.registry import imported
 
@@ -19,6 +21,7 @@ RECIPES = {
     "dense": "nmrun.recipes.dense.Dense",
     "asp": "nmrun.recipes.asp.ASP",
     "ste": "nmrun.recipes.ste.STE",
+    "ste_periodic": "nmrun.recipes.periodic.PeriodicSTE",
     "sr_ste": "nmrun.recipes.sr_ste.SRSTE",
     "step": "nmrun.recipes.step.STEP",
     "s_ste": "nmrun.recipes.s_ste.SSTE",
@@ -28,7 +31,8 @@ RECIPES = {
     "mdgf_exponential": "nmrun.recipes.mdgf.MdGfExponential",
     "sdgf_stepwise": "nmrun.recipes.sdgf.SdGfStepwise",
     "sdgf_geometric": "nmrun.recipes.sdgf.SdGfGeometric",
-    "decay_mask": "nmrun.recipes.decay_mask.DecayMask",
+    "decay_mask": "nmrun.recipes.mdgf.DecayMask",
+    "decay_structure": "nmrun.recipes.sdgf.DecayStructure",
     "lbc": "nmrun.recipes.lbc.LBC",
     "maskllm": "nmrun.recipes.maskllm.MaskLLM",
 }
@@ -58,3 +62,33 @@ def find(name: str) -> type[Recipe]:
     if not (isinstance(found, type) and issubclass(found, Recipe)):
         raise ValueError(f"recipe {name!r} is not a subclass of nmrun.recipes.base.Recipe")
     return found
+
+
+def build(recipe: str | Recipe, hyperparameters: Mapping[str, Any]) -> Recipe:
+    """A recipe by its name with these hyperparameters, checked; a recipe as it is.
+
+    Raises:
+        ConfigError: for an unknown name, or a value out of its range.
+        TypeError: for an unknown hyperparameter.
+    """
+    from nmrun.recipes.base import Recipe, check_hyperparameters
+    from nmrun.recipes.base import hyperparameters as known_of
+
+    if isinstance(recipe, Recipe):
+        if hyperparameters:
+            given = ", ".join(hyperparameters)
+            raise TypeError(f"{recipe.name} is made already: give {given} to its constructor")
+        made = copy.copy(recipe)  # one object can serve several models
+        made.events = []
+    else:
+        kind = find(recipe)
+        known = list(known_of(kind))
+        for key in hyperparameters:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                has = ", ".join(known) or "none"
+                raise TypeError(f"{recipe} has no hyperparameter {key!r}; {hint}It has {has}")
+        made = kind(**hyperparameters)
+    check_hyperparameters(made)
+    return made

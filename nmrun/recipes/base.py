@@ -1,201 +1,261 @@
-"""What a recipe is: two functions and a clock.
+"""What a recipe is: a rule, a clock, and at most a mask of its own.
 
-``project`` maps the dense weight to the weight that the forward pass uses, ``edit_gradient`` changes the dense gradient once per
-optimizer step (after unscaling and clipping), and ``step`` with ``total_steps`` tells which phase the run is in. The gradient of
-the projected weight reaches the dense weight unchanged (straight-through). A new recipe overrides what differs from plain STE.
+The parameter of a sparse weight holds its projection; its gradient is the gradient at the projected
+weight and reaches the dense weight unchanged (straight-through). Around each optimizer step this
+happens, in this order (``nmrun.handle``)::
+
+    before_step    the recipe looks at the gradients (unscaled and clipped)
+    rule           the gradients of pruned weights are edited
+    the step       the optimizer moves the dense weights
+    after_step     the clock counts the step already; the recipe may change phase or masks
+    rule           the dense weights are projected into the parameters
+
+A subclass is a dataclass: its fields are the hyperparameters, under the names of its paper.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from nmrun import kernels
-from nmrun.kernels.adam import Around
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
-from nmrun.sparsity import masks
+from nmrun.ranges import Check
+from nmrun.rule import Rule
+from nmrun.sparsity import apply, masks
 from nmrun.sparsity.transposable import transposable_mask
+from nmrun.sparsity.weight import SparseWeight
 
-if TYPE_CHECKING:
-    from nmrun.sparsity.weight import Projection, SparseWeight
-
-
-AROUND = ("edit_gradients", "project", "after_step")  # what a recipe does around an optimizer step
-
-
-class Densities(NamedTuple):
-    """What the three products of a layer cost in a training step, as shares of the dense ones."""
-
-    forward: float = 1.0
-    input_gradient: float = 1.0
-    weight_gradient: float = 1.0
+OWN_MASKS = (
+    "{0} has masks of its own: transposable ones are for recipes that keep the largest weights "
+    "(asp, sr_ste, ste, step, t_sr_ste)"
+)
 
 
-def hardware_density(pattern: Pattern) -> float:
-    """What 2:4 sparse tensor cores make of a product with a weight that is N:M along the dimension that is summed over.
-
-    They halve it where the weight is 2:4 as well. All else they compute as dense: 1.0 for 4:8 or 2:6. A dimension that four do not
-    divide is filled up with zeros.
-    """
-    computed = -(-pattern.length // 4) * 4 / pattern.length if pattern.length else 1.0
-    return min(1.0, 0.5 * computed) if pattern.fits_2_4 else 1.0
-
-
+@dataclass
 class Recipe:
     """Base of all recipes; by itself the hard-threshold straight-through estimator.
 
-    ``pattern`` is the target, ``total_steps`` the number of optimizer steps of the whole run (None when unknown: recipes that need
-    it say so). Subclasses take their hyperparameters as keyword arguments under the names of their paper.
-    State of one weight belongs in buffers of its ``Projection`` (see :meth:`attach`), so that it travels with the model's
-    state dict; state of the run belongs in :meth:`state_dict`.
+    Attributes:
+        pattern: the target, given by :meth:`begin` as are the next.
+        total_steps: the optimizer steps of the whole run; None where unknown.
+        step: optimizer steps done.
+        dense_forward: the forward pass uses the dense weights.
+        dense_steps: how many steps at the beginning are planned to be dense, at most.
+        transposable: masks are N:M along the outputs as well.
+        events: sentences for the log.
     """
 
     name: ClassVar[str] = ""
-    gradient_is_masked = False  # pruned weights get no gradient: it need not be computed
-    by_rows = False  # what is done to one output's weights depends on no other's: shards of rows can be trained (FSDP)
-    input_gradient_is_nm = False  # the weight that the input's gradient is computed with is N:M along the outputs too
-    chooses_largest = False  # its masks are what :meth:`choose` says, so they can be transposable instead
-    transposable = False  # masks are N:M along the outputs as well
+    needs_total_steps: ClassVar[str] = ""  # why it does, if it does
+    # its masks are what `choose` says, so they can be transposable instead of the largest
+    masks_can_be_transposable: ClassVar[bool] = False
 
-    def __init__(self, pattern: Pattern, total_steps: int | None = None) -> None:
+    pattern: Pattern = field(init=False, repr=False, default=Pattern(2, 4))
+    total_steps: int | None = field(init=False, repr=False, default=None)
+    step: int = field(init=False, repr=False, default=0)
+    dense_forward: bool = field(init=False, repr=False, default=False)
+    dense_steps: int = field(init=False, repr=False, default=0)
+    transposable: bool = field(init=False, repr=False, default=False)
+    events: list[str] = field(init=False, repr=False, default_factory=list)
+
+    # --- what a recipe may override --------------------------------------------------------------
+
+    def begin(self, pattern: Pattern, total_steps: int | None) -> None:
+        """Take the target and the length of the run; here phases are laid out.
+
+        Raises:
+            ValueError: for hyperparameters that do not fit the run.
+        """
         self.pattern, self.total_steps = pattern, total_steps
-        self.step = 0  # optimizer steps done
-        self.dense_forward = False  # True while the forward pass uses the dense weight itself
-        self.dense_steps = 0  # how many steps at the beginning are planned before the weights are N:M, at most
-        self.events: list[str] = []  # sentences for the log
-        # called with (parameter name, dim, index) for a parameter that becomes ``p.index_select(dim, index)``: for who remembers masks
-        self.followers: list[Callable[[str, int, Tensor], None]] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
-        return self  # a deep copy of a model (EMA) follows the same clock
-
-    @property
-    def phase(self) -> str:
-        """What the forward pass uses now: ``"dense"`` weights, ``"sparse"`` ones, or in ``"transition"`` something between."""
-        return "dense" if self.dense_forward else "sparse" if self.is_sparse else "transition"
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the forward weights hold the target pattern now. Default: whenever they are not the dense weights."""
-        return not self.dense_forward
+        if self.needs_total_steps and total_steps is None:
+            raise ValueError(f"{self.name} needs total_steps: {self.needs_total_steps}")
 
     def refuses(self, shape: Sequence[int], dim: int, pattern: Pattern) -> str:
-        """Why this recipe cannot make a weight of this shape sparse, beyond M not dividing the inputs; empty if it can."""
-        outputs = shape[1 - dim]
+        """Why this recipe cannot make a weight of this shape sparse, or an empty string."""
+        outputs = shape[1 - dim] if dim < 2 else shape[0]
         if self.transposable and outputs % pattern.m:
-            return f"{outputs} outputs are not a multiple of {pattern.m}, which a transposable mask needs"
+            return (
+                f"{outputs} outputs are not a multiple of {pattern.m}, which a transposable mask needs"
+            )
         return ""
 
-    def make_transposable(self) -> None:
-        """Choose transposable masks from now on. Raises ValueError for a recipe whose masks are not simply chosen."""
-        if not self.chooses_largest:
-            raise ValueError(
-                f"{self.name} has masks of its own: transposable ones are for recipes that keep the largest weights (asp, sr_ste, ste, "
-                "step, t_sr_ste)"
-            )
-        self.transposable = self.input_gradient_is_nm = True
-
     def prepare(self, model: nn.Module) -> None:
-        """Called once, before any weight is parametrized: for a recipe that has to know the network around its weights."""
+        """Called once, before all else: for a recipe that needs the network around its weights."""
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        """Called once, after the weights are parametrized: check the optimizer, register buffers on ``weight.projection``."""
+        """Called once, with all weights dense: check the optimizer, keep tensors by ``weight[key]``.
 
-    def choose(self, projection: Projection, dense: Tensor) -> Tensor:
-        """The mask (bool, shape of ``dense``) for this weight: the N largest magnitudes of M, or the best transposable one."""
+        Raises:
+            ValueError: for an optimizer or a weight that the recipe cannot work with.
+        """
+
+    def rule(self, weight: SparseWeight) -> Rule:
+        """What a step does to this weight, at the clock ``self.step``. Default: STE."""
+        return Rule()
+
+    def choose(self, weight: SparseWeight) -> Tensor:
+        """The mask of ``weight.dense``: bool, its shape, True = kept.
+
+        Default: the N largest magnitudes of every M, or the best transposable mask.
+        """
         if not self.transposable:
-            return masks.nm_mask(dense, projection.pattern, projection.dim)
-        sides = (1 - projection.dim, projection.dim)
-        at_each_position = dense.movedim(sides, (-2, -1))  # a convolution has one matrix (out, in) for each kernel position
-        matrix = at_each_position.reshape(-1, dense.shape[projection.dim])
-        return transposable_mask(matrix, projection.pattern).reshape(at_each_position.shape).movedim((-2, -1), sides)
+            return masks.nm_mask(weight.dense, weight.pattern, weight.dim)
+        sides = (weight.outputs, weight.dim)
+        # a convolution has one matrix (out, in) for each kernel position
+        at_each_position = weight.dense.movedim(sides, (-2, -1))
+        matrix = at_each_position.reshape(-1, weight.dense.shape[weight.dim])
+        mask = transposable_mask(matrix, weight.pattern)
+        return mask.reshape(at_each_position.shape).movedim((-2, -1), sides)
 
-    def project(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
-        """Write the forward weight into ``out`` (same shape; no autograd here). Default: what :meth:`choose` keeps."""
-        if self.transposable:
-            torch.mul(dense, self.choose(projection, dense), out=out)
-        else:
-            keep_largest(dense, out, projection.pattern, projection.dim)
+    def before_step(
+        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Look at ``weight.grad`` just before the update, before the rule edits it."""
 
-    def final(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
-        """Write the weight that the run would leave, were it to end now. Default: the projection, before that the largest weights."""
+    def after_step(
+        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Called after each step, when ``self.step`` counts it: the place to change phase."""
+
+    def project(self, weight: SparseWeight, out: Tensor) -> None:
+        """Write the forward weight into ``out``. Default: by the rule, with the mask that
+        :meth:`choose` gives where the recipe has a ``choose`` of its own."""
+        rule = self.rule(weight)
+        pattern = rule.pattern or weight.pattern
+        if rule.mask is None and self.chooses and rule.soft_threshold_scale is None:
+            rule = Rule(mask=self.choose(weight), pruned_weight_factor=rule.pruned_weight_factor)
+        apply.project(weight.dense, out, pattern, weight.dim, rule)
+
+    def edit_gradient(self, weight: SparseWeight, grad: Tensor) -> None:
+        """Change ``grad`` in place, just before the update. Default: by the rule."""
+        apply.edit_gradient(grad, weight.dense, weight.weight, self.rule(weight))
+
+    def project_final(self, weight: SparseWeight, out: Tensor) -> None:
+        """Write the weight that the run would leave, were it to end now."""
         if self.is_sparse:
-            self.project(projection, dense, out)
+            self.project(weight, out)
         else:
-            Recipe.project(self, projection, dense, out)
-
-    def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        """Change ``weight.dense.grad`` in place, once per optimizer step, just before the update."""
-
-    def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        """Called after each optimizer step, when ``self.step`` counts it already: the place to change phase."""
-
-    @property
-    def keeps_largest(self) -> bool:
-        """Whether :meth:`project` is the N largest of M, nothing else: then all weights can be projected at once."""
-        return type(self).project is Recipe.project and not self.transposable
-
-    def follow(self, projection: Projection) -> None:
-        """Called whenever ``projection.projected`` has been rewritten: for what else depends on it (no autograd here)."""
-
-    def around(self, projection: Projection) -> Around | None:
-        """What :meth:`edit_gradients` and :meth:`project` will do to this weight in the coming step, in terms of a fused optimizer step.
-
-        Such a step then does it in one pass (``nmrun.optim.Adam.project_with``), and neither is called for the weight. Default: None, both are.
-        """
-        return None
-
-    def around_largest(self, pattern: Pattern, decay: float = 0.0) -> Around | None:
-        """:meth:`around` where masks are chosen anew after every step: transposable ones no kernel chooses."""
-        return None if self.transposable else Around(pattern, decay=decay)
-
-    @property
-    def fusable(self) -> bool:
-        """Whether :meth:`around` speaks for this class: not if a subclass has overridden what happens around a step, but not that."""
-        order = [vars(kind) for kind in type(self).__mro__]
-        first = {name: next(i for i, own in enumerate(order) if name in own) for name in ("around", *AROUND)}
-        return all(first["around"] <= first[name] for name in AROUND)
-
-    def densities(self, pattern: Pattern, step: int | None = None, hardware: bool = False) -> Densities:
-        """What the products of a layer that is to be ``pattern`` cost: in the next step, or in step ``step`` (from 0) as planned.
-
-        Arithmetically, products with the weight have N/M of their multiplications once the weight is N:M, and so has the weight's
-        gradient if it is masked. On ``hardware`` see :func:`hardware_density`: only a sparse operand counts, so the weight's gradient is
-        dense, and the input's, which sums over the outputs, as well unless ``input_gradient_is_nm``.
-        """
-        if not (self.is_sparse if step is None else step >= self.dense_steps):
-            return Densities()
-        if hardware:
-            halved = hardware_density(pattern)
-            return Densities(halved, halved if self.input_gradient_is_nm else 1.0)
-        return Densities(pattern.density, pattern.density, pattern.density if self.gradient_is_masked else 1.0)
+            self.largest(weight, out)
 
     def metrics(self) -> dict[str, float]:
         """Scalars for the log, read now and then."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain numbers that a resumed run needs besides the buffers."""
+        """Plain data that a resumed run needs besides the weights' tensors."""
         return {"step": self.step, "dense_forward": self.dense_forward}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`, given after the model's and the optimizer's own state are back."""
+        """Restore :meth:`state_dict`."""
         self.step, self.dense_forward = int(state["step"]), bool(state["dense_forward"])
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the forward weights hold the target pattern now."""
+        return not self.dense_forward
 
-def keep_largest(dense: Tensor, out: Tensor, pattern: Pattern, dim: int) -> None:
-    """Write ``m * w`` into ``out``, with m the N largest magnitudes of every M along ``dim``: the compiled way where it applies."""
-    if not kernels.project(dense, out, pattern, dim):
-        out.copy_(masks.hard_threshold(dense, pattern, dim))
+    @property
+    def ends_dense(self) -> str:
+        """Why the result is meant to be dense, or an empty string."""
+        return ""
+
+    def planned_dense(self, step: int) -> bool:
+        """Whether products are dense in step ``step`` (from 0), as planned."""
+        return step < self.dense_steps
+
+    # --- what follows from it --------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """What the forward pass uses now: ``"dense"`` weights, ``"sparse"`` ones, or in
+        ``"transition"`` something between."""
+        return "dense" if self.dense_forward else "sparse" if self.is_sparse else "transition"
+
+    @property
+    def chooses(self) -> bool:
+        """Whether masks come from :meth:`choose`; else kernels find the N largest themselves."""
+        return self.transposable or type(self).choose is not Recipe.choose
+
+    @property
+    def is_rule_alone(self) -> bool:
+        """Whether the rule says all that happens around a step, so that kernels can do it."""
+        kind = type(self)
+        return kind.project is Recipe.project and kind.edit_gradient is Recipe.edit_gradient
+
+    def largest(self, weight: SparseWeight, out: Tensor) -> None:
+        """Write the magnitude projection: what :class:`Recipe` itself would."""
+        if self.transposable:
+            torch.mul(weight.dense, Recipe.choose(self, weight), out=out)
+        else:
+            apply.keep_largest(weight.dense, out, weight.pattern, weight.dim)
+
+    def make_transposable(self) -> None:
+        """Choose transposable masks from now on.
+
+        Raises:
+            ValueError: for a recipe whose masks are not simply chosen.
+        """
+        if not self.masks_can_be_transposable:
+            raise ValueError(OWN_MASKS.format(self.name))
+        self.transposable = True
+
+    @contextlib.contextmanager
+    def at(self, step: int) -> Iterator[None]:
+        """While entered, the clock stands at ``step``: what :meth:`rule` will say then."""
+        now, self.step = self.step, step
+        try:
+            yield
+        finally:
+            self.step = now
+
+    def say(self, sentence: str) -> None:
+        """Note an event of this step for the log."""
+        self.events.append(f"step {self.step}: {sentence}")
 
 
-@torch.no_grad()
-def decay_pruned(weights: Sequence[SparseWeight], decay: float) -> None:
-    """SR-STE's term, ``grad += decay * (1 - mask) * w``: with a hard mask, ``(1 - mask) * w`` is dense minus projected, exactly."""
-    if decay:
-        for w in weights:  # one by one: the difference stays in the cache, where that of all weights would not
-            if w.dense.grad is not None:
-                w.dense.grad.add_(w.dense - w.weight, alpha=decay)
+def whole_weights_only(recipe: Recipe, weights: Sequence[SparseWeight]) -> None:
+    """Refuse sharded weights, for a recipe that looks across the rows of a weight.
+
+    Raises:
+        ConfigError: where a weight is sharded.
+    """
+    if sharded := [weight.name for weight in weights if weight.is_sharded]:
+        raise ConfigError(
+            f"recipe {recipe.name} looks across the rows of a weight, and of {sharded[0]} this "
+            "process has a part only (FSDP): replicate the model (DDP)"
+        )
+
+
+def hyperparameters(kind: type[Recipe]) -> dict[str, Check | None]:
+    """The hyperparameters of a recipe by name, each with the range of its annotation, if any."""
+    import typing
+
+    hints = typing.get_type_hints(kind, include_extras=True)
+    found: dict[str, Check | None] = {}
+    for each in fields(kind):
+        if each.init:
+            extras = getattr(hints[each.name], "__metadata__", ())
+            found[each.name] = next((e for e in extras if isinstance(e, Check)), None)
+    return found
+
+
+def check_hyperparameters(recipe: Recipe) -> None:
+    """Hold a recipe's fields against their ranges.
+
+    Raises:
+        ConfigError: with one line for each that is out of range.
+    """
+    problems = []
+    for key, check in hyperparameters(type(recipe)).items():
+        value = getattr(recipe, key)
+        given = list(value) if isinstance(value, tuple) else value
+        if check is not None and not check.holds(given):
+            problems.append(f"{recipe.name}: {key}={value} must be {check.allowed}")
+    if problems:
+        raise ConfigError(problems)

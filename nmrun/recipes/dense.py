@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 from nmrun.recipes.base import Recipe
 
 
+@dataclass
 class Dense(Recipe):
-    """No weight is made sparse and nothing is attached; ``nmrun.sparsify`` returns a handle that does nothing."""
+    """No weight is made sparse; ``nmrun.sparsify`` returns a handle that does nothing."""
 
     name: ClassVar[str] = "dense"
-    by_rows = True

@@ -1,46 +1,56 @@
 """MaskLLM: frozen weights, learnable masks (Fang et al. 2024, arXiv 2409.17481, NeurIPS 2024).
 
-Each group has a logit for every possible mask. Forward ``w * (softmax((kappa * logits + Gumbel noise) / temperature) @ candidates)``; kappa
-rises and the temperature falls, linearly, until a blend of masks is one mask. The loss has ``- reg * ||w * mask||^2`` added. All weights
-are frozen from ``dense`` of the steps on; the last step leaves the likeliest mask. When to use: a trained network and little data.
-Cost: C / M logits a weight, C = (M over N), with optimizer state; a softmax and three products of (weights / M, M) by (M, C) a step.
+Each group has a logit for every possible mask. Forward ``w * (softmax((kappa * logits + Gumbel noise)
+/ temperature) @ candidates)``; kappa rises and the temperature falls, linearly, until a blend of masks
+is one mask. The loss has ``- reg * ||w * mask||^2`` added. All weights are frozen from ``dense`` of the
+steps on; the last step leaves the likeliest mask.
+When to use: a trained network and little data. Cost: C / M logits a weight, C = (M over N), with
+optimizer state; a softmax and three products of (weights / M, M) by (M, C) a step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
 from nmrun.patterns import Pattern
-from nmrun.recipes.scored import ScoredMasks
+from nmrun.ranges import FRACTION, SPAN, number
+from nmrun.recipes.mask_scores import MaskScores
 from nmrun.sparsity.candidates import by_group, candidates, gumbel_softmax, softmax_gradient
 from nmrun.sparsity.masks import nm_mask
-from nmrun.sparsity.weight import Projection, SparseWeight
+from nmrun.sparsity.weight import SparseWeight
 
 Span = Sequence[float]
 
 
-class MaskLLM(ScoredMasks):
-    """``kappa`` (100 to 500), ``temperature`` (4 to 0.05): from start to end. ``prior``: how much logits start out preferring large weights (3).
-    ``reg``: 1e-5. ``lr_mult``: of the logits (10). ``dense``: fraction of all steps trained first (0.5; 0 for a model that comes trained).
+@dataclass
+class MaskLLM(MaskScores):
+    """Args:
+    kappa, temperature: from start to end.
+    prior: how much logits start out preferring large weights.
+    reg: the weight of the kept energy in the loss.
+    lr_mult: the learning rate of the logits, over that of the first parameter group.
+    dense: fraction of all steps trained first; 0 for a model that comes trained.
     """
 
     name: ClassVar[str] = "maskllm"
+    needs_total_steps: ClassVar[str] = "kappa and temperature change over the run"
 
-    def __init__(
-        self, pattern: Pattern, total_steps: int | None = None, *, kappa: Span = (1e2, 5e2), temperature: Span = (4.0, 0.05),
-        prior: float = 3.0, reg: float = 1e-5, lr_mult: float = 10.0, dense: float = 0.5,
-    ) -> None:  # fmt: skip
-        super().__init__(pattern, total_steps)
-        if total_steps is None:
-            raise ValueError("maskllm needs total_steps: kappa and temperature change over the run")
-        if not (0 <= dense < 1 and min(*kappa, *temperature, lr_mult) > 0):
-            raise ValueError("maskllm: kappa, temperature and lr_mult must be above 0, and 0 <= dense < 1")
-        self.kappa, self.temperature, self.prior, self.reg, self.lr_mult = kappa, temperature, prior, reg, lr_mult
-        self.begins, self.ends = round(dense * total_steps), total_steps
+    kappa: Annotated[Span, SPAN] = (100.0, 500.0)
+    temperature: Annotated[Span, SPAN] = (4.0, 0.05)
+    prior: Annotated[float, number(0)] = 3.0
+    reg: Annotated[float, number(0)] = 1e-5
+    lr_mult: Annotated[float, number(0, open_low=True)] = 10.0
+    dense: Annotated[float, FRACTION] = 0.5
+
+    def begin(self, pattern: Pattern, total_steps: int | None) -> None:
+        super().begin(pattern, total_steps)
+        assert total_steps is not None
+        self.begins, self.ends = round(self.dense * total_steps), total_steps
         self.dense_forward, self.dense_steps = True, total_steps
 
     @property
@@ -48,52 +58,69 @@ class MaskLLM(ScoredMasks):
         return self.step >= self.ends
 
     def _at(self, span: Span) -> float:
-        return span[0] + (span[1] - span[0]) * (self.step - self.begins) / max(1, self.ends - 1 - self.begins)
+        passed = (self.step - self.begins) / max(1, self.ends - 1 - self.begins)
+        return span[0] + (span[1] - span[0]) * passed
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         def first(weight: SparseWeight, shape: tuple[int, ...]) -> Tensor:
-            weight.projection.register_buffer("soft", weight.dense.detach().new_zeros(shape), persistent=False)
-            return 0.01 * torch.randn(shape, dtype=weight.dense.dtype, device=weight.dense.device)
+            like = weight.dense
+            return 0.01 * torch.randn(shape, dtype=like.dtype, device=like.device)
 
+        self.soft: dict[str, Tensor] = {}  # the blend of masks that the forward pass uses
         self.place = {weight.name: number for number, weight in enumerate(weights)}
-        self.score(weights, optimizer, first, lr=float(optimizer.param_groups[0]["lr"]) * self.lr_mult)
+        lr = float(optimizer.param_groups[0]["lr"]) * self.lr_mult
+        self.score(weights, optimizer, first, lr=lr)
         self.after_step(weights, optimizer)
 
     @torch.no_grad()
-    def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+    def after_step(
+        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
+    ) -> None:
         if self.step != self.begins:
             return
         for weight in weights:
-            kept = nm_mask(by_group(weight.dense, weight.pattern, weight.dim), weight.pattern, -1)
+            groups = by_group(weight.dense, weight.pattern, weight.dim)
+            kept = nm_mask(groups, weight.pattern, -1)
             logits, options = self.scores(weight), candidates(weight.pattern, weight.dense)
-            logits.add_(self.prior * logits.std() * (kept.to(options.dtype) @ options.T - weight.pattern.n / 2))
+            of_kept = kept.to(options.dtype) @ options.T - weight.pattern.n / 2
+            logits.add_(self.prior * logits.std() * of_kept)
         self.dense_forward = False
-        self.events.append(f"step {self.step}: MaskLLM freezes the weights and begins to learn masks")
+        self.say("MaskLLM freezes the weights and begins to learn masks")
 
-    def project(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
+    def project(self, weight: SparseWeight, out: Tensor) -> None:
         if self.is_sparse:
-            return self.final(projection, dense, out)
-        seed = self.seed + 10007 * self.step + self.place[projection.name]  # so that a resumed run draws the same
-        logits, soft = self._at(self.kappa) * projection.get_parameter("scores").detach(), projection.get_buffer("soft")
-        soft.copy_(gumbel_softmax(logits, self._at(self.temperature), seed))
-        torch.mul(dense, self.mask(projection, soft @ candidates(projection.pattern, dense), dense.shape), out=out)
+            return self.project_final(weight, out)
+        soft = self._blend(weight)
+        self.soft[weight.name] = soft
+        options = candidates(weight.pattern, weight.dense)
+        torch.mul(weight.dense, self.mask(weight, soft @ options), out=out)
 
-    def final(self, projection: Projection, dense: Tensor, out: Tensor) -> None:
+    def _blend(self, weight: SparseWeight) -> Tensor:
+        # the seed is a function of the step, so that a resumed run draws the same
+        seed = self.drawn_seed + 10007 * self.step + self.place[weight.name]
+        logits = self._at(self.kappa) * self.scores(weight).detach()
+        return gumbel_softmax(logits, self._at(self.temperature), seed)
+
+    def project_final(self, weight: SparseWeight, out: Tensor) -> None:
         if self.dense_forward:
-            return super().final(projection, dense, out)
-        self.keep_best(projection, dense, out, projection.get_parameter("scores"))
+            return self.largest(weight, out)
+        self.keep_best(weight, out, self.scores(weight).detach())
 
     @torch.no_grad()
-    def edit_gradients(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+    def before_step(
+        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
+    ) -> None:
+        super().before_step(weights, optimizer)
         if self.dense_forward:
             return
-        gradients = [weight.dense.grad for weight in weights]
+        gradients = [weight.grad for weight in weights]
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
             parameter.grad = None  # frozen: an optimizer passes over it
+        scale = self._at(self.kappa) / self._at(self.temperature)
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:
-                soft, w = weight.projection.get_buffer("soft"), weight.dense
-                blend = self.mask(weight.projection, soft @ candidates(weight.pattern, soft), w.shape)
-                of_mask = self.of_candidates(weight, gradient * w - 2 * self.reg * w.square() * blend)
-                scale = self._at(self.kappa) / self._at(self.temperature)
+                soft, w = self.soft[weight.name], weight.dense
+                blend = self.mask(weight, soft @ candidates(weight.pattern, soft))
+                of_weights = gradient * w - 2 * self.reg * w.square() * blend
+                of_mask = self.of_candidates(weight, of_weights)
                 self.scores(weight).grad = scale * softmax_gradient(soft, of_mask)

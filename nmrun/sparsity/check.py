@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import grouped
 from nmrun.sparsity.select import select
-from nmrun.sparsity.weight import attached
 
 
 def check_nm(
@@ -25,18 +23,14 @@ def check_nm(
 ) -> list[str]:
     """Raise ValueError unless at most N of every M consecutive weights are non-zero, naming the first offending layer and group.
 
-    A tensor is checked along ``dim``. Of a model that :func:`nmrun.sparsify` made sparse, the weights that its forward pass uses
-    are checked; of a plain one (after ``finalize``, or loaded), every weight that could hold the pattern, less what ``include``
-    and ``exclude`` (regular expressions for whole module names) leave out, ``overrides`` and ``pad`` as in ``sparsify``.
+    A tensor is checked along ``dim``; of a model every weight that could hold the pattern, less what ``include`` and ``exclude``
+    (regular expressions for whole module names) leave out, ``overrides`` and ``pad`` as in ``sparsify``.
     With ``pad`` the last group of a tensor or of a plain model's weights may be short; without it, M must divide the tensor's size.
     Returns the names that were checked.
     """
     pattern = Pattern.parse(pattern)
     if isinstance(model_or_tensor, Tensor):
         weights = [("tensor", model_or_tensor, dim, pattern)]
-    elif sparse := attached(model_or_tensor):
-        own = {w.name: w.pattern for w in sparse if w.pattern.over(0) != w.projection.recipe.pattern}  # by overrides
-        weights = [(w.name, w.weight, w.dim, own.get(w.name, pattern.over(w.pattern.length))) for w in sparse]
     else:
         chosen = select(model_or_tensor, pattern, include, exclude, overrides=overrides, pad=pad)[0]
         weights = [(c.name, c.tensor, c.dim, c.pattern or pattern) for c in chosen]
@@ -69,15 +63,3 @@ def layer_report(name: str, weight: Tensor, pattern: Pattern, dim: int) -> dict[
         "nonzeros": int(nonzero.sum()),
         "holds": bool((nonzero.sum(d) <= pattern.n).all()),
     }
-
-
-@torch.no_grad()
-def baked_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict that the model would have after ``finalize``: plain keys, N:M weights, zeros as +0.0. Copies; the model stays."""
-    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    for weight in attached(model):
-        base = f"{weight.module_name}." if weight.module_name else ""
-        prefix = f"{base}parametrizations.{weight.attribute}."
-        state = {name: tensor for name, tensor in state.items() if not name.startswith(prefix)}
-        state[weight.name] = weight.projected + 0.0
-    return dict(sorted(state.items()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nmrun import kernels
+from nmrun.kernels import projection
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import grouped
 
@@ -73,7 +73,7 @@ def _reference(x: Tensor, pattern: Pattern, dim: int, generator: torch.Generator
 def _on_device(x: Tensor, n: int, m: int, dim: int) -> Tensor:
     """By one kernel where there is one; a single operator for torch.compile."""
     pattern = Pattern(n, m)
-    if kernels.by_triton(x, pattern):
+    if projection.by_triton(x, pattern):
         from nmrun.kernels import triton_mvue
 
         if triton_mvue.applies(x, pattern, dim):

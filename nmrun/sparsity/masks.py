@@ -12,22 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nmrun.kernels.layout import filled
 from nmrun.patterns import Pattern
-
-
-def filled(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
-    """``weight`` itself where M divides ``weight.shape[dim]``; a copy with zeros up to whole groups where the pattern is over this size.
-
-    Raises ValueError for any other size.
-    """
-    size = weight.shape[dim] if weight.dim() else 1
-    if weight.dim() and size % pattern.m == 0:
-        return weight
-    if weight.dim() == 0 or size != pattern.length:
-        raise ValueError(f"{pattern} needs dimension {dim} to be a multiple of {pattern.m}; it is {size}")
-    missing = list(weight.shape)
-    missing[dim] = -size % pattern.m
-    return torch.cat([weight, weight.new_zeros(missing)], dim)
 
 
 def grouped(weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = False) -> tuple[Tensor, Pattern, int]:

@@ -8,66 +8,63 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from nmrun.recipes.base import Recipe
-from nmrun.sparsity.weight import SparseWeight, summed
+from nmrun.sparsity.weight import FIRST_MASK, SparseWeight, local, summed
+
+
+class Masks(Protocol):
+    """What is asked of a recipe here."""
+
+    @property
+    def is_sparse(self) -> bool: ...
+
+    def largest(self, weight: SparseWeight, out: Tensor) -> None: ...
 
 
 @torch.no_grad()
-def mask_of(weight: SparseWeight) -> Tensor:
+def mask_of(weight: SparseWeight, recipe: Masks) -> Tensor:
     """The mask as it is now, real or virtual (see above): bool, True = kept, same shape as the weight."""
-    projection = weight.projection
-    if projection.recipe.is_sparse:
-        return projection.projected.bool()  # several times as fast as != 0
-    kept = torch.empty_like(weight.dense, requires_grad=False)
-    Recipe.project(projection.recipe, projection, weight.dense.detach(), kept)
+    if recipe.is_sparse:
+        return weight.weight.bool()  # several times as fast as != 0
+    kept = torch.empty_like(weight.dense)
+    recipe.largest(weight, kept)
     return kept.bool()
 
 
 class MaskMetrics:
     """Measures one optimizer step: call :meth:`before` and :meth:`after` around it.
 
-    ``first`` are the run's first masks, packed: those at :meth:`begin`, or else before the first step that is measured.
+    The run's first masks are kept with each weight, packed: those at :meth:`begin`, or else before the first step that is measured.
     """
 
-    def __init__(self, weights: Sequence[SparseWeight]) -> None:
-        self.weights = weights
-        self.first: list[Tensor] = []
+    def __init__(self, recipe: Masks, weights: Sequence[SparseWeight]) -> None:
+        self.recipe, self.weights = recipe, weights
         self._before: list[Tensor] = []
 
     def begin(self) -> None:
         """Remember the masks of now as the first ones, unless there are some."""
-        self.first = self.first or [pack(mask_of(w)) for w in self.weights]
+        for weight in self.weights:
+            if FIRST_MASK not in weight:
+                weight[FIRST_MASK] = pack(weight.whole(mask_of(weight, self.recipe)))
 
-    def first_masks(self) -> list[Tensor]:
-        """``first``, of whole weights."""
-        local = [w.dense.shape for w in self.weights]
-        return [
-            mask if w.projection.shard is None else pack(w.whole(unpack(mask, shape)))
-            for mask, shape, w in zip(self.first, local, self.weights, strict=bool(self.first))
-        ]
-
-    def load_first_masks(self, masks: Sequence[Tensor]) -> None:
-        """Restore :meth:`first_masks`."""
-        self.first = []
-        for mask, w in zip(masks, self.weights, strict=True):
-            shard = w.projection.shard
-            mine = mask if shard is None else pack(shard.cut(unpack(mask, w.shape)))
-            self.first.append(mine.to(w.dense.device))
+    def first(self, weight: SparseWeight) -> Tensor:
+        """The run's first mask of a weight, this process's part."""
+        return weight.part(unpack(weight[FIRST_MASK], weight.shape))
 
     def before(self) -> None:
         """The optimizer is about to step."""
         self.begin()
-        self._before = [mask_of(w) for w in self.weights]
+        self._before = [mask_of(w, self.recipe) for w in self.weights]
 
     def reorder(self, name: str, dim: int, index: Tensor) -> None:
         """A weight became ``weight.index_select(dim, index)``: so do the masks that are remembered of it."""
         for i, weight in enumerate(self.weights):
-            if weight.name == name and self.first:
-                self.first[i] = pack(unpack(self.first[i], weight.shape).index_select(dim, index))
+            if weight.name == name and FIRST_MASK in weight:
+                weight[FIRST_MASK] = pack(self.first(weight).index_select(dim, index))
             if weight.name == name and self._before:
                 self._before[i] = self._before[i].index_select(dim, index)
 
@@ -81,11 +78,11 @@ class MaskMetrics:
         of squares of the kept dense weights over that of all. ``sparsity/pruned_norm``: Euclidean norm of the others.
         ``sparsity/gradient_noise_kept`` and ``..._pruned``, if the optimizer is Adam: mean of :func:`gradient_variance`.
         """
-        masks = [mask_of(w) for w in self.weights]
-        variances = gradient_variance([w.dense for w in self.weights], optimizer)
+        masks = [mask_of(w, self.recipe) for w in self.weights]
+        variances = gradient_variance([w.parameter for w in self.weights], optimizer)
         sums = []
         for i, (weight, mask) in enumerate(zip(self.weights, masks, strict=True)):
-            entries = (mask ^ self._before[i], mask ^ unpack(self.first[i], mask.shape), mask)
+            entries = (mask ^ self._before[i], mask ^ self.first(weight), mask)
             parts = _parts(mask)
             split = _split(weight.dense.square(), *parts) + (_split(variances[i], *parts) if variances else [])
             sums.append(torch.stack([*(s.double() for s in map(torch.count_nonzero, entries)), *split]))
@@ -107,11 +104,11 @@ class MaskMetrics:
 
 
 @torch.no_grad()
-def layer_metrics(weights: Sequence[SparseWeight]) -> dict[str, float]:
+def layer_metrics(weights: Sequence[SparseWeight], recipe: Masks) -> dict[str, float]:
     """``layer/<name>/density``, the share of non-zeros that the forward pass uses now, and ``layer/<name>/kept_energy`` of the mask."""
     rows = []
     for weight in weights:
-        energies = _split(weight.dense.square(), *_parts(mask_of(weight)))
+        energies = _split(weight.dense.square(), *_parts(mask_of(weight, recipe)))
         rows.append(torch.stack([torch.count_nonzero(weight.weight).double(), *energies]))
     sums = summed(weights, torch.stack(rows)).tolist() if rows else []
     found = {}
@@ -135,7 +132,7 @@ def gradient_variance(params: Sequence[Tensor], optimizer: torch.optim.Optimizer
             return None
         beta1, beta2 = betas[id(p)]  # type: ignore[misc]  # an optimizer with these moments has them
         steps = float(state["step"])
-        mean, square = state["exp_avg"], state["exp_avg_sq"] / (1 - beta2**steps)
+        mean, square = local(state["exp_avg"]), local(state["exp_avg_sq"]) / (1 - beta2**steps)
         variances.append(square.addcmul_(mean, mean, value=-1 / (1 - beta1**steps) ** 2))
     return variances
 

@@ -27,6 +27,10 @@ class Candidate:
         return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
 
     @property
+    def outputs(self) -> int:
+        return 1 - self.dim
+
+    @property
     def tensor(self) -> Tensor:
         return getattr(self.module, self.attribute)
 

@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from nmrun.kernels.layout import filled
 from nmrun.patterns import Pattern
-from nmrun.sparsity.masks import filled
 
 ENUMERATED_UP_TO = 4  # 90 candidates for 2:4; 1:8 alone would have 40,320
 

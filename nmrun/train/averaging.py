@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nmrun.handle import Handle
+
 
 class Average:
     """Adds up what is saved of ``model``, parameters and running statistics, at the ends of the ``last`` epochs; 1 does nothing.
@@ -14,8 +16,8 @@ class Average:
     Of a sparse weight it is the dense one that is averaged; the mask is that of the mean (or the recipe's, where it is fixed).
     """
 
-    def __init__(self, model: nn.Module, last: int) -> None:
-        self.model, self.last = model, last
+    def __init__(self, model: nn.Module, handle: Handle, last: int) -> None:
+        self.model, self.handle, self.last = model, handle, last
         self.sums: dict[str, Tensor] = {}
         self.count = 0
 
@@ -24,15 +26,19 @@ class Average:
         """An epoch is over; ``left`` more will follow."""
         if self.last == 1 or left >= self.last:
             return
-        for name, tensor in self._tensors().items():
-            self.sums[name] = self.sums[name] + tensor if self.count else tensor.clone()
+        with self.handle.dense_weights():
+            for name, tensor in self._tensors().items():
+                self.sums[name] = self.sums[name] + tensor if self.count else tensor.clone()
         self.count += 1
 
     @torch.no_grad()
     def apply(self) -> None:
         """Give the model the mean of what was added, if that was anything."""
-        for name, tensor in self._tensors().items() if self.count else ():
-            tensor.copy_(self.sums[name] / self.count)
+        if not self.count:
+            return
+        with self.handle.dense_weights():
+            for name, tensor in self._tensors().items():
+                tensor.copy_(self.sums[name] / self.count)
 
     def state_dict(self) -> dict[str, Any]:
         return {"sums": self.sums, "count": self.count}
@@ -42,10 +48,5 @@ class Average:
         self.count = state["count"]
 
     def _tensors(self) -> dict[str, Tensor]:
-        weights = {name for name, _ in self.model.named_parameters()}
-        saved = self.model.state_dict(keep_vars=True).items()  # a recipe's own buffers are not to be averaged
-        return {
-            name: t
-            for name, t in saved
-            if t.is_floating_point() and (name in weights or ".parametrizations." not in f".{name}")
-        }
+        saved = self.model.state_dict(keep_vars=True).items()
+        return {name: t.detach() for name, t in saved if t.is_floating_point()}

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from nmrun import models, optim, ranks, tasks
+from nmrun.attach import sparsify
 from nmrun.config.schema import Config
 from nmrun.devices import free_gpu
 from nmrun.errors import ConfigError
-from nmrun.handle import Handle, sparsify
+from nmrun.handle import Handle
 from nmrun.products.acceleration import Choice, accelerate
 from nmrun.tasks.base import Task
 from nmrun.train import flops
@@ -89,7 +90,7 @@ def build(config: Config) -> Parts:
                 twin = copy.deepcopy(model)
                 trial = made_sparse(twin, _optimizer(config.optimizer, twin), total_steps)
             items = sum(task.size(batch) for batch in task.micro_batches(0, 0, trainer["accumulate"]))
-            total_steps = flops.steps_in(trainer["budget"], flops.count(twin, task), trial.recipe, total_steps, items)
+            total_steps = flops.steps_in(trainer["budget"], flops.count(twin, task, trial.sparse), trial.recipe, total_steps, items)
             if total_steps < task.batches_per_epoch:
                 epochs = total_steps / task.batches_per_epoch
                 raise ConfigError(
@@ -104,7 +105,7 @@ def build(config: Config) -> Parts:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     if not in_shards:
         fuse(optimizer, device)
-    cost = flops.count(model, task)
+    cost = flops.count(model, task, handle.sparse)
     accelerated = _accelerated(trainer, model, task, handle, device, precision)
     return Parts(task, model, optimizer, handle, device, precision, total_steps, cost, accelerated)
 

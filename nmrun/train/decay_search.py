@@ -49,8 +49,10 @@ def _flip_rate(config: Config, decay: float, dense: bool) -> float:
     loop, rule = Loop(trial, parts, Console(None)), parts.handle.recipe
     interval = plain["recipe"]["interval"]
     steps = min(parts.total_steps, max(2 * interval, round(PROBE * parts.total_steps)))
-    rule.dense_forward = dense
-    masks = [weight.projection.get_buffer("mask") for weight in parts.handle.sparse]
+    if dense:
+        rule.dense_forward = True
+        parts.handle.refresh()
+    masks = [weight["mask"] for weight in parts.handle.sparse]
     flips = refreshes = 0.0
     parts.model.train()
     for step in range(steps):

@@ -29,14 +29,12 @@ class Diagnostics:
     def __init__(self, model: nn.Module, handle: Handle, task: Task, batch: Batch) -> None:
         self.model, self.handle, self.task, self.batch = model, handle, task, batch
         self.sparse = {w.name: w for w in handle.sparse}
-        with self._random_state_kept():
-            self.twin = copy.deepcopy(model)
-            handle.finalize(self.twin)
+        self.twin = copy.deepcopy(model)
         self.twin.eval()
         self.load_state_dict(None)
         self._dense: Weights = {}
         self._used: Weights = {}
-        handle.recipe.followers.append(self._reorder)
+        handle.followers.append(self._reorder)
 
     def before(self) -> None:
         """Training is about to take a step from these weights."""
@@ -83,7 +81,7 @@ class Diagnostics:
         weights = self.sparse.values()
         if state is None:
             zeros = [torch.zeros(w.shape, dtype=torch.int32) for w in weights]
-            state = {"masks": [pack(mask_of(w)) for w in weights], "flips": zeros, "step": self.handle.recipe.step}
+            state = {"masks": [pack(mask_of(w, self.handle.recipe)) for w in weights], "flips": zeros, "step": self.handle.recipe.step}
         self.masks, self.flips = (
             [kept.to(w.dense.device) for kept, w in zip(state[key], weights, strict=True)] for key in ("masks", "flips")
         )
@@ -104,7 +102,7 @@ class Diagnostics:
         plain = [name for name, _ in self.twin.named_parameters() if name not in self.sparse]
         dense = {name: self.model.get_parameter(name).detach().clone() for name in plain}
         used = dense | {name: w.weight.clone() for name, w in self.sparse.items()}
-        dense |= {name: w.dense.detach().clone() for name, w in self.sparse.items()}
+        dense |= {name: w.dense.clone() for name, w in self.sparse.items()}
         return dense, used
 
     def _loss(self, weights: Weights) -> Tensor:
@@ -117,7 +115,7 @@ class Diagnostics:
     def _count_flips(self) -> dict[str, float]:
         if not self.sparse:
             return {}
-        masks = [mask_of(w) for w in self.sparse.values()]
+        masks = [mask_of(w, self.handle.recipe) for w in self.sparse.values()]
         for flips, before, mask in zip(self.flips, self.masks, masks, strict=True):
             flips += unpack(before, mask.shape) ^ mask
         interval, self.step = self.handle.recipe.step - self.step, self.handle.recipe.step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,9 +14,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from nmrun.patterns import Pattern
-from nmrun.products import simulated
-from nmrun.recipes.base import Densities, Recipe, hardware_density
-from nmrun.sparsity.weight import attached
+from nmrun.recipes.base import Recipe
+from nmrun.sparsity.weight import SparseWeight
 from nmrun.tasks.base import Task
 
 # Dense products of 16-bit numbers on tensor cores, as NVIDIA's data sheets have them, by part of the device's name; the first that fits counts.
@@ -29,6 +29,46 @@ PEAKS = {
     "RTX 4090": 165e12,
 }
 PLANNED = 10_000  # steps at most that a plan looks at, evenly spaced: a phase is then off by a ten-thousandth of the run
+
+
+class Densities(NamedTuple):
+    """What the three products of a layer cost in a training step, as shares of the dense ones."""
+
+    forward: float = 1.0
+    input_gradient: float = 1.0
+    weight_gradient: float = 1.0
+
+
+def hardware_density(pattern: Pattern) -> float:
+    """What 2:4 sparse tensor cores make of a product with a weight that is N:M along the dimension that is summed over.
+
+    They halve it where the weight is 2:4 as well. All else they compute as dense: 1.0 for 4:8 or 2:6. A dimension that four do not
+    divide is filled up with zeros.
+    """
+    computed = -(-pattern.length // 4) * 4 / pattern.length if pattern.length else 1.0
+    return min(1.0, 0.5 * computed) if pattern.fits_2_4 else 1.0
+
+
+def densities(recipe: Recipe, weight: SparseWeight, step: int | None = None, hardware: bool = False) -> Densities:
+    """What the products of a sparse layer cost: in the next step, or in step ``step`` (from 0) as planned.
+
+    Arithmetically, products with the weight have N/M of their multiplications once the weight is N:M, and so has the weight's
+    gradient if the rule masks it. On ``hardware`` see :func:`hardware_density`: only a sparse operand counts, so the weight's gradient
+    is dense, and the input's, which sums over the outputs, as well unless its weight is N:M along those too.
+    """
+    if recipe.dense_forward if step is None else recipe.planned_dense(step):
+        return Densities()
+    with recipe.at(recipe.step if step is None else step):
+        rule = recipe.rule(weight)
+        if rule.pruned_weight_factor or (step is None and not recipe.is_sparse and rule.pattern is None):
+            return Densities()
+    pattern = rule.pattern or weight.pattern
+    if hardware:
+        halved = hardware_density(pattern)
+        again = recipe.transposable or (weight.layer is not None and weight.layer.input_weight is not None)
+        return Densities(halved, halved if again else 1.0)
+    masked = rule.pruned_gradient_factor == 0 and not rule.pruned_gradient_decay
+    return Densities(pattern.density, pattern.density, pattern.density if masked else 1.0)
 
 
 class Products(NamedTuple):
@@ -48,12 +88,12 @@ class Flops:
     """Floating-point operations for one training item (a multiplication and its addition are two), as a dense network.
 
     Matrix products, convolutions and attention are counted, by torch's formulas; activations, norms, the projection and the
-    optimizer are not. ``sparse`` is the part in layers with N:M weights, by pattern: what a recipe's ``densities`` apply to.
+    optimizer are not. ``sparse`` is the part in layers with N:M weights: for each kind of them a weight that stands for all, and their products.
     """
 
     forward: float
     backward: float
-    sparse: dict[Pattern, Products]
+    sparse: list[tuple[SparseWeight, Products]]
 
     @property
     def dense(self) -> float:
@@ -63,16 +103,16 @@ class Flops:
     @property
     def forward_sparse(self) -> float:
         """Inference with the final weights: N/M of each product with a sparse weight, what leaving out every zero would reach."""
-        return self.forward - sum(p.forward * (1.0 - pattern.density) for pattern, p in self.sparse.items())
+        return self.forward - sum(p.forward * (1.0 - w.pattern.density) for w, p in self.sparse)
 
     @property
     def forward_hardware(self) -> float:
-        """Inference on 2:4 sparse tensor cores; see ``nmrun.recipes.base.hardware_density``."""
-        return self.forward - sum(p.forward * (1.0 - hardware_density(pattern)) for pattern, p in self.sparse.items())
+        """Inference on 2:4 sparse tensor cores; see :func:`hardware_density`."""
+        return self.forward - sum(p.forward * (1.0 - hardware_density(w.pattern)) for w, p in self.sparse)
 
     def training(self, recipe: Recipe, step: int | None = None, hardware: bool = False) -> float:
         """Forward and backward pass in the recipe's next step, or in step ``step`` (from 0) as planned."""
-        saved = sum(p.saved(recipe.densities(pattern, step, hardware)) for pattern, p in self.sparse.items())
+        saved = sum(p.saved(densities(recipe, w, step, hardware)) for w, p in self.sparse)
         return self.dense - saved
 
     def planned(self, recipe: Recipe, total_steps: int, hardware: bool = False) -> float:
@@ -97,37 +137,40 @@ def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: 
     return round(wanted / cost.planned(recipe, total_steps))
 
 
-def count(model: nn.Module, task: Task) -> Flops:
-    """Count one item of ``task`` through a copy of ``model`` on the meta device: nothing is computed, and no state changes."""
+def count(model: nn.Module, task: Task, weights: Sequence[SparseWeight] = ()) -> Flops:
+    """Count one item of ``task`` through a copy of ``model`` on the meta device: nothing is computed, and no state changes.
+
+    ``weights`` are the model's sparse ones.
+    """
     twin = copy.deepcopy(model).to("meta")
     batch = tuple(tensor.to("meta") for tensor in task.example())
     twin.train()
-    patterns: dict[int, Pattern] = {}
+    kinds: dict[tuple[Pattern, bool], SparseWeight] = {}
+    places: dict[int, tuple[Pattern, bool]] = {}
+    for weight in weights:
+        kind = (weight.pattern, weight.layer is not None and weight.layer.input_weight is not None)
+        kinds.setdefault(kind, weight)
+        places[_storage(twin.get_parameter(weight.name))] = kind
     with torch.random.fork_rng(devices=[]):
-        for weight in attached(twin):
-            weight.projection._seen = weight.projection._stamp(weight.dense)  # no projection: finding masks is not counted
-            simulated.uninstall(weight)  # what it simulates is of the same size
-            for tensor in (weight.dense, weight.projection.projected):
-                patterns[_storage(tensor)] = weight.pattern
-        with _Counter(patterns) as forward:
+        with _Counter(places) as forward:
             loss = task.loss(twin, batch)
-        with _Counter(patterns) as backward:
+        with _Counter(places) as backward:
             loss.backward()
     items = task.size(batch)
-    sparse = {
-        pattern: Products(flops / items, backward.with_weight.get(pattern, 0) / items, flops / items)
-        for pattern, flops in forward.with_weight.items()
-    }
+    sparse = [
+        (kinds[kind], Products(flops / items, backward.with_weight.get(kind, 0) / items, flops / items))
+        for kind, flops in forward.with_weight.items()
+    ]
     return Flops(forward.total / items, backward.total / items, sparse)
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up torch's own FLOP formulas: of all products, and of those with a weight of known pattern as an operand."""
+    """Adds up torch's own FLOP formulas: of all products, and of those with a weight at a known place as an operand."""
 
-    def __init__(self, patterns: dict[int, Pattern]) -> None:
+    def __init__(self, places: dict[int, tuple[Pattern, bool]]) -> None:
         super().__init__()
-        self.patterns, self.total = patterns, 0
-        self.with_weight: dict[Pattern, int] = {}
+        self.places, self.total = places, 0
+        self.with_weight: dict[tuple[Pattern, bool], int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -145,8 +188,8 @@ class _Counter(TorchDispatchMode):
             flops = formula(*args, **kwargs, out_val=out)
             self.total += flops
         for operand in tree_iter(args):
-            if isinstance(operand, Tensor) and (pattern := self.patterns.get(_storage(operand))) is not None:
-                self.with_weight[pattern] = self.with_weight.get(pattern, 0) + flops
+            if isinstance(operand, Tensor) and (kind := self.places.get(_storage(operand))) is not None:
+                self.with_weight[kind] = self.with_weight.get(kind, 0) + flops
                 break
         return out
 

@@ -28,7 +28,7 @@ from nmrun.train.build import Parts, autocast
 from nmrun.train.console import Console
 from nmrun.train.diagnostics import Diagnostics
 from nmrun.train.flops import peak_flops
-from nmrun.train.replicated import Whole
+from nmrun.train.replicated import Replicated
 from nmrun.train.track import Tracker
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Loop:
         self.forward: Any = self.model
         if how := self.trainer["compile"]:
             self.forward = torch.compile(self.model, fullgraph=True, mode=None if how is True else how)
-        self.held: Whole | Sharded = Whole(self.model, self.optimizer)
+        self.held: Replicated | Sharded = Replicated(self.model, self.optimizer, self.handle)
         # with FSDP no rank can pass through the model without the others
         self.in_step = ranks.world() > 1 and self.trainer["distributed"] == "fsdp"
         if self.in_step:
@@ -62,7 +62,7 @@ class Loop:
 
             self.held = Sharded(self.model, self.optimizer, self.handle, self.device)
         elif ranks.world() > 1:
-            self.forward = ranks.parallel(self.forward)
+            self.forward = self.held.forward(self.forward)
         if ranks.world() > 1:
             torch.manual_seed(config.seed + 1_000_003 * ranks.rank())  # dropout differs between ranks, the weights do not
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
@@ -73,7 +73,7 @@ class Loop:
         self.losses: list[Tensor] = []  # of the steps since ``logged_step``, left on the device until they are logged
         self.best: dict[str, float] = {}
         self.best_weights: dict[str, Tensor] = {}
-        self.average = Average(self.model, self.trainer["average"])
+        self.average = Average(self.model, self.handle, self.trainer["average"])
         self.events = self.handle.pop_events()
         self.handle.mask_metrics.begin()
         self.cost = parts.cost
@@ -163,7 +163,6 @@ class Loop:
         self.scaler.unscale_(self.optimizer)
         if self.trainer["clip"] is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.trainer["clip"])
-        self.held.take_gradients()
         factor = self.lr_factor(self.updates)
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * factor
@@ -222,11 +221,11 @@ class Loop:
         if self.handle.sparse:
             report = self.handle.report()  # of the projected weights; in a dense phase the forward pass uses others
             row["sparsity/density"] = report["density"] if self.handle.is_sparse else 1.0
-            row |= layer_metrics(self.handle.sparse)
+            row |= layer_metrics(self.handle.sparse, self.handle.recipe)
             row["sparsity/holds"] = float(self.handle.is_sparse and all(layer["holds"] for layer in report["layers"]))
         if (self.handle.is_sparse or not self.handle.sparse) and self._is_best(row):
             self.best = {**{key: value for key, value in row.items() if key.startswith("eval/")}, "epoch": epoch}
-            self.best_weights = self.held.baked_state_dict()
+            self.best_weights = self.held.final_state_dict()
         return row
 
     def _is_best(self, row: dict[str, float]) -> bool:
@@ -280,7 +279,7 @@ class Loop:
 
     def finalize(self) -> dict[str, Tensor]:
         """Training is over: the weights that are left (the leader has them), exactly N:M, which evaluations use from here on."""
-        weights = self.held.baked_state_dict()
+        weights = self.held.final_state_dict()
         self.handle.finalize()
         return weights
 
@@ -289,9 +288,7 @@ class Loop:
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to end with the same bits: tensors and plain data."""
         return {
-            "model": self.held.state_dict(),
-            "optimizer": self.held.optimizer_state_dict(),
-            "handle": self.handle.state_dict(),
+            **self.held.state_dict(),
             "scaler": self.scaler.state_dict(),
             "average": self.average.state_dict(),
             "random": ranks.gathered(checkpoint.random_state()),
@@ -312,9 +309,7 @@ class Loop:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`."""
-        self.held.load_state_dict(state["model"])
-        self.held.load_optimizer_state_dict(state["optimizer"])
-        self.handle.load_state_dict(state["handle"])
+        self.held.load_state_dict(state)
         self.scaler.load_state_dict(state["scaler"])
         self.average.load_state_dict(state["average"])
         if ranks.rank() < len(state["random"]):  # more ranks than before: the new ones draw from where they are

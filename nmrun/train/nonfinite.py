@@ -41,27 +41,20 @@ def culprit(model: nn.Module, task: Task, batches: list[Batch], autocast: Callab
         for hook in hooks:
             hook.remove()
     backwards = [name for name, p in reversed(list(model.named_parameters())) if p.grad is not None and not _finite(p.grad)]
-    return f"the gradient of {_plain(backwards[0])}" if backwards else "not found again in a second pass"
+    return f"the gradient of {backwards[0]}" if backwards else "not found again in a second pass"
 
 
 def _recorder(name: str, found: list[str]) -> Any:
     def record(module: nn.Module, args: Any, output: Any) -> None:
         if not all(_finite(t) for t in tree_iter(output) if isinstance(t, Tensor)):
-            found.append(f"{name} ({type(module).__name__.removeprefix('Parametrized')})")
+            found.append(f"{name} ({type(module).__name__})")
 
     return record
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        yield _plain(name), parameter
-    for name, buffer in model.named_buffers():
-        yield _plain(name), buffer
-
-
-def _plain(name: str) -> str:
-    """A sparse weight's name as the user knows it."""
-    return name.replace("parametrizations.", "").removesuffix(".original")
+    yield from model.named_parameters()
+    yield from model.named_buffers()
 
 
 def _finite(tensor: Tensor) -> bool:

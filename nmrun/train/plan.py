@@ -33,10 +33,7 @@ def lines(config: Config, parts: Parts) -> list[str]:
     for (kind, name, _, note), shape in zip(rows, shapes, strict=True):
         said.append(f"  {kind:<6}  {name:<{widths[0]}}  {shape:<{widths[1]}}  {note}")
 
-    own = {
-        parameter for weight in handle.sparse for parameter in weight.projection.parameters()
-    }  # of the recipe: scores of masks
-    total = sum(parameter.numel() for parameter in parts.model.parameters() if parameter not in own)
+    total = sum(parameter.numel() for parameter in parts.model.parameters())
     kept = total - sum(weight.dense.numel() * (1 - weight.pattern.density) for weight in handle.sparse)
     cost, steps = parts.cost, parts.total_steps
     items = steps * sum(parts.task.size(batch) for batch in parts.task.micro_batches(0, 0, 1))

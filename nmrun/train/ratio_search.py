@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.sparsity.candidates import by_group
-from nmrun.sparsity.select import select
+from nmrun.sparsity.select import candidates, select
+from nmrun.sparsity.weight import SparseWeight
 from nmrun.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -89,15 +90,14 @@ def search_ratios(
 
 def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task) -> dict[str, float]:
     """The FLOPs of each layer's forward product, for one item of the task."""
-    from nmrun import sparsify
     from nmrun.train import flops
 
+    every = Pattern(1, 1)
     found: dict[str, float] = {}
     for name in names:
-        optimizer = torch.optim.SGD(model.parameters(), 0.0)
-        handle = sparsify(model, optimizer, "ste", "1:1", include=re.escape(name))
-        found[name] = sum(p.forward for p in flops.count(model, task).sparse.values())
-        handle.finalize()
+        own = (c for c in candidates(model) if c.module_name == name)
+        weights = [SparseWeight(c.module_name, c.module, c.attribute, every, c.dim, c.outputs) for c in own]
+        found[name] = sum(p.forward for _, p in flops.count(model, task, weights).sparse)
     return found
 
 

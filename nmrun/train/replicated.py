@@ -1,27 +1,50 @@
-"""How a process that has the whole model gives and takes its state; ``nmrun.train.sharded.Sharded`` does the same where it has shards."""
+"""A model that every process holds whole: how its state is given and taken.
+
+``nmrun.train.sharded.Sharded`` has the same methods where processes hold shards.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from nmrun.sparsity import baked_state_dict
+from nmrun import ranks
+from nmrun.handle import Handle
 
 
-class Whole:
-    """A sparse model and its optimizer, with the methods of ``nmrun.train.sharded.Sharded``."""
+class Replicated:
+    """A sparse model, its optimizer and its handle, whole in every process."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model = model
-        self.state_dict, self.load_state_dict = model.state_dict, model.load_state_dict
-        self.load_baked_state_dict = model.load_state_dict  # of a model that is finished
-        self.optimizer_state_dict, self.load_optimizer_state_dict = optimizer.state_dict, optimizer.load_state_dict
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle) -> None:
+        self.model, self.optimizer, self.handle = model, optimizer, handle
 
-    def take_gradients(self) -> None:
-        """Nothing to do: gradients come where the optimizer looks for them."""
+    def forward(self, model: Any) -> Any:
+        """``model``, compiled or not, with gradients averaged over the ranks if there are some."""
+        return DistributedDataParallel(model) if ranks.world() > 1 else model
 
     def agree(self) -> None:
         """Nothing to do: DDP hands the running statistics around."""
 
-    def baked_state_dict(self) -> dict[str, Tensor]:
-        return baked_state_dict(self.model)
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has of model and optimizer, the recipe's state included."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def final_state_dict(self) -> dict[str, Tensor]:
+        """Copies of what the model would have if training ended now, sparse weights N:M."""
+        own = {w.name: self.handle.final_weight(w) for w in self.handle.sparse}
+        saved = self.model.state_dict().items()
+        plain = {name: own[name] if name in own else t.detach().clone() for name, t in saved}
+        return dict(sorted(plain.items()))
+
+    def load_final_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Evaluate with the leader's :meth:`final_state_dict` from here on."""
+        self.model.load_state_dict(state)

@@ -212,7 +212,7 @@ class _Run:
             if best:
                 if ranks.leads():
                     _save_weights(folder / "best.safetensors", loop.best_weights)
-                loop.held.load_baked_state_dict(loop.best_weights)
+                loop.held.load_final_state_dict(loop.best_weights)
                 best |= loop.evaluate("test")
         metrics = {"final": final, "best": best}
         (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)

@@ -1,0 +1,234 @@
+"""``nmrun.sparsify``: make the weights of a model N:M sparse inside any training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nmrun import recipes
+from nmrun.errors import ConfigError
+from nmrun.handle import Handle
+from nmrun.patterns import Pattern
+from nmrun.products import simulated
+from nmrun.ranges import INPUT_GRADIENTS
+from nmrun.recipes.base import Recipe
+from nmrun.resume import Resume, saved_settings
+from nmrun.sparsity.select import Candidate, LeftDense, candidates, select
+from nmrun.sparsity.weight import LIVE, SparseWeight
+
+# packages whose optimizers wrap the one that steps, and where they keep it
+WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "fairseq")
+INSIDE = ("optimizer", "_optimizer")
+
+
+def sparsify(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recipe: str | Recipe = "sr_ste",
+    pattern: str | Pattern = "2:4",
+    total_steps: int | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] = (),
+    overrides: Mapping[str, str | Pattern] | None = None,
+    mvue: str | Pattern | None = None,
+    fp8: bool = False,
+    pad: bool = False,
+    input_gradient: str = "exact",
+    **hyperparameters: Any,
+) -> Handle:
+    """Train ``model`` with N:M sparse weights: call this once, then train as always.
+
+    ::
+
+        optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-3)
+        handle = nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=T)
+        for batch in loader:
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.finalize()   # checked: plain parameters, exactly 2:4
+
+    The parameters hold the projected weights from here on; the dense weights, the recipe's clock and
+    its tensors are in the optimizer's state, so a checkpoint of model and optimizer is complete.
+    Gradient accumulation, clipping, ``torch.amp.GradScaler`` and closures need no change: everything
+    happens in hooks of ``optimizer.step``. An optimizer whose loaded state comes from such a training
+    goes on with it.
+
+    Args:
+        model: any module; no name, class or parameter of it is replaced.
+        optimizer: the one that steps the model's parameters. Wrappers of accelerate, Lightning and
+            fairseq are looked through.
+        recipe: a name (``asp``, ``ste``, ``sr_ste``, ``step``, ``s_ste``, ...), the dotted path of a
+            subclass of :class:`nmrun.recipes.base.Recipe`, or a recipe such as ``STEP(switch=0.25)``.
+        pattern: at most N non-zeros in every M consecutive weights along the input dimension, any
+            1 <= N <= M.
+        total_steps: optimizer steps of the whole run, for recipes with phases.
+        include, exclude: regular expressions for whole module names. By default every weight of a
+            known layer whose inputs are a multiple of M is sparse; ``handle.left_dense`` says why
+            the others are not.
+        overrides: other patterns for some layers, by such expressions:
+            ``{"layer3\\..*": "1:8", "fc": "dense"}``; the first match counts, and more than exclude.
+        mvue: N:M for the gradient of the sparse linear layers' weights: from an unbiased estimate of
+            the output gradient with at most N non-zeros in every M consecutive tokens.
+        fp8: round the operands of these layers' three products to FP8 (simulated). Both are S-STE's,
+            work with any recipe, and act in training mode outside dense phases.
+        pad: make layers sparse too whose inputs are not a multiple of M; their last group is short.
+        input_gradient: ``exact``; or a product with weights that are N:M along the outputs as well:
+            ``transposable``, with masks chosen so (layers whose outputs M does not divide stay
+            dense), or ``double_prune``, by the weight pruned once more (SLoPe, arXiv 2405.16325),
+            which changes this gradient alone.
+        hyperparameters: the recipe's own, under the names of its paper.
+
+    Returns:
+        The handle.
+
+    Raises:
+        ConfigError: (a ValueError) for an unknown recipe, pattern or value, a model without an
+            eligible weight, weights that are sparse already, an optimizer that the recipe cannot
+            work with, or an optimizer state of another training. Model and optimizer are unchanged.
+        TypeError: for an unknown hyperparameter.
+    """
+    pattern = Pattern.parse(pattern)
+    rule = recipes.build(recipe, hyperparameters)
+    if input_gradient not in INPUT_GRADIENTS:
+        raise ConfigError(
+            f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}"
+        )
+    rule.begin(pattern, total_steps)
+    optimizer = unwrapped(optimizer)
+    if rule.name == "dense":
+        left = [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in candidates(model)]
+        return Handle(optimizer, rule, [], left)
+    _refuse_second(model, optimizer)
+    if input_gradient == "transposable":
+        rule.make_transposable()
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    chosen, left_dense = select(
+        model, pattern, include, exclude, owned, overrides, rule.refuses, pad
+    )
+    if not chosen:
+        reasons = "; ".join(f"{d.name} {list(d.shape)}: {d.reason}" for d in left_dense[:8])
+        reasons = reasons or "it has no such layer"
+        raise ConfigError(f"no weight of this model can be {pattern} sparse ({reasons})")
+    saved = saved_settings(optimizer)
+    sparse = [_weight(c, pattern) for c in chosen]
+    undo = _Undo(model, optimizer, sparse)
+    try:
+        if saved is not None:
+            Resume(optimizer, rule, sparse, lambda: None).check(saved)
+            for weight in sparse:
+                weight.take(optimizer)
+            kept = {weight.name: weight.saved() for weight in sparse}
+        rule.prepare(model)
+        rule.attach(sparse, optimizer)
+        _install_products(rule, sparse, mvue, fp8, input_gradient)
+        if saved is not None:
+            for weight in sparse:
+                for key, value in kept[weight.name].items():
+                    weight.adopt(key, value)
+            rule.load_state_dict(saved["state"])
+        return Handle(optimizer, rule, sparse, left_dense)
+    except BaseException:
+        undo()
+        raise
+
+
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer that steps, inside wrappers of training frameworks.
+
+    Raises:
+        ConfigError: for what has no step hooks, or steps several times.
+    """
+    while type(optimizer).__module__.partition(".")[0] in WRAPPERS:
+        inner = next((vars(optimizer)[key] for key in INSIDE if key in vars(optimizer)), None)
+        if inner is None or inner is optimizer:
+            break
+        optimizer = inner
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer) or "state" not in vars(optimizer):
+        raise ConfigError(f"{name} is no torch optimizer: give sparsify the one that steps")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "LBFGS evaluates its closure several times a step, and masks change once a step: use "
+            "an optimizer of the SGD or Adam kind"
+        )
+    if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
+        raise ConfigError(
+            f"{name} moves weights between two backward passes, which nmrun would take for an "
+            "update: use its base optimizer"
+        )
+    return optimizer
+
+
+def _refuse_second(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    hooks = optimizer._optimizer_step_pre_hooks.values()  # type: ignore[attr-defined]
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    live = [n for n, p in model.named_parameters() if LIVE.get(id(p)) is p and id(p) in owned]
+    if live or any(hasattr(hook, "nmrun") for hook in hooks):
+        which = f"{live[0]} of this model" if live else "a model of this optimizer"
+        raise ConfigError(f"{which} is sparse already: call finalize() on its handle first")
+
+
+def _weight(candidate: Candidate, pattern: Pattern) -> SparseWeight:
+    return SparseWeight(
+        candidate.module_name,
+        candidate.module,
+        candidate.attribute,
+        candidate.pattern or pattern,
+        candidate.dim,
+        candidate.outputs,
+    )
+
+
+def _install_products(
+    rule: Recipe,
+    sparse: Sequence[SparseWeight],
+    mvue: str | Pattern | None,
+    fp8: bool,
+    input_gradient: str,
+) -> None:
+    if mvue is not None or fp8:
+        exact = simulated.install(sparse, None if mvue is None else Pattern.parse(mvue), fp8)
+        if len(exact) == len(sparse):
+            raise ConfigError(
+                f"mvue and fp8 are for sparse linear layers; the sparse ones here are "
+                f"{', '.join(exact)}"
+            )
+        if exact:
+            rule.events.append(
+                f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called"
+            )
+    if input_gradient == "double_prune":
+        has_own = rule.transposable or any(weight.dependents for weight in sparse)
+        exact = simulated.prune_again(sparse, rule.name, has_own)
+        if exact:
+            rule.events.append(
+                f"double pruning does not apply to {', '.join(exact)}: their input gradient is exact"
+            )
+
+
+class _Undo:
+    """Leaves model and optimizer as they were, where :func:`sparsify` fails."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, sparse: Sequence[SparseWeight]
+    ) -> None:
+        self.optimizer, self.sparse = optimizer, sparse
+        self.groups = list(optimizer.param_groups)
+        self.states = {id(w): dict(optimizer.state.get(w.parameter, {})) for w in sparse}
+        self.values = [(w, w.parameter.data, w.parameter.detach().clone()) for w in sparse]
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            for weight, memory, values in self.values:
+                weight.parameter.data = memory
+                weight.parameter.copy_(values)
+                simulated.uninstall(weight)
+                if state := self.states[id(weight)]:
+                    self.optimizer.state[weight.parameter] = state
+                else:
+                    self.optimizer.state.pop(weight.parameter, None)
+        self.optimizer.param_groups[:] = self.groups

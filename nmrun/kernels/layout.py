@@ -1,0 +1,46 @@
+"""How tensors lie in memory, and what the compiled kernels take."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nmrun.patterns import Pattern
+
+LARGEST = 1 << 30  # weights of a tensor for Triton: offsets are 32 bits, also in a padded last tile
+
+
+def stored_alike(*tensors: Tensor) -> bool:
+    """Whether tensors of one shape have no gaps and one order: all contiguous or all channels last."""
+    orders = (torch.contiguous_format, torch.channels_last)
+    return any(all(t.is_contiguous(memory_format=order) for t in tensors) for order in orders)
+
+
+def as_stored(dim: int, *tensors: Tensor) -> tuple[int, list[Tensor]]:
+    """Tensors that are :func:`stored_alike` as they lie in memory, and where their ``dim`` is then.
+
+    With channels last, the channels are behind.
+    """
+    if all(t.is_contiguous() for t in tensors):
+        return dim, list(tensors)
+    return (0, 3, 1, 2)[dim], [t.permute(0, 2, 3, 1) for t in tensors]
+
+
+def filled(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
+    """``weight`` itself where M divides ``weight.shape[dim]``.
+
+    A pattern that is :meth:`Pattern.over` this size gives a copy with zeros up to whole groups.
+
+    Raises:
+        ValueError: for any other size.
+    """
+    size = weight.shape[dim] if weight.dim() else 1
+    if weight.dim() and size % pattern.m == 0:
+        return weight
+    if weight.dim() == 0 or size != pattern.length:
+        raise ValueError(
+            f"{pattern} needs dimension {dim} to be a multiple of {pattern.m}; it is {size}"
+        )
+    missing = list(weight.shape)
+    missing[dim] = -size % pattern.m
+    return torch.cat([weight, weight.new_zeros(missing)], dim)

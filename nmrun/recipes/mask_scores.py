@@ -1,0 +1,90 @@
+"""What LBC and MaskLLM share: a score for every possible mask of a group, which the optimizer moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nmrun.patterns import Pattern
+from nmrun.recipes.base import Recipe
+from nmrun.sparsity.candidates import by_group, candidates, from_groups, too_many
+from nmrun.sparsity.weight import SparseWeight
+
+
+@dataclass
+class MaskScores(Recipe):
+    """Scores are parameters (groups, C), C = (M over N), in a parameter group of their own.
+
+    Their values are kept with the weights' tensors too, in the same memory, so that they are saved
+    with the optimizer.
+    """
+
+
+    def refuses(self, shape: Sequence[int], dim: int, pattern: Pattern) -> str:
+        return too_many(pattern)
+
+    def score(
+        self,
+        weights: Sequence[SparseWeight],
+        optimizer: torch.optim.Optimizer,
+        first: Callable[[SparseWeight, tuple[int, ...]], Tensor],
+        **options: Any,
+    ) -> None:
+        """Give every weight its scores.
+
+        Args:
+            weights: all sparse weights.
+            optimizer: gets a parameter group with the scores.
+            first: ``first(weight, shape)`` makes a weight's first scores.
+            options: those of the parameter group.
+        """
+        self.drawn_seed = int(torch.randint(2**31, ()))
+        self.parameters: dict[str, nn.Parameter] = {}
+        for weight in weights:
+            groups = by_group(weight.dense, weight.pattern, weight.dim).shape[:-1]
+            count = len(candidates(weight.pattern, weight.dense))
+            scores = nn.Parameter(first(weight, (*groups, count)))
+            self.parameters[weight.name] = scores
+            weight["scores"] = scores.detach()
+        optimizer.add_param_group({"params": list(self.parameters.values()), **options})
+
+    def scores(self, weight: SparseWeight) -> nn.Parameter:
+        """The scores of a weight's masks, as the parameter; saved values that were loaded count."""
+        parameter = self.parameters[weight.name]
+        if weight["scores"].data_ptr() != parameter.data_ptr():
+            parameter.data.copy_(weight["scores"])
+            weight["scores"] = parameter.detach()
+        return parameter
+
+    def before_step(
+        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
+    ) -> None:
+        for weight in weights:
+            self.scores(weight)
+
+    @staticmethod
+    def mask(weight: SparseWeight, rows: Tensor) -> Tensor:
+        """The mask of a weight from one row of M for each group."""
+        return from_groups(rows, weight.dense.shape, weight.dim)
+
+    def keep_best(self, weight: SparseWeight, out: Tensor, scores: Tensor) -> None:
+        """Write the weight under the candidates with the highest scores."""
+        best = candidates(weight.pattern, weight.dense)[scores.argmax(-1)]
+        torch.mul(weight.dense, self.mask(weight, best), out=out)
+
+    @staticmethod
+    def of_candidates(weight: SparseWeight, of_weights: Tensor) -> Tensor:
+        """For every candidate the sum of a quantity over the weights it keeps, (groups, C)."""
+        members = by_group(of_weights, weight.pattern, weight.dim)
+        return members @ candidates(weight.pattern, members).T
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seed": self.drawn_seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.drawn_seed = int(state["seed"])

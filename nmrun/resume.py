@@ -1,0 +1,217 @@
+"""What of a sparse training is saved with the optimizer, how it comes back, and when it is done.
+
+The recipe's clock lies in ``optimizer.param_groups[0]["nmrun"]`` (plain data), the weights' tensors
+in ``optimizer.state[parameter]``. So whoever saves and loads model and optimizer resumes exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nmrun.errors import ConfigError, RunError
+from nmrun.recipes.base import Recipe
+from nmrun.sparsity.masks import grouped
+from nmrun.sparsity.weight import SparseWeight
+
+KEY = "nmrun"
+VERSION = 1  # of what is saved
+
+
+class Resume:
+    """Keeps the optimizer's state dict complete, and takes back what was loaded into it.
+
+    Args:
+        optimizer: the one that steps the weights.
+        recipe: the recipe, with its clock.
+        weights: the sparse weights.
+        refresh: writes the projections of the dense weights into the parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        weights: Sequence[SparseWeight],
+        refresh: Callable[[], None],
+    ) -> None:
+        self.optimizer, self.recipe, self.weights = optimizer, recipe, weights
+        self.refresh = refresh
+
+    def hooks(self) -> list[Any]:
+        """Hooks of the optimizer's ``state_dict`` and ``load_state_dict``, to be removed."""
+        return [
+            self.optimizer.register_state_dict_pre_hook(lambda _: self._before_saving()),
+            self.optimizer.register_load_state_dict_pre_hook(
+                lambda _, state: self.check(_settings_of(state["param_groups"]))
+            ),
+            self.optimizer.register_load_state_dict_post_hook(lambda _: self.take_back()),
+        ]
+
+    def settings(self) -> dict[str, Any]:
+        """The recipe's clock and what it has to fit: plain data."""
+        recipe = self.recipe
+        return {
+            "version": VERSION,
+            "recipe": recipe.name,
+            "pattern": str(recipe.pattern),
+            "weights": {w.name: str(w.pattern) for w in self.weights},
+            "state": recipe.state_dict(),
+        }
+
+    def _before_saving(self) -> None:
+        self.optimizer.param_groups[0][KEY] = self.settings()
+        for weight in self.weights:
+            weight.give(self.optimizer)
+
+    def check(self, settings: dict[str, Any] | None) -> None:
+        """Hold saved settings against this recipe; None, from a training without nmrun, fits.
+
+        Raises:
+            ConfigError: for another recipe, ratio or choice of weights.
+        """
+        if settings is None:
+            return
+        own = self.settings()
+        if settings.get("version") != VERSION:
+            raise ConfigError(
+                "this state was saved by another version of nmrun, which keeps weights elsewhere: "
+                "finish it there, and start from the finished model"
+            )
+        for key, called in (("recipe", "recipe"), ("pattern", "pattern")):
+            if settings[key] != own[key]:
+                raise ConfigError(
+                    f"this state is of {called} {settings[key]}, the handle is of {own[key]}: "
+                    f"call sparsify with the former, or load the model alone"
+                )
+        if settings["weights"] != own["weights"]:
+            other = sorted(dict(settings["weights"].items() ^ own["weights"].items()))
+            raise ConfigError(
+                f"this state has other sparse weights or patterns than the handle ({other[0]}): "
+                "call sparsify with the same include, exclude, overrides and pad"
+            )
+
+    def take_back(self) -> None:
+        """The optimizer's state was loaded: its clock and tensors are ours now."""
+        settings = _settings_of(self.optimizer.param_groups)
+        if settings is None:  # saved without nmrun: the recipe goes on from where it is
+            self._before_saving()
+            return
+        for weight in self.weights:
+            weight.forget("dense")  # in a dense phase none is saved
+            weight.take(self.optimizer)
+        self.restore(settings)
+
+    def restore(self, settings: dict[str, Any]) -> None:
+        """Go on from these settings, with the tensors that the weights have."""
+        self.recipe.load_state_dict(settings["state"])
+        self.refresh()
+        for weight in self.weights:
+            weight.give(self.optimizer)
+
+
+def saved_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
+    """The settings in the state that was loaded into an optimizer, if there are any."""
+    return _settings_of(optimizer.param_groups)
+
+
+def _settings_of(groups: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    found = groups[0].get(KEY) if groups else None
+    return found if isinstance(found, dict) else None
+
+
+@torch.no_grad()
+def agree_over_ranks(weights: Sequence[SparseWeight]) -> bool:
+    """Give every rank rank 0's dense weights where they differ though the parameters are equal.
+
+    Ranks that attached before DDP synchronised their models have one projected weight and
+    different dense ones. Weights whose parameters differ too are not replicated: they stay.
+
+    Returns:
+        Whether a dense weight was replaced.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return False
+    plain = [w for w in weights if w.has_dense and not w.is_sharded]
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, [(w.name, tuple(w.shape)) for w in plain])
+    if not plain or any(other != names[0] for other in names):
+        return False
+    prints = torch.stack([_fingerprint(t) for w in plain for t in (w.weight, w.dense)])
+    everyone = [torch.empty_like(prints) for _ in names]
+    dist.all_gather(everyone, prints)
+    same = torch.stack([(other == everyone[0]).all(1) for other in everyone]).all(0).view(-1, 2)
+    replaced = False
+    for weight, (projected, dense) in zip(plain, same.tolist(), strict=True):
+        if projected and not dense:
+            dist.broadcast(weight.dense, src=0)
+            replaced = True
+    return replaced
+
+
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """Numbers that differ where tensors do, but for great bad luck."""
+    flat = tensor.detach().double().flatten()
+    places = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64)
+    return torch.stack([flat.sum(), flat.square().sum(), (flat * places.sqrt()).sum()])
+
+
+def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str) -> None:
+    """Whether the weights may be left as they are.
+
+    Args:
+        recipe: the recipe, with its clock.
+        weights: the sparse weights.
+        differs: a weight that is not the projection of its dense weight, or an empty string.
+
+    Raises:
+        RunError: with the reason why not.
+    """
+    replaced = [w for w in weights if getattr(w.module, w.attribute, None) is not w.parameter]
+    if replaced:
+        raise RunError(
+            f"{replaced[0].name} is another parameter now than the one that was made sparse "
+            "(load_state_dict(assign=True), to_empty or fully_shard after sparsify?): make the "
+            "optimizer and call sparsify after that"
+        )
+    if recipe.step == 0:
+        raise RunError(
+            "the optimizer that was given to sparsify never stepped: give sparsify the optimizer "
+            "that trains, or train before finalize()"
+        )
+    if recipe.dense_forward and not recipe.ends_dense:
+        raise RunError(
+            f"training ended in a dense phase of {recipe.name}, after step {recipe.step} of "
+            f"total_steps={recipe.total_steps}: the weights are not {recipe.pattern}. Train on, or "
+            "give sparsify the number of steps that are made"
+        )
+    if differs:
+        raise RunError(
+            f"{differs} was changed without the optimizer that was given to sparsify: step with "
+            "that one, or call handle.refresh() to return to its weights"
+        )
+    for weight in weights:
+        if not recipe.ends_dense and not _holds(weight):
+            raise RunError(f"{weight.name} is not {weight.pattern} after step {recipe.step}")
+
+
+def _holds(weight: SparseWeight) -> bool:
+    groups, _, d = grouped(weight.weight, weight.pattern, weight.dim)
+    return bool(((groups != 0).sum(d) <= weight.pattern.n).all())
+
+
+def counterpart(model: nn.Module, name: str) -> nn.Parameter:
+    """The parameter of this name in a copy of the model, also inside wrappers (EMA, DDP).
+
+    Raises:
+        ConfigError: where there is none.
+    """
+    parameters = dict(model.named_parameters())
+    for found in (name, f"module.{name}", f"_orig_mod.{name}", f"module._orig_mod.{name}"):
+        if found in parameters:
+            return parameters[found]
+    raise ConfigError(f"this model has no parameter {name}: finalize takes a copy of the model")

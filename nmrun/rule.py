@@ -1,0 +1,71 @@
+"""What one optimizer step does to one sparse weight, as data.
+
+With ``w`` the dense weight, ``m`` its mask (1 = kept) and ``g`` the gradient at the projected
+weight, nearly every paper does this around an optimizer step::
+
+    gradient   g * (m + (1 - m) * pruned_gradient_factor) + pruned_gradient_decay * (1 - m) * w
+    forward    w * (m + (1 - m) * pruned_weight_factor)    or    scale * soft_threshold(w)
+
+A recipe states it once. Torch (``nmrun.sparsity.apply``), C and Triton (``nmrun.kernels``) carry
+it out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from nmrun.patterns import Pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One weight's update; the default is the hard mask with the straight-through gradient (STE).
+
+    Args:
+        pruned_gradient_decay: what is added to the gradients of pruned weights, times the weight
+            (SR-STE's lambda). Not together with ``pruned_gradient_factor``.
+        pruned_gradient_factor: what the gradients of pruned weights are multiplied by; 0 masks
+            them.
+        pruned_weight_factor: what is left of pruned weights in the forward pass (MdGf's D).
+        soft_threshold_scale: a 0-dimensional tensor; with it the forward weight is the soft
+            threshold times this scale (S-STE's beta).
+        mask: bool, shape of the weight, True = kept: a mask that stays. None: the N largest of
+            every M, chosen anew after every step.
+        pattern: the pattern of this step where it is not the weight's own (structure decay).
+    """
+
+    pruned_gradient_decay: float = 0.0
+    pruned_gradient_factor: float = 1.0
+    pruned_weight_factor: float = 0.0
+    soft_threshold_scale: Tensor | None = None
+    mask: Tensor | None = None
+    pattern: Pattern | None = None
+
+    @property
+    def kind(self) -> tuple[bool, bool, bool, bool, bool]:
+        """What kernels are compiled for.
+
+        Returns:
+            (decays gradients, scales gradients, held mask, soft threshold, fading weights).
+        """
+        return (
+            self.pruned_gradient_decay != 0,
+            self.pruned_gradient_factor != 1,
+            self.mask is not None,
+            self.soft_threshold_scale is not None,
+            self.pruned_weight_factor != 0,
+        )
+
+    def then(self, after: Rule) -> Rule:
+        """The gradient's part of this rule with the forward part of ``after``.
+
+        An optimizer step edits the gradient by the rule that the forward pass used, and projects
+        by the rule of the next one.
+        """
+        return replace(
+            after,
+            pruned_gradient_decay=self.pruned_gradient_decay,
+            pruned_gradient_factor=self.pruned_gradient_factor,
+        )

@@ -1,0 +1,65 @@
+"""A :class:`nmrun.rule.Rule` carried out on its own: by torch, and projections by compiled kernels.
+
+``nmrun.optim.Adam`` carries out the same rules inside its step (``nmrun.kernels.adam``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nmrun.kernels import projection
+from nmrun.patterns import Pattern
+from nmrun.rule import Rule
+from nmrun.sparsity import masks
+
+
+@torch.no_grad()
+def edit_gradient(grad: Tensor, dense: Tensor, projected: Tensor, rule: Rule) -> None:
+    """The gradient's part of a rule, in place.
+
+    Without a mask, pruned is what the projection has changed. Where a weight is 0 that cannot be
+    told, and need not.
+
+    Args:
+        grad: the gradient at the projected weight; all tensors have the weight's shape.
+        dense: the dense weight.
+        projected: the weight that the forward pass used.
+        rule: the rule of this step.
+    """
+    if rule.pruned_gradient_decay:
+        # (1 - m) * w is dense minus projected, exactly
+        grad.add_(dense - projected, alpha=rule.pruned_gradient_decay)
+    if rule.pruned_gradient_factor == 1:
+        return
+    if rule.mask is not None and rule.pruned_gradient_factor == 0:
+        grad.mul_(rule.mask)  # on a CPU four times faster than masked_fill_
+        return
+    kept = (projected == dense) if rule.mask is None else rule.mask
+    # exactly 1 or the factor; torch.where takes four times as long on a CPU
+    factor = grad.new_full((), rule.pruned_gradient_factor)
+    grad.mul_(torch.lerp(factor, grad.new_ones(()), kept.to(grad.dtype)))
+
+
+@torch.no_grad()
+def project(dense: Tensor, out: Tensor, pattern: Pattern, dim: int, rule: Rule) -> None:
+    """The forward part of a rule: write the projection of ``dense`` into ``out`` (same shape)."""
+    factor, scale = rule.pruned_weight_factor, rule.soft_threshold_scale
+    if scale is not None:
+        if not projection.project(dense, out, pattern, dim, soft=True, scale=scale):
+            torch.mul(masks.soft_threshold(dense, pattern, dim), scale, out=out)
+        return
+    if rule.mask is not None:
+        torch.mul(dense, rule.mask, out=out)
+    elif factor and projection.project(dense, out, pattern, dim, factor=factor):
+        return
+    else:
+        keep_largest(dense, out, pattern, dim)
+    if factor:
+        out.add_(dense - out, alpha=factor)  # the difference is (1 - m) * w, exactly
+
+
+def keep_largest(dense: Tensor, out: Tensor, pattern: Pattern, dim: int) -> None:
+    """Write ``m * w`` into ``out``, with m the N largest magnitudes of every M along ``dim``."""
+    if not projection.project(dense, out, pattern, dim):
+        out.copy_(masks.hard_threshold(dense, pattern, dim))
