@@ -114,7 +114,6 @@ CHECKS: dict[str, Check] = {
     "recipe.final": number(0, 1, open_low=True),
     "recipe.grad_mode": one_of("scaled", "ste"),
     "recipe.frames": whole(1),
-    "recipe.kind": one_of("mask", "mask_exponential", "structure", "structure_geometric"),
     "recipe.t_i": FRACTION,
     "recipe.t_f": number(0, 1, open_low=True, open_high=True),
     "recipe.kappa": SPAN,
