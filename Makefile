@@ -43,10 +43,11 @@ bench: $(VENV)/installed  ## the cost of a training step of every recipe over de
 bench-gpu: $(VENV)/installed-all  ## all that wants a GPU: doctor, its tests, then gemm, masks, layer, train and infer (ten minutes at most)
 	PYTHON=$(BIN)/python benchmarks/gpu.sh
 
-lint: $(VENV)/installed-all  ## ruff and mypy
+lint: $(VENV)/installed-all  ## ruff, mypy, and that imports only go down
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
 
 clean:  ## remove the environment (outputs/ stays)
 	rm -rf $(VENV)

@@ -12,7 +12,7 @@ from nmrun import recipes
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle
 from nmrun.patterns import Pattern
-from nmrun.products import simulated
+from nmrun.products import layer
 from nmrun.ranges import INPUT_GRADIENTS
 from nmrun.recipes.base import Recipe
 from nmrun.resume import Resume, saved_settings
@@ -94,9 +94,7 @@ def sparsify(
     pattern = Pattern.parse(pattern)
     rule = recipes.build(recipe, hyperparameters)
     if input_gradient not in INPUT_GRADIENTS:
-        raise ConfigError(
-            f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}"
-        )
+        raise ConfigError(f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}")
     rule.begin(pattern, total_steps)
     optimizer = unwrapped(optimizer)
     if rule.name == "dense":
@@ -106,9 +104,7 @@ def sparsify(
     if input_gradient == "transposable":
         rule.make_transposable()
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    chosen, left_dense = select(
-        model, pattern, include, exclude, owned, overrides, rule.refuses, pad
-    )
+    chosen, left_dense = select(model, pattern, include, exclude, owned, overrides, rule.refuses, pad)
     if not chosen:
         reasons = "; ".join(f"{d.name} {list(d.shape)}: {d.reason}" for d in left_dense[:8])
         reasons = reasons or "it has no such layer"
@@ -157,8 +153,7 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
         )
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise ConfigError(
-            f"{name} moves weights between two backward passes, which nmrun would take for an "
-            "update: use its base optimizer"
+            f"{name} moves weights between two backward passes, which nmrun would take for an update: use its base optimizer"
         )
     return optimizer
 
@@ -191,31 +186,22 @@ def _install_products(
     input_gradient: str,
 ) -> None:
     if mvue is not None or fp8:
-        exact = simulated.install(sparse, None if mvue is None else Pattern.parse(mvue), fp8)
+        exact = layer.install(sparse, None if mvue is None else Pattern.parse(mvue), fp8)
         if len(exact) == len(sparse):
-            raise ConfigError(
-                f"mvue and fp8 are for sparse linear layers; the sparse ones here are "
-                f"{', '.join(exact)}"
-            )
+            raise ConfigError(f"mvue and fp8 are for sparse linear layers; the sparse ones here are {', '.join(exact)}")
         if exact:
-            rule.events.append(
-                f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called"
-            )
+            rule.events.append(f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called")
     if input_gradient == "double_prune":
         has_own = rule.transposable or any(weight.dependents for weight in sparse)
-        exact = simulated.prune_again(sparse, rule.name, has_own)
+        exact = layer.prune_again(sparse, rule.name, has_own)
         if exact:
-            rule.events.append(
-                f"double pruning does not apply to {', '.join(exact)}: their input gradient is exact"
-            )
+            rule.events.append(f"double pruning does not apply to {', '.join(exact)}: their input gradient is exact")
 
 
 class _Undo:
     """Leaves model and optimizer as they were, where :func:`sparsify` fails."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, sparse: Sequence[SparseWeight]
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, sparse: Sequence[SparseWeight]) -> None:
         self.optimizer, self.sparse = optimizer, sparse
         self.groups = list(optimizer.param_groups)
         self.states = {id(w): dict(optimizer.state.get(w.parameter, {})) for w in sparse}
@@ -226,7 +212,7 @@ class _Undo:
             for weight, memory, values in self.values:
                 weight.parameter.data = memory
                 weight.parameter.copy_(values)
-                simulated.uninstall(weight)
+                layer.uninstall(weight)
                 if state := self.states[id(weight)]:
                     self.optimizer.state[weight.parameter] = state
                 else:

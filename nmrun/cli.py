@@ -37,7 +37,7 @@ VERBS = {
     "export": "nmrun.export.cli:main",
     "bench": "nmrun.bench:main",
     "search": "nmrun.train.ratio_search:main",
-    "prepare": "nmrun.data.prepare:main",
+    "prepare": "nmrun.data.cli:prepare",
     "status": "nmrun.report.status:main",
     "doctor": "nmrun.bench.doctor:main",
 }

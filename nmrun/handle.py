@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from nmrun.kernels import projection
 from nmrun.kernels.operands import Update
 from nmrun.optim import Adam, skipped_by_loss_scaling
-from nmrun.products import simulated
+from nmrun.products import layer
 from nmrun.recipes.base import Recipe
 from nmrun.resume import KEY, Resume, agree_over_ranks, check_finished, counterpart
 from nmrun.sparsity.check import layer_report
@@ -132,9 +132,7 @@ class Handle:
             if then.mask is None and recipe.chooses:
                 continue
             pattern = then.pattern or weight.pattern
-            updates[weight.parameter] = Update(
-                weight.dense, weight.weight, weight.dim, pattern, now.then(then)
-            )
+            updates[weight.parameter] = Update(weight.dense, weight.weight, weight.dim, pattern, now.then(then))
         taken = set(map(id, optimizer.plan(updates)))
         masks = {id(w): rule.mask for w, rule in zip(self.sparse, after, strict=True)}
         return {
@@ -145,9 +143,7 @@ class Handle:
         }
 
     @torch.no_grad()
-    def _after_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._skipped:
             return
         for weight in self.sparse:
@@ -178,9 +174,7 @@ class Handle:
                     weight.begin_sparse()
                 # the step has projected it, unless the recipe has changed the mask since
                 mask, version = self._in_one_pass.get(id(weight), (None, -1))
-                if id(weight) not in self._in_one_pass or (
-                    mask is not None and mask._version != version
-                ):
+                if id(weight) not in self._in_one_pass or (mask is not None and mask._version != version):
                     left.append(weight)
             self._project(left)
             for weight in self.sparse:
@@ -215,10 +209,7 @@ class Handle:
                 changed.append(weight.name)
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            self.recipe.say(
-                f"{changed[0]}{more} changed outside the optimizer: the new values are the dense "
-                "weights"
-            )
+            self.recipe.say(f"{changed[0]}{more} changed outside the optimizer: the new values are the dense weights")
 
     def _differs(self, weight: SparseWeight) -> bool:
         """Whether the parameter is not the projection of the dense weight."""
@@ -271,19 +262,13 @@ class Handle:
             ``nonzeros``, ``numel``, ``holds``: at most N of every M); ``left_dense`` (``name``,
             ``shape``, ``reason``).
         """
-        layers = [
-            layer_report(w.name, w.whole(self.final_weight(w)), w.pattern, w.dim)
-            for w in self.sparse
-        ]
+        layers = [layer_report(w.name, w.whole(self.final_weight(w)), w.pattern, w.dim) for w in self.sparse]
         numel = sum(layer["numel"] for layer in layers)
         return {
             "pattern": str(self.recipe.pattern) if self.sparse else "dense",
             "density": sum(layer["nonzeros"] for layer in layers) / numel if numel else 1.0,
             "layers": layers,
-            "left_dense": [
-                {"name": d.name, "shape": list(d.shape), "reason": d.reason}
-                for d in self.left_dense
-            ],
+            "left_dense": [{"name": d.name, "shape": list(d.shape), "reason": d.reason} for d in self.left_dense],
         }
 
     @contextlib.contextmanager
@@ -345,7 +330,7 @@ class Handle:
         for weight in self.sparse:
             weight.weight.add_(0.0)  # no zero is negative
             weight.take(self._optimizer)
-            simulated.uninstall(weight)
+            layer.uninstall(weight)
             LIVE.pop(id(weight.parameter), None)
         for hook in self._hooks:
             hook.remove()
@@ -399,9 +384,7 @@ class _Batch:
         return rest
 
 
-def _closure_first(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _closure_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Evaluate a step's closure now, and hand its loss on: gradients are edited before the step."""
     closure = kwargs.get("closure")
     if closure is None:

@@ -114,9 +114,7 @@ class Adam(torch.optim.Adam):
             frozen = [
                 p
                 for p in group["params"]
-                if p.grad is not None
-                and id(p) not in stepped
-                and "frozen_denominator" in self.state.get(p, ())
+                if p.grad is not None and id(p) not in stepped and "frozen_denominator" in self.state.get(p, ())
             ]
             if frozen:
                 self._frozen_step(group, frozen)

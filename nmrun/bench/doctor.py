@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
+import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+
+from nmrun.products.cusparselt import loaded_cusparselt
 
 SHAPES = ((768, 3072), (2048, 8192), (4096, 16384))  # inputs and outputs of the layers in the speed table
 TOKENS = 8192
@@ -23,7 +24,6 @@ def main(argv: Sequence[str]) -> int:
     argparse.ArgumentParser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
     import torch
 
-    import nmrun
     from nmrun.kernels.cpu import find_compiler, load
     from nmrun.patterns import Pattern
     from nmrun.products import backends24
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     fairseq = "installed" if importlib.util.find_spec("fairseq") else "not installed (pip install 'nmrun[translation]')"
     writable = os.access(".", os.W_OK)
     for name, value in [
-        ("nmrun", nmrun.__version__),
+        ("nmrun", importlib.metadata.version("nmrun")),
         ("python", platform.python_version()),
         ("torch", f"{torch.__version__}, {torch.get_num_threads()} threads, CUDA {torch.version.cuda or 'not built in'}"),
         *gpus(),
@@ -97,24 +97,6 @@ def cusparselt() -> str:
         cure = f"pip install --no-deps {wheel}==0.8.1 (torch pins 0.8.0; with uv: override-dependencies)"
         told += f"; slow on Hopper{', which this machine has' if hopper else ''}: {cure}"
     return told
-
-
-def loaded_cusparselt() -> tuple[tuple[int, ...], str] | None:
-    """((major, minor, patch), path), asked of the very library that is mapped: a wheel's metadata may say otherwise. None without one."""
-    try:
-        found = re.search(r"/\S*libcusparseLt\S*", Path("/proc/self/maps").read_text())
-        if found is None:
-            return None
-        library = ctypes.CDLL(found[0])
-        numbers = []
-        for which in range(3):  # of CUDA's enum libraryPropertyType: MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL
-            number = ctypes.c_int()
-            if library.cusparseLtGetProperty(which, ctypes.byref(number)) != 0:
-                return None
-            numbers.append(number.value)
-    except (OSError, AttributeError):
-        return None
-    return tuple(numbers), found[0]
 
 
 def accelerated() -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nmrun.bench.doctor import loaded_cusparselt
+from nmrun.products.cusparselt import loaded_cusparselt
 
 ON_GPU = {"power": "power.limit", "clock": "clocks.max.sm", "driver": "driver_version"}  # of nvidia-smi's query
 Machine = dict[str, Any]

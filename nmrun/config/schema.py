@@ -262,7 +262,9 @@ def _schedule(recipe: dict[str, Any], pattern: Pattern | None, inputs: list[int]
         found.append(f"recipe.decay=auto is for t_sr_ste; {recipe['name']} takes a number")
     if pattern is None:
         return found
-    kind = {"sdgf_stepwise": "structure", "decay_structure": "structure", "sdgf_geometric": "structure_geometric"}.get(recipe["name"])
+    kind = {"sdgf_stepwise": "structure", "decay_structure": "structure", "sdgf_geometric": "structure_geometric"}.get(
+        recipe["name"]
+    )
     try:
         path = stepwise(pattern) if kind == "structure" else []
         path = geometric(pattern, recipe.get("frames", 4)) if kind == "structure_geometric" else path

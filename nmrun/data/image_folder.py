@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nmrun.data import local
+from nmrun.data.splits import about, split
 from nmrun.errors import ConfigError
 
 SPLITS = ("train", "val", "test")
@@ -32,7 +33,6 @@ class Loaded:
 
 def build(config: Any, device: torch.device) -> Any:
     """The task of the config's ``dataset`` group. Raises ConfigError for a folder that is missing or that is not as said."""
-    from nmrun.data import images
     from nmrun.tasks.vision import Classification
 
     options = config.dataset
@@ -42,10 +42,8 @@ def build(config: Any, device: torch.device) -> Any:
     classes, splits = len(loaded.classes), dict(loaded.splits)
     if "test" not in splits and "val" in splits:
         splits["test"] = splits.pop("val")  # as ImageNet, whose test labels nobody has
-    parts = images.split(splits["train"], splits.get("test"), classes, val=splits.get("val"), **sizes)
-    return Classification.of(
-        config, parts, classes, device, images.about(parts, loaded.splits["train"][0].shape[1:], classes, place)
-    )
+    parts = split(splits["train"], splits.get("test"), classes, val=splits.get("val"), **sizes)
+    return Classification.of(config, parts, classes, device, about(parts, loaded.splits["train"][0].shape[1:], classes, place))
 
 
 def load(dataset: str, place: Path, size: int) -> Loaded:
@@ -60,23 +58,22 @@ def load(dataset: str, place: Path, size: int) -> Loaded:
         classes, listed = listing(dataset, place)
         paths = [Path(path) for samples in listed.values() for path, _ in samples]
         arrays = local.cached(["images", size], paths, lambda: _decoded(dataset, classes, listed, size))
-    present = [split for split in SPLITS if f"{split}_images" in arrays]
+    present = [part for part in SPLITS if f"{part}_images" in arrays]
     copied = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items() if name != "classes"}
-    return Loaded(
-        {split: (copied[f"{split}_images"], copied[f"{split}_labels"]) for split in present}, arrays["classes"].tolist()
-    )
+    splits = {part: (copied[f"{part}_images"], copied[f"{part}_labels"]) for part in present}
+    return Loaded(splits, arrays["classes"].tolist())
 
 
 def listing(dataset: str, place: Path) -> tuple[list[str], dict[str, list[tuple[str, int]]]]:
     """The names of the classes, and paths and class numbers of the images of each split that is there."""
     from torchvision.datasets import ImageFolder
 
-    folders = {split: place / split for split in SPLITS if (place / split).is_dir()}
+    folders = {part: place / part for part in SPLITS if (place / part).is_dir()}
     if "train" not in folders:
         folders = {"train": place}
     classes: list[str] = []
     listed: dict[str, list[tuple[str, int]]] = {}
-    for split, folder in folders.items():
+    for part, folder in folders.items():
         try:
             found = ImageFolder(str(folder))
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -84,16 +81,16 @@ def listing(dataset: str, place: Path) -> tuple[list[str], dict[str, list[tuple[
         classes = classes or found.classes
         if found.classes != classes:
             odd = sorted({*found.classes} ^ {*classes})[0]
-            raise ConfigError(f"dataset={dataset}: {place}: train and {split} have not the same classes, for instance {odd}")
-        listed[split] = found.samples
+            raise ConfigError(f"dataset={dataset}: {place}: train and {part} have not the same classes, for instance {odd}")
+        listed[part] = found.samples
     return classes, listed
 
 
 def _decoded(dataset: str, classes: list[str], listed: dict[str, list[tuple[str, int]]], size: int) -> dict[str, NDArray[Any]]:
     arrays: dict[str, NDArray[Any]] = {"classes": np.array(classes)}
-    for split, samples in listed.items():
-        arrays[f"{split}_images"] = _pixels(dataset, [path for path, _ in samples], size)
-        arrays[f"{split}_labels"] = np.array([label for _, label in samples])
+    for part, samples in listed.items():
+        arrays[f"{part}_images"] = _pixels(dataset, [path for path, _ in samples], size)
+        arrays[f"{part}_labels"] = np.array([label for _, label in samples])
     return arrays
 
 

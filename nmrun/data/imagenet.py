@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from nmrun.data import image_folder, images, local
+from nmrun.data import image_folder, local
+from nmrun.data.splits import about, split
 from nmrun.errors import ConfigError
 from nmrun.tasks.image_stream import ImageStream
 
@@ -30,6 +31,6 @@ def build(config: Any, device: torch.device) -> ImageStream:
     sizes = {key: options[key] for key in ("split_seed", "train_size", "val_size", "test_size")}
     classes = len(names)
     pool, test = (rows[:trained], labels[:trained]), (rows[trained:], labels[trained:])
-    splits = images.split(pool, test, classes, **sizes)
-    about = images.about(splits, (3, options["resolution"], options["resolution"]), classes, place)
-    return ImageStream(config, paths, splits, classes, device, about)
+    parts = split(pool, test, classes, **sizes)
+    said = about(parts, (3, options["resolution"], options["resolution"]), classes, place)
+    return ImageStream(config, paths, parts, classes, device, said)

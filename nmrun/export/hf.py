@@ -13,8 +13,9 @@ from nmrun.data.corpus import LEVELS
 from nmrun.export.finished import Finished, Layer, write_about
 from nmrun.models import hf_gpt2
 from nmrun.models.gpt import GPT
-from nmrun.models.hf_encoder import EncoderClassifier, fetch
+from nmrun.models.hf_encoder import EncoderClassifier
 from nmrun.sparsity.check import check_nm
+from nmrun.tasks.pretrained import fetch
 
 MODELS = ("hf_encoder", "hf_gpt2")
 

@@ -67,9 +67,7 @@ def on_cuda(device: torch.device, n: int, m: int) -> bool:
     on_device = weight.to(device)
     out = torch.empty_like(on_device)
     try:
-        right = triton_projection.project(on_device, out, Pattern(n, m), 1) and bool(
-            (out.cpu() == expected).all()
-        )
+        right = triton_projection.project(on_device, out, Pattern(n, m), 1) and bool((out.cpu() == expected).all())
         trouble = "wrong numbers"
     except Exception as error:  # whatever a compiler or a driver can say
         right, trouble = False, f"{type(error).__name__}: {error}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nmrun.errors import ConfigError
 from nmrun.models.gpt import GPT
-from nmrun.models.hf_encoder import fetch
+from nmrun.tasks.pretrained import fetch
 
 # What a GPT-2 may not have otherwise, by the names of Hugging Face's config.
 FIXED = {

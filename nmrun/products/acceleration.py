@@ -8,21 +8,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.handle import Handle
-from nmrun.products import backends24, probe24, simulated
+from nmrun.products import backends24, layer, probe24, simulated
 from nmrun.products.linear24 import Packed
 from nmrun.products.probe24 import Shape, Times
 from nmrun.ranges import ACCELERATION
-from nmrun.recipes.base import Recipe
 from nmrun.sparsity.weight import SparseWeight
 
 MULTIPLE = {False: 16, True: 32}  # of rows and columns, without FP8 and with it; paths that want more say so when tried
+
+
+class Phase(Protocol):
+    """What is asked of a recipe here."""
+
+    transposable: bool
+
+    @property
+    def is_sparse(self) -> bool: ...
+
+
+class Sparsified(Protocol):
+    """What is asked of a handle here."""
+
+    sparse: list[SparseWeight]
+
+    @property
+    def recipe(self) -> Phase: ...
 
 
 @dataclass(frozen=True)
@@ -36,7 +53,7 @@ class Choice:
 
 
 def accelerate(
-    handle: Handle,
+    handle: Sparsified,
     sample: Callable[[], object],
     mode: str = "auto",
     accumulate: int = 1,
@@ -130,13 +147,13 @@ def obstacle(device: torch.device) -> str:
     return "" if torch.cuda.get_device_capability(device)[0] >= 8 else "this GPU has no sparse tensor cores"
 
 
-def _eligible(weight: SparseWeight, recipe: Recipe, seen: tuple[int, torch.dtype] | None) -> tuple[str, Shape | None]:
+def _eligible(weight: SparseWeight, recipe: Phase, seen: tuple[int, torch.dtype] | None) -> tuple[str, Shape | None]:
     """The reason why a layer cannot be accelerated, or the shape that can be tried."""
     if weight.parameter.dim() != 2:
         return "torch has no sparse convolution", None
     if not weight.pattern.fits_2_4:
         return f"{weight.pattern} weights do not fit into 2:4", None
-    if seen is None or not simulated.replaceable(weight):
+    if seen is None or not layer.replaceable(weight):
         return "it is not called as a layer", None
     tokens, dtype = seen
     mvue, fp8 = (None, False) if weight.layer is None else (weight.layer.mvue, weight.layer.fp8)
@@ -149,7 +166,7 @@ def _eligible(weight: SparseWeight, recipe: Recipe, seen: tuple[int, torch.dtype
     return "", Shape(rows, columns, tokens, dtype, _both(weight, recipe), estimated, fp8)
 
 
-def _both(weight: SparseWeight, recipe: Recipe) -> bool:
+def _both(weight: SparseWeight, recipe: Phase) -> bool:
     """Whether the weight of the input gradient is N:M along the outputs in their order.
 
     Bi-Mask's is in another order.
@@ -170,12 +187,12 @@ def _best(times: Mapping[str, Times], accumulate: int, mode: str, without: str) 
     return (name if mode != "auto" or right[name] < dense else None), told
 
 
-def _install(weight: SparseWeight, recipe: Recipe, path: str, shape: Shape, weight_path: str | None) -> None:
-    simulated.ensured(weight)
-    layer = weight.layer
-    other, matrix = layer.matrix(layer.input_weight), layer.matrix(weight.weight)
-    layer.packed = Packed(path, matrix, other, shape.dtype, shape.both, weight_path)
-    layer.uses_packed = recipe.is_sparse
-    if layer.pack not in weight.dependents:
-        weight.dependents.append(layer.pack)
-    layer.pack(weight)
+def _install(weight: SparseWeight, recipe: Phase, path: str, shape: Shape, weight_path: str | None) -> None:
+    layer.ensured(weight)
+    own = weight.layer
+    other, matrix = own.matrix(own.input_weight), own.matrix(weight.weight)
+    own.packed = Packed(path, matrix, other, shape.dtype, shape.both, weight_path)
+    own.uses_packed = recipe.is_sparse
+    if own.pack not in weight.dependents:
+        weight.dependents.append(own.pack)
+    own.pack(weight)

@@ -123,7 +123,7 @@ def _tested(call: Callable[[], Tensor], expected: Tensor) -> float:
 
 
 def _machine(device: torch.device) -> str:
-    from nmrun.bench.doctor import loaded_cusparselt
+    from nmrun.products.cusparselt import loaded_cusparselt
 
     library = loaded_cusparselt()
     version = ".".join(map(str, library[0])) if library else "none"

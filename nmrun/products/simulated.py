@@ -15,23 +15,16 @@ Everything here is simulated: the numbers are those of such hardware, the produc
 from __future__ import annotations
 
 import contextlib
-import types
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.sparsity import estimators
-from nmrun.sparsity.apply import keep_largest
-from nmrun.sparsity.weight import SparseWeight
-
-if TYPE_CHECKING:
-    from nmrun.products.linear24 import Packed
 
 FORWARD_FP8, BACKWARD_FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -181,182 +174,3 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype that a linear layer computes in, given this input."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if not x.is_meta and torch.is_autocast_enabled(device) else x.dtype
-
-
-# --- on a layer ----------------------------------------------------------------------------------
-
-
-class Layer:
-    """How one layer computes its products: what its own ``forward`` does not know.
-
-    Like dropout, it acts in training mode alone, and not in a dense phase of the recipe. A deep
-    copy of the module computes as if it were not there.
-
-    Attributes:
-        weight: the layer's sparse weight.
-        mvue, fp8: see :func:`linear`.
-        input_weight: the weight of the input gradient, stored as the weight, or None.
-        packed: what 2:4 products read, or None; ``uses_packed``: it is up to date.
-        active: the recipe's forward weights are not the dense ones.
-    """
-
-    def __init__(self, weight: SparseWeight) -> None:
-        self.weight, self.module = weight, weight.module
-        self.mvue: Pattern | None = None
-        self.fp8 = False
-        self.input_weight: Tensor | None = None
-        self.packed: Packed | None = None
-        self.uses_packed = False
-        self.active = False
-
-    def matrix(self, stored: Any) -> Any:
-        """A linear layer's weight, or None, as (outputs, inputs), however the layer stores it."""
-        return stored if stored is None or self.weight.dim == 1 else stored.t()
-
-    def is_on(self, module: Any) -> bool:
-        """Whether this pass of ``module`` is computed here."""
-        return self.active and module is self.module and bool(module.training)
-
-    def keep_input_weight(self) -> Tensor:
-        """The memory of :attr:`input_weight`, made where the weight is."""
-        like, own = self.weight.weight, self.input_weight
-        if own is None or own.device != like.device or own.dtype != like.dtype:
-            own = self.input_weight = torch.zeros_like(like)
-        return own
-
-    def prune_again(self, weight: SparseWeight) -> None:
-        """Double pruning: write the projected weight, N:M along the outputs too, for the input
-        gradient."""
-        keep_largest(weight.weight, self.keep_input_weight(), weight.pattern, weight.outputs)
-
-    def pack(self, weight: SparseWeight) -> None:
-        """Pack what 2:4 products read."""
-        if self.packed is not None and self.uses_packed:
-            self.packed.write(*map(self.matrix, (weight.weight, self.input_weight)))
-
-
-def install(
-    weights: Sequence[SparseWeight], mvue: Pattern | None = None, fp8: bool = False
-) -> list[str]:
-    """Let the layers of sparse weights compute their products by a :class:`Layer`.
-
-    ``mvue`` and ``fp8`` are as in :func:`linear`, for linear layers only (Hugging Face's ``Conv1D``
-    is one). Left alone are the projections of ``nn.MultiheadAttention``, and layers with a
-    ``forward`` of their own. Code that reads ``layer.weight`` without calling the layer goes past
-    this. Works under ``torch.compile(fullgraph=True)``; gradients of gradients raise.
-
-    Returns:
-        The names of the weights that are left alone.
-    """
-    left_alone = []
-    for weight in weights:
-        layer = weight.layer or Layer(weight)
-        forward = _forward_of(weight, layer, mvue, fp8)
-        if forward is None:
-            left_alone.append(weight.name)
-            continue
-        layer.mvue, layer.fp8 = mvue, fp8
-        weight.layer = layer
-        weight.module.forward = types.MethodType(forward, weight.module)
-    return left_alone
-
-
-def prune_again(weights: Sequence[SparseWeight], recipe: str, has_own: bool) -> list[str]:
-    """Double pruning: an ``input_weight`` for every layer, N:M along the outputs as well.
-
-    Args:
-        weights: all sparse weights.
-        recipe: its name, for the message.
-        has_own: whether it sees to the input gradient itself.
-
-    Returns:
-        The names of layers that cannot have one: grouped convolutions, outputs that M does not
-        divide, and what :func:`install` leaves alone.
-
-    Raises:
-        ConfigError: for a recipe that has its own, and where no layer can have one.
-    """
-    if has_own:
-        raise ConfigError(
-            f"{recipe} makes the input gradient N:M by itself: double pruning is for other recipes"
-        )
-    left_alone = []
-    for weight in weights:
-        grouped = getattr(weight.module, "groups", 1) > 1
-        if grouped or weight.shape[weight.outputs] % weight.pattern.m or not ensured(weight):
-            left_alone.append(weight.name)
-        else:
-            weight.dependents.append(weight.layer.prune_again)
-            weight.layer.keep_input_weight()
-    if len(left_alone) == len(weights):
-        raise ConfigError("double pruning needs a layer whose number of outputs is a multiple of M")
-    return left_alone
-
-
-def replaceable(weight: SparseWeight) -> bool:
-    """Whether :func:`install` can do anything for this layer."""
-    return _forward_of(weight, Layer(weight), None, False) is not None
-
-
-def ensured(weight: SparseWeight) -> bool:
-    """Whether the layer's products are computed here: from now on at the latest, if they can be."""
-    return weight.layer is not None or not install([weight])
-
-
-def uninstall(weight: SparseWeight) -> None:
-    """Take back what :func:`install` did, if it did anything."""
-    if weight.layer is not None:
-        vars(weight.module).pop("forward", None)
-        weight.layer, weight.dependents = None, []
-
-
-def _is_ours(forward: Any) -> bool:
-    return getattr(forward, "__module__", None) == __name__
-
-
-def _forward_of(
-    weight: SparseWeight, layer: Layer, mvue: Pattern | None, fp8: bool
-) -> Callable[..., Tensor] | None:
-    module, attribute = weight.module, weight.attribute
-    current = vars(module).get("forward")
-    if attribute != "weight" or (current is not None and not _is_ours(current)):
-        return None
-    # MultiheadAttention.out_proj, which nobody calls
-    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return None
-    # subclasses may do something else
-    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
-    if owner is nn.Linear or owner.__name__ == "Conv1D":
-        return _linear_forward(layer, mvue, fp8)
-    if owner in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and mvue is None and not fp8:
-        return _convolution_forward(layer)
-    return None
-
-
-def _linear_forward(layer: Layer, mvue: Pattern | None, fp8: bool) -> Callable[..., Tensor]:
-    def forward(module: Any, x: Tensor) -> Tensor:
-        if not layer.is_on(module):
-            return type(module).forward(module, x)
-        weight, packed = layer.matrix(module.weight), layer.packed
-        if packed is not None and layer.uses_packed and compute_dtype(x) == packed.dtype and x.numel():
-            return packed(x, weight, module.bias, mvue)
-        return linear(x, weight, module.bias, layer.matrix(layer.input_weight), mvue, fp8)
-
-    return forward
-
-
-def _convolution_forward(layer: Layer) -> Callable[..., Tensor]:
-    def forward(module: Any, x: Tensor) -> Tensor:
-        input_weight = layer.input_weight
-        if input_weight is None or not layer.is_on(module):
-            return type(module).forward(module, x)
-        padding = module.padding
-        if module.padding_mode != "zeros" or isinstance(padding, str):
-            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-            x, padding = F.pad(x, module._reversed_padding_repeated_twice, mode), [0] * len(module.stride)
-        batch = x if x.dim() == input_weight.dim() else x.unsqueeze(0)
-        geometry = (module.stride, padding, module.dilation, module.groups)
-        z = convolution(batch, module.weight, module.bias, input_weight, *geometry)
-        return z if batch is x else z.squeeze(0)
-
-    return forward

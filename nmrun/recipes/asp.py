@@ -45,9 +45,7 @@ class ASP(Recipe):
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
         super().begin(pattern, total_steps)
         if self.prune_at > 0 and total_steps is None:
-            raise ValueError(
-                "asp needs total_steps to know when to prune; prune_at=0 prunes at once"
-            )
+            raise ValueError("asp needs total_steps to know when to prune; prune_at=0 prunes at once")
         self.prune_step = self.dense_steps = round(self.prune_at * (total_steps or 0))
         self.dense_forward = True
         self.channels: dict[str, Channels] = {}
@@ -67,9 +65,7 @@ class ASP(Recipe):
         return Rule(mask=weight["mask"], pruned_gradient_factor=0.0)
 
     @torch.no_grad()
-    def after_step(
-        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
-    ) -> None:
+    def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if self.step != self.prune_step or not self.dense_forward:
             return
         said = permute_inputs(weights, self.channels, optimizer, self.reordered)

@@ -80,9 +80,7 @@ class Recipe:
         """Why this recipe cannot make a weight of this shape sparse, or an empty string."""
         outputs = shape[1 - dim] if dim < 2 else shape[0]
         if self.transposable and outputs % pattern.m:
-            return (
-                f"{outputs} outputs are not a multiple of {pattern.m}, which a transposable mask needs"
-            )
+            return f"{outputs} outputs are not a multiple of {pattern.m}, which a transposable mask needs"
         return ""
 
     def prepare(self, model: nn.Module) -> None:
@@ -113,14 +111,10 @@ class Recipe:
         mask = transposable_mask(matrix, weight.pattern)
         return mask.reshape(at_each_position.shape).movedim((-2, -1), sides)
 
-    def before_step(
-        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
-    ) -> None:
+    def before_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         """Look at ``weight.grad`` just before the update, before the rule edits it."""
 
-    def after_step(
-        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
-    ) -> None:
+    def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         """Called after each step, when ``self.step`` counts it: the place to change phase."""
 
     def project(self, weight: SparseWeight, out: Tensor) -> None:

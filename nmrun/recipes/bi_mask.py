@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from nmrun.kernels import projection
-from nmrun.products import simulated
+from nmrun.products import layer
 from nmrun.ranges import number, whole
 from nmrun.recipes.base import Recipe, whole_weights_only
 from nmrun.rule import Rule
@@ -34,7 +34,7 @@ class BiMask(Recipe):
     interval: optimizer steps between searches.
     candidates: permutations drawn in each, from the step and the weight's name alone.
 
-    Grouped convolutions and what ``simulated.install`` leaves alone keep the exact input gradient.
+    Grouped convolutions and what ``layer.install`` leaves alone keep the exact input gradient.
     """
 
     name: ClassVar[str] = "bi_mask"
@@ -48,7 +48,7 @@ class BiMask(Recipe):
         # each group of a grouped convolution has outputs of its own
         grouped = [w for w in weights if getattr(w.module, "groups", 1) > 1]
         exact = [w.name for w in grouped]
-        exact += simulated.install([w for w in weights if w not in grouped])
+        exact += layer.install([w for w in weights if w not in grouped])
         for weight in (w for w in weights if w.name not in exact):
             order = torch.arange(len(_rows(weight.dense, weight)), device=weight.dense.device)
             weight["permutation"] = order.view(torch.uint8)  # bytes survive a cast to floats
@@ -61,9 +61,7 @@ class BiMask(Recipe):
     def rule(self, weight: SparseWeight) -> Rule:
         return Rule(pruned_gradient_decay=self.decay)
 
-    def after_step(
-        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
-    ) -> None:
+    def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if self.step % self.interval == 0:
             self._search(weights)
 
@@ -88,10 +86,7 @@ class BiMask(Recipe):
             order, rows, pattern = _order(weight), _rows(used != 0, weight), weight.pattern
             seed = zlib.crc32(f"{weight.name} {self.step}".encode())
             generator = torch.Generator().manual_seed(seed)
-            drawn = [
-                torch.randperm(len(order), generator=generator).to(order.device)
-                for _ in range(self.candidates)
-            ]
+            drawn = [torch.randperm(len(order), generator=generator).to(order.device) for _ in range(self.candidates)]
             groups = (rows[p].unflatten(0, (-1, pattern.m)) for p in drawn)
             # any N of the non-zeros of a group stay
             kept = torch.stack([g.sum(1).clamp_max(pattern.n).sum() for g in groups]).tolist()

@@ -82,9 +82,7 @@ class LBC(MaskScores):
         self.keep_best(weight, out, scores)
 
     @torch.no_grad()
-    def before_step(
-        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
-    ) -> None:
+    def before_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         # scores of dropped candidates move on too, and nobody looks at them
         for weight in weights:
             scores = self.scores(weight)
@@ -92,9 +90,7 @@ class LBC(MaskScores):
                 scores.grad = self.of_candidates(weight, weight.grad * weight.dense)
 
     @torch.no_grad()
-    def after_step(
-        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
-    ) -> None:
+    def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         for weight in weights:
             alive, left = weight["alive"], self.left(weight.pattern)
             if left < int(alive[(0,) * (alive.dim() - 1)].sum()):

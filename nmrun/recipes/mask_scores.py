@@ -23,7 +23,6 @@ class MaskScores(Recipe):
     with the optimizer.
     """
 
-
     def refuses(self, shape: Sequence[int], dim: int, pattern: Pattern) -> str:
         return too_many(pattern)
 
@@ -60,9 +59,7 @@ class MaskScores(Recipe):
             weight["scores"] = parameter.detach()
         return parameter
 
-    def before_step(
-        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
-    ) -> None:
+    def before_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         for weight in weights:
             self.scores(weight)
 

@@ -73,9 +73,7 @@ class MaskLLM(MaskScores):
         self.after_step(weights, optimizer)
 
     @torch.no_grad()
-    def after_step(
-        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
-    ) -> None:
+    def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if self.step != self.begins:
             return
         for weight in weights:
@@ -107,9 +105,7 @@ class MaskLLM(MaskScores):
         self.keep_best(weight, out, self.scores(weight).detach())
 
     @torch.no_grad()
-    def before_step(
-        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
-    ) -> None:
+    def before_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         super().before_step(weights, optimizer)
         if self.dense_forward:
             return

@@ -36,9 +36,7 @@ class PeriodicMask(Recipe):
     def rule(self, weight: SparseWeight) -> Rule:
         return Rule(mask=weight["mask"])
 
-    def after_step(
-        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
-    ) -> None:
+    def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if self.step % self.interval == 0:
             self.renew(weights)
 

@@ -43,8 +43,7 @@ class Progressive(Recipe):
         assert total_steps is not None
         if self.dense + self.final > 1:
             raise ValueError(
-                f"{self.name}: dense={self.dense} and final={self.final} are fractions of one run: "
-                "at most 1 together"
+                f"{self.name}: dense={self.dense} and final={self.final} are fractions of one run: at most 1 together"
             )
         self.ends = min(total_steps - 1, round((1 - self.final) * total_steps))
         self.begins = min(self.ends, round(self.dense * total_steps))
@@ -91,9 +90,7 @@ class Progressive(Recipe):
     def rule(self, weight: SparseWeight) -> Rule:
         return Rule(pattern=self.now(weight.pattern), pruned_weight_factor=self.factor())
 
-    def after_step(
-        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
-    ) -> None:
+    def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         was_dense, self.dense_forward = self.dense_forward, self.step < self.begins
         if was_dense and not self.dense_forward:
             self.say(f"{self.name} ends its dense phase")

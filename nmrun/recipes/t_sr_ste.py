@@ -67,9 +67,7 @@ class TSRSTE(PeriodicMask):
         else:
             self.project(weight, out)
 
-    def after_step(
-        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
-    ) -> None:
+    def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         super().after_step(weights, optimizer)
         if self.step == self.dense_from:
             self.dense_forward = True

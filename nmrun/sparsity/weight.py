@@ -143,9 +143,7 @@ class SparseWeight:
         from torch.distributed.tensor import DTensor
 
         p: Any = self.parameter
-        return DTensor.from_local(
-            part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
+        return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
     # --- between dense and projected ------------------------------------------------------------
 

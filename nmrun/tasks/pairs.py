@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nmrun.errors import ConfigError
+from nmrun.tasks.pretrained import fetch
 
 Text = tuple[str, ...]  # one text, or two: a premise and a hypothesis, say
 
@@ -64,9 +65,8 @@ class Pretrained:
     """A tokenizer of Hugging Face by name or folder. Raises ConfigError if it cannot be had, or cannot pad."""
 
     def __init__(self, source: str, max_length: int) -> None:
-        from nmrun.models import hf_encoder
 
-        self.tokenizer = hf_encoder.fetch("AutoTokenizer", "dataset.tokenizer", source)
+        self.tokenizer = fetch("AutoTokenizer", "dataset.tokenizer", source)
         if self.tokenizer.pad_token_id is None:
             raise ConfigError(f"dataset.tokenizer={source}: it has no padding token, so it is not one of an encoder")
         if self.tokenizer.model_max_length < max_length:

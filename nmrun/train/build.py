@@ -90,7 +90,9 @@ def build(config: Config) -> Parts:
                 twin = copy.deepcopy(model)
                 trial = made_sparse(twin, _optimizer(config.optimizer, twin), total_steps)
             items = sum(task.size(batch) for batch in task.micro_batches(0, 0, trainer["accumulate"]))
-            total_steps = flops.steps_in(trainer["budget"], flops.count(twin, task, trial.sparse), trial.recipe, total_steps, items)
+            total_steps = flops.steps_in(
+                trainer["budget"], flops.count(twin, task, trial.sparse), trial.recipe, total_steps, items
+            )
             if total_steps < task.batches_per_epoch:
                 epochs = total_steps / task.batches_per_epoch
                 raise ConfigError(

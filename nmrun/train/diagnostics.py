@@ -81,7 +81,11 @@ class Diagnostics:
         weights = self.sparse.values()
         if state is None:
             zeros = [torch.zeros(w.shape, dtype=torch.int32) for w in weights]
-            state = {"masks": [pack(mask_of(w, self.handle.recipe)) for w in weights], "flips": zeros, "step": self.handle.recipe.step}
+            state = {
+                "masks": [pack(mask_of(w, self.handle.recipe)) for w in weights],
+                "flips": zeros,
+                "step": self.handle.recipe.step,
+            }
         self.masks, self.flips = (
             [kept.to(w.dense.device) for kept, w in zip(state[key], weights, strict=True)] for key in ("masks", "flips")
         )

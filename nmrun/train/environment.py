@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-import nmrun
 from nmrun import ranks
 
 PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "hydra-core", "wandb")
@@ -25,7 +24,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     return {
         "commit": commit,
         "dirty": dirty,
-        "nmrun": nmrun.__version__,
+        "nmrun": _version("nmrun"),
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({_processor()})",
@@ -46,7 +45,7 @@ def _version(package: str) -> str | None:
 @cache
 def _checkout() -> tuple[str | None, bool | None]:
     """The commit of the code, and whether files under version control differ from it."""
-    root = Path(nmrun.__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None, None
     try:

@@ -21,7 +21,7 @@ from torch import nn
 
 from nmrun import models, tasks
 from nmrun.config.identity import run_folder
-from nmrun.data import prepare
+from nmrun.data import cli, prepare
 from nmrun.data.copy_reverse import Vocabulary
 from nmrun.data.translation import detokenizer
 from nmrun.errors import ConfigError
@@ -462,28 +462,28 @@ def test_prepare_writes_a_whole_folder_or_nothing(tmp_path: Path, capsys: pytest
     pytest.importorskip("sentencepiece")
     raw, to = written(tmp_path / "raw"), tmp_path / "to" / "here"
     words = ["parallel", *(word for split in ("train", "valid", "test") for word in (f"--{split}", str(raw / split)))]
-    assert prepare.main([*words, "--to", str(to), "--vocabulary", "40", "--separate", "--longest", "20"]) == 0
+    assert cli.prepare([*words, "--to", str(to), "--vocabulary", "40", "--separate", "--longest", "20"]) == 0
     task = built(tmp_path, "dataset=fairseq", f"dataset.path={to}", "dataset.subwords=sentencepiece")
     assert task.references["test"] == ENGLISH
     assert task.source != task.target
     assert max(task.splits["train"][0].lengths) <= 21
     assert str(to) in capsys.readouterr().out
     with pytest.raises(ConfigError, match="it is there already"):
-        prepare.main([*words, "--to", str(to)])
+        cli.prepare([*words, "--to", str(to)])
     elsewhere = [*words, "--to", str(tmp_path / "else")]
     with pytest.raises(ConfigError, match="vocabulary=8000: sentencepiece cannot learn it"):
-        prepare.main(elsewhere)
+        cli.prepare(elsewhere)
     (raw / "valid.en").write_text("one\ntwo\n")
     with pytest.raises(
         ConfigError, match=r"valid.de and .*valid.en: 4 and 2 lines; line i of one has to translate line i of the other"
     ):
-        prepare.main(elsewhere)
+        cli.prepare(elsewhere)
     (raw / "valid.en").unlink()
     with pytest.raises(ConfigError, match=r"valid\.en: there is no such file, nor with \.gz"):
-        prepare.main(elsewhere)
+        cli.prepare(elsewhere)
     (raw / "valid.en.gz").write_bytes(b"not compressed")
     with pytest.raises(ConfigError, match=r"valid\.en\.gz: damaged"):
-        prepare.main(elsewhere)
+        cli.prepare(elsewhere)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["raw", "to"]
     assert [path.name for path in to.parent.iterdir()] == ["here"]
 

@@ -21,7 +21,7 @@ from torchvision.transforms import RandomResizedCrop
 
 from nmrun import tasks
 from nmrun.config.identity import identity, run_folder
-from nmrun.data import image_folder, images
+from nmrun.data import image_folder, images, splits
 from nmrun.errors import ConfigError, RunError
 from nmrun.tasks.augment import generator
 from nmrun.tasks.image_stream import ImageStream
@@ -177,21 +177,21 @@ NONE: dict[str, Any] = {"train_size": None, "val_size": None, "test_size": None}
 
 def test_splits_are_balanced_disjoint_and_nested() -> None:
     pool, test = numbered(500, 5), numbered(100, 5, first=1000)
-    whole = images.split(pool, test, 5, split_seed=0, **NONE)
+    whole = splits.split(pool, test, 5, split_seed=0, **NONE)
     assert {name: torch.bincount(labels).tolist() for name, (_, labels) in whole.items()} == {
         "train": [90] * 5, "val": [10] * 5, "test": [20] * 5,
     }  # fmt: skip
     assert sorted(torch.cat([whole["train"][0], whole["val"][0]]).tolist()) == list(range(500))
     assert sorted(whole["test"][0].tolist()) == list(range(1000, 1100))
-    smaller = images.split(pool, test, 5, split_seed=0, train_size=52, val_size=None, test_size=7)
+    smaller = splits.split(pool, test, 5, split_seed=0, train_size=52, val_size=None, test_size=7)
     assert torch.bincount(smaller["train"][1]).tolist() == [11, 11, 10, 10, 10]
     assert torch.bincount(smaller["test"][1]).tolist() == [2, 2, 1, 1, 1]
     assert torch.equal(smaller["val"][0], whole["val"][0])
-    larger = images.split(pool, test, 5, split_seed=0, train_size=100, val_size=None, test_size=None)
+    larger = splits.split(pool, test, 5, split_seed=0, train_size=100, val_size=None, test_size=None)
     assert {*smaller["train"][0].tolist()} < {*larger["train"][0].tolist()} < {*whole["train"][0].tolist()}
     for name, (numbers, labels) in larger.items():
         assert torch.equal(labels, (numbers - (1000 if name == "test" else 0)) % 5)
-    other = images.split(pool, test, 5, split_seed=1, **NONE)
+    other = splits.split(pool, test, 5, split_seed=1, **NONE)
     assert {*other["val"][0].tolist()} != {*whole["val"][0].tolist()}
 
 
@@ -199,9 +199,9 @@ def test_sizes_that_the_data_do_not_have() -> None:
     labels = torch.tensor([0] * 30 + [1] * 4)
     pool = (torch.arange(34), labels)
     with pytest.raises(ConfigError, match=r"dataset.train_size=20: 10 images of class 1, of which there are 4"):
-        images.split(pool, pool, 2, split_seed=0, **{**NONE, "train_size": 20})
+        splits.split(pool, pool, 2, split_seed=0, **{**NONE, "train_size": 20})
     with pytest.raises(ConfigError, match=r"dataset.train_size: no image is left for it of the 8 that there are"):
-        images.split(numbered(8, 2), pool, 2, split_seed=0, **{**NONE, "val_size": 8})
+        splits.split(numbered(8, 2), pool, 2, split_seed=0, **{**NONE, "val_size": 8})
 
 
 # --- torchvision's data sets -------------------------------------------------------------------------------------------------
