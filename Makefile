@@ -47,7 +47,7 @@ lint: $(VENV)/installed-all  ## ruff, mypy, and that imports only go down
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo 2>/dev/null || $(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 
 clean:  ## remove the environment (outputs/ stays)
 	rm -rf $(VENV)
