@@ -22,12 +22,14 @@ def check_nm(
     exclude: str | list[str] = (),  # type: ignore[assignment]
     overrides: Mapping[str, str | Pattern] | None = None,
     pad: bool = False,
+    dims: Mapping[str, int] | None = None,
 ) -> list[str]:
     """Raise ValueError unless at most N of every M consecutive weights are non-zero, naming the first offending layer and group.
 
     A tensor is checked along ``dim``. Of a model that :func:`nmrun.sparsify` made sparse, the weights that its forward pass uses
     are checked; of a plain one (after ``finalize``, or loaded), every weight that could hold the pattern, less what ``include``
-    and ``exclude`` (regular expressions for whole module names) leave out, ``overrides`` and ``pad`` as in ``sparsify``.
+    and ``exclude`` (regular expressions for whole module names, or ``"auto"``) leave out. ``overrides``, ``pad`` and ``dims``
+    are those of :func:`nmrun.sparsity.select.select`.
     With ``pad`` the last group of a tensor or of a plain model's weights may be short; without it, M must divide the tensor's size.
     Returns the names that were checked.
     """
@@ -38,7 +40,7 @@ def check_nm(
         own = {w.name: w.pattern for w in sparse if w.pattern.over(0) != w.projection.recipe.pattern}  # by overrides
         weights = [(w.name, w.weight, w.dim, own.get(w.name, pattern.over(w.pattern.length))) for w in sparse]
     else:
-        chosen = select(model_or_tensor, pattern, include, exclude, overrides=overrides, pad=pad)[0]
+        chosen = select(model_or_tensor, pattern, include, exclude, None, overrides, None, pad, dims)[0]
         weights = [(c.name, c.tensor, c.dim, c.pattern or pattern) for c in chosen]
         if not weights:
             raise ValueError(f"no weight of this model could hold {pattern}: nothing to check")
