@@ -68,7 +68,7 @@ class Asked:
         return _first(self._overrides, place.modules) or default
 
     def reason(self, place: Place) -> str:
-        """Say why a weight shall stay dense.
+        """Say why a weight shall stay dense, or cannot be sparse.
 
         Args:
             place: the weight.
@@ -79,6 +79,8 @@ class Asked:
         wanted = self._include is not None and _match(self._include, place.modules)
         if place.adapter and not wanted:
             return "an adapter (LoRA); include names it if it is meant"
+        if place.obstacle:
+            return place.obstacle
         if self._include is not None and not wanted:
             return "not in include"
         if any(_match([expression], place.modules) for expression, _ in self._overrides):

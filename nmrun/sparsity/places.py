@@ -129,9 +129,13 @@ def _tie(place: Place, group: Sequence[Place]) -> str:
 
 
 def _adapters(model: nn.Module) -> list[str]:
-    """List the prefixes of adapters: PEFT's layers name the children that belong to one."""
+    """List the prefixes of adapters: PEFT's layers name the children that belong to one.
+
+    ``modules_to_save`` among them is a whole layer, trained in full.
+    """
     return [
         f"{name}.{child}.".lstrip(".")
         for name, module in model.named_modules(remove_duplicate=False)
         for child in getattr(module, "adapter_layer_names", ())
+        if child != "modules_to_save"
     ]

@@ -121,7 +121,7 @@ def select(
             if not reason:
                 continue
         else:
-            reason = place.obstacle or asked.reason(place) or _untrained(place, owned)
+            reason = asked.reason(place) or _untrained(place, owned)
             reason = reason or _unfit(place, own, pad) or _refused(place, own, refuses)
             seen[id(place.parameter)] = place.name if reason else ""
         if reason:
