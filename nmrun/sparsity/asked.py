@@ -19,6 +19,7 @@ FIRST, HEAD = "first layer (exclude=auto)", "head (exclude=auto)"
 
 Texts = str | Sequence[str]
 T = TypeVar("T")
+Choices = list[tuple[re.Pattern[str], T]]  # the first expression that matches counts
 
 
 class Asked:
@@ -49,6 +50,8 @@ class Asked:
         self._problems: list[str] = []
         found = places(model)
         named = self._dims(found, dims or {})
+        if self._problems:  # what is no dimension says nothing of the places
+            named = []
         self.places = settled(model, found, lambda place: _first(named, place.names))
         unwanted = _several(exclude)
         self._include = None if include is None else self._modules("include", _several(include))
@@ -79,39 +82,37 @@ class Asked:
         wanted = self._include is not None and _match(self._include, place.modules)
         if place.adapter and not wanted:
             return "an adapter (LoRA); include names it if it is meant"
-        if place.obstacle:
+        if place.axes is None:
             return place.obstacle
         if self._include is not None and not wanted:
             return "not in include"
         if any(_match([expression], place.modules) for expression, _ in self._overrides):
-            return "" if _first(self._overrides, place.modules) else "dense by overrides"
+            own = _first(self._overrides, place.modules)
+            return place.obstacle if own else "dense by overrides"
         if _match(self._exclude, place.modules):
             return "excluded"
-        return next((self._ends[name] for name in place.names if name in self._ends), "")
+        ends = (self._ends[name] for name in place.names if name in self._ends)
+        return place.obstacle or next(ends, "")
 
-    # --- reading the options -----------------------------------------------------------------------
+    # --- reading the options ----------------------------------------------------------------------
 
     def _modules(self, option: str, texts: Sequence[str]) -> list[re.Pattern[str]]:
         """Compile expressions for modules; note those that match none."""
-        every = [module for place in self.places for module in place.modules]
-        layers = [place.module_name for place in self.places if place.layer]
+        every = list(dict.fromkeys(place.module_name for place in self.places))
         compiled = []
         for text in texts:
             if (expression := self._compiled(option, text)) is None:
                 continue
             compiled.append(expression)
             if not _match([expression], every):
-                there = _some(name or "(the model itself)" for name in layers)
-                self._problems.append(
-                    f"{option}: {text!r} matches no layer's whole name; there are {there}"
-                )
+                layers = (p.module_name or "(the model itself)" for p in self.places if p.layer)
+                lost = f"{option}: {text!r} matches no layer's whole name"
+                self._problems.append(f"{lost}; there are {_some(layers)}")
         return compiled
 
-    def _patterns(
-        self, overrides: Mapping[str, str | Pattern]
-    ) -> list[tuple[re.Pattern[str], Pattern | None]]:
+    def _patterns(self, overrides: Mapping[str, str | Pattern]) -> Choices[Pattern | None]:
         """Read the overrides; None stands for dense."""
-        found: list[tuple[re.Pattern[str], Pattern | None]] = []
+        found: Choices[Pattern | None] = []
         for text, ratio in overrides.items():
             try:
                 own = None if ratio == "dense" else Pattern.parse(ratio)
@@ -121,31 +122,21 @@ class Asked:
             found += [(expression, own) for expression in self._modules("overrides", [text])]
         return found
 
-    def _dims(
-        self, found: Sequence[Place], dims: Mapping[str, int]
-    ) -> list[tuple[re.Pattern[str], int]]:
+    def _dims(self, found: Sequence[Place], dims: Mapping[str, int]) -> Choices[int]:
         """Read the dimensions; note those that some parameter does not have."""
-        named = []
+        named: Choices[int] = []
         for text, dim in dims.items():
             if (expression := self._compiled("dims", text)) is None:
                 continue
+            named.append((expression, dim))
             meant = [place for place in found if _match([expression], place.names)]
             if not meant:
-                there = _some(place.name for place in found)
-                self._problems.append(
-                    f"dims: {text!r} matches no whole name of a parameter of two dimensions or "
-                    f"more; there are {there}"
-                )
-            for place in meant:
-                count = len(place.shape)
-                if not (isinstance(dim, int) and 0 <= dim < count):
-                    self._problems.append(
-                        f"dims: {text!r}: {dim!r} is no dimension of {place.name} "
-                        f"{list(place.shape)}; it takes 0 to {count - 1}"
-                    )
-                    break
-            else:
-                named.append((expression, dim))
+                lost = f"dims: {text!r} matches no parameter of two dimensions or more"
+                self._problems.append(f"{lost}; there are {_some(place.name for place in found)}")
+            wrong = [p for p in meant if p.shape and dim not in range(len(p.shape))]
+            for place in wrong[:1]:
+                lost = f"dims: {text!r}: {dim!r} is no dimension of {place.name}"
+                self._problems.append(f"{lost} {list(place.shape)} (0 to {len(place.shape) - 1})")
         return named
 
     def _compiled(self, option: str, text: str) -> re.Pattern[str] | None:

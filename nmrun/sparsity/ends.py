@@ -1,4 +1,4 @@
-"""The first layer of a model and its heads, by the conventions of the libraries that build models."""
+"""The first layer of a model and its heads, by the conventions of libraries."""
 
 from __future__ import annotations
 

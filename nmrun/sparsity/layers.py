@@ -115,10 +115,12 @@ def _foreign(parameter: nn.Parameter) -> str:
     if not parameter.is_floating_point() or parameter.element_size() == 1:
         return str(parameter.dtype)
     kind = type(parameter)
+    if hasattr(parameter, "quant_state"):  # of bitsandbytes, whatever its numbers are packed as
+        return kind.__name__
     return "" if issubclass(kind, nn.Parameter) or kind.__name__ in PLACED else kind.__name__
 
 
-# --- the experts of a mixture: one parameter (experts, ., .) holds a matrix for each ----------------
+# --- the experts of a mixture: one parameter (experts, ., .) holds a matrix for each --------------
 
 
 def _experts(module: nn.Module) -> dict[str, Axes]:

@@ -1,4 +1,4 @@
-"""The parameters of a model under all their names, and what is settled about them before anybody asks."""
+"""The parameters of a model under all their names, and what is settled before anybody asks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from nmrun.sparsity.layers import EMBEDDING, Axes, axes, given, obstacle
 
+Named = Callable[["Place"], int | None]  # the dimension that somebody named for a place
 ADAPTER = re.compile(r"lora_.*|ia3_.*", re.IGNORECASE)
 
 
@@ -78,15 +79,13 @@ def places(model: nn.Module) -> list[Place]:
     return [replace(place, names=tuple(names[id(place.parameter)])) for place in found]
 
 
-def settled(
-    model: nn.Module, found: Sequence[Place], dim: Callable[[Place], int | None]
-) -> list[Place]:
+def settled(model: nn.Module, found: Sequence[Place], dim: Named) -> list[Place]:
     """Tell the axes of every place, or the obstacle.
 
     Args:
         model: the model.
         found: its places.
-        dim: the dimension that somebody named for a place, or None.
+        dim: gives the dimension that somebody named for a place, or None.
 
     Returns:
         The places in the same order. Those of one parameter that do not go together are obstacles
@@ -107,14 +106,11 @@ def _is_matrix(parameter: nn.Parameter) -> bool:
 def _known(place: Place, dim: int | None, prefixes: Sequence[str]) -> Place:
     meaning = axes(place.module).get(place.attribute)
     if dim is not None:
-        meaning = given(dim, place.parameter.dim())
-    return replace(
-        place,
-        axes=meaning,
-        obstacle=obstacle(place.module, place.attribute, named=dim is not None),
-        adapter=f"{place.name}.".startswith(tuple(prefixes))
-        or any(ADAPTER.fullmatch(part) for part in place.name.split(".")),
-    )
+        meaning = given(dim, len(place.shape))
+    reason = obstacle(place.module, place.attribute, named=dim is not None)
+    adapter = any(ADAPTER.fullmatch(part) for part in place.name.split("."))
+    adapter = adapter or f"{place.name}.".startswith(tuple(prefixes))
+    return replace(place, axes=meaning, obstacle=reason, adapter=adapter)
 
 
 def _tie(place: Place, group: Sequence[Place]) -> str:

@@ -11,6 +11,8 @@ from nmrun.patterns import Pattern
 from nmrun.sparsity.asked import Asked
 from nmrun.sparsity.places import Place
 
+Refuses = Callable[[Sequence[int], int, Pattern], str]  # (shape, dim, pattern) -> reason, or empty
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -80,7 +82,7 @@ def select(
     exclude: str | Sequence[str] = (),
     owned: Collection[int] | None = None,
     overrides: Mapping[str, str | Pattern] | None = None,
-    refuses: Callable[[Sequence[int], int, Pattern], str] | None = None,
+    refuses: Refuses | None = None,
     pad: bool = False,
     dims: Mapping[str, int] | None = None,
 ) -> tuple[list[Candidate], list[LeftDense]]:
@@ -117,9 +119,9 @@ def select(
     for place in asked.places:
         own = asked.pattern(place, pattern)
         if (first := seen.get(id(place.parameter))) is not None:
-            reason = first and (place.obstacle or f"tied to {first}")
-            if not reason:
+            if not first:
                 continue
+            reason = asked.reason(place) or f"tied to {first}"
         else:
             reason = asked.reason(place) or _untrained(place, owned)
             reason = reason or _unfit(place, own, pad) or _refused(place, own, refuses)
@@ -161,8 +163,6 @@ def _unfit(place: Place, pattern: Pattern, pad: bool) -> str:
     return "" if pad else f"{reason} (the option pad allows that)"
 
 
-def _refused(
-    place: Place, pattern: Pattern, refuses: Callable[[Sequence[int], int, Pattern], str] | None
-) -> str:
+def _refused(place: Place, pattern: Pattern, refuses: Refuses | None) -> str:
     assert place.axes is not None
     return refuses(place.parameter.shape, place.axes.dim, pattern) if refuses else ""

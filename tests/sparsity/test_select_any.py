@@ -153,7 +153,7 @@ def test_check_nm_takes_dims_and_auto() -> None:
         check_nm(model, "2:4", exclude="auto", dims={r"1\.a": 1})
     with pytest.raises(ValueError, match=r"0\.weight is not 2:4"):
         check_nm(model, "2:4")
-    with pytest.raises(ConfigError, match="dims: 'b' matches no whole name"):
+    with pytest.raises(ConfigError, match="dims: 'b' matches no parameter"):
         check_nm(model, "2:4", dims={"b": 1})
 
 
@@ -207,6 +207,12 @@ def test_quantised_weights_stay_dense(dtype: torch.dtype, kind: str) -> None:
     assert reasons(with_weight(torch.ones(8, 8).to(dtype))) == {"weight": f"quantised or of another kind ({kind})"}
 
 
+def test_weights_packed_by_bitsandbytes_stay_dense() -> None:
+    linear = with_weight(torch.ones(32, 1, dtype=torch.bfloat16))
+    linear.weight.quant_state = None  # type: ignore[assignment]
+    assert reasons(linear) == {"weight": "quantised or of another kind (Parameter)"}
+
+
 def test_a_tensor_of_another_kind_stays_dense() -> None:
     class Packed(torch.Tensor):
         pass
@@ -223,6 +229,7 @@ def test_half_precision_and_the_meta_device_are_fine() -> None:
 
 def test_a_lazy_layer_stays_dense() -> None:
     model = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 8))
+    assert sparse(model, dims={".*weight": 0}) == {"1.weight": (0, 1)}
     dense = select(model, Pattern(2, 4))[1]
     assert [(d.name, d.shape, d.reason) for d in dense if d.name == "0.weight"] == [
         ("0.weight", (), "not initialised yet (run the model once first)")
