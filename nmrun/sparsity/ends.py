@@ -11,7 +11,7 @@ from nmrun.sparsity.layers import axes, is_embedding
 
 # children of the model that end in its output
 CHILDREN = re.compile(
-    r"fc|cls|score|logits|qa_outputs|proj_out|aux.*"
+    r"fc|cls|score|logits|qa_outputs|proj_out|aux.*|(text|visual|image|audio)_projection"
     r"|(.*_)?(head|heads|classifier|predictor|output_projection)(_.*)?",
     re.IGNORECASE,
 )
@@ -62,7 +62,7 @@ def heads(model: nn.Module, layers: Sequence[str]) -> set[str]:
     for branch in branches:
         inside = [n for n in layers if n == branch or n.startswith(f"{branch}.")]
         found.update(inside[-1:])
-    if found or not layers or hasattr(core, "get_classifier"):
+    if found or not layers or _headless(core):
         return found
     last = model.get_submodule(layers[-1])
     linear = isinstance(last, nn.Linear) or type(last).__name__ == "Conv1D"
@@ -76,6 +76,11 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, str]:
         name, model = children[0]
         prefix += f"{name}."
     return model, prefix
+
+
+def _headless(model: nn.Module) -> bool:
+    """Say whether a model without a known head has none: timm's would tell, a base has none."""
+    return hasattr(model, "get_classifier") or getattr(model, "base_model", None) is model
 
 
 def _declared(model: nn.Module) -> list[nn.Module]:

@@ -1,8 +1,9 @@
-"""Models of three libraries: all is sparse or listed, and groups run along what the model's own forward pass sums over."""
+"""Models of three libraries: all is sparse or listed; groups run along what forward sums over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ PRODUCTS = {
 
 
 class Spy(TorchDispatchMode):
-    """Notes along which of its dimensions each parameter is summed over, by the strides of the views that reach a product."""
+    """Notes which dimension of each parameter is summed over, by the strides of its views."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -48,13 +49,21 @@ class Spy(TorchDispatchMode):
     def note(self, tensor: Tensor, dim: int) -> None:
         name, parameter = self.parameters.get(tensor.untyped_storage()._cdata, ("", tensor))
         if name and tensor.shape[dim] > 1:
-            (own,) = (d for d, s in enumerate(parameter.stride()) if s == tensor.stride(dim) and parameter.shape[d] > 1)
+            sizes = zip(parameter.shape, parameter.stride(), strict=True)
+            steps = [stride if size > 1 else 0 for size, stride in sizes]
+            own = steps.index(tensor.stride(dim))
             self.summed.setdefault(name, set()).add(own)
 
 
-# --- the models, small and random -----------------------------------------------------------------------------------------------
+# --- the models, small and random ---------------------------------------------------------------
 
-TOKENS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 48}
+TOKENS = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 48,
+}
 LLAMA = {**TOKENS, "num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {**LLAMA, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 
@@ -87,18 +96,26 @@ def hugging_face(kind: str, config: str, **settings: Any) -> Callable[[], nn.Mod
 
 def whisper() -> nn.Module:
     sides = ("encoder", "decoder")
-    sizes = {f"{s}_{what}": n for s in sides for what, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))}
+    kinds = (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))
+    sizes = {f"{side}_{what}": n for side in sides for what, n in kinds}
     marks = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
     config = transformers.WhisperConfig(
-        d_model=32, vocab_size=48, num_mel_bins=8, max_source_positions=16, max_target_positions=16, **sizes, **marks
+        d_model=32,
+        vocab_size=48,
+        num_mel_bins=8,
+        max_source_positions=16,
+        max_target_positions=16,
+        **sizes,
+        **marks,
     )
     return transformers.WhisperForConditionalGeneration(config)
 
 
-def vision(**options: Any) -> nn.Module:
+def vision() -> nn.Module:
     from timm.models.vision_transformer import VisionTransformer
 
-    return VisionTransformer(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=12, **options)
+    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 4}
+    return VisionTransformer(**sizes, num_classes=12)
 
 
 def mixer() -> nn.Module:
@@ -118,76 +135,105 @@ def swin() -> nn.Module:
     return kind([4, 4], 16, [1, 1], [2, 4], [4, 4], num_classes=12)
 
 
-# name: (model, its inputs, share of the parameters that is sparse at 2:4, what exclude="auto" leaves dense besides)
-ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]], float, list[str]]] = {
-    "bert": (hugging_face("BertForSequenceClassification", "BertConfig", **TOKENS), text, 0.482, ["classifier.weight"]),
-    "gpt2": (
-        hugging_face("GPT2LMHeadModel", "GPT2Config", n_embd=32, n_layer=2, n_head=4, vocab_size=48, n_positions=16,
-                     bos_token_id=1, eos_token_id=2),
-        text, 0.893, [],
+@dataclass
+class Case:
+    """A model, its inputs, which share is sparse at 2:4, and what ``exclude="auto"`` adds."""
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[], dict[str, Tensor]]
+    share: float
+    ends: list[str]
+
+
+def text_model(kind: str, config: str, share: float, ends: list[str], **settings: Any) -> Case:
+    return Case(hugging_face(kind, config, **settings), text, share, ends)
+
+
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 48, "n_positions": 16}
+MARKS = {"bos_token_id": 1, "eos_token_id": 2}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 48}
+VIT = {**{k: v for k, v in TOKENS.items() if k != "vocab_size"}, "image_size": 32, "patch_size": 8}
+MIXTURE = {**EXPERTS, "num_local_experts": 4}
+GROUPED = {**MIXTURE, "experts_implementation": "grouped_mm"}
+MOBILE = {"num_classes": 12, "width_mult": 0.25}
+LM, IMAGE = ["lm_head.weight"], pixels("x")
+VISION = torchvision.models
+
+ZOO = {
+    "bert": text_model(
+        "BertForSequenceClassification",
+        "BertConfig",
+        0.482,
+        ["classifier.weight"],
+        **TOKENS,
     ),
-    "llama": (hugging_face("LlamaForCausalLM", "LlamaConfig", **LLAMA), text, 0.922, ["lm_head.weight"]),
-    "mixtral": (
-        hugging_face("MixtralForCausalLM", "MixtralConfig", **EXPERTS, num_local_experts=4), text, 0.967, ["lm_head.weight"]
+    "gpt2": text_model("GPT2LMHeadModel", "GPT2Config", 0.893, [], **GPT2, **MARKS),
+    "llama": text_model("LlamaForCausalLM", "LlamaConfig", 0.922, LM, **LLAMA),
+    "mixtral": text_model("MixtralForCausalLM", "MixtralConfig", 0.967, LM, **MIXTURE),
+    "mixtral grouped": text_model("MixtralForCausalLM", "MixtralConfig", 0.967, LM, **GROUPED),
+    "qwen3_moe": text_model(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        0.910,
+        LM,
+        **EXPERTS,
+        num_experts=4,
+        moe_intermediate_size=16,
     ),
-    "mixtral grouped": (
-        hugging_face("MixtralForCausalLM", "MixtralConfig", **{**EXPERTS, "experts_implementation": "grouped_mm"},
-                     num_local_experts=4),
-        text, 0.967, ["lm_head.weight"],
+    "gpt_oss": text_model("GptOssForCausalLM", "GptOssConfig", 0.943, LM, **MIXTURE),
+    "llama4": text_model(
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        0.976,
+        LM,
+        **LLAMA,
+        intermediate_size_mlp=64,
+        num_local_experts=4,
     ),
-    "qwen3_moe": (
-        hugging_face("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **EXPERTS, num_experts=4, moe_intermediate_size=16),
-        text, 0.910, ["lm_head.weight"],
+    "t5": Case(hugging_face("T5ForConditionalGeneration", "T5Config", **T5), both, 0.950, []),
+    "whisper": Case(whisper, speech, 0.873, ["model.encoder.conv1.weight"]),
+    "vit": Case(
+        hugging_face("ViTForImageClassification", "ViTConfig", **VIT),
+        pixels("pixel_values"),
+        0.686,
+        ["vit.embeddings.patch_embeddings.projection.weight", "classifier.weight"],
     ),
-    "gpt_oss": (
-        hugging_face("GptOssForCausalLM", "GptOssConfig", **EXPERTS, num_local_experts=4), text, 0.943, ["lm_head.weight"]
-    ),
-    "llama4": (
-        hugging_face("Llama4ForCausalLM", "Llama4TextConfig", **LLAMA, intermediate_size_mlp=64, num_local_experts=4),
-        text, 0.976, ["lm_head.weight"],
-    ),
-    "t5": (
-        hugging_face("T5ForConditionalGeneration", "T5Config", d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
-                     vocab_size=48),
-        both, 0.950, [],
-    ),
-    "whisper": (whisper, speech, 0.873, ["model.encoder.conv1.weight"]),
-    "vit": (
-        hugging_face("ViTForImageClassification", "ViTConfig", **{k: v for k, v in TOKENS.items() if k != "vocab_size"},
-                     image_size=32, patch_size=8),
-        pixels("pixel_values"), 0.686, ["vit.embeddings.patch_embeddings.projection.weight", "classifier.weight"],
-    ),
-    "timm vit": (vision, pixels("x"), 0.765, ["patch_embed.proj.weight", "head.weight"]),
-    "timm convnext": (convnext, pixels("x"), 0.798, ["stem.0.weight", "head.fc.weight"]),
-    "timm mixer": (mixer, pixels("x"), 0.721, ["stem.proj.weight", "head.weight"]),
-    "resnet18": (lambda: torchvision.models.resnet18(num_classes=12), pixels("x"), 0.998, ["conv1.weight", "fc.weight"]),
-    "mobilenet_v2": (
-        lambda: torchvision.models.mobilenet_v2(num_classes=12, width_mult=0.25), pixels("x"), 0.892,
+    "timm vit": Case(vision, IMAGE, 0.765, ["patch_embed.proj.weight", "head.weight"]),
+    "timm convnext": Case(convnext, IMAGE, 0.798, ["stem.0.weight", "head.fc.weight"]),
+    "timm mixer": Case(mixer, IMAGE, 0.721, ["stem.proj.weight", "head.weight"]),
+    "resnet18": Case(VISION.resnet18, IMAGE, 0.998, ["conv1.weight", "fc.weight"]),
+    "mobilenet_v2": Case(
+        lambda: VISION.mobilenet_v2(**MOBILE),
+        IMAGE,
+        0.892,
         ["features.0.0.weight", "classifier.1.weight"],
     ),
-    "swin": (swin, pixels("x"), 0.902, ["features.0.0.weight", "head.weight"]),
-    "torchvision vit": (
-        lambda: torchvision.models.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=12), pixels("x"), 0.690,
+    "swin": Case(swin, IMAGE, 0.902, ["features.0.0.weight", "head.weight"]),
+    "torchvision vit": Case(
+        lambda: VISION.VisionTransformer(32, 8, 2, 4, 32, 64, num_classes=12),
+        IMAGE,
+        0.690,
         ["conv_proj.weight", "heads.head.weight"],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_a_model_of_a_library(name: str) -> None:
-    build, inputs, share, ends = ZOO[name]
+    case = ZOO[name]
     torch.manual_seed(0)
-    model = build().eval()
+    model = case.build().eval()
     sparse, dense = select(model, Pattern(2, 4))
     order = [n for n, p in model.named_parameters() if p.dim() >= 2]
     listed = {d.name for d in dense}
     assert [c.name for c in sparse] == [n for n in order if n not in listed]  # nothing is left out
     assert all(d.reason for d in dense)
     total = sum(p.numel() for p in model.parameters())
-    assert sum(c.tensor.numel() for c in sparse) / total == pytest.approx(share, abs=0.001)
-    assert [d.name for d in select(model, Pattern(2, 4), exclude="auto")[1] if "exclude=auto" in d.reason] == ends
+    assert sum(c.tensor.numel() for c in sparse) / total == pytest.approx(case.share, abs=0.001)
+    auto = select(model, Pattern(2, 4), exclude="auto")[1]
+    assert [d.name for d in auto if "exclude=auto" in d.reason] == case.ends
 
     with Spy(model) as spy:  # gradients are on, so that attention takes no fused path
-        model(**inputs())
+        model(**case.inputs())
     assert {c.name: spy.summed.get(c.name) for c in sparse} == {c.name: {c.dim} for c in sparse}
     assert all(c.outputs != c.dim and c.tensor.dim() > max(c.outputs, c.dim) for c in sparse)
