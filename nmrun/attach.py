@@ -37,6 +37,7 @@ def sparsify(
     fp8: bool = False,
     pad: bool = False,
     input_gradient: str = "exact",
+    dims: Mapping[str, int] | None = None,
     **hyperparameters: Any,
 ) -> Handle:
     """Train ``model`` with N:M sparse weights: call this once, then train as always.
@@ -68,7 +69,7 @@ def sparsify(
         total_steps: optimizer steps of the whole run, for recipes with phases.
         include, exclude: regular expressions for whole module names. By default every weight of a
             known layer whose inputs are a multiple of M is sparse; ``handle.left_dense`` says why
-            the others are not.
+            the others are not. ``exclude="auto"`` leaves the first layer and the head(s) dense.
         overrides: other patterns for some layers, by such expressions:
             ``{"layer3\\..*": "1:8", "fc": "dense"}``; the first match counts, and more than exclude.
         mvue: N:M for the gradient of the sparse linear layers' weights: from an unbiased estimate of
@@ -80,6 +81,8 @@ def sparsify(
             ``transposable``, with masks chosen so (layers whose outputs M does not divide stay
             dense), or ``double_prune``, by the weight pruned once more (SLoPe, arXiv 2405.16325),
             which changes this gradient alone.
+        dims: the dimension that is summed over, by regular expressions for whole parameter names:
+            for weights of layers that nmrun does not know (``{"experts\..*": 1}``).
         hyperparameters: the recipe's own, under the names of its paper.
 
     Returns:
@@ -98,7 +101,8 @@ def sparsify(
     rule.begin(pattern, total_steps)
     optimizer = unwrapped(optimizer)
     if rule.name == "dense":
-        left = [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in candidates(model)]
+        found = candidates(model, dims)
+        left = [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in found]
         return Handle(optimizer, rule, [], left)
     _refuse_second(model, optimizer)
     if input_gradient == "transposable":

@@ -1,4 +1,4 @@
-"""Proof that weights are N:M, and plain state dicts of sparse models."""
+"""Proof that weights are N:M."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ def check_nm(
     exclude: str | list[str] = (),  # type: ignore[assignment]
     overrides: Mapping[str, str | Pattern] | None = None,
     pad: bool = False,
+    dims: Mapping[str, int] | None = None,
 ) -> list[str]:
     """Raise ValueError unless at most N of every M consecutive weights are non-zero, naming the first offending layer and group.
 
     A tensor is checked along ``dim``; of a model every weight that could hold the pattern, less what ``include`` and ``exclude``
-    (regular expressions for whole module names) leave out, ``overrides`` and ``pad`` as in ``sparsify``.
+    (regular expressions for whole module names, or ``"auto"``) leave out. ``overrides``, ``pad`` and ``dims`` are those of
+    :func:`nmrun.sparsity.select.select`.
     With ``pad`` the last group of a tensor or of a plain model's weights may be short; without it, M must divide the tensor's size.
     Returns the names that were checked.
     """
@@ -32,7 +34,7 @@ def check_nm(
     if isinstance(model_or_tensor, Tensor):
         weights = [("tensor", model_or_tensor, dim, pattern)]
     else:
-        chosen = select(model_or_tensor, pattern, include, exclude, overrides=overrides, pad=pad)[0]
+        chosen = select(model_or_tensor, pattern, include, exclude, None, overrides, None, pad, dims)[0]
         weights = [(c.name, c.tensor, c.dim, c.pattern or pattern) for c in chosen]
         if not weights:
             raise ValueError(f"no weight of this model could hold {pattern}: nothing to check")

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
+from nmrun.sparsity.asked import Asked
+from nmrun.sparsity.places import Place
+
+Refuses = Callable[[Sequence[int], int, Pattern], str]  # (shape, dim, pattern) -> reason, or empty
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A weight that multiplies an input: ``module.<attribute>``, whose groups run along ``dim``; ``pattern`` once it is chosen."""
+    """A weight that multiplies an input.
+
+    Attributes:
+        module_name: the whole name of the module that holds it.
+        module: that module.
+        attribute: the parameter's name there.
+        dim: the dimension that a product sums over. Groups run along it.
+        pattern: the N:M pattern, once the weight is chosen.
+        outputs: the dimension of the outputs.
+    """
 
     module_name: str
     module: nn.Module
     attribute: str
     dim: int
     pattern: Pattern | None = None
+    outputs: int = 0
 
     @property
     def name(self) -> str:
@@ -37,28 +49,34 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LeftDense:
-    """A weight that could have been sparse and is not, with the reason."""
+    """A parameter of two dimensions or more that is not sparse, with the reason."""
 
     name: str
     shape: tuple[int, ...]
     reason: str
 
 
-def candidates(model: nn.Module) -> Iterator[Candidate]:
-    """Every weight of a linear layer, convolution or attention projection, in the order of ``named_modules``.
+def candidates(model: nn.Module, dims: Mapping[str, int] | None = None) -> Iterator[Candidate]:
+    """List every weight that multiplies an input.
 
-    Groups run along the input dimension: 1 for (out, in) and (out, in / groups, kernel...), 0 for Hugging Face's ``Conv1D``,
-    whose weight is stored (in, out). Transposed convolutions have no candidate.
+    Linear layers, convolutions, attention projections, recurrent and bilinear layers and the
+    experts of a mixture have such weights. What weight_norm and the like compute is none.
+
+    Args:
+        model: the model.
+        dims: as in :func:`select`.
+
+    Yields:
+        The weights in the order of ``named_parameters``, each once.
+
+    Raises:
+        ConfigError: a mistake in ``dims``.
     """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention):
-            for attribute in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
-                if getattr(module, attribute, None) is not None:
-                    yield Candidate(name, module, attribute, 1)
-        elif isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
-            yield Candidate(name, module, "weight", 1)
-        elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
-            yield Candidate(name, module, "weight", 0)
+    seen: set[int] = set()
+    for place in Asked(model, dims=dims).places:
+        if place.layer is not None and id(place.parameter) not in seen:
+            seen.add(id(place.parameter))
+            yield _candidate(place)
 
 
 def select(
@@ -68,79 +86,87 @@ def select(
     exclude: str | Sequence[str] = (),
     owned: Collection[int] | None = None,
     overrides: Mapping[str, str | Pattern] | None = None,
-    refuses: Callable[[Sequence[int], int, Pattern], str] | None = None,
+    refuses: Refuses | None = None,
     pad: bool = False,
+    dims: Mapping[str, int] | None = None,
 ) -> tuple[list[Candidate], list[LeftDense]]:
-    """Split the candidates into those that will be sparse and those left dense, with the reason.
+    """Split the parameters of two dimensions or more into sparse ones and dense ones.
 
-    ``include`` and ``exclude`` are regular expressions that must match a module's whole name (``layer3\\..*``, ``fc``);
-    ``owned`` the ids of the parameters that an optimizer updates (default: what is trained does not matter).
-    ``overrides`` gives layers another pattern, or ``"dense"``, by such expressions; the first that matches counts, and more
-    than ``exclude``.
-    ``refuses(shape, dim, pattern)`` is a recipe's own reason against a weight, or empty.
-    ``pad`` lets the last group of every weight be short (see :meth:`Pattern.over`), so that M need not divide the inputs.
-    Raises ConfigError for an expression that matches no candidate, since that is a typo nine times in ten.
+    An expression must match a whole name. One that matches nothing is a mistake.
+
+    Args:
+        model: the model; its parameters may be on the meta device.
+        pattern: the N:M pattern where no override names another.
+        include: expressions for module names; only these are sparse. Adapters (LoRA) are sparse
+            only where such an expression matches them.
+        exclude: expressions for module names; these stay dense. ``"auto"`` among them means the
+            first layer and the heads.
+        owned: ids of the parameters that an optimizer updates. By default nobody trains.
+        overrides: another pattern, or ``"dense"``, by expressions for module names. The first
+            that matches counts, and more than ``exclude``.
+        refuses: ``refuses(shape, dim, pattern)`` is a recipe's own reason against a weight.
+        pad: let the last group of a weight be short (see :meth:`Pattern.over`).
+        dims: the dimension that groups run along, by expressions for parameter names. It makes
+            weights of unknown layers candidates. The first that matches counts.
+
+    Returns:
+        The sparse weights, and the parameters left dense with the reason, both in the order of
+        ``named_parameters``. A weight that two layers share is sparse once, under its first name.
+
+    Raises:
+        ConfigError: expressions that are none or match nothing, wrong patterns and dimensions.
     """
-    every = list(candidates(model))
-    wanted = None if include is None else _compiled("include", include, every)
-    unwanted = _compiled("exclude", exclude, every)
-    special = list(zip(_compiled("overrides", list(overrides or ()), every), (overrides or {}).values(), strict=True))
-    users: dict[int, list[str]] = {}
-    for module_name, module in model.named_modules(remove_duplicate=False):
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                users.setdefault(id(parameter), []).append(f"{module_name}.{attribute}".lstrip("."))
-
-    sparse, dense = [], []
-    for candidate in every:
-        weight = candidate.tensor
-        own = next((ratio for r, ratio in special if r.fullmatch(candidate.module_name)), None)
-        chosen = None if own == "dense" else Pattern.parse(own or pattern)
-        others = [name for name in users.get(id(weight), []) if name != candidate.name]
-        if wanted is not None and not any(r.fullmatch(candidate.module_name) for r in wanted):
-            reason = "not in include"
-        elif own is None and any(r.fullmatch(candidate.module_name) for r in unwanted):
-            reason = "excluded"
-        elif chosen is None:
-            reason = "dense by overrides"
-        elif others:
-            reason = f"tied to {others[0]}"
-        elif not isinstance(weight, nn.Parameter):
-            reason = "its weight is computed (parametrized already)"
-        elif owned is not None and not weight.requires_grad:
-            reason = "frozen"
-        elif owned is not None and id(weight) not in owned:
-            reason = "not in the optimizer"
-        elif reason := _unfit(weight.shape[candidate.dim], chosen, pad):
-            pass
-        elif not (reason := refuses(weight.shape, candidate.dim, chosen) if refuses else ""):
-            sparse.append(replace(candidate, pattern=chosen.over(weight.shape[candidate.dim]) if pad else chosen))
-            continue
-        dense.append(LeftDense(candidate.name, tuple(weight.shape), reason))
+    asked = Asked(model, include, exclude, overrides, dims)
+    sparse: list[Candidate] = []
+    dense: list[LeftDense] = []
+    seen: dict[int, str] = {}  # a parameter's first name; empty where that one is sparse
+    for place in asked.places:
+        own = asked.pattern(place, pattern)
+        if (first := seen.get(id(place.parameter))) is not None:
+            if not first:
+                continue
+            reason = asked.reason(place) or f"tied to {first}"
+        else:
+            reason = asked.reason(place) or _untrained(place, owned)
+            reason = reason or _unfit(place, own, pad) or _refused(place, own, refuses)
+            seen[id(place.parameter)] = place.name if reason else ""
+        if reason:
+            dense.append(LeftDense(place.name, place.shape, reason))
+        else:
+            sparse.append(_candidate(place, own, pad))
     return sparse, dense
 
 
-def _unfit(inputs: int, pattern: Pattern, pad: bool) -> str:
-    """Why a dimension of this size cannot hold the pattern, or an empty string."""
+def _candidate(place: Place, pattern: Pattern | None = None, pad: bool = False) -> Candidate:
+    assert place.axes is not None
+    dim = place.axes.dim
+    if pattern is not None and pad:
+        pattern = pattern.over(place.shape[dim])
+    where = place.module_name, place.module, place.attribute
+    return Candidate(*where, dim, pattern, place.axes.outputs)
+
+
+def _untrained(place: Place, owned: Collection[int] | None) -> str:
+    """Say why nobody trains a parameter, or nothing."""
+    if owned is None or (place.parameter.requires_grad and id(place.parameter) in owned):
+        return ""
+    return "not in the optimizer" if place.parameter.requires_grad else "frozen"
+
+
+def _unfit(place: Place, pattern: Pattern, pad: bool) -> str:
+    """Say why a weight of this size cannot hold the pattern, or nothing."""
+    assert place.axes is not None
+    inputs = place.shape[place.axes.dim] // place.axes.parts
     if inputs % pattern.m == 0:
         return ""
+    if place.axes.parts > 1:
+        return f"{inputs} inputs of one group are not a multiple of {pattern.m}"
     reason = f"{inputs} inputs are not a multiple of {pattern.m}"
     if inputs <= pattern.n:
         return f"{reason}, and {pattern} would prune none of them"
     return "" if pad else f"{reason} (the option pad allows that)"
 
 
-def _compiled(option: str, texts: str | Sequence[str], every: list[Candidate]) -> list[re.Pattern[str]]:
-    compiled, problems = [], []
-    for text in [texts] if isinstance(texts, str) else texts:
-        try:
-            compiled.append(re.compile(text))
-        except re.error as error:
-            problems.append(f"{option}: {text!r} is not a regular expression: {error}")
-            continue
-        if not any(compiled[-1].fullmatch(c.module_name) for c in every):
-            names = ", ".join(c.module_name or "(the model itself)" for c in every[:12]) + (", ..." if len(every) > 12 else "")
-            problems.append(f"{option}: {text!r} matches no layer's whole name; there are {names}")
-    if problems:
-        raise ConfigError(problems)
-    return compiled
+def _refused(place: Place, pattern: Pattern, refuses: Refuses | None) -> str:
+    assert place.axes is not None
+    return refuses(place.parameter.shape, place.axes.dim, pattern) if refuses else ""

@@ -56,9 +56,18 @@ KINDS: dict[str, tuple[nn.Module, dict[str, int]]] = {  # attributes, each with 
     ),
     "embedding": (nn.Embedding(8, 8), {}),
     "normalisation": (nn.BatchNorm2d(8), {}),
-    "transposed": (nn.ConvTranspose2d(8, 8, 3), {}),
-    "recurrent": (nn.LSTM(8, 8), {}),
-    "bilinear": (nn.Bilinear(8, 8, 4), {}),
+    "transposed 1d": (nn.ConvTranspose1d(8, 4, 3), {"weight": 0}),
+    "transposed 2d": (nn.ConvTranspose2d(8, 4, 3, groups=2), {"weight": 0}),
+    "transposed 3d": (nn.ConvTranspose3d(8, 4, 1), {"weight": 0}),
+    "lstm": (
+        nn.LSTM(8, 12, 2, proj_size=4, bidirectional=True),
+        {f"weight_{kind}_l{i}{way}": 1 for i in (0, 1) for way in ("", "_reverse") for kind in ("ih", "hh", "hr")},
+    ),
+    "gru": (nn.GRU(8, 12), {"weight_ih_l0": 1, "weight_hh_l0": 1}),
+    "rnn": (nn.RNN(8, 12), {"weight_ih_l0": 1, "weight_hh_l0": 1}),
+    "lstm cell": (nn.LSTMCell(8, 12), {"weight_ih": 1, "weight_hh": 1}),
+    "gru cell": (nn.GRUCell(8, 12), {"weight_ih": 1, "weight_hh": 1}),
+    "bilinear": (nn.Bilinear(8, 12, 4), {"weight": 2}),
 }
 
 
@@ -75,7 +84,8 @@ def test_what_multiplies_an_input_can_be_sparse(kind: str) -> None:
     ("module", "x"),
     [
         (Conv1D(6, 8), torch.randn(2, 8)), (nn.Linear(8, 6), torch.randn(2, 8)), (nn.Conv2d(8, 6, 1), torch.randn(2, 8, 1, 1)),
-        (nn.Conv2d(8, 6, 3, groups=2), torch.randn(2, 8, 3, 3)),
+        (nn.Conv2d(8, 6, 3, groups=2), torch.randn(2, 8, 3, 3)), (nn.ConvTranspose1d(8, 6, 3), torch.randn(2, 8, 5)),
+        (nn.ConvTranspose2d(8, 6, 3, stride=2), torch.randn(2, 8, 3, 3)), (nn.ConvTranspose3d(8, 6, 1), torch.randn(2, 8, 1, 1, 1)),
     ],
 )  # fmt: skip
 def test_groups_run_along_what_a_product_sums_over(module: nn.Module, x: Tensor) -> None:
@@ -89,6 +99,54 @@ def test_groups_run_along_what_a_product_sums_over(module: nn.Module, x: Tensor)
     torch.testing.assert_close(module(changed), before)
     changed[:, 2] += 1.0
     assert not torch.allclose(module(changed), before)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("embedding", "normalisation")])
+def test_a_slice_of_the_outputs_makes_one_output(kind: str) -> None:
+    """Weights of one index along ``outputs`` make one output, so that their number is the bias's, for all that has one."""
+    module = KINDS[kind][0]
+    for candidate in candidates(module):
+        per_group = getattr(module, "groups", 1) if "transposed" in kind else 1
+        bias = getattr(module, candidate.attribute.replace("weight", "bias"), None)
+        if isinstance(bias, Tensor):
+            assert candidate.tensor.shape[candidate.outputs] * per_group == len(bias)
+        assert candidate.outputs != candidate.dim
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell"])
+def test_recurrent_matrices_sum_over_inputs_and_states(kind: str) -> None:
+    module, x, state = getattr(nn, kind)(8, 12), torch.randn(1, 8), torch.randn(1, 12)
+    for candidate in candidates(module):
+        with torch.no_grad():
+            candidate.tensor.select(candidate.dim, 3).zero_()
+
+    def others(x: Tensor, hidden: Tensor) -> Tensor:
+        """One step's output but for unit 3, which a GRU blends with its old state."""
+        out = module(x, (hidden, state) if "LSTM" in kind else hidden)
+        return (out[0] if isinstance(out, tuple) else out)[:, torch.arange(12) != 3]
+
+    fourth = torch.zeros(12).index_fill(0, torch.tensor([3]), 1.0)
+    torch.testing.assert_close(others(x + fourth[:8], state), others(x, state))
+    torch.testing.assert_close(others(x, state + fourth), others(x, state))
+    assert not torch.allclose(others(x + fourth[:8].roll(1), state), others(x, state))
+
+
+def test_bilinear_sums_over_its_second_input() -> None:
+    module, x, y = nn.Bilinear(8, 12, 4), torch.randn(2, 8), torch.randn(2, 12)
+    (candidate,) = candidates(module)
+    with torch.no_grad():
+        candidate.tensor.select(candidate.dim, 11).zero_()
+    before = module(x, y)
+    y[:, 11] += 1.0
+    torch.testing.assert_close(module(x, y), before)
+
+
+def test_a_group_of_a_transposed_convolution_has_whole_groups_of_m() -> None:
+    model = layers(a=nn.ConvTranspose2d(16, 8, 3, groups=2), b=nn.ConvTranspose2d(16, 8, 3, groups=8))
+    depthwise = nn.ConvTranspose1d(8, 8, 3, groups=8)
+    assert names(model) == ["a.weight"]
+    assert reasons(model, pad=True) == {"b.weight": "2 inputs of one group are not a multiple of 4"}
+    assert reasons(depthwise) == {"weight": "1 inputs of one group are not a multiple of 4"}
 
 
 def test_in_the_order_of_the_modules_and_of_the_model_itself() -> None:
@@ -166,19 +224,64 @@ def test_every_reason_is_told() -> None:
     assert reasons(model, include="stem|layer1")["head.weight"] == "not in include"
 
 
-def test_shared_weights_stay_dense() -> None:
-    embedding, shared = nn.Embedding(12, 8), nn.Linear(8, 8)
-    model = layers(embedding=embedding, a=shared, b=shared, free=nn.Linear(8, 12), head=nn.Linear(8, 12))
-    model["head"].weight = embedding.weight
+def test_what_is_tied_to_an_embedding_stays_dense() -> None:
+    model = layers(embedding=nn.Embedding(12, 8), free=nn.Linear(8, 12), head=nn.Linear(8, 12))
+    model["head"].weight = model["embedding"].weight
     assert names(model) == ["free.weight"]
-    assert reasons(model) == {"a.weight": "tied to b.weight", "head.weight": "tied to embedding.weight"}
+    assert reasons(model) == {"embedding.weight": "an embedding", "head.weight": "tied to embedding.weight"}
+    model = layers(head=nn.Linear(8, 12), embedding=nn.Embedding(12, 8))
+    model["head"].weight = model["embedding"].weight
+    assert reasons(model) == {"head.weight": "tied to embedding.weight", "embedding.weight": "an embedding"}
 
 
-def test_a_weight_that_is_computed_stays_dense() -> None:
-    model = layers(normed=parametrizations.weight_norm(nn.Linear(8, 8)), free=nn.Linear(8, 8))
+def test_shared_weights_are_sparse_once() -> None:
+    shared, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    model = layers(a=shared, b=shared, c=other)
+    other.weight = shared.weight
+    assert names(model) == ["a.weight"]
+    assert reasons(model) == {}
+    assert names(model, include="c") == ["a.weight"]  # any of its names will do
+    assert reasons(model, exclude="b") == dict.fromkeys(["a.weight", "b.weight", "c.weight"], "excluded")
+    assert reasons(nn.ModuleList([nn.Sequential(shared, shared)]), "1:3")["0.1.weight"] == "tied to 0.0.weight"
+    assert [str(c.pattern) for c in select(model, Pattern(2, 4), overrides={"b": "1:4"})[0]] == ["1:4"]
+    assert len(list(candidates(model))) == 1
+
+
+def test_weights_tied_across_their_dimensions_stay_dense() -> None:
+    model = layers(a=nn.Linear(8, 8), b=Conv1D(8, 8))
+    model["b"].weight = model["a"].weight
+    assert names(model) == []
+    assert reasons(model) == {
+        "a.weight": "tied to b.weight, which sums over another dimension",
+        "b.weight": "tied to a.weight, which sums over another dimension",
+    }
+
+
+COMPUTED = "its weight is computed (weight_norm, spectral_norm or another parametrization)"
+
+
+@pytest.mark.parametrize(
+    ("norm", "held"),
+    [
+        (parametrizations.weight_norm, ["parametrizations.weight.original0", "parametrizations.weight.original1"]),
+        (parametrizations.spectral_norm, ["parametrizations.weight.original"]),
+        (nn.utils.weight_norm, ["weight_g", "weight_v"]),
+        (nn.utils.spectral_norm, ["weight_orig"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_a_weight_that_is_computed_stays_dense(norm: Any, held: list[str]) -> None:
+    model = layers(normed=norm(nn.Linear(8, 8)), free=nn.Linear(8, 8))
     owned = {id(p) for p in model.parameters()}
     assert names(model, owned=owned) == ["free.weight"]
-    assert reasons(model, owned=owned) == {"normed.weight": "its weight is computed (parametrized already)"}
+    assert reasons(model, owned=owned) == {f"normed.{name}": COMPUTED for name in held}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_only_the_computed_matrix_of_a_recurrent_layer_stays_dense() -> None:
+    model = nn.utils.weight_norm(nn.LSTM(8, 8), "weight_hh_l0")
+    assert names(model) == ["weight_ih_l0"]
+    assert reasons(model) == {"weight_hh_l0_g": COMPUTED, "weight_hh_l0_v": COMPUTED}
 
 
 def test_a_recipe_may_refuse() -> None:
@@ -239,3 +342,20 @@ def test_of_many_layers_the_line_names_a_dozen() -> None:
 def test_a_wrong_ratio_of_a_layer() -> None:
     with pytest.raises(ValueError, match="4:2 is not an N:M pattern"):
         select(tower(), Pattern(2, 4), overrides={"head": "4:2"})
+
+
+def test_mistakes_in_all_options_are_told_at_once() -> None:
+    options: dict[str, Any] = {
+        "include": "(", "exclude": ["auto", "hed"], "overrides": {"stem": "5:4", "steam": "1:4"},
+        "dims": {"[": 1, "nothing": 1, "stem.weight": 2, "head.weight": -1},
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as raised:
+        select(tower(), Pattern(2, 4), **options)
+    starts = [
+        "dims: '[' is not a regular expression", "dims: 'nothing' matches no parameter of two dimensions",
+        "dims: 'stem.weight': 2 is no dimension of stem.weight [4, 16] (0 to 1)",
+        "dims: 'head.weight': -1 is no dimension of head.weight", "include: '(' is not", "exclude: 'hed' matches no layer's",
+        "overrides: 'stem': 5:4 is not an N:M pattern", "overrides: 'steam' matches no layer's",
+    ]  # fmt: skip
+    assert len(raised.value.problems) == len(starts)
+    assert all(p.startswith(start) for p, start in zip(raised.value.problems, starts, strict=True)), raised.value.problems
