@@ -76,11 +76,13 @@ class Recipe:
         if self.needs_total_steps and total_steps is None:
             raise ValueError(f"{self.name} needs total_steps: {self.needs_total_steps}")
 
-    def refuses(self, shape: Sequence[int], dim: int, pattern: Pattern) -> str:
-        """Why this recipe cannot make a weight of this shape sparse, or an empty string."""
-        outputs = shape[1 - dim] if dim < 2 else shape[0]
-        if self.transposable and outputs % pattern.m:
-            return f"{outputs} outputs are not a multiple of {pattern.m}, which a transposable mask needs"
+    def refuses(self, shape: Sequence[int], outputs: int, pattern: Pattern) -> str:
+        """Why this recipe cannot make a weight of this shape sparse, or an empty string.
+
+        ``outputs`` is the dimension of the outputs.
+        """
+        if self.transposable and shape[outputs] % pattern.m:
+            return f"{shape[outputs]} outputs are not a multiple of {pattern.m}, which a transposable mask needs"
         return ""
 
     def prepare(self, model: nn.Module) -> None:

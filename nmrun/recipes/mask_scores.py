@@ -23,7 +23,7 @@ class MaskScores(Recipe):
     with the optimizer.
     """
 
-    def refuses(self, shape: Sequence[int], dim: int, pattern: Pattern) -> str:
+    def refuses(self, shape: Sequence[int], outputs: int, pattern: Pattern) -> str:
         return too_many(pattern)
 
     def score(

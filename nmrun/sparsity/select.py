@@ -11,7 +11,7 @@ from nmrun.patterns import Pattern
 from nmrun.sparsity.asked import Asked
 from nmrun.sparsity.places import Place
 
-Refuses = Callable[[Sequence[int], int, Pattern], str]  # (shape, dim, pattern) -> reason, or empty
+Refuses = Callable[[Sequence[int], int, Pattern], str]  # (shape, outputs, pattern) -> reason
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,6 @@ class Candidate:
     @property
     def name(self) -> str:
         return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
-
-    @property
-    def outputs(self) -> int:
-        return 1 - self.dim
 
     @property
     def tensor(self) -> Tensor:
@@ -104,7 +100,7 @@ def select(
         owned: ids of the parameters that an optimizer updates. By default nobody trains.
         overrides: another pattern, or ``"dense"``, by expressions for module names. The first
             that matches counts, and more than ``exclude``.
-        refuses: ``refuses(shape, dim, pattern)`` is a recipe's own reason against a weight.
+        refuses: ``refuses(shape, outputs, pattern)``, with the dimension of the outputs, is a recipe's own reason against a weight.
         pad: let the last group of a weight be short (see :meth:`Pattern.over`).
         dims: the dimension that groups run along, by expressions for parameter names. It makes
             weights of unknown layers candidates. The first that matches counts.
@@ -169,4 +165,4 @@ def _unfit(place: Place, pattern: Pattern, pad: bool) -> str:
 
 def _refused(place: Place, pattern: Pattern, refuses: Refuses | None) -> str:
     assert place.axes is not None
-    return refuses(place.parameter.shape, place.axes.dim, pattern) if refuses else ""
+    return refuses(place.parameter.shape, place.axes.outputs, pattern) if refuses else ""
