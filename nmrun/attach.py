@@ -108,7 +108,7 @@ def sparsify(
     if input_gradient == "transposable":
         rule.make_transposable()
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    chosen, left_dense = select(model, pattern, include, exclude, owned, overrides, rule.refuses, pad)
+    chosen, left_dense = select(model, pattern, include, exclude, owned, overrides, rule.refuses, pad, dims)
     if not chosen:
         reasons = "; ".join(f"{d.name} {list(d.shape)}: {d.reason}" for d in left_dense[:8])
         reasons = reasons or "it has no such layer"
