@@ -20,8 +20,5 @@ class Whole:
     def take_gradients(self) -> None:
         """Nothing to do: gradients come where the optimizer looks for them."""
 
-    def agree(self) -> None:
-        """Nothing to do: DDP hands the running statistics around."""
-
     def baked_state_dict(self) -> dict[str, Tensor]:
         return baked_state_dict(self.model)
