@@ -1,19 +1,31 @@
-"""One run in several processes, as ``torchrun`` starts them: every rank holds the whole model and works on its share of each batch.
+"""One run in several processes, as ``torchrun`` starts them: every rank works on its share of each batch.
 
-All ranks build the same parts from the same seed and see the same gradient after it is summed, so recipes, clipping, AutoSwitch and
-the optimizer do the same everywhere without knowing. Rank 0, the leader, alone writes files and speaks. Without ``torchrun`` there is
-one rank, which leads, and every function here costs nothing.
+Data are shared out: a rank reads, decodes, augments and pads its micro-batches alone, and evaluates
+its batches of a split alone. Random numbers are drawn for a whole batch on each rank, so a share
+does not depend on the number of ranks.
+
+Models are replicated (``trainer.distributed=ddp``) or sharded (``fsdp``). Replicated: each rank has
+all weights and sees the mean of all gradients, so recipes, clipping, AutoSwitch and the optimizer do
+the same everywhere without knowing. Sharded: each rank has its rows of each weight, and no rank can
+pass through the model without the others (``nmrun.train.sharded``).
+
+Rank 0, the leader, alone writes files and speaks. Without ``torchrun`` there is one rank, which
+leads, and every function here costs nothing.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+from nmrun.errors import RunError
 
 T = TypeVar("T")
 
@@ -42,6 +54,11 @@ def rank() -> int:
 def local_rank() -> int:
     """Which of those on this machine this is: the number of its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def local_world() -> int:
+    """How many of the processes run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def leads() -> bool:
@@ -82,6 +99,47 @@ def total(value: Tensor) -> Tensor:
     return value
 
 
-def share(batches: list[T], parts: int) -> list[T]:
-    """This rank's ``parts`` of the micro-batches of a whole batch. Fewer, or none, where a batch has too few items."""
-    return batches[rank() * parts : (rank() + 1) * parts]
+def together(work: Callable[[], T]) -> T:
+    """What ``work`` gives on this rank. Its RunError on any rank is raised on all, which have to call."""
+    if world() == 1:
+        return work()
+    done: list[T] = []
+    problem = ""
+    try:
+        done.append(work())
+    except RunError as error:
+        problem = str(error)
+    if any_of(bool(problem)):
+        raise RunError(next(filter(None, gathered(problem))))
+    return done[0]
+
+
+def in_step(items: Iterable[T]) -> Iterator[T]:
+    """``items`` one by one, as many on all ranks. If a rank cannot have its next one, no rank can."""
+    rest = iter(items)
+    while item := together(lambda: [*itertools.islice(rest, 1)]):
+        yield item[0]
+
+
+def share(count: int, parts: int) -> range:
+    """This rank's part of a whole batch.
+
+    Args:
+        count: of micro-batches in the whole batch.
+        parts: how many of them are a rank's.
+
+    Returns:
+        Their numbers. Fewer, or none, where a batch has too few items.
+    """
+    return range(rank() * parts, (rank() + 1) * parts)[: max(0, count - rank() * parts)]
+
+
+def share_statistics(model: nn.Module) -> None:
+    """Give every rank the leader's running statistics. All ranks have to call.
+
+    DDP hands them around before a pass in training only, and each rank adds its own batch to them.
+    """
+    for module in model.modules() if world() > 1 else ():
+        for buffer in module.buffers(recurse=False):
+            if buffer.is_floating_point():
+                dist.broadcast(buffer, src=0)

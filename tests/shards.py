@@ -133,7 +133,7 @@ def check_odd() -> None:
     sharded.load_state_dict(state)
     assert model.norm.running_mean.tolist() == [1.0] * 8  # the leader's
     model.norm.running_mean += ranks.rank()
-    sharded.agree()
+    ranks.share_statistics(model)
     assert model.norm.running_mean.tolist() == [1.0] * 8
 
     scaled = nn.Sequential(nn.Linear(8, 8))

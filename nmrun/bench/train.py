@@ -33,7 +33,7 @@ def ours(config: schema.Config, steps: int) -> Prepared:
     """A stretch of ``steps`` steps of nmrun's loop, and what there is to say of it."""
     loop = Loop(config, parts := build(config), Console(None))
     loop.model.train()
-    items = sum(loop.task.size(batch) for batch in loop.task.micro_batches(0, 0, 1))
+    items = sum(loop.task.sizes(0, 0, 1))
 
     def stretch() -> None:
         for _ in range(steps):

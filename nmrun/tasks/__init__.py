@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from typing import Any
 
 import torch
 
 from nmrun.errors import ConfigError
 from nmrun.registry import imported
-from nmrun.tasks.base import Task
+from nmrun.tasks.base import Adopted, Task
 
 DATASETS = {
     "digits": "nmrun.data.digits",
@@ -40,10 +41,11 @@ def build(config: Any, device: torch.device) -> Task:
     name, target = config.dataset["name"], config.dataset.get("_target_")
     if target is not None:
         try:
-            own: Task = imported(target, f"dataset._target_={target}")(config, device)
+            own: Any = imported(target, f"dataset._target_={target}")(config, device)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        return own
+        knows_shares = isinstance(own, Task) and "mine" in inspect.signature(own.micro_batches).parameters
+        return own if knows_shares else Adopted(own)
     if name not in DATASETS:
         near = difflib.get_close_matches(str(name), DATASETS, 1)
         hint = f"did you mean {near[0]}? " if near else ""

@@ -25,6 +25,34 @@ def generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
+class Share:
+    """Some rows of a batch, and random numbers for them: drawn for the whole batch, so that each row gets
+    the same whoever has it.
+
+    Args:
+        random: where they are drawn from.
+        count: rows of the whole batch.
+        mine: the rows that are wanted, side by side; None: all.
+        mixing: whether a row is mixed with the one before it, which is at hand then too.
+    """
+
+    def __init__(self, random: torch.Generator, count: int, mine: range | None = None, mixing: bool = False) -> None:
+        self.random, self.count = random, count
+        mine = range(count) if mine is None else mine
+        self.extra = int(mixing and len(mine) < count)
+        """Rows at hand, in front, that are wanted for mixing only: one or none."""
+        self.rows = torch.arange(mine.start - self.extra, mine.stop) % count
+        """The rows at hand."""
+
+    def uniform(self, columns: int) -> Tensor:
+        """Numbers from 0 to 1 (rows at hand, ``columns``)."""
+        return torch.rand(self.count, columns, generator=self.random)[self.rows]
+
+    def below(self, end: int, columns: int) -> Tensor:
+        """Whole numbers from 0 to ``end`` - 1 (rows at hand, ``columns``)."""
+        return torch.randint(end, (self.count, columns), generator=self.random)[self.rows]
+
+
 @dataclass(frozen=True)
 class Augment:
     """What is done to a batch of training images, in this order; each of it is off at 0.
@@ -48,30 +76,45 @@ class Augment:
         """The part of a ``dataset:`` config that is about augmentation."""
         return cls(**{key: options[key] for key in cls.__dataclass_fields__ if key in options})
 
+    def share(self, random: torch.Generator, count: int, mine: range | None = None) -> Share:
+        """The rows that have to be at hand where the rows ``mine`` of a batch of ``count`` are wanted."""
+        return Share(random, count, mine, mixing=bool(self.mixup or self.cutmix))
+
     def __call__(
-        self, images: Tensor, labels: Tensor, classes: int, normalise: Callable[[Tensor], Tensor], random: torch.Generator
+        self, images: Tensor, labels: Tensor, classes: int, normalise: Callable[[Tensor], Tensor], share: Share
     ) -> tuple[Tensor, Tensor]:
-        """uint8 images (B, C, H, W) and labels (B,) become float32 images, normalised, and labels (B,), or probabilities
-        (B, classes) with mixup or cutmix."""
+        """Augment a share of a batch.
+
+        Args:
+            images: uint8 (B, C, H, W), the rows at hand of ``share``.
+            labels: (B,).
+            classes: how many there are.
+            normalise: makes float32 images of uint8 ones.
+            share: of :meth:`share`.
+
+        Returns:
+            The rows that are wanted: float32 images and labels (B,), or probabilities (B, classes) with
+            mixup or cutmix.
+        """
         if self.crop_padding or self.flip:
-            images = crop_and_flip(images, self.crop_padding, self.flip, random)
+            images = crop_and_flip(images, self.crop_padding, self.flip, share)
         for _ in range(self.randaugment):
-            images = rand_augment(images, self.randaugment_magnitude, random)
+            images = rand_augment(images, self.randaugment_magnitude, share)
         images = normalise(images)
         if self.erasing:
-            images = erase(images, self.erasing, random)
+            images = erase(images, self.erasing, share)
         if self.mixup or self.cutmix:
-            images, labels = mix(images, labels, classes, self.mixup, self.cutmix, random)
-        return images, labels
+            images, labels = mix(images, labels, classes, self.mixup, self.cutmix, share.random)
+        return images[share.extra :], labels[share.extra :]
 
 
-def crop_and_flip(images: Tensor, padding: int, flip: bool, random: torch.Generator) -> Tensor:
+def crop_and_flip(images: Tensor, padding: int, flip: bool, share: Share) -> Tensor:
     """Each image (B, C, H, W) shifted by up to ``padding`` pixels in both directions, black moving in; half of them mirrored."""
     count, channels, height, width = images.shape
-    top, left = torch.randint(0, 2 * padding + 1, (2, count, 1), generator=random)
+    top, left = (share.below(2 * padding + 1, 1) for _ in range(2))
     rows, columns = top + torch.arange(height), left + torch.arange(width)
     if flip:
-        mirrored = torch.rand(count, 1, generator=random) < 0.5
+        mirrored = share.uniform(1) < 0.5
         columns = torch.where(mirrored, columns.flip(1), columns)
     rows, columns = rows.to(images.device), columns.to(images.device)
     each = torch.arange(count, device=images.device).view(-1, 1, 1, 1)
@@ -80,11 +123,11 @@ def crop_and_flip(images: Tensor, padding: int, flip: bool, random: torch.Genera
     return padded[each, channel, rows[:, None, :, None], columns[:, None, None, :]]
 
 
-def rand_augment(images: Tensor, magnitude: int, random: torch.Generator) -> Tensor:
+def rand_augment(images: Tensor, magnitude: int, share: Share) -> Tensor:
     """One of RandAugment's 14 operations on each uint8 image (Cubuk et al. 2020, with torchvision's ranges)."""
     operations = _operations(magnitude, *images.shape[-2:])
-    chosen = torch.randint(0, len(operations), (len(images),), generator=random)
-    sign = 1 - 2 * torch.randint(0, 2, (len(images),), generator=random)
+    chosen = share.below(len(operations), 1)[:, 0]
+    sign = 1 - 2 * share.below(2, 1)[:, 0]
     out = images.clone()
     for number, (operation, value, signed) in enumerate(operations):
         for factor in (1, -1) if signed else (1,):
@@ -125,10 +168,10 @@ def _operations(magnitude: int, height: int, width: int) -> list[tuple[Callable[
     ]
 
 
-def erase(images: Tensor, probability: float, random: torch.Generator, tries: int = 10) -> Tensor:
+def erase(images: Tensor, probability: float, share: Share, tries: int = 10) -> Tensor:
     """A box of zeros, the mean of normalised images, in a part of the images: 2 to 33 % of the area, sides in a ratio of 0.3
     to 3.3 (Zhong et al. 2020). Ten boxes are drawn for an image; the first that fits counts, and if none does, it stays whole."""
-    count, _, height, width = images.shape
+    (height, width), count, random = images.shape[-2:], share.count, share.random
     area = height * width * (0.02 + 0.31 * torch.rand(count, tries, generator=random))
     low, high = math.log(0.3), math.log(3.3)
     ratio = torch.exp(low + (high - low) * torch.rand(count, tries, generator=random))
@@ -139,6 +182,7 @@ def erase(images: Tensor, probability: float, random: torch.Generator, tries: in
     tall, wide = tall.gather(1, first), wide.gather(1, first)
     top = (torch.rand(count, 1, generator=random) * (height - tall + 1)).floor()
     left = (torch.rand(count, 1, generator=random) * (width - wide + 1)).floor()
+    hit, top, left, tall, wide = (each[share.rows] for each in (hit, top, left, tall, wide))
     row, column = torch.arange(height), torch.arange(width)
     rows = hit & (row >= top) & (row < top + tall)
     columns = (column >= left) & (column < left + wide)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from nmrun import ranks
+
 Batch = tuple[Tensor, ...]
+Tally = dict[str, Any]
+"""What one rank found in its share of a split: plain data and CPU tensors, small enough to be sent."""
+T = TypeVar("T")
 
 
-class Task(Protocol):
+class Task(ABC):
     """One data set with one objective, on one device.
 
-    Batches are addressed by ``(epoch, index)`` and depend on nothing else but the run's seed, so a resumed run finds its place
-    by counting: no state of a data loader is saved and nothing is replayed.
+    Batches are addressed by ``(epoch, index)`` and depend on nothing else but the run's seed, so a
+    resumed run finds its place by counting: no state of a data loader is saved and nothing is
+    replayed.
 
-    A task may also have ``batches_of``, words for the plan on what a batch is if not ``trainer.batch_size`` items, and ``notes``,
-    a dictionary of texts for ``result.json`` on how its metrics were computed.
+    A task evaluates in one of two ways. With :meth:`tally` and :meth:`metrics_of` each rank
+    evaluates its share of a split. With an :meth:`evaluate` of its own each rank evaluates it all.
     """
 
     batches_per_epoch: int
@@ -24,18 +34,146 @@ class Task(Protocol):
     """What a model has to know of the data: keyword arguments of its ``build``, such as ``shape`` and ``classes`` of images."""
     metric: str
     """The metric of :meth:`evaluate` that epochs and recipes are compared by; see ``nmrun.config.metric`` for which way is better."""
+    about: str = ""
+    """The line of the plan on the data."""
+    batches_of: str = ""
+    """Words for the plan on what a batch is, if not ``trainer.batch_size`` items."""
+    notes: Mapping[str, str] = MappingProxyType({})
+    """Texts for ``result.json`` on how the metrics were computed."""
 
-    def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
-        """Batch ``index`` of ``epoch`` (both from 0), cut into ``parts`` micro-batches of about the same size."""
+    @abstractmethod
+    def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
+        """A batch in micro-batches of about the same size.
 
+        Args:
+            epoch: from 0.
+            index: of the batch in its epoch, from 0.
+            parts: number of micro-batches; a batch with fewer items is cut into fewer.
+            mine: the numbers of those that are wanted, from 0; None: all. No work is done for the
+                others, and these are the same to the bit whatever ``mine`` is.
+
+        Returns:
+            The micro-batches in ``mine``, in order.
+        """
+
+    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
+        """The :meth:`size` of each micro-batch of a whole batch, without preparing any if possible.
+
+        Args:
+            epoch, index, parts: as of :meth:`micro_batches`.
+
+        Returns:
+            One number for each micro-batch that there is: up to ``parts``.
+        """
+        return [self.size(batch) for batch in self.micro_batches(epoch, index, parts)]
+
+    @abstractmethod
     def size(self, batch: Batch) -> int:
         """How many items (images, tokens) the mean in :meth:`loss` is over: the weight of a micro-batch in its batch."""
 
+    @abstractmethod
     def loss(self, model: Any, batch: Batch) -> Tensor:
         """Mean training loss of a batch, a scalar with gradient. ``model`` is the module or its compiled form."""
 
+    @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """Metrics on split ``"val"`` or ``"test"``: ``loss``, ``metric`` and others. ``model`` is in evaluation mode."""
+        """Metrics of a split, on every rank. All ranks have to call.
 
+        Args:
+            model: in evaluation mode, the same on all ranks.
+            split: ``"val"`` or ``"test"``.
+
+        Returns:
+            ``loss``, ``metric`` and others.
+        """
+        return self.metrics_of(split, ranks.gathered(self.tally(model, split, ranks.rank(), ranks.world())))
+
+    def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
+        """What :meth:`metrics_of` needs to know of a rank's share of a split.
+
+        Every rank makes the same number of passes through the model (see :func:`turns`), as models
+        in shards need it.
+
+        Args:
+            model: in evaluation mode.
+            split: ``"val"`` or ``"test"``.
+            rank: whose share, from 0.
+            world: number of shares.
+        """
+        raise NotImplementedError
+
+    def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
+        """The metrics of a split.
+
+        Args:
+            split: ``"val"`` or ``"test"``.
+            tallies: of all ranks, in their order.
+
+        Returns:
+            As :meth:`evaluate`.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
     def example(self) -> Batch:
         """A small batch of training items (two, so that batch normalisation accepts it), for counting FLOPs."""
+
+
+class Adopted(Task):
+    """A task of one's own that does not know of shares: each rank prepares whole batches.
+
+    Args:
+        own: an object with the attributes and methods of :class:`Task`; those that have a default
+            may be missing, and ``micro_batches`` may lack ``mine``.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+        self.batches_per_epoch, self.inputs, self.metric = own.batches_per_epoch, own.inputs, own.metric
+        for name in ("about", "batches_of", "notes"):
+            setattr(self, name, getattr(own, name, getattr(Task, name)))
+
+    def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
+        return picked(self.own.micro_batches(epoch, index, parts), mine)
+
+    def size(self, batch: Batch) -> int:
+        return int(self.own.size(batch))
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        loss: Tensor = self.own.loss(model, batch)
+        return loss
+
+    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+        found: dict[str, float] = self.own.evaluate(model, split)
+        return found
+
+    def example(self) -> Batch:
+        batch: Batch = self.own.example()
+        return batch
+
+
+def picked(pieces: Sequence[T], mine: range | None) -> list[T]:
+    """Those of ``pieces`` whose numbers are in ``mine``; None: all."""
+    return list(pieces if mine is None else pieces[mine.start : mine.stop])
+
+
+def chunks(count: int, parts: int) -> list[range]:
+    """``range(count)`` in up to ``parts`` pieces, cut as ``torch.chunk`` cuts."""
+    size = -(-count // parts)
+    return [range(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def turns(count: int, rank: int, world: int) -> list[tuple[int, bool]]:
+    """Which of ``count`` batches a rank evaluates: each ``world``-th.
+
+    Args:
+        count: of batches, at least one.
+        rank: whose turn, from 0.
+        world: number of ranks.
+
+    Returns:
+        Numbers of batches, as many on all ranks, and whether each counts. Where a rank has no batch
+        left, it passes the last one through the model once more, and that does not count.
+    """
+    numbers = range(rank, -(-count // world) * world, world)
+    return [(min(number, count - 1), number < count) for number in numbers]

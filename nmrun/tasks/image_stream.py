@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+from nmrun import ranks
 from nmrun.errors import ConfigError, RunError
-from nmrun.tasks.augment import Augment, generator
-from nmrun.tasks.base import Batch
+from nmrun.tasks.augment import Augment, Share, generator
+from nmrun.tasks.base import Batch, turns
 from nmrun.tasks.vision import Classification, Normalise
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]) * 255, torch.tensor([0.229, 0.224, 0.225]) * 255  # ImageNet's
@@ -55,7 +56,8 @@ class ImageStream(Classification):
         self.augment: Augment = dataclasses.replace(Augment.of(options), flip=False)  # done where an image is read
         self.normalise = Normalise(MEAN, STD, device)
         self.batch_size, self.label_smoothing = trainer["batch_size"], trainer["label_smoothing"]
-        self.workers = (os.cpu_count() or 1) if options["workers"] is None else options["workers"]
+        own_cores = max(1, (os.cpu_count() or 1) // ranks.local_world())
+        self.workers = own_cores if options["workers"] is None else options["workers"]
         available = len(splits["train"][0])
         if self.batch_size > available:
             raise ConfigError(f"trainer.batch_size={self.batch_size}: there are only {available} training images")
@@ -63,31 +65,32 @@ class ImageStream(Classification):
         self._labels = torch.empty(len(paths), dtype=torch.int64)
         for rows, labels in splits.values():
             self._labels[rows] = labels
-        self._next = (-1, -1)
+        self._next: tuple[Any, ...] = ()
         self._batches: Iterator[Batch] = iter(())
 
-    def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
-        if self._next != (epoch, index):
-            self._batches = self._read(self._training_keys(epoch, index))
-        images, labels = next(self._batches)
-        self._next = (epoch, index + 1) if index + 1 < self.batches_per_epoch else (epoch + 1, 0)
-        random = generator(self.seed, epoch, index)
-        images, labels = self.augment(images, labels, self.classes, self.normalise, random)
-        return list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
+    def _read_share(self, epoch: int, index: int, share: Share) -> Batch:
+        rows = share.rows.tolist()
+        if self._next != (epoch, index, rows):
+            self._batches = self._read(self._training_keys(epoch, index, rows))
+        batch = next(self._batches)
+        self._next = (epoch, index + 1, rows) if index + 1 < self.batches_per_epoch else (epoch + 1, 0, rows)
+        return batch
 
-    def _training_keys(self, epoch: int, index: int) -> Iterator[list[Key]]:
-        """From this batch on, without end: no process waits where an epoch ends."""
+    def _training_keys(self, epoch: int, index: int, share: list[int]) -> Iterator[list[Key]]:
+        """The images ``share`` of this batch and of those after it, without end: no process waits where an epoch ends."""
         rows = self.splits["train"][0]
         while True:
             order = rows[torch.randperm(len(rows), generator=generator(self.seed, epoch))]
             for first in range(index * self.batch_size, self.batches_per_epoch * self.batch_size, self.batch_size):
-                yield [(epoch, row) for row in order[first : first + self.batch_size].tolist()]
+                yield [(epoch, row) for row in order[first : first + self.batch_size][share].tolist()]
             epoch, index = epoch + 1, 0
 
-    def _evaluated(self, split: str) -> Iterator[Batch]:
+    def _evaluated(self, split: str, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor, bool]]:
         rows = self.splits[split][0].split(self.batch_size)
-        for images, labels in self._read([(-1, row) for row in some.tolist()] for some in rows):
-            yield self.normalise(images), labels
+        mine = turns(len(rows), rank, world)
+        read = self._read([(-1, row) for row in rows[number].tolist()] for number, _ in mine)
+        for (images, labels), (_, counts) in zip(read, mine, strict=True):
+            yield self.normalise(images), labels, counts
 
     def _read(self, keys: Iterator[list[Key]]) -> Iterator[Batch]:
         """Batches of uint8 images and labels on the device. Raises RunError for a file that cannot be read."""

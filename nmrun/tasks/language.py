@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nmrun import ranks
 from nmrun.errors import ConfigError, RunError
-from nmrun.tasks.base import Batch
+from nmrun.tasks.base import Batch, Tally, Task, picked, turns
 
 SPLITS = ("train", "val", "test")
 
@@ -23,7 +24,7 @@ def cross_entropy(logits: Tensor, following: Tensor, **options: Any) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), **options)
 
 
-class LanguageModelling:
+class LanguageModelling(Task):
     """Cross entropy of the next token; see :class:`nmrun.tasks.base.Task`.
 
     ``splits`` has a one-dimensional array of token numbers for each of train, val and test, in memory or mapped from a file.
@@ -81,10 +82,15 @@ class LanguageModelling:
         options |= {"seed": config.seed, "compiled": config.trainer["compile"], "device": device}
         return cls(splits, vocabulary, config.dataset["context"], unit=unit, **options)
 
-    def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
+    def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
         random = np.random.default_rng((self.seed, epoch, index))
         starts = random.integers(len(self.splits["train"]) - self.context, size=self.batch_size)
-        return [self._batch("train", part, self.context) for part in np.array_split(starts, parts)]
+        pieces = np.array_split(starts, min(parts, self.batch_size))
+        return [self._batch("train", piece, self.context) for piece in picked(pieces, mine)]
+
+    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
+        pieces = np.array_split(np.arange(self.batch_size), min(parts, self.batch_size))
+        return [len(piece) * self.context for piece in pieces]
 
     def size(self, batch: Batch) -> int:
         return batch[1].numel()
@@ -94,20 +100,30 @@ class LanguageModelling:
         return self._cross_entropy(model(tokens), following, label_smoothing=self.label_smoothing)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+    def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for tokens, following, counts in ranks.in_step(self._evaluated(split, rank, world)):
+            logits = model(tokens)
+            if counts:
+                total += cross_entropy(logits, following, reduction="sum")
+        return {"loss": float(total)}
+
+    def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
+        loss = sum(tally["loss"] for tally in tallies) / (len(self.splits[split]) - 1)
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return {"loss": loss, "perplexity": perplexity, f"bits_per_{self.unit}": loss / math.log(2)}
+
+    def _evaluated(self, split: str, rank: int, world: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """A rank's batches of a split: inputs, targets, and whether they count. The last window may be shorter."""
         predicted = len(self.splits[split]) - 1
         whole = predicted // self.context
         starts = np.arange(whole) * self.context
         batches = [(starts[i : i + self.evaluated_at_once], self.context) for i in range(0, whole, self.evaluated_at_once)]
         if predicted % self.context:
             batches.append((np.array([whole * self.context]), predicted % self.context))
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for some, length in batches:
-            tokens, following = self._batch(split, some, length)
-            total += cross_entropy(model(tokens), following, reduction="sum")
-        loss = float(total) / predicted
-        perplexity = math.exp(loss) if loss < 700 else math.inf
-        return {"loss": loss, "perplexity": perplexity, f"bits_per_{self.unit}": loss / math.log(2)}
+        for number, counts in turns(len(batches), rank, world):
+            tokens, following = self._batch(split, *batches[number])
+            yield tokens, following, counts
 
     def example(self) -> Batch:
         return self._batch("train", np.arange(2), self.context)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.tasks.base import Batch
+from nmrun.tasks.base import Batch, Tally, Task, chunks, picked, turns
 from nmrun.tasks.pairs import Text, Tokenizer, tokenizer
 
 EVALUATED_AT_ONCE = 128  # texts of about the same length; bounds the memory of an evaluation
@@ -38,7 +39,7 @@ class Encoded:
         return len(self.labels)
 
 
-class TextClassification:
+class TextClassification(Task):
     """Cross entropy over classes, or the squared error of a score; see :class:`nmrun.tasks.base.Task`.
 
     ``splits`` has texts and their labels, classes from 0 as whole numbers or (where ``classes`` is 1) scores. Splits beside train, val and
@@ -93,9 +94,13 @@ class TextClassification:
         options = {key: config.trainer[key] for key in keys}
         return cls(splits, tokenizer(config.dataset), classes, metrics, seed=config.seed, device=device, **options)
 
-    def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
+    def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
         chosen = self._permutation(epoch)[index * self.batch_size : (index + 1) * self.batch_size]
-        return [self._batch("train", part) for part in chosen.chunk(parts)]
+        pieces = picked(chunks(self.batch_size, parts), mine)
+        return [self._batch("train", chosen[piece.start : piece.stop]) for piece in pieces]
+
+    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
+        return [len(piece) for piece in chunks(self.batch_size, parts)]
 
     def size(self, batch: Batch) -> int:
         return len(batch[0])
@@ -105,13 +110,42 @@ class TextClassification:
         return self._loss(model(*text).float(), labels, self.label_smoothing)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+    def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
+        """What the model says of the texts of a split, and of those beside it: their rows, and (texts, classes)."""
+        found: Tally = {}
+        for name in self._beside(split):
+            rows, logits = [], []
+            for some, batch, counts in ranks.in_step(self._evaluated(name, rank, world)):
+                *text, _ = batch
+                said = model(*text).float()
+                rows.append(some[: len(some) * counts])
+                logits.append(said[: len(said) * counts])
+            found[name] = torch.cat(rows), torch.cat(logits).cpu()
+        return found
+
+    def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
         found: dict[str, float] = {}
-        for name in [name for name in self.splits if name == split or name.startswith(f"{split}_")]:
-            logits, labels = self._outputs(model, name)
+        for name in self._beside(split):
+            rows, said = (torch.cat(parts) for parts in zip(*(tally[name] for tally in tallies), strict=True))
+            order = self._by_length(name)
+            logits, labels = said[rows.argsort()][order], self.splits[name].labels[order]
             mine = {"loss": float(self._loss(logits, labels)), **scores(self.metrics, self._predictions(logits), labels)}
             found |= {key + name.removeprefix(split): value for key, value in mine.items()}
         return found
+
+    def _beside(self, split: str) -> list[str]:
+        """The splits that are evaluated along with this one, and this one."""
+        return [name for name in self.splits if name == split or name.startswith(f"{split}_")]
+
+    def _evaluated(self, split: str, rank: int, world: int) -> Iterator[tuple[Tensor, Batch, bool]]:
+        """A rank's batches of a split: rows, what they hold, and whether they count."""
+        batches = self._by_length(split).split(EVALUATED_AT_ONCE)
+        for number, counts in turns(len(batches), rank, world):
+            yield batches[number], self._batch(split, batches[number]), counts
+
+    def _by_length(self, split: str) -> Tensor:
+        """The rows of a split, those of short texts first."""
+        return self.splits[split].starts.diff().argsort(stable=True)
 
     def example(self) -> Batch:
         """Two texts, cut or padded to the mean length of the first epoch's batches: what an item costs depends on its length."""
@@ -140,15 +174,6 @@ class TextClassification:
         if self.device.type == "cuda":
             batch = tuple(tensor.pin_memory().to(self.device, non_blocking=True) for tensor in batch)
         return batch
-
-    def _outputs(self, model: nn.Module, split: str) -> tuple[Tensor, Tensor]:
-        """What the model says of every text of a split, (texts, classes), and the labels; both on the CPU, texts by their length."""
-        order = self.splits[split].starts.diff().argsort(stable=True)
-        found = []
-        for rows in order.split(EVALUATED_AT_ONCE):
-            *text, _ = self._batch(split, rows)
-            found.append(model(*text).float())
-        return torch.cat(found).cpu(), self.splits[split].labels[order]
 
     def _loss(self, logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
         if self.classes == 1:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,8 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.tasks.base import Batch
+from nmrun.tasks.base import Batch, Tally, Task, picked, turns
 from nmrun.tasks.fairseq_import import fairseq
 
 LONGEST = (1.2, 10)  # a translation ends after 1.2 * (length of the longest source sentence of its batch) + 10 tokens
@@ -64,7 +64,7 @@ class Corpus:
 Pair = tuple[Corpus, Corpus]
 
 
-class Translation:
+class Translation(Task):
     """Cross entropy over the tokens of the target language; see :class:`nmrun.tasks.base.Task`. An item is a target token.
 
     ``splits`` has source and target of train, val and test; ``references`` the plain target sentences of val and test; ``detokenize``
@@ -115,7 +115,6 @@ class Translation:
         # torch spreads epsilon over all tokens, the right one too
         self.smoothing = label_smoothing * len(target) / (len(target) - 1)
         self.batches_of = f"at most {max_tokens} tokens a side"
-        self.notes: dict[str, str] = {}
         self._rows, self._cuts = bucketed(splits["train"], max_tokens)
         self.batches_per_epoch = min(len(self._cuts) - 1, limit_batches or len(self._cuts))
         self._order: tuple[int, Rows, Rows] = (-1, self._rows, self._cuts)
@@ -136,14 +135,22 @@ class Translation:
         options |= {key: config.trainer[key] for key in ("label_smoothing", "limit_batches")}
         return cls(splits, source, target, references, detokenize, seed=config.seed, device=device, **options)
 
-    def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
+    def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
+        return [self._batch("train", rows) for rows in picked(self._pieces(epoch, index, parts), mine)]
+
+    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
+        starts = self.splits["train"][1].starts
+        return [int((starts[rows + 1] - starts[rows]).sum()) for rows in self._pieces(epoch, index, parts)]
+
+    def _pieces(self, epoch: int, index: int, parts: int) -> list[Rows]:
+        """The sentences of each micro-batch of a whole batch."""
         if self._order[0] != epoch:
             random = np.random.default_rng((self.seed, epoch))
             rows = shuffled_within(self._rows, self.splits["train"], random)
             self._order = (epoch, rows, random.permutation(len(self._cuts) - 1))
         _, rows, batches = self._order
         begin, end = self._cuts[batches[index] : batches[index] + 2]
-        return [self._batch("train", part) for part in np.array_split(rows[begin:end], min(parts, end - begin))]
+        return np.array_split(rows[begin:end], min(parts, end - begin))
 
     def size(self, batch: Batch) -> int:
         return batch[-1].numel()
@@ -153,20 +160,33 @@ class Translation:
         return functional.cross_entropy(_logits(model, *inputs), target, label_smoothing=self.smoothing)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """``loss`` (nats a token, without smoothing), ``perplexity`` (e to it) and ``bleu`` (0 to 100), whose signature goes to ``notes``."""
+    def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
         generator = self._generator(model)
-        rows, cuts = bucketed(self.splits[split], self.max_tokens)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        translations = [""] * len(rows)
-        for begin, end in pairwise(cuts.tolist()):
-            *inputs, target = self._batch(split, rows[begin:end])
-            total += functional.cross_entropy(_logits(model, *inputs), target, reduction="sum")
-            for row, symbols in zip(rows[begin:end], self._translated(generator, inputs[0]), strict=True):
-                translations[row] = self.detokenize(symbols)
-        loss = float(total) / int(self.splits[split][1].starts[-1])
-        bleu, self.notes["bleu"] = corpus_bleu(translations, self.references[split])
+        translations: dict[int, str] = {}
+        for rows, batch, counts in ranks.in_step(self._evaluated(split, rank, world)):
+            *inputs, target = batch
+            logits = _logits(model, *inputs)
+            if counts:
+                total += functional.cross_entropy(logits, target, reduction="sum")
+                found = map(self.detokenize, self._translated(generator, inputs[0]))
+                translations |= dict(zip(rows.tolist(), found, strict=True))
+        return {"loss": float(total), "translations": translations}
+
+    def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
+        """``loss`` (nats a token, without smoothing), ``perplexity`` (e to it) and ``bleu`` (0 to 100), whose signature goes to ``notes``."""
+        loss = sum(tally["loss"] for tally in tallies) / int(self.splits[split][1].starts[-1])
+        found = {row: text for tally in tallies for row, text in tally["translations"].items()}
+        bleu, signature = corpus_bleu([found[row] for row in range(len(found))], self.references[split])
+        self.notes = {"bleu": signature}
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "bleu": bleu}
+
+    def _evaluated(self, split: str, rank: int, world: int) -> Iterator[tuple[Rows, Batch, bool]]:
+        """A rank's batches of a split: rows, what they hold, and whether they count."""
+        rows, cuts = bucketed(self.splits[split], self.max_tokens)
+        for number, counts in turns(len(cuts) - 1, rank, world):
+            some = rows[cuts[number] : cuts[number + 1]]
+            yield some, self._batch(split, some), counts
 
     def example(self) -> Batch:
         """Two sentences of middling length: what an item costs depends on it."""

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.tasks.augment import Augment, generator
-from nmrun.tasks.base import Batch
+from nmrun.tasks.augment import Augment, Share, generator
+from nmrun.tasks.base import Batch, Tally, Task, chunks, picked, turns
 
 PIXELS_AT_ONCE = 2**20  # of an evaluation; bounds its memory
 
 
-class Classification:
+class Classification(Task):
     """Cross entropy over classes; see :class:`nmrun.tasks.base.Task`.
 
     ``splits`` has images (N, C, H, W) and labels (N,) of ``train``, ``val`` and ``test``. Images in uint8 are normalised by mean
@@ -47,7 +48,7 @@ class Classification:
         self.images, self.labels = self.splits["train"]
         self.classes = classes
         self.inputs: dict[str, Any] = {"shape": tuple(self.images.shape[1:]), "classes": classes}
-        self.augment: Augment | None = augment
+        self.augment = augment or Augment()
         self.about = about
         self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
         if batch_size > len(self.images):
@@ -64,19 +65,31 @@ class Classification:
         options = {key: config.trainer[key] for key in keys}
         return cls(splits, classes, seed=config.seed, device=device, augment=Augment.of(config.dataset), about=about, **options)
 
-    def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
+    def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
+        pieces = picked(chunks(self.batch_size, parts), mine)
+        if not pieces:
+            return []
+        share = self._share(epoch, index, pieces)
+        images, labels = self._read_share(epoch, index, share)
+        images, labels = self.augment(images, labels, self.classes, self.normalise, share)
+        sizes = [len(piece) for piece in pieces]
+        return list(zip(images.split(sizes), labels.split(sizes), strict=True))
+
+    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
+        return [len(piece) for piece in chunks(self.batch_size, parts)]
+
+    def _share(self, epoch: int, index: int, pieces: Sequence[range]) -> Share:
+        wanted = range(pieces[0].start, pieces[-1].stop)
+        return self.augment.share(generator(self.seed, epoch, index), self.batch_size, wanted)
+
+    def _read_share(self, epoch: int, index: int, share: Share) -> Batch:
+        """The images at hand of a share of a training batch, as they are stored, with their labels."""
         if self._order[0] != epoch:
             # torch's CPU generator looks at the low 32 bits of a seed only, so the pair must be mixed into them
             order = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
             self._order = (epoch, torch.randperm(len(self.images), generator=order).to(self.images.device))
-        chosen = self._order[1][index * self.batch_size : (index + 1) * self.batch_size]
-        images, labels = self.images[chosen], self.labels[chosen]
-        if self.augment is None:
-            images = self.normalise(images)
-        else:
-            random = generator(self.seed, epoch, index)
-            images, labels = self.augment(images, labels, self.classes, self.normalise, random)
-        return list(zip(images.chunk(parts), labels.chunk(parts), strict=True))
+        chosen = self._order[1][index * self.batch_size + share.rows.to(self.images.device)]
+        return self.images[chosen], self.labels[chosen]
 
     def size(self, batch: Batch) -> int:
         return len(batch[0])
@@ -86,23 +99,29 @@ class Classification:
         return functional.cross_entropy(model(images).float(), labels, label_smoothing=self.label_smoothing)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+    def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
         device, count = self.normalise.mean.device, 0
         loss = torch.zeros((), dtype=torch.float64, device=device)
         right = torch.zeros((), dtype=torch.int64, device=device)
-        for images, labels in self._evaluated(split):
+        for images, labels, counts in ranks.in_step(self._evaluated(split, rank, world)):
             logits = model(images).float()
-            loss += functional.cross_entropy(logits, labels, reduction="sum")
-            right += (logits.argmax(1) == labels).sum()
-            count += len(labels)
-        return {"loss": float(loss) / count, "accuracy": float(right) / count}
+            if counts:
+                loss += functional.cross_entropy(logits, labels, reduction="sum")
+                right += (logits.argmax(1) == labels).sum()
+                count += len(labels)
+        return {"loss": float(loss), "right": int(right), "count": count}
 
-    def _evaluated(self, split: str) -> Iterator[Batch]:
-        """The images of a split, normalised, with their labels."""
+    def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
+        loss, right, count = (sum(tally[key] for tally in tallies) for key in ("loss", "right", "count"))
+        return {"loss": loss / count, "accuracy": right / count}
+
+    def _evaluated(self, split: str, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """A rank's batches of a split: images, normalised, with their labels, and whether they count."""
         images, labels = self.splits[split]
         at_once = max(1, min(1024, PIXELS_AT_ONCE // math.prod(images.shape[2:])))
-        for some, truth in zip(images.split(at_once), labels.split(at_once), strict=True):
-            yield self.normalise(some), truth
+        for number, counts in turns(-(-len(labels) // at_once), rank, world):
+            some = slice(number * at_once, (number + 1) * at_once)
+            yield self.normalise(images[some]), labels[some], counts
 
     def example(self) -> Batch:
         return self.normalise(self.images[:2]), self.labels[:2]

@@ -89,7 +89,7 @@ def build(config: Config) -> Parts:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a trial, which leaves no trace
                 twin = copy.deepcopy(model)
                 trial = made_sparse(twin, _optimizer(config.optimizer, twin), total_steps)
-            items = sum(task.size(batch) for batch in task.micro_batches(0, 0, trainer["accumulate"]))
+            items = sum(task.sizes(0, 0, 1))
             total_steps = flops.steps_in(
                 trainer["budget"], flops.count(twin, task, trial.sparse), trial.recipe, total_steps, items
             )
@@ -148,7 +148,7 @@ def _accelerated(
 
     def pass_once() -> None:
         with autocast(device, precision):
-            task.loss(model.eval(), task.micro_batches(0, 0, accumulate)[0])
+            task.loss(model.eval(), task.micro_batches(0, 0, accumulate, range(1))[0])
         model.train()
 
     return accelerate(handle, pass_once, trainer["acceleration"], trainer["accumulate"], why_not)

@@ -80,7 +80,7 @@ class Loop:
         self.flops = {"training_arithmetic": 0, "training_hardware": 0, "training_dense": 0}
         self.diagnostics: Diagnostics | None = None
         if self.trainer["diagnose_every"] is not None:
-            batch = self.task.micro_batches(0, 0, self.accumulate)[0]
+            batch = self.task.micro_batches(0, 0, self.accumulate, range(1))[0]
             self.diagnostics = Diagnostics(self.model, self.handle, self.task, batch)
         self.seconds = 0.0
         self.items = 0  # seen in this sitting
@@ -140,13 +140,16 @@ class Loop:
         return True
 
     def _train_step(self, epoch: int, index: int, measure_flips: bool) -> None:
-        everyones = self.task.micro_batches(epoch, index, self.accumulate * ranks.world())
-        items = sum(self.task.size(batch) for batch in everyones)
+        parts = self.accumulate * ranks.world()
+        sizes = self.task.sizes(epoch, index, parts)
+        items = sum(sizes)
         self._count_flops(items)
-        shares = [(batch, self.task.size(batch) / items) for batch in ranks.share(everyones, self.accumulate)]
+        mine = ranks.share(len(sizes), self.accumulate)
+        batches = ranks.together(lambda: self.task.micro_batches(epoch, index, parts, mine or range(1)))
+        shares = [(batch, sizes[number] / items) for number, batch in zip(mine, batches, strict=False)]
         total = torch.zeros((), device=self.device)
-        rounds = min(self.accumulate, len(everyones)) if self.in_step else 1
-        shares += [(everyones[0], 0.0)] * (rounds - len(shares))
+        rounds = min(self.accumulate, len(sizes)) if self.in_step else 1
+        shares += [(batches[0], 0.0)] * (rounds - len(shares))
         for number, (batch, share) in enumerate(shares, 1):
             if self.trainer["compile"]:
                 torch.compiler.cudagraph_mark_step_begin()  # the last pass's outputs are done with
@@ -235,7 +238,7 @@ class Loop:
 
     def evaluate(self, split: str) -> dict[str, float]:
         """The task's metrics with the weights as they are: ``eval/...`` for split ``"val"``, ``test/...`` for ``"test"``."""
-        self.held.agree()
+        ranks.share_statistics(self.model)
         self.model.eval()
         with torch.no_grad(), self.autocast():
             metrics = ranks.from_leader(self.task.evaluate(self.model, split))

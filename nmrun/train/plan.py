@@ -20,11 +20,11 @@ def lines(config: Config, parts: Parts) -> list[str]:
     epochs = parts.total_steps / parts.task.batches_per_epoch
     budget = "" if trainer["budget"] is None else f" (trainer.budget={trainer['budget']})"
     said = [
-        f"  {epochs:.4g} epochs of {parts.task.batches_per_epoch} batches of {getattr(parts.task, 'batches_of', trainer['batch_size'])}, "
+        f"  {epochs:.4g} epochs of {parts.task.batches_per_epoch} batches of {parts.task.batches_of or trainer['batch_size']}, "
         f"{parts.total_steps} steps{budget}, {parts.device.type} {parts.precision}"
     ]
-    if about := getattr(parts.task, "about", ""):
-        said.append(f"  {about}")
+    if parts.task.about:
+        said.append(f"  {parts.task.about}")
     rows = [("sparse", weight.name, tuple(weight.shape), _held(weight)) for weight in handle.sparse]
     if not config.is_dense:
         rows += [("dense", left.name, left.shape, left.reason) for left in handle.left_dense]
@@ -36,7 +36,7 @@ def lines(config: Config, parts: Parts) -> list[str]:
     total = sum(parameter.numel() for parameter in parts.model.parameters())
     kept = total - sum(weight.dense.numel() * (1 - weight.pattern.density) for weight in handle.sparse)
     cost, steps = parts.cost, parts.total_steps
-    items = steps * sum(parts.task.size(batch) for batch in parts.task.micro_batches(0, 0, 1))
+    items = steps * sum(parts.task.sizes(0, 0, 1))
     if handle.sparse:
         said.append(f"  density {kept / total:.1%} of {total:,} parameters")
         said.append(

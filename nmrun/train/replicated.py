@@ -26,9 +26,6 @@ class Replicated:
         """``model``, compiled or not, with gradients averaged over the ranks if there are some."""
         return DistributedDataParallel(model) if ranks.world() > 1 else model
 
-    def agree(self) -> None:
-        """Nothing to do: DDP hands the running statistics around."""
-
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint has of model and optimizer, the recipe's state included."""
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

@@ -216,7 +216,7 @@ class _Run:
                 best |= loop.evaluate("test")
         metrics = {"final": final, "best": best}
         (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)
-        notes = getattr(parts.task, "notes", {})
+        notes = dict(parts.task.notes)
         return {"status": "finished", "metric": parts.task.metric, "metrics": metrics, "notes": notes, "sparsity": report}
 
     def _say_result(self, result: dict[str, Any]) -> None:

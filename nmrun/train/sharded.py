@@ -24,7 +24,6 @@ from nmrun.config.schema import Config
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.weight import Projection
 from nmrun.tasks.base import Task
 
 Entries = dict[str, tuple[Tensor, "Shard | None"]]  # tensors of this rank; those with a shard are its part of a whole
@@ -139,13 +138,6 @@ class Sharded:
             gradient = shard.gathered.grad
             shard.rows.grad = None if gradient is None else gradient._local_tensor  # type: ignore[attr-defined]
             shard.gathered.grad = None
-
-    def agree(self) -> None:
-        """Give every rank the leader's running statistics, as DDP does."""
-        for module in self.model.modules():
-            for buffer in module.buffers(recurse=False):
-                if buffer.is_floating_point() and not isinstance(module, Projection):
-                    dist.broadcast(buffer, src=0)
 
     # --- what is saved ------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmrun.tasks.augment import Augment, crop_and_flip, erase, generator, mix, rand_augment
+from nmrun.tasks.augment import Augment, Share, crop_and_flip, erase, generator, mix, rand_augment
 from nmrun.tasks.vision import Classification, Normalise
 
 
@@ -19,7 +19,7 @@ def images(count: int, channels: int = 3, side: int = 8, seed: int = 0) -> Tenso
 
 def test_crops_are_shifts_with_black_and_half_of_them_are_mirrored() -> None:
     whole = images(900, side=6)
-    out = crop_and_flip(whole, 2, True, generator(0))
+    out = crop_and_flip(whole, 2, True, Share(generator(0), 900))
     seen: dict[tuple[int, int, bool], int] = {}
     for before, after in zip(whole, out, strict=True):
         canvas = torch.zeros(3, 10, 12, dtype=torch.uint8)
@@ -39,12 +39,12 @@ def test_crops_are_shifts_with_black_and_half_of_them_are_mirrored() -> None:
 
 def test_padding_and_flipping_are_independent_options() -> None:
     whole = images(64)
-    flipped = crop_and_flip(whole, 0, True, generator(1))
+    flipped = crop_and_flip(whole, 0, True, Share(generator(1), 64))
     assert all(
         torch.equal(after, before) or torch.equal(after, before.flip(-1)) for before, after in zip(whole, flipped, strict=True)
     )
     assert not torch.equal(flipped, whole)
-    assert torch.equal(crop_and_flip(whole, 0, False, generator(1)), whole)
+    assert torch.equal(crop_and_flip(whole, 0, False, Share(generator(1), 64)), whole)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -53,7 +53,7 @@ def test_randaugment_does_what_torchvision_does_to_single_images(channels: int) 
 
     count, magnitude = 420, 19
     whole = images(count, channels, side=24)
-    out = rand_augment(whole, magnitude, generator(3))
+    out = rand_augment(whole, magnitude, Share(generator(3), count))
     theirs = v2.RandAugment(1, magnitude)
     expected = {}
     for name, (magnitudes, signed) in theirs._AUGMENTATION_SPACE.items():
@@ -85,7 +85,7 @@ def test_randaugment_does_what_torchvision_does_to_single_images(channels: int) 
 
 def test_erased_boxes_have_the_sizes_and_the_frequency_of_the_definition() -> None:
     side, count = 40, 3000
-    out = erase(torch.ones(count, 2, side, side), 0.3, generator(5))
+    out = erase(torch.ones(count, 2, side, side), 0.3, Share(generator(5), count))
     erased = (out == 0).all(1)
     assert torch.equal(erased, (out == 0).any(1))  # all channels alike
     assert set(out.unique().tolist()) == {0.0, 1.0}
