@@ -28,7 +28,7 @@ from nmrun.config import experiment, precheck, schema, source, sweep
 from nmrun.config.identity import run_folder
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError
-from nmrun.ranges import near
+from nmrun.registry import did_you_mean
 
 VERBS = {
     "table": "nmrun.report.cli:table",
@@ -71,7 +71,7 @@ def _main(argv: list[str]) -> int:
         return int(getattr(importlib.import_module(module), function)(argv[1:]))
     if argv and "=" not in argv[0] and argv[0][:1] not in "-~+":
         raise ConfigError(
-            f"{argv[0]}: no such verb{near(argv[0], VERBS)} (there are {', '.join(VERBS)}; a run takes group=option and key=value)"
+            f"{argv[0]}: no such verb{did_you_mean(argv[0], VERBS)} (there are {', '.join(VERBS)}; a run takes group=option and key=value)"
         )
     if argv == ["--version"]:
         print(f"nmrun {nmrun.__version__}")

@@ -6,7 +6,6 @@ import argparse
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,9 +43,9 @@ NETWORKS: dict[str, tuple[str, ...]] = {
 COMMON = ("optimizer=adamw", "trainer.epochs=1000000", "track=local", "trainer.clip=1")
 
 
-def random_images(config: Any, device: torch.device) -> Classification:
+def random_images(config: schema.Config, device: torch.device) -> Classification:
     """A data set for ``dataset._target_``: enough random images of ``dataset.side`` pixels for a few batches, in 1,000 classes."""
-    side, count = config.dataset["side"], 4 * config.trainer["batch_size"]
+    side, count = config.dataset.values()["side"], 4 * config.trainer.batch_size
     images = torch.randint(256, (count, 3, side, side), dtype=torch.uint8, device=device)
     labels = torch.randint(1000, (count,), device=device)
     return Classification.of(config, dict.fromkeys(("train", "val", "test"), (images, labels)), 1000, device)

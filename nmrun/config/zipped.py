@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 
 from nmrun.config.sweep import typed
 from nmrun.errors import ConfigError
-from nmrun.ranges import near
+from nmrun.registry import did_you_mean
 
 
 def rows(words: Sequence[str]) -> list[list[str]]:
@@ -38,7 +38,7 @@ def rows(words: Sequence[str]) -> list[list[str]]:
                 return [[word for word in words if key(word) != "zip"]]
             values[name] = found
             if len(found) < 2:
-                hint = "" if name in written else near(name, written)
+                hint = "" if name in written else did_you_mean(name, written)
                 problems.append(f"{zipped}: {name} has no list of values here, as in {name}=a,b{hint}")
         if len({len(values[name]) for name in names}) > 1 and all(len(values[name]) > 1 for name in names):
             counts = ", ".join(f"{name} {len(values[name])}" for name in names)

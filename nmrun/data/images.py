@@ -7,14 +7,18 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from nmrun.config.datasets import Images
 from nmrun.data import image_folder, local
 from nmrun.errors import ConfigError
 from nmrun.tasks.vision import Classification
+
+if TYPE_CHECKING:
+    from nmrun.config.schema import Config
 
 Labelled = tuple[Tensor, Tensor]
 
@@ -26,12 +30,12 @@ FILES = {  # torchvision's class, the folder of its files, and images under othe
 SECONDS_TO_ANSWER = 20.0  # of a server, before the download is given up
 
 
-def build(config: Any, device: torch.device) -> Classification:
+def build(config: Config, device: torch.device) -> Classification:
     """The task of the config's ``dataset`` group. Raises ConfigError where the data are neither here nor to be downloaded."""
-    options = config.dataset
-    pool, test, place = read(options["name"])
+    options = config.dataset.as_kind(Images)
+    pool, test, place = read(options.name)
     classes = int(pool[1].max()) + 1
-    splits = split(pool, test, classes, **{key: options[key] for key in ("split_seed", "train_size", "val_size", "test_size")})
+    splits = split(pool, test, classes, **options.sizes())
     return Classification.of(config, splits, classes, device, about(splits, pool[0].shape[1:], classes, place))
 
 

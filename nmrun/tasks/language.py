@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,8 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nmrun.config.datasets import Context
 from nmrun.errors import ConfigError, RunError
 from nmrun.tasks.base import Batch
+
+if TYPE_CHECKING:
+    from nmrun.config.schema import Config
 
 SPLITS = ("train", "val", "test")
 
@@ -73,13 +77,22 @@ class LanguageModelling:
 
     @classmethod
     def of(
-        cls, config: Any, splits: Mapping[str, NDArray[Any]], vocabulary: int, device: torch.device, unit: str = "token"
+        cls, config: Config, splits: Mapping[str, NDArray[Any]], vocabulary: int, device: torch.device, unit: str = "token"
     ) -> LanguageModelling:
         """With context, batch size, seed, smoothing and limits of a run's config (``nmrun.config.schema.Config``)."""
-        keys = ("batch_size", "label_smoothing", "accumulate", "limit_batches")
-        options = {key: config.trainer[key] for key in keys}
-        options |= {"seed": config.seed, "compiled": config.trainer["compile"], "device": device}
-        return cls(splits, vocabulary, config.dataset["context"], unit=unit, **options)
+        return cls(
+            splits,
+            vocabulary,
+            config.dataset.as_kind(Context).context,
+            batch_size=config.trainer.batch_size,
+            seed=config.seed,
+            unit=unit,
+            label_smoothing=config.trainer.label_smoothing,
+            accumulate=config.trainer.accumulate,
+            limit_batches=config.trainer.limit_batches,
+            device=device,
+            compiled=bool(config.trainer.compile),
+        )
 
     def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
         random = np.random.default_rng((self.seed, epoch, index))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,9 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nmrun.config.datasets import Translated
 from nmrun.errors import ConfigError
 from nmrun.tasks.base import Batch
 from nmrun.tasks.fairseq_import import fairseq
+
+if TYPE_CHECKING:
+    from nmrun.config.schema import Config
 
 LONGEST = (1.2, 10)  # a translation ends after 1.2 * (length of the longest source sentence of its batch) + 10 tokens
 Rows = NDArray[np.int64]
@@ -123,7 +127,7 @@ class Translation:
     @classmethod
     def of(
         cls,
-        config: Any,
+        config: Config,
         splits: Mapping[str, Pair],
         source: Dictionary,
         target: Dictionary,
@@ -132,9 +136,21 @@ class Translation:
         device: torch.device,
     ) -> Translation:
         """With batch size, beam, seed, smoothing and limits of a run's config (``nmrun.config.schema.Config``)."""
-        options = {key: config.dataset[key] for key in ("max_tokens", "beam", "length_penalty")}
-        options |= {key: config.trainer[key] for key in ("label_smoothing", "limit_batches")}
-        return cls(splits, source, target, references, detokenize, seed=config.seed, device=device, **options)
+        keys = config.dataset.as_kind(Translated)
+        return cls(
+            splits,
+            source,
+            target,
+            references,
+            detokenize,
+            max_tokens=keys.max_tokens,
+            seed=config.seed,
+            label_smoothing=config.trainer.label_smoothing,
+            beam=keys.beam,
+            length_penalty=keys.length_penalty,
+            limit_batches=config.trainer.limit_batches,
+            device=device,
+        )
 
     def micro_batches(self, epoch: int, index: int, parts: int) -> list[Batch]:
         if self._order[0] != epoch:

@@ -123,9 +123,9 @@ def main(argv: Sequence[str]) -> int:
         saved: Any = OmegaConf.to_container(OmegaConf.load(options.run / "config.yaml"))
         config = schema.check(OmegaConf.create({"seeds": None, **saved}))  # a run has one seed
         task = tasks.build(config, torch.device("cpu"))
-        model = models.build(config.model, task.inputs)
+        model = models.build(config.model.mapping(), task.inputs)
         model.load_state_dict(load_file(options.run / "model.safetensors"))
-        limits = {"include": config.model["include"], "exclude": config.model["exclude"] or ()}
+        limits: dict[str, Any] = {"include": config.model.include, "exclude": config.model.exclude or ()}
         names = [c.module_name for c in select(model, Pattern(1, options.m), **limits)[0]]
         costs = flops_by_layer(model, names, task) if options.cost == "flops" else None
         proposal = search_ratios(model, options.density, options.m, costs, **limits)

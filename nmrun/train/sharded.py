@@ -77,8 +77,8 @@ def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
     if not recipe.by_rows:
         permuted = " with permute=true" if getattr(recipe, "permute", False) else ""
         found = f"recipe {recipe.name}{permuted} looks across the rows of a weight"
-    elif wrong := [key for key, value in ALONE.items() if trainer[key] != value]:
-        found = f"trainer.{wrong[0]}={trainer[wrong[0]]} needs whole weights"
+    elif wrong := [key for key, value in ALONE.items() if getattr(trainer, key) != value]:
+        found = f"trainer.{wrong[0]}={getattr(trainer, wrong[0])} needs whole weights"
     elif precision == "fp16":
         found = "trainer.precision=fp16 scales the loss by whole gradients (bf16 and fp32 need not)"
     elif task.metric == "bleu":

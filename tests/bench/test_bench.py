@@ -449,11 +449,12 @@ def test_the_bare_loop_takes_the_same_step(tmp_path: Path, monkeypatch: pytest.M
 def test_the_large_networks_are_what_their_names_say(name: str, tmp_path: Path) -> None:
     millions = {"gpt2": 124, "gpt2_medium": 355, "gpt2_large": 774, "vit_large": 304, "vit_huge": 632, "resnet18": 11.7}[name]
     config = networks.composed(tmp_path, ["recipe=dense", *networks.NETWORKS[name]])
+    keys = config.dataset.values()
     inputs = (
-        {"shape": (3, config.dataset["side"], config.dataset["side"]), "classes": 1000}
-        if "side" in config.dataset
-        else {"vocabulary": config.dataset["vocabulary"], "context": config.dataset["context"]}
+        {"shape": (3, keys["side"], keys["side"]), "classes": 1000}
+        if "side" in keys
+        else {"vocabulary": keys["vocabulary"], "context": keys["context"]}
     )
     with torch.device("meta"):
-        model = models.build(config.model, inputs)
+        model = models.build(config.model.mapping(), inputs)
     assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)

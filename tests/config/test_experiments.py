@@ -106,9 +106,9 @@ def test_rows_and_columns_are_keys_of_the_runs(name, scale):
 def test_what_is_measured_while_training_is_no_run_of_another_experiment():
     """How often a run is looked into is not part of its identity: shared with an experiment that does not, nothing would be logged."""
     every = [config for name, scale in EVERY for config in made(name, scale)]
-    measured = {identity.run_folder(config) for config in every if config.trainer["diagnose_every"]}
+    measured = {identity.run_folder(config) for config in every if config.trainer.diagnose_every}
     assert measured
-    assert not measured & {identity.run_folder(config) for config in every if not config.trainer["diagnose_every"]}
+    assert not measured & {identity.run_folder(config) for config in every if not config.trainer.diagnose_every}
 
 
 def test_smokes_share_runs():

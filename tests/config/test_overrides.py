@@ -62,7 +62,7 @@ def checked(*words: str) -> schema.Config:
 
 @pytest.mark.parametrize("line", ACCEPTED)
 def test_what_is_accepted_means_what_it_says(line: str) -> None:
-    assert checked(*shlex.split(line)).sparsity["overrides"] == ACCEPTED[line]
+    assert checked(*shlex.split(line)).sparsity.overrides == ACCEPTED[line]
 
 
 @pytest.mark.parametrize("line", REFUSED)

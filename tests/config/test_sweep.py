@@ -192,7 +192,7 @@ def test_an_experiment_may_zip(launches, tmp_path: Path) -> None:
         *(("dense", None, None, 0), ("dense", None, None, 1)),
     ]
     made = experiment.configs(experiment.load("own.yaml"), "smoke")
-    assert [(c.recipe["name"], str(c.pattern), c.optimizer["lr"], c.seed) for c in made][:4] == [
+    assert [(c.recipe.name, str(c.pattern), c.optimizer.lr, c.seed) for c in made][:4] == [
         *(("ste", "2:4", 1e-3, 0), ("ste", "2:4", 1e-3, 1), ("ste", "1:4", 3e-3, 0), ("ste", "1:4", 3e-3, 1)),
     ]
     with pytest.raises(ConfigError, match=r"optimizer\.lr has no list of values"):

@@ -329,7 +329,7 @@ def test_onnx_computes_the_same_with_zeros_where_tensorrt_looks(tmp_path: Path, 
     onnx, runtime = pytest.importorskip("onnx", reason="needs nmrun[onnx]"), pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     made = config(tmp_path, "model=vit_tiny", "model.layers=1", "model.heads=2", "model.width=16")
-    model = models.build(made.model, {"shape": (1, 8, 8), "classes": 10})
+    model = models.build(made.model.mapping(), {"shape": (1, 8, 8), "classes": 10})
     with torch.no_grad():
         model.heads.head.weight.normal_()  # zero at the start
     run = run_of(tmp_path / "run", model, made.plain, exclude=["conv_proj"])

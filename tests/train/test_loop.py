@@ -144,7 +144,7 @@ def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path: Path) -> None:
 
         loop._train_step = watched  # type: ignore[method-assign]
 
-    made.trainer["epochs"] = 12
+    made = Config({**made.plain, "trainer": {**made.plain["trainer"], "epochs": 12}}, made.pattern)
     loop, logged = trained(made, tmp_path, prepare)
     updates = [number for number, _, _ in seen]
     before_each = [0, *updates[:-1]]
