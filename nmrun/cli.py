@@ -18,7 +18,6 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -41,12 +40,9 @@ VERBS = {
     "status": "nmrun.report.status:main",
     "doctor": "nmrun.bench.doctor:main",
 }
-# told to job processes: the sweep's folder, and how many jobs were launched before this launch
-SWEEP, BEFORE = "NMRUN_SWEEP", "NMRUN_BEFORE"
+BEFORE = "NMRUN_BEFORE"  # told to job processes: how many jobs were launched before this launch
 
 source.register()
-# Hydra would put every job of a sweep together twice, first to see whether it can be; precheck has seen to that.
-Sweeper.validate_batch_is_legal = lambda *_: None  # type: ignore[method-assign]
 
 
 def main() -> int:
@@ -89,16 +85,20 @@ def _main(argv: list[str]) -> int:
     if asked.cfg or asked.info or not asked.multirun:
         _hydra(flags, sweeps[0])
         return 0 if asked.cfg or asked.info else _exit_status(_outcomes[-1])
+    from nmrun.config import sweeper
+
+    sweeper.register()
     with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
         name, output_dir = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", looks[0].output_dir
         folder = Path(output_dir, ".sweeps", name).absolute() if _leads() else Path(nowhere)
         _make(folder, output_dir)
-        os.environ[SWEEP] = str(folder)
+        os.environ[sweep.SWEEP] = str(folder)
         counts = [found.jobs for found in looks]
         total = None if None in counts else sum(count or 0 for count in counts)
         with lock.hold(folder):  # shows that the sweep is alive
-            sweep.begin(folder, total, shlex.join(["nmrun", *argv]), output_dir)
-            status = _launch(flags, sweeps, counts)
+            together = sweeps if _one_launch(sweeps, counts) else []
+            sweep.begin(folder, total, shlex.join(["nmrun", *argv]), output_dir, together)
+            status = _launch(flags, [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True)))
         if not _leads():
             return status
         lines, bad = sweep.summary(folder)
@@ -106,15 +106,23 @@ def _main(argv: list[str]) -> int:
         return max(status, bad)
 
 
-def _launch(flags: list[str], sweeps: list[list[str]], jobs: list[int | None]) -> int:
-    """Run them, in one launch where the jobs are known and go to one launcher; returns the exit status after an interrupt, or 0."""
-    one = None not in jobs and len({tuple(filter(sweep.is_hydras, words)) for words in sweeps}) == 1
+def _one_launch(sweeps: list[list[str]], jobs: list[int | None]) -> bool:
+    """Whether our sweeper takes all of them at once: their jobs are known and go to one launcher."""
+    launchers = {tuple(filter(sweep.is_hydras, words)) for words in sweeps}
+    return None not in jobs and len(launchers) == 1
+
+
+def _launch(flags: list[str], launches: list[tuple[list[str], int | None]]) -> int:
+    """Run the overrides of each launch, which has so many jobs.
+
+    Returns:
+        The exit status after an interrupt, or 0.
+    """
     before = 0
     try:
-        for some, count in [(sweeps, 0)] if one else zip([[words] for words in sweeps], jobs, strict=True):
+        for words, count in launches:
             os.environ[BEFORE] = str(before)
-            with sweep.together(some):
-                _hydra(flags, some[0])
+            _hydra(flags, words)
             before += count or 0
     except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
         return int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
@@ -144,7 +152,7 @@ _outcomes: list[dict[str, Any]] = []
 @hydra.main(config_path="pkg://nmrun.conf", config_name="nmrun", version_base="1.3")
 def _job(composed: DictConfig) -> float | None:
     job, began = HydraConfig.get(), time.monotonic()
-    folder = Path(os.environ[SWEEP]) if job.mode == RunMode.MULTIRUN else None
+    folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [sweep.typed(word) for word in job.overrides.task]
     with pipe.ends_quietly():  # once more, as jobs may run in other processes
         if folder:

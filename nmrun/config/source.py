@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException
@@ -25,6 +26,13 @@ from nmrun.registry import find
 GROUP = "sparsity"
 # What --help and completion offer.
 USUAL = ("1:2", "2:4", "4:8", "1:4", "2:8", "1:8", "2:16", "1:16", "1:32")
+
+# Hydra instantiates sweepers of the package hydra_plugins only; see nmrun.config.sweeper.
+SWEEPER: dict[str, Any] = {
+    "_target_": "hydra_plugins.nmrun.NMSweeper",
+    "max_batch_size": None,
+    "params": None,
+}
 
 
 class RatioSource(ConfigSource):
@@ -90,10 +98,11 @@ class RatioSearchPath(SearchPathPlugin):
 
 
 def register() -> None:
-    """Make both known to Hydra, and ``${stdlib_sha256:}`` to configs.
+    """Make both known to Hydra, and ``${stdlib_sha256:}`` and the sweeper's node to configs.
 
     It is done once, when the command line is imported.
     """
+    ConfigStore.instance().store("nmrun", SWEEPER, "hydra/sweeper", provider="nmrun")
     OmegaConf.register_new_resolver("stdlib_sha256", _digest, replace=True)
     plugins = Plugins.instance()
     for plugin in (RatioSource, RatioSearchPath):

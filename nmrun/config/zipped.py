@@ -43,7 +43,7 @@ def rows(words: Sequence[str]) -> list[list[str]]:
         if len({len(values[name]) for name in names}) > 1 and all(len(values[name]) > 1 for name in names):
             counts = ", ".join(f"{name} {len(values[name])}" for name in names)
             problems.append(f"{zipped}: these keys must have as many values each, and have: {counts}")
-    if any(word.startswith("hydra/sweeper=") and word != "hydra/sweeper=basic" for word in words):
+    if any(word.startswith("hydra/sweeper=") and word.partition("=")[2] not in ("basic", "nmrun") for word in words):
         problems.append(
             f"{next(iter(groups))}: a sweeper of another kind (hydra/sweeper) draws its own values; leave one of them out"
         )
