@@ -26,7 +26,7 @@ from nmrun import lock, pipe
 from nmrun.config import experiment, precheck, schema, source, sweep
 from nmrun.config.identity import run_folder
 from nmrun.config.metric import higher_is_better
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, RunError
 from nmrun.registry import did_you_mean
 
 VERBS = {
@@ -57,6 +57,8 @@ def main() -> int:
                 return _main(sys.argv[1:])
             except ConfigError as error:
                 return _refuse(error.problems)
+            except RunError as error:
+                return _refuse([" ".join(str(error).split())], 1)
     except KeyboardInterrupt:  # before or after training, which ends in order by itself
         return 128 + signal.SIGINT
 
@@ -138,10 +140,10 @@ def _leads() -> bool:
     return os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts for one run; see nmrun.ranks
 
 
-def _refuse(problems: list[str]) -> int:
+def _refuse(problems: list[str], status: int = 2) -> int:
     for problem in problems if _leads() else []:
         print(f"nmrun: {problem}", file=sys.stderr)
-    return 2
+    return status
 
 
 # --- one job -----------------------------------------------------------------------------------------------------------------

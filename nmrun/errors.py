@@ -14,4 +14,4 @@ class ConfigError(ValueError):
 
 
 class RunError(Exception):
-    """A run that started and could not go on (a non-finite loss, say): exit status 1."""
+    """Work that started and could not go on (a run whose loss is not finite, say): exit status 1."""

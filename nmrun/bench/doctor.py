@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import importlib.util
 import os
@@ -14,13 +13,15 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from nmrun.arguments import Parser
+
 SHAPES = ((768, 3072), (2048, 8192), (4096, 16384))  # inputs and outputs of the layers in the speed table
 TOKENS = 8192
 
 
 def main(argv: Sequence[str]) -> int:
     """Print what there is, test the 2:4 paths and measure a little; returns the exit status, 1 if something needed is missing."""
-    argparse.ArgumentParser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
+    Parser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
     import torch
 
     import nmrun

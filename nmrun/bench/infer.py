@@ -122,8 +122,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all arms, such as dataset.context=256")
     options = parser.parse_args(argv)
     device = output.begin(options, parser)
-    if output.without_products("infer", device):
-        return 2
+    output.needs_products(device)
     paths, rows = right_paths(device)
     rows += each(
         options.models,

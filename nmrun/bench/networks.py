@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 
+from nmrun.arguments import Parser
 from nmrun.bench import output
 from nmrun.bench.timing import Row
 from nmrun.config import schema, source
@@ -57,8 +57,8 @@ def random_text(folder: Path) -> None:
         np.random.default_rng(0).integers(256, size=1 << 20).astype(np.uint16).tofile(folder / f"{name}.bin")
 
 
-def each(names: Sequence[str], parser: argparse.ArgumentParser, measure: Callable[[tuple[str, ...]], list[Row]]) -> list[Row]:
-    """The rows of every network, measured by its words; a mistake in them exits with status 2."""
+def each(names: Sequence[str], parser: Parser, measure: Callable[[tuple[str, ...]], list[Row]]) -> list[Row]:
+    """The rows of every network, measured by its words; a mistake in them is a ConfigError."""
     rows = []
     for name in names:
         output.note(name)

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from nmrun.arguments import Parser
 from nmrun.errors import ConfigError
 from nmrun.tasks.fairseq_import import fairseq
 
@@ -24,7 +25,7 @@ Files = dict[str, tuple[Path, Path]]
 
 def main(argv: list[str]) -> int:
     """The verb's command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "nmrun prepare",
         description="Raw parallel text into subwords and fairseq's binary files, for dataset=fairseq (or fairseq-train).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -49,7 +50,7 @@ def main(argv: list[str]) -> int:
         missing = [f"--{split}" for split, prefix in prefixes.items() if prefix is None]
         if missing:
             raise ConfigError(
-                f"nmrun prepare parallel: {', '.join(missing)} missing: the text without its .{asked.source} and .{asked.target}"
+                f"prepare parallel: {', '.join(missing)} missing: the text without its .{asked.source} and .{asked.target}"
             )
         texts = {split: (beside(prefix, asked.source), beside(prefix, asked.target)) for split, prefix in prefixes.items()}
     if asked.to.exists():

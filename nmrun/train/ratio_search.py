@@ -9,11 +9,9 @@ Then train with the proposed ratios.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from nmrun.arguments import Parser
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.sparsity.candidates import by_group
@@ -103,7 +102,7 @@ def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task) -> dict[s
 
 def main(argv: Sequence[str]) -> int:
     """``nmrun search RUN``: print a ratio for every layer, and the overrides that train with them."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="nmrun search", description="Propose layer-wise ratios for the model of a finished run."
     )
     parser.add_argument("run", type=Path, help="a run folder, dense as a rule (holds config.yaml and model.safetensors)")
@@ -130,11 +129,10 @@ def main(argv: Sequence[str]) -> int:
         costs = flops_by_layer(model, names, task) if options.cost == "flops" else None
         proposal = search_ratios(model, options.density, options.m, costs, **limits)
     except OSError as error:
-        print(f"nmrun search: {options.run} holds no finished run ({error.strerror}: {error.filename})", file=sys.stderr)
-        return 2
+        why = f"{error.strerror}: {error.filename}"
+        raise ConfigError(f"{options.run} holds no finished run ({why})") from None
     except ValueError as error:
-        print(f"nmrun search: {error}", file=sys.stderr)
-        return 2
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     width = max(map(len, proposal.ratios))
     for name, ratio in proposal.ratios.items():
         print(f"  {name:<{width}}  {ratio!s:>7}  keeps {proposal.kept[name]:.1%} of the squared weights")
