@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from nmrun.config import schema, zipped
+from nmrun.config import schema, source, zipped
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
 from nmrun.registry import did_you_mean
@@ -156,6 +156,7 @@ def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list
     The seeds of a job differ in nothing else, so that one composition is enough for all of them.
     """
     found: dict[str, schema.Config] = {}
+    source.register()
     GlobalHydra.instance().clear()
     with initialize_config_module("nmrun.conf", version_base="1.3"):
         for words in experiment.overrides(scale, own):

@@ -20,8 +20,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nmrun import ranges
 from nmrun.config.recipe_checks import RECIPE_CHECKS
 from nmrun.ranges import Check
@@ -58,8 +56,11 @@ def recipe_keys(name: str) -> dict[str, Check | None]:
         name: a name of ``nmrun.recipes.RECIPES``.
     """
     if name in yaml_recipes():
+        import yaml  # of which a recipe without a file has no need
+
         file = files("nmrun.conf") / "recipe" / f"{name}.yaml"
-        keys = yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        keys = yaml.load(file.read_text(encoding="utf-8"), loader)
         return {key: RECIPE_CHECKS[key] for key in keys if key != "name"}
     return {key: field.check for key, field in fields(RECIPES[name]).items()}
 

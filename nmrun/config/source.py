@@ -19,13 +19,11 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from nmrun.config import recipe_fields
-from nmrun.patterns import Pattern, PatternError
+from nmrun.patterns import USUAL, Pattern, PatternError
 from nmrun.recipes import installed
 from nmrun.registry import find
 
 GROUP = "sparsity"
-# What --help and completion offer.
-USUAL = ("1:2", "2:4", "4:8", "1:4", "2:8", "1:8", "2:16", "1:16", "1:32")
 
 # Hydra instantiates sweepers of the package hydra_plugins only; see nmrun.config.sweeper.
 SWEEPER: dict[str, Any] = {

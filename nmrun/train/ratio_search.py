@@ -148,8 +148,9 @@ def _settings(config: Config) -> list[str]:
     """The overrides that give a new run this one's data, model, optimizer, schedule and trainer."""
     from hydra import compose, initialize_config_module
 
-    from nmrun.config import schema
+    from nmrun.config import schema, source
 
+    source.register()
     named = ("dataset", "model", "optimizer", "schedule")
     words = [f"{group}={config.plain[group]['name']}" for group in named]
     with initialize_config_module("nmrun.conf", version_base="1.3"):

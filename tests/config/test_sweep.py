@@ -21,7 +21,7 @@ from hydra._internal.core_plugins import basic_launcher, basic_sweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.plugins.sweeper import Sweeper
 
-from nmrun import cli, lock, pipe
+from nmrun import cli, jobs, lock, pipe
 from nmrun.config import experiment, sweep
 from nmrun.config.sweeper import NMSweeper
 from nmrun.errors import ConfigError
@@ -204,8 +204,8 @@ def test_an_experiment_may_zip(launches, tmp_path: Path) -> None:
 def test_sweeps_for_different_launchers_are_launched_apart(launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra="hydra.launcher={}"))
     before: list[str] = []
-    hydra = cli._hydra
-    monkeypatch.setattr(cli, "_hydra", lambda *words: (before.append(os.environ[cli.BEFORE]), hydra(*words)))
+    hydra = jobs._hydra
+    monkeypatch.setattr(jobs, "_hydra", lambda *words: (before.append(os.environ[jobs.BEFORE]), hydra(*words)))
     assert [len(jobs) for jobs in launches("experiment=own.yaml", "scale=smoke")] == [2, 2, 2]
     assert before == ["0", "2", "4"]
 
