@@ -1,7 +1,7 @@
 """The options of the verbs: a mistake in them is an error like any other.
 
-A verb raises ConfigError for a mistake in the command and RunError for work that failed. The command
-line prints either as one line, ``nmrun: ...``, and exits with status 2 or 1.
+A verb raises ConfigError for a mistake in the command and RunError for work that failed. The
+command line prints either as one line, ``nmrun: ...``, and exits with status 2 or 1.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 
 
 def _one_launch(sweeps: list[list[str]], jobs: list[int | None]) -> bool:
-    """Whether our sweeper takes all of them at once: their jobs are known and go to one launcher."""
+    """Whether the sweeper takes them all: their jobs are known and go to one launcher."""
     launchers = {tuple(filter(sweep.is_hydras, words)) for words in sweeps}
     return None not in jobs and len(launchers) == 1
 
@@ -186,4 +186,3 @@ def _exit_status(outcome: dict[str, Any]) -> int:
     if outcome["status"] == "interrupted":
         return 128 + int(outcome["signal"])
     return {"finished": 0, "skipped": 0, "planned": 0, "refused": 2}.get(outcome["status"], 1)
-

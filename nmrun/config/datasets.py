@@ -32,7 +32,7 @@ class Dataset(Named):
 
 @dataclass(frozen=True)
 class OwnDataset(Dataset):
-    """A data set of the user's own: ``target`` builds its task, and knows the keys in ``options``."""
+    """A data set of the user's own: ``target`` builds its task and knows its ``options``."""
 
     target: str
     options: dict[str, Any]
@@ -159,9 +159,7 @@ class GeneratedText(Encoded, Seeded, Dataset):
 class Glue(Encoded, Seeded, Dataset):
     """A task of GLUE."""
 
-    task: Annotated[
-        str, one_of("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")
-    ]
+    task: Annotated[str, one_of("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")]
     held_out: Annotated[float, number(0, 0.5)]
     limit: Annotated[int | None, whole(1, optional=True)]
 

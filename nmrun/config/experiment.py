@@ -62,7 +62,9 @@ class Experiment:
         Raises ConfigError for a scale that does not exist.
         """
         if scale not in self.scales:
-            raise ConfigError(f"scale={scale}: no such scale{did_you_mean(scale, self.scales)} (there are {', '.join(self.scales)})")
+            raise ConfigError(
+                f"scale={scale}: no such scale{did_you_mean(scale, self.scales)} (there are {', '.join(self.scales)})"
+            )
         found = []
         for sweep in self.sweeps:
             words = [*shlex.split(sweep), *shlex.split(self.scales[scale]), *own]
@@ -86,7 +88,9 @@ def load(name: str) -> Experiment:
     """The experiment of that name, or of a file of the user's own (``.yaml``). Raises ConfigError if there is none, or it is not one."""
     own = name.endswith(".yaml")
     if not own and name not in names():
-        raise ConfigError(f"experiment={name}: no such experiment{did_you_mean(name, names())} (there are {', '.join(names())})")
+        raise ConfigError(
+            f"experiment={name}: no such experiment{did_you_mean(name, names())} (there are {', '.join(names())})"
+        )
     try:
         file = Path(name) if own else files("nmrun.conf") / "experiment" / f"{name}.yaml"
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -106,11 +110,15 @@ def _read(name: str, content: dict[str, Any]) -> Experiment:
         f"report.{key}" for key in sorted(content.get("report", {}).keys() - REPORT.keys())
     ]
     if missing or unknown:
-        raise ValueError(f"without {', '.join(missing)}" if missing else f"{unknown[0]}: no such key{did_you_mean(unknown[0], KEYS)}")
+        raise ValueError(
+            f"without {', '.join(missing)}" if missing else f"{unknown[0]}: no such key{did_you_mean(unknown[0], KEYS)}"
+        )
     for figure in content.get("report", {}).get("figures", []):
         kind = figure.partition(" ")[0]
         if kind not in FIGURES:
-            raise ValueError(f"report.figures: {kind}: no such kind{did_you_mean(kind, FIGURES)} (there are {', '.join(FIGURES)})")
+            raise ValueError(
+                f"report.figures: {kind}: no such kind{did_you_mean(kind, FIGURES)} (there are {', '.join(FIGURES)})"
+            )
     if set(content["scales"]) - set(SCALES):
         raise ValueError(f"scales: they are called {', '.join(SCALES)}")
     paper, sweep = content.get("paper") or {"source": "", "values": {}}, content["sweep"]

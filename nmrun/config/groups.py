@@ -1,4 +1,7 @@
-"""The keys of the config's groups and which values they take: a class for a group, or for each of its kinds.
+"""The keys of the config's groups and which values they take.
+
+There is a class for each group, or for each of its kinds. Data sets and models have modules of
+their own.
 
 Defaults are in ``conf/``, which Hydra composes; here are none, so that each stands once.
 """
@@ -33,11 +36,7 @@ class Group:
 
     def values(self) -> dict[str, Any]:
         """The keys beside the name, with their values."""
-        return {
-            key.name: getattr(self, key.name)
-            for key in dataclasses.fields(self)
-            if key.name != "name"
-        }
+        return {key.name: getattr(self, key.name) for key in dataclasses.fields(self) if key.name != "name"}
 
 
 @dataclass(frozen=True)

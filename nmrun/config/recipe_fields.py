@@ -3,9 +3,9 @@
 Recipes import torch, and the command line must not. Their classes are the one place that has a
 hyperparameter's default and range, such as ``decay: Annotated[float, number(0)] = 2e-4``.
 
-To switch a recipe from its YAML file to its class, delete ``conf/recipe/<name>.yaml``: the ``nm://``
-source then serves the node, and ``recipe_keys`` takes the ranges from the class. When no recipe
-has hyperparameters in a file any more, delete ``nmrun/config/recipe_checks.py`` as well, with the
+To switch a recipe from its YAML file to its class, delete ``conf/recipe/<name>.yaml``: the
+``nm://`` source then serves the node, and ``recipe_keys`` takes the ranges from the class. When
+only ``custom.yaml`` is left there, delete ``nmrun/config/recipe_checks.py`` as well, with the
 first branch of ``recipe_keys``.
 """
 

@@ -24,15 +24,16 @@ STRUCTURES = {"sdgf_stepwise": "structure", "sdgf_geometric": "structure_geometr
 
 
 class Facts:
-    """A resolved config as the rules look at it. Nothing is concluded from keys that are wrong."""
+    """A resolved config as the rules look at it: plain data, as parts of it may be wrong.
+
+    Nothing is concluded from keys that are.
+    """
 
     def __init__(self, plain: dict[str, Any], good: Good) -> None:
         self._good = good
         self.output_dir: Any = plain.get("output_dir")
         groups = ("recipe", "optimizer", "model", "trainer", "sparsity")
-        self.recipe, self.optimizer, self.model, self.trainer, self.sparsity = (
-            plain.get(group) or {} for group in groups
-        )
+        self.recipe, self.optimizer, self.model, self.trainer, self.sparsity = (plain.get(group) or {} for group in groups)
 
     def good(self, key: str) -> bool:
         """Whether a rule may look at a key; ``recipe.*`` is a built-in recipe and all its keys."""
@@ -126,7 +127,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Rule:
-    """``sentence`` is wrong with a config whose keys in ``needs`` are right and that is ``broken``."""
+    """``sentence`` holds for a config that is ``broken`` and whose ``needs``, keys, are right."""
 
     needs: tuple[str, ...]
     broken: Callable[[Facts], bool]
@@ -154,14 +155,9 @@ RULES = (
     Rule((), lambda at: at.no_pattern is not None, lambda at: str(at.no_pattern)),
     Rule(
         ("optimizer.name",),
+        lambda at: at.own_rules and at.recipe["name"] == "step" and at.optimizer["name"] not in ("adam", "adamw"),
         lambda at: (
-            at.own_rules
-            and at.recipe["name"] == "step"
-            and at.optimizer["name"] not in ("adam", "adamw")
-        ),
-        lambda at: (
-            f"recipe=step freezes Adam's second moment, which {at.optimizer['name']} has not: "
-            "use optimizer=adam or adamw"
+            f"recipe=step freezes Adam's second moment, which {at.optimizer['name']} has not: use optimizer=adam or adamw"
         ),
     ),
     _above("t_min", "t_max"),
@@ -182,11 +178,7 @@ RULES = (
     Rule(("recipe.*",), lambda at: isinstance(at.path, str), lambda at: str(at.path)),
     Rule(
         ("recipe.*",),
-        lambda at: (
-            isinstance(at.path, list)
-            and bool(at.path)
-            and any(width % at.path[0].m for width in at.divided)
-        ),
+        lambda at: isinstance(at.path, list) and bool(at.path) and any(width % at.path[0].m for width in at.divided),
         lambda at: (
             f"recipe={at.recipe['name']} sparsity={at.pattern}: its first pattern, {at.path[0]}, "
             f"does not divide all layers' inputs ({_widths(at.divided)})"
@@ -219,9 +211,7 @@ RULES = (
     Rule(
         ACCELERATION,
         lambda at: at.fp8_differs,
-        lambda at: (
-            f"{_products(at)} by it go with trainer.fp8={str(not at.trainer['fp8']).lower()}"
-        ),
+        lambda at: f"{_products(at)} by it go with trainer.fp8={str(not at.trainer['fp8']).lower()}",
     ),
     Rule(
         ACCELERATION,
@@ -240,10 +230,7 @@ RULES = (
     Rule(
         ("output_dir",),
         lambda at: at.unwritable is not None,
-        lambda at: (
-            f"output_dir={Path(at.output_dir)}: {at.unwritable} is not a folder that can be "
-            "written to"
-        ),
+        lambda at: f"output_dir={Path(at.output_dir)}: {at.unwritable} is not a folder that can be written to",
     ),
 )
 

@@ -93,9 +93,7 @@ def build(config: Config) -> Parts:
             total_steps = flops.steps_in(trainer.budget, flops.count(twin, task), trial.recipe, total_steps, items)
             if total_steps < task.batches_per_epoch:
                 epochs = total_steps / task.batches_per_epoch
-                raise ConfigError(
-                    f"trainer.budget={trainer.budget}: that is {epochs:.2g} epochs; it takes one epoch or more"
-                )
+                raise ConfigError(f"trainer.budget={trainer.budget}: that is {epochs:.2g} epochs; it takes one epoch or more")
         handle = made_sparse(model, optimizer, total_steps)
         if in_shards:
             from nmrun.train import sharded  # half a second that others need not wait for

@@ -102,9 +102,7 @@ def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task) -> dict[s
 
 def main(argv: Sequence[str]) -> int:
     """``nmrun search RUN``: print a ratio for every layer, and the overrides that train with them."""
-    parser = Parser(
-        prog="nmrun search", description="Propose layer-wise ratios for the model of a finished run."
-    )
+    parser = Parser(prog="nmrun search", description="Propose layer-wise ratios for the model of a finished run.")
     parser.add_argument("run", type=Path, help="a run folder, dense as a rule (holds config.yaml and model.safetensors)")
     parser.add_argument("--density", type=float, default=0.125, help="what is left of the sparse layers' cost (default 0.125)")
     parser.add_argument("--m", type=int, default=16, help="M of all ratios, a power of two (default 16)")

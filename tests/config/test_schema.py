@@ -154,9 +154,7 @@ def test_each_file_has_the_keys_of_its_class(group: str, name: str) -> None:
 
 def test_every_key_has_a_range() -> None:
     """But for names, the ratio, which is checked as a pattern, and two labels."""
-    free = {
-        f"{group}.{key}" for group, name in KINDS for key, allowed in ranges(group, name).items() if allowed is None
-    }
+    free = {f"{group}.{key}" for group, name in KINDS for key, allowed in ranges(group, name).items() if allowed is None}
     labels = {"sparsity.n", "sparsity.m", "track.entity", "track.group"}
     assert free == labels | {f"{group}.name" for group in schema.KINDS}
 
@@ -203,7 +201,9 @@ def test_the_nearest_match() -> None:
     """Swapped letters beat what differs in fewer places otherwise; nothing is proposed for what is like nothing."""
     options = ["ste", "step", "sr_ste", "s_ste", "t_sr_ste", "dense", "decay_mask"]
     meant = {"stpe": "step", "set": "ste", "sr-ste": "sr_ste", "dens": "dense", "decaymask": "decay_mask", "tsrste": "t_sr_ste"}
-    assert {word: did_you_mean(word, options) for word in meant} == {word: f"; did you mean {best}?" for word, best in meant.items()}
+    assert {word: did_you_mean(word, options) for word in meant} == {
+        word: f"; did you mean {best}?" for word, best in meant.items()
+    }
     assert did_you_mean("banana", options) == did_you_mean("step", []) == ""
 
 

@@ -213,9 +213,7 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(write, table) -
     write("ste", "2:4", 2, 0.1, trainer__epochs=1, trainer__limit_batches=3)
     status, out, err = table()
     assert (status, out) == (2, "")
-    assert err.startswith(
-        "nmrun: ste at 2:4 would average over runs that differ in trainer.epochs, trainer.limit_batches;"
-    )
+    assert err.startswith("nmrun: ste at 2:4 would average over runs that differ in trainer.epochs, trainer.limit_batches;")
     assert "--rows recipe,trainer.epochs,trainer.limit_batches" in err
     assert err.count("\n") == 1
     choice = err.split("--filter ")[1].split()

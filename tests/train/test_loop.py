@@ -324,7 +324,7 @@ def test_with_channels_last_the_same_training_up_to_rounding(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = config(tmp_path, f"recipe={recipe}", "trainer.epochs=2", "optimizer.eps=1e-3")
-    assert made.model["name"] == "small_conv"
+    assert made.model.name == "small_conv"
     ends, formats = [], []
     for least in (build.LARGE, 1):
         monkeypatch.setattr(build, "LARGE", least)
