@@ -20,10 +20,10 @@ from nmrun import models
 from nmrun.bench import gemm, output
 from nmrun.bench.networks import NETWORKS, composed, each, random_text
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
-from nmrun.config.datasets import TokenBin
 from nmrun.patterns import Pattern
 from nmrun.products import backends24
 from nmrun.products.linear24 import Packed
+from nmrun.settings.datasets import TokenBin
 from nmrun.sparsity.masks import hard_threshold
 from nmrun.sparsity.select import select
 

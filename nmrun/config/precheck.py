@@ -24,13 +24,14 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nmrun.config import reader, schema
+from nmrun.config import schema
 from nmrun.config.hydra_quoting import RATIOS, quoting
 from nmrun.config.source import GROUP as RATIO
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
 from nmrun.recipes import installed
 from nmrun.registry import did_you_mean
+from nmrun.settings import reader
 
 MOST_JOBS = 5000  # looked at ahead; what is wrong with a sweep shows long before, and each job is checked again when it begins
 Done = dict[tuple[str, ...], DictConfig]

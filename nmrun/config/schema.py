@@ -1,35 +1,35 @@
 """The composed config, checked before torch is imported. All problems are found at once.
 
-Which keys there are, and which values they take, is said by the classes of ``groups``, ``datasets``
-and ``models``; of recipes by ``recipe_fields``.
+Which keys there are, and which values they take, is said by the classes of ``nmrun.settings``; of
+recipes by ``recipe_fields``.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nmrun.config import datasets, models, rules
-from nmrun.config.groups import (
+from nmrun.config import rules
+from nmrun.config.recipe_fields import recipe_keys
+from nmrun.errors import ConfigError
+from nmrun.patterns import Pattern
+from nmrun.ranges import Check
+from nmrun.recipes import RECIPES
+from nmrun.settings import datasets, models
+from nmrun.settings.config import Config
+from nmrun.settings.groups import (
     OPTIMIZERS,
     SCHEDULES,
     TRACKS,
-    Optimizer,
-    Recipe,
     Run,
-    Schedule,
     Sparsity,
-    Track,
     Trainer,
 )
-from nmrun.config.reader import (
-    built,
+from nmrun.settings.reader import (
     checks,
     no_key,
     no_option,
@@ -37,11 +37,6 @@ from nmrun.config.reader import (
     wrong_keys,
     wrong_values,
 )
-from nmrun.config.recipe_fields import recipe_keys
-from nmrun.errors import ConfigError
-from nmrun.patterns import Pattern
-from nmrun.ranges import Check
-from nmrun.recipes import RECIPES
 
 KINDS: dict[str, Mapping[str, type]] = {
     "dataset": datasets.DATASETS,
@@ -56,79 +51,6 @@ UNNAMED: dict[str, type] = {"sparsity": Sparsity, "trainer": Trainer}
 OWN = {"dataset": ("name",), "model": ("name", "include", "exclude")}
 NO_SPARSITY = {"n": None, "m": None, "overrides": None, "pad": False}
 RECIPE_CLASS = "package.Class, a subclass of nmrun.recipes.base.Recipe"
-
-
-@dataclass(frozen=True)
-class Config:
-    """A checked config, with the groups as typed attributes: ``config.trainer.epochs``.
-
-    ``plain`` is the whole of it as plain data, in canonical form; ``pattern`` is None for a dense
-    run.
-    """
-
-    plain: dict[str, Any]
-    pattern: Pattern | None
-
-    @functools.cached_property
-    def dataset(self) -> datasets.Dataset:
-        return datasets.read(self.plain["dataset"])
-
-    @functools.cached_property
-    def model(self) -> models.Model:
-        return models.read(self.plain["model"])
-
-    @functools.cached_property
-    def recipe(self) -> Recipe:
-        given = self.plain["recipe"]
-        options = {key: value for key, value in given.items() if key not in ("name", "_target_")}
-        return Recipe(given["name"], given.get("_target_"), options)
-
-    @functools.cached_property
-    def sparsity(self) -> Sparsity:
-        return built(Sparsity, self.plain["sparsity"], "sparsity")
-
-    @functools.cached_property
-    def optimizer(self) -> Optimizer:
-        given = self.plain["optimizer"]
-        return built(OPTIMIZERS[given["name"]], given, "optimizer")
-
-    @functools.cached_property
-    def schedule(self) -> Schedule:
-        given = self.plain["schedule"]
-        return built(SCHEDULES[given["name"]], given, "schedule")
-
-    @functools.cached_property
-    def trainer(self) -> Trainer:
-        return built(Trainer, self.plain["trainer"], "trainer")
-
-    @functools.cached_property
-    def track(self) -> Track:
-        given = self.plain["track"]
-        return built(TRACKS[given["name"]], given, "track")
-
-    @property
-    def seed(self) -> int:
-        return self.plain["seed"]
-
-    @property
-    def output_dir(self) -> str:
-        return self.plain["output_dir"]
-
-    @property
-    def resume(self) -> bool:
-        return self.plain["resume"]
-
-    @property
-    def force(self) -> bool:
-        return self.plain["force"]
-
-    @property
-    def dry(self) -> bool:
-        return self.plain["dry"]
-
-    @property
-    def is_dense(self) -> bool:
-        return self.pattern is None
 
 
 def check(composed: DictConfig) -> Config:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nmrun.config.datasets import CopyReverse
+from nmrun.settings.datasets import CopyReverse
 from nmrun.tasks.translation import Corpus, Translation
 
 if TYPE_CHECKING:
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
 
 ORDERS = ("copy", "reverse")
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]  # with the numbers that fairseq gives them

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nmrun.config.datasets import Digits
+from nmrun.settings.datasets import Digits
 from nmrun.tasks.vision import Classification
 
 if TYPE_CHECKING:
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
 
 CLASSES = 10
 Splits = dict[str, tuple[Tensor, Tensor]]

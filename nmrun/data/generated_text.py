@@ -9,12 +9,12 @@ import random
 from functools import cache
 from typing import TYPE_CHECKING
 
-from nmrun.config.datasets import GeneratedText
+from nmrun.settings.datasets import GeneratedText
 
 if TYPE_CHECKING:
     import torch
 
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
     from nmrun.tasks.text_classification import TextClassification
 
 GOOD = ("good", "great", "fine", "lovely", "superb", "bright", "clever", "charming")

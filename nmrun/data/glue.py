@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nmrun.config.datasets import Glue
 from nmrun.data import local
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import Glue
 
 if TYPE_CHECKING:
     import torch
 
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
     from nmrun.tasks.pairs import Text
     from nmrun.tasks.text_classification import TextClassification
 

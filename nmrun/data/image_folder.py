@@ -16,12 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nmrun.config.datasets import ImageFolder
 from nmrun.data import local
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import ImageFolder
 
 if TYPE_CHECKING:
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
 
 SPLITS = ("train", "val", "test")
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nmrun.config.datasets import ImageNet
 from nmrun.data import image_folder, images, local
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import ImageNet
 from nmrun.tasks.image_stream import ImageStream
 
 if TYPE_CHECKING:
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
 
 
 def build(config: Config, device: torch.device) -> ImageStream:

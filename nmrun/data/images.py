@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nmrun.config.datasets import Images
 from nmrun.data import image_folder, local
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import Images
 from nmrun.tasks.vision import Classification
 
 if TYPE_CHECKING:
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
 
 Labelled = tuple[Tensor, Tensor]
 

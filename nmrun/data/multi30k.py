@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nmrun.config.datasets import Multi30k
 from nmrun.data.local import cache_folder, data_folder
 from nmrun.data.prepare import Files, beside, prepare
 from nmrun.data.translation import load
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import Multi30k
 from nmrun.tasks.translation import Translation
 
 if TYPE_CHECKING:
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
 
 
 def build(config: Config, device: torch.device) -> Translation:

@@ -9,7 +9,7 @@ from nmrun.data import local, text
 if TYPE_CHECKING:
     import torch
 
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
     from nmrun.tasks.language import LanguageModelling
 
 HOW = "it is data/tinyshakespeare/input.txt of https://github.com/karpathy/char-rnn"

@@ -11,13 +11,13 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nmrun.config.datasets import StdlibText
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import StdlibText
 
 if TYPE_CHECKING:
     import torch
 
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
     from nmrun.tasks.language import LanguageModelling
 
 MODULES = {

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nmrun.config.datasets import Fractions, TextFiles, Tokenized
 from nmrun.data import corpus
 from nmrun.data.local import cached
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import Fractions, TextFiles, Tokenized
 
 if TYPE_CHECKING:
     import torch
 
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
     from nmrun.tasks.language import LanguageModelling
 
 SPACE = re.compile(rb"\s|\Z")

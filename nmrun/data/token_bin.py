@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from nmrun.config.datasets import TokenBin
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import TokenBin
 
 if TYPE_CHECKING:
     import torch
 
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
     from nmrun.tasks.language import LanguageModelling
 
 LOOKED_AT = 1 << 20  # tokens at the beginning of each file; the others are looked at as they are used

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nmrun.config.datasets import Fairseq
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import Fairseq
 from nmrun.tasks.fairseq_import import fairseq
 from nmrun.tasks.translation import Corpus, Dictionary, Translation, check
 
 if TYPE_CHECKING:
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
 
 SUBWORDS = ("none", "sentencepiece", "subword_nmt")
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from nmrun import models, tasks
-from nmrun.config.schema import Config
 from nmrun.export.finished import Finished, write_about
+from nmrun.settings.config import Config
 
 LARGEST = 1 << 30  # bytes of weights in the file itself, which may have 2 GiB; more go to a file beside it
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nmrun.config.datasets import OwnDataset
 from nmrun.errors import ConfigError
 from nmrun.registry import find
+from nmrun.settings.datasets import OwnDataset
 from nmrun.tasks.base import Task
 
 if TYPE_CHECKING:
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
 
 DATASETS = {
     "digits": "nmrun.data.digits.build",
@@ -34,7 +34,7 @@ DATASETS = {
 
 
 def build(config: Config, device: torch.device) -> Task:
-    """The task for a run's whole config (``nmrun.config.schema.Config``): ``build(config, device)`` of the data set's module, or the function
+    """The task for a run's whole config (``nmrun.settings.config.Config``): ``build(config, device)`` of the data set's module, or the function
     that ``dataset._target_`` names.
 
     Raises ConfigError for an unknown data set, and for data that is missing or unusable.

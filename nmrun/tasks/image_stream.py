@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from nmrun.config.datasets import ImageNet
 from nmrun.errors import ConfigError, RunError
+from nmrun.settings.datasets import ImageNet
 from nmrun.tasks.augment import Augment, generator
 from nmrun.tasks.base import Batch
 from nmrun.tasks.vision import Classification, Normalise
 
 if TYPE_CHECKING:
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]) * 255, torch.tensor([0.229, 0.224, 0.225]) * 255  # ImageNet's
 WHOLE = 256 / 224  # an evaluated image is scaled to so much more than what is cut out of its middle

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.config.datasets import Context
 from nmrun.errors import ConfigError, RunError
+from nmrun.settings.datasets import Context
 from nmrun.tasks.base import Batch
 
 if TYPE_CHECKING:
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
 
 SPLITS = ("train", "val", "test")
 
@@ -79,7 +79,7 @@ class LanguageModelling:
     def of(
         cls, config: Config, splits: Mapping[str, NDArray[Any]], vocabulary: int, device: torch.device, unit: str = "token"
     ) -> LanguageModelling:
-        """With context, batch size, seed, smoothing and limits of a run's config (``nmrun.config.schema.Config``)."""
+        """With context, batch size, seed, smoothing and limits of a run's config (``nmrun.settings.config.Config``)."""
         return cls(
             splits,
             vocabulary,

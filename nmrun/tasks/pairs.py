@@ -14,7 +14,7 @@ from torch import Tensor
 from nmrun.errors import ConfigError
 
 if TYPE_CHECKING:
-    from nmrun.config.datasets import Encoded
+    from nmrun.settings.datasets import Encoded
 
 Text = tuple[str, ...]  # one text, or two: a premise and a hypothesis, say
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.config import datasets
 from nmrun.errors import ConfigError
+from nmrun.settings import datasets
 from nmrun.tasks.base import Batch
 from nmrun.tasks.pairs import Text, Tokenizer, tokenizer
 
 if TYPE_CHECKING:
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
 
 EVALUATED_AT_ONCE = 128  # texts of about the same length; bounds the memory of an evaluation
 
@@ -90,7 +90,7 @@ class TextClassification:
         metrics: Sequence[str],
         device: torch.device,
     ) -> TextClassification:
-        """With tokenizer, batch size, seed, smoothing and limits of a run's config (``nmrun.config.schema.Config``)."""
+        """With tokenizer, batch size, seed, smoothing and limits of a run's config (``nmrun.settings.config.Config``)."""
         if config.model.values().get("pooling") == "similarity" and len(splits["train"][0][0]) != 2:
             raise ConfigError("model.pooling=similarity is for pairs of texts; this data set has single ones")
         return cls(

@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.config.datasets import Translated
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import Translated
 from nmrun.tasks.base import Batch
 from nmrun.tasks.fairseq_import import fairseq
 
 if TYPE_CHECKING:
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
 
 LONGEST = (1.2, 10)  # a translation ends after 1.2 * (length of the longest source sentence of its batch) + 10 tokens
 Rows = NDArray[np.int64]
@@ -135,7 +135,7 @@ class Translation:
         detokenize: Callable[[list[str]], str],
         device: torch.device,
     ) -> Translation:
-        """With batch size, beam, seed, smoothing and limits of a run's config (``nmrun.config.schema.Config``)."""
+        """With batch size, beam, seed, smoothing and limits of a run's config (``nmrun.settings.config.Config``)."""
         keys = config.dataset.as_kind(Translated)
         return cls(
             splits,

@@ -15,7 +15,7 @@ from nmrun.tasks.augment import Augment, generator
 from nmrun.tasks.base import Batch
 
 if TYPE_CHECKING:
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
 
 PIXELS_AT_ONCE = 2**20  # of an evaluation; bounds its memory
 
@@ -62,7 +62,7 @@ class Classification:
     def of(
         cls, config: Config, splits: dict[str, tuple[Tensor, Tensor]], classes: int, device: torch.device, about: str = ""
     ) -> Classification:
-        """With batch size, seed, smoothing, limits and augmentation of a run's config (``nmrun.config.schema.Config``)."""
+        """With batch size, seed, smoothing, limits and augmentation of a run's config (``nmrun.settings.config.Config``)."""
         return cls(
             splits,
             classes,

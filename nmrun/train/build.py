@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from nmrun import models, optim, ranks, tasks
-from nmrun.config.groups import Optimizer, Trainer
-from nmrun.config.schema import Config
 from nmrun.devices import free_gpu
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle, sparsify
 from nmrun.products.acceleration import Choice, accelerate
+from nmrun.settings.config import Config
+from nmrun.settings.groups import Optimizer, Trainer
 from nmrun.tasks.base import Task
 from nmrun.train import flops
 from nmrun.train.checkpoint import seed_everything

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from nmrun import ranks
 from nmrun.config.metric import higher_is_better
-from nmrun.config.schema import Config
 from nmrun.errors import RunError
 from nmrun.optim import scheduled
+from nmrun.settings.config import Config
 from nmrun.sparsity.metrics import layer_metrics
 from nmrun.train import checkpoint, nonfinite
 from nmrun.train.averaging import Average

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from nmrun.config.schema import Config
 from nmrun.products import acceleration
+from nmrun.settings.config import Config
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.train.build import Parts
 

@@ -28,7 +28,7 @@ from nmrun.sparsity.select import select
 from nmrun.tasks.base import Task
 
 if TYPE_CHECKING:
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
 
 
 @dataclass(frozen=True)

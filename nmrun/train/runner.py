@@ -22,8 +22,8 @@ from torch import Tensor
 
 from nmrun import lock, ranks
 from nmrun.config.identity import identity
-from nmrun.config.schema import Config
 from nmrun.errors import ConfigError, RunError
+from nmrun.settings.config import Config
 from nmrun.train import checkpoint, environment, plan
 from nmrun.train.build import Parts, build
 from nmrun.train.console import Console

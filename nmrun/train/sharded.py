@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Along
 
 from nmrun import ranks
-from nmrun.config.schema import Config
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle
 from nmrun.recipes.base import Recipe
+from nmrun.settings.config import Config
 from nmrun.sparsity.weight import Projection
 from nmrun.tasks.base import Task
 

@@ -15,12 +15,12 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from nmrun.config import schema, source
-from nmrun.config.datasets import Context, Digits, OwnDataset
-from nmrun.config.groups import Adam, Run, Trainer
-from nmrun.config.models import OwnModel
 from nmrun.errors import ConfigError
 from nmrun.recipes import RECIPES
 from nmrun.registry import did_you_mean
+from nmrun.settings.datasets import Context, Digits, OwnDataset
+from nmrun.settings.groups import Adam, Run, Trainer
+from nmrun.settings.models import OwnModel
 
 source.register()
 NO_NUMBER, NO_SHARE = (

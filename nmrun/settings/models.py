@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from nmrun.config import reader
-from nmrun.config.groups import Group, Named
 from nmrun.ranges import EXPRESSIONS, FRACTION, TEXT, WIDTHS, Check, one_of, whole
+from nmrun.settings import reader
+from nmrun.settings.groups import Group, Named
 
 ARGUMENTS = Check(
     "null or keyword arguments such as {drop_path_rate: 0.1}",

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
-from nmrun.config import reader
-from nmrun.config.groups import Group, Named
 from nmrun.ranges import FLAG, OPTIONAL_TEXT, PATH, TEXT, number, one_of, whole
+from nmrun.settings import reader
+from nmrun.settings.groups import Group, Named
 
 Keys = TypeVar("Keys", bound=Group)
 SHARE = number(0, 0.5, open_low=True)
