@@ -23,13 +23,15 @@ def find(kind: str, name: str, known: Mapping[str, str]) -> Any:
         ConfigError: for a name that is not known, with the nearest one, and for what cannot be
             imported.
     """
-    path = known.get(name, name)
-    if "." not in path:
+    if name in known:
+        module, _, attribute = known[name].rpartition(".")
+        return getattr(importlib.import_module(module), attribute)
+    if "." not in name:
         hint = did_you_mean(name, known)
         what = kind.partition(".")[0]
         raise ConfigError(f"{kind}={name}: no such {what}{hint} (there are {', '.join(known)})")
     try:
-        return imported(path, f"{kind}={name}")
+        return imported(name, f"{kind}={name}")
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
