@@ -31,7 +31,9 @@ CLOCK = ("steps_per_second", "items_per_second")
 FILES = {"config.yaml", "run.log", "metrics.jsonl", "result.json", "checkpoint.pt", "model.safetensors", "best.safetensors"}
 # Processes are forked from one that has imported everything, so that a start costs no more than what a start of a sweep does itself.
 _warm = multiprocessing.get_context("forkserver")
-_warm.set_forkserver_preload(["nmrun.cli", "nmrun.train.runner", "nmrun.train.loop", "hydra.main", "sklearn.datasets"])
+_warm.set_forkserver_preload(
+    ["nmrun.cli", "nmrun.jobs", "nmrun.train.runner", "nmrun.train.loop", "hydra.main", "sklearn.datasets"]
+)
 
 
 def command(words: Sequence[str]) -> None:

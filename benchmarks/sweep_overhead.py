@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from nmrun import cli
+from nmrun import cli, jobs
 from nmrun.bench.machine import hardware
 from nmrun.train.loop import Loop
 
@@ -57,7 +57,7 @@ def measure(runs: int, folder: str) -> tuple[list[Clock], list[Clock]]:
     does behind), and how much of that was training: the step, and the evaluations."""
     sweep(2, f"{folder}/warm")  # pays for what a process loads once
     ends, training = [], []
-    outcome, originals, trained = cli._outcome, (Loop._train_step, Loop.evaluate), [0.0, 0.0]
+    outcome, originals, trained = jobs._outcome, (Loop._train_step, Loop.evaluate), [0.0, 0.0]
 
     def timed(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -76,12 +76,12 @@ def measure(runs: int, folder: str) -> tuple[list[Clock], list[Clock]]:
         training.append((trained[0], trained[1]))
         return value
 
-    cli._outcome, Loop._train_step, Loop.evaluate = one, timed(originals[0]), timed(originals[1])
+    jobs._outcome, Loop._train_step, Loop.evaluate = one, timed(originals[0]), timed(originals[1])
     ends.append(now())
     try:
         sweep(runs, f"{folder}/measured")
     finally:
-        cli._outcome = outcome
+        jobs._outcome = outcome
         Loop._train_step, Loop.evaluate = originals
     ends[-1] = now()
     return [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(ends)], training

@@ -82,7 +82,7 @@ def sparsify(
             dense), or ``double_prune``, by the weight pruned once more (SLoPe, arXiv 2405.16325),
             which changes this gradient alone.
         dims: the dimension that is summed over, by regular expressions for whole parameter names:
-            for weights of layers that nmrun does not know (``{"experts\..*": 1}``).
+            for weights of layers that nmrun does not know (``{"experts\\..*": 1}``).
         hyperparameters: the recipe's own, under the names of its paper.
 
     Returns:

@@ -1,227 +1,71 @@
-"""The command line: ``nmrun [overrides]`` trains, ``nmrun -m ...`` sweeps, ``nmrun table`` and the other verbs work on run folders.
+"""The command line: ``nmrun [overrides]`` trains, ``nmrun -m ...`` sweeps, ``nmrun table`` and the
+other verbs work on run folders.
 
-Imports no torch: what a typo, ``--help``, completion or a finished run needs is done in well under a second.
+Imports no torch, and Hydra only where something is composed: what a typo, ``--help``, completion or
+a finished run needs is done in well under a second.
 """
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
-import shlex
 import signal
 import sys
-import tempfile
-import time
-from pathlib import Path
-from typing import Any
-
-import hydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.plugins.sweeper import Sweeper
-from hydra.types import RunMode
-from omegaconf import DictConfig
 
 import nmrun
-from nmrun import lock, pipe
-from nmrun.config import experiment, precheck, schema, source, sweep
-from nmrun.config.identity import run_folder
-from nmrun.config.metric import higher_is_better
-from nmrun.errors import ConfigError
-from nmrun.ranges import near
+from nmrun import pipe
+from nmrun.errors import ConfigError, RunError, leads, refuse
+from nmrun.registry import did_you_mean, find
 
 VERBS = {
-    "table": "nmrun.report.cli:table",
-    "plot": "nmrun.report.cli:plot",
-    "report": "nmrun.report.cli:report",
-    "export": "nmrun.export.cli:main",
-    "bench": "nmrun.bench:main",
-    "search": "nmrun.train.ratio_search:main",
-    "prepare": "nmrun.data.cli:prepare",
-    "status": "nmrun.report.status:main",
-    "doctor": "nmrun.bench.doctor:main",
+    "table": "nmrun.report.cli.table",
+    "plot": "nmrun.report.cli.plot",
+    "report": "nmrun.report.cli.report",
+    "export": "nmrun.export.cli.main",
+    "bench": "nmrun.bench.main",
+    "search": "nmrun.train.ratio_search.main",
+    "prepare": "nmrun.data.cli.prepare",
+    "status": "nmrun.report.status.main",
+    "doctor": "nmrun.bench.doctor.main",
 }
-# told to job processes: the sweep's folder, and how many jobs were launched before this launch
-SWEEP, BEFORE = "NMRUN_SWEEP", "NMRUN_BEFORE"
-
-source.register()
-# Hydra would put every job of a sweep together twice, first to see whether it can be; precheck has seen to that.
-Sweeper.validate_batch_is_legal = lambda *_: None  # type: ignore[method-assign]
 
 
 def main() -> int:
     """The console entry point; returns the exit status (see the README)."""
-    # Idle OpenMP threads spin by default; where other processes want the cores too, that slows small models tenfold and more.
+    # Idle OpenMP threads spin by default; where other processes want the cores too, that slows
+    # small models tenfold and more.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if not _leads():
+    if not leads():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         with pipe.ends_quietly():
             try:
                 return _main(sys.argv[1:])
             except ConfigError as error:
-                return _refuse(error.problems)
+                return refuse(error.problems)
+            except RunError as error:
+                return refuse([" ".join(str(error).split())], 1)
     except KeyboardInterrupt:  # before or after training, which ends in order by itself
         return 128 + signal.SIGINT
 
 
 def _main(argv: list[str]) -> int:
     if argv and argv[0] in VERBS:
-        module, _, function = VERBS[argv[0]].partition(":")
-        return int(getattr(importlib.import_module(module), function)(argv[1:]))
+        return int(find("verb", argv[0], VERBS)(argv[1:]))
     if argv and "=" not in argv[0] and argv[0][:1] not in "-~+":
-        raise ConfigError(
-            f"{argv[0]}: no such verb{near(argv[0], VERBS)} (there are {', '.join(VERBS)}; a run takes group=option and key=value)"
-        )
+        hint = did_you_mean(argv[0], VERBS)
+        known = f"{', '.join(VERBS)}; a run takes group=option and key=value"
+        raise ConfigError(f"{argv[0]}: no such verb{hint} (there are {known})")
     if argv == ["--version"]:
         print(f"nmrun {nmrun.__version__}")
         return 0
-    asked = precheck.options(argv)
-    flags = [word for word in argv if word not in asked.overrides]
-    if asked.help or asked.hydra_help or asked.shell_completion:
-        _hydra(flags, asked.overrides)
+    if argv in (["--help"], ["-h"]):  # with other words beside it, Hydra says it
+        from nmrun.config import help
+
+        print(help.text())
         return 0
-    sweeps = [precheck.own_recipe(words) for words in experiment.expand(asked.overrides, asked.multirun)]
-    composed: precheck.Done = {}
-    looks = [precheck.look(words, asked.multirun, asked.config_dir, composed) for words in sweeps]
-    if problems := list(dict.fromkeys(problem for found in looks for problem in found.problems)):
-        raise ConfigError(problems)
-    if asked.cfg or asked.info or not asked.multirun:
-        _hydra(flags, sweeps[0])
-        return 0 if asked.cfg or asked.info else _exit_status(_outcomes[-1])
-    with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
-        name, output_dir = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", looks[0].output_dir
-        folder = Path(output_dir, ".sweeps", name).absolute() if _leads() else Path(nowhere)
-        _make(folder, output_dir)
-        os.environ[SWEEP] = str(folder)
-        counts = [found.jobs for found in looks]
-        total = None if None in counts else sum(count or 0 for count in counts)
-        with lock.hold(folder):  # shows that the sweep is alive
-            sweep.begin(folder, total, shlex.join(["nmrun", *argv]), output_dir)
-            status = _launch(flags, sweeps, counts)
-        if not _leads():
-            return status
-        lines, bad = sweep.summary(folder)
-        print(lines)
-        return max(status, bad)
+    from nmrun import jobs
 
-
-def _launch(flags: list[str], sweeps: list[list[str]], jobs: list[int | None]) -> int:
-    """Run them, in one launch where the jobs are known and go to one launcher; returns the exit status after an interrupt, or 0."""
-    one = None not in jobs and len({tuple(filter(sweep.is_hydras, words)) for words in sweeps}) == 1
-    before = 0
-    try:
-        for some, count in [(sweeps, 0)] if one else zip([[words] for words in sweeps], jobs, strict=True):
-            os.environ[BEFORE] = str(before)
-            with sweep.together(some):
-                _hydra(flags, some[0])
-            before += count or 0
-    except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
-        return int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
-    return 0
-
-
-def _hydra(flags: list[str], overrides: list[str]) -> None:
-    sys.argv[1:] = [*flags, *overrides]  # Hydra wants its options first
-    _job()
-
-
-def _leads() -> bool:
-    return os.environ.get("RANK", "0") == "0"  # of the processes that torchrun starts for one run; see nmrun.ranks
-
-
-def _refuse(problems: list[str]) -> int:
-    for problem in problems if _leads() else []:
-        print(f"nmrun: {problem}", file=sys.stderr)
-    return 2
-
-
-# --- one job -----------------------------------------------------------------------------------------------------------------
-
-_outcomes: list[dict[str, Any]] = []
-
-
-@hydra.main(config_path="pkg://nmrun.conf", config_name="nmrun", version_base="1.3")
-def _job(composed: DictConfig) -> float | None:
-    job, began = HydraConfig.get(), time.monotonic()
-    folder = Path(os.environ[SWEEP]) if job.mode == RunMode.MULTIRUN else None
-    overrides = [sweep.typed(word) for word in job.overrides.task]
-    with pipe.ends_quietly():  # once more, as jobs may run in other processes
-        if folder:
-            print(sweep.title(folder, int(os.environ[BEFORE]) + job.job.num + 1, overrides), flush=True)
-        outcome, values = _outcomes_of(composed, folder.name if folder else None, _command(job, overrides))
-    _outcomes.append(outcome)
-    if folder and _leads():
-        sweep.add(folder, outcome, overrides, time.monotonic() - began)
-        if outcome["status"] == "interrupted":
-            raise SystemExit(_exit_status(outcome))
-    return sum(values) / len(values) if values else None
-
-
-def _command(job: Any, overrides: list[str]) -> str:
-    """What asks for this job alone; in a sweep that is not what was typed."""
-    words = [word for word in job.overrides.hydra if word.lstrip("+").startswith("hydra.searchpath")]
-    for place in job.runtime.config_sources:
-        words += ["--config-dir", place.path] if place.provider == "command-line" else []
-    return shlex.join(["nmrun", *words, *overrides])
-
-
-def _outcomes_of(composed: DictConfig, sweep: str | None, command: str = "") -> tuple[dict[str, Any], list[float]]:
-    """A job is one run, or one for each of ``seeds``: the outcome that matters most, and what a Hydra sweeper minimises, by seed."""
-    seeds = composed.get("seeds")
-    found = []
-    for seed in [composed.seed] if seeds is None else seeds:
-        composed.seed = seed
-        found.append(_outcome(composed, sweep, command))
-        if found[-1]["status"] == "interrupted":
-            break
-    finals = [(one.get("metrics", {}).get("final", {}), f"eval/{one.get('metric')}") for one in found]
-    values = [
-        -float(final[metric]) if higher_is_better(metric) else float(final[metric])
-        for final, metric in finals
-        if metric in final
-    ]
-    most = max(found, key=lambda one: (_exit_status(one), one["status"] == "finished"))
-    return most, values if len(values) == len(found) else []
-
-
-def _outcome(composed: DictConfig, sweep: str | None, command: str) -> dict[str, Any]:
-    try:
-        config = schema.check(composed)
-        folder = run_folder(config)
-        if not config.force and not config.dry and (result := _finished(folder)):
-            metrics = "  ".join(f"{key} {value:.4g}" for key, value in result["metrics"]["final"].items())
-            print(f"finished already: {metrics}\n  {folder} (force=true runs it again)", flush=True)
-            return {**result, "status": "skipped", "folder": str(folder)}
-        if not config.dry:
-            _make(folder, config.output_dir)  # before torch is imported for nothing
-        from nmrun.train import runner
-
-        return runner.run(config, folder, sweep, command)
-    except ConfigError as error:
-        _refuse(error.problems)
-        return {"status": "refused", "folder": None, "error": "; ".join(error.problems)}
-
-
-def _make(folder: Path, output_dir: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output_dir={output_dir}: {error.strerror}: {error.filename}") from None
-
-
-def _finished(folder: Path) -> dict[str, Any] | None:
-    try:
-        result = json.loads((folder / "result.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return result if isinstance(result, dict) and result.get("status") == "finished" else None
-
-
-def _exit_status(outcome: dict[str, Any]) -> int:
-    if outcome["status"] == "interrupted":
-        return 128 + int(outcome["signal"])
-    return {"finished": 0, "skipped": 0, "planned": 0, "refused": 2}.get(outcome["status"], 1)
+    return jobs.main(argv)
 
 
 if __name__ == "__main__":

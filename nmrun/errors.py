@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
 
 
@@ -14,4 +16,16 @@ class ConfigError(ValueError):
 
 
 class RunError(Exception):
-    """A run that started and could not go on (a non-finite loss, say): exit status 1."""
+    """Work that started and could not go on (a run whose loss is not finite, say): exit status 1."""
+
+
+def leads() -> bool:
+    """Whether this process speaks, of those that torchrun starts for one run; see nmrun.ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def refuse(problems: Iterable[str], status: int = 2) -> int:
+    """Say what is wrong, a line for each problem; returns the exit status."""
+    for problem in problems if leads() else []:
+        print(f"nmrun: {problem}", file=sys.stderr)
+    return status

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+# What --help and completion offer; any other will do as well.
+USUAL = ("1:2", "2:4", "4:8", "1:4", "2:8", "1:8", "2:16", "1:16", "1:32")
+
 
 class PatternError(ValueError):
     """Text or numbers that are not an N:M pattern; the message says what is allowed."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,10 +144,3 @@ SEEDS = Check(
         or (isinstance(value, list) and bool(value) and all(map(whole(0).holds, value)) and len(set(value)) == len(value))
     ),
 )
-
-
-def near(word: str, options: Iterable[str]) -> str:
-    """The option that was probably meant, as a question; else nothing. Swapped letters are the commonest slip, so an anagram wins."""
-    options = list(options)
-    meant = [option for option in options if sorted(option) == sorted(word)] or difflib.get_close_matches(word, options, 1)
-    return f"; did you mean {meant[0]}?" if meant else ""

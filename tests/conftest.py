@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from nmrun.report import cli
+from verbs import verb
 
 os.environ["WANDB_MODE"] = "offline"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
@@ -94,7 +93,7 @@ def table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """``nmrun table outputs ...`` in this process: (exit status, standard output, standard error)."""
 
     def call(*arguments: str, paths: tuple[str, ...] = ("outputs",)) -> tuple[int, str, str]:
-        status = cli.table([*(str(tmp_path / path) for path in paths), *arguments])
+        status = verb("table", *(str(tmp_path / path) for path in paths), *arguments)
         return status, *capsys.readouterr()
 
     return call

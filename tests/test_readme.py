@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import nmrun.cli as cli  # registers the source of ratios
+import nmrun.cli as cli
 from nmrun.config import experiment, precheck
 
 README = (Path(__file__).parent.parent / "README.md").read_text()

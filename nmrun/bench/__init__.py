@@ -6,8 +6,10 @@ Each benchmark is a module of this package with a ``main(argv)`` of its own; wit
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Sequence
+
+from nmrun.errors import ConfigError
+from nmrun.registry import did_you_mean
 
 KINDS = {
     "recipes": "a training step under each recipe over the dense one, on the CPU (the default)",
@@ -21,7 +23,11 @@ KINDS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """``nmrun bench``; returns the exit status, 2 where this machine has nothing to measure. Mistakes in options exit with 2 by SystemExit."""
+    """``nmrun bench``; returns the exit status.
+
+    Raises:
+        ConfigError: for mistakes in the options, and where this machine has nothing to measure.
+    """
     words = list(argv)
     if words in (["-h"], ["--help"]):
         print("usage: nmrun bench [WHAT] [options]      nmrun bench WHAT --help lists those of WHAT\n")
@@ -29,6 +35,5 @@ def main(argv: Sequence[str]) -> int:
         return 0
     what = words.pop(0) if words and not words[0].startswith("-") else "recipes"
     if what not in KINDS:
-        print(f"nmrun bench: error: {what}: it takes one of {', '.join(KINDS)}", file=sys.stderr)
-        return 2
+        raise ConfigError(f"bench {what}: it takes one of {', '.join(KINDS)}{did_you_mean(what, KINDS)}")
     return int(importlib.import_module(f"nmrun.bench.{what}").main(words))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import os
@@ -13,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from nmrun.arguments import Parser
 from nmrun.products.cusparselt import loaded_cusparselt
 
 SHAPES = ((768, 3072), (2048, 8192), (4096, 16384))  # inputs and outputs of the layers in the speed table
@@ -21,7 +21,7 @@ TOKENS = 8192
 
 def main(argv: Sequence[str]) -> int:
     """Print what there is, test the 2:4 paths and measure a little; returns the exit status, 1 if something needed is missing."""
-    argparse.ArgumentParser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
+    Parser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
     import torch
 
     from nmrun.kernels.cpu import find_compiler, load

@@ -88,8 +88,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--fp8", action="store_true", help="products of FP8 operands")
     options = parser.parse_args(argv)
     device = output.begin(options, parser)
-    if output.without_products("gemm", device):
-        return 2
+    output.needs_products(device)
     if options.fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         parser.error("--fp8: this GPU has no products of FP8 numbers")
     clock, rows = Clock(device), list[Row]()

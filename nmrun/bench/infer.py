@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
 from nmrun.patterns import Pattern
 from nmrun.products import backends24
 from nmrun.products.linear24 import Packed
+from nmrun.settings.datasets import TokenBin
 from nmrun.sparsity.masks import hard_threshold
 from nmrun.sparsity.select import select
 
@@ -73,13 +75,14 @@ def measure(
     with tempfile.TemporaryDirectory() as name:
         random_text(Path(name))
         config = composed(Path(name), ["recipe=dense", *words])
-    if "context" in config.dataset:
-        inputs = {"vocabulary": config.dataset["vocabulary"], "context": config.dataset["context"]}
+    if isinstance(config.dataset, TokenBin):
+        inputs: dict[str, Any] = {"vocabulary": config.dataset.vocabulary, "context": config.dataset.context}
     else:
-        inputs = {"shape": (3, config.dataset["side"], config.dataset["side"]), "classes": 1000}
+        side = config.dataset.values()["side"]
+        inputs = {"shape": (3, side, side), "classes": 1000}
     torch.manual_seed(0)
-    dense = models.build(config.model, inputs).to(device, gemm.DTYPE).eval().requires_grad_(False)
-    chosen, _ = select(dense, PATTERN, include=config.model["include"], exclude=config.model["exclude"] or ())
+    dense = models.build(config.model.mapping(), inputs).to(device, gemm.DTYPE).eval().requires_grad_(False)
+    chosen, _ = select(dense, PATTERN, include=config.model.include, exclude=config.model.exclude or ())
     names = [weight.module_name for weight in chosen if isinstance(weight.module, nn.Linear)]
     rows: list[Row] = []
     try:
@@ -119,8 +122,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all arms, such as dataset.context=256")
     options = parser.parse_args(argv)
     device = output.begin(options, parser)
-    if output.without_products("infer", device):
-        return 2
+    output.needs_products(device)
     paths, rows = right_paths(device)
     rows += each(
         options.models,

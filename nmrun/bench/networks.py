@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 
+from nmrun.arguments import Parser
 from nmrun.bench import output
 from nmrun.bench.timing import Row
 from nmrun.config import schema, source
@@ -44,9 +43,9 @@ NETWORKS: dict[str, tuple[str, ...]] = {
 COMMON = ("optimizer=adamw", "trainer.epochs=1000000", "track=local", "trainer.clip=1")
 
 
-def random_images(config: Any, device: torch.device) -> Classification:
+def random_images(config: schema.Config, device: torch.device) -> Classification:
     """A data set for ``dataset._target_``: enough random images of ``dataset.side`` pixels for a few batches, in 1,000 classes."""
-    side, count = config.dataset["side"], 4 * config.trainer["batch_size"]
+    side, count = config.dataset.values()["side"], 4 * config.trainer.batch_size
     images = torch.randint(256, (count, 3, side, side), dtype=torch.uint8, device=device)
     labels = torch.randint(1000, (count,), device=device)
     return Classification.of(config, dict.fromkeys(("train", "val", "test"), (images, labels)), 1000, device)
@@ -58,8 +57,8 @@ def random_text(folder: Path) -> None:
         np.random.default_rng(0).integers(256, size=1 << 20).astype(np.uint16).tofile(folder / f"{name}.bin")
 
 
-def each(names: Sequence[str], parser: argparse.ArgumentParser, measure: Callable[[tuple[str, ...]], list[Row]]) -> list[Row]:
-    """The rows of every network, measured by its words; a mistake in them exits with status 2."""
+def each(names: Sequence[str], parser: Parser, measure: Callable[[tuple[str, ...]], list[Row]]) -> list[Row]:
+    """The rows of every network, measured by its words; a mistake in them is a ConfigError."""
     rows = []
     for name in names:
         output.note(name)

@@ -12,16 +12,18 @@ from pathlib import Path
 
 import torch
 
+from nmrun.arguments import Parser
 from nmrun.bench.machine import hardware, machine_line
 from nmrun.bench.timing import Row
+from nmrun.errors import ConfigError
 from nmrun.products import acceleration
 from nmrun.report.markdown import table
 
 
-def parser(name: str, about: str | None, default_rounds: int) -> argparse.ArgumentParser:
+def parser(name: str, about: str | None, default_rounds: int) -> Parser:
     """With what all of them take: rounds, device and where the results go."""
     text = (about or "").split("\n\n")[0].replace("``", "")
-    made = argparse.ArgumentParser(prog=f"nmrun bench {name}", description=text)
+    made = Parser(prog=f"nmrun bench {name}", description=text)
     made.add_argument(
         "--rounds", type=positive, default=default_rounds, help=f"measurements of each (default: {default_rounds})"
     )
@@ -45,8 +47,8 @@ def shape(text: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[1])
 
 
-def begin(options: argparse.Namespace, made: argparse.ArgumentParser) -> torch.device:
-    """The device that was asked for, and the folder of the results made. Mistakes exit with status 2."""
+def begin(options: argparse.Namespace, made: Parser) -> torch.device:
+    """The device that was asked for, and the folder of the results made. Raises ConfigError for mistakes."""
     if options.device == "cuda" and not torch.cuda.is_available():
         made.error("--device cuda: torch sees no CUDA device here")
     if options.out:
@@ -57,12 +59,10 @@ def begin(options: argparse.Namespace, made: argparse.ArgumentParser) -> torch.d
     return torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def without_products(name: str, device: torch.device) -> bool:
-    """Whether this device has no 2:4 products; then says so in a line."""
-    why = acceleration.obstacle(device)
-    if why:
-        print(f"nmrun bench {name}: {why}: there are no 2:4 products to measure", file=sys.stderr)
-    return bool(why)
+def needs_products(device: torch.device) -> None:
+    """Raise ConfigError where this device has no 2:4 products."""
+    if why := acceleration.obstacle(device):
+        raise ConfigError(f"{why}: there are no 2:4 products to measure")
 
 
 def note(text: str) -> None:

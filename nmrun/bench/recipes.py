@@ -7,7 +7,6 @@ time over the dense time of the same round, so that a machine that grows slower 
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
 import json
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun import optim
+from nmrun.arguments import Parser
 from nmrun.bench.arms import ARMS, WORKLOADS, Attach
 from nmrun.bench.machine import hardware
 from nmrun.patterns import Pattern
@@ -124,7 +124,7 @@ def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """``nmrun bench``: measure, print the table, and with ``--out`` write it as Markdown and JSON."""
-    parser = argparse.ArgumentParser(prog="nmrun bench", description=(__doc__ or "").split("\n\n")[0].replace("``", ""))
+    parser = Parser(prog="nmrun bench", description=(__doc__ or "").split("\n\n")[0].replace("``", ""))
     names = [name for name in WORKLOADS if name != "tiny"]
     parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=names, help=f"default: {' '.join(names)}")
     parser.add_argument("--patterns", nargs="+", default=["2:4", "1:16"], metavar="N:M", help="default: 2:4 1:16")

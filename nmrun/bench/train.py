@@ -48,8 +48,8 @@ def ours(config: schema.Config, steps: int) -> Prepared:
 def bare(config: schema.Config, steps: int) -> Prepared:
     """The same for a loop of a few lines."""
     parts = build(config)
-    model, task, accumulate = parts.model.train(), parts.task, config.trainer["accumulate"]
-    forward = torch.compile(model, fullgraph=True) if config.trainer["compile"] else model
+    model, task, accumulate = parts.model.train(), parts.task, config.trainer.accumulate
+    forward = torch.compile(model, fullgraph=True) if config.trainer.compile else model
     batches = task.micro_batches(0, 0, accumulate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 

@@ -20,10 +20,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from nmrun.config import schema, zipped
+from nmrun.config import schema, source, zipped
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
-from nmrun.ranges import near
+from nmrun.registry import did_you_mean
 
 SCALES = ("smoke", "small", "paper")
 FIGURES = ("ratio", "curves", "flips", "autoswitch", "flops")
@@ -62,7 +62,9 @@ class Experiment:
         Raises ConfigError for a scale that does not exist.
         """
         if scale not in self.scales:
-            raise ConfigError(f"scale={scale}: no such scale{near(scale, self.scales)} (there are {', '.join(self.scales)})")
+            raise ConfigError(
+                f"scale={scale}: no such scale{did_you_mean(scale, self.scales)} (there are {', '.join(self.scales)})"
+            )
         found = []
         for sweep in self.sweeps:
             words = [*shlex.split(sweep), *shlex.split(self.scales[scale]), *own]
@@ -86,7 +88,9 @@ def load(name: str) -> Experiment:
     """The experiment of that name, or of a file of the user's own (``.yaml``). Raises ConfigError if there is none, or it is not one."""
     own = name.endswith(".yaml")
     if not own and name not in names():
-        raise ConfigError(f"experiment={name}: no such experiment{near(name, names())} (there are {', '.join(names())})")
+        raise ConfigError(
+            f"experiment={name}: no such experiment{did_you_mean(name, names())} (there are {', '.join(names())})"
+        )
     try:
         file = Path(name) if own else files("nmrun.conf") / "experiment" / f"{name}.yaml"
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
@@ -106,11 +110,15 @@ def _read(name: str, content: dict[str, Any]) -> Experiment:
         f"report.{key}" for key in sorted(content.get("report", {}).keys() - REPORT.keys())
     ]
     if missing or unknown:
-        raise ValueError(f"without {', '.join(missing)}" if missing else f"{unknown[0]}: no such key{near(unknown[0], KEYS)}")
+        raise ValueError(
+            f"without {', '.join(missing)}" if missing else f"{unknown[0]}: no such key{did_you_mean(unknown[0], KEYS)}"
+        )
     for figure in content.get("report", {}).get("figures", []):
         kind = figure.partition(" ")[0]
         if kind not in FIGURES:
-            raise ValueError(f"report.figures: {kind}: no such kind{near(kind, FIGURES)} (there are {', '.join(FIGURES)})")
+            raise ValueError(
+                f"report.figures: {kind}: no such kind{did_you_mean(kind, FIGURES)} (there are {', '.join(FIGURES)})"
+            )
     if set(content["scales"]) - set(SCALES):
         raise ValueError(f"scales: they are called {', '.join(SCALES)}")
     paper, sweep = content.get("paper") or {"source": "", "values": {}}, content["sweep"]
@@ -156,6 +164,7 @@ def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list
     The seeds of a job differ in nothing else, so that one composition is enough for all of them.
     """
     found: dict[str, schema.Config] = {}
+    source.register()
     GlobalHydra.instance().clear()
     with initialize_config_module("nmrun.conf", version_base="1.3"):
         for words in experiment.overrides(scale, own):

@@ -26,7 +26,7 @@ def identity(config: Config) -> str:
         if isinstance(value, dict):
             value = {k: v for k, v in value.items() if k not in IRRELEVANT.get(group, ())}
         relevant[group] = value
-    overrides = config.sparsity["overrides"]
+    overrides = config.sparsity.overrides
     if overrides and len(overrides) > 1:  # the first that matches counts
         relevant["order"] = list(overrides)
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:10]
@@ -35,5 +35,5 @@ def identity(config: Config) -> str:
 def run_folder(config: Config) -> Path:
     """``<output_dir>/<dataset>/<model>/<recipe>/<ratio>/s<seed>-<id>``: no colon, space or backslash in it."""
     slug = "dense" if config.pattern is None else config.pattern.slug
-    place = Path(config.output_dir) / config.dataset["name"] / config.model["name"] / config.recipe["name"] / slug
+    place = Path(config.output_dir) / config.dataset.name / config.model.name / config.recipe.name / slug
     return place / f"s{config.seed}-{identity(config)}"

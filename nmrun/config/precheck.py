@@ -29,8 +29,9 @@ from nmrun.config.hydra_quoting import RATIOS, quoting
 from nmrun.config.source import GROUP as RATIO
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
-from nmrun.ranges import near
 from nmrun.recipes import installed
+from nmrun.registry import did_you_mean
+from nmrun.settings import reader
 
 MOST_JOBS = 5000  # looked at ahead; what is wrong with a sweep shows long before, and each job is checked again when it begins
 Done = dict[tuple[str, ...], DictConfig]
@@ -45,7 +46,7 @@ def options(argv: list[str]) -> argparse.Namespace:
         if unknown is None:
             raise ConfigError(message)
         bare = unknown[1].lstrip("-")
-        hint = near(unknown[1].partition("=")[0], parser._option_string_actions)
+        hint = did_you_mean(unknown[1].partition("=")[0], parser._option_string_actions)
         raise ConfigError(f"{unknown[1]}: no such option{hint or f' (keys are written without dashes: {bare})'}")
 
     parser.error = complain  # type: ignore[assignment, method-assign]
@@ -263,7 +264,7 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
         return None
     if option in options or os.sep in option:
         return None
-    return schema.no_option(group, group, option, options)
+    return reader.no_option(group, group, option, options)
 
 
 def _unknown(key: str, known: set[str]) -> str:
@@ -272,7 +273,7 @@ def _unknown(key: str, known: set[str]) -> str:
         return f"{key}: no such key; ratios by layer are one value: '{RATIOS}={{{key.removeprefix(RATIOS)[1:]}: 1:8}}'"
     group, _, leaf = key.rpartition(".")
     beside = {one for one in known if one.rpartition(".")[0] == group}
-    line = schema.no_key(key, beside or {one for one in known if "." not in one})
+    line = reader.no_key(key, beside or {one for one in known if "." not in one})
     same = sorted(one for one in known if one.rpartition(".")[2] == leaf)
     return (
         line if "did you mean" in line or not same else line.replace("no such key", f"no such key; did you mean {same[0]}?", 1)

@@ -1,7 +1,8 @@
-"""Serves ``sparsity=N:M`` for any ratio, without a file for each, and the recipes of other installed packages: a Hydra config
-source under ``nm://``.
+"""Config nodes without a file: a Hydra config source under ``nm://``.
 
-Files named ``2:8.yaml`` cannot exist on Windows and could only ever cover a finite list.
+It serves ``sparsity=N:M`` for any ratio, the recipes of other installed packages, and the built-in
+recipes whose class says its hyperparameters (see ``nmrun.config.recipe_fields``). Files named
+``2:8.yaml`` cannot exist on Windows and could only ever cover a finite list.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException
@@ -16,16 +18,27 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
-from nmrun.data import stdlib_text
-from nmrun.patterns import Pattern, PatternError
-from nmrun.recipes import installed
+from nmrun.config import recipe_fields
+from nmrun.patterns import USUAL, Pattern, PatternError
+from nmrun.recipes import RECIPES, installed
+from nmrun.registry import find
 
 GROUP = "sparsity"
-USUAL = ("1:2", "2:4", "4:8", "1:4", "2:8", "1:8", "2:16", "1:16", "1:32")  # what --help and completion offer
+
+# Hydra instantiates sweepers of the package hydra_plugins only; see nmrun.config.sweeper.
+SWEEPER: dict[str, Any] = {
+    "_target_": "hydra_plugins.nmrun.NMSweeper",
+    "max_batch_size": None,
+    "params": None,
+}
 
 
 class RatioSource(ConfigSource):
-    """``sparsity/2:8`` is ``{n: 2, m: 8, overrides: null, pad: false}``; ``recipe/mine`` is ``{name: mine, _target_: mypkg.recipes.Mine}``."""
+    """``sparsity/2:8`` is ``{n: 2, m: 8, overrides: null, pad: false}``.
+
+    ``recipe/mine`` of another package is ``{name: mine, _target_: mypkg.recipes.Mine}``, and
+    ``recipe/sr_ste``, where ``conf/recipe`` has no file of it, ``{name: sr_ste, decay: 2.0e-4}``.
+    """
 
     @staticmethod
     def scheme() -> str:
@@ -39,27 +52,39 @@ class RatioSource(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
-        return (group == GROUP and ":" in name) or (group == "recipe" and name in installed())
+        return (group == GROUP and ":" in name) or (group == "recipe" and name in _recipes())
 
     def load_config(self, config_path: str) -> ConfigResult:
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
         try:
-            if group == "recipe":
-                content: dict[str, Any] = {"name": name, "_target_": installed()[name]}
-            else:
-                pattern = Pattern.parse(name)
-                content = {"n": pattern.n, "m": pattern.m, "overrides": None, "pad": False}
+            content = _recipe(name) if group == "recipe" else _ratio(name)
         except PatternError as error:
             raise ConfigCompositionException(str(error)) from None
         header: dict[str, str | None] = {"package": group}
-        return ConfigResult(provider=self.provider, path=self.full_path(), config=OmegaConf.create(content), header=header)
+        path, config = self.full_path(), OmegaConf.create(content)
+        return ConfigResult(provider=self.provider, path=path, config=config, header=header)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         path = config_path.strip("/")
         if path == "":
             return [GROUP, "recipe"] if results_filter in (None, ObjectType.GROUP) else []
-        served = {GROUP: list(USUAL), "recipe": list(installed())}.get(path, [])
+        served = {GROUP: list(USUAL), "recipe": _recipes()}.get(path, [])
         return served if results_filter in (None, ObjectType.CONFIG) else []
+
+
+def _recipes() -> list[str]:
+    return [*RECIPES, *installed()]
+
+
+def _recipe(name: str) -> dict[str, Any]:
+    if name in installed():
+        return {"name": name, "_target_": installed()[name]}
+    return recipe_fields.node(name)
+
+
+def _ratio(name: str) -> dict[str, Any]:
+    pattern = Pattern.parse(name)
+    return {"n": pattern.n, "m": pattern.m, "overrides": None, "pad": False}
 
 
 class RatioSearchPath(SearchPathPlugin):
@@ -71,8 +96,17 @@ class RatioSearchPath(SearchPathPlugin):
 
 
 def register() -> None:
-    """Make both known to Hydra, and ``${stdlib_sha256:}`` to configs; done once, when the command line is imported."""
-    OmegaConf.register_new_resolver("stdlib_sha256", stdlib_text.digest, replace=True)
+    """Make both known to Hydra, and ``${stdlib_sha256:}`` and the sweeper's node to configs.
+
+    It is done once, when the command line is imported.
+    """
+    ConfigStore.instance().store("nmrun", SWEEPER, "hydra/sweeper", provider="nmrun")
+    OmegaConf.register_new_resolver("stdlib_sha256", _digest, replace=True)
     plugins = Plugins.instance()
     for plugin in (RatioSource, RatioSearchPath):
         plugins.register(plugin)
+
+
+def _digest() -> str:
+    """The hash of ``stdlib_text``. Only a config with that data set asks for it."""
+    return str(find("dataset.sha256", "nmrun.data.stdlib_text.digest", {})())

@@ -10,23 +10,41 @@ import json
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins import basic_sweeper
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+SWEEP = "NMRUN_SWEEP"  # told to job processes, and to the sweeper: the sweep's folder
 UNTRAINED = ("skipped", "planned", "refused")  # ends of jobs that took no time to speak of
 
 
-def begin(folder: Path, jobs: int | None, command: str, output_dir: str) -> None:
-    """Begin the record. ``jobs``: how many there will be, None if that is not known; ``command`` and ``output_dir`` as they were typed."""
-    content = {"begun": time.time(), "jobs": jobs, "command": command, "output_dir": output_dir}
+def begin(
+    folder: Path,
+    jobs: int | None,
+    command: str,
+    output_dir: str,
+    sweeps: Sequence[Sequence[str]] = (),
+) -> None:
+    """Begin the record.
+
+    Args:
+        folder: that of the sweep.
+        jobs: how many there will be; None if that is not known.
+        command: as it was typed.
+        output_dir: as it was typed.
+        sweeps: the overrides of each sweep, where they are launched together.
+    """
+    content = {
+        "begun": time.time(),
+        "jobs": jobs,
+        "command": command,
+        "output_dir": output_dir,
+        "sweeps": [list(words) for words in sweeps],
+    }
     (folder / "sweep.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
@@ -46,6 +64,7 @@ class Record:
     jobs: int | None
     command: str
     output_dir: str
+    sweeps: list[list[str]]
     done: list[dict[str, Any]]
 
     def counts(self) -> dict[str, int]:
@@ -81,9 +100,10 @@ def read(folder: Path) -> Record:
     try:
         head = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
         begun, jobs, words = float(head["begun"]), head["jobs"], (str(head["command"]), str(head["output_dir"]))
+        sweeps = list(head.get("sweeps", []))
     except (OSError, ValueError, KeyError, TypeError):
-        begun, jobs, words = None, None, ("", "")
-    return Record(begun, jobs, *words, [line for line in lines if isinstance(line, dict) and "status" in line])
+        begun, jobs, words, sweeps = None, None, ("", ""), []
+    return Record(begun, jobs, *words, sweeps, [line for line in lines if isinstance(line, dict) and "status" in line])
 
 
 def title(folder: Path, number: int, overrides: list[str]) -> str:
@@ -127,31 +147,6 @@ def typed(word: str) -> str:
         parse = OverridesParser.create().parse_override
         return bare if bare != word and parse(bare).value() == parse(word).value() else word
     return word
-
-
-@contextlib.contextmanager
-def together(sweeps: Sequence[Sequence[str]]) -> Iterator[None]:
-    """While entered, Hydra's own sweeper, started with the first of these sweeps, has the jobs of all of them, one sweep's after
-    the other's: one launch, so that a launcher can run any of them side by side.
-    """
-    sweeper = basic_sweeper.BasicSweeper  # Hydra loads its plugins anew when it looks for them, so not at the top
-    split = sweeper.split_arguments
-
-    def jobs(overrides: list[Override], size: int | None) -> list[list[list[str]]]:
-        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        own = [override for override in overrides if override.input_line not in sweeps[0]]  # hydra.sweeper.params
-        found = []
-        for words in sweeps:
-            parsed = parser.parse_overrides([word for word in words if not is_hydras(word)])
-            found += split([*own, *parsed], None)[0]
-        return list(sweeper.split_overrides_to_chunks(found, size))
-
-    if len(sweeps) > 1:
-        sweeper.split_arguments = staticmethod(jobs)  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        sweeper.split_arguments = staticmethod(split)  # type: ignore[method-assign, assignment]
 
 
 def is_hydras(word: str) -> bool:

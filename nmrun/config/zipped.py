@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 
 from nmrun.config.sweep import typed
 from nmrun.errors import ConfigError
-from nmrun.ranges import near
+from nmrun.registry import did_you_mean
 
 
 def rows(words: Sequence[str]) -> list[list[str]]:
@@ -38,12 +38,12 @@ def rows(words: Sequence[str]) -> list[list[str]]:
                 return [[word for word in words if key(word) != "zip"]]
             values[name] = found
             if len(found) < 2:
-                hint = "" if name in written else near(name, written)
+                hint = "" if name in written else did_you_mean(name, written)
                 problems.append(f"{zipped}: {name} has no list of values here, as in {name}=a,b{hint}")
         if len({len(values[name]) for name in names}) > 1 and all(len(values[name]) > 1 for name in names):
             counts = ", ".join(f"{name} {len(values[name])}" for name in names)
             problems.append(f"{zipped}: these keys must have as many values each, and have: {counts}")
-    if any(word.startswith("hydra/sweeper=") and word != "hydra/sweeper=basic" for word in words):
+    if any(word.startswith("hydra/sweeper=") and word.partition("=")[2] not in ("basic", "nmrun") for word in words):
         problems.append(
             f"{next(iter(groups))}: a sweeper of another kind (hydra/sweeper) draws its own values; leave one of them out"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from nmrun.arguments import Parser
 from nmrun.data.multi30k import files
 from nmrun.data.prepare import beside
 from nmrun.data.prepare import prepare as prepare_texts
@@ -13,7 +14,7 @@ from nmrun.errors import ConfigError
 
 def prepare(argv: list[str]) -> int:
     """The verb's command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "nmrun prepare",
         description="Raw parallel text into subwords and fairseq's binary files, for dataset=fairseq (or fairseq-train).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -36,7 +37,7 @@ def prepare(argv: list[str]) -> int:
         missing = [f"--{split}" for split, prefix in prefixes.items() if prefix is None]
         if missing:
             raise ConfigError(
-                f"nmrun prepare parallel: {', '.join(missing)} missing: the text without its .{asked.source} and .{asked.target}"
+                f"prepare parallel: {', '.join(missing)} missing: the text without its .{asked.source} and .{asked.target}"
             )
         texts = {split: (beside(prefix, asked.source), beside(prefix, asked.target)) for split, prefix in prefixes.items()}
     if asked.to.exists():

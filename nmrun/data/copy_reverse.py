@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from nmrun.settings.datasets import CopyReverse
 from nmrun.tasks.translation import Corpus, Translation
+
+if TYPE_CHECKING:
+    from nmrun.settings.config import Config
 
 ORDERS = ("copy", "reverse")
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]  # with the numbers that fairseq gives them
@@ -41,15 +45,15 @@ class Vocabulary:
         return hash(tuple(self.symbols))
 
 
-def build(config: Any, device: torch.device) -> Translation:
+def build(config: Config, device: torch.device) -> Translation:
     """The task of the config's ``dataset`` group. The sentences depend on ``split_seed`` alone, not on the run's seed."""
-    options = config.dataset
-    vocabulary = Vocabulary([*ORDERS, *(f"w{number}" for number in range(options["words"]))])
-    random = np.random.default_rng(options["split_seed"])
+    options = config.dataset.as_kind(CopyReverse)
+    vocabulary = Vocabulary([*ORDERS, *(f"w{number}" for number in range(options.words))])
+    random = np.random.default_rng(options.split_seed)
     splits, references = {}, {}
     for name in ("train", "val", "test"):
-        number = options["size" if name == "train" else f"{name}_size"]
-        pairs = [_sentence(random, vocabulary, options["words"], options["longest"]) for _ in range(number)]
+        number = {"train": options.size, "val": options.val_size, "test": options.test_size}[name]
+        pairs = [_sentence(random, vocabulary, options.words, options.longest) for _ in range(number)]
         source, target = ([sentence[side] for sentence in pairs] for side in (0, 1))
         splits[name] = Corpus.of(source), Corpus.of(target)
         references[name] = [" ".join(vocabulary.symbols[token] for token in sentence[:-1]) for sentence in target]

@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib.util
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nmrun.settings.datasets import Digits
 from nmrun.tasks.vision import Classification
+
+if TYPE_CHECKING:
+    from nmrun.settings.config import Config
 
 CLASSES = 10
 Splits = dict[str, tuple[Tensor, Tensor]]
@@ -40,10 +44,11 @@ def load(split_seed: int = 0, val_fraction: float = 0.15, test_fraction: float =
     return {name: (images[rows], labels[rows]) for name, rows in chosen.items()}
 
 
-def build(config: Any, device: torch.device) -> Classification:
+def build(config: Config, device: torch.device) -> Classification:
     """The task of the config's ``dataset`` group."""
-    options = {key: value for key, value in config.dataset.items() if key != "name"}
-    return Classification.of(config, load(**options), CLASSES, device)
+    options = config.dataset.as_kind(Digits)
+    splits = load(options.split_seed, options.val_fraction, options.test_fraction)
+    return Classification.of(config, splits, CLASSES, device)
 
 
 def _read() -> tuple[Tensor, Tensor]:

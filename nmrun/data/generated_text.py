@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import random
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nmrun.settings.datasets import GeneratedText
 
 if TYPE_CHECKING:
     import torch
 
+    from nmrun.settings.config import Config
     from nmrun.tasks.text_classification import TextClassification
 
 GOOD = ("good", "great", "fine", "lovely", "superb", "bright", "clever", "charming")
@@ -56,11 +59,12 @@ def load(size: int = 4000, split_seed: int = 0) -> Splits:
     return {name: ([(text,) for text, _ in part], [label for _, label in part]) for name, part in parts.items()}
 
 
-def build(config: Any, device: torch.device) -> TextClassification:
+def build(config: Config, device: torch.device) -> TextClassification:
     """The task of the config's ``dataset`` group."""
     from nmrun.tasks.text_classification import TextClassification
 
-    splits = load(config.dataset["size"], config.dataset["split_seed"])
+    options = config.dataset.as_kind(GeneratedText)
+    splits = load(options.size, options.split_seed)
     return TextClassification.of(config, splits, 2, ("accuracy",), device)
 
 

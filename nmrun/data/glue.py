@@ -12,14 +12,16 @@ import random
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nmrun.data import local
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import Glue
 
 if TYPE_CHECKING:
     import torch
 
+    from nmrun.settings.config import Config
     from nmrun.tasks.pairs import Text
     from nmrun.tasks.text_classification import TextClassification
 
@@ -78,13 +80,13 @@ def load(task: str, held_out: float = 0.05, split_seed: int = 0, limit: int | No
     return found
 
 
-def build(config: Any, device: torch.device) -> TextClassification:
+def build(config: Config, device: torch.device) -> TextClassification:
     """The task of the config's ``dataset`` group."""
     from nmrun.tasks.text_classification import TextClassification
 
-    options = config.dataset
-    spec = TASKS[options["task"]]
-    splits = load(options["task"], options["held_out"], options["split_seed"], options["limit"])
+    options = config.dataset.as_kind(Glue)
+    spec = TASKS[options.task]
+    splits = load(options.task, options.held_out, options.split_seed, options.limit)
     return TextClassification.of(config, splits, len(spec.labels) or 1, spec.metrics, device)
 
 

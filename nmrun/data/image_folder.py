@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,10 @@ from torch import Tensor
 from nmrun.data import local
 from nmrun.data.splits import about, split
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import ImageFolder
+
+if TYPE_CHECKING:
+    from nmrun.settings.config import Config
 
 SPLITS = ("train", "val", "test")
 
@@ -31,14 +35,14 @@ class Loaded:
     classes: list[str]
 
 
-def build(config: Any, device: torch.device) -> Any:
+def build(config: Config, device: torch.device) -> Any:
     """The task of the config's ``dataset`` group. Raises ConfigError for a folder that is missing or that is not as said."""
     from nmrun.tasks.vision import Classification
 
-    options = config.dataset
-    place = local.find("image_folder", [options["path"]], "dataset.path is a folder with a folder of images for each class")
-    loaded = load("image_folder", place, options["resolution"])
-    sizes = {key: options[key] for key in ("split_seed", "train_size", "val_size", "test_size")}
+    options = config.dataset.as_kind(ImageFolder)
+    place = local.find("image_folder", [options.path], "dataset.path is a folder with a folder of images for each class")
+    loaded = load("image_folder", place, options.resolution)
+    sizes = options.sizes()
     classes, splits = len(loaded.classes), dict(loaded.splits)
     if "test" not in splits and "val" in splits:
         splits["test"] = splits.pop("val")  # as ImageNet, whose test labels nobody has

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -10,27 +10,31 @@ import torch
 from nmrun.data import image_folder, local
 from nmrun.data.splits import about, split
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import ImageNet
 from nmrun.tasks.image_stream import ImageStream
 
+if TYPE_CHECKING:
+    from nmrun.settings.config import Config
 
-def build(config: Any, device: torch.device) -> ImageStream:
+
+def build(config: Config, device: torch.device) -> ImageStream:
     """The task of the config's ``dataset`` group. ``val`` is the test split, as labels of ImageNet's test images are nowhere, and
     validation images are taken from those for training.
 
     Raises ConfigError for a folder that is missing or that is not as said.
     """
-    options = config.dataset
+    options = config.dataset.as_kind(ImageNet)
     how = "dataset.path is a folder with train and val, and in each a folder of images for every class"
-    place = local.find("imagenet", [options["path"]], how)
+    place = local.find("imagenet", [options.path], how)
     names, listed = image_folder.listing("imagenet", place)
     if "val" not in listed:
         raise ConfigError(f"dataset=imagenet: there is no {place / 'train'} with a {place / 'val'} beside it: {how}")
     samples = listed["train"] + listed["val"]
     paths, labels = np.array([path.encode() for path, _ in samples]), torch.tensor([label for _, label in samples])
     rows, trained = torch.arange(len(samples)), len(listed["train"])
-    sizes = {key: options[key] for key in ("split_seed", "train_size", "val_size", "test_size")}
+    sizes = options.sizes()
     classes = len(names)
     pool, test = (rows[:trained], labels[:trained]), (rows[trained:], labels[trained:])
     parts = split(pool, test, classes, **sizes)
-    said = about(parts, (3, options["resolution"], options["resolution"]), classes, place)
+    said = about(parts, (3, options.resolution, options.resolution), classes, place)
     return ImageStream(config, paths, parts, classes, device, said)

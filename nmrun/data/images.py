@@ -6,14 +6,18 @@ import os
 import socket
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from nmrun.data import image_folder, local
 from nmrun.data.splits import Labelled, about, split
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import Images
 from nmrun.tasks.vision import Classification
+
+if TYPE_CHECKING:
+    from nmrun.settings.config import Config
 
 FILES = {  # torchvision's class, the folder of its files, and images under other names
     "cifar10": ("CIFAR10", "cifar-10-batches-py", ("cifar10/cifar10-jpeg", "cifar10/cifar10-jpeg.tar.xz")),
@@ -23,12 +27,12 @@ FILES = {  # torchvision's class, the folder of its files, and images under othe
 SECONDS_TO_ANSWER = 20.0  # of a server, before the download is given up
 
 
-def build(config: Any, device: torch.device) -> Classification:
+def build(config: Config, device: torch.device) -> Classification:
     """The task of the config's ``dataset`` group. Raises ConfigError where the data are neither here nor to be downloaded."""
-    options = config.dataset
-    pool, test, place = read(options["name"])
+    options = config.dataset.as_kind(Images)
+    pool, test, place = read(options.name)
     classes = int(pool[1].max()) + 1
-    splits = split(pool, test, classes, **{key: options[key] for key in ("split_seed", "train_size", "val_size", "test_size")})
+    splits = split(pool, test, classes, **options.sizes())
     return Classification.of(config, splits, classes, device, about(splits, pool[0].shape[1:], classes, place))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,19 +13,23 @@ from nmrun.data.local import cache_folder, data_folder
 from nmrun.data.prepare import Files, beside, prepare
 from nmrun.data.translation import load
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import Multi30k
 from nmrun.tasks.translation import Translation
 
+if TYPE_CHECKING:
+    from nmrun.settings.config import Config
 
-def build(config: Any, device: torch.device) -> Translation:
+
+def build(config: Config, device: torch.device) -> Translation:
     """The task of the config's ``dataset`` group. What ``prepare`` makes of the raw text is kept in the cache."""
-    options = config.dataset
-    languages = options["source"], options["target"]
-    texts = files(languages, options["test"])
+    options = config.dataset.as_kind(Multi30k)
+    languages = options.source, options.target
+    texts = files(languages, options.test)
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for pair in texts.values() for file in pair]
-    key = hashlib.sha256(json.dumps([stats, languages, options["vocabulary"]]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([stats, languages, options.vocabulary]).encode()).hexdigest()[:16]
     folder = cache_folder() / f"multi30k-{key}"
     if not folder.is_dir():
-        prepare(texts, languages, folder, options["vocabulary"])
+        prepare(texts, languages, folder, options.vocabulary)
     names = {"train": "train", "val": "valid", "test": "test"}
     return load(config, device, folder, languages, names, "sentencepiece")
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nmrun.data import local, text
 
 if TYPE_CHECKING:
     import torch
 
+    from nmrun.settings.config import Config
     from nmrun.tasks.language import LanguageModelling
 
 HOW = "it is data/tinyshakespeare/input.txt of https://github.com/karpathy/char-rnn"
 
 
-def build(config: Any, device: torch.device) -> LanguageModelling:
+def build(config: Config, device: torch.device) -> LanguageModelling:
     """The task of the config's ``dataset`` group."""
     file = local.find("shakespeare", ["tinyshakespeare/input.txt", "shakespeare/input.txt"], HOW)
     return text.task(config, {"train": file}, device)

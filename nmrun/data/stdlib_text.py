@@ -9,13 +9,15 @@ import hashlib
 import sysconfig
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import StdlibText
 
 if TYPE_CHECKING:
     import torch
 
+    from nmrun.settings.config import Config
     from nmrun.tasks.language import LanguageModelling
 
 MODULES = {
@@ -48,13 +50,14 @@ def digest() -> str:
     return hashlib.sha256(b"\0".join(read().values())).hexdigest()[:12]
 
 
-def build(config: Any, device: torch.device) -> LanguageModelling:
+def build(config: Config, device: torch.device) -> LanguageModelling:
     """The task of the config's ``dataset`` group. Raises ConfigError for a config that was made with another Python's text."""
     import numpy as np
 
     from nmrun.tasks.language import LanguageModelling
 
-    if config.dataset["sha256"] != digest():
-        raise ConfigError(f"dataset.sha256={config.dataset['sha256']}: the library of this Python has another text, {digest()}")
+    sha256 = config.dataset.as_kind(StdlibText).sha256
+    if sha256 != digest():
+        raise ConfigError(f"dataset.sha256={sha256}: the library of this Python has another text, {digest()}")
     splits = {split: np.frombuffer(text, np.uint8) for split, text in read().items()}
     return LanguageModelling.of(config, splits, 256, device, unit="byte")

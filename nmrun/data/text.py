@@ -13,18 +13,21 @@ from numpy.typing import NDArray
 from nmrun.data import corpus
 from nmrun.data.local import cached
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import Fractions, TextFiles, Tokenized
 
 if TYPE_CHECKING:
     import torch
 
+    from nmrun.settings.config import Config
     from nmrun.tasks.language import LanguageModelling
 
 SPACE = re.compile(rb"\s|\Z")
 
 
-def build(config: Any, device: torch.device) -> LanguageModelling:
+def build(config: Config, device: torch.device) -> LanguageModelling:
     """The task of the config's ``dataset`` group."""
-    given = {split: config.dataset[split] for split in ("train", "val", "test")}
+    options = config.dataset.as_kind(TextFiles)
+    given = {"train": options.train, "val": options.val, "test": options.test}
     paths = {split: Path(path).expanduser() for split, path in given.items() if path is not None}
     for split, path in paths.items():
         if not path.is_file():
@@ -32,16 +35,19 @@ def build(config: Any, device: torch.device) -> LanguageModelling:
     return task(config, paths, device)
 
 
-def task(config: Any, paths: Mapping[str, Path], device: torch.device) -> LanguageModelling:
+def task(config: Config, paths: Mapping[str, Path], device: torch.device) -> LanguageModelling:
     """Language modelling on these files: ``train`` and, unless they are to be cut from the end of it, ``val`` and ``test``.
 
     The ``dataset`` group has ``tokenizer`` and ``context``, and ``<split>_fraction`` for each split that is cut.
     """
     from nmrun.tasks.language import LanguageModelling
 
-    options = config.dataset
-    tokenizer = options["tokenizer"]
-    fractions = {split: options[f"{split}_fraction"] for split in ("val", "test") if split not in paths}
+    tokenizer = config.dataset.as_kind(Tokenized).tokenizer
+    fractions = {}
+    if not {"val", "test"} <= paths.keys():
+        cut = config.dataset.as_kind(Fractions)
+        each = {"val": cut.val_fraction, "test": cut.test_fraction}
+        fractions = {split: fraction for split, fraction in each.items() if split not in paths}
 
     def encoded() -> dict[str, NDArray[Any]]:
         arrays, size = corpus.encode(_texts(paths, fractions), tokenizer)

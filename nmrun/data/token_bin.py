@@ -6,26 +6,29 @@ They are mapped, never read as a whole, so their size does not matter.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import TokenBin
 
 if TYPE_CHECKING:
     import torch
 
+    from nmrun.settings.config import Config
     from nmrun.tasks.language import LanguageModelling
 
 LOOKED_AT = 1 << 20  # tokens at the beginning of each file; the others are looked at as they are used
 
 
-def build(config: Any, device: torch.device) -> LanguageModelling:
+def build(config: Config, device: torch.device) -> LanguageModelling:
     """The task of the config's ``dataset`` group. Without ``test.bin``, the test metrics are those on ``val.bin``."""
     from nmrun.tasks.language import LanguageModelling
 
-    folder, vocabulary = Path(config.dataset["folder"]).expanduser(), config.dataset["vocabulary"]
+    options = config.dataset.as_kind(TokenBin)
+    folder, vocabulary = Path(options.folder).expanduser(), options.vocabulary
     splits = {split: read(folder / f"{split}.bin", vocabulary) for split in ("train", "val")}
     test = folder / "test.bin"
     splits["test"] = read(test, vocabulary) if test.exists() else splits["val"]

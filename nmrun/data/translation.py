@@ -4,35 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import Fairseq
 from nmrun.tasks.fairseq_import import fairseq
 from nmrun.tasks.translation import Corpus, Dictionary, Translation, check
+
+if TYPE_CHECKING:
+    from nmrun.settings.config import Config
 
 SUBWORDS = ("none", "sentencepiece", "subword_nmt")
 
 
-def build(config: Any, device: torch.device) -> Translation:
+def build(config: Config, device: torch.device) -> Translation:
     """The task of the config's ``dataset`` group: its ``path`` is such a folder."""
-    options = config.dataset
-    folder = Path(options["path"]).expanduser()
+    options = config.dataset.as_kind(Fairseq)
+    folder = Path(options.path).expanduser()
     if not folder.is_dir():
         raise ConfigError(
-            f"dataset.path={options['path']}: there is no such folder; fairseq-preprocess or nmrun prepare makes one"
+            f"dataset.path={options.path}: there is no such folder; fairseq-preprocess or nmrun prepare makes one"
         )
-    source, target = options["source"] or "", options["target"] or ""
+    source, target = options.source or "", options.target or ""
     if not (source and target):
         source, target = _languages(folder)
-    texts = {"train": options["train"], "val": options["val"] or "valid", "test": options["test"] or "test"}
-    return load(config, device, folder, (source, target), texts, options["subwords"], options["moses"])
+    texts = {"train": options.train, "val": options.val or "valid", "test": options.test or "test"}
+    return load(config, device, folder, (source, target), texts, options.subwords, options.moses)
 
 
 def load(
-    config: Any,
+    config: Config,
     device: torch.device,
     folder: Path,
     languages: tuple[str, str],

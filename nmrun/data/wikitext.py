@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nmrun.data import local, text
 
 if TYPE_CHECKING:
     import torch
 
+    from nmrun.settings.config import Config
     from nmrun.tasks.language import LanguageModelling
 
 FOLDERS = {"wikitext2": "wikitext-2", "wikitext103": "wikitext-103"}
@@ -16,9 +17,9 @@ FILES = ("wiki.{}.tokens", "{}.txt", "wiki.{}.raw")  # as published, as in PyTor
 SPLITS = {"train": "train", "val": "valid", "test": "test"}
 
 
-def build(config: Any, device: torch.device) -> LanguageModelling:
+def build(config: Config, device: torch.device) -> LanguageModelling:
     """The task of the config's ``dataset`` group."""
-    name = config.dataset["name"]
+    name = config.dataset.name
     folder = FOLDERS[name]
     how = f"it takes the three files of {folder}; dataset=text takes other divisions"
     paths = {

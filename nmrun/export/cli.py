@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from nmrun.arguments import Parser
+from nmrun.errors import RunError
 from nmrun.export import finished
 
 FORMATS = {
@@ -22,13 +22,17 @@ FORMATS = {
 
 
 def main(argv: list[str]) -> int:
-    """Check that every sparse layer holds its pattern, then write; returns 0, 1 (cannot be exported) or 2 (no finished run).
+    """Check that every sparse layer holds its pattern, then write; returns 0.
 
     A format is a module with ``write(run, folder)``. It returns the lines to print, the first of which begins with a file's name, and
     raises ValueError for what it cannot do.
     All files are written beside DIR first: it has all of them or none.
+
+    Raises:
+        NoRun: for a folder without a finished run.
+        RunError: for a run that cannot be exported.
     """
-    parser = argparse.ArgumentParser(prog="nmrun export", description="Copy a finished run's model, checked, to a folder.")
+    parser = Parser(prog="nmrun export", description="Copy a finished run's model, checked, to a folder.")
     parser.add_argument("run", type=Path, help="a run folder (holds result.json and model.safetensors)")
     parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to put the files and sparsity.json")
     parser.add_argument("--format", choices=FORMATS, default="safetensors", help="default: safetensors, zeros and all")
@@ -38,12 +42,10 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"--to {options.to} is the run's own folder; name another")
         run = finished.load(options.run)
         lines = _whole(run, options.to, importlib.import_module(FORMATS[options.format]).write)
-    except finished.NoRun as error:
-        print(f"nmrun export: {error}", file=sys.stderr)
-        return 2
+    except finished.NoRun:
+        raise
     except (ValueError, OSError) as error:
-        print(f"nmrun export: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        raise RunError(str(error)) from None
     print("\n".join(lines))
     return 0
 

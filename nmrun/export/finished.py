@@ -11,11 +11,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.sparsity.check import check_nm
 
 
-class NoRun(ValueError):
+class NoRun(ConfigError):
     """The folder holds no finished run; the message says what it holds."""
 
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from nmrun import models, tasks
-from nmrun.config.schema import Config
 from nmrun.export.finished import Finished, write_about
+from nmrun.settings.config import Config
 
 LARGEST = 1 << 30  # bytes of weights in the file itself, which may have 2 GiB; more go to a file beside it
 
@@ -68,9 +68,9 @@ def _built(run: Finished) -> tuple[nn.Module, tuple[int, ...]]:
     shape = task.inputs.get("shape")
     if shape is None:
         raise ValueError(
-            f"--format onnx takes models for images; model={config.model['name']} is made from {' and '.join(task.inputs)}"
+            f"--format onnx takes models for images; model={config.model.name} is made from {' and '.join(task.inputs)}"
         )
-    model = models.build(config.model, task.inputs).cpu().eval()
+    model = models.build(config.model.mapping(), task.inputs).cpu().eval()
     model.load_state_dict(run.state)
     return model, tuple(shape)
 

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import inspect
 from typing import Any
 
 from torch import nn
 
 from nmrun.errors import ConfigError
-from nmrun.registry import imported
+from nmrun.registry import find
 
 MODELS = {
-    "small_conv": "nmrun.models.small_conv",
-    "mlp": "nmrun.models.mlp",
-    **dict.fromkeys(("resnet20", "resnet32"), "nmrun.models.resnet"),
+    "small_conv": "nmrun.models.small_conv.build",
+    "mlp": "nmrun.models.mlp.build",
+    **dict.fromkeys(("resnet20", "resnet32"), "nmrun.models.resnet.build"),
     **dict.fromkeys(
         ("resnet18", "resnet34", "resnet50", "densenet121", "vgg16_bn", "mobilenet_v2", "swin_v2_t"),
-        "nmrun.models.torchvision_models",
+        "nmrun.models.torchvision_models.build",
     ),
-    **dict.fromkeys(("vit_tiny", "vit_small", "vit_base", "deit_tiny", "deit_small"), "nmrun.models.vit"),
-    "timm": "nmrun.models.timm_models",
-    "text_encoder": "nmrun.models.text_encoder",
-    "hf_encoder": "nmrun.models.hf_encoder",
-    **dict.fromkeys(("gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"), "nmrun.models.gpt"),
-    "hf_gpt2": "nmrun.models.hf_gpt2",
-    **{f"fairseq_transformer{size}": "nmrun.models.fairseq_transformer" for size in ("", "_iwslt", "_base")},
+    **dict.fromkeys(("vit_tiny", "vit_small", "vit_base", "deit_tiny", "deit_small"), "nmrun.models.vit.build"),
+    "timm": "nmrun.models.timm_models.build",
+    "text_encoder": "nmrun.models.text_encoder.build",
+    "hf_encoder": "nmrun.models.hf_encoder.build",
+    **dict.fromkeys(("gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"), "nmrun.models.gpt.build"),
+    "hf_gpt2": "nmrun.models.hf_gpt2.build",
+    **{f"fairseq_transformer{size}": "nmrun.models.fairseq_transformer.build" for size in ("", "_iwslt", "_base")},
 }
 
 
@@ -37,14 +35,7 @@ def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
     for a model that is made for other data.
     """
     name, target = config["name"], config.get("_target_")
-    if target is None and name not in MODELS:
-        near = difflib.get_close_matches(str(name), MODELS, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"model.name={name}: no such model; {hint}There are {', '.join(MODELS)}")
-    try:
-        builder = imported(target, f"model._target_={target}") if target else importlib.import_module(MODELS[name]).build
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    builder = find("model._target_", target, {}) if target else find("model.name", str(name), MODELS)
     parameters = inspect.signature(builder).parameters
     unasked = {"_target_", "include", "exclude"} | ({"name"} - set(parameters))
     options = {key: value for key, value in config.items() if key not in unasked}

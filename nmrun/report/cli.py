@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
+from nmrun.arguments import Parser, files_of_the_command
 from nmrun.errors import ConfigError
+from nmrun.registry import did_you_mean
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,7 +44,7 @@ def table(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--scale", default="small", help="of the experiments: smoke, small (default) or paper")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="write the experiments' figures there, as PNG")
-    try:
+    with files_of_the_command():
         options = parser.parse_args(argv)
         if options.experiment:
             return _experiments(options)
@@ -60,8 +61,6 @@ def table(argv: Sequence[str]) -> int:
         else:
             options.out.write_text(text, encoding="utf-8")
             sys.stdout.write(f"{options.out}\n")
-    except (ConfigError, OSError) as error:
-        return _refuse("table", error)
     return 0
 
 
@@ -72,7 +71,7 @@ def plot(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="PNG, SVG or PDF by suffix (default PATH/plot.png, PATH/KIND.png)"
     )
-    try:
+    with files_of_the_command():
         options = parser.parse_args(argv)
         name = "plot.png" if options.kind == "ratio" else f"{options.kind}.png"
         out = options.out or Path(options.paths[0] if Path(options.paths[0]).is_dir() else ".", name)
@@ -93,8 +92,6 @@ def plot(argv: Sequence[str]) -> int:
             target = out if len(drawn) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
             style.save(figure, target)
             sys.stdout.write(f"{target}\n")
-    except (ConfigError, OSError) as error:
-        return _refuse("plot", error)
     return 0
 
 
@@ -102,7 +99,7 @@ def report(argv: Sequence[str]) -> int:
     """``nmrun report PATH... --to FILE``: tables, pictures, failures, configs and environments on one page; returns the exit status."""
     parser = _parser("report", "Write all that there is to know of the runs below PATH into one HTML file that needs no other.")
     parser.add_argument("--to", type=Path, metavar="FILE", help="default PATH/report.html")
-    try:
+    with files_of_the_command():
         options = parser.parse_args(argv)
         if any(path.startswith("wandb://") for path in options.paths):
             raise ConfigError("a report needs run folders: curves, errors and environments are not in W&B")
@@ -112,18 +109,11 @@ def report(argv: Sequence[str]) -> int:
         target = options.to or Path(options.paths[0], "report.html")
         write(options.paths, [(runs, each, _logged(runs, each)) for runs, each in parts], target)
         sys.stdout.write(f"{target}\n")
-    except (ConfigError, OSError) as error:
-        return _refuse("report", error)
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
-
-
-def _parser(verb: str, description: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"nmrun {verb}", description=description)
+def _parser(verb: str, description: str) -> Parser:
+    parser = Parser(prog=f"nmrun {verb}", description=description)
     parser.add_argument(
         "paths",
         nargs="*" if verb == "table" else "+",
@@ -164,7 +154,7 @@ def _experiments(options: argparse.Namespace) -> int:
         except experiments.Unfinished as error:
             if len(every) == 1:
                 raise
-            print(f"nmrun table: left out: {error}", file=sys.stderr)
+            print(f"nmrun: left out: {error}", file=sys.stderr)
             continue
         own.rows, own.cols = (",".join(k for k in keys.split(",") if k in runs.columns) for keys in (own.rows, own.cols))
         tables = [experiments.with_paper(each, asked) for _, each in _parts(own, options.show, runs=runs)]
@@ -268,14 +258,6 @@ def _same(a: str, b: str) -> bool:
 
 def _known(name: str, names: Sequence[str], what: str) -> None:
     if name not in names:
-        near = difflib.get_close_matches(name, names, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = did_you_mean(name, names)
         family = [n for n in names if n.partition(".")[0] == name.partition(".")[0]] or [n for n in names if "." not in n]
-        raise ConfigError(f"no {what} {name!r} in these runs; {hint}there are {', '.join(sorted(family))}")
-
-
-def _refuse(verb: str, error: ConfigError | OSError) -> int:
-    known = [error.filename, error.strerror] if isinstance(error, OSError) else [error]
-    message = ": ".join(str(each) for each in known if each)
-    print(f"nmrun {verb}: {message}", file=sys.stderr)
-    return 2
+        raise ConfigError(f"no {what} {name!r} in these runs{hint} (there are {', '.join(sorted(family))})")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -16,6 +15,7 @@ from typing import Any
 import yaml
 
 from nmrun import lock
+from nmrun.arguments import Parser
 from nmrun.config import sweep
 from nmrun.errors import ConfigError
 
@@ -138,7 +138,7 @@ def _block(run: Run) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="nmrun status", description=(__doc__ or "").partition(": ")[2])
+    parser = Parser(prog="nmrun status", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument(
         "path", nargs="?", default="outputs", type=Path, help="an output folder, or any in it (default: outputs)"
     )

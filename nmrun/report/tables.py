@@ -14,8 +14,8 @@ from nmrun.config.identity import GROUPS, IRRELEVANT
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
-from nmrun.ranges import near
 from nmrun.recipes import RECIPES
+from nmrun.registry import did_you_mean
 from nmrun.report.statistics import Cell, Difference, holm, paired, shown, summarise
 
 Key = tuple[str, ...]  # the labels of a row or of a column, one for each config key that it stands for
@@ -111,7 +111,7 @@ def compare(table: Table, baseline: str, test: str = "t") -> Table:
     recipe = table.row_keys.index("recipe") if "recipe" in table.row_keys else 0
     every = [names[baseline]] if baseline in names else [row for row in table.rows if row[recipe] == baseline]
     if not every:
-        raise ConfigError(f"--baseline {baseline}: no such row{near(baseline, names)} (there are {', '.join(names)})")
+        raise ConfigError(f"--baseline {baseline}: no such row{did_you_mean(baseline, names)} (there are {', '.join(names)})")
 
     def context(row: Key) -> list[str]:
         return [text for key, text in zip(table.row_keys, row, strict=True) if key.partition(".")[0] != "recipe"]

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,9 +18,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from nmrun import ranks
 from nmrun.errors import ConfigError, RunError
+from nmrun.settings.datasets import ImageNet
 from nmrun.tasks.augment import Augment, Share, generator
 from nmrun.tasks.base import Batch, turns
 from nmrun.tasks.vision import Classification, Normalise
+
+if TYPE_CHECKING:
+    from nmrun.settings.config import Config
 
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]) * 255, torch.tensor([0.229, 0.224, 0.225]) * 255  # ImageNet's
 WHOLE = 256 / 224  # an evaluated image is scaled to so much more than what is cut out of its middle
@@ -40,28 +44,28 @@ class ImageStream(Classification):
 
     def __init__(
         self,
-        config: Any,
+        config: Config,
         paths: NDArray[np.bytes_],
         splits: dict[str, tuple[Tensor, Tensor]],
         classes: int,
         device: torch.device,
         about: str = "",
     ) -> None:
-        options, trainer = config.dataset, config.trainer
+        options, trainer = config.dataset.as_kind(ImageNet), config.trainer
         self.device, self.seed, self.about = device, config.seed, about
         self.splits = splits
-        self.files = _Files(paths, options["resolution"], options["crop_scale"], options["flip"], config.seed)
+        self.files = _Files(paths, options.resolution, options.crop_scale, options.flip, config.seed)
         self.classes = classes
-        self.inputs: dict[str, Any] = {"shape": (3, options["resolution"], options["resolution"]), "classes": classes}
-        self.augment: Augment = dataclasses.replace(Augment.of(options), flip=False)  # done where an image is read
+        self.inputs: dict[str, Any] = {"shape": (3, options.resolution, options.resolution), "classes": classes}
+        self.augment: Augment = dataclasses.replace(Augment.of(options.values()), flip=False)  # done where an image is read
         self.normalise = Normalise(MEAN, STD, device)
-        self.batch_size, self.label_smoothing = trainer["batch_size"], trainer["label_smoothing"]
+        self.batch_size, self.label_smoothing = trainer.batch_size, trainer.label_smoothing
         own_cores = max(1, (os.cpu_count() or 1) // ranks.local_world())
-        self.workers = own_cores if options["workers"] is None else options["workers"]
+        self.workers = own_cores if options.workers is None else options.workers
         available = len(splits["train"][0])
         if self.batch_size > available:
             raise ConfigError(f"trainer.batch_size={self.batch_size}: there are only {available} training images")
-        self.batches_per_epoch = min(available // self.batch_size, trainer["limit_batches"] or available)
+        self.batches_per_epoch = min(available // self.batch_size, trainer.limit_batches or available)
         self._labels = torch.empty(len(paths), dtype=torch.int64)
         for rows, labels in splits.values():
             self._labels[rows] = labels

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,7 +14,11 @@ from torch.nn import functional
 
 from nmrun import ranks
 from nmrun.errors import ConfigError, RunError
+from nmrun.settings.datasets import Context
 from nmrun.tasks.base import Batch, Tally, Task, picked, turns
+
+if TYPE_CHECKING:
+    from nmrun.settings.config import Config
 
 SPLITS = ("train", "val", "test")
 
@@ -74,13 +78,22 @@ class LanguageModelling(Task):
 
     @classmethod
     def of(
-        cls, config: Any, splits: Mapping[str, NDArray[Any]], vocabulary: int, device: torch.device, unit: str = "token"
+        cls, config: Config, splits: Mapping[str, NDArray[Any]], vocabulary: int, device: torch.device, unit: str = "token"
     ) -> LanguageModelling:
-        """With context, batch size, seed, smoothing and limits of a run's config (``nmrun.config.schema.Config``)."""
-        keys = ("batch_size", "label_smoothing", "accumulate", "limit_batches")
-        options = {key: config.trainer[key] for key in keys}
-        options |= {"seed": config.seed, "compiled": config.trainer["compile"], "device": device}
-        return cls(splits, vocabulary, config.dataset["context"], unit=unit, **options)
+        """With context, batch size, seed, smoothing and limits of a run's config (``nmrun.settings.config.Config``)."""
+        return cls(
+            splits,
+            vocabulary,
+            config.dataset.as_kind(Context).context,
+            batch_size=config.trainer.batch_size,
+            seed=config.seed,
+            unit=unit,
+            label_smoothing=config.trainer.label_smoothing,
+            accumulate=config.trainer.accumulate,
+            limit_batches=config.trainer.limit_batches,
+            device=device,
+            compiled=bool(config.trainer.compile),
+        )
 
     def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
         random = np.random.default_rng((self.seed, epoch, index))

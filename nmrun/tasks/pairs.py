@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from torch import Tensor
 
 from nmrun.errors import ConfigError
 from nmrun.tasks.pretrained import fetch
+
+if TYPE_CHECKING:
+    from nmrun.settings.datasets import Encoded
 
 Text = tuple[str, ...]  # one text, or two: a premise and a hypothesis, say
 
@@ -28,11 +31,11 @@ class Tokenizer(Protocol):
         """Tokens (int32) and segments (uint8) of all texts, one after the other, and where each starts (int64, texts + 1)."""
 
 
-def tokenizer(options: dict[str, Any]) -> Tokenizer:
+def tokenizer(options: Encoded) -> Tokenizer:
     """That of a ``dataset:`` config: ``tokenizer`` (``words``, or a folder or name of Hugging Face), ``vocabulary``, ``max_length``."""
-    if options["tokenizer"] == "words":
-        return Words(options["vocabulary"], options["max_length"])
-    return Pretrained(options["tokenizer"], options["max_length"])
+    if options.tokenizer == "words":
+        return Words(options.vocabulary, options.max_length)
+    return Pretrained(options.tokenizer, options.max_length)
 
 
 class Words:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +12,12 @@ from torch.nn import functional
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
+from nmrun.settings import datasets
 from nmrun.tasks.base import Batch, Tally, Task, chunks, picked, turns
 from nmrun.tasks.pairs import Text, Tokenizer, tokenizer
+
+if TYPE_CHECKING:
+    from nmrun.settings.config import Config
 
 EVALUATED_AT_ONCE = 128  # texts of about the same length; bounds the memory of an evaluation
 
@@ -81,18 +85,26 @@ class TextClassification(Task):
     @classmethod
     def of(
         cls,
-        config: Any,
+        config: Config,
         splits: Mapping[str, tuple[Sequence[Text], Sequence[float]]],
         classes: int,
         metrics: Sequence[str],
         device: torch.device,
     ) -> TextClassification:
-        """With tokenizer, batch size, seed, smoothing and limits of a run's config (``nmrun.config.schema.Config``)."""
-        if config.model.get("pooling") == "similarity" and len(splits["train"][0][0]) != 2:
+        """With tokenizer, batch size, seed, smoothing and limits of a run's config (``nmrun.settings.config.Config``)."""
+        if config.model.values().get("pooling") == "similarity" and len(splits["train"][0][0]) != 2:
             raise ConfigError("model.pooling=similarity is for pairs of texts; this data set has single ones")
-        keys = ("batch_size", "label_smoothing", "limit_batches")
-        options = {key: config.trainer[key] for key in keys}
-        return cls(splits, tokenizer(config.dataset), classes, metrics, seed=config.seed, device=device, **options)
+        return cls(
+            splits,
+            tokenizer(config.dataset.as_kind(datasets.Encoded)),
+            classes,
+            metrics,
+            batch_size=config.trainer.batch_size,
+            seed=config.seed,
+            label_smoothing=config.trainer.label_smoothing,
+            limit_batches=config.trainer.limit_batches,
+            device=device,
+        )
 
     def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
         chosen = self._permutation(epoch)[index * self.batch_size : (index + 1) * self.batch_size]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -15,8 +15,12 @@ from torch.nn import functional
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
+from nmrun.settings.datasets import Translated
 from nmrun.tasks.base import Batch, Tally, Task, picked, turns
 from nmrun.tasks.fairseq_import import fairseq
+
+if TYPE_CHECKING:
+    from nmrun.settings.config import Config
 
 LONGEST = (1.2, 10)  # a translation ends after 1.2 * (length of the longest source sentence of its batch) + 10 tokens
 Rows = NDArray[np.int64]
@@ -122,7 +126,7 @@ class Translation(Task):
     @classmethod
     def of(
         cls,
-        config: Any,
+        config: Config,
         splits: Mapping[str, Pair],
         source: Dictionary,
         target: Dictionary,
@@ -130,10 +134,22 @@ class Translation(Task):
         detokenize: Callable[[list[str]], str],
         device: torch.device,
     ) -> Translation:
-        """With batch size, beam, seed, smoothing and limits of a run's config (``nmrun.config.schema.Config``)."""
-        options = {key: config.dataset[key] for key in ("max_tokens", "beam", "length_penalty")}
-        options |= {key: config.trainer[key] for key in ("label_smoothing", "limit_batches")}
-        return cls(splits, source, target, references, detokenize, seed=config.seed, device=device, **options)
+        """With batch size, beam, seed, smoothing and limits of a run's config (``nmrun.settings.config.Config``)."""
+        keys = config.dataset.as_kind(Translated)
+        return cls(
+            splits,
+            source,
+            target,
+            references,
+            detokenize,
+            max_tokens=keys.max_tokens,
+            seed=config.seed,
+            label_smoothing=config.trainer.label_smoothing,
+            beam=keys.beam,
+            length_penalty=keys.length_penalty,
+            limit_batches=config.trainer.limit_batches,
+            device=device,
+        )
 
     def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
         return [self._batch("train", rows) for rows in picked(self._pieces(epoch, index, parts), mine)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.tasks.augment import Augment, Share, generator
 from nmrun.tasks.base import Batch, Tally, Task, chunks, picked, turns
+
+if TYPE_CHECKING:
+    from nmrun.settings.config import Config
 
 PIXELS_AT_ONCE = 2**20  # of an evaluation; bounds its memory
 
@@ -58,12 +61,20 @@ class Classification(Task):
 
     @classmethod
     def of(
-        cls, config: Any, splits: dict[str, tuple[Tensor, Tensor]], classes: int, device: torch.device, about: str = ""
+        cls, config: Config, splits: dict[str, tuple[Tensor, Tensor]], classes: int, device: torch.device, about: str = ""
     ) -> Classification:
-        """With batch size, seed, smoothing, limits and augmentation of a run's config (``nmrun.config.schema.Config``)."""
-        keys = ("batch_size", "label_smoothing", "limit_batches")
-        options = {key: config.trainer[key] for key in keys}
-        return cls(splits, classes, seed=config.seed, device=device, augment=Augment.of(config.dataset), about=about, **options)
+        """With batch size, seed, smoothing, limits and augmentation of a run's config (``nmrun.settings.config.Config``)."""
+        return cls(
+            splits,
+            classes,
+            batch_size=config.trainer.batch_size,
+            seed=config.seed,
+            label_smoothing=config.trainer.label_smoothing,
+            limit_batches=config.trainer.limit_batches,
+            device=device,
+            augment=Augment.of(config.dataset.values()),
+            about=about,
+        )
 
     def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
         pieces = picked(chunks(self.batch_size, parts), mine)

@@ -14,11 +14,12 @@ from torch import nn
 
 from nmrun import models, optim, ranks, tasks
 from nmrun.attach import sparsify
-from nmrun.config.schema import Config
 from nmrun.devices import free_gpu
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle
 from nmrun.products.acceleration import Choice, accelerate
+from nmrun.settings.config import Config
+from nmrun.settings.groups import Optimizer, Trainer
 from nmrun.tasks.base import Task
 from nmrun.train import flops
 from nmrun.train.checkpoint import seed_everything
@@ -46,26 +47,26 @@ class Parts:
 def build(config: Config) -> Parts:
     """Seed everything, choose device and precision, and build. Raises ConfigError for what only the built model shows."""
     trainer = config.trainer
-    if trainer["threads"] is not None:
-        torch.set_num_threads(trainer["threads"])
+    if trainer.threads is not None:
+        torch.set_num_threads(trainer.threads)
     # The same bits again, where torch has a way to: always on a CPU (with the same number of threads), mostly on a GPU.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms does the same and imports the compiler
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over new tensors
     seed_everything(config.seed)
 
-    device = _device(trainer["device"])
-    precision = _precision(trainer["precision"], device)
+    device = _device(trainer.device)
+    precision = _precision(trainer.precision, device)
     task = tasks.build(config, device)
-    model = models.build(config.model, task.inputs)
-    in_shards = trainer["distributed"] == "fsdp"
+    model = models.build(config.model.mapping(), task.inputs)
+    in_shards = trainer.distributed == "fsdp"
     if not in_shards or ranks.world() == 1:  # else the loop takes it there, block by block
         model.to(device)
     if not in_shards:
         lay_out(model, device, precision)
     optimizer = _optimizer(config.optimizer, model)
-    total_steps = trainer["epochs"] * task.batches_per_epoch
-    recipe = config.recipe.get("_target_") or config.recipe["name"]
+    total_steps = trainer.epochs * task.batches_per_epoch
+    recipe = config.recipe.target or config.recipe.name
 
     def made_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int) -> Handle:
         return sparsify(
@@ -74,30 +75,28 @@ def build(config: Config) -> Parts:
             recipe=recipe,
             pattern=config.pattern or "2:4",  # unused by the dense recipe
             total_steps=total_steps,
-            include=config.model["include"],
-            exclude=config.model["exclude"] or (),
-            overrides=config.sparsity["overrides"],
-            pad=config.sparsity["pad"],
-            mvue=trainer["mvue"],
-            fp8=trainer["fp8"],
-            input_gradient=trainer["input_gradient"],
-            **{key: value for key, value in config.recipe.items() if key not in ("name", "_target_")},
+            include=config.model.include,
+            exclude=config.model.exclude or (),
+            overrides=config.sparsity.overrides,
+            pad=config.sparsity.pad,
+            mvue=trainer.mvue,
+            fp8=trainer.fp8,
+            input_gradient=trainer.input_gradient,
+            **config.recipe.options,
         )
 
     try:
-        if trainer["budget"] is not None:
+        if trainer.budget is not None:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a trial, which leaves no trace
                 twin = copy.deepcopy(model)
                 trial = made_sparse(twin, _optimizer(config.optimizer, twin), total_steps)
             items = sum(task.sizes(0, 0, 1))
             total_steps = flops.steps_in(
-                trainer["budget"], flops.count(twin, task, trial.sparse), trial.recipe, total_steps, items
+                trainer.budget, flops.count(twin, task, trial.sparse), trial.recipe, total_steps, items
             )
             if total_steps < task.batches_per_epoch:
                 epochs = total_steps / task.batches_per_epoch
-                raise ConfigError(
-                    f"trainer.budget={trainer['budget']}: that is {epochs:.2g} epochs; it takes one epoch or more"
-                )
+                raise ConfigError(f"trainer.budget={trainer.budget}: that is {epochs:.2g} epochs; it takes one epoch or more")
         handle = made_sparse(model, optimizer, total_steps)
         if in_shards:
             from nmrun.train import sharded  # half a second that others need not wait for
@@ -139,11 +138,11 @@ def _left_alone(parameters: Iterable[nn.Parameter], device: torch.device) -> boo
 
 
 def _accelerated(
-    trainer: dict[str, Any], model: nn.Module, task: Task, handle: Handle, device: torch.device, precision: str
+    trainer: Trainer, model: nn.Module, task: Task, handle: Handle, device: torch.device, precision: str
 ) -> list[Choice]:
     """2:4 products where they pay."""
-    accumulate = trainer["accumulate"] * ranks.world()
-    in_shards = ranks.world() > 1 and trainer["distributed"] == "fsdp"
+    accumulate = trainer.accumulate * ranks.world()
+    in_shards = ranks.world() > 1 and trainer.distributed == "fsdp"
     why_not = "with trainer.distributed=fsdp weights are in shards" if in_shards else ""
 
     def pass_once() -> None:
@@ -151,7 +150,7 @@ def _accelerated(
             task.loss(model.eval(), task.micro_batches(0, 0, accumulate, range(1))[0])
         model.train()
 
-    return accelerate(handle, pass_once, trainer["acceleration"], trainer["accumulate"], why_not)
+    return accelerate(handle, pass_once, trainer.acceleration, trainer.accumulate, why_not)
 
 
 def _device(asked: str) -> torch.device:
@@ -171,17 +170,17 @@ def _precision(asked: str, device: torch.device) -> str:
     return "bf16" if native else "fp32"
 
 
-def _optimizer(options: dict[str, Any], model: nn.Module) -> torch.optim.Optimizer:
-    arguments = {key: value for key, value in options.items() if key not in ("name", "head_lr")}
+def _optimizer(options: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
+    arguments = {key: value for key, value in options.values().items() if key != "head_lr"}
     parameters: Any = model.parameters()
-    if options["head_lr"] is not None:
+    if options.head_lr is not None:
         head = getattr(model, "head", None)
         if not isinstance(head, nn.Module):
-            raise ConfigError(f"optimizer.head_lr={options['head_lr']}: this model has no layer named head")
+            raise ConfigError(f"optimizer.head_lr={options.head_lr}: this model has no layer named head")
         own = {id(p) for p in head.parameters()}
         rest = [p for p in model.parameters() if id(p) not in own]
-        parameters = [{"params": rest}, {"params": list(head.parameters()), "lr": options["head_lr"]}]
-    if options["name"] == "sgd":
+        parameters = [{"params": rest}, {"params": list(head.parameters()), "lr": options.head_lr}]
+    if options.name == "sgd":
         return torch.optim.SGD(parameters, **arguments)
     arguments["betas"] = tuple(arguments["betas"])
-    return {"adam": optim.Adam, "adamw": optim.AdamW}[options["name"]](parameters, **arguments)
+    return {"adam": optim.Adam, "adamw": optim.AdamW}[options.name](parameters, **arguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 
-from nmrun.config.schema import Config
+from nmrun.settings.config import Config
 from nmrun.train.build import build
 from nmrun.train.console import Console
 from nmrun.train.loop import Loop

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from nmrun import ranks
 from nmrun.config.metric import higher_is_better
-from nmrun.config.schema import Config
 from nmrun.errors import RunError
 from nmrun.optim import scheduled
+from nmrun.settings.config import Config
 from nmrun.sparsity.metrics import layer_metrics
 from nmrun.train import checkpoint, nonfinite
 from nmrun.train.averaging import Average
@@ -47,16 +47,16 @@ class Loop:
     """
 
     def __init__(self, config: Config, parts: Parts, console: Console) -> None:
-        self.trainer, self.console, self.accumulate = config.trainer, console, config.trainer["accumulate"]
+        self.trainer, self.console, self.accumulate = config.trainer, console, config.trainer.accumulate
         self.task, self.model, self.optimizer, self.handle = parts.task, parts.model, parts.optimizer, parts.handle
         self.device, self.precision, self.total_steps = parts.device, parts.precision, parts.total_steps
         self.epochs = -(-self.total_steps // self.task.batches_per_epoch)
         self.forward: Any = self.model
-        if how := self.trainer["compile"]:
+        if how := self.trainer.compile:
             self.forward = torch.compile(self.model, fullgraph=True, mode=None if how is True else how)
         self.held: Replicated | Sharded = Replicated(self.model, self.optimizer, self.handle)
         # with FSDP no rank can pass through the model without the others
-        self.in_step = ranks.world() > 1 and self.trainer["distributed"] == "fsdp"
+        self.in_step = ranks.world() > 1 and self.trainer.distributed == "fsdp"
         if self.in_step:
             from nmrun.train.sharded import Sharded  # half a second that others need not wait for
 
@@ -66,20 +66,20 @@ class Loop:
         if ranks.world() > 1:
             torch.manual_seed(config.seed + 1_000_003 * ranks.rank())  # dropout differs between ranks, the weights do not
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
-        self.lr_factor = scheduled(config.schedule, config.optimizer["lr"], self.total_steps)
+        self.lr_factor = scheduled(config.schedule.mapping(), config.optimizer.lr, self.total_steps)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
 
         self.step = self.updates = self.logged_step = 0
         self.losses: list[Tensor] = []  # of the steps since ``logged_step``, left on the device until they are logged
         self.best: dict[str, float] = {}
         self.best_weights: dict[str, Tensor] = {}
-        self.average = Average(self.model, self.handle, self.trainer["average"])
+        self.average = Average(self.model, self.handle, self.trainer.average)
         self.events = self.handle.pop_events()
         self.handle.mask_metrics.begin()
         self.cost = parts.cost
         self.flops = {"training_arithmetic": 0, "training_hardware": 0, "training_dense": 0}
         self.diagnostics: Diagnostics | None = None
-        if self.trainer["diagnose_every"] is not None:
+        if self.trainer.diagnose_every is not None:
             batch = self.task.micro_batches(0, 0, self.accumulate, range(1))[0]
             self.diagnostics = Diagnostics(self.model, self.handle, self.task, batch)
         self.seconds = 0.0
@@ -95,11 +95,11 @@ class Loop:
             epoch, index = divmod(self.step, self.task.batches_per_epoch)
             last = self.step + 1 == self.total_steps
             epoch_ends = index + 1 == self.task.batches_per_epoch
-            log_due = last or (self.step + 1) % self.trainer["log_every"] == 0
-            evaluate_due = last or (epoch_ends and (epoch + 1) % self.trainer["eval_every"] == 0)
-            save_due = last or (epoch_ends and (epoch + 1) % self.trainer["checkpoint_every"] == 0)
+            log_due = last or (self.step + 1) % self.trainer.log_every == 0
+            evaluate_due = last or (epoch_ends and (epoch + 1) % self.trainer.eval_every == 0)
+            save_due = last or (epoch_ends and (epoch + 1) % self.trainer.checkpoint_every == 0)
 
-            diagnostics = None if (self.step + 1) % (self.trainer["diagnose_every"] or math.inf) else self.diagnostics
+            diagnostics = None if (self.step + 1) % (self.trainer.diagnose_every or math.inf) else self.diagnostics
             if diagnostics is not None:
                 diagnostics.before()
             self._train_step(epoch, index, measure_flips=log_due)
@@ -151,7 +151,7 @@ class Loop:
         rounds = min(self.accumulate, len(sizes)) if self.in_step else 1
         shares += [(batches[0], 0.0)] * (rounds - len(shares))
         for number, (batch, share) in enumerate(shares, 1):
-            if self.trainer["compile"]:
+            if self.trainer.compile:
                 torch.compiler.cudagraph_mark_step_begin()  # the last pass's outputs are done with
             with self._averaged_over_ranks(number >= len(shares)):
                 with self.autocast():
@@ -164,8 +164,8 @@ class Loop:
             self._check_losses()
 
         self.scaler.unscale_(self.optimizer)
-        if self.trainer["clip"] is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.trainer["clip"])
+        if self.trainer.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.trainer.clip)
         factor = self.lr_factor(self.updates)
         for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * factor
@@ -275,7 +275,7 @@ class Loop:
         if not self.in_step:
             where = nonfinite.culprit(self.model, self.task, batches, self.autocast)
         advice = [f"a lower optimizer.lr (it was {self.base_lrs[0] * self.lr_factor(self.updates):.3g})"]
-        advice += ["trainer.clip=1"] if self.trainer["clip"] is None else []
+        advice += ["trainer.clip=1"] if self.trainer.clip is None else []
         advice += ["trainer.precision=bf16 or fp32"] if self.precision == "fp16" else []
         advice += ["trainer.precision=fp32"] if self.precision == "bf16" else []
         return f"step {step}: {what}; the first non-finite value is {where}. Try {', '.join(advice)}"

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from nmrun.config.schema import Config
 from nmrun.products import acceleration
+from nmrun.settings.config import Config
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.train.build import Parts
 
 
 def title(config: Config) -> str:
     """One line: recipe, ratio, data set, model, optimizer, seed."""
-    what = "dense" if config.is_dense else f"{config.recipe['name']} {config.pattern}"
-    return f"{what} on {config.dataset['name']} with {config.model['name']}, {config.optimizer['name']}, seed {config.seed}"
+    what = "dense" if config.is_dense else f"{config.recipe.name} {config.pattern}"
+    return f"{what} on {config.dataset.name} with {config.model.name}, {config.optimizer.name}, seed {config.seed}"
 
 
 def lines(config: Config, parts: Parts) -> list[str]:
     """How long and on what, which weights are sparse, which are left dense and why, density and FLOPs of the whole."""
     trainer, handle = config.trainer, parts.handle
     epochs = parts.total_steps / parts.task.batches_per_epoch
-    budget = "" if trainer["budget"] is None else f" (trainer.budget={trainer['budget']})"
+    budget = "" if trainer.budget is None else f" (trainer.budget={trainer.budget})"
     said = [
-        f"  {epochs:.4g} epochs of {parts.task.batches_per_epoch} batches of {parts.task.batches_of or trainer['batch_size']}, "
+        f"  {epochs:.4g} epochs of {parts.task.batches_per_epoch} batches of {parts.task.batches_of or trainer.batch_size}, "
         f"{parts.total_steps} steps{budget}, {parts.device.type} {parts.precision}"
     ]
     if parts.task.about:

@@ -9,11 +9,9 @@ Then train with the proposed ratios.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from nmrun.arguments import Parser
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.sparsity.candidates import by_group
@@ -30,7 +29,7 @@ from nmrun.sparsity.weight import SparseWeight
 from nmrun.tasks.base import Task
 
 if TYPE_CHECKING:
-    from nmrun.config.schema import Config
+    from nmrun.settings.config import Config
 
 
 @dataclass(frozen=True)
@@ -103,9 +102,7 @@ def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task) -> dict[s
 
 def main(argv: Sequence[str]) -> int:
     """``nmrun search RUN``: print a ratio for every layer, and the overrides that train with them."""
-    parser = argparse.ArgumentParser(
-        prog="nmrun search", description="Propose layer-wise ratios for the model of a finished run."
-    )
+    parser = Parser(prog="nmrun search", description="Propose layer-wise ratios for the model of a finished run.")
     parser.add_argument("run", type=Path, help="a run folder, dense as a rule (holds config.yaml and model.safetensors)")
     parser.add_argument("--density", type=float, default=0.125, help="what is left of the sparse layers' cost (default 0.125)")
     parser.add_argument("--m", type=int, default=16, help="M of all ratios, a power of two (default 16)")
@@ -123,18 +120,17 @@ def main(argv: Sequence[str]) -> int:
         saved: Any = OmegaConf.to_container(OmegaConf.load(options.run / "config.yaml"))
         config = schema.check(OmegaConf.create({"seeds": None, **saved}))  # a run has one seed
         task = tasks.build(config, torch.device("cpu"))
-        model = models.build(config.model, task.inputs)
+        model = models.build(config.model.mapping(), task.inputs)
         model.load_state_dict(load_file(options.run / "model.safetensors"))
-        limits = {"include": config.model["include"], "exclude": config.model["exclude"] or ()}
+        limits: dict[str, Any] = {"include": config.model.include, "exclude": config.model.exclude or ()}
         names = [c.module_name for c in select(model, Pattern(1, options.m), **limits)[0]]
         costs = flops_by_layer(model, names, task) if options.cost == "flops" else None
         proposal = search_ratios(model, options.density, options.m, costs, **limits)
     except OSError as error:
-        print(f"nmrun search: {options.run} holds no finished run ({error.strerror}: {error.filename})", file=sys.stderr)
-        return 2
+        why = f"{error.strerror}: {error.filename}"
+        raise ConfigError(f"{options.run} holds no finished run ({why})") from None
     except ValueError as error:
-        print(f"nmrun search: {error}", file=sys.stderr)
-        return 2
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     width = max(map(len, proposal.ratios))
     for name, ratio in proposal.ratios.items():
         print(f"  {name:<{width}}  {ratio!s:>7}  keeps {proposal.kept[name]:.1%} of the squared weights")
@@ -150,8 +146,9 @@ def _settings(config: Config) -> list[str]:
     """The overrides that give a new run this one's data, model, optimizer, schedule and trainer."""
     from hydra import compose, initialize_config_module
 
-    from nmrun.config import schema
+    from nmrun.config import schema, source
 
+    source.register()
     named = ("dataset", "model", "optimizer", "schedule")
     words = [f"{group}={config.plain[group]['name']}" for group in named]
     with initialize_config_module("nmrun.conf", version_base="1.3"):

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from nmrun import lock, ranks
 from nmrun.config.identity import identity
-from nmrun.config.schema import Config
 from nmrun.errors import ConfigError, RunError
+from nmrun.settings.config import Config
 from nmrun.train import checkpoint, environment, plan
 from nmrun.train.build import Parts, build
 from nmrun.train.console import Console
@@ -58,7 +58,7 @@ def run(config: Config, folder: Path, sweep: str | None = None, command: str = "
             raise PermissionError(f"{folder} cannot be written to")
     except OSError as error:
         raise ConfigError(f"output_dir={config.output_dir}: {error}") from None
-    ranks.begin(config.trainer["device"])
+    ranks.begin(config.trainer.device)
     with lock.hold(folder) if ranks.leads() else contextlib.nullcontext(True) as ours:
         outcome = None
         if not ours:
@@ -72,10 +72,10 @@ def run(config: Config, folder: Path, sweep: str | None = None, command: str = "
 
 def _build(config: Config, search: bool) -> tuple[Parts, list[str]]:
     """The parts of a run, and what was found beforehand: ``recipe.decay=auto`` is a search, whose result a checkpoint has."""
-    if config.recipe.get("decay") != "auto":
+    if config.recipe.options.get("decay") != "auto":
         return build(config), []
     decay, said = find_decay(config) if search else (0.0, [])
-    plain = {**config.plain, "recipe": {**config.recipe, "decay": decay}}
+    plain = {**config.plain, "recipe": {**config.plain["recipe"], "decay": decay}}
     return build(Config(plain, config.pattern)), said
 
 
@@ -141,7 +141,7 @@ class _Run:
 
     def _train(self) -> dict[str, Any]:
         """Train to the end, with smaller and smaller micro-batches where memory runs out and ``trainer.on_oom=halve``."""
-        outcome, accumulate, fresh = None, self.config.trainer["accumulate"], self.config.force or not self.config.resume
+        outcome, accumulate, fresh = None, self.config.trainer.accumulate, self.config.force or not self.config.resume
         while outcome is None:
             try:
                 outcome = self._sitting(accumulate, fresh)
@@ -151,7 +151,7 @@ class _Run:
                 accumulate, fresh = 2 * self.loop.accumulate, False
                 told = f"step {self.loop.step + 1}: out of memory ({str(error).strip().splitlines()[0]})"
                 alone = ranks.world() == 1  # else the other ranks wait for a gradient that never comes
-                if self.config.trainer["on_oom"] != "halve" or accumulate > self.config.trainer["batch_size"] or not alone:
+                if self.config.trainer.on_oom != "halve" or accumulate > self.config.trainer.batch_size or not alone:
                     raise RunError(f"{told}. Try trainer.accumulate={accumulate} or trainer.on_oom=halve") from error
             if outcome is None:  # out of the handler, so that nothing holds on to the tensors of the failed step
                 self._free()

@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Along
 
 from nmrun import ranks
-from nmrun.config.schema import Config
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle
 from nmrun.recipes.base import Recipe
+from nmrun.settings.config import Config
 from nmrun.tasks.base import Task
 
 Entries = dict[str, tuple[Tensor, "Shard | None"]]  # tensors of this rank; those with a shard are its part of a whole
@@ -76,8 +76,8 @@ def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
     if not recipe.by_rows:
         permuted = " with permute=true" if getattr(recipe, "permute", False) else ""
         found = f"recipe {recipe.name}{permuted} looks across the rows of a weight"
-    elif wrong := [key for key, value in ALONE.items() if trainer[key] != value]:
-        found = f"trainer.{wrong[0]}={trainer[wrong[0]]} needs whole weights"
+    elif wrong := [key for key, value in ALONE.items() if getattr(trainer, key) != value]:
+        found = f"trainer.{wrong[0]}={getattr(trainer, wrong[0])} needs whole weights"
     elif precision == "fp16":
         found = "trainer.precision=fp16 scales the loss by whole gradients (bf16 and fp32 need not)"
     elif task.metric == "bleu":

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 from runs import TINY
+from verbs import verb
 
-from nmrun import cli
+from nmrun import jobs
 from nmrun.config import source
+from nmrun.errors import ConfigError, RunError
 
 HEAVY = ("torch", "wandb", "pandas", "sklearn", "fairseq", "matplotlib")
 PROBE = f"""
@@ -103,7 +105,7 @@ def test_help_config_and_completion_stay_light(tmp_path, line):
 def test_any_ratio_composes(ratio, n, m):
     from hydra import compose, initialize_config_module
 
-    import nmrun.cli  # noqa: F401  (registers the source of ratios)
+    import nmrun.jobs  # noqa: F401  (registers the source of ratios)
 
     with initialize_config_module("nmrun.conf", version_base="1.3"):
         composed = compose("nmrun", [f"sparsity={ratio}"])
@@ -198,8 +200,8 @@ def test_several_seeds_in_one_job_and_what_a_sweeper_minimises(tmp_path: Path) -
     words = [*TINY, "recipe=ste", "trainer.epochs=1", f"output_dir={tmp_path}", "seeds=[3,5]"]
     source.register()
     with initialize_config_module("nmrun.conf", version_base="1.3"):
-        outcome, values = cli._outcomes_of(compose("nmrun", words), None)
-        again, same = cli._outcomes_of(compose("nmrun", words), None)
+        outcome, values = jobs._outcomes_of(compose("nmrun", words), None)
+        again, same = jobs._outcomes_of(compose("nmrun", words), None)
     assert sorted(p.name.partition("-")[0] for p in tmp_path.glob("digits/small_conv/ste/2of4/*")) == ["s3", "s5"]
     results = [json.loads(p.read_text()) for p in sorted(tmp_path.rglob("result.json"))]
     assert values == same == [-result["metrics"]["final"]["eval/accuracy"] for result in results]
@@ -213,3 +215,26 @@ def test_seeds_that_are_none(nmrun_cli, seeds: str) -> None:
     done = nmrun_cli(f"seeds={seeds}")
     assert done.returncode == 2
     assert "null or a list of different whole numbers" in done.stderr
+
+
+def test_help_is_what_hydra_would_say(tmp_path: Path) -> None:
+    """It is put together without Hydra, which is not even imported."""
+    code = "import sys; from nmrun import cli; cli.main(); print([m for m in ('hydra', 'omegaconf') if m in sys.modules], file=sys.stderr)"
+    quick = subprocess.run([sys.executable, "-c", code, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    code = "from nmrun import jobs; jobs._hydra(['--help'], [])"
+    whole = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert quick.stderr == "[]\n"
+    assert quick.stdout == whole.stdout
+    assert "recipe: asp" in quick.stdout
+
+
+def test_a_verb_that_raises_gets_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Status 2 for a mistake, 1 for work that failed."""
+    for error, status in ((ConfigError(["no", "never"]), 2), (RunError("it broke\n  here"), 1)):
+
+        def fails(argv: list[str], error: Exception = error) -> int:
+            raise error
+
+        monkeypatch.setattr("nmrun.report.status.main", fails)
+        assert verb("status") == status
+    assert capsys.readouterr().err == "nmrun: no\nnmrun: never\nnmrun: it broke here\n"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from test_schema import EACH, VALUES, changed
 
@@ -105,7 +107,7 @@ def test_a_class_of_ones_own_counts_with_its_module_and_hyperparameters() -> Non
     own = {"recipe._target_": "pack.Mine", "recipe.strength": 1.0}
     first = checked("recipe=custom", **own)
     assert same(first, checked("recipe=custom", **own))
-    assert first.recipe["name"] == "mine"
+    assert first.recipe.name == "mine"
     for change in ({"recipe._target_": "other.Mine"}, {"recipe.strength": 2.0}, {"recipe.more": None}):
         assert not same(first, checked("recipe=custom", **{**own, **change}))
 
@@ -143,3 +145,32 @@ def test_the_folder_says_what_it_is_and_goes_on_any_file_system() -> None:
     assert run_folder(checked("sparsity=dense,recipe=asp")).parts[-4:-1] == ("small_conv", "dense", "dense")
     assert not set(str(run_folder(config))) & set(': \\*?"<>|')
     assert same(config, checked("recipe=ste,model=mlp,sparsity=3:16", seed=7, output_dir="elsewhere"))
+
+
+IDS = {  # of commands, as they have been from the first: finished runs are found again
+    "": "aee948f9c2",
+    "recipe=dense": "f568531cbe",
+    "recipe=asp sparsity=1:4": "808d952892",
+    "recipe=sr_ste recipe.decay=1e-4 sparsity=1:16 optimizer=adamw seed=3": "7a5dba4530",
+    "recipe=ste optimizer=sgd schedule=cosine trainer.epochs=20": "015cbbfc74",
+    "recipe=t_sr_ste recipe.decay=auto": "96977313f8",
+    "recipe=maskllm dataset=copy_reverse model=fairseq_transformer": "e9ad1ecbe2",
+    "recipe=lbc dataset=cifar10 model=resnet18": "ead661f259",
+    "recipe=decay_mask recipe.kind=structure": "9659d74d01",
+    "recipe=s_ste dataset=imagenet model=vit_small dataset.workers=2": "aa682fe47d",
+    "recipe=mdgf_linear trainer.mvue='2:4' trainer.budget=flops:1e12": "8efef84b90",
+    "recipe=sdgf_geometric sparsity=2:4": "a8c96b705d",
+    "'sparsity.overrides={inner.1: 1:8, head: dense}'": "e611fdd16d",
+    "recipe=custom ++recipe._target_=a.b.Mine ++recipe.x=1": "89e3b8390f",
+    "++dataset._target_=a.b ++dataset.side=3": "712d31c815",
+    "++model._target_=a.b ++model.w=3": "6e9efa28a9",
+    "schedule=inverse_sqrt track=local debug=fast trainer.acceleration=force": "e55aefbeff",
+    "model=mlp model.hidden=[16,32] dataset=glue": "d309c6f4f4",
+    "model=timm dataset=image_folder dataset.path=x model.include=a": "3438d7aa02",
+}
+
+
+@pytest.mark.parametrize("line", IDS)
+def test_the_ids_of_finished_runs_stay(line: str) -> None:
+    with initialize_config_module("nmrun.conf", version_base="1.3"):
+        assert identity(schema.check(compose("nmrun", shlex.split(line)))) == IDS[line]

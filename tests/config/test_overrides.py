@@ -10,7 +10,7 @@ import torch
 from hydra import compose, initialize_config_module
 from safetensors.torch import load_file
 
-import nmrun.cli  # noqa: F401  (registers the source of ratios)
+import nmrun.jobs  # noqa: F401  (registers the source of ratios)
 from nmrun.config import precheck, schema
 
 ACCEPTED = {  # a line as it stands in a shell, and what is meant
@@ -62,7 +62,7 @@ def checked(*words: str) -> schema.Config:
 
 @pytest.mark.parametrize("line", ACCEPTED)
 def test_what_is_accepted_means_what_it_says(line: str) -> None:
-    assert checked(*shlex.split(line)).sparsity["overrides"] == ACCEPTED[line]
+    assert checked(*shlex.split(line)).sparsity.overrides == ACCEPTED[line]
 
 
 @pytest.mark.parametrize("line", REFUSED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from importlib.resources import files
 from pathlib import Path
@@ -14,9 +15,12 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from nmrun.config import schema, source
-from nmrun.config.checks import CHECKS
 from nmrun.errors import ConfigError
-from nmrun.ranges import near
+from nmrun.recipes import RECIPES
+from nmrun.registry import did_you_mean
+from nmrun.settings.datasets import Context, Digits, OwnDataset
+from nmrun.settings.groups import Adam, Run, Trainer
+from nmrun.settings.models import OwnModel
 
 source.register()
 NO_NUMBER, NO_SHARE = (
@@ -128,16 +132,43 @@ def test_values(options: str, key: str) -> None:
         assert "\n" not in problem
 
 
-def test_every_key_of_the_files_has_a_check() -> None:
-    """But for names, the ratio, which is checked as a pattern, and two labels. (Of data sets and models: test_values.)"""
-    found = [
-        path
-        for path in Path(str(files("nmrun.conf"))).glob("*/*.yaml")
-        if path.parent.name not in ("debug", "dataset", "model", "experiment")
-    ]
-    keys = {f"{path.parent.name}.{key}" for path in found for key in yaml.safe_load(path.read_text()) if key != "name"}
-    assert len(keys) > 30
-    assert keys - set(CHECKS) == {"sparsity.n", "sparsity.m", "track.entity", "track.group"}
+CONF = Path(str(files("nmrun.conf")))
+KINDS = [
+    (group, name)
+    for group in (*schema.NAMED, "sparsity", "trainer")
+    for name in sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    if name != "custom"
+]
+
+
+def ranges(group: str, name: str) -> dict[str, Any]:
+    return dict(schema._ranges(group, {"name": name}))
+
+
+@pytest.mark.parametrize(("group", "name"), KINDS)
+def test_each_file_has_the_keys_of_its_class(group: str, name: str) -> None:
+    """The file has the defaults and the class the ranges, so that neither can have a key alone."""
+    keys = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+    assert set(keys) - {"name"} == set(ranges(group, name)) - {"name"}
+
+
+def test_every_key_has_a_range() -> None:
+    """But for names, the ratio, which is checked as a pattern, and two labels."""
+    free = {f"{group}.{key}" for group, name in KINDS for key, allowed in ranges(group, name).items() if allowed is None}
+    labels = {"sparsity.n", "sparsity.m", "track.entity", "track.group"}
+    assert free == labels | {f"{group}.name" for group in schema.KINDS}
+
+
+def test_every_kind_has_a_file() -> None:
+    for group in schema.NAMED:
+        there = {path.stem for path in (CONF / group).glob("*.yaml")}
+        assert there | (set(RECIPES) if group == "recipe" else set()) == set(schema.options_of(group))
+
+
+def test_no_class_states_a_default() -> None:
+    kinds = {kind for group in schema.KINDS.values() for kind in group.values()} | {Run, *schema.UNNAMED.values()}
+    for kind in kinds:
+        assert all(key.default is key.default_factory is dataclasses.MISSING for key in dataclasses.fields(kind))
 
 
 @pytest.mark.parametrize(("n", "m"), [(5, 4), (0, 4), (-1, 4), (None, 4), (2, None), ("two", 4), (2.0, 4), (True, 4)])
@@ -170,8 +201,10 @@ def test_the_nearest_match() -> None:
     """Swapped letters beat what differs in fewer places otherwise; nothing is proposed for what is like nothing."""
     options = ["ste", "step", "sr_ste", "s_ste", "t_sr_ste", "dense", "decay_mask"]
     meant = {"stpe": "step", "set": "ste", "sr-ste": "sr_ste", "dens": "dense", "decaymask": "decay_mask", "tsrste": "t_sr_ste"}
-    assert {word: near(word, options) for word in meant} == {word: f"; did you mean {best}?" for word, best in meant.items()}
-    assert near("banana", options) == near("step", []) == ""
+    assert {word: did_you_mean(word, options) for word in meant} == {
+        word: f"; did you mean {best}?" for word, best in meant.items()
+    }
+    assert did_you_mean("banana", options) == did_you_mean("step", []) == ""
 
 
 # --- combinations ---------------------------------------------------------------------------------------------------------------
@@ -242,6 +275,32 @@ def test_equal_values_get_one_form() -> None:
     assert {key: repr(value) for key, value in schema.flatten(config.plain).items() if key in wanted} == {
         key: repr(value) for key, value in wanted.items()
     }
-    assert (str(config.pattern), config.is_dense, config.optimizer["lr"], config.seed) == ("2:4", False, 1.0, 3)
+    assert (str(config.pattern), config.is_dense, config.optimizer.lr, config.seed) == ("2:4", False, 1.0, 3)
     with pytest.raises(AttributeError, match="optimiser"):
         config.optimiser  # noqa: B018
+
+
+def test_groups_are_typed() -> None:
+    config = schema.check(OmegaConf.create(changed("recipe=sr_ste")))
+    assert isinstance(config.trainer, Trainer)
+    assert isinstance(config.optimizer, Adam)
+    assert (config.trainer.epochs, config.optimizer.betas, config.seed) == (12, [0.9, 0.999], 0)
+    assert (config.recipe.name, config.recipe.target, config.recipe.options) == ("sr_ste", None, {"decay": 2e-4})
+    assert config.dataset.as_kind(Digits).val_fraction == 0.15
+    assert config.model.mapping() == config.plain["model"]
+    with pytest.raises(ConfigError, match=r"dataset\.context: missing"):
+        config.dataset.as_kind(Context)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.trainer.epochs = 3  # type: ignore[misc]
+
+
+def test_what_is_the_user_s_own_stays_a_mapping() -> None:
+    own = {"dataset": {"name": "mine", "_target_": "a.b", "context": 7, "extra": [1]}}
+    own["model"] = {"name": "net", "_target_": "c.d", "include": None, "exclude": [], "wide": True}
+    config = schema.check(OmegaConf.create({**changed(""), **own}))
+    assert isinstance(config.dataset, OwnDataset)
+    assert (config.dataset.target, config.dataset.options) == ("a.b", {"context": 7, "extra": [1]})
+    assert config.dataset.as_kind(Context).context == 7
+    assert isinstance(config.model, OwnModel)
+    assert config.model.options == {"wide": True}
+    assert config.model.mapping() == own["model"]

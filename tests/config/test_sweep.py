@@ -17,11 +17,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hydra._internal.core_plugins import basic_launcher
+from hydra._internal.core_plugins import basic_launcher, basic_sweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.plugins.sweeper import Sweeper
 
-from nmrun import cli, lock, pipe
+from nmrun import cli, jobs, lock, pipe
 from nmrun.config import experiment, sweep
+from nmrun.config.sweeper import NMSweeper
 from nmrun.errors import ConfigError
 
 NOW = 1_000_000.0
@@ -192,7 +194,7 @@ def test_an_experiment_may_zip(launches, tmp_path: Path) -> None:
         *(("dense", None, None, 0), ("dense", None, None, 1)),
     ]
     made = experiment.configs(experiment.load("own.yaml"), "smoke")
-    assert [(c.recipe["name"], str(c.pattern), c.optimizer["lr"], c.seed) for c in made][:4] == [
+    assert [(c.recipe.name, str(c.pattern), c.optimizer.lr, c.seed) for c in made][:4] == [
         *(("ste", "2:4", 1e-3, 0), ("ste", "2:4", 1e-3, 1), ("ste", "1:4", 3e-3, 0), ("ste", "1:4", 3e-3, 1)),
     ]
     with pytest.raises(ConfigError, match=r"optimizer\.lr has no list of values"):
@@ -202,8 +204,8 @@ def test_an_experiment_may_zip(launches, tmp_path: Path) -> None:
 def test_sweeps_for_different_launchers_are_launched_apart(launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra="hydra.launcher={}"))
     before: list[str] = []
-    hydra = cli._hydra
-    monkeypatch.setattr(cli, "_hydra", lambda *words: (before.append(os.environ[cli.BEFORE]), hydra(*words)))
+    hydra = jobs._hydra
+    monkeypatch.setattr(jobs, "_hydra", lambda *words: (before.append(os.environ[jobs.BEFORE]), hydra(*words)))
     assert [len(jobs) for jobs in launches("experiment=own.yaml", "scale=smoke")] == [2, 2, 2]
     assert before == ["0", "2", "4"]
 
@@ -282,3 +284,40 @@ def started(folder: Path, line: str) -> subprocess.Popen[str]:
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"},  # a buffer is what is hard about it
     )  # fmt: skip
+
+
+# --- the sweeper -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_sweeper_takes_zip_and_experiments_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the record of a command line that has expanded them."""
+    monkeypatch.delenv(sweep.SWEEP, raising=False)
+    (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra=""))
+    monkeypatch.chdir(tmp_path)
+
+    def jobs(*words: str, size: int | None = None) -> list[list[list[str]]]:
+        plugin = NMSweeper(size, {"seed": "3"})
+        plugin.hydra_context = SimpleNamespace(config_loader=None)  # type: ignore[assignment]
+        return plugin.split_arguments(OverridesParser.create().parse_overrides(["seed=3", *words]), size)
+
+    words = ("recipe=ste,asp", "trainer.epochs=1,2", "zip=recipe,trainer.epochs")
+    assert jobs(*words) == [[["seed=3", "recipe=ste", "trainer.epochs=1"], ["seed=3", "recipe=asp", "trainer.epochs=2"]]]
+    assert jobs(*words, size=1) == [[job] for job in jobs(*words)[0]]
+    (all_at_once,) = jobs("experiment=own.yaml", "scale=smoke")
+    assert len(all_at_once) == 6
+    assert all_at_once[-1] == ["seed=1", "recipe=dense", "debug=fast"]
+
+
+def test_hydra_s_own_classes_are_left_alone() -> None:
+    assert Sweeper.validate_batch_is_legal.__module__ == "hydra.plugins.sweeper"
+    assert isinstance(vars(basic_sweeper.BasicSweeper)["split_arguments"], staticmethod)
+    assert basic_sweeper.BasicSweeper.split_arguments.__module__ == basic_sweeper.__name__
+
+
+def test_the_jobs_are_those_that_were_checked(launches, tmp_path: Path) -> None:
+    """The sweeper reads them from the record."""
+    (jobs,) = launches("recipe=ste", "sparsity=2:4,1:4", "seed=0,1", "zip=sparsity,seed")
+    (record,) = (tmp_path / "out" / ".sweeps").glob("*/sweep.json")
+    rows = [["recipe=ste", f"sparsity={ratio}", f"seed={seed}", "output_dir=out"] for ratio, seed in (("2:4", 0), ("1:4", 1))]
+    assert sweep.read(record.parent).sweeps == rows
+    assert len(jobs) == 2

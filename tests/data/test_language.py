@@ -19,6 +19,7 @@ from nmrun import tasks
 from nmrun.config.metric import higher_is_better
 from nmrun.data import corpus, local, stdlib_text, token_bin
 from nmrun.errors import ConfigError, RunError
+from nmrun.settings.datasets import StdlibText
 from nmrun.tasks.language import LanguageModelling
 from nmrun.train import runner
 from nmrun.train.flops import peak_flops
@@ -356,7 +357,7 @@ def test_the_library_is_one_text_on_one_machine(tmp_path):
     assert {name: len(some) > 20_000 for name, some in texts.items()} == {"train": True, "val": True, "test": True}
     assert b"class ArgumentParser" in texts["train"]
     config = runs.config(tmp_path, "model=gpt_tiny", "dataset=stdlib_text")
-    assert config.dataset["sha256"] == stdlib_text.digest()
+    assert config.dataset.as_kind(StdlibText).sha256 == stdlib_text.digest()
     task = tasks.build(config, DEVICE)
     assert {name: task.splits[name].tobytes() for name in texts} == texts
     with pytest.raises(ConfigError, match=r"dataset\.sha256=0123: the library of this Python has another text"):

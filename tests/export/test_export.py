@@ -14,6 +14,7 @@ import torch
 from reference import top
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from verbs import verb
 
 import nmrun
 from nmrun.export.cli import main
@@ -209,7 +210,7 @@ def test_a_finished_run_is_copied_with_what_it_is(tmp_path: Path, capsys: pytest
 def test_what_does_not_hold_is_not_copied(
     changes: dict[str, Tensor], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(folder(tmp_path / "run", **changes)), "--to", str(tmp_path / "to")]) == 1
+    assert verb("export", str(folder(tmp_path / "run", **changes)), "--to", str(tmp_path / "to")) == 1
     assert re.search(said, capsys.readouterr().err)
     assert not (tmp_path / "to").exists()
 
@@ -221,7 +222,7 @@ def test_only_finished_runs_are_copied(tmp_path: Path, capsys: pytest.CaptureFix
     (bare / "model.safetensors").unlink()
     (garbled / "result.json").write_text("{")
     for run in (failed, bare, garbled, tmp_path / "nothing"):
-        assert main([str(run), "--to", str(tmp_path / "to")]) == 2
+        assert verb("export", str(run), "--to", str(tmp_path / "to")) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"nmrun export: {run} holds no finished run (")
+        assert line.startswith(f"nmrun: {run} holds no finished run (")
     assert not (tmp_path / "to").exists()

@@ -14,6 +14,7 @@ from runs import config
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from verbs import verb
 
 import nmrun
 from nmrun import models
@@ -61,7 +62,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def refused(run: Path, to: Path, capsys: pytest.CaptureFixture[str], *words: str, status: int = 1) -> str:
     before = sorted(to.parent.iterdir())
-    assert cli.main([str(run), "--to", str(to), *words]) == status
+    assert verb("export", str(run), "--to", str(to), *words) == status
     (line,) = capsys.readouterr().err.splitlines()
     assert sorted(to.parent.iterdir()) == before
     return line
@@ -187,7 +188,7 @@ def test_a_failure_half_way_leaves_what_was_there(
     (to / "notes.txt").write_text("mine")
     monkeypatch.setattr(packed, "write_about", full)  # when the weights are written already
     assert "No space left" in refused(run, to, capsys, "--format", "packed")
-    assert cli.main([str(run), "--to", str(tmp_path / "deep" / "er"), "--format", "packed"]) == 1
+    assert verb("export", str(run), "--to", str(tmp_path / "deep" / "er"), "--format", "packed") == 1
     assert not (tmp_path / "deep").exists()
     assert {path.name: path.read_text() for path in to.iterdir()} == {"sparsity.json": "older", "notes.txt": "mine"}
     monkeypatch.undo()
@@ -329,7 +330,7 @@ def test_onnx_computes_the_same_with_zeros_where_tensorrt_looks(tmp_path: Path, 
     onnx, runtime = pytest.importorskip("onnx", reason="needs nmrun[onnx]"), pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     made = config(tmp_path, "model=vit_tiny", "model.layers=1", "model.heads=2", "model.width=16")
-    model = models.build(made.model, {"shape": (1, 8, 8), "classes": 10})
+    model = models.build(made.model.mapping(), {"shape": (1, 8, 8), "classes": 10})
     with torch.no_grad():
         model.heads.head.weight.normal_()  # zero at the start
     run = run_of(tmp_path / "run", model, made.plain, exclude=["conv_proj"])

@@ -601,6 +601,6 @@ def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(tmp_path: Path,
 
 
 def test_the_config_takes_true_or_false(tmp_path: Path) -> None:
-    assert config(tmp_path, "recipe=asp").recipe["permute"] is False
+    assert config(tmp_path, "recipe=asp").recipe.options["permute"] is False
     with pytest.raises(ConfigError, match=r"recipe.permute=perhaps: it takes true or false"):
         config(tmp_path, "recipe=asp", "recipe.permute=perhaps")

@@ -12,6 +12,7 @@ from played24 import Machine, play
 from runs import config
 from test_linear24 import along_inputs, both_ways, normal
 from torch import Tensor, nn
+from verbs import verb
 
 import nmrun
 from nmrun import bench
@@ -183,9 +184,8 @@ def test_the_benchmark_is_against_dense_products_of_fp8(tmp_path: Path, capsys: 
 def test_the_benchmark_refuses_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(output, "begin", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
-    with pytest.raises(SystemExit, match="2"):
-        bench.main(["gemm", "--fp8"])
-    assert capsys.readouterr().err.endswith("error: --fp8: this GPU has no products of FP8 numbers\n")
+    assert verb("bench", "gemm", "--fp8") == 2
+    assert capsys.readouterr().err == "nmrun: --fp8: this GPU has no products of FP8 numbers\n"
 
 
 def test_the_dense_product_of_the_benchmark_is_that_of_rounded_numbers() -> None:

@@ -458,7 +458,7 @@ def test_compiled_in_one_graph(options: dict[str, Any], precision: torch.dtype) 
 def test_config_keys(tmp_path: Any) -> None:
     mlps = ("model=mlp", "model.hidden=[16,16,16]", "recipe=s_ste")
     plain, both = config(tmp_path, *mlps), config(tmp_path, *mlps, "trainer.mvue=2of4", "trainer.fp8=true")
-    assert both.trainer["mvue"] == "2:4"
+    assert both.trainer.mvue == "2:4"
     assert identity(both) == identity(config(tmp_path, *mlps, "trainer.mvue=2:4", "trainer.fp8=true")) != identity(plain)
     parts = build.build(both)
     assert plan.lines(both, parts)  # which counts FLOPs on the meta device

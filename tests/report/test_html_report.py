@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from nmrun.report import cli
+from verbs import verb
 
 
 class Page(HTMLParser):
@@ -50,7 +49,7 @@ class Page(HTMLParser):
 @pytest.fixture
 def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     def call(*arguments: str) -> tuple[int, str, str]:
-        status = cli.report([str(tmp_path / "outputs"), "--to", str(tmp_path / "report.html"), *arguments])
+        status = verb("report", str(tmp_path / "outputs"), "--to", str(tmp_path / "report.html"), *arguments)
         return status, *capsys.readouterr()
 
     return call
@@ -153,7 +152,7 @@ def test_one_line_for_a_mistake_and_no_half_a_page(write: Any, tmp_path: Path, c
     target = tmp_path / "report.html"
 
     def said(*arguments: str) -> str:
-        assert cli.report([*arguments, "--to", str(target)]) == 2
+        assert verb("report", *arguments, "--to", str(target)) == 2
         assert not target.exists()
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
@@ -170,6 +169,6 @@ def test_one_line_for_a_mistake_and_no_half_a_page(write: Any, tmp_path: Path, c
     assert "No such file or directory" in said(outputs)
     target = tmp_path / "taken"
     target.mkdir()
-    assert cli.report([outputs, "--to", str(target)]) == 2
+    assert verb("report", outputs, "--to", str(target)) == 2
     assert list(target.iterdir()) == []
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from verbs import verb
 
 from nmrun.config.metric import higher_is_better
 from nmrun.report import cli
@@ -212,9 +213,7 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(write, table) -
     write("ste", "2:4", 2, 0.1, trainer__epochs=1, trainer__limit_batches=3)
     status, out, err = table()
     assert (status, out) == (2, "")
-    assert err.startswith(
-        "nmrun table: ste at 2:4 would average over runs that differ in trainer.epochs, trainer.limit_batches;"
-    )
+    assert err.startswith("nmrun: ste at 2:4 would average over runs that differ in trainer.epochs, trainer.limit_batches;")
     assert "--rows recipe,trainer.epochs,trainer.limit_batches" in err
     assert err.count("\n") == 1
     choice = err.split("--filter ")[1].split()
@@ -268,7 +267,7 @@ def test_filters(write, table) -> None:
         "ste": {"2:4": "80.0 (1)"}
     }
     assert table("--filter", "optimizer.lr=5")[::2] == (
-        2, "nmrun table: --filter optimizer.lr=5 leaves no run; optimizer.lr is 0.001, 0.01\n",
+        2, "nmrun: --filter optimizer.lr=5 leaves no run; optimizer.lr is 0.001, 0.01\n",
     )  # fmt: skip
     assert "write KEY=VALUE" in table("--filter", "optimizer.lr")[2]
 
@@ -414,18 +413,18 @@ def test_mistakes_get_one_line(write, table, arguments: list[str], said: list[st
     write("ste", "2:4", 0, 0.9)
     status, out, err = table(*arguments)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("nmrun table: ")
+    assert err.startswith("nmrun: ")
     assert all(part in err for part in said), err
 
 
 def test_no_path_and_no_runs(table, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = table()
-    assert (status, err) == (2, f"nmrun table: {tmp_path / 'outputs'}: no such folder\n")
+    assert (status, err) == (2, f"nmrun: {tmp_path / 'outputs'}: no such folder\n")
     (tmp_path / "outputs").mkdir()
-    assert table()[2].startswith(f"nmrun table: no run below {tmp_path / 'outputs'}")
-    assert table(paths=())[::2] == (2, "nmrun table: the following arguments are required: PATH\n")
-    assert cli.plot([str(tmp_path / "outputs"), "--out", "x.jpg"]) == 2
-    assert capsys.readouterr().err == "nmrun plot: --out x.jpg: the suffix must be one of .png, .svg, .pdf\n"
+    assert table()[2].startswith(f"nmrun: no run below {tmp_path / 'outputs'}")
+    assert table(paths=())[::2] == (2, "nmrun: the following arguments are required: PATH\n")
+    assert verb("plot", str(tmp_path / "outputs"), "--out", "x.jpg") == 2
+    assert capsys.readouterr().err == "nmrun: --out x.jpg: the suffix must be one of .png, .svg, .pdf\n"
 
 
 def test_a_reader_that_stops_early_is_no_error(write, tmp_path: Path) -> None:

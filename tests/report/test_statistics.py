@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from scipy import stats
 from test_report import cells
+from verbs import verb
 
 from nmrun.report.collect import collect
 from nmrun.report.statistics import Difference, holm, paired, summarise
@@ -115,7 +116,7 @@ def test_mistaken_baselines(write, table) -> None:
     write("asp", "1:8", 1, 0.9)
     assert table("--baseline", "sted")[::2] == (
         2,
-        "nmrun table: --baseline sted: no such row; did you mean ste? (there are asp, ste)\n",
+        "nmrun: --baseline sted: no such row; did you mean ste? (there are asp, ste)\n",
     )
     status, _, err = table("--baseline", "ste")
     assert (status, err.count("\n")) == (2, 1)
@@ -181,7 +182,5 @@ def test_runs_from_wandb_are_those_of_the_folders(
 
 
 def test_wandb_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, table) -> None:
-    from nmrun.report import cli
-
     pretend(monkeypatch, ConnectionError("no route\nmore"))
-    assert cli.table(["wandb://me/sparse"]) == 2
+    assert verb("table", "wandb://me/sparse") == 2

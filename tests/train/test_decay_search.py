@@ -42,7 +42,7 @@ def reference_rate(dense_config: schema.Config, decay: float | None, interval: i
     """A plain loop with STE, ``grad + decay * (1 - m) * w`` and Adam; ``decay`` None trains densely, with the masks looking on."""
     parts = build(dense_config)
     layers = list(parts.model.inner)
-    adam = torch.optim.Adam(parts.model.parameters(), dense_config.optimizer["lr"])
+    adam = torch.optim.Adam(parts.model.parameters(), dense_config.optimizer.lr)
     masks = [best_transposable(layer.weight.detach()) for layer in layers]
     flips = refreshes = 0
     for step in range(steps):

@@ -44,6 +44,10 @@ def trained(made: Config, folder: Path, prepare: Any = None) -> tuple[Loop, list
     return loop, tracker.rows
 
 
+def with_trainer(made: Config, **values: Any) -> Config:
+    return Config({**made.plain, "trainer": {**made.plain["trainer"], **values}}, made.pattern)
+
+
 def weights(loop: Loop) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in loop.model.named_parameters()}
 
@@ -59,8 +63,7 @@ def test_micro_batches_give_the_update_of_the_whole_batch(recipe: str, tmp_path:
         # eps = 1e-3 keeps Adam from blowing up the rounding of gradients that are almost zero
         options = ["optimizer.eps=1e-3", f"recipe={recipe}", "trainer.clip=0.5", "trainer.epochs=2"]
         options += {"sr_ste": ["recipe.decay=0.1"], "step": ["recipe.switch=0.5"]}.get(recipe, [])
-        made = config(tmp_path, *options)
-        made.trainer.update(batch_size=30, accumulate=parts)
+        made = with_trainer(config(tmp_path, *options), batch_size=30, accumulate=parts)
         results.append(weights(trained(made, tmp_path)[0]))
     torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-4)
 
@@ -144,8 +147,7 @@ def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path: Path) -> None:
 
         loop._train_step = watched  # type: ignore[method-assign]
 
-    made.trainer["epochs"] = 12
-    loop, logged = trained(made, tmp_path, prepare)
+    loop, logged = trained(with_trainer(made, epochs=12), tmp_path, prepare)
     updates = [number for number, _, _ in seen]
     before_each = [0, *updates[:-1]]
     assert updates[:3] == [0, 0, 0]
@@ -322,7 +324,7 @@ def test_with_channels_last_the_same_training_up_to_rounding(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = config(tmp_path, f"recipe={recipe}", "trainer.epochs=2", "optimizer.eps=1e-3")
-    assert made.model["name"] == "small_conv"
+    assert made.model.name == "small_conv"
     ends, formats = [], []
     for least in (build.LARGE, 1):
         monkeypatch.setattr(build, "LARGE", least)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from runs import config
 from torch import nn
+from verbs import verb
 
 import nmrun
 from nmrun.config.identity import run_folder
@@ -194,5 +195,5 @@ def test_the_printed_command_trains_with_the_proposed_ratios(trained, options, n
     ],
 )
 def test_a_mistake_gets_a_line(trained, options, said, capsys):
-    assert main([str(trained) if word == "RUN" else word for word in options]) == 2
-    assert capsys.readouterr().err == f"nmrun search: {said}\n"
+    assert verb("search", *(str(trained) if word == "RUN" else word for word in options)) == 2
+    assert capsys.readouterr().err == f"nmrun: {said}\n"

@@ -1,0 +1,143 @@
+"""The hyperparameters of a recipe, read from the source of its class: nothing of it is imported.
+
+Recipes import torch, and the command line must not. Their classes are the one place that has a
+hyperparameter's default and range, such as ``decay: Annotated[float, number(0)] = 2e-4``. The
+``nm://`` source (``nmrun.config.source``) serves the config group ``recipe`` from them.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nmrun import ranges
+from nmrun.ranges import Check
+from nmrun.recipes import RECIPES
+
+
+@dataclass(frozen=True)
+class Field:
+    """A hyperparameter: its default as YAML would have it, and its range, None for any value."""
+
+    default: Any
+    check: Check | None
+
+
+@functools.cache
+def fields(path: str) -> Mapping[str, Field]:
+    """The hyperparameters of a recipe by name, those of its bases first.
+
+    Args:
+        path: of the class, such as ``nmrun.recipes.sr_ste.SRSTE``. Bases are followed within the
+            package that has its module.
+
+    Raises:
+        LookupError: if there is no such class.
+    """
+    module, _, name = path.rpartition(".")
+    return _of_class(module, name, module.rpartition(".")[0])
+
+
+def recipe_keys(name: str) -> dict[str, Check | None]:
+    """The keys of a built-in recipe beside its name, with their ranges.
+
+    Args:
+        name: a name of ``nmrun.recipes.RECIPES``.
+    """
+    return {key: field.check for key, field in fields(RECIPES[name]).items()}
+
+
+def node(name: str) -> dict[str, Any]:
+    """The config node of a recipe: its name, and every hyperparameter's default."""
+    return {"name": name, **{key: field.default for key, field in fields(RECIPES[name]).items()}}
+
+
+def _of_class(module: str, name: str, package: str) -> dict[str, Field]:
+    tree = _parsed(module)
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef) and statement.name == name:
+            break
+    else:
+        raise LookupError(f"{module} has no class {name}")
+    found: dict[str, Field] = {}
+    for base in reversed(statement.bases):
+        place = _place(tree, module, ast.unparse(base), package)
+        found |= {} if place is None else _of_class(*place, package)
+    for line in statement.body:
+        if isinstance(line, ast.AnnAssign) and (field := _field(line)) is not None:
+            found[ast.unparse(line.target)] = field
+    return found
+
+
+@functools.cache
+def _parsed(module: str) -> ast.Module:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise LookupError(f"there is no module {module}")
+    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+
+
+def _place(tree: ast.Module, module: str, base: str, package: str) -> tuple[str, str] | None:
+    """The module and name of a base class; None for one from outside of the package."""
+    first, _, rest = base.partition(".")
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef) and statement.name == base:
+            return module, base
+        if not isinstance(statement, ast.Import | ast.ImportFrom):
+            continue
+        for alias in statement.names:
+            if isinstance(statement, ast.Import):  # import package.module: the base is spelt whole
+                whole, _, leaf = base.rpartition(".")
+                place = (alias.name, leaf) if whole == (alias.asname or alias.name) else None
+            elif first != (alias.asname or alias.name):
+                place = None
+            elif rest:  # from package import module
+                place = (f"{_absolute(statement, package)}.{alias.name}", rest)
+            else:
+                place = (_absolute(statement, package), alias.name)
+            if place is not None:
+                return place if place[0].startswith(f"{package}.") else None
+    return None
+
+
+def _absolute(statement: ast.ImportFrom, package: str) -> str:
+    """The module that names are imported from; the recipes' modules lie directly in the package."""
+    above = package.split(".")[: len(package.split(".")) - statement.level + 1]
+    parts = [*(above if statement.level else []), *([statement.module] if statement.module else [])]
+    return ".".join(parts)
+
+
+def _field(line: ast.AnnAssign) -> Field | None:
+    """The hyperparameter of an annotated assignment; None where it is something else."""
+    target, annotation = line.target, line.annotation
+    if not isinstance(target, ast.Name) or target.id.startswith("_") or line.value is None:
+        return None
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        annotation = ast.parse(annotation.value, mode="eval").body
+    if "ClassVar" in ast.unparse(annotation).partition("[")[0]:
+        return None
+    try:
+        default = ast.literal_eval(line.value)
+    except ValueError:  # field(init=False), say
+        return None
+    return Field(_plain(default), _check(annotation))
+
+
+def _check(annotation: ast.expr) -> Check | None:
+    """The range that ``Annotated`` holds: a name of ``nmrun.ranges``, or a call of one."""
+    if not isinstance(annotation, ast.Subscript) or not isinstance(annotation.slice, ast.Tuple):
+        return None
+    if ast.unparse(annotation.value).rpartition(".")[2] != "Annotated":
+        return None
+    expression = ast.Expression(annotation.slice.elts[1])
+    check = eval(compile(expression, "<annotation>", "eval"), vars(ranges))
+    return check if isinstance(check, Check) else None
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, tuple | list) else value

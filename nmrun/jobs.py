@@ -1,0 +1,188 @@
+"""Runs and sweeps, as a command line asks for them: looked at, then handed to Hydra.
+
+Imports no torch before a run begins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from nmrun import lock, pipe
+from nmrun.config import experiment, precheck, schema, source, sweep
+from nmrun.config.identity import run_folder
+from nmrun.config.metric import higher_is_better
+from nmrun.errors import ConfigError, leads, refuse
+
+# Told to job processes: how many jobs were launched before this launch.
+BEFORE = "NMRUN_BEFORE"
+
+source.register()
+
+
+def main(argv: list[str]) -> int:
+    """Run what a command line without a verb asks for; returns the exit status.
+
+    Raises:
+        ConfigError: with all that is wrong with it.
+    """
+    asked = precheck.options(argv)
+    flags = [word for word in argv if word not in asked.overrides]
+    if asked.help or asked.hydra_help or asked.shell_completion:
+        _hydra(flags, asked.overrides)
+        return 0
+    sweeps = [precheck.own_recipe(words) for words in experiment.expand(asked.overrides, asked.multirun)]
+    composed: precheck.Done = {}
+    looks = [precheck.look(words, asked.multirun, asked.config_dir, composed) for words in sweeps]
+    if problems := list(dict.fromkeys(problem for found in looks for problem in found.problems)):
+        raise ConfigError(problems)
+    if asked.cfg or asked.info or not asked.multirun:
+        _hydra(flags, sweeps[0])
+        return 0 if asked.cfg or asked.info else _exit_status(_outcomes[-1])
+    from nmrun.config import sweeper
+
+    sweeper.register()
+    with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
+        name, output_dir = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", looks[0].output_dir
+        folder = Path(output_dir, ".sweeps", name).absolute() if leads() else Path(nowhere)
+        _make(folder, output_dir)
+        os.environ[sweep.SWEEP] = str(folder)
+        counts = [found.jobs for found in looks]
+        total = None if None in counts else sum(count or 0 for count in counts)
+        with lock.hold(folder):  # shows that the sweep is alive
+            together = sweeps if _one_launch(sweeps, counts) else []
+            sweep.begin(folder, total, shlex.join(["nmrun", *argv]), output_dir, together)
+            status = _launch(flags, [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True)))
+        if not leads():
+            return status
+        lines, bad = sweep.summary(folder)
+        print(lines)
+        return max(status, bad)
+
+
+def _one_launch(sweeps: list[list[str]], jobs: list[int | None]) -> bool:
+    """Whether the sweeper takes them all: their jobs are known and go to one launcher."""
+    launchers = {tuple(filter(sweep.is_hydras, words)) for words in sweeps}
+    return None not in jobs and len(launchers) == 1
+
+
+def _launch(flags: list[str], launches: list[tuple[list[str], int | None]]) -> int:
+    """Run the overrides of each launch, which has so many jobs.
+
+    Returns:
+        The exit status after an interrupt, or 0.
+    """
+    before = 0
+    try:
+        for words, count in launches:
+            os.environ[BEFORE] = str(before)
+            _hydra(flags, words)
+            before += count or 0
+    except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
+        return int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
+    return 0
+
+
+def _hydra(flags: list[str], overrides: list[str]) -> None:
+    sys.argv[1:] = [*flags, *overrides]  # Hydra wants its options first
+    _job()
+
+
+# --- one job -----------------------------------------------------------------------------------------------------------------
+
+_outcomes: list[dict[str, Any]] = []
+
+
+@hydra.main(config_path="pkg://nmrun.conf", config_name="nmrun", version_base="1.3")
+def _job(composed: DictConfig) -> float | None:
+    job, began = HydraConfig.get(), time.monotonic()
+    folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
+    overrides = [sweep.typed(word) for word in job.overrides.task]
+    with pipe.ends_quietly():  # once more, as jobs may run in other processes
+        if folder:
+            print(sweep.title(folder, int(os.environ[BEFORE]) + job.job.num + 1, overrides), flush=True)
+        outcome, values = _outcomes_of(composed, folder.name if folder else None, _command(job, overrides))
+    _outcomes.append(outcome)
+    if folder and leads():
+        sweep.add(folder, outcome, overrides, time.monotonic() - began)
+        if outcome["status"] == "interrupted":
+            raise SystemExit(_exit_status(outcome))
+    return sum(values) / len(values) if values else None
+
+
+def _command(job: Any, overrides: list[str]) -> str:
+    """What asks for this job alone; in a sweep that is not what was typed."""
+    words = [word for word in job.overrides.hydra if word.lstrip("+").startswith("hydra.searchpath")]
+    for place in job.runtime.config_sources:
+        words += ["--config-dir", place.path] if place.provider == "command-line" else []
+    return shlex.join(["nmrun", *words, *overrides])
+
+
+def _outcomes_of(composed: DictConfig, sweep: str | None, command: str = "") -> tuple[dict[str, Any], list[float]]:
+    """A job is one run, or one for each of ``seeds``: the outcome that matters most, and what a Hydra sweeper minimises, by seed."""
+    seeds = composed.get("seeds")
+    found = []
+    for seed in [composed.seed] if seeds is None else seeds:
+        composed.seed = seed
+        found.append(_outcome(composed, sweep, command))
+        if found[-1]["status"] == "interrupted":
+            break
+    finals = [(one.get("metrics", {}).get("final", {}), f"eval/{one.get('metric')}") for one in found]
+    values = [
+        -float(final[metric]) if higher_is_better(metric) else float(final[metric])
+        for final, metric in finals
+        if metric in final
+    ]
+    most = max(found, key=lambda one: (_exit_status(one), one["status"] == "finished"))
+    return most, values if len(values) == len(found) else []
+
+
+def _outcome(composed: DictConfig, sweep: str | None, command: str) -> dict[str, Any]:
+    try:
+        config = schema.check(composed)
+        folder = run_folder(config)
+        if not config.force and not config.dry and (result := _finished(folder)):
+            metrics = "  ".join(f"{key} {value:.4g}" for key, value in result["metrics"]["final"].items())
+            print(f"finished already: {metrics}\n  {folder} (force=true runs it again)", flush=True)
+            return {**result, "status": "skipped", "folder": str(folder)}
+        if not config.dry:
+            _make(folder, config.output_dir)  # before torch is imported for nothing
+        from nmrun.train import runner
+
+        return runner.run(config, folder, sweep, command)
+    except ConfigError as error:
+        refuse(error.problems)
+        return {"status": "refused", "folder": None, "error": "; ".join(error.problems)}
+
+
+def _make(folder: Path, output_dir: str) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir={output_dir}: {error.strerror}: {error.filename}") from None
+
+
+def _finished(folder: Path) -> dict[str, Any] | None:
+    try:
+        result = json.loads((folder / "result.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return result if isinstance(result, dict) and result.get("status") == "finished" else None
+
+
+def _exit_status(outcome: dict[str, Any]) -> int:
+    if outcome["status"] == "interrupted":
+        return 128 + int(outcome["signal"])
+    return {"finished": 0, "skipped": 0, "planned": 0, "refused": 2}.get(outcome["status"], 1)

@@ -1,0 +1,180 @@
+"""The keys of the config's groups and which values they take.
+
+There is a class for each group, or for each of its kinds. Data sets and models have modules of
+their own.
+
+Defaults are in ``conf/``, which Hydra composes; here are none, so that each stands once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from nmrun.ranges import (
+    ACCELERATION,
+    BETAS,
+    BUDGET,
+    COMPILE,
+    FLAG,
+    FRACTION,
+    INPUT_GRADIENTS,
+    PATTERN,
+    RATIOS,
+    SEEDS,
+    TEXT,
+    number,
+    one_of,
+    whole,
+)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of keys, checked."""
+
+    def values(self) -> dict[str, Any]:
+        """The keys beside the name, with their values."""
+        return {key.name: getattr(self, key.name) for key in dataclasses.fields(self) if key.name != "name"}
+
+
+@dataclass(frozen=True)
+class Named(Group):
+    """A group of which there are several kinds, told apart by ``name``."""
+
+    name: str
+
+    def mapping(self) -> dict[str, Any]:
+        """The group as its YAML file has it."""
+        return {"name": self.name, **self.values()}
+
+
+@dataclass(frozen=True)
+class Run(Group):
+    """The keys that are in no group."""
+
+    seed: Annotated[int, whole(0)]
+    seeds: Annotated[list[int] | None, SEEDS]
+    output_dir: Annotated[str, TEXT]
+    resume: Annotated[bool, FLAG]
+    force: Annotated[bool, FLAG]
+    dry: Annotated[bool, FLAG]
+
+
+@dataclass(frozen=True)
+class Sparsity(Group):
+    """The ratio, which is checked as a pattern, and the layers that have another one."""
+
+    n: int | None
+    m: int | None
+    overrides: Annotated[dict[str, str] | None, RATIOS]
+    pad: Annotated[bool, FLAG]
+
+
+@dataclass(frozen=True)
+class Recipe(Named):
+    """A recipe: its hyperparameters are in ``options``, as the recipe's class knows them.
+
+    ``target`` is the class of the user's own, else None.
+    """
+
+    target: str | None
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Optimizer(Named):
+    """What all optimizers have."""
+
+    lr: Annotated[float, number(0, open_low=True)]
+    head_lr: Annotated[float | None, number(0, open_low=True, optional=True)]
+    weight_decay: Annotated[float, number(0)]
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """Adam and AdamW."""
+
+    betas: Annotated[list[float], BETAS]
+    eps: Annotated[float, number(0, open_low=True)]
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """SGD with momentum."""
+
+    momentum: Annotated[float, FRACTION]
+    nesterov: Annotated[bool, FLAG]
+
+
+@dataclass(frozen=True)
+class Schedule(Named):
+    """A schedule of the learning rate."""
+
+
+@dataclass(frozen=True)
+class Decay(Schedule):
+    """A warm-up, then a constant rate or a decay to ``final``."""
+
+    warmup: Annotated[float, FRACTION]
+    final: Annotated[float, number(0, 1)]
+
+
+@dataclass(frozen=True)
+class InverseSqrt(Schedule):
+    """A warm-up, then a decay with the inverse square root of the step."""
+
+    warmup_steps: Annotated[int, whole(1)]
+    init_lr: Annotated[float, number(0)]
+
+
+@dataclass(frozen=True)
+class Trainer(Group):
+    """How long, on what and how exactly a run trains."""
+
+    epochs: Annotated[int, whole(1)]
+    budget: Annotated[str | None, BUDGET]
+    batch_size: Annotated[int, whole(1)]
+    accumulate: Annotated[int, whole(1)]
+    on_oom: Annotated[str, one_of("fail", "halve")]
+    clip: Annotated[float | None, number(0, open_low=True, optional=True)]
+    precision: Annotated[str, one_of("auto", "fp32", "bf16", "fp16")]
+    device: Annotated[str, one_of("auto", "cpu", "cuda", "free")]
+    distributed: Annotated[str, one_of("ddp", "fsdp")]
+    compile: Annotated[bool | str, COMPILE]
+    label_smoothing: Annotated[float, FRACTION]
+    mvue: Annotated[str | None, PATTERN]
+    fp8: Annotated[bool, FLAG]
+    input_gradient: Annotated[str, one_of(*INPUT_GRADIENTS)]
+    acceleration: Annotated[str, one_of(*ACCELERATION)]
+    eval_every: Annotated[int, whole(1)]
+    log_every: Annotated[int, whole(1)]
+    diagnose_every: Annotated[int | None, whole(1, optional=True)]
+    checkpoint_every: Annotated[int, whole(1)]
+    average: Annotated[int, whole(1)]
+    limit_batches: Annotated[int | None, whole(1, optional=True)]
+    threads: Annotated[int | None, whole(1, optional=True)]
+
+
+@dataclass(frozen=True)
+class Track(Named):
+    """Where metrics go beside ``metrics.jsonl``: nowhere."""
+
+
+@dataclass(frozen=True)
+class WandB(Track):
+    """Weights & Biases."""
+
+    project: Annotated[str, TEXT]
+    entity: str | None
+    mode: Annotated[str, one_of("auto", "online", "offline")]
+    group: str | None
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adam": Adam, "adamw": Adam, "sgd": SGD}
+SCHEDULES: dict[str, type[Schedule]] = {
+    **dict.fromkeys(("constant", "cosine", "linear"), Decay),
+    "inverse_sqrt": InverseSqrt,
+}
+TRACKS: dict[str, type[Track]] = {"local": Track, "wandb": WandB}

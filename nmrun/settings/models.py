@@ -1,0 +1,145 @@
+"""The keys of each model: the config's group ``model``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from nmrun.ranges import EXPRESSIONS, FRACTION, TEXT, WIDTHS, Check, one_of, whole
+from nmrun.settings import reader
+from nmrun.settings.groups import Group, Named
+
+ARGUMENTS = Check(
+    "null or keyword arguments such as {drop_path_rate: 0.1}",
+    lambda value: isinstance(value, dict | None),
+)
+
+
+@dataclass(frozen=True)
+class Model(Named):
+    """What all models have: the modules that may be sparse."""
+
+    include: Annotated[list[str] | None, EXPRESSIONS]
+    exclude: Annotated[list[str] | None, EXPRESSIONS]
+
+
+@dataclass(frozen=True)
+class OwnModel(Model):
+    """A model of the user's own: ``target`` builds it, and knows the keys in ``options``."""
+
+    target: str
+    options: dict[str, Any]
+
+    def values(self) -> dict[str, Any]:
+        beside = {"_target_": self.target, "include": self.include, "exclude": self.exclude}
+        return {**beside, **self.options}
+
+
+@dataclass(frozen=True)
+class Blocks(Group):
+    """The size of a Transformer."""
+
+    layers: Annotated[int, whole(1)]
+    heads: Annotated[int, whole(1)]
+    width: Annotated[int, whole(1)]
+    dropout: Annotated[float, FRACTION]
+
+
+@dataclass(frozen=True)
+class SmallConv(Model):
+    """The small convolutional network."""
+
+    channels: Annotated[list[int], WIDTHS]
+
+
+@dataclass(frozen=True)
+class MLP(Model):
+    """The perceptron."""
+
+    hidden: Annotated[list[int], WIDTHS]
+
+
+@dataclass(frozen=True)
+class CifarResNet(Model):
+    """ResNets for CIFAR."""
+
+    depth: Annotated[int, whole(8)]
+
+
+@dataclass(frozen=True)
+class Torchvision(Model):
+    """Networks of torchvision."""
+
+    form: Annotated[str, one_of("auto", "cifar", "imagenet")]
+
+
+@dataclass(frozen=True)
+class Timm(Model):
+    """A network of timm."""
+
+    name_in_timm: Annotated[str, TEXT]
+    options: Annotated[dict[str, Any] | None, ARGUMENTS]
+
+
+@dataclass(frozen=True)
+class Transformer(Blocks, Model):
+    """GPT-2's architecture, and the encoder of texts."""
+
+
+@dataclass(frozen=True)
+class ViT(Transformer):
+    """Vision Transformers."""
+
+    patch: Annotated[int | None, whole(1, optional=True)]
+    stochastic_depth: Annotated[float, FRACTION]
+
+
+@dataclass(frozen=True)
+class Pretrained(Model):
+    """A network of Hugging Face."""
+
+    pretrained: Annotated[str, TEXT]
+    dropout: Annotated[float, FRACTION]
+
+
+@dataclass(frozen=True)
+class Encoder(Pretrained):
+    """An encoder of Hugging Face with a new head."""
+
+    pooling: Annotated[str, one_of("cls", "mean", "similarity")]
+
+
+@dataclass(frozen=True)
+class FairseqTransformer(Transformer):
+    """fairseq's Transformer."""
+
+    ffn: Annotated[int, whole(1)]
+    attention_dropout: Annotated[float, FRACTION]
+    activation_dropout: Annotated[float, FRACTION]
+    share_embeddings: Annotated[str, one_of("auto", "none", "decoder", "all")]
+
+
+VISION = ["resnet18", "resnet34", "resnet50", "densenet121", "vgg16_bn", "mobilenet_v2", "swin_v2_t"]
+GPTS = ["gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"]
+MODELS: dict[str, type[Model]] = {
+    "small_conv": SmallConv,
+    "mlp": MLP,
+    **dict.fromkeys(("resnet20", "resnet32"), CifarResNet),
+    **dict.fromkeys(VISION, Torchvision),
+    **dict.fromkeys(("vit_tiny", "vit_small", "vit_base", "deit_tiny", "deit_small"), ViT),
+    "timm": Timm,
+    **dict.fromkeys(("text_encoder", *GPTS), Transformer),
+    "hf_encoder": Encoder,
+    "hf_gpt2": Pretrained,
+    **{f"fairseq_transformer{size}": FairseqTransformer for size in ("", "_iwslt", "_base")},
+}
+
+
+def read(plain: Mapping[str, Any]) -> Model:
+    """The model of a checked config's ``model`` group."""
+    if "_target_" not in plain:
+        return reader.built(MODELS[plain["name"]], plain, "model")
+    own = ("name", "_target_", "include", "exclude")
+    options = {key: value for key, value in plain.items() if key not in own}
+    return OwnModel(plain["name"], plain["include"], plain["exclude"], plain["_target_"], options)

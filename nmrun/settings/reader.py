@@ -1,0 +1,79 @@
+"""Reads plain data by the classes of the groups, whose annotations hold the ranges."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+from nmrun.errors import ConfigError
+from nmrun.ranges import Check
+from nmrun.registry import did_you_mean
+
+Keys = TypeVar("Keys")
+
+
+@functools.cache
+def checks(kind: Any) -> dict[str, Check | None]:
+    """The range of each key of a class; None for a key that takes anything.
+
+    Args:
+        kind: a dataclass whose ranges are written ``Annotated[int, whole(1)]``.
+    """
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {key.name: next(iter(getattr(hints[key.name], "__metadata__", ())), None) for key in dataclasses.fields(kind)}
+
+
+def built(kind: type[Keys], plain: Mapping[str, Any], group: str) -> Keys:
+    """The class with the values of ``plain``, whose other keys are left out.
+
+    Args:
+        kind: a class of a group.
+        plain: the group as plain data.
+        group: its name, for the error.
+
+    Raises:
+        ConfigError: with each key that is not there.
+    """
+    keys = [key.name for key in dataclasses.fields(cast(Any, kind))]
+    if missing := [key for key in keys if key not in plain]:
+        raise ConfigError([f"{group}.{key}: missing" for key in missing])
+    return kind(**{key: plain[key] for key in keys})
+
+
+def wrong_keys(group: str, known: Iterable[str], given: Iterable[str]) -> dict[str, str]:
+    """The keys that a group lacks or should not have: each problem with its key."""
+    names, there = [f"{group}.{key}" for key in known], [f"{group}.{key}" for key in given]
+    wrong = {f"{name}: missing": name for name in names if name not in there}
+    return wrong | {no_key(name, names): name for name in there if name not in names}
+
+
+def wrong_values(ranges: Mapping[str, Check | None], given: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    """Each value out of its range: the problem, with the key that is wrong."""
+    for key, allowed in ranges.items():
+        if allowed is not None and key in given and not allowed.holds(given[key]):
+            hint = did_you_mean(str(given[key]), allowed.options)
+            value = shown(given[key])
+            yield f"{prefix}{key}={value}: it takes {allowed.allowed}{hint}", f"{prefix}{key}"
+
+
+def no_key(key: str, known: Iterable[str]) -> str:
+    """The line for a key that does not exist; ``known`` are those beside it."""
+    known = sorted(known)
+    group = key.rpartition(".")[0]
+    has = ", ".join(name.rpartition(".")[2] for name in known)
+    there = f"{group} has" if group else "there are"
+    return f"{key}: no such key{did_you_mean(key, known)} ({there} {has})"
+
+
+def no_option(key: str, group: str, option: str, options: Iterable[str]) -> str:
+    """The line for an option that a group does not have."""
+    hint = did_you_mean(option, options)
+    return f"{key}={option}: no such {group}{hint} (there are {', '.join(options)})"
+
+
+def shown(value: Any) -> str:
+    """A value as a command line has it."""
+    return "null" if value is None else str(value).replace(" ", "")

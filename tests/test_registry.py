@@ -1,0 +1,34 @@
+"""Things by their name or dotted path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from nmrun import registry
+from nmrun.errors import ConfigError
+
+KNOWN = {"join": "os.path.join", "joined": "os.path.nothing"}
+
+
+def test_a_known_name_and_a_dotted_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_alone.py").write_text("thing = 3\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert registry.find("what.name", "join", KNOWN)("a", "b") == "a/b"
+    assert str(tmp_path) not in sys.path  # it is looked into for the user's own only
+    assert registry.find("what.name", "mine_alone.thing", KNOWN) == 3
+
+
+def test_mistakes_name_the_key() -> None:
+    with pytest.raises(ConfigError, match=r"what\.name=jion: no such what; did you mean join\? \(there are join, joined\)"):
+        registry.find("what.name", "jion", KNOWN)
+    with pytest.raises(ConfigError, match=r"what\.name=os\.nothing cannot be imported: module 'os' has no attribute"):
+        registry.find("what.name", "os.nothing", KNOWN)
+
+
+def test_a_fault_of_our_own_is_no_mistake_of_the_user() -> None:
+    with pytest.raises(AttributeError):
+        registry.find("what.name", "joined", KNOWN)
