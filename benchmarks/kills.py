@@ -32,7 +32,7 @@ FILES = {"config.yaml", "run.log", "metrics.jsonl", "result.json", "checkpoint.p
 # Processes are forked from one that has imported everything, so that a start costs no more than what a start of a sweep does itself.
 _warm = multiprocessing.get_context("forkserver")
 _warm.set_forkserver_preload(
-    ["nmrun.cli", "nmrun.jobs", "nmrun.train.runner", "nmrun.train.loop", "hydra.main", "sklearn.datasets"]
+    ["nmrun.cli", "nmrun.train.jobs", "nmrun.train.runner", "nmrun.train.loop", "hydra.main", "sklearn.datasets"]
 )
 
 

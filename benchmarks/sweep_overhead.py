@@ -24,8 +24,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from nmrun import cli, jobs
+from nmrun import cli
 from nmrun.bench.machine import hardware
+from nmrun.train import jobs
 from nmrun.train.loop import Loop
 
 LIMIT = 0.3

@@ -12,7 +12,7 @@ import signal
 import sys
 
 import nmrun
-from nmrun import pipe
+from nmrun import verbs
 from nmrun.errors import ConfigError, RunError, leads, refuse
 from nmrun.registry import did_you_mean, find
 
@@ -37,7 +37,7 @@ def main() -> int:
     if not leads():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
-        with pipe.ends_quietly():
+        with verbs.ends_quietly():
             try:
                 return _main(sys.argv[1:])
             except ConfigError as error:
@@ -63,7 +63,7 @@ def _main(argv: list[str]) -> int:
 
         print(help.text())
         return 0
-    from nmrun import jobs
+    from nmrun.train import jobs
 
     return jobs.main(argv)
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from nmrun.arguments import Parser
 from nmrun.products.cusparselt import loaded_cusparselt
+from nmrun.verbs import Parser
 
 SHAPES = ((768, 3072), (2048, 8192), (4096, 16384))  # inputs and outputs of the layers in the speed table
 TOKENS = 8192

@@ -11,12 +11,12 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.errors import HydraException
 
-from nmrun.arguments import Parser
 from nmrun.bench import output
 from nmrun.bench.timing import Row
 from nmrun.config import schema, source
 from nmrun.errors import ConfigError
 from nmrun.tasks.vision import Classification
+from nmrun.verbs import Parser
 
 VOCABULARY = 50304
 GPT = ("dataset=token_bin", f"dataset.vocabulary={VOCABULARY}")

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
-from nmrun.arguments import Parser
 from nmrun.bench.machine import hardware, machine_line
 from nmrun.bench.timing import Row
 from nmrun.errors import ConfigError
 from nmrun.products import acceleration
 from nmrun.report.markdown import table
+from nmrun.verbs import Parser
 
 
 def parser(name: str, about: str | None, default_rounds: int) -> Parser:

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from nmrun import optim
-from nmrun.arguments import Parser
 from nmrun.bench.arms import ARMS, WORKLOADS, Attach
 from nmrun.bench.machine import hardware
 from nmrun.patterns import Pattern
 from nmrun.train.build import fuse, lay_out
+from nmrun.verbs import Parser
 
 DEVICE = torch.device("cpu")
 SHORTEST = 0.05  # seconds a measurement takes at least: several steps of a small model, one of a large one

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from nmrun.arguments import Parser
 from nmrun.data.multi30k import files
 from nmrun.data.prepare import beside
 from nmrun.data.prepare import prepare as prepare_texts
 from nmrun.errors import ConfigError
+from nmrun.verbs import Parser
 
 
 def prepare(argv: list[str]) -> int:

@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from nmrun.arguments import Parser
 from nmrun.errors import RunError
 from nmrun.export import finished
+from nmrun.verbs import Parser
 
 FORMATS = {
     "safetensors": "nmrun.export.plain",

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nmrun.arguments import Parser, files_of_the_command
 from nmrun.errors import ConfigError
 from nmrun.registry import did_you_mean
+from nmrun.verbs import Parser, files_of_the_command
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from nmrun import lock
-from nmrun.arguments import Parser
+from nmrun import locks
 from nmrun.config import sweep
 from nmrun.errors import ConfigError
+from nmrun.verbs import Parser
 
 STATES = ("finished", "running", "interrupted", "failed", "killed")
 FILES = {"config.yaml", "result.json", "checkpoint.pt"}  # one of them makes a folder a run's
@@ -46,12 +46,12 @@ def runs(path: Path) -> list[Run]:
 def sweeps(path: Path) -> list[tuple[Path, bool]]:
     """The folders of the sweeps that are running, or else of the last one, oldest first; and whether they are running."""
     found = sorted(folder for folder in (path / ".sweeps").glob("*") if folder.is_dir())
-    return [(folder, True) for folder in found if lock.held(folder)] or [(folder, False) for folder in found[-1:]]
+    return [(folder, True) for folder in found if locks.held(folder)] or [(folder, False) for folder in found[-1:]]
 
 
 def _folders(path: Path) -> Iterator[Path]:
     for place, below, files in os.walk(path):
-        if FILES & set(files) or (not below and lock.held(Path(place))):  # one that begins has no file yet
+        if FILES & set(files) or (not below and locks.held(Path(place))):  # one that begins has no file yet
             below.clear()
             yield Path(place)
         elif ".sweeps" in below:
@@ -60,7 +60,7 @@ def _folders(path: Path) -> Iterator[Path]:
 
 def _run(folder: Path) -> Run:
     result = _read(folder / "result.json", json.loads)
-    state = "running" if lock.held(folder) else result.get("status", "killed")
+    state = "running" if locks.held(folder) else result.get("status", "killed")
     if state == "finished":
         return Run(str(folder), state)
     step = _step(folder)

@@ -14,9 +14,9 @@ from torch import nn
 
 from nmrun import models, optim, ranks, tasks
 from nmrun.attach import sparsify
-from nmrun.devices import free_gpu
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle
+from nmrun.locks import free_gpu
 from nmrun.products.acceleration import Choice, accelerate
 from nmrun.settings.config import Config
 from nmrun.settings.groups import Optimizer, Trainer

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nmrun.arguments import Parser
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.sparsity.candidates import by_group
 from nmrun.sparsity.select import candidates, select
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.tasks.base import Task
+from nmrun.verbs import Parser
 
 if TYPE_CHECKING:
     from nmrun.settings.config import Config

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from nmrun import lock, ranks
+from nmrun import locks, ranks
 from nmrun.config.identity import identity
 from nmrun.errors import ConfigError, RunError
 from nmrun.settings.config import Config
@@ -59,7 +59,7 @@ def run(config: Config, folder: Path, sweep: str | None = None, command: str = "
     except OSError as error:
         raise ConfigError(f"output_dir={config.output_dir}: {error}") from None
     ranks.begin(config.trainer.device)
-    with lock.hold(folder) if ranks.leads() else contextlib.nullcontext(True) as ours:
+    with locks.hold(folder) if ranks.leads() else contextlib.nullcontext(True) as ours:
         outcome = None
         if not ours:
             print(f"nmrun: another process is at work on this very run: {folder}", file=sys.stderr, flush=True)

@@ -15,9 +15,9 @@ from hydra import compose, initialize_config_module
 from runs import TINY
 from verbs import verb
 
-from nmrun import jobs
 from nmrun.config import source
 from nmrun.errors import ConfigError, RunError
+from nmrun.train import jobs
 
 HEAVY = ("torch", "wandb", "pandas", "sklearn", "fairseq", "matplotlib")
 PROBE = f"""
@@ -105,7 +105,7 @@ def test_help_config_and_completion_stay_light(tmp_path, line):
 def test_any_ratio_composes(ratio, n, m):
     from hydra import compose, initialize_config_module
 
-    import nmrun.jobs  # noqa: F401  (registers the source of ratios)
+    import nmrun.train.jobs  # noqa: F401  (registers the source of ratios)
 
     with initialize_config_module("nmrun.conf", version_base="1.3"):
         composed = compose("nmrun", [f"sparsity={ratio}"])
@@ -221,7 +221,7 @@ def test_help_is_what_hydra_would_say(tmp_path: Path) -> None:
     """It is put together without Hydra, which is not even imported."""
     code = "import sys; from nmrun import cli; cli.main(); print([m for m in ('hydra', 'omegaconf') if m in sys.modules], file=sys.stderr)"
     quick = subprocess.run([sys.executable, "-c", code, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    code = "from nmrun import jobs; jobs._hydra(['--help'], [])"
+    code = "from nmrun.train import jobs; jobs._hydra(['--help'], [])"
     whole = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert quick.stderr == "[]\n"
     assert quick.stdout == whole.stdout

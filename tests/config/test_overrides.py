@@ -10,7 +10,7 @@ import torch
 from hydra import compose, initialize_config_module
 from safetensors.torch import load_file
 
-import nmrun.jobs  # noqa: F401  (registers the source of ratios)
+import nmrun.train.jobs  # noqa: F401  (registers the source of ratios)
 from nmrun.config import precheck, schema
 
 ACCEPTED = {  # a line as it stands in a shell, and what is meant

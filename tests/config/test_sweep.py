@@ -21,10 +21,11 @@ from hydra._internal.core_plugins import basic_launcher, basic_sweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.plugins.sweeper import Sweeper
 
-from nmrun import cli, jobs, lock, pipe
+from nmrun import cli, locks, verbs
 from nmrun.config import experiment, sweep
 from nmrun.config.sweeper import NMSweeper
 from nmrun.errors import ConfigError
+from nmrun.train import jobs
 
 NOW = 1_000_000.0
 
@@ -228,15 +229,15 @@ def test_overrides_as_one_types_them(word: str, as_typed: str) -> None:
 
 
 def test_asking_for_a_lock_keeps_nobody_from_it(tmp_path: Path) -> None:
-    with lock.hold(tmp_path) as ours, lock.hold(tmp_path) as again:
-        assert (ours, again, lock.held(tmp_path)) == (True, False, True)
-    assert not lock.held(tmp_path)
-    assert not lock.held(tmp_path / "nowhere")
+    with locks.hold(tmp_path) as ours, locks.hold(tmp_path) as again:
+        assert (ours, again, locks.held(tmp_path)) == (True, False, True)
+    assert not locks.held(tmp_path)
+    assert not locks.held(tmp_path / "nowhere")
     asking = os.open(tmp_path, os.O_RDONLY)  # another process, in the middle of held()
     fcntl.flock(asking, fcntl.LOCK_SH)
-    assert not lock.held(tmp_path)
+    assert not locks.held(tmp_path)
     threading.Timer(0.03, os.close, [asking]).start()
-    with lock.hold(tmp_path) as ours:
+    with locks.hold(tmp_path) as ours:
         assert ours
 
 
@@ -244,7 +245,7 @@ def test_a_stream_of_somebody_else_s_need_not_count(monkeypatch: pytest.MonkeyPa
     """Ray's, in its workers, returns None."""
     said: list[str] = []
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=said.append, flush=lambda: None))
-    with pipe.ends_quietly():
+    with verbs.ends_quietly():
         assert sys.stdout.write("four") == 4
     assert said == ["four"]
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import nmrun
-import nmrun.jobs  # registers the source of ratios
+import nmrun.train.jobs  # registers the source of ratios
 from nmrun import recipes
 from nmrun.config import precheck
 

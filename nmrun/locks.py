@@ -1,9 +1,10 @@
-"""A folder that one process at a time works in. The lock goes with the process, however that ends, and leaves no file."""
+"""What one process at a time has: a folder to work in, a GPU. A lock goes with its process, however that ends."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,3 +51,30 @@ def _locked(handle: int, kind: int, wait: float = 0) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+# GPU: the open lock file, which a sweep's next run in the same process keeps
+_held: dict[int, int] = {}
+
+
+def free_gpu(count: int, wait: float = 1.0) -> int:
+    """The number of a GPU that no other process holds by this function, now this process's own. Looks again every ``wait`` seconds.
+
+    ``CUDA_VISIBLE_DEVICES`` renumbers GPUs, so locks go by what it lists.
+    """
+    if _held:
+        return next(iter(_held))
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    names = visible if len(visible) == count else [str(number) for number in range(count)]
+    while True:
+        for number, name in enumerate(names):
+            place = Path(tempfile.gettempdir(), f"nmrun-{os.getuid()}-gpu-{name.replace('/', '-')}.lock")
+            file = os.open(place, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(file)
+                continue
+            _held[number] = file
+            return number
+        time.sleep(wait)

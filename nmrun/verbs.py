@@ -1,15 +1,43 @@
-"""Standard output whose reader may go (``nmrun ... | head``): then the program ends quietly, as others do.
+"""What every verb has: options whose mistakes are errors like any other, and output that may be cut.
 
-The signal itself, SIGPIPE, is no way to have that: it would also end a run whose connection to W&B breaks.
+A verb raises ConfigError for a mistake in the command and RunError for work that failed. The
+command line prints either as one line, ``nmrun: ...``, and exits with status 2 or 1. Where the reader
+of standard output goes (``nmrun ... | head``), the program ends quietly. The signal itself, SIGPIPE,
+is no way to have that: it would also end a run whose connection to W&B breaks.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
+
+from nmrun.errors import ConfigError
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would print and exit."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+@contextlib.contextmanager
+def files_of_the_command() -> Iterator[None]:
+    """While entered, a file that cannot be read or written is a mistake in the command.
+
+    Raises:
+        ConfigError: with the file and the reason.
+    """
+    try:
+        yield
+    except OSError as error:
+        known = (str(part) for part in (error.filename, error.strerror) if part)
+        raise ConfigError(": ".join(known) or str(error)) from None
+
 
 STATUS = 128 + 13  # what a shell tells of a program that SIGPIPE ended
 

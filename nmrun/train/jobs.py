@@ -20,7 +20,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from nmrun import lock, pipe
+from nmrun import locks, verbs
 from nmrun.config import experiment, precheck, schema, source, sweep
 from nmrun.config.identity import run_folder
 from nmrun.config.metric import higher_is_better
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
         os.environ[sweep.SWEEP] = str(folder)
         counts = [found.jobs for found in looks]
         total = None if None in counts else sum(count or 0 for count in counts)
-        with lock.hold(folder):  # shows that the sweep is alive
+        with locks.hold(folder):  # shows that the sweep is alive
             together = sweeps if _one_launch(sweeps, counts) else []
             sweep.begin(folder, total, shlex.join(["nmrun", *argv]), output_dir, together)
             status = _launch(flags, [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True)))
@@ -110,7 +110,7 @@ def _job(composed: DictConfig) -> float | None:
     job, began = HydraConfig.get(), time.monotonic()
     folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [sweep.typed(word) for word in job.overrides.task]
-    with pipe.ends_quietly():  # once more, as jobs may run in other processes
+    with verbs.ends_quietly():  # once more, as jobs may run in other processes
         if folder:
             print(sweep.title(folder, int(os.environ[BEFORE]) + job.job.num + 1, overrides), flush=True)
         outcome, values = _outcomes_of(composed, folder.name if folder else None, _command(job, overrides))
