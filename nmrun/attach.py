@@ -99,10 +99,10 @@ def sparsify(
         )
     rule.begin(pattern, total_steps)
     optimizer = unwrapped(optimizer)
+    _refuse_second(model, optimizer)
     if rule.name == "dense":
         left = [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in candidates(model)]
         return Handle(optimizer, rule, [], left)
-    _refuse_second(model, optimizer)
     if input_gradient == "transposable":
         rule.make_transposable()
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
