@@ -120,7 +120,7 @@ def sparsify(
         if saved is not None:
             Resume(optimizer, rule, sparse, lambda: None).check(saved)
             for weight in sparse:
-                weight.take(optimizer)
+                weight.take(optimizer, saved["dtypes"])
             kept = {weight.name: weight.saved() for weight in sparse}
         rule.prepare(model)
         rule.attach(sparse, optimizer)

@@ -318,6 +318,7 @@ class Handle:
         """
         self._resume.check(state.get("nmrun") or {})
         for weight in self.sparse:
+            weight.forget("dense")  # in a dense phase none is saved
             for key, value in state["weights"][weight.name].items():
                 weight.adopt(key, value)
         self._resume.restore(state["nmrun"])

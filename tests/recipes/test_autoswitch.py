@@ -62,8 +62,7 @@ def begin(switch: str | float, beta2: float = 0.9, **hyper: float) -> tuple[Two,
 
 def one_step(model: Two, optimizer: torch.optim.Optimizer, grads: list[float]) -> None:
     values = torch.tensor(grads, dtype=torch.float64)
-    dense = [module.parametrizations.weight.original for module in (model.a, model.b)]
-    dense[0].grad, dense[1].grad = values[:32].reshape(4, 8), values[32:].reshape(4, 4)
+    model.a.weight.grad, model.b.weight.grad = values[:32].reshape(4, 8), values[32:].reshape(4, 4)
     model.b.bias.grad = torch.full((4,), 1e3, dtype=torch.float64)
     optimizer.step()
 
