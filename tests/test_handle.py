@@ -251,9 +251,9 @@ def test_a_closure_gives_the_bits_of_a_plain_loop(recipe: str, by_name: bool) ->
             loss.backward()
             return loss
 
-        wanted = float(model(batch(step)).square().mean())
+        wanted = model(batch(step)).square().mean().item()
         loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
-        assert float(loss) == wanted
+        assert loss.item() == wanted
     optimizer.zero_grad()
     assert called == list(range(TOTAL))
     assert everything(*closed) == everything(*plain)

@@ -210,6 +210,7 @@ def test_step_names_the_optimizer_it_needs(optimizer: type, instead: str) -> Non
         ("step", {"total_steps": 9, "eps_mode": "in"}, "step: eps_mode=in must be one of inside, outside, floor"),
         ("step", {"total_steps": 9, "switch": "auto_geometrc"}, "did you mean auto_geometric"),
         ("step", {"total_steps": 9, "switch": 1.0}, "step: switch=1.0 must be auto, auto_geometric or a fraction"),
+        ("step", {"total_steps": 9, "switch": "0.5"}, "switch=0.5 must be auto, auto_geometric or a fraction"),
         ("step", {"total_steps": 9, "t_min": 0.6}, "t_min=0.6, t_max=0.5 must be"),
         ("step", {"total_steps": 9, "decay": -1.0}, "step: decay=-1.0 must be a number at least 0"),
     ],
