@@ -122,6 +122,8 @@ def sparsify(
             for weight in sparse:
                 weight.take(optimizer, saved["dtypes"])
             kept = {weight.name: weight.saved() for weight in sparse}
+            for weight in sparse:
+                weight.forget()  # recipes begin with dense weights, and write into what they find
         rule.prepare(model)
         rule.attach(sparse, optimizer)
         _install_products(rule, sparse, mvue, fp8, input_gradient)

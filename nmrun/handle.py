@@ -318,9 +318,9 @@ class Handle:
         """
         self._resume.check(state.get("nmrun") or {})
         for weight in self.sparse:
-            weight.forget("dense")  # in a dense phase none is saved
+            weight.forget()
             for key, value in state["weights"][weight.name].items():
-                weight.adopt(key, value)
+                weight.adopt(key, value.clone())
         self._resume.restore(state["nmrun"])
 
     @torch.no_grad()

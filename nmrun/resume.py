@@ -103,7 +103,7 @@ class Resume:
             self._before_saving()
             return
         for weight in self.weights:
-            weight.forget("dense")  # in a dense phase none is saved
+            weight.forget()  # what counts is what was saved
             weight.take(self.optimizer, settings["dtypes"])
         self.restore(settings)
 

@@ -257,3 +257,15 @@ def test_a_closure_gives_the_bits_of_a_plain_loop(recipe: str, by_name: bool) ->
     optimizer.zero_grad()
     assert called == list(range(TOTAL))
     assert everything(*closed) == everything(*plain)
+
+
+@pytest.mark.parametrize("recipe", ["s_ste", "asp", "lbc", "t_sr_ste"])
+def test_a_state_that_is_handed_on_without_a_file_is_not_shared(recipe: str) -> None:
+    first, second, alone = start(recipe), start(recipe), start(recipe)
+    for part in (first, alone):
+        train(*part[:2], range(6))
+    second[2].load_state_dict(first[2].state_dict())
+    train(*second[:2], range(6, 9))
+    train(*first[:2], range(6, 9))
+    train(*alone[:2], range(6, 9))
+    assert everything(*first) == everything(*alone)

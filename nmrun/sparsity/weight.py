@@ -216,9 +216,10 @@ class SparseWeight:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """The dtypes of tensors that are no floats, for :meth:`take` by who has them not yet."""
-        kept = self._tensors.items()
-        return {k: str(t.dtype).removeprefix("torch.") for k, t in kept if not t.is_floating_point()}
+        """The dtypes of tensors that have not the parameter's, for :meth:`take` by who does not
+        know them yet."""
+        own, kept = self.parameter.dtype, self._tensors.items()
+        return {key: str(t.dtype).removeprefix("torch.") for key, t in kept if t.dtype != own}
 
     def adopt(self, key: str, value: Tensor, kind: str | None = None) -> None:
         """Keep a tensor that was saved, in the dtype and on the device that it belongs to."""
@@ -242,9 +243,9 @@ class SparseWeight:
         """What :meth:`give` gives, without the prefix."""
         return dict(self._tensors)
 
-    def forget(self, key: str) -> None:
-        """Drop a tensor that is kept for this weight."""
-        self._tensors.pop(key, None)
+    def forget(self) -> None:
+        """Drop the tensors that are kept for this weight; the parameter stays as it is."""
+        self._tensors = {}
 
 
 def local(tensor: Tensor) -> Tensor:
