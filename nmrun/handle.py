@@ -212,6 +212,7 @@ class Handle:
                 weight.adopt("dense", kept)  # the model was moved or cast
             if (weight.moved() or thorough) and self._differs(weight):
                 weight.begin_sparse()
+                self.recipe.project(weight, weight.weight)  # by which the rule knows what is pruned
                 changed.append(weight.name)
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""

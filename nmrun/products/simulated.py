@@ -217,6 +217,11 @@ class Layer:
         """Whether this pass of ``module`` is computed here."""
         return self.active and module is self.module and bool(module.training)
 
+    def cast_input_weight(self) -> Tensor | None:
+        """:attr:`input_weight` where the model was moved or cast since it was written."""
+        own = self.input_weight
+        return None if own is None else own.to(self.weight.parameter)
+
     def keep_input_weight(self) -> Tensor:
         """The memory of :attr:`input_weight`, made where the weight is."""
         like, own = self.weight.weight, self.input_weight
@@ -340,14 +345,14 @@ def _linear_forward(layer: Layer, mvue: Pattern | None, fp8: bool) -> Callable[.
         weight, packed = layer.matrix(module.weight), layer.packed
         if packed is not None and layer.uses_packed and compute_dtype(x) == packed.dtype and x.numel():
             return packed(x, weight, module.bias, mvue)
-        return linear(x, weight, module.bias, layer.matrix(layer.input_weight), mvue, fp8)
+        return linear(x, weight, module.bias, layer.matrix(layer.cast_input_weight()), mvue, fp8)
 
     return forward
 
 
 def _convolution_forward(layer: Layer) -> Callable[..., Tensor]:
     def forward(module: Any, x: Tensor) -> Tensor:
-        input_weight = layer.input_weight
+        input_weight = layer.cast_input_weight()
         if input_weight is None or not layer.is_on(module):
             return type(module).forward(module, x)
         padding = module.padding
