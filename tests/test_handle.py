@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from training import OPTIONS, SPARSE, TOTAL, batch, bits, everything, net, start, stored, train
 
 import nmrun
-from nmrun.errors import ConfigError
 from nmrun.recipes import RECIPES
 
 # test_recipes has the others

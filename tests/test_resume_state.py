@@ -57,9 +57,7 @@ def resumed(recipe: str, states: list[Any], order: str, **options: Any) -> Start
         if recipe not in SCORED or order.index("s") < order.index("o")
     ],
 )
-def test_model_and_optimizer_alone_resume_with_the_same_bits(
-    recipe: str, stop: int, order: str
-) -> None:
+def test_model_and_optimizer_alone_resume_with_the_same_bits(recipe: str, stop: int, order: str) -> None:
     whole, first = start(recipe), start(recipe)
     train(*whole[:2], range(TOTAL))
     train(*first[:2], range(stop))
@@ -144,8 +142,7 @@ def test_one_dense_copy_while_sparse_and_none_while_dense(recipe: str) -> None:
         found = kept(optimizer)
         dense = [] if handle.phase == "dense" else sizes
         assert [t.numel() for t in found.pop("dense", [])] == dense
-        masks = [t for t in found.pop("mask", [])]
-        assert all(t.dtype == torch.bool for t in masks)
+        assert all(t.dtype == torch.bool for t in found.pop("mask", []))
         assert sum(t.numel() for ts in found.values() for t in ts) <= 2  # S-STE's two scales
     floats = [t for s in optimizer.state.values() for t in s.values() if t.numel() == 128]
     floats = [t for t in floats if t.dtype == torch.float32]
@@ -164,9 +161,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("sparsify_first", [False, True])
 @pytest.mark.parametrize("mistake", OTHERS)
-def test_the_state_of_another_training_is_refused_in_one_line(
-    mistake: str, sparsify_first: bool
-) -> None:
+def test_the_state_of_another_training_is_refused_in_one_line(mistake: str, sparsify_first: bool) -> None:
     options, message = OTHERS[mistake]
     first = start("sr_ste")
     train(*first[:2], range(3))
@@ -208,6 +203,7 @@ def test_the_state_of_another_version_is_refused() -> None:
 
 def test_two_optimizers_with_sparse_weights_of_one_model() -> None:
     """Each has its part, its clock and its state."""
+
     def made(seed: int) -> tuple[nn.Module, list[Any], list[nmrun.Handle]]:
         model = net(seed)
         parts = [list(model[:2].parameters()), list(model[2:].parameters())]

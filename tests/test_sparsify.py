@@ -37,11 +37,7 @@ def all_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """Values, state and groups, the hooks, and which objects there are."""
     groups = [{**g, "params": [id(p) for p in g["params"]]} for g in optimizer.param_groups]
     state = {id(p): bits(dict(s)) for p, s in optimizer.state.items()}
-    hooks = [
-        len(getattr(optimizer, name))
-        for name in vars(optimizer)
-        if name.endswith("hooks")
-    ]
+    hooks = [len(getattr(optimizer, name)) for name in vars(optimizer) if name.endswith("hooks")]
     names = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
     modules = [sorted(vars(m)) for m in model.modules()]
     return bits(model.state_dict()), bits(groups), state, hooks, names, modules

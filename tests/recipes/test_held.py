@@ -64,7 +64,9 @@ class Held:
 def test_ste(interval: int, gradient: str) -> None:
     mask = Held(lambda w: top(w, 2, 4), interval)
     edit = lambda t, i, w, g: g * mask(t, i, w) if gradient == "masked" else g  # noqa: E731
-    model = follow("ste_periodic", ByHand(Net().used, lambda t, i, w: w * mask(t, i, w), edit), interval=interval, gradient=gradient)
+    model = follow(
+        "ste_periodic", ByHand(Net().used, lambda t, i, w: w * mask(t, i, w), edit), interval=interval, gradient=gradient
+    )
     nmrun.sparsity.check_nm(model, "2:4")
 
 

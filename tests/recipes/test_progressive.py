@@ -64,9 +64,7 @@ def test_mask_decay(mode: str, shape: str, tau: float | None) -> None:
         ("mdgf_exponential", {"grad_mode": "ste"}, "exponential"),
     ],
 )
-def test_the_decaying_mask_passes_the_gradient_on(
-    recipe: str, options: dict[str, Any], shape: str
-) -> None:
+def test_the_decaying_mask_passes_the_gradient_on(recipe: str, options: dict[str, Any], shape: str) -> None:
     def forward(t: int, i: int, w: Tensor) -> Tensor:
         m = top(w, 2, 4)
         return w * (m + (1 - m) * factor(shape, 0.25, t))
