@@ -100,11 +100,11 @@ def sparsify(
         raise ConfigError(f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}")
     rule.begin(pattern, total_steps)
     optimizer = unwrapped(optimizer)
+    _refuse_second(model, optimizer)
     if rule.name == "dense":
         found = candidates(model, dims)
         left = [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in found]
         return Handle(optimizer, rule, [], left)
-    _refuse_second(model, optimizer)
     if input_gradient == "transposable":
         rule.make_transposable()
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -120,8 +120,10 @@ def sparsify(
         if saved is not None:
             Resume(optimizer, rule, sparse, lambda: None).check(saved)
             for weight in sparse:
-                weight.take(optimizer)
+                weight.take(optimizer, saved["dtypes"])
             kept = {weight.name: weight.saved() for weight in sparse}
+            for weight in sparse:
+                weight.forget()  # recipes begin with dense weights, and write into what they find
         rule.prepare(model)
         rule.attach(sparse, optimizer)
         _install_products(rule, sparse, mvue, fp8, input_gradient)

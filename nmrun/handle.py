@@ -206,6 +206,7 @@ class Handle:
                 weight.adopt("dense", kept)  # the model was moved or cast
             if (weight.moved() or thorough) and self._differs(weight):
                 weight.begin_sparse()
+                self.recipe.project(weight, weight.weight)  # by which the rule knows what is pruned
                 changed.append(weight.name)
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -303,8 +304,9 @@ class Handle:
         """
         self._resume.check(state.get("nmrun") or {})
         for weight in self.sparse:
+            weight.forget()
             for key, value in state["weights"][weight.name].items():
-                weight.adopt(key, value)
+                weight.adopt(key, value.clone())
         self._resume.restore(state["nmrun"])
 
     @torch.no_grad()

@@ -108,6 +108,8 @@ class Adam(torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         done: list[tuple[Tensor, Tensor]] = []
+        if self._one_pass is not None:
+            self._one_pass.begin()
         for group in self.param_groups:
             one_pass = self._one_pass.step(group, self.state) if self._one_pass else []
             stepped = set(map(id, one_pass))

@@ -98,7 +98,11 @@ TEXT = Check("a text", lambda value: isinstance(value, str) and bool(value))
 OPTIONAL_TEXT = Check("a text, or null", lambda value: value is None or TEXT.holds(value))
 PATH = Check("the path of a file or folder", TEXT.holds)
 FRACTION = number(0, 1, open_high=True)
-SWITCH = Check("auto, auto_geometric or a fraction of all steps above 0 and below 1", _is_switch)
+SWITCH = Check(
+    "auto, auto_geometric or a fraction of all steps above 0 and below 1",
+    _is_switch,
+    options=("auto", "auto_geometric"),
+)
 DECAY = Check(
     "a number at least 0, or auto (t_sr_ste)",
     lambda value: value == "auto" or number(0).holds(value),

@@ -58,6 +58,7 @@ class Resume:
             "recipe": recipe.name,
             "pattern": str(recipe.pattern),
             "weights": {w.name: str(w.pattern) for w in self.weights},
+            "dtypes": {key: dtype for w in self.weights for key, dtype in w.dtypes.items()},
             "state": recipe.state_dict(),
         }
 
@@ -100,8 +101,8 @@ class Resume:
             self._before_saving()
             return
         for weight in self.weights:
-            weight.forget("dense")  # in a dense phase none is saved
-            weight.take(self.optimizer)
+            weight.forget()  # what counts is what was saved
+            weight.take(self.optimizer, settings["dtypes"])
         self.restore(settings)
 
     def restore(self, settings: dict[str, Any]) -> None:

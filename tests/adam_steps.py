@@ -1,47 +1,68 @@
-"""What a recipe may do around a step of Adam, once more, by the functions for users: for the tests of the kernels that do it in one pass."""
+"""What a rule does around a step of Adam, once more, by the functions for users.
+
+For the tests of the kernels that do it in one pass.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nmrun.kernels.adam import Around, WorkingCopy
+from nmrun.kernels.operands import Update
 from nmrun.patterns import Pattern
+from nmrun.rule import Rule
 from nmrun.sparsity import nm_mask, soft_threshold
 
-# what a recipe may do around a step: hyperparameters of Around; a mask is held where there is one
-KINDS: dict[str, dict[str, float | bool]] = {
+# fields of Rule; a mask is held where there is one
+KINDS: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "decayed": {"decay": 0.02},
-    "decayed, held": {"decay": 0.02, "mask": True},
-    "masked, held": {"spared": 0.0, "mask": True},
-    "soft": {"scale": 1.3},
-    "fading": {"spared": 0.3, "factor": 0.25},
+    "decayed": {"pruned_gradient_decay": 0.02},
+    "decayed, held": {"pruned_gradient_decay": 0.02, "mask": True},
+    "masked, held": {"pruned_gradient_factor": 0.0, "mask": True},
+    "soft": {"soft_threshold_scale": 1.3},
+    "fading": {"pruned_gradient_factor": 0.3, "pruned_weight_factor": 0.25},
 }
 
 
-def working_copy(kind: str, weight: Tensor, pattern: Pattern, dim: int) -> WorkingCopy:
+def update_of(kind: str, weight: Tensor, pattern: Pattern, dim: int) -> Update:
     """As it is before a step: faded by another factor than after it."""
     options = dict(KINDS[kind])
-    mask = nm_mask(torch.randn_like(weight), pattern, dim) if "mask" in options else None
-    scale = torch.tensor(options["scale"], device=weight.device) if "scale" in options else None
-    around = Around(pattern, **{**options, "mask": mask, "scale": scale})
-    return WorkingCopy(projection(weight, around._replace(factor=0.3 if around.factor else 0.0), dim), dim, around)
+    if "mask" in options:
+        options["mask"] = nm_mask(torch.randn_like(weight), pattern, dim)
+    if scale := options.get("soft_threshold_scale"):
+        options["soft_threshold_scale"] = torch.tensor(scale, device=weight.device)
+    rule = Rule(**options)
+    faded = Rule(**{**options, "pruned_weight_factor": 0.3 if rule.pruned_weight_factor else 0.0})
+    update = Update(weight, weight, dim, pattern, faded)
+    return update._replace(projected=projection(weight, update), rule=rule)
 
 
-def pruned(weight: Tensor, around: Around, dim: int) -> Tensor:
-    return ~(nm_mask(weight, around.pattern, dim) if around.mask is None else around.mask)
+def faded(update: Update, factor: float) -> Update:
+    """The same with another factor of pruned weights."""
+    return update._replace(rule=replace(update.rule, pruned_weight_factor=factor))
 
 
-def projection(weight: Tensor, around: Around, dim: int) -> Tensor:
+def pruned(weight: Tensor, update: Update) -> Tensor:
+    mask = update.rule.mask
+    return ~(nm_mask(weight, update.pattern, update.dim) if mask is None else mask)
+
+
+def projection(weight: Tensor, update: Update) -> Tensor:
     """The projection, by the functions for users."""
-    if around.scale is not None:
-        return soft_threshold(weight, around.pattern, dim) * around.scale
-    if around.mask is not None:
-        return weight * around.mask
-    return torch.where(pruned(weight, around, dim), weight * around.factor, weight) + 0.0
+    rule = update.rule
+    if rule.soft_threshold_scale is not None:
+        return soft_threshold(weight, update.pattern, update.dim) * rule.soft_threshold_scale
+    if rule.mask is not None:
+        return weight * rule.mask
+    fading = weight * rule.pruned_weight_factor
+    return torch.where(pruned(weight, update), fading, weight) + 0.0
 
 
-def edited(grad: Tensor, weight: Tensor, around: Around, dim: int) -> Tensor:
+def edited(grad: Tensor, weight: Tensor, update: Update) -> Tensor:
     """The gradient that Adam sees."""
-    return torch.where(pruned(weight, around, dim), around.spared * grad + around.decay * weight, grad)
+    rule = update.rule
+    changed = rule.pruned_gradient_factor * grad + rule.pruned_gradient_decay * weight
+    return torch.where(pruned(weight, update), changed, grad)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import pickle
 from typing import Any
@@ -11,57 +10,13 @@ import pytest
 import torch
 from reference import top
 from torch import Tensor, nn
+from training import OPTIONS, SPARSE, TOTAL, batch, bits, everything, net, start, stored, train
 
 import nmrun
-from nmrun.handle import Handle
 from nmrun.recipes import RECIPES
 
-TOTAL = 10
-OPTIONS: dict[str, dict[str, Any]] = {
-    "sdgf_geometric": {"frames": 2}, "mdgf_linear": {"dense": 0.0}, "t_sr_ste": {"interval": 3, "decay": 0.1},
-    "step": {"switch": 0.5, "decay": 0.1},
-    "bi_mask": {"interval": 3, "candidates": 5, "decay": 0.1}, "sr_ste": {"decay": 0.1}, "ste": {"interval": 4, "gradient": "masked"},
-}  # fmt: skip
-SPARSE = [name for name in RECIPES if name != "dense"]
-BY_OWN_STATE = [name for name in SPARSE if name not in ("ste", "sr_ste", "step", "s_ste", "asp")]  # test_recipes has those
-Start = tuple[nn.Sequential, torch.optim.Optimizer, Handle]
-
-
-def net(seed: int = 0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-
-
-def start(recipe: str, seed: int = 0, pattern: str = "2:4", **options: Any) -> Start:
-    model = net(seed)
-    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02, fused=options.pop("fused", False))
-    chosen = {"exclude": "4", **OPTIONS.get(recipe, {}), **options}
-    return model, optimizer, nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, **chosen)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, handle: Handle | None = None) -> None:
-    for step in steps:
-        if handle is not None:
-            handle.measure_flips = step % 2 == 0
-        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def bits(value: Any) -> Any:
-    """A copy that is equal to another only if each of its tensors is, in every bit, under the same keys in the same order."""
-    if isinstance(value, Tensor):
-        return str(value.dtype), tuple(value.shape), value.detach().numpy().tobytes()
-    if isinstance(value, dict):
-        return [(key, bits(item)) for key, item in value.items()]
-    return [bits(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle) -> dict[str, Any]:
-    """All that a loop would save, and the weights in use."""
-    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "handle": handle.state_dict()}
-    return {key: bits(value) for key, value in saved.items()} | {"used": bits([w.weight for w in handle.sparse])}
+# test_recipes has the others
+BY_OWN_STATE = [n for n in SPARSE if n not in ("ste", "sr_ste", "step", "s_ste", "asp")]
 
 
 # --- saved and restored ---------------------------------------------------------------------------------------------------------
@@ -74,10 +29,7 @@ def test_three_state_dicts_are_all_that_a_loop_has_to_save(recipe: str, stop: in
     whole, first, second = start(recipe), start(recipe), start(recipe, seed=5)
     train(whole[0], whole[1], range(TOTAL), whole[2])
     train(first[0], first[1], range(stop), first[2])
-    file = io.BytesIO()
-    torch.save([part.state_dict() for part in first], file)
-    file.seek(0)
-    for part, state in zip(second, torch.load(file, weights_only=True), strict=True):
+    for part, state in zip(second, stored(*first), strict=True):
         part.load_state_dict(state)
     assert everything(*second) == everything(*first)
     train(second[0], second[1], range(stop, TOTAL), second[2])
@@ -91,7 +43,7 @@ def test_three_state_dicts_are_all_that_a_loop_has_to_save(recipe: str, stop: in
 
 def test_a_state_of_another_recipe_is_refused() -> None:
     state = start("sr_ste")[2].state_dict()
-    with pytest.raises(ValueError, match="this state is of recipe 'sr_ste', the handle's recipe is 'ste'"):
+    with pytest.raises(ValueError, match="this state is of recipe sr_ste, the handle is of ste"):
         start("ste")[2].load_state_dict(state)
 
 
@@ -103,8 +55,7 @@ def test_a_step_that_loss_scaling_skips_changes_nothing(recipe: str, fused: bool
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=10**6)
     for step in range(TOTAL):
         for factor in [math.inf, 1.0] if step % 3 == 2 else [1.0]:
-            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
-            scaler.scale(model(x).square().mean() * factor).backward()
+            scaler.scale(model(batch(step)).square().mean() * factor).backward()
             before = everything(model, optimizer, handle)
             scaler.step(optimizer)
             assert (everything(model, optimizer, handle) == before) == (factor == math.inf)
@@ -141,8 +92,10 @@ def test_finalize_leaves_a_plain_model_and_the_same_parameters(recipe: str) -> N
     train(plain, optimizer, range(1))
     assert not (plain[0].weight == 0)[pruned].all() or recipe == "dense"  # no hook sets them to zero any more
     again = nmrun.sparsify(plain, optimizer, "ste", "1:4", exclude="4")
-    nmrun.sparsity.check_nm(plain, "1:4")
+    train(plain, optimizer, range(1))
     again.finalize()
+    for layer in (plain[0], plain[2]):
+        nmrun.sparsity.check_nm(layer.weight, "1:4")
 
 
 # --- reported -------------------------------------------------------------------------------------------------------------------
@@ -153,10 +106,11 @@ def test_report_counts(recipe: str) -> None:
     """In every phase the numbers are of the weights that would be left, also where the forward pass uses denser ones."""
     patterns = {"0.weight": (2, 8), "2.weight": (1, 4)}
     model, optimizer, handle = start(recipe, pattern="1:4", exclude=(), overrides={"0": "2:8", "4": "dense"})
-    with torch.no_grad():
-        handle.sparse[0].dense[3].zero_()  # a row of zeros has fewer than N non-zeros in its groups
+    with torch.no_grad(), handle.dense_weights():
+        model[0].weight[3].zero_()  # a row of zeros has fewer than N non-zeros in its groups
     for step in range(TOTAL):
-        report, left, total = handle.report(), nmrun.sparsity.baked_state_dict(model), 0
+        left = {w.name: handle.final_weight(w) for w in handle.sparse}
+        report, total = handle.report(), 0
         assert [layer["name"] for layer in report["layers"]] == list(patterns)
         for layer in report["layers"]:
             (n, m), weight = patterns[layer["name"]], left[layer["name"]]
@@ -278,17 +232,39 @@ def test_sparse_twice() -> None:
     assert handle.recipe.step == 2  # each step is counted by one handle
 
 
-def test_a_closure_is_refused_before_anything_moves() -> None:
-    """The recipe edits gradients before the update, and a closure would make them after that."""
-    model, optimizer, handle = start("sr_ste")
-    before = everything(model, optimizer, handle)
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "step", "lbc", "maskllm"])
+def test_a_closure_gives_the_bits_of_a_plain_loop(recipe: str, by_name: bool) -> None:
+    """It is evaluated before the recipe edits gradients, once a step, and its loss comes back."""
+    plain, closed = start(recipe), start(recipe)
+    train(*plain[:2], range(TOTAL))
+    model, optimizer, _ = closed
+    called = []
+    for step in range(TOTAL):
 
-    def closure() -> Tensor:
-        loss = model(torch.ones(1, 16)).sum()
-        loss.backward()
-        return loss
+        def closure(step: int = step) -> Tensor:
+            called.append(step)
+            assert torch.is_grad_enabled()
+            optimizer.zero_grad()
+            loss = model(batch(step)).square().mean()
+            loss.backward()
+            return loss
 
-    for step in (lambda: optimizer.step(closure), lambda: optimizer.step(closure=closure)):
-        with pytest.raises(RuntimeError, match=r"call loss.backward\(\), then optimizer.step\(\) without a closure"):
-            step()
-    assert everything(model, optimizer, handle) == before
+        wanted = model(batch(step)).square().mean().item()
+        loss = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+        assert loss.item() == wanted
+    optimizer.zero_grad()
+    assert called == list(range(TOTAL))
+    assert everything(*closed) == everything(*plain)
+
+
+@pytest.mark.parametrize("recipe", ["s_ste", "asp", "lbc", "t_sr_ste"])
+def test_a_state_that_is_handed_on_without_a_file_is_not_shared(recipe: str) -> None:
+    first, second, alone = start(recipe), start(recipe), start(recipe)
+    for part in (first, alone):
+        train(*part[:2], range(6))
+    second[2].load_state_dict(first[2].state_dict())
+    train(*second[:2], range(6, 9))
+    train(*first[:2], range(6, 9))
+    train(*alone[:2], range(6, 9))
+    assert everything(*first) == everything(*alone)

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 import triton
-from adam_steps import KINDS, edited, projection, working_copy
+from adam_steps import KINDS, edited, faded, projection, update_of
 from torch import Tensor
 from triton.runtime import interpreter
 
-from nmrun import kernels, optim, sparsify
+from nmrun import optim, sparsify
+from nmrun.kernels import projection as kernels
 from nmrun.kernels import triton_groups, triton_mvue, triton_projection
-from nmrun.kernels.adam import Operands, WorkingCopy, scalars
+from nmrun.kernels.operands import Operands, Update, scalars
 from nmrun.kernels.triton_adamw import FusedAdam
 from nmrun.patterns import Pattern
 from nmrun.sparsity import hard_threshold, nm_mask, soft_threshold
@@ -230,12 +231,12 @@ def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: True)
 
 
-def made(kind: str = "decayed") -> tuple[list[torch.nn.Parameter], list[WorkingCopy]]:
+def made(kind: str = "decayed") -> tuple[list[torch.nn.Parameter], list[Update]]:
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, device=DEVICE)) for shape, _, _ in SHAPES]
     params[2].data = params[2].to(memory_format=torch.channels_last)
     return params, [
-        working_copy(kind, p.detach(), Pattern.parse(ratio).over(shape[dim]), dim)
+        update_of(kind, p.detach(), Pattern.parse(ratio).over(shape[dim]), dim)
         for p, (shape, dim, ratio) in zip(params, SHAPES, strict=True)
     ]
 
@@ -263,11 +264,11 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(kind: str, dec
         versions = [p._version for p in params]
         for p, q, kept in zip(params, theirs, copies, strict=True):
             p.grad = torch.randn_like(p) * 10.0 ** torch.randint(-4, 2, p.shape, device=DEVICE)
-            q.grad = edited(p.grad, q.detach(), kept.around, kept.dim)
+            q.grad = edited(p.grad, q.detach(), kept)
         if kind == "fading":
-            copies = [c._replace(around=c.around._replace(factor=0.2 - 0.05 * step)) for c in copies]
+            copies = [faded(c, 0.2 - 0.05 * step) for c in copies]
         given, old = [p.grad.clone() for p in params], [p.detach().clone() for p in params]
-        assert own.project_with(dict(zip(params, copies, strict=True))) == params
+        assert own.plan(dict(zip(params, copies, strict=True))) == params
         own.step()
         stock.step()
         for i, (p, q, kept) in enumerate(zip(params, theirs, copies, strict=True)):
@@ -282,7 +283,7 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(kind: str, dec
             assert_close(mine["exp_avg_sq"], other["exp_avg_sq"], size.square() + other["exp_avg_sq"])
             assert_close(p, q, torch.maximum(old[i].abs(), q.abs()) + 10 * OPTIONS["lr"])
             assert not torch.equal(p, old[i])
-            assert torch.equal(bits(kept.projected), bits(projection(p.detach(), kept.around, kept.dim)))
+            assert torch.equal(bits(kept.projected), bits(projection(p.detach(), kept)))
 
 
 @pytest.mark.usefixtures("by_triton")
@@ -295,8 +296,8 @@ def test_a_step_with_a_frozen_second_moment(decoupled: bool) -> None:
     for step in range(3):
         for p, q, kept in zip(params, theirs, copies, strict=True):
             p.grad = torch.randn_like(p)
-            q.grad = edited(p.grad, q.detach(), kept.around, kept.dim)
-        assert optimizers[0].project_with(dict(zip(params, copies, strict=True))) == params
+            q.grad = edited(p.grad, q.detach(), kept)
+        assert optimizers[0].plan(dict(zip(params, copies, strict=True))) == params
         for optimizer, group in zip(optimizers, (params, theirs), strict=True):
             optimizer.step()
             if step == 0:
@@ -307,7 +308,7 @@ def test_a_step_with_a_frozen_second_moment(decoupled: bool) -> None:
             assert mine["step"] == other["step"] == step + 1
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(mine["frozen_denominator"], other["frozen_denominator"], rtol=1e-5, atol=1e-7)
-            assert torch.equal(bits(kept.projected), bits(hard_threshold(p, kept.around.pattern, kept.dim)))
+            assert torch.equal(bits(kept.projected), bits(hard_threshold(p, kept.pattern, kept.dim)))
 
 
 def test_flips_and_casts_of_the_fused_step() -> None:
@@ -315,12 +316,12 @@ def test_flips_and_casts_of_the_fused_step() -> None:
     casts = [torch.empty_like(p, dtype=BFLOAT) for p in params]
     outs = [c.projected for c in copies]
     members = [
-        Operands(p.detach(), torch.randn_like(p), torch.zeros_like(p), torch.zeros_like(p), c, 1, False)
+        Operands(c, torch.randn_like(p), torch.zeros_like(p), torch.zeros_like(p), 1, False)
         for p, c in zip(params, copies, strict=True)
     ]
     before, flips = [out.clone() for out in outs], torch.tensor(0, device=DEVICE)
     fused = FusedAdam(members, casts)
-    fused.step(members, scalars({**OPTIONS, "lr": 0.5}, 1, copies[0].around), flips=flips)
+    fused.step(members, scalars({**OPTIONS, "lr": 0.5}, 1, copies[0].rule), flips=flips)
     assert int(flips) == sum(map(flipped, before, outs)) > 0
     for out, cast in zip(outs, casts, strict=True):
         assert torch.equal(bits(cast), bits(out.bfloat16()))
@@ -340,7 +341,7 @@ def test_what_cannot_be_fused_is_stepped_as_ever() -> None:
     params[1].grad = torch.randn_like(params[1])
     for p in (params[3], params[4], dense):
         p.grad = torch.randn_like(p)
-    assert own.project_with(dict(zip(params, copies, strict=True))) == [params[1]]
+    assert own.plan(dict(zip(params, copies, strict=True))) == [params[1]]
     before = [(p.detach().clone(), c.projected.clone()) for p, c in zip(params, copies, strict=True)]
     own.step()
     assert not torch.equal(params[1], before[1][0])
@@ -357,7 +358,7 @@ def test_what_cannot_be_fused_is_stepped_as_ever() -> None:
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        ("sr_ste", {"decay": 0.05}), ("ste", {}), ("ste", {"interval": 2, "gradient": "masked"}), ("asp", {"prune_at": 0.3}),
+        ("sr_ste", {"decay": 0.05}), ("ste", {}), ("ste_periodic", {"interval": 2}), ("asp", {"prune_at": 0.3}),
         ("step", {"switch": 0.3, "decay": 0.05}), ("s_ste", {}), ("t_sr_ste", {"interval": 2, "decay": 0.05}), ("mdgf_linear", {}),
         ("sdgf_stepwise", {}), ("lbc", {}),
     ],
@@ -378,14 +379,14 @@ def test_a_run_with_fused_steps_is_one_with_hooks(
             x = torch.randn(5, 4, 5, 5, generator=torch.Generator().manual_seed(step)).to(DEVICE)
             model(x).square().sum().backward()
             if step == 3:
-                with torch.no_grad():
-                    handle.sparse[0].dense.mul_(1.01)  # the working copy is out of date
+                with torch.no_grad(), handle.dense_weights():
+                    model[0].weight.mul_(1.01)  # the projection has to follow
             handle.measure_flips = step % 3 != 1
             optimizer.step()
             if handle.measure_flips:
                 rates.append(handle.flip_rate)
             working += [w.weight.clone() for w in handle.sparse]
-        assert (optimizer._one_pass is not None) is fused
+        assert bool(optimizer._one_pass and optimizer._one_pass._launches) is fused
         return model, working, rates
 
     (mine, copies, rates), (other, others, their_rates) = trained(True), trained(False)
@@ -416,8 +417,7 @@ def test_all_weights_are_projected_in_one_launch(recipe: str, monkeypatch: pytes
     assert together == [3] * steps
     assert len(alone) == steps
     for w in handle.sparse:
-        assert torch.equal(w.projection.projected, hard_threshold(w.dense, "2:4"))
-        assert w.projection._seen == w.projection._stamp(w.dense)
+        assert torch.equal(w.parameter, hard_threshold(w.dense, "2:4"))
 
 
 # --- the unbiased estimate ------------------------------------------------------------------------------------------------------

@@ -57,6 +57,10 @@ class OnePass:
         self.pending[p] = operands
         return True
 
+    def begin(self) -> None:
+        """A step begins: what others step in it is counted by them alone."""
+        self._counts = {p: count for p, count in self._counts.items() if p in self.pending}
+
     def step(self, group: dict[str, Any], states: Mapping[Any, dict[str, Any]]) -> list[Tensor]:
         """Step the group's pending parameters: weights, moments and projections.
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -195,23 +195,33 @@ class SparseWeight:
 
     # --- the optimizer's state ------------------------------------------------------------------
 
-    def take(self, optimizer: torch.optim.Optimizer) -> None:
+    def take(
+        self, optimizer: torch.optim.Optimizer, dtypes: Mapping[str, str] | None = None
+    ) -> None:
         """Take this weight's tensors out of the optimizer's state; what was replaced counts.
 
         ``load_state_dict`` and ``model.to`` give tensors another dtype or device: masks become
-        bool again, the dense weight follows the parameter.
+        bool again, the dense weight follows the parameter. ``dtypes`` are by :attr:`dtypes`.
         """
         state = optimizer.state.get(self.parameter)
         if not state:
             return
         for key in [key for key in state if isinstance(key, str) and key.startswith(PREFIX)]:
-            self.adopt(key.removeprefix(PREFIX), state.pop(key))
+            name = key.removeprefix(PREFIX)
+            self.adopt(name, state.pop(key), (dtypes or {}).get(name))
         if not state:  # nothing of the optimizer's own: it has not begun
             del optimizer.state[self.parameter]
 
-    def adopt(self, key: str, value: Tensor) -> None:
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """The dtypes of tensors that have not the parameter's, for :meth:`take` by who does not
+        know them yet."""
+        own, kept = self.parameter.dtype, self._tensors.items()
+        return {key: str(t.dtype).removeprefix("torch.") for key, t in kept if t.dtype != own}
+
+    def adopt(self, key: str, value: Tensor, kind: str | None = None) -> None:
         """Keep a tensor that was saved, in the dtype and on the device that it belongs to."""
-        dtype = value.dtype
+        dtype: torch.dtype = getattr(torch, kind) if kind else value.dtype
         if key in self._tensors:
             dtype = self._tensors[key].dtype
         elif key == FIRST_MASK:
@@ -231,9 +241,9 @@ class SparseWeight:
         """What :meth:`give` gives, without the prefix."""
         return dict(self._tensors)
 
-    def forget(self, key: str) -> None:
-        """Drop a tensor that is kept for this weight."""
-        self._tensors.pop(key, None)
+    def forget(self) -> None:
+        """Drop the tensors that are kept for this weight; the parameter stays as it is."""
+        self._tensors = {}
 
 
 def local(tensor: Tensor) -> Tensor:

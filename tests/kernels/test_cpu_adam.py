@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from adam_steps import KINDS, edited, projection, working_copy
+from adam_steps import KINDS, edited, projection, update_of
 from torch import Tensor, nn
 
 import nmrun
-from nmrun import kernels, optim
+from nmrun import optim
 from nmrun.kernels import adam, cpu, cpu_adam
-from nmrun.kernels.adam import Around, WorkingCopy
+from nmrun.kernels import projection as kernels
+from nmrun.kernels.operands import Operands, Update
 from nmrun.patterns import Pattern
 from nmrun.recipes.ste import STE
+from nmrun.rule import Rule
 
 pytestmark = [
     pytest.mark.skipif(cpu.find_compiler() is None, reason="no C compiler here"),
@@ -53,7 +55,7 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
     params = [nn.Parameter(torch.randn(shape)) for shape, _, _ in SHAPES]
     for p in params:
         p.data = p.contiguous(memory_format=layout) if p.dim() == 4 else p.data
-    copies = [working_copy(kind, p.detach(), Pattern.parse(r), dim) for p, (_, dim, r) in zip(params, SHAPES, strict=True)]
+    copies = [update_of(kind, p.detach(), Pattern.parse(r), dim) for p, (_, dim, r) in zip(params, SHAPES, strict=True)]
     theirs = [p.detach().clone().requires_grad_() for p in params]
     options = {"lr": 3e-3, "betas": (beta1, 0.95), "eps": 1e-7, "weight_decay": 0.1, "fused": True}
     own = (optim.AdamW if decoupled else optim.Adam)(params, **options)
@@ -62,11 +64,11 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
         versions = [p._version for p in params]
         for p, q, kept in zip(params, theirs, copies, strict=True):
             p.grad = torch.randn_like(p) * 10.0 ** torch.randint(-4, 2, p.shape)
-            q.grad = edited(p.grad, q.detach(), kept.around, kept.dim)
-            if kept.around.decay:  # the recipes' way, which rounds once
-                q.grad = torch.add(p.grad, q.detach() - kept.projected, alpha=kept.around.decay)
+            q.grad = edited(p.grad, q.detach(), kept)
+            if decay := kept.rule.pruned_gradient_decay:  # the recipes' way, which rounds once
+                q.grad = torch.add(p.grad, q.detach() - kept.projected, alpha=decay)
         given = [p.grad.clone() for p in params]
-        assert own.project_with(dict(zip(params, copies, strict=True))) == params
+        assert own.plan(dict(zip(params, copies, strict=True))) == params
         own.step()
         stock.step()
         for p, q, kept, grad, version in zip(params, theirs, copies, given, versions, strict=True):
@@ -78,16 +80,31 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
                 assert_same(own.state[p][name], stock.state[q][name])
             assert_same(p, q)
             # torch keeps the sign of a zero where a mask multiplies
-            assert torch.equal(kept.projected, projection(p.detach(), kept.around, kept.dim))
+            assert torch.equal(kept.projected, projection(p.detach(), kept))
 
 
 RUNS: list[tuple[str, dict[str, Any]]] = [
-    ("ste", {}), ("ste", {"interval": 3}), ("ste", {"gradient": "masked", "interval": 4}), ("sr_ste", {"decay": 0.05}), ("asp", {}),
-    ("step", {"switch": 0.3}), ("step", {"switch": 0.3, "decay": 0.1}), ("step", {"eps_mode": "outside"}), ("s_ste", {}),
-    ("t_sr_ste", {"decay": 0.05, "interval": 4}), ("t_sr_ste", {"decay": 0.05, "interval": 3, "dense_end": 0.25}), ("mdgf_linear", {}),
-    ("mdgf_exponential", {}), ("sdgf_stepwise", {}), ("decay_mask", {}), ("decay_mask", {"kind": "structure"}), ("lbc", {}),
-    ("bi_mask", {"decay": 0.05, "interval": 3, "candidates": 3}), ("asp", {"input_gradient": "transposable"}),
-]  # fmt: skip
+    ("ste", {}),
+    ("ste_periodic", {"interval": 3, "gradient": "ste"}),
+    ("ste_periodic", {"interval": 4}),
+    ("sr_ste", {"decay": 0.05}),
+    ("asp", {}),
+    ("step", {"switch": 0.3}),
+    ("step", {"switch": 0.3, "decay": 0.1}),
+    ("step", {"eps_mode": "outside"}),
+    ("s_ste", {}),
+    ("t_sr_ste", {"decay": 0.05, "interval": 4}),
+    ("t_sr_ste", {"decay": 0.05, "interval": 3, "dense_end": 0.25}),
+    ("mdgf_linear", {}),
+    ("mdgf_exponential", {}),
+    ("sdgf_stepwise", {}),
+    ("decay_mask", {}),
+    ("mdgf_exponential", {"grad_mode": "ste"}),
+    ("decay_structure", {}),
+    ("lbc", {}),
+    ("bi_mask", {"decay": 0.05, "interval": 3, "candidates": 3}),
+    ("asp", {"input_gradient": "transposable"}),
+]
 
 
 def begin(recipe: str, options: dict[str, Any]) -> tuple[nn.Module, optim.Adam, nmrun.handle.Handle]:
@@ -105,8 +122,8 @@ def train(model: nn.Module, optimizer: optim.Adam, handle: nmrun.handle.Handle, 
         model(torch.randn(4, 16, 4, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
         handle.measure_flips = step % 3 != 1
         if step == 8:
-            with torch.no_grad():
-                handle.sparse[0].dense.mul_(1.25)  # the working copy is out of date
+            with torch.no_grad(), handle.dense_weights():
+                model[0].weight.mul_(1.25)  # the projection has to follow
         optimizer.step()
         optimizer.zero_grad()
         seen += [handle.metrics(), handle.pop_events()]
@@ -115,15 +132,15 @@ def train(model: nn.Module, optimizer: optim.Adam, handle: nmrun.handle.Handle, 
 
 @pytest.mark.parametrize(("recipe", "options"), RUNS, ids=lambda x: str(x))
 def test_a_run_in_one_pass_is_one_with_hooks(recipe: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[adam.Operands] = []
+    steps: list[Operands] = []
     step = cpu_adam.step
     monkeypatch.setattr(cpu_adam, "step", lambda p, scalars: (steps.append(p), step(p, scalars)))
     mine = begin(recipe, options)
     seen = train(*mine, range(TOTAL))
     assert len(steps) >= 3 * (TOTAL // 4)  # after a dense phase, if there is one
-    assert len({id(p.weight) for p in steps}) == 3
+    assert len({o.update.projected.data_ptr() for o in steps}) == 3
     steps.clear()
-    monkeypatch.setattr(adam, "takes", lambda operands, fused: False)
+    monkeypatch.setattr(adam, "supports", lambda operands, fused: False)
     other = begin(recipe, options)
     wanted = train(*other, range(TOTAL))
     assert not steps
@@ -140,8 +157,8 @@ def test_transposable_masks_that_follow_the_weight_are_chosen_after_the_step() -
     for step in range(3):
         train(model, optimizer, handle, range(step, step + 1))
         for w in handle.sparse[1:]:
-            wanted = w.dense * nmrun.sparsity.transposable_mask(w.dense.detach(), "2:4")
-            assert torch.equal(w.projection.projected, wanted)
+            wanted = w.dense * nmrun.sparsity.transposable_mask(w.dense, "2:4")
+            assert torch.equal(w.parameter, wanted)
 
 
 @pytest.mark.parametrize(("recipe", "options"), [RUNS[i] for i in (3, 4, 6, 9, 11)], ids=lambda x: str(x))
@@ -171,8 +188,8 @@ def test_threads_share_the_work_without_a_gap(threads: int, monkeypatch: pytest.
         torch.manual_seed(0)
         p = nn.Parameter(torch.randn(101, 204))
         p.grad = torch.randn_like(p)
-        optimizer, kept = optim.Adam([p], fused=True), working_copy("decayed", p.detach(), Pattern(2, 4), 1)
-        assert optimizer.project_with({p: kept}) == [p]
+        optimizer, kept = optim.Adam([p], fused=True), update_of("decayed", p.detach(), Pattern(2, 4), 1)
+        assert optimizer.plan({p: kept}) == [p]
         optimizer.step()
         results.append([p, kept.projected, *optimizer.state[p].values()])
     assert all(map(torch.equal, *results))
@@ -182,8 +199,8 @@ def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     def taken(p: nn.Parameter, pattern: str = "2:4", **options: Any) -> bool:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         optimizer = optim.AdamW([p], **{"fused": True, **options})
-        kept = WorkingCopy(torch.zeros_like(p), 1, Around(Pattern.parse(pattern)))
-        return optimizer.project_with({p: kept}) == [p]
+        kept = Update(p.detach(), torch.zeros_like(p), 1, Pattern.parse(pattern), Rule())
+        return optimizer.plan({p: kept}) == [p]
 
     def weight(*shape: int, **options: Any) -> nn.Parameter:
         return nn.Parameter(torch.ones(*shape, **options))
@@ -209,14 +226,14 @@ def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_for_which_nothing_was_asked_is_torchs() -> None:
     p = nn.Parameter(torch.randn(8, 16))
-    optimizer, kept = optim.Adam([p], fused=True), working_copy("nothing", p.detach(), Pattern(2, 4), 1)
+    optimizer, kept = optim.Adam([p], fused=True), update_of("nothing", p.detach(), Pattern(2, 4), 1)
     q = p.detach().clone().requires_grad_()
     stock = torch.optim.Adam([q], fused=True)
     before = kept.projected
     for step, asked in enumerate((True, False, True), 1):
         p.grad = q.grad = torch.randn_like(p)
         if asked:  # for one step
-            optimizer.project_with({p: kept})
+            optimizer.plan({p: kept})
         optimizer.step()
         stock.step()
         assert_same(p, q)
@@ -225,31 +242,54 @@ def test_a_step_for_which_nothing_was_asked_is_torchs() -> None:
         before = kept.projected.clone()
 
 
-def test_a_recipe_that_overrides_what_happens_around_a_step_is_not_spoken_for() -> None:
-    pattern = Pattern(2, 4)
+def test_a_recipe_that_overrides_what_happens_around_a_step_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernel steps only what a rule says whole."""
+    asked: list[str] = []
 
     class Same(STE):
         name = "same"
 
     class Edits(STE):
-        def edit_gradients(self, weights: Any, optimizer: torch.optim.Optimizer) -> None:
-            raise AssertionError
+        name = "edits"
+
+        def edit_gradient(self, weight: Any, grad: Tensor) -> None:
+            asked.append("edits")
+            grad.mul_(0.5)
 
     class Projects(STE):
-        def project(self, projection: Any, dense: Tensor, out: Tensor) -> None:
-            out.zero_()
+        name = "projects"
+
+        def project(self, weight: Any, out: Tensor) -> None:
+            asked.append("projects")
+            torch.mul(weight.dense, 0.5, out=out)
 
     class Speaks(Projects):
-        def around(self, projection: Any) -> Around:
-            return Around(pattern, factor=0.5)
+        name = "speaks"
 
-    assert [kind(pattern).fusable for kind in (STE, Same, Edits, Projects, Speaks)] == [True, True, False, False, True]
-    assert not nmrun.recipes.base.Recipe(pattern).around(None)  # type: ignore[arg-type]
+        def rule(self, weight: Any) -> Rule:
+            return Rule(pruned_gradient_decay=0.5)
+
+    steps: list[Operands] = []
+    step = cpu_adam.step
+    monkeypatch.setattr(cpu_adam, "step", lambda o, scalars: (steps.append(o), step(o, scalars)))
+    for kind, expected in ((STE, ""), (Same, ""), (Edits, "edits"), (Projects, "projects"),
+                           (Speaks, "projects")):  # fmt: skip
+        model = nn.Linear(16, 8)
+        optimizer = optim.AdamW(model.parameters(), fused=True)
+        handle = nmrun.sparsify(model, optimizer, kind(), "2:4")
+        asked.clear(), steps.clear()
+        for _ in range(2):
+            model(torch.ones(2, 16)).square().sum().backward()
+            optimizer.step()
+        assert (set(asked), len(steps)) == ({expected} - {""}, 0 if expected else 2)
+        assert kind is not Projects or torch.equal(model.weight, handle.sparse[0].dense * 0.5)
 
 
 def test_devices_without_kernels_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     p = nn.Parameter(torch.randn(8, 16, device="meta"))
     p.grad = torch.zeros_like(p)
     monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: False)
-    kept = WorkingCopy(torch.zeros_like(p), 1, Around(Pattern(2, 4)))
-    assert optim.Adam([p], capturable=False, foreach=False).project_with({p: kept}) == []
+    kept = Update(p.detach(), torch.zeros_like(p), 1, Pattern(2, 4), Rule())
+    assert optim.Adam([p], capturable=False, foreach=False).plan({p: kept}) == []

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nmrun.kernels import cpu
 from nmrun.patterns import Pattern
 from nmrun.recipes.s_ste import SSTE
 from nmrun.recipes.ste import STE
 from nmrun.sparsity import hard_threshold, nm_mask, soft_threshold
-from nmrun.sparsity.weight import Projection
+from nmrun.sparsity.weight import SparseWeight
 
 pytestmark = pytest.mark.usefixtures("kernels_for_small_weights")
 needs_compiler = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C compiler here")
@@ -185,11 +185,15 @@ def test_what_it_leaves_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _project(recipe: type[STE] | type[SSTE], weight: Tensor) -> Tensor:
     """What a recipe's forward pass would use, by whichever way it finds."""
-    rule = recipe(Pattern(2, 4), 10)
-    projection = Projection("w", weight, Pattern(2, 4), 1, rule)
-    projection.register_buffer("scale", torch.tensor(1.5))
-    projection.refresh(weight)
-    return projection.projected
+    layer, rule = nn.Linear(1, 1), recipe()
+    layer.weight = nn.Parameter(weight)
+    rule.begin(Pattern(2, 4), 10)
+    sparse = SparseWeight("", layer, "weight", Pattern(2, 4), 1, 0)
+    sparse["scale"] = torch.tensor(1.5)
+    out = torch.empty_like(weight)
+    with torch.no_grad():
+        rule.project(sparse, out)
+    return out
 
 
 @pytest.mark.parametrize("recipe", [STE, SSTE])

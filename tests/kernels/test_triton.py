@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from nmrun import kernels, optim
-from nmrun.kernels import cpu
-from nmrun.kernels.adam import Around, WorkingCopy
+from nmrun.kernels import cpu, projection
+from nmrun.kernels.operands import Update
 from nmrun.patterns import Pattern
+from nmrun.rule import Rule
 
 triton = pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels for Linux")
 
@@ -216,12 +217,12 @@ def test_what_may_have_16_bits_is_made_float32_as_soon_as_it_is_read() -> None:
 
 
 def test_neither_cpu_nor_other_devices_are_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "on_cuda", lambda *args: pytest.fail("asked for CUDA"))
+    monkeypatch.setattr(projection, "on_cuda", lambda *args: pytest.fail("asked for CUDA"))
     weight = torch.randn(64, 128)
     out = torch.empty_like(weight)
-    assert not kernels.project(weight.to("meta"), out.to("meta"), Pattern(2, 4), 1)
+    assert not projection.project(weight.to("meta"), out.to("meta"), Pattern(2, 4), 1)
     by_compiler = cpu.load(Pattern(2, 4)) is not None
-    assert kernels.project(weight, out, Pattern(2, 4), 1, factor=0.5) is by_compiler
+    assert projection.project(weight, out, Pattern(2, 4), 1, factor=0.5) is by_compiler
 
 
 @pytest.mark.gpu
@@ -232,16 +233,17 @@ def test_on_a_device_the_recipes_do_not_wait_for_it() -> None:
     weight, scale = torch.randn(256, 512, device="cuda"), torch.tensor(1.25, device="cuda")
     out, param = torch.empty_like(weight), torch.nn.Parameter(torch.randn(256, 512, device="cuda"))
     optimizer = optim.AdamW([param])
-    copies = {param: WorkingCopy(torch.zeros_like(weight), 1, Around(Pattern(2, 4), decay=0.1))}
+    rule = Rule(pruned_gradient_decay=0.1)
+    copies = {param: Update(param.detach(), torch.zeros_like(weight), 1, Pattern(2, 4), rule)}
     param.grad = torch.randn_like(param)
-    assert optimizer.project_with(copies) == [param]
+    assert optimizer.plan(copies) == [param]
     optimizer.step()
-    assert kernels.project(weight, out, Pattern(2, 4), 1)
+    assert projection.project(weight, out, Pattern(2, 4), 1)
     assert torch.equal(out, hard_threshold(weight, "2:4"))
     torch.cuda.set_sync_debug_mode("error")
     try:
-        assert kernels.project(weight, out, Pattern(2, 4), 1, soft=True, scale=scale)
-        optimizer.project_with(copies)
+        assert projection.project(weight, out, Pattern(2, 4), 1, soft=True, scale=scale)
+        optimizer.plan(copies)
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -121,13 +121,12 @@ def test_lbc() -> None:
 def test_lbc_ends_early_with_its_best_candidate() -> None:
     model = nn.Sequential(nn.Linear(4, 1, bias=False))
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "lbc", "2:4", 10)
-    scores = model[0].parametrizations.weight[0].scores
+    (weight,) = handle.sparse
     with torch.no_grad():
-        scores.copy_(torch.tensor([[[0.0, 0.1, 0.9, 0.2, 0.3, 0.4]]]))  # the third is {0, 3}
+        handle.recipe.scores(weight).copy_(torch.tensor([[[0.0, 0.1, 0.9, 0.2, 0.3, 0.4]]]))  # the third is {0, 3}
     dense = model[0].weight.detach().clone()
     assert torch.equal(model[0].weight, dense)  # all candidates: nothing pruned
-    handle.finalize()
-    assert torch.equal(model[0].weight, dense * torch.tensor([1.0, 0, 0, 1.0]))
+    assert torch.equal(handle.final_weight(weight), dense * torch.tensor([1.0, 0, 0, 1.0]))
 
 
 @pytest.mark.parametrize("recipe", ["lbc", "maskllm"])
@@ -149,16 +148,16 @@ def maskllm(total: int = 6, **options: float) -> tuple[Net, torch.optim.Optimize
 def test_maskllm_s_logits_get_the_gradient_of_its_objective() -> None:
     """Autograd through softmax((kappa * logits + noise) / temperature), with the noise recovered from the mask that was used."""
     kappa, temperature, reg = 2.0, 1.5, 0.1
-    model, optimizer, _handle = maskllm(dense=0.0, kappa=(kappa, kappa), temperature=(temperature,) * 2, reg=reg, prior=0.0)
+    model, optimizer, handle = maskllm(dense=0.0, kappa=(kappa, kappa), temperature=(temperature,) * 2, reg=reg, prior=0.0)
     x, y = data(1)(0)[0]
-    before = [p.detach().clone() for p in model.parameters()]
+    biases = [layer.bias.detach().clone() for layer in (model[0], model[2])]
     logits, used, dense, wanted = [], [], [], []
-    for layer in (model[0], model[2]):
-        projection = layer.parametrizations.weight[0]
-        noise = temperature * projection.soft.log() - kappa * projection.scores.detach()  # up to a constant a group
-        leaf = projection.scores.detach().clone().requires_grad_()
+    for weight in handle.sparse:
+        blend, scores = handle.recipe.soft[weight.name], handle.recipe.scores(weight).detach()
+        noise = temperature * blend.log() - kappa * scores  # up to a constant a group
+        leaf = scores.clone().requires_grad_()
         soft = torch.softmax((kappa * leaf + noise) / temperature, -1)
-        w = layer.parametrizations.weight.original.detach()
+        w = weight.dense.clone()
         mask = torch.zeros(*soft.shape[:-1], 4, dtype=w.dtype)
         for k, members in enumerate(MASKS):
             for member in members:
@@ -166,18 +165,17 @@ def test_maskllm_s_logits_get_the_gradient_of_its_objective() -> None:
         logits.append(leaf)
         used.append(w * mask.reshape(w.shape))
         dense.append(w)
-        torch.testing.assert_close(layer.weight.detach(), used[-1].detach())
+        torch.testing.assert_close(weight.parameter.detach(), used[-1].detach())
     out = torch.tanh(x @ used[0].T + model[0].bias) @ used[1].T + model[2].bias
     objective = (out - y).square().mean() - reg * sum(u.square().sum() for u in used)
     wanted = torch.autograd.grad(objective, logits)
     (model(x) - y).square().mean().backward()
     optimizer.step()
-    for layer, leaf, g in zip((model[0], model[2]), logits, wanted, strict=True):
-        moved = layer.parametrizations.weight[0].scores.detach() - leaf.detach()
+    for weight, leaf, g in zip(handle.sparse, logits, wanted, strict=True):
+        moved = handle.recipe.scores(weight).detach() - leaf.detach()
         torch.testing.assert_close(moved, -10 * LR * g, rtol=1e-6, atol=1e-10)  # lr_mult = 10
-    frozen = [p for name, p in model.named_parameters() if "scores" not in name]
-    kept = [b for (name, _), b in zip(model.named_parameters(), before, strict=True) if "scores" not in name]
-    assert all(torch.equal(a, b) for a, b in zip(frozen, kept, strict=True))
+    assert all(torch.equal(w.dense, b) for w, b in zip(handle.sparse, dense, strict=True))
+    assert all(torch.equal(model[i].bias, b) for i, b in zip((0, 2), biases, strict=True))
 
 
 def test_maskllm_ends_with_the_likeliest_masks() -> None:
@@ -190,22 +188,21 @@ def test_maskllm_ends_with_the_likeliest_masks() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert handle.phase == "sparse"
-    for layer in (model[0], model[2]):
-        projection = layer.parametrizations.weight[0]
-        dense, best = layer.parametrizations.weight.original.detach(), projection.scores.argmax(-1)
+    for weight in handle.sparse:
+        dense, best = weight.dense, handle.recipe.scores(weight).argmax(-1)
         mask = torch.zeros(*best.shape, 4, dtype=dense.dtype)
         for place in itertools.product(*map(range, best.shape)):
             mask[place][MASKS[int(best[place])]] = 1.0
-        assert torch.equal(layer.weight.detach(), dense * mask.reshape(dense.shape))
+        assert torch.equal(weight.parameter.detach(), dense * mask.reshape(dense.shape))
     handle.finalize()
     nmrun.sparsity.check_nm(model, "2:4")
 
 
 def test_the_prior_prefers_large_weights() -> None:
     """With a strong prior the likeliest mask is the magnitude mask from the start."""
-    model, _optimizer, _handle = maskllm(dense=0.0, prior=50.0)
-    for layer in (model[0], model[2]):
-        dense, logits = layer.parametrizations.weight.original.detach(), layer.parametrizations.weight[0].scores
+    _, _, handle = maskllm(dense=0.0, prior=50.0)
+    for weight in handle.sparse:
+        dense, logits = weight.dense, handle.recipe.scores(weight)
         kept = top(dense, 2, 4).reshape(*logits.shape[:-1], 4)
         for place in itertools.product(*map(range, logits.shape[:-1])):
             assert sorted(MASKS[int(logits[place].argmax())]) == kept[place].nonzero().flatten().tolist()

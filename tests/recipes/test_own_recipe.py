@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import os
 import re
 import shlex
 import sys
@@ -55,7 +56,8 @@ def install(folder: Path) -> dict[str, str]:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: saliency\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[nmrun.recipes]\n" + "".join(f"{k} = {v}\n" for k, v in group.items()))
     (folder / "saliency.py").rename(site / "saliency.py")
-    return {"PYTHONPATH": str(site)}
+    before = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(site), before]))}
 
 
 def test_it_is_short():
@@ -113,7 +115,7 @@ def test_a_registered_name_takes_part_in_sweeps_and_is_told_in_help(folder, nmru
     ("words", "said"),
     [
         (("recipe.bta=0.9",), "saliency.Saliency has no hyperparameter 'bta'; did you mean beta? It has beta"),
-        (("recipe.beta=1.5",), "saliency: beta=1.5 must be at least 0 and below 1"),
+        (("recipe.beta=1.5",), "saliency: beta=1.5 must be a number at least 0 and below 1"),
         (("recipe._target_=saliency.Salience",), "recipe 'saliency.Salience' cannot be imported: "),
         (("recipe._target_=salience.Saliency",), "recipe 'salience.Saliency' cannot be imported: No module named 'salience'"),
         (("recipe._target_=saliency.torch",), "recipe 'saliency.torch' is not a subclass of nmrun.recipes.base.Recipe"),

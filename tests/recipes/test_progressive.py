@@ -10,6 +10,7 @@ from test_recipes import Net
 from torch import Tensor
 
 import nmrun
+from nmrun.errors import RunError
 from nmrun.patterns import Pattern, PatternError, geometric, stepwise
 
 DENSE, FINAL = 0.2, 0.3  # of 10 steps: dense for 2, then 5 in between, then 3 at N:M
@@ -56,15 +57,19 @@ def test_mask_decay(mode: str, shape: str, tau: float | None) -> None:
     follow(f"mdgf_{shape}", ByHand(Net().used, forward, edit), tau=tau, grad_mode=mode)
 
 
-@pytest.mark.parametrize("kind", ["mask", "mask_exponential"])
-def test_the_decaying_mask_passes_the_gradient_on(kind: str) -> None:
-    shape = "linear" if kind == "mask" else "exponential"
-
+@pytest.mark.parametrize(
+    ("recipe", "options", "shape"),
+    [
+        ("decay_mask", {}, "linear"),
+        ("mdgf_exponential", {"grad_mode": "ste"}, "exponential"),
+    ],
+)
+def test_the_decaying_mask_passes_the_gradient_on(recipe: str, options: dict[str, Any], shape: str) -> None:
     def forward(t: int, i: int, w: Tensor) -> Tensor:
         m = top(w, 2, 4)
         return w * (m + (1 - m) * factor(shape, 0.25, t))
 
-    follow("decay_mask", ByHand(Net().used, forward), kind=kind, tau=0.25)
+    follow(recipe, ByHand(Net().used, forward), tau=0.25, **options)
 
 
 FRAMES = {  # of steps 2 to 6, then 3 at the target
@@ -86,13 +91,13 @@ def test_structure_decay(recipe: str, pattern: str) -> None:
     follow(recipe, ByHand(Net().used, forward), pattern, **options)
 
 
-def test_decay_mask_by_structure_is_stepwise() -> None:
+def test_decay_structure_is_stepwise() -> None:
     frames = FRAMES["sdgf_stepwise", "1:4"]
 
     def forward(t: int, i: int, w: Tensor) -> Tensor:
         return w if t < 2 else w * top(w, *(frames[t - 2] if t < 7 else (1, 4)))
 
-    follow("decay_mask", ByHand(Net().used, forward), "1:4", kind="structure")
+    follow("decay_structure", ByHand(Net().used, forward), "1:4")
 
 
 def test_paths_of_patterns() -> None:
@@ -121,14 +126,20 @@ def test_phase_is_told() -> None:
 
 
 def test_the_weight_a_run_would_leave_is_always_nm() -> None:
-    for recipe in ("mdgf_linear", "sdgf_stepwise", "decay_mask"):
+    for recipe in ("mdgf_linear", "sdgf_stepwise", "decay_mask", "decay_structure"):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), 0.0)
         handle = nmrun.sparsify(model, optimizer, recipe, "1:4", 10, dense=0.2, final=0.3)
         for _ in range(4):
             used = model.used
             assert all(layer["holds"] for layer in handle.report()["layers"])
+            for weight in handle.sparse:
+                nmrun.sparsity.check_nm(handle.final_weight(weight), "1:4")
             torch.testing.assert_close(model.used, used, rtol=0, atol=0)  # asking changes nothing
+            optimizer.step()
+        with pytest.raises(RunError, match="is not 1:4 after step 4"):
+            handle.finalize()
+        for _ in range(6):
             optimizer.step()
         handle.finalize()
         nmrun.sparsity.check_nm(model, "1:4")
@@ -137,15 +148,15 @@ def test_the_weight_a_run_would_leave_is_always_nm() -> None:
 @pytest.mark.parametrize(
     ("recipe", "pattern", "options", "words"),
     [
-        ("mdgf_linear", "2:4", {"dense": 0.5, "final": 0.6}, "dense \\+ final <= 1"),
-        ("mdgf_linear", "2:4", {"final": 0.0}, "final above 0"),
+        ("mdgf_linear", "2:4", {"dense": 0.5, "final": 0.6}, "fractions of one run: at most 1 together"),
+        ("mdgf_linear", "2:4", {"final": 0.0}, "final=0.0 must be a number above 0"),
         ("mdgf_exponential", "2:4", {"tau": -1.0}, "tau"),
         ("mdgf_exponential", "2:4", {"grad_mode": "scale"}, "scaled, ste"),
         ("sdgf_stepwise", "3:8", {}, "power of two"),
         ("sdgf_geometric", "2:4", {}, "multiple of the 32"),
         ("sdgf_geometric", "2:4", {"frames": 0}, "frames"),
-        ("decay_mask", "2:4", {"kind": "masks"}, "mask_exponential"),
-        ("decay_mask", "2:4", {"kind": "structure", "tau": 0.1}, "tau"),
+        ("decay_mask", "2:4", {"grad_mode": "masks"}, "scaled, ste"),
+        ("decay_structure", "3:8", {}, "power of two"),
     ],
 )
 def test_refused(recipe: str, pattern: str, options: dict[str, Any], words: str) -> None:

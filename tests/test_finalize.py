@@ -1,0 +1,171 @@
+"""finalize says why a training is not finished, and changes nothing then; averages and copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+from training import SPARSE, TOTAL, Start, everything, kept, net, start, train
+
+import nmrun
+from nmrun.errors import ConfigError, RunError
+from nmrun.sparsity import hard_threshold
+
+
+def never_stepped(made: Start) -> None:
+    train(made[0], torch.optim.SGD(made[0].parameters(), 0.1), range(3))
+
+
+def dense_phase(made: Start) -> None:
+    train(*made[:2], range(3))
+
+
+def other_optimizer(made: Start) -> None:
+    train(*made[:2], range(3))
+    train(made[0], torch.optim.SGD(made[0].parameters(), 0.1), range(3))
+
+
+def replaced(made: Start) -> None:
+    train(*made[:2], range(3))
+    made[0][2].weight = nn.Parameter(made[0][2].weight.detach().clone())
+
+
+def assigned(made: Start) -> None:
+    train(*made[:2], range(3))
+    made[0].load_state_dict(net(5).state_dict(), assign=True)
+
+
+REASONS: list[tuple[str, Callable[[Start], None], str]] = [
+    ("sr_ste", lambda made: None, "the optimizer that was given to sparsify never stepped"),
+    ("sr_ste", never_stepped, "the optimizer that was given to sparsify never stepped"),
+    ("step", dense_phase, "training ended in a dense phase of step, after step 3 of total_steps=10"),
+    ("asp", dense_phase, "training ended in a dense phase of asp, after step 3 of total_steps=10"),
+    ("sr_ste", other_optimizer, r"0\.weight was changed without the optimizer that was given"),
+    ("sr_ste", replaced, r"2\.weight is another parameter now"),
+    ("sr_ste", assigned, r"0\.weight is another parameter now"),
+    ("mdgf_linear", dense_phase, r"0\.weight is not 2:4 after step 3"),
+    ("lbc", dense_phase, r"weight is not 2:4 after step 3"),
+    ("sdgf_stepwise", dense_phase, r"0\.weight is not 2:4 after step 3"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "happens", "message"), REASONS)
+def test_the_reason_is_told_and_nothing_changed(recipe: str, happens: Callable[[Start], None], message: str) -> None:
+    made = start(recipe)
+    happens(made)
+    before = everything(*made)
+    parameters = list(made[0].parameters())
+    with pytest.raises(RunError, match=message) as raised:
+        made[2].finalize()
+    assert "\n" not in str(raised.value)
+    assert everything(*made) == before
+    assert all(a is b for a, b in zip(parameters, made[0].parameters(), strict=True))
+    assert made[2].sparse
+
+
+@pytest.mark.parametrize("recipe", ["step", "asp", "lbc", "mdgf_linear"])
+def test_who_was_refused_can_train_on(recipe: str) -> None:
+    made, plain = start(recipe), start(recipe)
+    train(*plain[:2], range(TOTAL))
+    train(*made[:2], range(3))
+    with pytest.raises(RunError):
+        made[2].finalize()
+    train(*made[:2], range(3, TOTAL))
+    assert everything(*made) == everything(*plain)
+    made[2].finalize()
+
+
+def test_refresh_returns_to_the_optimizer_s_weights() -> None:
+    """As the message says."""
+    model, optimizer, handle = start("sr_ste")
+    train(model, optimizer, range(3))
+    wanted = [w.parameter.detach().clone() for w in handle.sparse]
+    with torch.no_grad():
+        model[0].weight.add_(1.0)
+    with pytest.raises(RunError, match=r"handle\.refresh\(\)"):
+        handle.finalize()
+    handle.refresh()
+    handle.finalize()
+    assert torch.equal(model[0].weight, wanted[0])
+
+
+@pytest.mark.parametrize("recipe", [n for n in SPARSE if n not in ("lbc", "maskllm")])
+def test_the_optimizer_forgets_all_but_its_own(recipe: str) -> None:
+    model, optimizer, handle = start(recipe)
+    train(model, optimizer, range(TOTAL), handle)
+    assert kept(optimizer)
+    handle.finalize()
+    assert kept(optimizer) == {}
+    assert all("nmrun" not in group for group in optimizer.param_groups)
+    stock = nmrun.optim.AdamW(net().parameters(), lr=0.02)
+    assert optimizer.param_groups[0].keys() == stock.param_groups[0].keys()
+    assert not any(value.signbit().logical_and(value == 0).any() for value in model.parameters())
+    handle.finalize()  # a second time nothing is left to do
+
+
+# --- averages -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "step", "s_ste", "t_sr_ste", "bi_mask"])
+def test_an_average_of_dense_weights_becomes_nm(recipe: str) -> None:
+    model, optimizer, handle = start(recipe)
+    average, sums, count = AveragedModel(model), None, 0
+    for step in range(TOTAL):
+        train(model, optimizer, [step])
+        dense = [w.dense.clone() for w in handle.sparse]
+        if step >= 6:
+            with handle.dense_weights():
+                for weight, wanted in zip(handle.sparse, dense, strict=True):
+                    assert torch.equal(weight.parameter, wanted)
+                average.update_parameters(model)
+            sums = dense if sums is None else [a + b for a, b in zip(sums, dense, strict=True)]
+            count += 1
+    assert sums is not None
+    before = everything(model, optimizer, handle)
+    for weight, total in zip(handle.sparse, sums, strict=True):
+        found = average.get_parameter(f"module.{weight.name}")
+        torch.testing.assert_close(found.detach(), total / count)
+    mean = average.module[0].weight.detach().clone()
+    handle.finalize(average)
+    for layer in (average.module[0], average.module[2]):
+        nmrun.sparsity.check_nm(layer.weight, "2:4")
+    if recipe in ("sr_ste", "step"):
+        assert torch.equal(average.module[0].weight, hard_threshold(mean, "2:4"))
+    if recipe in ("asp", "t_sr_ste"):
+        assert torch.equal(average.module[0].weight, mean * handle.sparse[0]["mask"])
+    assert everything(model, optimizer, handle) == before
+    handle.finalize()
+
+
+def test_a_copy_without_the_parameter_is_named() -> None:
+    model, optimizer, handle = start("sr_ste")
+    train(model, optimizer, range(2))
+    with pytest.raises(ConfigError, match=r"this model has no parameter 0\.weight"):
+        handle.finalize(nn.Linear(3, 3))
+
+
+def test_dense_weights_is_a_look_and_what_is_written_inside_stays() -> None:
+    model, optimizer, handle = start("sr_ste")
+    plain = start("sr_ste")
+    train(model, optimizer, range(3))
+    train(*plain[:2], range(3))
+    before = everything(model, optimizer, handle)
+    with handle.dense_weights():
+        seen = copy.deepcopy(model)
+        assert not (model[0].weight == 0).any()
+        assert torch.equal(model[4].weight, plain[0][4].weight)
+    assert everything(model, optimizer, handle) == before
+    assert torch.equal(hard_threshold(seen[0].weight.detach(), "2:4"), model[0].weight)
+    with pytest.raises(ZeroDivisionError), handle.dense_weights():
+        1 / 0  # noqa: B018
+    assert everything(model, optimizer, handle) == before
+    with handle.dense_weights(), torch.no_grad():
+        model[0].weight.mul_(2.0)
+    assert torch.equal(handle.sparse[0].dense, seen[0].weight.detach() * 2)
+    assert torch.equal(model[0].weight, plain[0][0].weight * 2)
+    train(model, optimizer, [3])
+    assert not [event for event in handle.pop_events() if "outside" in event]

@@ -1,0 +1,255 @@
+"""Weights that others write, cast, copy or differentiate; steps that fail; closures."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import TOTAL, attach, batch, bits, everything, kept, net, start, train
+
+import nmrun
+from nmrun import handle as handles
+from nmrun.sparsity import hard_threshold
+
+
+def told(handle: nmrun.Handle) -> list[str]:
+    return [event for event in handle.pop_events() if "changed outside" in event]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["load_state_dict", "init", "in place"])
+def test_what_was_written_is_the_new_dense_weight(how: str, fused: bool) -> None:
+    """And the rule goes by its mask at once."""
+    model, optimizer, handle = start("sr_ste", fused=fused)
+    train(model, optimizer, range(3))
+    assert told(handle) == []
+    with torch.no_grad():
+        if how == "load_state_dict":
+            model.load_state_dict(net(7).state_dict())
+        elif how == "init":
+            torch.manual_seed(3)
+            nn.init.normal_(model[0].weight)
+        else:
+            model[0].weight.add_(1.0)
+            model[2].weight.mul_(-1.0)
+    values = [w.parameter.detach().clone() for w in handle.sparse]
+    moments = {n: optimizer.state[p] for n, p in model.named_parameters()}
+    model(batch(3)).square().mean().backward()
+    grads = [w.grad.clone() for w in handle.sparse if w.grad is not None]
+    expected = []
+    for weight, value, grad in zip(handle.sparse, values, grads, strict=True):
+        p = nn.Parameter(value.clone())
+        stepper = torch.optim.AdamW([p], lr=0.02, fused=fused)
+        state = {k: v.clone() for k, v in moments[weight.name].items() if not k.startswith("nmrun")}
+        stepper.state[p] = state
+        changed = how != "init" or weight.name == "0.weight"
+        dense = value if changed else weight.dense.clone()
+        p.data = dense.clone()
+        p.grad = grad + 0.1 * (dense - hard_threshold(dense, "2:4"))
+        stepper.step()
+        expected.append(p.detach())
+    optimizer.step()
+    optimizer.zero_grad()
+    (event,) = told(handle)
+    names = "0.weight" if how == "init" else "0.weight and 1 more"
+    assert event == (f"step 3: {names} changed outside the optimizer: the new values are the dense weights")
+    for weight, dense in zip(handle.sparse, expected, strict=True):
+        torch.testing.assert_close(weight.dense, dense, rtol=1e-6, atol=1e-7)
+        assert torch.equal(weight.parameter, hard_threshold(weight.dense, "2:4"))
+    train(model, optimizer, range(4, 6))
+    assert told(handle) == []
+
+
+def test_writing_what_is_there_already_changes_nothing() -> None:
+    """As when model and optimizer of a checkpoint were loaded, or weights were clipped in vain."""
+    (model, optimizer, handle), plain = start("sr_ste"), start("sr_ste")
+    for step in range(6):
+        model.load_state_dict(copy.deepcopy(model.state_dict()))
+        train(model, optimizer, [step])
+        train(*plain[:2], [step])
+    assert told(handle) == []
+    assert everything(model, optimizer, handle) == everything(*plain)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_write_past_the_version_is_noticed_after_a_while(replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step writes the projection again, so it is only before that step that it can be seen."""
+    assert handles.COMPARED_EVERY <= 500
+    monkeypatch.setattr(handles, "COMPARED_EVERY", 4)
+    model, optimizer, handle = start("sr_ste")
+    noticed = []
+    for step in range(9):
+        wanted = torch.randn(8, 16)
+        if replaced:
+            model[0].weight.data = wanted.clone()
+        else:
+            model[0].weight.data.copy_(wanted)
+        model(batch(step)).square().mean().backward()
+        dense = handle.sparse[0].dense.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        noticed += [step for _ in told(handle)]
+        from_written = (handle.sparse[0].dense - wanted).abs().max() < 0.1
+        from_before = (handle.sparse[0].dense - dense).abs().max() < 0.1
+        assert (bool(from_written), bool(from_before)) == (step in noticed, step not in noticed)
+    assert noticed == [3, 7]
+
+
+def test_in_a_dense_phase_the_parameter_is_the_weight() -> None:
+    model, optimizer, handle = start("asp")
+    plain = net()
+    other = nmrun.optim.AdamW(plain.parameters(), lr=0.02)
+    for step in range(5):
+        if step == 2:
+            for m in (model, plain):
+                m.load_state_dict(net(4).state_dict())
+        train(model, optimizer, [step])
+        train(plain, other, [step])
+        if step < 4:
+            assert bits(model.state_dict()) == bits(plain.state_dict())
+            assert kept(optimizer) == {}
+    assert told(handle) == []
+    assert torch.equal(model[0].weight, hard_threshold(plain[0].weight.detach(), "2:4"))
+
+
+# --- steps that fail ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("recipe", ["sr_ste", "t_sr_ste", "bi_mask", "s_ste"])
+def test_a_step_that_raises_in_the_middle_recovers(recipe: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one begins with the projected weights, and is that of an optimizer without it."""
+    (model, optimizer, handle), plain = start(recipe, fused=fused), start(recipe, fused=fused)
+
+    def gradients(model: nn.Module, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+
+    for step in range(TOTAL):
+        if step == 3:
+            gradients(model, 77)
+            with monkeypatch.context() as patch:
+                patch.setattr("nmrun.optim._stock_step", lambda optimizer: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    optimizer.step()
+            assert [w.is_exposed for w in handle.sparse] == [True, True]
+        for m, o, _ in ((model, optimizer, handle), plain):
+            gradients(m, step)
+            o.step()
+        assert everything(model, optimizer, handle) == everything(*plain)
+    handle.finalize()
+
+
+# --- casts, copies, functional calls ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "step", "t_sr_ste", "s_ste", "bi_mask"])
+def test_a_model_that_is_cast_after_sparsify(recipe: str, dtype: torch.dtype) -> None:
+    model, optimizer, handle = start(recipe)
+    model.to(dtype)
+    train(model, optimizer, range(TOTAL))
+    assert handle.recipe.step == TOTAL
+    for weight in handle.sparse:
+        assert weight.parameter.dtype == weight.dense.dtype == dtype
+        out = torch.empty_like(weight.dense)
+        handle.recipe.project(weight, out)
+        assert torch.equal(out, weight.parameter)
+    assert told(handle) == []
+    handle.finalize()
+    for layer in (model[0], model[2]):
+        nmrun.sparsity.check_nm(layer.weight, "2:4")
+
+
+def test_a_cast_between_steps_is_the_dense_weight_cast() -> None:
+    model, optimizer, handle = start("sr_ste")
+    train(model, optimizer, range(3))
+    before = [w.dense.clone() for w in handle.sparse]
+    model.double()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # moments follow, by torch
+    for group in optimizer.param_groups:
+        group["lr"] = group["weight_decay"] = 0.0
+    train(model, optimizer, [3])
+    for weight, dense in zip(handle.sparse, before, strict=True):
+        assert torch.equal(weight.dense, dense.double())
+    assert told(handle) == []
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "bi_mask", "lbc", "s_ste"])
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_a_copy_is_a_plain_model_of_its_own(recipe: str, how: str) -> None:
+    model, optimizer, handle = start(recipe)
+    train(model, optimizer, range(7))
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(model))
+    else:
+        torch.save(model, file := io.BytesIO())
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert bits(twin.state_dict()) == bits(model.state_dict())
+    before = bits(twin.state_dict())
+    assert torch.equal(twin(batch(0)), model(batch(0)))
+    train(model, optimizer, range(7, 9))
+    assert bits(twin.state_dict()) == before
+    other = torch.optim.SGD(twin.parameters(), 0.1)
+    used = bits(model.state_dict())
+    train(twin, other, range(2))  # a plain model: all its weights move
+    assert bits(model.state_dict()) == used
+    assert bool((twin[0].weight != 0).all()) or recipe == "s_ste"
+    assert handle.recipe.step == 9
+
+
+def test_functional_call_and_grad_see_the_projected_weight() -> None:
+    model, optimizer, handle = start("sr_ste")
+    train(model, optimizer, range(2))
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(values: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, values, (x,)).square().mean()
+
+    found = torch.func.grad(loss)(parameters, batch(2))
+    model(batch(2)).square().mean().backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad)
+    assert found["0.weight"][model[0].weight == 0].any()
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, batch(2).unsqueeze(1))
+    torch.testing.assert_close(each["0.weight"].mean(0), found["0.weight"])
+    assert told(handle) == []
+
+
+def test_a_backward_pass_after_the_step_raises_as_ever() -> None:
+    for recipe in ("sr_ste", "ste_periodic"):
+        model, optimizer, _ = start(recipe)
+        loss = model(batch(0)).square().mean()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_weight_that_shares_its_storage_gives_the_same_bits() -> None:
+    """It keeps its memory, and the dense weight is copied to and fro."""
+    results = []
+    for shared in (False, True):
+        model = net()
+        if shared:
+            flat = torch.cat([model[0].weight.detach().flatten(), torch.zeros(3)])
+            model[0].weight = nn.Parameter(flat[:128].view(8, 16))
+        optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
+        handle = attach(model, optimizer, "sr_ste")
+        assert [w.copies for w in handle.sparse] == [shared, False]
+        address = model[0].weight.data_ptr()
+        train(model, optimizer, range(TOTAL))
+        assert model[0].weight.data_ptr() == address
+        results.append(everything(model, optimizer, handle))
+    assert results[0] == results[1]
+    assert math.isfinite(float(model[0].weight.sum()))

@@ -1,0 +1,240 @@
+"""What is saved with model and optimizer is all of a training: in any order, in plain data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import (
+    SPARSE,
+    TOTAL,
+    Start,
+    attach,
+    bits,
+    everything,
+    kept,
+    net,
+    start,
+    stored,
+    train,
+)
+
+import nmrun
+from nmrun.errors import ConfigError
+
+SCORED = ("lbc", "maskllm")  # their scores are a parameter group: sparsify comes before loading
+HALF = [("sr_ste", 1), ("asp", 2), ("asp", 7), ("step", 3), ("step", 7), ("s_ste", 4)]
+
+
+def resumed(recipe: str, states: list[Any], order: str, **options: Any) -> Start:
+    """A model that was initialized otherwise, with two state dicts in an order such as "mos".
+
+    m loads the model, o the optimizer, s is sparsify.
+    """
+    model = net(5)
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.3, fused=options.pop("fused", False))
+    handle = None
+    for letter in order:
+        if letter == "s":
+            handle = attach(model, optimizer, recipe, **options)
+        elif letter == "m":
+            model.load_state_dict(states[0])
+        else:
+            optimizer.load_state_dict(states[1])
+    assert handle is not None
+    return model, optimizer, handle
+
+
+@pytest.mark.parametrize("stop", [1, 4, 7])
+@pytest.mark.parametrize(
+    ("recipe", "order"),
+    [
+        (recipe, order)
+        for recipe in SPARSE
+        for order in ("smo", "som", "mso", "mos", "oms", "osm")
+        if recipe not in SCORED or order.index("s") < order.index("o")
+    ],
+)
+def test_model_and_optimizer_alone_resume_with_the_same_bits(recipe: str, stop: int, order: str) -> None:
+    whole, first = start(recipe), start(recipe)
+    train(*whole[:2], range(TOTAL))
+    train(*first[:2], range(stop))
+    second = resumed(recipe, stored(*first[:2]), order)
+    assert everything(*second) == everything(*first)
+    assert second[2].phase == first[2].phase
+    train(*second[:2], range(stop, TOTAL))
+    assert everything(*second) == everything(*whole)
+    assert not [event for event in second[2].pop_events() if "outside" in event]
+    second[2].finalize()
+    assert torch.equal(second[0][0].weight, whole[0][0].weight)
+
+
+@pytest.mark.parametrize("order", ["smo", "oms"])
+@pytest.mark.parametrize(("recipe", "stop"), HALF)
+def test_also_where_the_kernels_step(recipe: str, stop: int, order: str) -> None:
+    """A held mask that comes from a file is what they read byte by byte."""
+    whole, first = start(recipe, fused=True), start(recipe, fused=True)
+    train(*whole[:2], range(TOTAL))
+    train(*first[:2], range(stop))
+    second = resumed(recipe, stored(*first[:2]), order, fused=True)
+    train(*second[:2], range(stop, TOTAL))
+    assert everything(*second) == everything(*whole)
+
+
+@pytest.mark.parametrize("recipe", SPARSE)
+def test_what_is_measured_is_resumed_too(recipe: str) -> None:
+    whole, first = start(recipe), start(recipe)
+    train(*whole[:2], range(TOTAL), whole[2])
+    train(*first[:2], range(4), first[2])
+    second = resumed(recipe, stored(*first[:2]), "smo")
+    train(*second[:2], range(4, TOTAL), second[2])
+    assert second[2].metrics() == whole[2].metrics()
+
+
+@pytest.mark.parametrize("recipe", SPARSE)
+@pytest.mark.parametrize("at", [2, 8])
+def test_a_handle_that_was_further_goes_back(recipe: str, at: int) -> None:
+    """Loading an early state into a handle in a later phase, and the other way round."""
+    early = start(recipe)
+    train(*early[:2], range(at))
+    states, wanted = stored(*early[:2]), everything(*early)
+    other = start(recipe, seed=5)
+    train(*other[:2], range(TOTAL - at))
+    other[0].load_state_dict(states[0])
+    other[1].load_state_dict(states[1])
+    assert everything(*other) == wanted
+    train(*early[:2], range(at, TOTAL))
+    train(*other[:2], range(at, TOTAL))
+    assert everything(*other) == everything(*early)
+
+
+def test_the_clock_lies_in_the_first_parameter_group_as_plain_data() -> None:
+    model, optimizer, _ = start("step")
+    train(model, optimizer, range(3))
+    saved = stored(optimizer)[0]["param_groups"][0]["nmrun"]
+    assert (saved["recipe"], saved["pattern"], saved["state"]["step"]) == ("step", "2:4", 3)
+    assert saved["weights"] == {"0.weight": "2:4", "2.weight": "2:4"}
+
+
+def test_a_state_from_a_training_without_nmrun_begins_at_once() -> None:
+    """Its moments are taken over; the recipe begins at its first step."""
+    plain = net()
+    before = nmrun.optim.AdamW(plain.parameters(), lr=0.02)
+    train(plain, before, range(3))
+    model, optimizer, handle = start("sr_ste", seed=5)
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(before.state_dict())
+    assert torch.equal(optimizer.state[model[0].weight]["exp_avg"],
+                       before.state[plain[0].weight]["exp_avg"])  # fmt: skip
+    train(model, optimizer, range(3, 5))
+    assert handle.recipe.step == 2
+    nmrun.sparsity.check_nm(model[0].weight, "2:4")
+
+
+@pytest.mark.parametrize("recipe", [n for n in SPARSE if n not in (*SCORED, "bi_mask", "t_sr_ste")])
+def test_one_dense_copy_while_sparse_and_none_while_dense(recipe: str) -> None:
+    model, optimizer, handle = start(recipe)
+    sizes = [128, 64]
+    for step in range(TOTAL):
+        train(model, optimizer, [step])
+        found = kept(optimizer)
+        dense = [] if handle.phase == "dense" else sizes
+        assert [t.numel() for t in found.pop("dense", [])] == dense
+        assert all(t.dtype == torch.bool for t in found.pop("mask", []))
+        assert sum(t.numel() for ts in found.values() for t in ts) <= 2  # S-STE's two scales
+    floats = [t for s in optimizer.state.values() for t in s.values() if t.numel() == 128]
+    floats = [t for t in floats if t.dtype == torch.float32]
+    frozen = recipe == "step"  # in place of the second moment
+    assert ("frozen_denominator" in optimizer.state[model[0].weight]) == frozen
+    assert len(floats) == 3  # two of Adam, one dense weight
+
+
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "another recipe": ({"recipe": "ste"}, "this state is of recipe sr_ste, the handle is of ste"),
+    "another ratio": ({"pattern": "1:4"}, "this state is of pattern 2:4, the handle is of 1:4"),
+    "other weights": ({"exclude": "2"}, "this state has other sparse weights or patterns"),
+    "a ratio of one": ({"overrides": {"0": "1:4"}}, r"other sparse weights or patterns.*0\.weight"),
+}
+
+
+@pytest.mark.parametrize("sparsify_first", [False, True])
+@pytest.mark.parametrize("mistake", OTHERS)
+def test_the_state_of_another_training_is_refused_in_one_line(mistake: str, sparsify_first: bool) -> None:
+    options, message = OTHERS[mistake]
+    first = start("sr_ste")
+    train(*first[:2], range(3))
+    states = stored(*first[:2])
+    model = net(5)
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
+    chosen = {"recipe": "sr_ste", **options}
+    if sparsify_first:
+        handle = attach(model, optimizer, **chosen)
+        train(model, optimizer, range(2))
+        before = everything(model, optimizer, handle)
+        with pytest.raises(ConfigError, match=message) as raised:
+            optimizer.load_state_dict(states[1])
+        assert everything(model, optimizer, handle) == before
+        train(model, optimizer, range(2))
+    else:
+        optimizer.load_state_dict(states[1])
+        before = bits([model.state_dict(), optimizer.state_dict()])
+        with pytest.raises(ConfigError, match=message) as raised:
+            attach(model, optimizer, **chosen)
+        assert bits([model.state_dict(), optimizer.state_dict()]) == before
+    assert "\n" not in str(raised.value)
+
+
+def test_the_state_of_another_version_is_refused() -> None:
+    model, optimizer, handle = start("sr_ste")
+    train(model, optimizer, range(2))
+    before = everything(model, optimizer, handle)
+    states = stored(optimizer, handle)
+    states[0]["param_groups"][0]["nmrun"]["version"] = 0
+    states[1]["nmrun"]["version"] = 0
+    for part, state in zip((optimizer, handle), states, strict=True):
+        with pytest.raises(ConfigError, match="saved by another version of nmrun"):
+            part.load_state_dict(state)
+    with pytest.raises(ConfigError, match="saved by another version of nmrun"):
+        handle.load_state_dict({"recipe": "sr_ste", "step": 2})
+    assert everything(model, optimizer, handle) == before
+
+
+def test_two_optimizers_with_sparse_weights_of_one_model() -> None:
+    """Each has its part, its clock and its state."""
+
+    def made(seed: int) -> tuple[nn.Module, list[Any], list[nmrun.Handle]]:
+        model = net(seed)
+        parts = [list(model[:2].parameters()), list(model[2:].parameters())]
+        optimizers = [nmrun.optim.AdamW(parts[0], lr=0.02), torch.optim.SGD(parts[1], lr=0.1)]
+        handles = [
+            nmrun.sparsify(model, optimizers[0], "step", "2:4", TOTAL, switch=0.5),
+            nmrun.sparsify(model, optimizers[1], "sr_ste", "1:4", decay=0.1),
+        ]
+        return model, optimizers, handles
+
+    def go(model: nn.Module, optimizers: list[Any], steps: range) -> None:
+        for step in steps:
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+            model(x).square().mean().backward()
+            for optimizer in optimizers[: 1 + (step % 2)]:  # the second steps half as often
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+    model, optimizers, handles = made(0)
+    assert [[w.name for w in h.sparse] for h in handles] == [["0.weight"], ["2.weight", "4.weight"]]
+    go(model, optimizers, range(TOTAL - 3))
+    states = stored(model, *optimizers)
+    other, others, other_handles = made(5)
+    for part, state in zip((other, *others), states, strict=True):
+        part.load_state_dict(state)
+    go(model, optimizers, range(TOTAL - 3, TOTAL))
+    go(other, others, range(TOTAL - 3, TOTAL))
+    assert bits(other.state_dict()) == bits(model.state_dict())
+    assert [h.recipe.step for h in other_handles] == [TOTAL, TOTAL // 2]
+    for handle in handles:
+        handle.finalize()
+    nmrun.sparsity.check_nm(model[0].weight, "2:4")
+    nmrun.sparsity.check_nm(model[2].weight, "1:4")
