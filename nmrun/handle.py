@@ -15,6 +15,7 @@ Around ``optimizer.step()``, by hooks of the optimizer::
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -416,11 +417,17 @@ def _closure_first(
 
 
 def _eager(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that torch.compile does not look into: it stops there and goes on behind it."""
+    """A hook that torch.compile looks into nowhere: it stops there and goes on behind it.
+
+    ``torch.compiler.disable``, without its import, which takes seconds, where nothing is compiled.
+    """
+    uncompiled: list[Callable[..., Any]] = []
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return hook(*args, **kwargs)
+        if not uncompiled and (compiler := sys.modules.get("torch._dynamo")) is not None:
+            uncompiled.append(compiler.disable(hook))
+        return (uncompiled[0] if uncompiled else hook)(*args, **kwargs)
 
     run.nmrun = True  # type: ignore[attr-defined]  # this is ours
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable, unimported
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]
     return run

@@ -20,16 +20,17 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "nmrun": lambda p: nmrun.optim.AdamW(p, lr=0.05),
+    "nmrun in one pass": lambda p: nmrun.optim.AdamW(p, lr=0.05, fused=True),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
 }
 BY_STEP = [(name, recipe) for name in OPTIMIZERS for recipe in ("sr_ste", "s_ste", "asp")]
-BY_STEP.append(("nmrun", "step"))  # its second moment needs nmrun's
+BY_STEP += [("nmrun", "step"), ("nmrun in one pass", "step")]  # it needs nmrun's own
 TOTAL = 8
 
 
 @pytest.fixture(autouse=True)
-def afresh() -> None:
+def afresh(kernels_for_small_weights: None) -> None:
     torch._dynamo.reset()
 
 
