@@ -15,7 +15,6 @@ Around ``optimizer.step()``, by hooks of the optimizer::
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +31,7 @@ from nmrun.sparsity.check import layer_report
 from nmrun.sparsity.metrics import MaskMetrics
 from nmrun.sparsity.select import LeftDense
 from nmrun.sparsity.weight import LIVE, SparseWeight, owns_its_storage
+from nmrun.uncompiled import uncompiled
 
 COMPARED_EVERY = 500  # steps between looks for weights that were written without a trace
 
@@ -75,8 +75,8 @@ class Handle:
             weight.copies = captured or not owns_its_storage(weight.parameter)
         if sparse:
             self._hooks = [
-                optimizer.register_step_pre_hook(_eager(self._before_step)),
-                optimizer.register_step_post_hook(_eager(self._after_step)),
+                optimizer.register_step_pre_hook(_ours(self._before_step)),
+                optimizer.register_step_post_hook(_ours(self._after_step)),
                 *self._resume.hooks(),
             ]
         self.refresh()
@@ -416,18 +416,8 @@ def _closure_first(
     return (args[0], lambda: loss, *others), rest
 
 
-def _eager(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that torch.compile looks into nowhere: it stops there and goes on behind it.
-
-    ``torch.compiler.disable``, without its import, which takes seconds, where nothing is compiled.
-    """
-    uncompiled: list[Callable[..., Any]] = []
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not uncompiled and (compiler := sys.modules.get("torch._dynamo")) is not None:
-            uncompiled.append(compiler.disable(hook))
-        return (uncompiled[0] if uncompiled else hook)(*args, **kwargs)
-
-    run.nmrun = True  # type: ignore[attr-defined]  # this is ours
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]
+def _ours(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that torch.compile does not look into, and that is known to be of a handle."""
+    run = uncompiled(hook)
+    run.nmrun = True  # type: ignore[attr-defined]
     return run

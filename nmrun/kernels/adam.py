@@ -15,6 +15,7 @@ from torch import Tensor
 from nmrun.kernels import cpu_adam, projection
 from nmrun.kernels.layout import stored_alike
 from nmrun.kernels.operands import Operands, Update, decoupled, scalars
+from nmrun.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from nmrun.kernels.triton_adamw import FusedAdam
@@ -57,6 +58,7 @@ class OnePass:
         self.pending[p] = operands
         return True
 
+    @uncompiled
     def step(self, group: dict[str, Any], states: Mapping[Any, dict[str, Any]]) -> list[Tensor]:
         """Step the group's pending parameters: weights, moments and projections.
 

@@ -175,7 +175,7 @@ def _install(weight: SparseWeight, recipe: Recipe, path: str, shape: Shape, weig
     layer = weight.layer
     other, matrix = layer.matrix(layer.input_weight), layer.matrix(weight.weight)
     layer.packed = Packed(path, matrix, other, shape.dtype, shape.both, weight_path)
-    layer.uses_packed = recipe.is_sparse
+    layer.active, layer.uses_packed = not recipe.dense_forward, recipe.is_sparse
     if layer.pack not in weight.dependents:
         weight.dependents.append(layer.pack)
     layer.pack(weight)

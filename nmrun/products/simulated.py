@@ -217,6 +217,13 @@ class Layer:
         """Whether this pass of ``module`` is computed here."""
         return self.active and module is self.module and bool(module.training)
 
+    def is_behind(self) -> bool:
+        """Whether the weight was written since what depends on it was: until the next step.
+
+        Compiled code does not ask.
+        """
+        return not torch.compiler.is_compiling() and self.weight.moved()
+
     def keep_input_weight(self) -> Tensor:
         """The memory of :attr:`input_weight`, made where the weight is."""
         like, own = self.weight.weight, self.input_weight
@@ -337,10 +344,12 @@ def _linear_forward(layer: Layer, mvue: Pattern | None, fp8: bool) -> Callable[.
     def forward(module: Any, x: Tensor) -> Tensor:
         if not layer.is_on(module):
             return type(module).forward(module, x)
-        weight, packed = layer.matrix(module.weight), layer.packed
+        weight, packed, other = layer.matrix(module.weight), layer.packed, layer.matrix(layer.input_weight)
+        if layer.is_behind():
+            packed = other = None
         if packed is not None and layer.uses_packed and compute_dtype(x) == packed.dtype and x.numel():
             return packed(x, weight, module.bias, mvue)
-        return linear(x, weight, module.bias, layer.matrix(layer.input_weight), mvue, fp8)
+        return linear(x, weight, module.bias, other, mvue, fp8)
 
     return forward
 
@@ -348,7 +357,7 @@ def _linear_forward(layer: Layer, mvue: Pattern | None, fp8: bool) -> Callable[.
 def _convolution_forward(layer: Layer) -> Callable[..., Tensor]:
     def forward(module: Any, x: Tensor) -> Tensor:
         input_weight = layer.input_weight
-        if input_weight is None or not layer.is_on(module):
+        if input_weight is None or not layer.is_on(module) or layer.is_behind():
             return type(module).forward(module, x)
         padding = module.padding
         if module.padding_mode != "zeros" or isinstance(padding, str):

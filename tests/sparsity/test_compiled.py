@@ -65,7 +65,8 @@ def same(
         [p.detach() for p in model.parameters()] + [w.dense for w in handle.sparse]
         for model, _, handle in (found, wanted)
     ]
-    close: dict[str, float] = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-6}
+    # torch's own compiled AdamW is as far from its uncompiled one, in a dense training of this size
+    close: dict[str, float] = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-3, "atol": 1e-5}
     torch.testing.assert_close(*tensors, **close)
     if found[2].is_sparse:
         check_nm(found[0], "2:4")
