@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import nmrun
 from nmrun import bench
+from nmrun.kernels import projection
 from nmrun.patterns import Pattern
 from nmrun.products import backends24, probe24, simulated
 from nmrun.products.acceleration import accelerate, obstacle
