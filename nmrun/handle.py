@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from nmrun.kernels import projection
 from nmrun.kernels.operands import Update
+from nmrun.kernels.uncompiled import uncompiled
 from nmrun.optim import Adam, skipped_by_loss_scaling
 from nmrun.products import layer
 from nmrun.recipes.base import Recipe
@@ -74,8 +75,8 @@ class Handle:
             weight.copies = captured or not owns_its_storage(weight.parameter)
         if sparse:
             self._hooks = [
-                optimizer.register_step_pre_hook(_eager(self._before_step)),
-                optimizer.register_step_post_hook(_eager(self._after_step)),
+                optimizer.register_step_pre_hook(_ours(self._before_step)),
+                optimizer.register_step_post_hook(_ours(self._after_step)),
                 *self._resume.hooks(),
             ]
         self.refresh()
@@ -400,12 +401,8 @@ def _closure_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple
     return (args[0], lambda: loss, *others), rest
 
 
-def _eager(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that torch.compile does not look into: it stops there and goes on behind it."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return hook(*args, **kwargs)
-
-    run.nmrun = True  # type: ignore[attr-defined]  # this is ours
-    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable, unimported
+def _ours(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that torch.compile does not look into, and that is known to be of a handle."""
+    run = uncompiled(hook)
+    run.nmrun = True  # type: ignore[attr-defined]
     return run

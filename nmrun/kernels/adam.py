@@ -15,6 +15,7 @@ from torch import Tensor
 from nmrun.kernels import cpu_adam, projection
 from nmrun.kernels.layout import stored_alike
 from nmrun.kernels.operands import Operands, Update, decoupled, scalars
+from nmrun.kernels.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from nmrun.kernels.triton_adamw import FusedAdam
@@ -61,6 +62,7 @@ class OnePass:
         """A step begins: what others step in it is counted by them alone."""
         self._counts = {p: count for p, count in self._counts.items() if p in self.pending}
 
+    @uncompiled
     def step(self, group: dict[str, Any], states: Mapping[Any, dict[str, Any]]) -> list[Tensor]:
         """Step the group's pending parameters: weights, moments and projections.
 

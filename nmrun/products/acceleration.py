@@ -28,6 +28,7 @@ class Phase(Protocol):
     """What is asked of a recipe here."""
 
     transposable: bool
+    dense_forward: bool
 
     @property
     def is_sparse(self) -> bool: ...
@@ -192,7 +193,7 @@ def _install(weight: SparseWeight, recipe: Phase, path: str, shape: Shape, weigh
     own = weight.layer
     other, matrix = own.matrix(own.input_weight), own.matrix(weight.weight)
     own.packed = Packed(path, matrix, other, shape.dtype, shape.both, weight_path)
-    own.uses_packed = recipe.is_sparse
+    own.active, own.uses_packed = not recipe.dense_forward, recipe.is_sparse
     if own.pack not in weight.dependents:
         weight.dependents.append(own.pack)
     own.pack(weight)

@@ -60,8 +60,8 @@ class ASP(Recipe):
         self.after_step(weights, optimizer)  # with prune_at=0 it is time
 
     def rule(self, weight: SparseWeight) -> Rule:
-        if self.dense_forward:  # asked for ahead of the pruning
-            return Rule()
+        if self.dense_forward:  # asked for ahead of the pruning, for a plan of the run
+            return Rule(pruned_gradient_factor=0.0)
         return Rule(mask=weight["mask"], pruned_gradient_factor=0.0)
 
     @torch.no_grad()

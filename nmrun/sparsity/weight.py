@@ -195,9 +195,7 @@ class SparseWeight:
 
     # --- the optimizer's state ------------------------------------------------------------------
 
-    def take(
-        self, optimizer: torch.optim.Optimizer, dtypes: Mapping[str, str] | None = None
-    ) -> None:
+    def take(self, optimizer: torch.optim.Optimizer, dtypes: Mapping[str, str] | None = None) -> None:
         """Take this weight's tensors out of the optimizer's state; what was replaced counts.
 
         ``load_state_dict`` and ``model.to`` give tensors another dtype or device: masks become

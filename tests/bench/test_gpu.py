@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import nmrun
-from nmrun import bench, kernels
+from nmrun import bench
+from nmrun.kernels import projection
 from nmrun.patterns import Pattern
 from nmrun.products import backends24, probe24, simulated
 from nmrun.products.acceleration import accelerate, obstacle
@@ -128,7 +129,7 @@ def test_a_gpt_trains_by_2_4_products_as_it_does_with_masks_alone(
         for _ in range(30):
             loop._train_step(*divmod(loop.step, loop.task.batches_per_epoch), measure_flips=False)
         losses[mode] = torch.stack(loop.losses).float().cpu()
-        packed = [weight.projection.packed is not None for weight in loop.handle.sparse]
+        packed = [weight.layer is not None and weight.layer.packed is not None for weight in loop.handle.sparse]
         assert all(packed) if mode == "force" else not any(packed), [choice.reason for choice in parts.accelerated]
     off, force = losses["off"], losses["force"]
     assert off[-1] < off[0] - 0.5  # it learns
@@ -150,7 +151,7 @@ def losses_of(graphs: bool) -> Tensor:
             return functional.mse_loss(call(x), y)
 
     accelerate(handle, lambda: loss(model), "force")
-    assert all(weight.projection.packed is not None for weight in handle.sparse)
+    assert all(weight.layer is not None and weight.layer.packed is not None for weight in handle.sparse)
     forward = torch.compile(model, mode="reduce-overhead", fullgraph=True) if graphs else model
     for _ in range(20):
         torch.compiler.cudagraph_mark_step_begin()
@@ -184,7 +185,7 @@ def test_the_compiled_projection_has_the_bits_of_the_cpus_reference(
     weight = weight.to(dtype)
     for soft, reference in ((False, hard_threshold), (True, soft_threshold)):
         out = torch.full_like(weight, 7.0, device=DEVICE)
-        if not kernels.project(weight.to(DEVICE), out, pattern, dim, soft):
+        if not projection.project(weight.to(DEVICE), out, pattern, dim, soft=soft):
             pytest.skip("Triton's kernels do not work here: see the log")
         expected = reference(weight, pattern, dim)
         bits = torch.int32 if dtype == torch.float32 else torch.int16

@@ -30,8 +30,13 @@ def largest(weight: Tensor, n: int, m: int) -> Tensor:
     return torch.zeros_like(groups).scatter_(1, order[:, :n], 1.0).reshape(weight.shape).bool()
 
 
-def sparse_layers(model: nn.Module) -> list[nn.Linear]:
-    return [layer for layer in model if isinstance(layer, nn.Linear) and hasattr(layer, "parametrizations")]  # type: ignore[attr-defined]
+def sparse_layers(learner: rnm_td3.Learner, model: nn.Module) -> list[nn.Linear]:
+    """Those of ``model``, which has the form of the learner's."""
+    return [model.get_submodule(w.module_name) for w in learner.handle.sparse]  # type: ignore[union-attr,misc]
+
+
+def dense_weights(learner: rnm_td3.Learner) -> list[Tensor]:
+    return [w.dense for w in learner.handle.sparse]  # type: ignore[union-attr]
 
 
 def nonzeros(weight: Tensor, m: int) -> Tensor:
@@ -46,31 +51,34 @@ def test_masks_gradients_and_targets(monkeypatch: pytest.MonkeyPatch, pattern: s
     descend, follow = rnm_td3.Learner.descend, rnm_td3.Learner.follow
 
     def watched_descend(self: rnm_td3.Learner, loss: Tensor) -> None:
-        layers = sparse_layers(self.model)
-        mine = masks.setdefault(self, [largest(layer.parametrizations.weight.original, n, m) for layer in layers])
-        for layer, mask in zip(layers, mine, strict=True):
-            assert torch.equal(layer.weight, layer.parametrizations.weight.original * mask)
+        layers = sparse_layers(self, self.model)
+        mine = masks.setdefault(self, [largest(dense, n, m) for dense in dense_weights(self)])
+        for layer, dense, mask in zip(layers, dense_weights(self), mine, strict=True):
+            assert torch.equal(layer.weight, dense * mask)
         descend(self, loss)
         for layer, mask in zip(layers, mine, strict=True):  # the gradients of this step are still there
-            gradient = layer.parametrizations.weight.original.grad
+            gradient = layer.weight.grad
             assert torch.all(gradient[~mask] == 0)
             assert torch.any(gradient[mask] != 0)
         steps[self] = steps.get(self, 0) + 1
         if steps[self] % INTERVAL == 0:
-            new = [largest(layer.parametrizations.weight.original, n, m) for layer in layers]
+            new = [largest(dense, n, m) for dense in dense_weights(self)]
             seen["refreshed"] += any(not torch.equal(a, b) for a, b in zip(new, mine, strict=True))
             masks[self] = new
 
     def watched_follow(self: rnm_td3.Learner) -> None:
-        before = copy.deepcopy(list(self.target.parameters()))
-        served = [layer.weight.detach().clone() for layer in sparse_layers(self.target)]
+        before = copy.deepcopy(dict(self.average.named_parameters()))
+        served = [layer.weight.detach().clone() for layer in sparse_layers(self, self.target)]
         follow(self)
-        for old, target, new in zip(before, self.target.parameters(), self.model.parameters(), strict=True):
-            torch.testing.assert_close(target, 0.995 * old + 0.005 * new)
-        layers = zip(sparse_layers(self.target), sparse_layers(self.model), served, masks[self], strict=True)
-        for target, model, old, mask in layers:
+        now = dict(self.model.named_parameters()) | {w.name: w.dense for w in self.handle.sparse}  # type: ignore[union-attr]
+        sparse = {w.name for w in self.handle.sparse}  # type: ignore[union-attr]
+        for name, averaged in self.average.named_parameters():
+            torch.testing.assert_close(averaged, 0.995 * before[name] + 0.005 * now[name])
+            assert name in sparse or torch.equal(self.target.get_parameter(name), averaged)
+        layers = [sparse_layers(self, model) for model in (self.target, self.average, self.model)]
+        for target, average, model, old, mask in zip(*layers, served, masks[self], strict=True):
             assert torch.all(nonzeros(target.weight, m) == n)
-            assert torch.equal(target.weight, target.parametrizations.weight.original * mask)
+            assert torch.equal(target.weight, average.weight * mask)
             seen["would not be N:M"] += bool((nonzeros(0.995 * old + 0.005 * model.weight, m) > n).any())
         seen["followed"] += 1
 
@@ -101,12 +109,11 @@ def test_pruned_weights_stay_where_they_are_between_refreshes() -> None:
     """Those that no step has ever moved: without a gradient Adam has nothing to move them by."""
     torch.manual_seed(0)
     learner = rnm_td3.Learner(rnm_td3.network(4, 1), "2:4", 1000, 100)
-    layers = sparse_layers(learner.model)
-    first = [layer.parametrizations.weight.original.detach().clone() for layer in layers]
+    first = [dense.clone() for dense in dense_weights(learner)]
     for _ in range(5):
         learner.descend(learner.model(torch.randn(16, 4)).square().mean())
-    for layer, before in zip(layers, first, strict=True):
-        moved = layer.parametrizations.weight.original != before
+    for dense, before in zip(dense_weights(learner), first, strict=True):
+        moved = dense != before
         assert not moved[~largest(before, 2, 4)].any()
         assert moved[largest(before, 2, 4)].float().mean() > 0.5
 
@@ -115,7 +122,6 @@ def test_a_dense_agent_is_plain_td3() -> None:
     _, learners = rnm_td3.train(None, 60, seed=0, interval=INTERVAL)
     for learner in learners:
         assert learner.handle is None
-        assert not sparse_layers(learner.model)
         assert all((layer.weight != 0).all() for layer in learner.model if isinstance(layer, nn.Linear))
 
 

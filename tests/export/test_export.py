@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from verbs import verb
 
 import nmrun
+from nmrun.errors import RunError
 from nmrun.export.cli import main
-from nmrun.sparsity import baked_state_dict, check_nm
+from nmrun.sparsity import check_nm
 from nmrun.sparsity.check import layer_report
+from nmrun.train.replicated import Replicated
 
 TOTAL = 8
 OPTIONS: dict[str, dict[str, Any]] = {"asp": {"prune_at": 0.5}, "step": {"switch": 0.5}, "maskllm": {"dense": 0.25}}
@@ -112,48 +114,66 @@ def test_of_a_plain_model_every_weight_that_could_hold_is_checked() -> None:
 
 
 def test_of_a_sparse_model_the_weights_in_use_are_checked() -> None:
-    model, handle = trained("asp", 2, overrides={"0": "1:8", "5": "dense"})
+    """It is a plain model: check_nm is told the same overrides that sparsify was."""
+    ratios = {"0": "1:8", "5": "dense"}
+    model, handle = trained("asp", 2, overrides=ratios)
     with pytest.raises(ValueError, match=r"^0.weight is not 1:8"):  # the dense phase
-        check_nm(model, "2:4")
-    model, handle = trained("asp", 6, overrides={"0": "1:8", "5": "dense"})
-    assert check_nm(model, "2:4") == check_nm(model, "3:4") == ["0.weight", "3.weight"]
-    with pytest.raises(ValueError, match=r"^3.weight is not 1:4"):
-        check_nm(model, "1:4")
-    handle.finalize()
-    with pytest.raises(ValueError, match=r"^5.weight is not 2:4"):  # a plain model does not know what was dense by choice
-        check_nm(model, "2:4")
-    assert check_nm(model, "2:4", overrides={"0": "1:8", "5": "dense"}) == ["0.weight", "3.weight"]
+        check_nm(model, "2:4", overrides=ratios)
+    model, handle = trained("asp", 6, overrides=ratios)
+    for finished in (False, True):
+        if finished:
+            handle.finalize()
+        assert check_nm(model, "2:4", overrides=ratios) == ["0.weight", "3.weight"]
+        assert check_nm(model, "3:4", overrides=ratios) == ["0.weight", "3.weight"]
+        with pytest.raises(ValueError, match=r"^3.weight is not 1:4"):
+            check_nm(model, "1:4", overrides=ratios)
+        with pytest.raises(ValueError, match=r"^5.weight is not 2:4"):  # it does not know what was dense by choice
+            check_nm(model, "2:4")
 
 
 @pytest.mark.parametrize("steps", [0, 3, TOTAL])
 @pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "asp", "step", "bi_mask", "lbc", "maskllm", "mdgf_linear"])
-def test_baked_is_what_finalize_leaves_under_plain_names(recipe: str, steps: int) -> None:
-    """In every phase, and the model trains on untouched."""
+def test_the_final_state_is_what_finalize_leaves_under_plain_names(recipe: str, steps: int) -> None:
+    """In every phase, and the model trains on untouched. Without a step, or in an unfinished phase, finalize leaves nothing."""
     model, handle = trained(recipe, steps, exclude="5")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain, x = net(1).eval(), torch.randn(2, 8, 3, 3)
-    baked = baked_state_dict(model)
-    assert list(baked) == sorted(plain.state_dict())
-    check_nm(baked["0.weight"], "2:4")
-    check_nm(baked["3.weight"], "2:4")
-    assert not any((t[t == 0]).signbit().any() for name, t in baked.items() if name in ("0.weight", "3.weight"))
-    plain.load_state_dict(baked)
+    final = Replicated(model, handle._optimizer, handle).final_state_dict()
+    assert list(final) == sorted(plain.state_dict())
+    check_nm(final["0.weight"], "2:4")
+    check_nm(final["3.weight"], "2:4")
+    assert not any((t[t == 0]).signbit().any() for name, t in final.items() if name in ("0.weight", "3.weight"))
+    plain.load_state_dict(final)
     if handle.is_sparse:
         assert torch.equal(plain(x), model(x))
-    for tensor in baked.values():
+        assert all(torch.equal(tensor, final[name]) for name, tensor in model.state_dict().items())
+    for tensor in final.values():
         tensor.zero_()
+    assert list(model.state_dict()) == list(before)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    if steps == 0 or not handle.is_sparse:
+        with pytest.raises(RunError, match="never stepped" if steps == 0 else "dense phase|is not 2:4"):
+            handle.finalize()
+        assert len(handle.sparse) == 2
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        return
     handle.finalize()
-    assert sorted(model.state_dict()) == list(baked)
+    assert sorted(model.state_dict()) == list(final)
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in plain.state_dict().items())
+    assert not any((t[t == 0]).signbit().any() for name, t in model.state_dict().items() if name in ("0.weight", "3.weight"))
 
 
-def test_finalize_in_a_dense_phase_prunes_by_magnitude() -> None:
+def test_the_final_state_of_a_dense_phase_is_pruned_by_magnitude() -> None:
     layer = nn.Linear(16, 8)
-    handle = nmrun.sparsify(layer, nmrun.optim.Adam(layer.parameters()), "step", "2:4", TOTAL)
+    optimizer = nmrun.optim.Adam(layer.parameters())
+    handle = nmrun.sparsify(layer, optimizer, "step", "2:4", TOTAL)
+    optimizer.step()  # without a gradient
     wanted = layer.weight.detach() * top(layer.weight.detach(), 2, 4)
     assert handle.phase == "dense"
-    handle.finalize()
+    assert torch.equal(Replicated(layer, optimizer, handle).final_state_dict()["weight"], wanted)
+    with pytest.raises(RunError, match=r"training ended in a dense phase of step, after step 1 of total_steps=8"):
+        handle.finalize()
+    handle.finalize(layer)
     assert torch.equal(layer.weight, wanted)
 
 
@@ -161,13 +181,53 @@ def test_a_model_that_is_one_layer_and_one_that_is_attention() -> None:
     """Names without a module in front, and weights that are not called ``weight``."""
     for model in (nn.Linear(8, 4), nn.MultiheadAttention(8, 2, kdim=4, vdim=12)):
         objects, keys = dict(model.named_parameters()), list(model.state_dict())
-        handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", "1:4")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        handle = nmrun.sparsify(model, optimizer, "ste", "1:4")
         assert {w.name for w in handle.sparse} == {key for key in keys if key.endswith("weight")}
-        assert list(baked_state_dict(model)) == sorted(keys)
+        assert list(model.state_dict()) == keys
+        assert list(Replicated(model, optimizer, handle).final_state_dict()) == sorted(keys)
+        check_nm(model, "1:4")
+        optimizer.step()
         handle.finalize()
         assert list(model.state_dict()) == keys
         assert all(p is objects[name] for name, p in model.named_parameters())
         check_nm(model, "1:4")
+
+
+# --- a model in training is exported as it is -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "step", "bi_mask"])
+def test_torch_exports_the_live_model(recipe: str) -> None:
+    """Its weights are the projected ones, and it trains on."""
+    model, handle = trained(recipe, TOTAL - 1, exclude="5")
+    assert handle.is_sparse
+    x = torch.randn(2, 8, 3, 3)
+    exported = torch.export.export(model, (x,))
+    torch.testing.assert_close(exported.module()(x), model(x), rtol=0, atol=0)
+    assert sorted(exported.state_dict) == sorted(model.state_dict())
+    for name in ("0.weight", "3.weight"):
+        check_nm(exported.state_dict[name].detach(), "2:4")
+    model.train()(torch.randn(4, 8, 3, 3)).square().mean().backward()
+    handle._optimizer.step()
+    handle.finalize()
+
+
+def test_onnx_takes_the_live_model(tmp_path: Path) -> None:
+    onnx, runtime = pytest.importorskip("onnx", reason="needs nmrun[onnx]"), pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, _ = trained("sr_ste", TOTAL - 1, exclude="5")
+    x, place = torch.randn(2, 8, 3, 3), tmp_path / "live.onnx"
+    torch.onnx.export(model, (x,), str(place), dynamo=True, verbose=False, input_names=["x"], external_data=False)
+    session = runtime.InferenceSession(str(place), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(x).detach(), rtol=1e-4, atol=1e-5)
+    stored = {t.name: torch.tensor(onnx.numpy_helper.to_array(t)) for t in onnx.load(str(place)).graph.initializer}
+    convolutions = [t for t in stored.values() if t.dim() == 4]
+    assert len(convolutions) == 2
+    for weight in convolutions:
+        check_nm(weight, "2:4")
+        assert weight.any()
 
 
 # --- nmrun export ---------------------------------------------------------------------------------------------------------------

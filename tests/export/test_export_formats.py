@@ -20,7 +20,7 @@ import nmrun
 from nmrun import models
 from nmrun.export import cli, packed
 from nmrun.patterns import Pattern
-from nmrun.sparsity import baked_state_dict, nm_mask
+from nmrun.sparsity import nm_mask
 
 LAST = "model.packed.safetensors"
 
@@ -50,10 +50,10 @@ def small(place: Path) -> Path:
 
 
 def run_of(place: Path, model: nn.Module, run_config: dict[str, Any], **options: Any) -> Path:
-    """A run that ended with this model at 2:4, which itself stays as it is in training: masked in its forward pass."""
+    """A run that ended with this model at 2:4, which itself stays as it is in training: its parameters are 2:4."""
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), lr=0.1), "ste", "2:4", 8, **options)
     model.eval()
-    return finished(place, baked_state_dict(model), handle.report()["layers"], run_config)
+    return finished(place, model.state_dict(), handle.report()["layers"], run_config)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -268,14 +268,14 @@ def test_the_network_computes_the_same(name: str, search: Any, monkeypatch: pyte
     monkeypatch.setattr(permute, "best_order", search)
     before, weights = outputs(model, x), [w.dense.detach().clone() for w in handle.sparse]
     kept = [kept_magnitude([(w.movedim(1, -1).flatten(0, -2), Pattern(1, 4))]) for w in weights]
-    said = permute_inputs(handle.sparse, handle.recipe.tied, optimizer)
+    said = permute_inputs(handle.sparse, handle.recipe.channels, optimizer, [])
     for now, then in zip(outputs(model, x), before, strict=True):
         torch.testing.assert_close(now, then, rtol=1e-10, atol=1e-12)
     moved = {w.module_name for w, old in zip(handle.sparse, weights, strict=True) if not torch.equal(w.dense, old)}
     told = said[0].removeprefix("input channels permuted of ").partition(": ")[0]
     assert {reader.removesuffix(".weight") for reader in told.split(", ")} <= moved & NETWORKS[name][2]
     if search is shuffled:
-        sizes = {key: channels.size for key, channels in handle.recipe.tied.items()}
+        sizes = {key: channels.size for key, channels in handle.recipe.channels.items()}
         assert moved >= {w.module_name for w in handle.sparse if sizes.get(w.module_name) == w.shape[1]} & NETWORKS[name][2]
     else:
         new = [kept_magnitude([(w.dense.movedim(1, -1).flatten(0, -2), Pattern(1, 4))]) for w in handle.sparse]
@@ -307,12 +307,12 @@ def test_the_next_updates_are_the_same_reordered(update: str, monkeypatch: pytes
     plain = make(other.parameters())
     plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     named = dict(other.named_parameters()) | dict(other.named_buffers())
-    dense = dict(model.named_parameters()) | dict(model.named_buffers()) | {w.name: w.dense for w in handle.sparse}
+    dense = dict(model.named_parameters()) | dict(model.named_buffers())  # a dense phase: ASP prunes much later
     for name, tensor in named.items():
         tensor.data.copy_(dense[name])
         tensor.grad = None if dense[name].grad is None else dense[name].grad.clone()
     moves: list[tuple[str, int, Tensor]] = []
-    permute_inputs(handle.sparse, handle.recipe.tied, optimizer, [lambda *move: moves.append(move)])
+    permute_inputs(handle.sparse, handle.recipe.channels, optimizer, moves)
 
     def check() -> None:
         for name, tensor in named.items():
@@ -412,7 +412,7 @@ def test_what_is_not_understood_is_left_alone_and_said(
     model(x).square().sum().backward()
     optimizer.step()
     y, weights = model(x), {w.module_name: w.dense.detach().clone() for w in handle.sparse}
-    said = permute_inputs(handle.sparse, handle.recipe.tied, optimizer)
+    said = permute_inputs(handle.sparse, handle.recipe.channels, optimizer, [])
     torch.testing.assert_close(model(x), y)
     assert any(f"input channels not permuted of {sentence}" in line for line in said), said
     columns_moved = {w.module_name for w in handle.sparse if moved_columns(weights[w.module_name], w.dense)}
@@ -426,7 +426,7 @@ def test_a_group_with_positions_of_several_channels_is_left_alone() -> None:
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveMaxPool2d((2, 1)), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 8))
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         handle = sparsified(model, optimizer, pattern, include=["3", "4"])
-        said = permute_inputs(handle.sparse, handle.recipe.tied, optimizer)
+        said = permute_inputs(handle.sparse, handle.recipe.channels, optimizer, [])
         reason = "input channels not permuted of 3.weight: groups of 3.weight hold positions of several channels"
         assert (reason in said) is not moves
 
@@ -494,18 +494,23 @@ def test_pruning_keeps_more_and_the_pattern_holds() -> None:
     assert all(more > less for less, more in zip(*kept, strict=True))
 
 
-def test_a_copy_of_the_model_has_to_be_made_after_the_pruning() -> None:
-    copies = {}
+def test_a_copy_of_the_model_is_plain_and_computes_what_the_model_did() -> None:
+    """Whenever it is made; an average of weights is of channels in one order where it begins after the pruning."""
+    copies, said = {}, {}
+    x = network("small_conv")[1]
 
     def watch(step: int, model: nn.Module, handle: nmrun.Handle) -> None:
         if step in (2, 6):
             copies[step] = copy.deepcopy(model)
+            said[step] = model(x).detach()
 
-    model, _, _ = asp(True, 7, watch=watch)
-    x = network("small_conv")[1]
-    with pytest.raises(RuntimeError, match="this copy of the model is from before its channels were permuted: make a new one"):
-        copies[2](x)
+    model, handle, _ = asp(True, 7, watch=watch)
+    for step, other in copies.items():
+        assert torch.equal(other(x), said[step])
+    nmrun.sparsity.check_nm(copies[6], "1:4", include="inner.*")
     copies[6].load_state_dict(model.state_dict())
+    assert torch.equal(copies[6](x), model(x))
+    handle.finalize(copies[6])
     assert torch.equal(copies[6](x), model(x))
 
 
@@ -524,7 +529,7 @@ def test_masks_that_are_remembered_follow() -> None:
         if name in masks:
             masks[name] = masks[name].index_select(dim, index)
 
-    handle.recipe.followers.append(follow)
+    handle.followers.append(follow)
     handle.measure_flips = True
     diagnostics.before()
     model(x).sum().backward()

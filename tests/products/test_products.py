@@ -17,7 +17,6 @@ from nmrun.config.identity import identity
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.products import simulated
-from nmrun.sparsity.weight import attached
 from nmrun.train import build, plan
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -293,8 +292,8 @@ def test_a_layer_computes_so_by_hand(recipe: str) -> None:
     z = model(x)
     torch.testing.assert_close(z, out, rtol=1e-5, atol=1e-5)
     z.square().sum().backward()
-    torch.testing.assert_close(handle.sparse[1].dense.grad, d_last.float(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(handle.sparse[0].dense.grad, d_first.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(handle.sparse[1].parameter.grad, d_last.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(handle.sparse[0].parameter.grad, d_first.float(), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model[0].bias.grad, dz.sum(0), rtol=1e-4, atol=1e-4)
 
 
@@ -318,27 +317,74 @@ def test_evaluation_and_dense_phases_are_as_they_were(recipe: str, hyper: dict[s
     assert all(torch.equal(got[name], exact[name]) for name in exact)
 
 
+PRODUCTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("ste", options) for name, options in OPTIONS.items()},
+    "bi_mask": ("bi_mask", {"candidates": 3}),
+    "double_prune": ("ste", {"input_gradient": "double_prune"}),
+}
+
+
+@pytest.mark.parametrize("products", PRODUCTS)
+def test_a_copy_of_the_model_computes_as_a_plain_one(products: str) -> None:
+    """Forward and backward; what is installed belongs to the model that trains."""
+    recipe, options = PRODUCTS[products]
+    model, plain, x = mlp(), mlp(), normal(6, 8, dtype=torch.float32)
+    optimizer, handle = sparsify(model, recipe, **options)
+    train(model, optimizer, 2)
+    twin = copy.deepcopy(model)
+    plain.load_state_dict(model.state_dict())
+    assert twin.training
+    exact = grads_of(plain, x)
+    assert exact.keys() == {name for name, _ in plain.named_parameters()}
+    assert torch.equal(twin(x), plain(x))
+    assert all(torch.equal(g, exact[name]) for name, g in grads_of(twin, x).items())
+    own = grads_of(model, x)
+    assert any(not torch.equal(own[name], exact[name]) for name in exact)
+    train(model, optimizer, 1)  # which the copy knows nothing of
+    assert torch.equal(twin(x), plain(x))
+    assert not torch.equal(twin[0].weight, model[0].weight)
+    handle.finalize(twin)
+    assert torch.equal(twin(x), plain(x))
+    assert handle.sparse[0].layer is not None
+    assert "forward" in vars(model[0])
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_a_copy_has_its_own_and_finalize_takes_it_away(options: dict[str, Any]) -> None:
+def test_finalize_takes_the_products_away(options: dict[str, Any]) -> None:
     model, x = mlp(), normal(6, 8, dtype=torch.float32)
     optimizer, handle = sparsify(model, **options)
-    twin = copy.deepcopy(model)
-    assert twin[0].forward.__self__ is twin[0]
-    before = grads_of(twin, x)
     train(model, optimizer, 2)
-    assert all(torch.equal(before[name], g) for name, g in grads_of(twin, x).items())
-    handle.finalize(twin)
-    assert "forward" not in vars(twin[0])
-    assert "forward" in vars(model[0])
     z = model(x)
     handle.finalize()
     plain = mlp()
     plain.load_state_dict(model.state_dict())
-    for module in (*model, *twin):
+    for module in model:
         assert "forward" not in vars(module)
     assert (type(model[0]), list(model.state_dict())) == (nn.Linear, list(plain.state_dict()))
     assert torch.equal(model(x), plain(x))
     assert ("fp8" in options) != torch.equal(z, plain(x))
+
+
+@pytest.mark.parametrize("products", ["bi_mask", "double_prune"])
+def test_the_weight_of_the_input_gradient_follows_every_step(products: str) -> None:
+    recipe, options = PRODUCTS[products]
+    model = mlp()
+    optimizer, handle = sparsify(model, recipe, **options)
+    weight = handle.sparse[0]
+    place, seen = weight.layer.input_weight.data_ptr(), []
+    for _ in range(4):
+        train(model, optimizer, 1)
+        other, used = weight.layer.input_weight, weight.weight
+        assert other.data_ptr() == place
+        assert torch.equal(other, torch.where(other != 0, used, 0.0))  # pruned once more, of these values
+        order = weight["permutation"].view(torch.int64) if products == "bi_mask" else torch.arange(16)
+        assert ((other[order] != 0).reshape(4, 4, 8).sum(1) <= 2).all()
+        assert other.any()
+        seen.append(other.clone())
+        x, dz = normal(6, 8, dtype=torch.float32).requires_grad_(), normal(6, 16, seed=1).float()
+        (dx,) = torch.autograd.grad(model[0](x), x, dz)
+        torch.testing.assert_close(dx, dz @ other)
+    assert not any(map(torch.equal, seen, seen[1:]))
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -376,9 +422,9 @@ class Conv1D(nn.Module):
 
 def test_weights_stored_the_other_way_round() -> None:
     model = nn.Sequential(Conv1D(5, 8))
-    sparsify(model, fp8=True, mvue="2:4")
+    _, handle = sparsify(model, fp8=True, mvue="2:4")
     x = normal(2, 4, 8, dtype=torch.float32).requires_grad_()
-    used = attached(model)[0].weight
+    used = handle.sparse[0].weight
     assert ((used != 0).reshape(2, 4, 5).sum(1) == 2).all()
     z = model(x)
     torch.testing.assert_close(z.double(), rounded(x.detach(), E4M3) @ rounded(used, E4M3), rtol=1e-5, atol=1e-5)
@@ -387,7 +433,7 @@ def test_weights_stored_the_other_way_round() -> None:
     z.backward(dz)
     estimate = nmrun.sparsity.mvue(dz.reshape(8, 5), "2:4", 0, torch.Generator().manual_seed(2))
     wanted = rounded(x.detach().reshape(8, 8), E5M2).T @ rounded(estimate, E5M2)
-    torch.testing.assert_close(attached(model)[0].dense.grad.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(handle.sparse[0].parameter.grad.double(), wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(x.grad.double(), rounded(dz, E5M2) @ rounded(used, E5M2).T, rtol=1e-5, atol=1e-5)
 
 
@@ -412,14 +458,15 @@ def test_what_is_no_plain_linear_layer_is_named_and_left_alone() -> None:
     model, x = Net(), normal(2, 4, 8, dtype=torch.float32)
     plain = copy.deepcopy(model)
     plain.patched.forward = lambda x: -F.linear(x, plain.patched.weight)
-    _, handle = sparsify(model, mvue="1:4")
+    optimizer, handle = sparsify(model, mvue="1:4")
     sparsify(plain)
     (event,) = handle.pop_events()
     left = "attention.in_proj_weight, attention.out_proj.weight, scaled.weight, conv.weight, patched.weight"
     assert event == f"mvue and fp8 do not apply to {left}: not linear layers that are called"
     torch.testing.assert_close(model(x), plain(x))
     got, exact = grads_of(model, x), grads_of(plain, x)
-    assert [name for name in exact if not torch.allclose(got[name], exact[name])] == ["fc.parametrizations.weight.original"]
+    assert [name for name in exact if not torch.allclose(got[name], exact[name])] == ["fc.weight"]
+    optimizer.step()
     handle.finalize()
     assert "forward" in vars(model.patched)
 

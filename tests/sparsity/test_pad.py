@@ -132,12 +132,14 @@ def test_check_nm_counts_the_short_group() -> None:
         check_nm(weight, "2:4", pad=True)
 
 
-def test_check_nm_asks_a_sparse_model_what_it_was_asked() -> None:
+def test_check_nm_takes_the_option_that_sparsify_had() -> None:
     model = nn.Linear(10, 4)
     nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", "2:4", pad=True)
-    assert check_nm(model, "2:4") == ["weight"]
+    assert check_nm(model, "2:4", pad=True) == ["weight"]
     with pytest.raises(ValueError, match=re.escape("weight is not 1:4: 2 of 4 weights at [0, 0-3] are non-zero")):
-        check_nm(model, "1:4")
+        check_nm(model, "1:4", pad=True)
+    with pytest.raises(ValueError, match="no weight of this model could hold 2:4: nothing to check"):
+        check_nm(model, "2:4")
 
 
 def test_transposable_by_brute_force() -> None:
@@ -191,7 +193,7 @@ def test_flops_count_what_is_pruned(inputs: int, ratio: str, left: int, stored: 
     model = nn.Linear(inputs, 8)
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", ratio, pad=True)
     dense = 2.0 * inputs * 8
-    cost = Flops(dense, 2 * dense, {handle.sparse[0].pattern: Products(dense, dense, dense)})
+    cost = Flops(dense, 2 * dense, [(handle.sparse[0], Products(dense, dense, dense))])
     assert cost.forward_sparse == pytest.approx(2 * left * 8)
     assert cost.forward_hardware == pytest.approx(2 * stored / 2 * 8)
     assert cost.training(handle.recipe) == pytest.approx(2 * 8 * (left + left + inputs))
@@ -258,7 +260,7 @@ def test_ends_exactly_nm(recipe: str, pattern: str) -> None:
     train(model, optimizer, range(TOTAL), 10)
     assert handle.is_sparse
     assert all(layer["holds"] for layer in handle.report()["layers"])
-    assert check_nm(model, pattern) == ["a.weight", "b.weight", "conv.weight"]
+    assert check_nm(model, pattern, exclude="out", pad=True) == ["a.weight", "b.weight", "conv.weight"]
     handle.finalize()
     for layer in (model.a, model.b, model.conv):
         assert layer.weight.count_nonzero() > 0
@@ -324,8 +326,8 @@ def check_holds(weight: Tensor) -> None:
 def test_bi_mask_prunes_the_outputs_too() -> None:
     model = nn.Linear(10, 6)
     _, handle = start("bi_mask", "2:4", model, pad=True, exclude=())
-    used, backward = model.weight.detach(), handle.sparse[0].projection.input_weight
-    order = handle.sparse[0].projection.permutation
+    used, backward = model.weight.detach(), handle.sparse[0].layer.input_weight
+    order = handle.sparse[0]["permutation"].view(torch.int64)
     filled = torch.cat([backward, torch.zeros(2, 10)])[order]
     assert all(nonzeros <= 2 for nonzeros, _ in counts(filled.T, 4))
     assert torch.equal(backward, torch.where(backward != 0, used, 0.0))
@@ -419,7 +421,7 @@ def test_the_config_says_what_would_help() -> None:
     ):
         config("out", *ODD)
     with pytest.raises(nmrun.errors.ConfigError, match=r"16:32, does not divide all layers' inputs .*sparsity.pad=true"):
-        config("out", "model.channels=[8,12,8]", "recipe=decay_mask", "recipe.kind=structure_geometric")
+        config("out", "model.channels=[8,12,8]", "recipe=sdgf_geometric", "recipe.frames=4")
     with pytest.raises(nmrun.errors.ConfigError, match=r"sparsity\.pad=1: it takes true or false"):
         config("out", "sparsity.pad=1")
     plain, padded = (config("out", "recipe=dense", *extra) for extra in ((), ("sparsity.pad=true",)))

@@ -11,6 +11,7 @@ from runs import config
 from safetensors.torch import load_file
 from torch import nn
 
+import nmrun
 from nmrun.config.identity import run_folder
 from nmrun.sparsity import nm_mask
 from nmrun.train import runner
@@ -31,7 +32,7 @@ def test_the_final_weights_are_the_mean_of_the_last_epochs(
         step(self, *args, **kwargs)
         if self.step % STEPS_AN_EPOCH == 0:
             dense = {weight.name: weight.dense for weight in self.handle.sparse}
-            plain = {name: p for name, p in self.model.named_parameters() if ".parametrizations." not in f".{name}"}
+            plain = dict(self.model.named_parameters())
             seen.append({name: tensor.detach().clone() for name, tensor in (plain | dense).items()})
 
     monkeypatch.setattr(Loop, "_train_step", watched)
@@ -70,7 +71,8 @@ def test_an_interrupted_run_has_the_same_mean(tmp_path: Path, monkeypatch: pytes
 
 def test_running_statistics_are_averaged_and_one_epoch_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    average, single = Average(model, 2), Average(model, 1)
+    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "dense")
+    average, single = Average(model, handle, 2), Average(model, handle, 1)
     for value in (1.0, 2.0, 6.0):
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():

@@ -64,8 +64,10 @@ def start(recipe: str, **hyperparameters: Any) -> tuple[Any, Handle, Squares, Di
 
 def move(optimizer: Any, handle: Handle, weight: list[list[float]], bias: list[float]) -> None:
     """One step of SGD that ends there."""
-    for p, target in zip(optimizer.param_groups[0]["params"], (weight, bias), strict=True):
-        p.grad = p.detach() - torch.tensor(target, dtype=torch.float64)
+    (sparse,) = handle.sparse
+    bias_parameter = optimizer.param_groups[0]["params"][1]
+    for p, dense, target in ((sparse.parameter, sparse.dense, weight), (bias_parameter, bias_parameter.detach(), bias)):
+        p.grad = dense - torch.tensor(target, dtype=torch.float64)
     optimizer.step()
 
 

@@ -18,10 +18,10 @@ from nmrun.config.identity import identity, run_folder
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
-from nmrun.recipes.base import Densities, hardware_density
 from nmrun.tasks.base import Batch
 from nmrun.train import build, flops, runner
 from nmrun.train.console import Console
+from nmrun.train.flops import Densities, densities, hardware_density
 from nmrun.train.loop import Loop
 
 
@@ -43,7 +43,7 @@ class Sums:
 
 def counted(model: nn.Module, shape: tuple[int, ...], recipe: str = "ste", pattern: str = "2:4", **options: Any) -> Any:
     handle = nmrun.sparsify(model, nmrun.optim.Adam(model.parameters()), recipe, pattern, **options)
-    return flops.count(model, Sums(*shape)), handle.recipe  # type: ignore[arg-type]
+    return flops.count(model, Sums(*shape), handle.sparse), handle.recipe  # type: ignore[arg-type]
 
 
 # --- by hand --------------------------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_a_convolution() -> None:
     """Stride 2 and padding: 9 positions of 6 x 6; then two groups, which have half the inputs each."""
     model = nn.Sequential(nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, groups=2))
     first, second = 2 * 4 * 8 * 9 * 9, 2 * 4 * 16 * 9 * 1
-    cost, recipe = counted(model, (4, 6, 6), "ste", "1:4", gradient="masked")
+    cost, recipe = counted(model, (4, 6, 6), "ste_periodic", "1:4", gradient="masked")
     assert cost.forward == first + second
     assert cost.backward == first + 2 * second
     assert cost.training(recipe) == (2 * first + 3 * second) / 4
@@ -106,17 +106,22 @@ DENSE, STE, MASKED = Densities(), Densities(0.25, 0.25, 1.0), Densities(0.25, 0.
 SCHEDULES: dict[str, tuple[dict[str, Any], list[tuple[int, Densities]]]] = {  # steps of 20 in each phase
     "dense": ({}, [(20, DENSE)]),
     "ste": ({}, [(20, STE)]),
+    "ste_periodic": ({}, [(20, MASKED)]),
     "sr_ste": ({}, [(20, STE)]),
     "s_ste": ({}, [(20, STE)]),
     "bi_mask": ({}, [(20, STE)]),
     "asp": ({"prune_at": 0.25}, [(5, DENSE), (15, MASKED)]),
     "step": ({"switch": 0.3}, [(6, DENSE), (14, STE)]),
     "t_sr_ste": ({"dense_end": 0.2}, [(16, STE), (4, DENSE)]),
-    "mdgf_linear": ({"dense": 0.1, "final": 0.3}, [(14, DENSE), (6, STE)]),
-    "mdgf_exponential": ({"dense": 0.1, "final": 0.3}, [(14, DENSE), (6, STE)]),
+    "mdgf_linear": ({"dense": 0.1, "final": 0.3}, [(14, DENSE), (6, MASKED)]),
+    "mdgf_exponential": ({"dense": 0.1, "final": 0.3}, [(14, DENSE), (6, MASKED)]),
     "decay_mask": ({"dense": 0.1, "final": 0.3}, [(14, DENSE), (6, STE)]),
     "sdgf_geometric": ({"dense": 0.1, "final": 0.3, "frames": 2}, [(2, DENSE), (18, STE)]),
     "sdgf_stepwise": (  # 7:8, 4:8, 2:8
+        {"dense": 0.1, "final": 0.3},
+        [(2, DENSE), (4, Densities(7 / 8, 7 / 8)), (4, Densities(0.5, 0.5)), (10, STE)],
+    ),
+    "decay_structure": (
         {"dense": 0.1, "final": 0.3},
         [(2, DENSE), (4, Densities(7 / 8, 7 / 8)), (4, Densities(0.5, 0.5)), (10, STE)],
     ),
@@ -133,18 +138,18 @@ def test_every_recipe_has_its_schedule_here() -> None:
 def test_planned_and_used(recipe: str) -> None:
     """The densities of each step, asked for beforehand and met on the way, and their sum over the run."""
     hyperparameters, phases = SCHEDULES[recipe]
-    expected = [densities for steps, densities in phases for _ in range(steps)]
+    expected = [shares for steps, shares in phases for _ in range(steps)]
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     optimizer = nmrun.optim.Adam(model.parameters())
     handle = nmrun.sparsify(model, optimizer, recipe, PATTERN, 20, **hyperparameters)
-    rule, cost = handle.recipe, flops.count(model, Sums(16))  # type: ignore[arg-type]
-    if recipe != "dense":
-        assert [rule.densities(PATTERN, step) for step in range(20)] == expected
+    rule, cost = handle.recipe, flops.count(model, Sums(16), handle.sparse)  # type: ignore[arg-type]
+    for weight in handle.sparse:
+        assert [densities(rule, weight, step) for step in range(20)] == expected
     planned = cost.planned(rule, 20), cost.planned(rule, 20, hardware=True)
     used = []
     for step in range(20):
-        if recipe != "dense":
-            assert rule.densities(PATTERN) == expected[step], step
+        for weight in handle.sparse:
+            assert densities(rule, weight) == expected[step], step
         used.append((cost.training(rule), cost.training(rule, hardware=True)))
         model(torch.randn(4, 16)).square().mean().backward()
         optimizer.step()
@@ -158,18 +163,19 @@ def test_planned_and_used(recipe: str) -> None:
 
 def test_both_products_on_hardware_where_both_operands_are_sparse() -> None:
     for recipe, expected in (("sr_ste", (0.5, 1, 1)), ("t_sr_ste", (0.5, 0.5, 1)), ("bi_mask", (0.5, 0.5, 1))):
-        _, rule = counted(nn.Sequential(nn.Linear(16, 16)), (16,), recipe)
-        assert rule.densities(Pattern(2, 4), hardware=True) == expected
+        cost, rule = counted(nn.Sequential(nn.Linear(16, 16)), (16,), recipe)
+        assert densities(rule, cost.sparse[0][0], hardware=True) == expected
 
 
 def test_a_switch_found_on_the_way_is_planned_at_the_latest_and_counted_where_it_was() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
     optimizer = nmrun.optim.Adam(model.parameters(), betas=(0.9, 0.5), eps=1e3)  # settled from the first full window on
-    rule = nmrun.sparsify(model, optimizer, "step", "2:4", 20, t_min=0.2, t_max=0.5).recipe
-    assert [rule.densities(PATTERN, step) == DENSE for step in range(20)] == [True] * 11 + [False] * 9
+    handle = nmrun.sparsify(model, optimizer, "step", "2:4", 20, t_min=0.2, t_max=0.5)
+    rule, weight = handle.recipe, handle.sparse[0]
+    assert [densities(rule, weight, step) == DENSE for step in range(20)] == [True] * 11 + [False] * 9
     met = []
     for _ in range(20):
-        met.append(rule.densities(PATTERN) == DENSE)
+        met.append(densities(rule, weight) == DENSE)
         model(torch.randn(4, 16)).square().mean().backward()
         optimizer.step()
     assert met == [True] * 5 + [False] * 15

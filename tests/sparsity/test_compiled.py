@@ -1,0 +1,163 @@
+"""Sparse models, optimizer steps and whole training steps under torch.compile: as without it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.handle import Handle
+from nmrun.sparsity import check_nm, hard_threshold
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "ste": {},
+    "sr_ste": {"decay": 0.1},
+    "s_ste": {},
+    "asp": {"prune_at": 0.5},
+    "step": {"switch": 0.5},
+}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "nmrun": lambda p: nmrun.optim.AdamW(p, lr=0.05),
+    "nmrun in one pass": lambda p: nmrun.optim.AdamW(p, lr=0.05, fused=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.05, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+}
+BY_STEP = [(name, recipe) for name in OPTIMIZERS for recipe in ("sr_ste", "s_ste", "asp")]
+BY_STEP += [("nmrun", "step"), ("nmrun in one pass", "step")]  # it needs nmrun's own
+TOTAL = 8
+
+
+@pytest.fixture(autouse=True)
+def afresh(kernels_for_small_weights: None) -> None:
+    torch._dynamo.reset()
+
+
+def start(recipe: str, optimizer: str = "nmrun") -> tuple[nn.Sequential, torch.optim.Optimizer, Handle]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    made = OPTIMIZERS[optimizer](model.parameters())
+    return model, made, nmrun.sparsify(model, made, recipe, "2:4", TOTAL, **RECIPES[recipe])
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+
+
+def train(forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, step: Any, at: int) -> None:
+    forward(batch(at)).square().mean().backward()
+    step()
+    optimizer.zero_grad()
+
+
+def same(found: tuple[nn.Module, Any, Handle], wanted: tuple[nn.Module, Any, Handle], exact: bool) -> None:
+    """Parameters, dense weights and phases."""
+    assert found[2].phase == wanted[2].phase
+    assert found[2].recipe.step == wanted[2].recipe.step
+    tensors = [
+        [p.detach() for p in model.parameters()] + [w.dense for w in handle.sparse] for model, _, handle in (found, wanted)
+    ]
+    # torch's own compiled AdamW is as far from its uncompiled one, in a dense training of this size
+    close: dict[str, float] = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-3, "atol": 1e-5}
+    torch.testing.assert_close(*tensors, **close)
+    if found[2].is_sparse:
+        check_nm(found[0], "2:4")
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_graph_serves_all_phases(recipe: str) -> None:
+    """The same bits, compiled once: a change of phase changes values alone."""
+    compiles: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        compiles.append(1)
+        return graph.forward
+
+    found, wanted = start(recipe), start(recipe)
+    compiled = torch.compile(found[0], backend=backend, fullgraph=True)
+    for at in range(TOTAL):
+        train(compiled, found[1], found[1].step, at)
+        train(wanted[0], wanted[1], wanted[1].step, at)
+        same(found, wanted, exact=True)
+    assert found[2].is_sparse
+    with torch.no_grad():
+        found[0][0].weight.neg_()
+    found[0].load_state_dict(wanted[0].state_dict())
+    assert torch.equal(compiled(batch(0)), wanted[0](batch(0)))
+    assert len(compiles) == 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_backward_graph(recipe: str) -> None:
+    found, wanted = start(recipe), start(recipe)
+    compiled = torch.compile(found[0], backend="aot_eager", fullgraph=True)
+    for at in range(TOTAL):
+        train(compiled, found[1], found[1].step, at)
+        train(wanted[0], wanted[1], wanted[1].step, at)
+        same(found, wanted, exact=False)
+    assert found[2].is_sparse
+    if recipe == "step":
+        dense = found[2].sparse[0].dense
+        assert torch.equal(found[0][0].weight, hard_threshold(dense, "2:4"))
+    found[2].finalize()
+    check_nm(found[0], "2:4")
+
+
+# --- the optimizer's step, and the whole training step -------------------------------------------
+
+
+@pytest.mark.parametrize(("optimizer", "recipe"), BY_STEP)
+def test_compiled_optimizer_step(optimizer: str, recipe: str) -> None:
+    found, wanted = start(recipe, optimizer), start(recipe, optimizer)
+    step = torch.compile(found[1].step, backend="aot_eager")
+    for at in range(TOTAL):
+        train(found[0], found[1], step, at)
+        train(wanted[0], wanted[1], wanted[1].step, at)
+        same(found, wanted, exact=False)
+    assert found[2].recipe.step == TOTAL
+    found[2].finalize()
+    check_nm(found[0], "2:4")
+
+
+@pytest.mark.parametrize(("optimizer", "recipe"), BY_STEP)
+def test_compiled_training_step(optimizer: str, recipe: str) -> None:
+    found, wanted = start(recipe, optimizer), start(recipe, optimizer)
+
+    @torch.compile(backend="aot_eager")
+    def whole(x: Tensor) -> Tensor:
+        loss = found[0](x).square().mean()
+        loss.backward()
+        found[1].step()
+        found[1].zero_grad()
+        return loss.detach()
+
+    for at in range(TOTAL):
+        loss = whole(batch(at))
+        torch.testing.assert_close(loss, wanted[0](batch(at)).square().mean().detach())
+        train(wanted[0], wanted[1], wanted[1].step, at)
+        same(found, wanted, exact=False)
+    assert found[2].recipe.step == TOTAL
+    found[2].finalize()
+    check_nm(found[0], "2:4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_by_inductor(optimizer: str) -> None:
+    """Code for this machine: model, step, and both at once."""
+    wanted = start("sr_ste", optimizer)
+    for at in range(TOTAL):
+        train(wanted[0], wanted[1], wanted[1].step, at)
+    for what in ("model", "step", "whole"):
+        torch._dynamo.reset()
+        found = start("sr_ste", optimizer)
+        forward = torch.compile(found[0], fullgraph=True) if what == "model" else found[0]
+        step = torch.compile(found[1].step) if what == "step" else found[1].step
+        whole = torch.compile(train) if what == "whole" else train
+        for at in range(TOTAL):
+            whole(forward, found[1], step, at)
+        same(found, wanted, exact=False)
