@@ -174,11 +174,6 @@ RULES = (
             "fractions of one run: at most 1 together"
         ),
     ),
-    Rule(
-        ("recipe.*",),
-        lambda at: at.recipe.get("decay") == "auto" and at.recipe["name"] != "t_sr_ste",
-        lambda at: f"recipe.decay=auto is for t_sr_ste; {at.recipe['name']} takes a number",
-    ),
     Rule(("recipe.*",), lambda at: isinstance(at.path, str), lambda at: str(at.path)),
     Rule(
         ("recipe.*",),

@@ -6,13 +6,13 @@ An installed package adds names by entry points of the group ``nmrun.recipes``, 
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from nmrun.registry import imported
+from nmrun import registry
+from nmrun.errors import ConfigError
 
 if TYPE_CHECKING:
     from nmrun.recipes.base import Recipe
@@ -46,21 +46,20 @@ def installed() -> dict[str, str]:
 
 
 def find(name: str) -> type[Recipe]:
-    """The recipe class for a name of ``RECIPES`` or :func:`installed`, or a dotted path, also of a module in the current folder.
+    """The class of a recipe.
 
-    Raises ValueError, for an unknown name with the nearest match.
+    Args:
+        name: one of ``RECIPES`` or :func:`installed`, or a dotted path, also of a module in the
+            current folder.
+
+    Raises:
+        ConfigError: for an unknown name, with the nearest match, and for what is no recipe.
     """
     from nmrun.recipes.base import Recipe
 
-    known = {**RECIPES, **installed()}
-    path = known.get(name, name)
-    if "." not in path:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ValueError(f"no recipe {name!r}; {hint}There are {', '.join(sorted(known))}")
-    found: type[Recipe] = imported(path, f"recipe {name!r}")
+    found: type[Recipe] = registry.find("recipe", name, {**RECIPES, **installed()})
     if not (isinstance(found, type) and issubclass(found, Recipe)):
-        raise ValueError(f"recipe {name!r} is not a subclass of nmrun.recipes.base.Recipe")
+        raise ConfigError(f"recipe={name} is not a subclass of nmrun.recipes.base.Recipe")
     return found
 
 
@@ -85,10 +84,8 @@ def build(recipe: str | Recipe, hyperparameters: Mapping[str, Any]) -> Recipe:
         known = list(known_of(kind))
         for key in hyperparameters:
             if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
-                hint = f"did you mean {near[0]}? " if near else ""
-                has = ", ".join(known) or "none"
-                raise TypeError(f"{recipe} has no hyperparameter {key!r}; {hint}It has {has}")
+                hint, has = registry.did_you_mean(key, known), ", ".join(known) or "none"
+                raise TypeError(f"{recipe} has no hyperparameter {key}{hint} (it has {has})")
         made = kind(**hyperparameters)
     check_hyperparameters(made)
     return made

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
-from nmrun.ranges import Check, near
+from nmrun.ranges import Check
+from nmrun.registry import did_you_mean
 from nmrun.rule import Rule
 from nmrun.sparsity import apply, masks
 from nmrun.sparsity.transposable import transposable_mask
@@ -252,7 +253,7 @@ def check_hyperparameters(recipe: Recipe) -> None:
         value = getattr(recipe, key)
         given = list(value) if isinstance(value, tuple) else value
         if check is not None and not check.holds(given):
-            hint = near(str(value), check.options)
+            hint = did_you_mean(str(value), check.options)
             problems.append(f"{recipe.name}: {key}={value} must be {check.allowed}{hint}")
     if problems:
         raise ConfigError(problems)

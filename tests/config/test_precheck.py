@@ -93,7 +93,7 @@ def test_a_folder_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     nowhere = tmp_path / "nowhere"
     assert precheck.look([], config_dir=str(nowhere)).problems == [f"--config-dir {nowhere}: no such folder"]
     for name, text in {
-        "recipe/mine": "name: ste\ninterval: 3\ngradient: sts\n",
+        "recipe/mine": "name: ste_periodic\ninterval: 3\ngradient: sts\n",
         "debug/slow": "# @package _global_\ndefaults:\n  - override /track: local\ntrainer:\n  epochs: 99\n  eval_every: 9\n",
     }.items():
         (tmp_path / name).parent.mkdir()

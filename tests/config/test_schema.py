@@ -83,7 +83,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {  # which options a
     "optimizer=sgd,recipe=asp": {
         "optimizer.momentum": ([0.0, 0.9], NO_SHARE), "optimizer.nesterov": ([True, False], NO_FLAG), "recipe.prune_at": ([0, 0.5], NO_SHARE),
     },
-    "recipe=ste": {"recipe.interval": ([1, 5], NO_COUNT), "recipe.gradient": (["ste", "masked"], ["mask", None])},
+    "recipe=ste_periodic": {"recipe.interval": ([1, 5], NO_COUNT), "recipe.gradient": (["ste", "masked"], ["mask", None])},
     "recipe=bi_mask": {"recipe.candidates": ([1, 5], NO_COUNT)},
     "recipe=t_sr_ste": {"recipe.dense_end": ([0.0, 0.2], NO_SHARE), "recipe.decay": (["auto", 0.1], ["outo", -1])},
     "recipe=mdgf_linear": {
@@ -91,7 +91,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {  # which options a
         "recipe.final": ([0.1, 0.3], [0, 1.1, None]), "recipe.grad_mode": (["scaled", "ste"], ["scale", None]),
     },
     "recipe=sdgf_geometric": {"recipe.frames": ([1, 2, 4], NO_COUNT)},
-    "recipe=decay_mask": {"recipe.kind": (["mask", "mask_exponential", "structure", "structure_geometric"], ["masks", None])},
+    "recipe=decay_mask": {"recipe.grad_mode": (["scaled", "ste"], ["masks", None])},
     "recipe=lbc": {"recipe.t_i": ([0.0, 0.2], NO_SHARE), "recipe.t_f": ([0.4, 0.9], [0.0, 1.0, None])},
     "recipe=maskllm": {
         "recipe.kappa": ([[1, 2], [2, 1.0]], [[0, 1], [1], 1, [1, "b"]]), "recipe.temperature": ([[1, 2], [2, 1]], [[1, -1], "hot"]),
@@ -221,7 +221,7 @@ def test_the_nearest_match() -> None:
             {"recipe.dense": 0.5, "recipe.final": 0.6},
             "recipe.dense=0.5 and recipe.final=0.6 are fractions of",
         ),
-        ("recipe=sr_ste", {"recipe.decay": "auto"}, "recipe.decay=auto is for t_sr_ste; sr_ste takes a number"),
+        ("recipe=sr_ste", {"recipe.decay": "auto"}, "recipe.decay=auto: it takes a number at least 0"),
         ("recipe=sdgf_stepwise,sparsity=3:8", {}, "recipe=sdgf_stepwise sparsity=3:8: stepwise structure decay halves M"),
         ("recipe=sdgf_geometric,sparsity=1:16", {}, "recipe=sdgf_geometric sparsity=1:16: its first pattern, 8:128, does not"),
         ("recipe=asp,optimizer=sgd", {"optimizer.nesterov": True, "optimizer.momentum": 0}, "optimizer.nesterov=true needs"),
