@@ -26,7 +26,7 @@ from nmrun.kernels.operands import Update
 from nmrun.optim import Adam, skipped_by_loss_scaling
 from nmrun.products import simulated
 from nmrun.recipes.base import Recipe
-from nmrun.resume import KEY, Resume, agree_over_ranks, check_finished, counterpart
+from nmrun.resume import KEY, Resume, makes_state, agree_over_ranks, check_finished, counterpart
 from nmrun.sparsity.check import layer_report
 from nmrun.sparsity.metrics import MaskMetrics
 from nmrun.sparsity.select import LeftDense
@@ -62,7 +62,7 @@ class Handle:
         self.followers: list[Callable[[str, int, Tensor], None]] = [self.mask_metrics.reorder]
         self._optimizer = optimizer
         self._measured: dict[str, float] = {}
-        self._skipped = False  # the step under way does nothing: loss scaling met an overflow
+        self._skipped = False  # the step under way does nothing, as where loss scaling overflows
         self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}  # by the step under way
         self._batch = _Batch()
         self._compared = False  # the ranks' dense weights, before the first step
@@ -86,7 +86,7 @@ class Handle:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         answer = _closure_first(args, kwargs)
-        self._skipped = skipped_by_loss_scaling(optimizer)
+        self._skipped = skipped_by_loss_scaling(optimizer) or makes_state(optimizer, self.sparse)
         if self._skipped:
             return answer
         self._recover()
@@ -94,7 +94,7 @@ class Handle:
             weight.take(optimizer)
         if not self._compared:
             self._compared = True
-            if agree_over_ranks(self.sparse):
+            if agree_over_ranks(self.recipe, self.sparse):
                 self.refresh()
         self._notice_changes()
         if self.measure_flips:

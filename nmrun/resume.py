@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError, RunError
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.masks import grouped
-from nmrun.sparsity.weight import SparseWeight
+from nmrun.sparsity.weight import SparseWeight, local, summed
 
 KEY = "nmrun"
 VERSION = 1  # of what is saved
@@ -46,6 +46,7 @@ class Resume:
         """Hooks of the optimizer's ``state_dict`` and ``load_state_dict``, to be removed."""
         return [
             self.optimizer.register_state_dict_pre_hook(lambda _: self._before_saving()),
+            self.optimizer.register_state_dict_post_hook(lambda _, state: _all_have_one(state)),
             self.optimizer.register_load_state_dict_pre_hook(
                 lambda _, state: self.check(_settings_of(state["param_groups"]))
             ),
@@ -104,6 +105,12 @@ class Resume:
         for weight in self.weights:
             weight.forget("dense")  # in a dense phase none is saved
             weight.take(self.optimizer)
+            if not (settings["state"]["dense_forward"] or weight.has_dense):
+                raise ConfigError(
+                    f"the loaded state has no dense weight of {weight.name}: what was loaded into "
+                    "(torch.distributed.checkpoint, broadcast_from_rank0) was still in its dense "
+                    "phase; let every process load the state dict as it was saved"
+                )
         self.restore(settings)
 
     def restore(self, settings: dict[str, Any]) -> None:
@@ -112,6 +119,15 @@ class Resume:
         self.refresh()
         for weight in self.weights:
             weight.give(self.optimizer)
+
+
+def _all_have_one(state_dict: dict[str, Any]) -> None:
+    """Give every parameter an entry: torch.distributed.checkpoint takes all or none for granted,
+    and with an optimizer that keeps nothing (plain SGD) the sparse weights alone would have one."""
+    for group in state_dict["param_groups"]:
+        for number in group["params"]:
+            if state_dict["state"]:
+                state_dict["state"].setdefault(number, {})
 
 
 def saved_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
@@ -125,31 +141,68 @@ def _settings_of(groups: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 @torch.no_grad()
-def agree_over_ranks(weights: Sequence[SparseWeight]) -> bool:
-    """Give every rank rank 0's dense weights where they differ though the parameters are equal.
+def makes_state(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight]) -> bool:
+    """Whether a step is none: torch.distributed.checkpoint makes an optimizer's state by a step
+    with rate 0 and gradients of 0, before it saves or loads.
 
-    Ranks that attached before DDP synchronised their models have one projected weight and
-    different dense ones. Weights whose parameters differ too are not replicated: they stay.
+    Args:
+        optimizer: the one that is about to step.
+        weights: the sparse weights.
 
     Returns:
-        Whether a dense weight was replaced.
+        Whether it has no state yet, no rate and no gradient, on any rank.
+    """
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    if any(lr is None or getattr(lr, "is_cuda", False) or float(lr) != 0 for lr in rates):
+        return False
+    if any(optimizer.state.values()):
+        return False
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    grads = [local(p.grad) for p in owned if p.grad is not None]
+    moves = sum((torch.count_nonzero(grad) for grad in grads), torch.zeros((), dtype=torch.long))
+    return not summed(weights, moves)
+
+
+@torch.no_grad()
+def agree_over_ranks(recipe: Recipe, weights: Sequence[SparseWeight]) -> bool:
+    """Give every rank rank 0's tensors of replicated weights where they differ.
+
+    Ranks that attached before DDP synchronised their models have one projected weight and
+    different dense ones, masks and scales; ranks with seeds of their own have other scores. Weights
+    of which neither the projected nor the dense values are the same are not replicated: they stay.
+
+    Args:
+        recipe: the recipe; of replicated weights it goes on from rank 0's clock and seed.
+        weights: the sparse weights.
+
+    Returns:
+        Whether a tensor was replaced.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return False
     plain = [w for w in weights if w.has_dense and not w.is_sharded]
     names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, [(w.name, tuple(w.shape)) for w in plain])
+    dist.all_gather_object(names, [(w.name, tuple(w.shape), sorted(w.saved())) for w in plain])
     if not plain or any(other != names[0] for other in names):
         return False
-    prints = torch.stack([_fingerprint(t) for w in plain for t in (w.weight, w.dense)])
+    kept = [[w.weight, w.dense, *(w[key] for key in sorted(w.saved()))] for w in plain]
+    prints = torch.stack([_fingerprint(tensor) for tensors in kept for tensor in tensors])
     everyone = [torch.empty_like(prints) for _ in names]
     dist.all_gather(everyone, prints)
-    same = torch.stack([(other == everyone[0]).all(1) for other in everyone]).all(0).view(-1, 2)
+    same = torch.stack([(other == everyone[0]).all(1) for other in everyone]).all(0).tolist()
     replaced = False
-    for weight, (projected, dense) in zip(plain, same.tolist(), strict=True):
-        if projected and not dense:
-            dist.broadcast(weight.dense, src=0)
+    for _, *tensors in kept:
+        projected, *others = [same.pop(0) for _ in range(len(tensors) + 1)]
+        if (projected or others[0]) and not all(others):
             replaced = True
+            for tensor in tensors:
+                whole = tensor.contiguous()
+                dist.broadcast(whole.view(torch.uint8) if whole.dtype == torch.bool else whole, 0)
+                tensor.copy_(whole)
+    state = [recipe.state_dict()]
+    dist.broadcast_object_list(state, src=0)
+    if replaced:
+        recipe.load_state_dict(state[0])
     return replaced
 
 
@@ -171,7 +224,7 @@ def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str
     Raises:
         RunError: with the reason why not.
     """
-    replaced = [w for w in weights if getattr(w.module, w.attribute, None) is not w.parameter]
+    replaced = [w for w in weights if _is_replaced(w)]
     if replaced:
         raise RunError(
             f"{replaced[0].name} is another parameter now than the one that was made sparse "
@@ -197,6 +250,13 @@ def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str
     for weight in weights:
         if not recipe.ends_dense and not _holds(weight):
             raise RunError(f"{weight.name} is not {weight.pattern} after step {recipe.step}")
+
+
+def _is_replaced(weight: SparseWeight) -> bool:
+    now = getattr(weight.module, weight.attribute, None)
+    if weight.is_sharded and not hasattr(now, "_local_tensor"):
+        return False  # fully_shard shows the gathered weight after a forward pass
+    return now is not weight.parameter
 
 
 def _holds(weight: SparseWeight) -> bool:

@@ -57,7 +57,8 @@ def candidates(model: nn.Module) -> Iterator[Candidate]:
                     yield Candidate(name, module, attribute, 1)
         elif isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
             yield Candidate(name, module, "weight", 1)
-        elif type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+        elif hasattr(module, "nf") and any(k.__name__ == "Conv1D" for k in type(module).__mro__):
+            # FSDP makes subclasses
             yield Candidate(name, module, "weight", 0)
 
 
@@ -111,6 +112,8 @@ def select(
             reason = "frozen"
         elif owned is not None and id(weight) not in owned:
             reason = "not in the optimizer"
+        elif weight.dim() < 2:
+            reason = "its parameter is flattened (FullyShardedDataParallel): use fully_shard"
         elif reason := _unfit(weight.shape[candidate.dim], chosen, pad):
             pass
         elif not (reason := refuses(weight.shape, candidate.dim, chosen) if refuses else ""):

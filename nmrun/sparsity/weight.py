@@ -136,7 +136,8 @@ class SparseWeight:
 
         like: Any = self.parameter
         plain = whole.view(torch.uint8) if whole.dtype == torch.bool else whole
-        cut = distribute_tensor(plain, like.device_mesh, like.placements)
+        mesh, placements = like.device_mesh, like.placements
+        cut = distribute_tensor(plain, mesh, placements, src_data_rank=None)  # everyone has it
         return local(cut).view(whole.dtype)
 
     def _as_shard(self, part: Tensor) -> Any:
@@ -213,11 +214,9 @@ class SparseWeight:
 
     def adopt(self, key: str, value: Tensor) -> None:
         """Keep a tensor that was saved, in the dtype and on the device that it belongs to."""
-        dtype = value.dtype
+        dtype = {FIRST_MASK: torch.uint8, "mask": torch.bool}.get(key, value.dtype)
         if key in self._tensors:
             dtype = self._tensors[key].dtype
-        elif key == FIRST_MASK:
-            dtype = torch.uint8
         if key == "dense":
             dtype = self.parameter.dtype
         self._tensors[key] = value.to(self.parameter.device, dtype)
@@ -255,6 +254,8 @@ def owns_its_storage(parameter: Tensor) -> bool:
 def summed(weights: Sequence[SparseWeight], sums: Tensor) -> Tensor:
     """Sums over this process's parts, made sums over the whole weights in place."""
     if weights and weights[0].is_sharded:
-        mesh: Any = weights[0].parameter
-        dist.all_reduce(sums, group=mesh.device_mesh.get_group())
+        like: Any = weights[0].parameter
+        for dim, placement in enumerate(like.placements):
+            if placement.is_shard():  # other dimensions of the mesh are replicas
+                dist.all_reduce(sums, group=like.device_mesh.get_group(dim))
     return sums
