@@ -41,12 +41,13 @@ class Resume:
     ) -> None:
         self.optimizer, self.recipe, self.weights = optimizer, recipe, weights
         self.refresh = refresh
+        self._without: list[SparseWeight] = []
 
     def hooks(self) -> list[Any]:
         """Hooks of the optimizer's ``state_dict`` and ``load_state_dict``, to be removed."""
         return [
             self.optimizer.register_state_dict_pre_hook(lambda _: self._before_saving()),
-            self.optimizer.register_state_dict_post_hook(lambda _, state: _all_have_one(state)),
+            self.optimizer.register_state_dict_post_hook(lambda _, state: self._after_saving(state)),
             self.optimizer.register_load_state_dict_pre_hook(
                 lambda _, state: self.check(_settings_of(state["param_groups"]))
             ),
@@ -65,9 +66,23 @@ class Resume:
         }
 
     def _before_saving(self) -> None:
+        state = self.optimizer.state
+        self._without = [w for w in self.weights if not state.get(w.parameter)]
         self.optimizer.param_groups[0][KEY] = self.settings()
         for weight in self.weights:
             weight.give(self.optimizer)
+
+    def _after_saving(self, state_dict: dict[str, Any]) -> None:
+        """Leave an optimizer that has not begun without state: torch.distributed.checkpoint makes
+        what it will load into only there. And give every parameter an entry, as it expects: plain
+        SGD has none of its own, and the sparse weights alone would have one."""
+        state_dict["state"] = {number: dict(own) for number, own in state_dict["state"].items()}
+        for weight in self._without:
+            weight.take(self.optimizer)
+        for group in state_dict["param_groups"]:
+            for number in group["params"]:
+                if state_dict["state"]:
+                    state_dict["state"].setdefault(number, {})
 
     def check(self, settings: dict[str, Any] | None) -> None:
         """Hold saved settings against this recipe; None, from a training without nmrun, fits.
@@ -119,15 +134,6 @@ class Resume:
         self.refresh()
         for weight in self.weights:
             weight.give(self.optimizer)
-
-
-def _all_have_one(state_dict: dict[str, Any]) -> None:
-    """Give every parameter an entry: torch.distributed.checkpoint takes all or none for granted,
-    and with an optimizer that keeps nothing (plain SGD) the sparse weights alone would have one."""
-    for group in state_dict["param_groups"]:
-        for number in group["params"]:
-            if state_dict["state"]:
-                state_dict["state"].setdefault(number, {})
 
 
 def saved_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nmrun.patterns import Pattern
+from nmrun.ranks import part_like
 
 PREFIX = "nmrun_"
 # the parameters that are sparse now, by id
@@ -219,7 +220,8 @@ class SparseWeight:
             dtype = self._tensors[key].dtype
         if key == "dense":
             dtype = self.parameter.dtype
-        self._tensors[key] = value.to(self.parameter.device, dtype)
+        # a state dict that was loaded whole
+        self._tensors[key] = part_like(value, self.parameter).to(self.parameter.device, dtype)
 
     def give(self, optimizer: torch.optim.Optimizer) -> None:
         """Put this weight's tensors into the optimizer's state."""

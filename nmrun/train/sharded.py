@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from nmrun import ranks
 from nmrun.config.schema import Config
@@ -154,7 +154,7 @@ class Sharded:
             raise ValueError(f"{len(numbers)} parameters for an optimizer of {len(own)}")
         likes = dict(zip(numbers, own, strict=True))
         parts = {
-            number: {key: _part(value, likes[number]) for key, value in entries.items()}
+            number: {key: ranks.part_like(value, likes[number]) for key, value in entries.items()}
             for number, entries in saved["state"].items()
         }
         self.optimizer.load_state_dict({**saved, "state": parts})
@@ -167,7 +167,7 @@ class Sharded:
     def handed_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inverse of :meth:`gathered`, of what every rank has."""
         own = self.model.state_dict()
-        return {name: _part(tensor, own[name]) for name, tensor in tensors.items()}
+        return {name: ranks.part_like(tensor, own[name]) for name, tensor in tensors.items()}
 
     def final_state_dict(self) -> dict[str, Tensor]:
         """Copies of what the model would have if training ended now, sparse weights N:M."""
@@ -199,14 +199,6 @@ def _on_leader(value: Any) -> Any:
         return value
     whole = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
     return whole.to("cpu", copy=True) if ranks.leads() else None
-
-
-def _part(value: Any, like: Any) -> Any:
-    """This rank's part of a whole tensor that is shaped like a sharded one; else the value."""
-    if not (isinstance(value, Tensor) and isinstance(like, DTensor) and value.shape == like.shape):
-        return value
-    mesh, placements = like.device_mesh, like.placements
-    return distribute_tensor(value, mesh, placements, src_data_rank=None).clone()
 
 
 def _agree(buffers: Iterable[Tensor]) -> None:

@@ -322,7 +322,7 @@ def test_flops_of_a_perceptron_by_hand(tmp_path: Path) -> None:
     made = config(tmp_path, "model=mlp", "model.hidden=[32,16]", "model.exclude=[head]", "sparsity='1:4'")
     parts = build.build(made)
     before = torch.get_rng_state()
-    cost = flops.count(parts.model, parts.task)
+    cost = flops.count(parts.model, parts.task, parts.handle.sparse)
     products = [64 * 32, 32 * 16, 16 * 10]
     assert cost.forward == 2 * sum(products)
     assert cost.forward_sparse == 2 * (products[0] / 4 + products[1] / 4 + products[2])
