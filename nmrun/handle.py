@@ -322,6 +322,22 @@ class Handle:
                 weight.adopt(key, value)
         self._resume.restore(state["nmrun"])
 
+    def make_room(self, metadata: Any) -> None:
+        """Before files of ``torch.distributed.checkpoint`` are loaded: make room for what they have.
+
+        It loads what the state dict that it is given has places for. A recipe that begins dense has
+        none for dense weights and masks, which files that were saved later hold. ::
+
+            handle.make_room(dcp.FileSystemReader(path).read_metadata())
+            parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+            dcp.load(parts, checkpoint_id=path)
+            set_state_dict(...)
+
+        Args:
+            metadata: of the files.
+        """
+        self._resume.make_room(metadata)
+
     @torch.no_grad()
     def finalize(self, model: nn.Module | None = None) -> None:
         """End the recipe: the weights stay, exactly N:M, and the optimizer forgets the rest.

@@ -152,7 +152,10 @@ class Adam(torch.optim.Adam):
         """As ``torch.optim.Adam.load_state_dict``."""
         super().load_state_dict(state_dict)
         for p, state in self.state.items():
-            if "frozen_denominator" in state:  # loaded whole, where that of a new optimizer has none
+            if "frozen_denominator" in state:
+                # torch.distributed.checkpoint loads it whole, and leaves the moments of before
+                state.pop("exp_avg_sq", None)
+                state.pop("max_exp_avg_sq", None)
                 state["frozen_denominator"] = part_like(state["frozen_denominator"], p)
         if self._one_pass is not None:
             self._one_pass.forget()

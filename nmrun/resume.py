@@ -6,6 +6,7 @@ in ``optimizer.state[parameter]``. So whoever saves and loads model and optimize
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from nmrun.sparsity.weight import SparseWeight, local, summed
 
 KEY = "nmrun"
 VERSION = 1  # of what is saved
+WRAPPED = r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module)\."  # parts of names that wrappers add
 
 
 class Resume:
@@ -42,6 +44,29 @@ class Resume:
         self.optimizer, self.recipe, self.weights = optimizer, recipe, weights
         self.refresh = refresh
         self._without: list[SparseWeight] = []
+        self._room: dict[str, dict[str, Any]] = {}  # by weight and key: what will be loaded
+
+    def make_room(self, metadata: Any) -> None:
+        """Let the next state dict have the keys that a saved one has: see ``Handle.make_room``."""
+        plain = {re.sub(WRAPPED, "", w.name): w.name for w in self.weights}
+        for key, saved in metadata.state_dict_metadata.items():
+            own, _, last = key.rpartition(".")
+            match = re.fullmatch(r"(?:.*\.)?state\.(.*)", own)
+            if match and match[1] in plain and hasattr(saved, "properties"):
+                self._room.setdefault(plain[match[1]], {})[last] = saved
+
+    def _fill_room(self) -> None:
+        for weight in self.weights:
+            wanted = self._room.get(weight.name, {})
+            state = self.optimizer.state[weight.parameter]
+            for key in [key for key in state if wanted and key not in wanted]:
+                del state[key]
+            for key, saved in wanted.items():
+                kind, like = saved.properties.dtype, weight.parameter.detach()
+                if key not in state and saved.size == like.shape:
+                    state[key] = torch.zeros_like(like, dtype=kind)
+                elif key not in state:
+                    state[key] = torch.zeros(saved.size, dtype=kind, device=like.device)
 
     def hooks(self) -> list[Any]:
         """Hooks of the optimizer's ``state_dict`` and ``load_state_dict``, to be removed."""
@@ -71,6 +96,8 @@ class Resume:
         self.optimizer.param_groups[0][KEY] = self.settings()
         for weight in self.weights:
             weight.give(self.optimizer)
+        if self._room:
+            self._fill_room()
 
     def _after_saving(self, state_dict: dict[str, Any]) -> None:
         """Leave an optimizer that has not begun without state: torch.distributed.checkpoint makes
@@ -113,6 +140,7 @@ class Resume:
 
     def take_back(self) -> None:
         """The optimizer's state was loaded: its clock and tensors are ours now."""
+        self._room = {}
         settings = _settings_of(self.optimizer.param_groups)
         if settings is None:  # saved without nmrun: the recipe goes on from where it is
             self._before_saving()
@@ -122,9 +150,9 @@ class Resume:
             weight.take(self.optimizer)
             if not (settings["state"]["dense_forward"] or weight.has_dense):
                 raise ConfigError(
-                    f"the loaded state has no dense weight of {weight.name}: what was loaded into "
-                    "(torch.distributed.checkpoint, broadcast_from_rank0) was still in its dense "
-                    "phase; let every process load the state dict as it was saved"
+                    f"the loaded state has no dense weight of {weight.name}: what it was loaded "
+                    "into by torch.distributed.checkpoint was still in its dense phase (call "
+                    "handle.make_room before), or was broadcast_from_rank0 (load it everywhere)"
                 )
         self.restore(settings)
 

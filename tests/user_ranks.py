@@ -174,11 +174,14 @@ def fsdp(recipe: str, optimizer: str, folder: Path) -> dict[str, Tensor]:
     found = outcome(*started)
     same_everywhere(found, (recipe, optimizer))
     for load in (from_files, from_whole):
+        if load is from_whole and (recipe, optimizer) == ("asp", "plain sgd"):
+            continue  # torch loads no whole state dict where there is no state at all
         again = sharded(recipe, optimizer)
-        if load is from_files and recipe in ("asp", "step"):
+        if load is from_files and recipe in ("asp", "step", "mdgf_linear"):
             # saved in the sparse phase; what is loaded into has no room for its tensors
             broken(lambda again=again: from_files(again, folder))  # type: ignore[misc]
-            continue
+            again = sharded(recipe, optimizer)
+            again[2].make_room(dcp.FileSystemReader(folder).read_metadata())
         load(again, folder)
         assert again[2].recipe.step == STOP
         for number in range(STOP, TOTAL):

@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nmrun.config.identity import run_folder
+from nmrun.handle import Handle
+from nmrun.recipes.dense import Dense
 from nmrun.sparsity import nm_mask
 from nmrun.train import runner
 from nmrun.train.averaging import Average
@@ -70,7 +72,8 @@ def test_an_interrupted_run_has_the_same_mean(tmp_path: Path, monkeypatch: pytes
 
 def test_running_statistics_are_averaged_and_one_epoch_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    average, single = Average(model, 2), Average(model, 1)
+    handle = Handle(torch.optim.SGD(model.parameters(), lr=0.1), Dense(), [], [])
+    average, single = Average(model, handle, 2), Average(model, handle, 1)
     for value in (1.0, 2.0, 6.0):
         for tensor in model.state_dict().values():
             if tensor.is_floating_point():

@@ -1,0 +1,37 @@
+"""A user's script with FSDP2: the bits of DDP; saved by torch.distributed.checkpoint and resumed."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import user_ranks
+from test_user_ddp import TORCHRUN
+
+Outcomes = dict[Any, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcomes, Outcomes]:
+    """Replicated and sharded. The script has compared each resumed run with the one without a stop."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    return ended("ddp", folder), ended("fsdp", folder)
+
+
+def ended(kind: str, folder: Path) -> Outcomes:
+    command = [*TORCHRUN, user_ranks.__file__, kind, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    found: Outcomes = torch.load(folder / f"{kind}.pt")
+    return found
+
+
+@pytest.mark.parametrize(("recipe", "optimizer"), user_ranks.CASES)
+def test_shards_train_the_bits_of_replicas(recipe: str, optimizer: str, outcomes: Any) -> None:
+    replicated, sharded = outcomes[0][recipe, optimizer, "ddp first"], outcomes[1][recipe, optimizer]
+    assert sharded.keys() == replicated.keys()
+    for name, tensor in replicated.items():
+        assert torch.equal(sharded[name], tensor), name
