@@ -138,7 +138,9 @@ def sparsify(
                 for key, value in kept[weight.name].items():
                     weight.adopt(key, value)
             rule.load_state_dict(saved["state"])
-        return Handle(optimizer, rule, sparse, left_dense)
+        handle = Handle(optimizer, rule, sparse, left_dense)
+        handle.gathering = [m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")]
+        return handle
     except BaseException:
         undo()
         raise

@@ -15,7 +15,7 @@ Around ``optimizer.step()``, by hooks of the optimizer::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from nmrun.kernels.operands import Update
 from nmrun.optim import Adam, skipped_by_loss_scaling
 from nmrun.products import simulated
 from nmrun.recipes.base import Recipe
-from nmrun.resume import KEY, Resume, makes_state, agree_over_ranks, check_finished, counterpart
+from nmrun.resume import KEY, Resume, agree_over_ranks, check_finished, counterpart, makes_state
 from nmrun.sparsity.check import layer_report
 from nmrun.sparsity.metrics import MaskMetrics
 from nmrun.sparsity.select import LeftDense
@@ -66,6 +66,7 @@ class Handle:
         self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}  # by the step under way
         self._batch = _Batch()
         self._compared = False  # the ranks' dense weights, before the first step
+        self.gathering: Sequence[Any] = ()  # fully_shard's modules of the model
         self._hooks: list[Any] = []
         self._resume = Resume(optimizer, recipe, sparse, self.refresh)
         captured = any(group.get("capturable") for group in optimizer.param_groups)
@@ -290,12 +291,14 @@ class Handle:
     def dense_weights(self) -> Iterator[None]:
         """While entered, the parameters are the dense weights: for averages (EMA), dense
         evaluation, dense checkpoints. Weights that are written inside are kept."""
+        self._reshard()
         for weight in self.sparse:
             weight.expose()
         before = [weight.parameter._version for weight in self.sparse]
         try:
             yield
         finally:
+            self._reshard()
             after = [weight.parameter._version for weight in self.sparse]
             for weight in self.sparse:
                 weight.cover()
@@ -303,6 +306,12 @@ class Handle:
                 self.refresh()
             for weight in self.sparse:
                 weight.version = weight.parameter._version
+
+    def _reshard(self) -> None:
+        """Let FSDP's modules gather their weights anew: after a forward pass that no backward pass
+        followed, the outermost one keeps what it has gathered."""
+        for module in self.gathering:
+            module.reshard()
 
     # --- saving and finishing --------------------------------------------------------------------
 
@@ -353,6 +362,7 @@ class Handle:
         if model is not None:
             self._finalize_copy(model)
             return
+        self._reshard()
         if self.sparse:
             self._recover()
             dense = self.recipe.dense_forward

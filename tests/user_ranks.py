@@ -253,6 +253,7 @@ def in_shards(folder: Path) -> dict[Any, dict[str, Tensor]]:
             "looks across the rows of a weight",
         )
         assert optimizer.state_dict() == before
+    check_dense_weights()
     for split, complaint in ((True, "which its groups of 4 run along"), (False, "not sharded over")):
         model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8))
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -266,6 +267,26 @@ def in_shards(folder: Path) -> dict[Any, dict[str, Tensor]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         refused(lambda: nmrun.sparsify(model, optimizer, "sr_ste", "2:4", TOTAL), complaint)  # noqa: B023
     return found
+
+
+def check_dense_weights() -> None:
+    """Dense evaluation after one with sparse weights, whose gathered weights FSDP has kept."""
+    model, same = net(), net()
+    fully_shard(model)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    handle = sparse(model, optimizer, "sr_ste")
+    x, dense, found = torch.ones(2, 16), same(torch.ones(2, 16)), []
+    with torch.no_grad():
+        found.append(model(x))
+        with handle.dense_weights():
+            assert torch.equal(model(x), dense)
+        found.append(model(x))
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], dense)
+    step(model, optimizer, 0)
+    with torch.no_grad():
+        model(x)
+    handle.finalize()
 
 
 def refused(call: Callable[[], object], complaint: str) -> None:
@@ -283,7 +304,7 @@ def broken(call: Callable[[], object]) -> None:
         call()
     except (ConfigError, dcp.api.CheckpointException) as error:
         said = str(error)
-        assert "no dense weight" in said or "Missing key" in said, said  # noqa: PT017
+        assert "no dense weight" in said or "Missing key" in said, said
     else:
         raise AssertionError("a state without its dense weights was taken")
 

@@ -20,7 +20,7 @@ from nmrun.errors import ConfigError
 from nmrun.handle import Handle
 from nmrun.patterns import Pattern
 from nmrun.products.acceleration import Choice, accelerate
-from nmrun.sparsity.select import select
+from nmrun.sparsity.select import Candidate, select
 from nmrun.tasks.base import Task
 from nmrun.train import flops
 from nmrun.train.checkpoint import seed_everything
@@ -118,7 +118,7 @@ def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Modul
     from nmrun.train import sharded
 
     model = sharded.built(lambda: models.build(config.model, task.inputs))
-    chosen = []
+    chosen: list[Candidate] = []
     if config.recipe["name"] != "dense":
         chosen, _ = select(
             model,

@@ -197,7 +197,7 @@ def _on_leader(value: Any) -> Any:
         return {k: new for k, (each, new) in every.items() if ranks.leads() or not isinstance(each, Tensor)}
     if not isinstance(value, Tensor):
         return value
-    whole = value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+    whole = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
     return whole.to("cpu", copy=True) if ranks.leads() else None
 
 
