@@ -26,7 +26,8 @@ from nmrun.kernels.operands import Update
 from nmrun.optim import Adam, skipped_by_loss_scaling
 from nmrun.products import simulated
 from nmrun.recipes.base import Recipe
-from nmrun.resume import KEY, Resume, agree_over_ranks, check_finished, counterpart, makes_state
+from nmrun.replicas import agree_over_ranks
+from nmrun.resume import KEY, Resume, check_finished, counterpart, makes_state
 from nmrun.sparsity.check import layer_report
 from nmrun.sparsity.metrics import MaskMetrics
 from nmrun.sparsity.select import LeftDense

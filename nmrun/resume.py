@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.recipes.base import Recipe
@@ -21,7 +20,8 @@ from nmrun.sparsity.weight import SparseWeight, local, summed
 
 KEY = "nmrun"
 VERSION = 1  # of what is saved
-WRAPPED = r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module)\."  # parts of names that wrappers add
+# parts of names that wrappers add
+WRAPPED = r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module)\."
 
 
 class Resume:
@@ -72,7 +72,9 @@ class Resume:
         """Hooks of the optimizer's ``state_dict`` and ``load_state_dict``, to be removed."""
         return [
             self.optimizer.register_state_dict_pre_hook(lambda _: self._before_saving()),
-            self.optimizer.register_state_dict_post_hook(lambda _, state: self._after_saving(state)),
+            self.optimizer.register_state_dict_post_hook(
+                lambda _, state: self._after_saving(state)
+            ),
             self.optimizer.register_load_state_dict_pre_hook(
                 lambda _, state: self.check(_settings_of(state["param_groups"]))
             ),
@@ -195,56 +197,6 @@ def makes_state(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight
     grads = [local(p.grad) for p in owned if p.grad is not None]
     moves = sum((torch.count_nonzero(grad) for grad in grads), torch.zeros((), dtype=torch.long))
     return not summed(weights, moves)
-
-
-@torch.no_grad()
-def agree_over_ranks(recipe: Recipe, weights: Sequence[SparseWeight]) -> bool:
-    """Give every rank rank 0's tensors of replicated weights where they differ.
-
-    Ranks that attached before DDP synchronised their models have one projected weight and
-    different dense ones, masks and scales; ranks with seeds of their own have other scores. Weights
-    of which neither the projected nor the dense values are the same are not replicated: they stay.
-
-    Args:
-        recipe: the recipe; of replicated weights it goes on from rank 0's clock and seed.
-        weights: the sparse weights.
-
-    Returns:
-        Whether a tensor was replaced.
-    """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return False
-    plain = [w for w in weights if w.has_dense and not w.is_sharded]
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, [(w.name, tuple(w.shape), sorted(w.saved())) for w in plain])
-    if not plain or any(other != names[0] for other in names):
-        return False
-    kept = [[w.weight, w.dense, *(w[key] for key in sorted(w.saved()))] for w in plain]
-    prints = torch.stack([_fingerprint(tensor) for tensors in kept for tensor in tensors])
-    everyone = [torch.empty_like(prints) for _ in names]
-    dist.all_gather(everyone, prints)
-    same = torch.stack([(other == everyone[0]).all(1) for other in everyone]).all(0).tolist()
-    replaced = False
-    for _, *tensors in kept:
-        projected, *others = [same.pop(0) for _ in range(len(tensors) + 1)]
-        if (projected or others[0]) and not all(others):
-            replaced = True
-            for tensor in tensors:
-                whole = tensor.contiguous()
-                dist.broadcast(whole.view(torch.uint8) if whole.dtype == torch.bool else whole, 0)
-                tensor.copy_(whole)
-    state = [recipe.state_dict()]
-    dist.broadcast_object_list(state, src=0)
-    if replaced:
-        recipe.load_state_dict(state[0])
-    return replaced
-
-
-def _fingerprint(tensor: Tensor) -> Tensor:
-    """Numbers that differ where tensors do, but for great bad luck."""
-    flat = tensor.detach().double().flatten()
-    places = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64)
-    return torch.stack([flat.sum(), flat.square().sum(), (flat * places.sqrt()).sum()])
 
 
 def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str) -> None:

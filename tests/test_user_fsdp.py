@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import user_ranks
+import user_training
 from test_user_ddp import TORCHRUN
 
 Outcomes = dict[Any, dict[str, torch.Tensor]]
@@ -29,9 +30,12 @@ def ended(kind: str, folder: Path) -> Outcomes:
     return found
 
 
-@pytest.mark.parametrize(("recipe", "optimizer"), user_ranks.CASES)
+@pytest.mark.parametrize(("recipe", "optimizer"), user_training.CASES)
 def test_shards_train_the_bits_of_replicas(recipe: str, optimizer: str, outcomes: Any) -> None:
-    replicated, sharded = outcomes[0][recipe, optimizer, "ddp first"], outcomes[1][recipe, optimizer]
+    replicated, sharded = (
+        outcomes[0][recipe, optimizer, "ddp first"],
+        outcomes[1][recipe, optimizer],
+    )
     assert sharded.keys() == replicated.keys()
     for name, tensor in replicated.items():
         if optimizer == "fused":  # its vectors end elsewhere in a shard
