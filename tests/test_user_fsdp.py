@@ -1,4 +1,4 @@
-"""A user's script with FSDP2: the bits of DDP; saved by torch.distributed.checkpoint and resumed."""
+"""A user's script with FSDP2: DDP's bits; saved by torch.distributed.checkpoint and resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Outcomes = dict[Any, dict[str, torch.Tensor]]
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcomes, Outcomes]:
-    """Replicated and sharded. The script has compared each resumed run with the one without a stop."""
+    """Replicated and sharded. The script has compared resumed runs with those without a stop."""
     folder = tmp_path_factory.mktemp("fsdp")
     return ended("ddp", folder), ended("fsdp", folder)
 

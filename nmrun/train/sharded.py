@@ -59,7 +59,7 @@ def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
 
 
 def built(make: Callable[[], nn.Module]) -> nn.Module:
-    """A model with values in the leader, and without in the others, which get theirs by :func:`shard`.
+    """A model with values in the leader, and without in the others: :func:`shard` gives them.
 
     Args:
         make: builds it. What does not build on the meta device (its code reads values) is built on
@@ -105,8 +105,8 @@ def shard(model: nn.Module, device: torch.device, transposed: Collection[str] = 
             along[id(parameter)] = 1
             if parameter.shape[1] % ranks.world():
                 raise ConfigError(
-                    f"trainer.distributed=fsdp cannot cut the {parameter.shape[1]} outputs of {name}, "
-                    f"which is stored transposed, for {ranks.world()} processes evenly: {HINT}"
+                    f"trainer.distributed=fsdp cannot cut the {parameter.shape[1]} outputs of "
+                    f"{name}, which is stored transposed, for {ranks.world()} processes evenly: {HINT}"
                 )
     on_meta = any(p.is_meta for p in model.parameters())
     values = model.state_dict() if ranks.leads() else {}
@@ -147,7 +147,7 @@ class Sharded:
         return {"model": self.gathered(model), "optimizer": _on_leader(optimizer)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`, which every rank has to have, if only mapped from its file."""
+        """Restore :meth:`state_dict`, which every rank has to have, if only mapped."""
         self._load_model(state["model"])
         saved = state["optimizer"]
         own = [p for group in self.optimizer.param_groups for p in group["params"]]
