@@ -14,9 +14,10 @@ from nmrun.handle import Handle
 from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.ranges import INPUT_GRADIENTS
-from nmrun.recipes.base import Recipe
+from nmrun.recipes.base import Recipe, whole_weights_only
 from nmrun.resume import Resume, saved_settings
 from nmrun.sparsity.select import Candidate, LeftDense, candidates, select
+from nmrun.sparsity.shards import check_shards
 from nmrun.sparsity.weight import LIVE, SparseWeight
 
 # packages whose optimizers wrap the one that steps, and where they keep it
@@ -115,6 +116,13 @@ def sparsify(
         raise ConfigError(f"no weight of this model can be {pattern} sparse ({reasons})")
     saved = saved_settings(optimizer)
     sparse = [_weight(c, pattern) for c in chosen]
+    check_shards(sparse)
+    whole_weights_only(rule, sparse)
+    if input_gradient == "double_prune" and any(weight.is_sharded for weight in sparse):
+        raise ConfigError(
+            "input_gradient=double_prune looks across the rows of a weight, and weights are "
+            "sharded (FSDP): replicate the model (DDP)"
+        )
     undo = _Undo(model, optimizer, sparse)
     try:
         if saved is not None:
@@ -132,7 +140,9 @@ def sparsify(
                 for key, value in kept[weight.name].items():
                     weight.adopt(key, value)
             rule.load_state_dict(saved["state"])
-        return Handle(optimizer, rule, sparse, left_dense)
+        handle = Handle(optimizer, rule, sparse, left_dense)
+        handle.gathering = [m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")]
+        return handle
     except BaseException:
         undo()
         raise
@@ -156,6 +166,11 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
         raise ConfigError(
             "LBFGS evaluates its closure several times a step, and masks change once a step: use "
             "an optimizer of the SGD or Adam kind"
+        )
+    if name == "ZeroRedundancyOptimizer":
+        raise ConfigError(
+            "ZeroRedundancyOptimizer leaves the dense weights out of its state dict, and a resume "
+            "would lose them: use fully_shard (FSDP2), which shards the optimizer's state as well"
         )
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise ConfigError(

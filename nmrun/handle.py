@@ -15,7 +15,7 @@ Around ``optimizer.step()``, by hooks of the optimizer::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,9 +27,10 @@ from nmrun.kernels.uncompiled import uncompiled
 from nmrun.optim import Adam, skipped_by_loss_scaling
 from nmrun.products import layer
 from nmrun.recipes.base import Recipe
-from nmrun.resume import KEY, Resume, agree_over_ranks, check_finished, counterpart
+from nmrun.resume import KEY, Resume, check_finished, counterpart, makes_state
 from nmrun.sparsity.check import layer_report
 from nmrun.sparsity.metrics import MaskMetrics
+from nmrun.sparsity.replicas import agree_over_ranks
 from nmrun.sparsity.select import LeftDense
 from nmrun.sparsity.weight import LIVE, SparseWeight, owns_its_storage
 
@@ -63,10 +64,11 @@ class Handle:
         self.followers: list[Callable[[str, int, Tensor], None]] = [self.mask_metrics.reorder]
         self._optimizer = optimizer
         self._measured: dict[str, float] = {}
-        self._skipped = False  # the step under way does nothing: loss scaling met an overflow
+        self._skipped = False  # the step under way does nothing, as where loss scaling overflows
         self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}  # by the step under way
         self._batch = _Batch()
         self._compared = False  # the ranks' dense weights, before the first step
+        self.gathering: Sequence[Any] = ()  # fully_shard's modules of the model
         self._hooks: list[Any] = []
         self._resume = Resume(optimizer, recipe, sparse, self.refresh)
         captured = any(group.get("capturable") for group in optimizer.param_groups)
@@ -87,7 +89,7 @@ class Handle:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         answer = _closure_first(args, kwargs)
-        self._skipped = skipped_by_loss_scaling(optimizer)
+        self._skipped = skipped_by_loss_scaling(optimizer) or makes_state(optimizer, self.sparse)
         if self._skipped:
             return answer
         self._recover()
@@ -95,7 +97,7 @@ class Handle:
             weight.take(optimizer)
         if not self._compared:
             self._compared = True
-            if agree_over_ranks(self.sparse):
+            if agree_over_ranks(self.recipe, self.sparse):
                 self.refresh()
         self._notice_changes()
         if self.measure_flips:
@@ -277,12 +279,14 @@ class Handle:
     def dense_weights(self) -> Iterator[None]:
         """While entered, the parameters are the dense weights: for averages (EMA), dense
         evaluation, dense checkpoints. Weights that are written inside are kept."""
+        self._reshard()
         for weight in self.sparse:
             weight.expose()
         before = [weight.parameter._version for weight in self.sparse]
         try:
             yield
         finally:
+            self._reshard()
             after = [weight.parameter._version for weight in self.sparse]
             for weight in self.sparse:
                 weight.cover()
@@ -290,6 +294,12 @@ class Handle:
                 self.refresh()
             for weight in self.sparse:
                 weight.version = weight.parameter._version
+
+    def _reshard(self) -> None:
+        """Let FSDP's modules gather their weights anew: after a forward pass that no backward pass
+        followed, the outermost one keeps what it has gathered."""
+        for module in self.gathering:
+            module.reshard()
 
     # --- saving and finishing --------------------------------------------------------------------
 
@@ -310,6 +320,22 @@ class Handle:
                 weight.adopt(key, value.clone())
         self._resume.restore(state["nmrun"])
 
+    def make_room(self, metadata: Any) -> None:
+        """Before files of ``torch.distributed.checkpoint`` are loaded: make room for what they have.
+
+        It loads what the state dict that it is given has places for. A recipe that begins dense has
+        none for dense weights and masks, which files that were saved later hold. ::
+
+            handle.make_room(dcp.FileSystemReader(path).read_metadata())
+            parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+            dcp.load(parts, checkpoint_id=path)
+            set_state_dict(...)
+
+        Args:
+            metadata: of the files.
+        """
+        self._resume.make_room(metadata)
+
     @torch.no_grad()
     def finalize(self, model: nn.Module | None = None) -> None:
         """End the recipe: the weights stay, exactly N:M, and the optimizer forgets the rest.
@@ -325,6 +351,7 @@ class Handle:
         if model is not None:
             self._finalize_copy(model)
             return
+        self._reshard()
         if self.sparse:
             self._recover()
             dense = self.recipe.dense_forward

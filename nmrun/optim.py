@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nmrun.kernels.adam import OnePass
 from nmrun.kernels.operands import Update, decoupled
+from nmrun.ranks import part_like
 
 EPS_MODES = ("inside", "outside", "floor")
 
@@ -150,6 +151,12 @@ class Adam(torch.optim.Adam):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As ``torch.optim.Adam.load_state_dict``."""
         super().load_state_dict(state_dict)
+        for p, state in self.state.items():
+            if "frozen_denominator" in state:
+                # torch.distributed.checkpoint loads it whole, and leaves the moments of before
+                state.pop("exp_avg_sq", None)
+                state.pop("max_exp_avg_sq", None)
+                state["frozen_denominator"] = part_like(state["frozen_denominator"], p)
         if self._one_pass is not None:
             self._one_pass.forget()
 

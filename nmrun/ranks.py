@@ -143,3 +143,22 @@ def share_statistics(model: nn.Module) -> None:
         for buffer in module.buffers(recurse=False):
             if buffer.is_floating_point():
                 dist.broadcast(buffer, src=0)
+
+
+def part_like(value: Any, like: Any) -> Any:
+    """This rank's part of a whole tensor, where a tensor of its shape is sharded.
+
+    Args:
+        value: a tensor that every rank has whole, or anything else.
+        like: a parameter, sharded (a ``DTensor``) or not.
+
+    Returns:
+        A tensor of the parameter's placement with memory of its own; any other value as it is.
+    """
+    sharded = hasattr(like, "_local_tensor") and isinstance(value, Tensor)
+    if not sharded or hasattr(value, "_local_tensor") or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = like.device_mesh, like.placements
+    return distribute_tensor(value, mesh, placements, src_data_rank=None).clone()

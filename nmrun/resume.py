@@ -6,20 +6,22 @@ in ``optimizer.state[parameter]``. So whoever saves and loads model and optimize
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.masks import grouped
-from nmrun.sparsity.weight import SparseWeight
+from nmrun.sparsity.weight import SparseWeight, local, summed
 
 KEY = "nmrun"
 VERSION = 1  # of what is saved
+# parts of names that wrappers add
+WRAPPED = r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module)\."
 
 
 class Resume:
@@ -41,11 +43,36 @@ class Resume:
     ) -> None:
         self.optimizer, self.recipe, self.weights = optimizer, recipe, weights
         self.refresh = refresh
+        self._without: list[SparseWeight] = []
+        self._room: dict[str, dict[str, Any]] = {}  # by weight and key: what will be loaded
+
+    def make_room(self, metadata: Any) -> None:
+        """Let the next state dict have the keys that a saved one has: see ``Handle.make_room``."""
+        plain = {re.sub(WRAPPED, "", w.name): w.name for w in self.weights}
+        for key, saved in metadata.state_dict_metadata.items():
+            own, _, last = key.rpartition(".")
+            match = re.fullmatch(r"(?:.*\.)?state\.(.*)", own)
+            if match and match[1] in plain and hasattr(saved, "properties"):
+                self._room.setdefault(plain[match[1]], {})[last] = saved
+
+    def _fill_room(self) -> None:
+        for weight in self.weights:
+            wanted = self._room.get(weight.name, {})
+            state = self.optimizer.state[weight.parameter]
+            for key in [key for key in state if wanted and key not in wanted]:
+                del state[key]
+            for key, saved in wanted.items():
+                kind, like = saved.properties.dtype, weight.parameter.detach()
+                if key not in state and saved.size == like.shape:
+                    state[key] = torch.zeros_like(like, dtype=kind)
+                elif key not in state:
+                    state[key] = torch.zeros(saved.size, dtype=kind, device=like.device)
 
     def hooks(self) -> list[Any]:
         """Hooks of the optimizer's ``state_dict`` and ``load_state_dict``, to be removed."""
         return [
             self.optimizer.register_state_dict_pre_hook(lambda _: self._before_saving()),
+            self.optimizer.register_state_dict_post_hook(lambda _, state: self._after_saving(state)),
             self.optimizer.register_load_state_dict_pre_hook(lambda _, state: self.check(_settings_of(state["param_groups"]))),
             self.optimizer.register_load_state_dict_post_hook(lambda _: self.take_back()),
         ]
@@ -63,9 +90,25 @@ class Resume:
         }
 
     def _before_saving(self) -> None:
+        state = self.optimizer.state
+        self._without = [w for w in self.weights if not state.get(w.parameter)]
         self.optimizer.param_groups[0][KEY] = self.settings()
         for weight in self.weights:
             weight.give(self.optimizer)
+        if self._room:
+            self._fill_room()
+
+    def _after_saving(self, state_dict: dict[str, Any]) -> None:
+        """Leave an optimizer that has not begun without state: torch.distributed.checkpoint makes
+        what it will load into only there. And give every parameter an entry, as it expects: plain
+        SGD has none of its own, and the sparse weights alone would have one."""
+        state_dict["state"] = {number: dict(own) for number, own in state_dict["state"].items()}
+        for weight in self._without:
+            weight.take(self.optimizer)
+        for group in state_dict["param_groups"]:
+            for number in group["params"]:
+                if state_dict["state"]:
+                    state_dict["state"].setdefault(number, {})
 
     def check(self, settings: dict[str, Any] | None) -> None:
         """Hold saved settings against this recipe; None, from a training without nmrun, fits.
@@ -96,6 +139,7 @@ class Resume:
 
     def take_back(self) -> None:
         """The optimizer's state was loaded: its clock and tensors are ours now."""
+        self._room = {}
         settings = _settings_of(self.optimizer.param_groups)
         if settings is None:  # saved without nmrun: the recipe goes on from where it is
             self._before_saving()
@@ -103,6 +147,12 @@ class Resume:
         for weight in self.weights:
             weight.forget()  # what counts is what was saved
             weight.take(self.optimizer, settings["dtypes"])
+            if not (settings["state"]["dense_forward"] or weight.has_dense):
+                raise ConfigError(
+                    f"the loaded state has no dense weight of {weight.name}: what it was loaded "
+                    "into by torch.distributed.checkpoint was still in its dense phase (call "
+                    "handle.make_room before), or was broadcast_from_rank0 (load it everywhere)"
+                )
         self.restore(settings)
 
     def restore(self, settings: dict[str, Any]) -> None:
@@ -124,39 +174,26 @@ def _settings_of(groups: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 @torch.no_grad()
-def agree_over_ranks(weights: Sequence[SparseWeight]) -> bool:
-    """Give every rank rank 0's dense weights where they differ though the parameters are equal.
+def makes_state(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight]) -> bool:
+    """Whether a step is none: torch.distributed.checkpoint makes an optimizer's state by a step
+    with rate 0 and gradients of 0, before it saves or loads.
 
-    Ranks that attached before DDP synchronised their models have one projected weight and
-    different dense ones. Weights whose parameters differ too are not replicated: they stay.
+    Args:
+        optimizer: the one that is about to step.
+        weights: the sparse weights.
 
     Returns:
-        Whether a dense weight was replaced.
+        Whether it has no state yet, no rate and no gradient, on any rank.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    if any(lr is None or getattr(lr, "is_cuda", False) or float(lr) != 0 for lr in rates):
         return False
-    plain = [w for w in weights if w.has_dense and not w.is_sharded]
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, [(w.name, tuple(w.shape)) for w in plain])
-    if not plain or any(other != names[0] for other in names):
+    if any(optimizer.state.values()):
         return False
-    prints = torch.stack([_fingerprint(t) for w in plain for t in (w.weight, w.dense)])
-    everyone = [torch.empty_like(prints) for _ in names]
-    dist.all_gather(everyone, prints)
-    same = torch.stack([(other == everyone[0]).all(1) for other in everyone]).all(0).view(-1, 2)
-    replaced = False
-    for weight, (projected, dense) in zip(plain, same.tolist(), strict=True):
-        if projected and not dense:
-            dist.broadcast(weight.dense, src=0)
-            replaced = True
-    return replaced
-
-
-def _fingerprint(tensor: Tensor) -> Tensor:
-    """Numbers that differ where tensors do, but for great bad luck."""
-    flat = tensor.detach().double().flatten()
-    places = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64)
-    return torch.stack([flat.sum(), flat.square().sum(), (flat * places.sqrt()).sum()])
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    grads = [local(p.grad) for p in owned if p.grad is not None]
+    moves = sum((torch.count_nonzero(grad) for grad in grads), torch.zeros((), dtype=torch.long))
+    return not summed(weights, moves)
 
 
 def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str) -> None:
@@ -170,7 +207,7 @@ def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str
     Raises:
         RunError: with the reason why not.
     """
-    replaced = [w for w in weights if getattr(w.module, w.attribute, None) is not w.parameter]
+    replaced = [w for w in weights if _is_replaced(w)]
     if replaced:
         raise RunError(
             f"{replaced[0].name} is another parameter now than the one that was made sparse "
@@ -196,6 +233,13 @@ def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str
     for weight in weights:
         if not recipe.ends_dense and not _holds(weight):
             raise RunError(f"{weight.name} is not {weight.pattern} after step {recipe.step}")
+
+
+def _is_replaced(weight: SparseWeight) -> bool:
+    now = getattr(weight.module, weight.attribute, None)
+    if weight.is_sharded and not hasattr(now, "_local_tensor"):
+        return False  # fully_shard shows the gathered weight after a forward pass
+    return now is not weight.parameter
 
 
 def _holds(weight: SparseWeight) -> bool:

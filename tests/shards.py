@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from runs import config
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import nmrun
 from nmrun import ranks
@@ -20,19 +20,24 @@ from nmrun.train.loop import Loop
 
 OPTIONS = ("trainer.clip=0.5", "trainer.epochs=3", "model.exclude=[stem,head]", "model.channels=[8,7,8]", "sparsity.pad=true")
 VIT = ("model=vit_tiny", "model.layers=1", "model.width=8", "model.heads=1", "trainer.clip=0.5", "trainer.epochs=2")
+MLP = ("recipe=sr_ste", "model=mlp", "model.hidden=[32,16]", "trainer.epochs=2")
 RECIPES = ("ste", "s_ste", "mdgf_linear", "mdgf_exponential", "sdgf_stepwise", "sdgf_geometric", "decay_mask")
 CASES: dict[str, tuple[str, ...]] = {
     "dense": ("recipe=dense", *OPTIONS),
     **{name: (f"recipe={name}", *OPTIONS) for name in RECIPES},
     "sr_ste": ("recipe=sr_ste", "recipe.decay=0.1", "trainer.accumulate=2", *OPTIONS),
-    "masked": ("recipe=ste", "recipe.interval=3", "recipe.gradient=masked", *OPTIONS),
+    "masked": ("recipe=ste_periodic", "recipe.interval=3", *OPTIONS),
     "asp": ("recipe=asp", *OPTIONS),
     "asp at once": ("recipe=asp", "recipe.prune_at=0.0", "optimizer=sgd", *OPTIONS),
     "step": ("recipe=step", "recipe.switch=0.5", "recipe.decay=0.1", *OPTIONS),
     "autoswitch": ("recipe=step", "recipe.t_max=0.9", "optimizer.betas=[0.9,0.5]", "optimizer.eps=1e-4", *OPTIONS),
+    "average": ("recipe=sr_ste", "trainer.average=2", *OPTIONS),
+    "budget": ("recipe=step", "recipe.switch=0.5", "trainer.budget=flops:dense", *OPTIONS),
+    "fp8": (*MLP, "trainer.fp8=true"),
     "vit": ("recipe=sr_ste", "optimizer=adamw", *VIT),
 }
-RESUMED = ("asp", "step")
+RESUMED = ("asp", "step", "average")
+ESTIMATED = ("recipe=ste", *MLP[1:], "trainer.mvue='2:4'")  # by random numbers of each rank's own
 STOP = 6  # after the middle, where both have begun to prune
 
 
@@ -60,6 +65,7 @@ class Odd(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(8, 8), Stored(8, outputs), nn.Linear(outputs, 1)])
         self.layers[0].weight = self.first.weight
         self.layers[2].bias.requires_grad_(False)
+        self.register_buffer("hidden", torch.arange(3.0) + 1, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](self.norm(self.first(x)).relu()).relu()
@@ -82,32 +88,46 @@ def run(output_dir: Path | str, case: str, *overrides: str, stop: int | None = N
 
 
 def check_shards(loop: Loop) -> None:
-    """No rank holds a whole weight, moment or mask."""
-    for shard in loop.held.shards.values():  # type: ignore[union-attr]
-        held = ranks.gathered(shard.rows.numel())
-        assert sum(held) == shard.gathered.numel()
-        assert max(held) - min(held) <= shard.gathered.numel() / shard.gathered.shape[0]
-        moments = loop.optimizer.state.get(shard.rows, {}).values()
-        assert all(value.shape in ((), shard.rows.shape) for value in moments)
+    """No rank holds a whole weight, moment or mask; a packed first mask is a bit a weight."""
+    for parameter in loop.model.parameters():
+        assert isinstance(parameter, DTensor)
+        held = ranks.gathered(parameter._local_tensor.numel())
+        assert sum(held) == parameter.numel()
+        assert max(held) - min(held) <= parameter.numel() / parameter.shape[0]
+        for key, value in loop.optimizer.state.get(parameter, {}).items():
+            if key == "nmrun_first_mask":
+                assert value.numel() == -(-parameter.numel() // 8)
+            elif value.dim():
+                assert value.shape == parameter.shape
+                assert value._local_tensor.shape == parameter._local_tensor.shape
     for weight in loop.handle.sparse:
-        assert all(buffer.shape in ((), weight.dense.shape) for buffer in weight.projection.buffers())
         assert weight.dense.numel() < weight.shape.numel()
 
 
 def check_odd() -> None:
     """A model by hand: the same steps as in one process, its state dicts those of one process."""
-    from nmrun.train.sharded import Sharded
+    from nmrun.train import sharded
+    from nmrun.train.replicated import Replicated
 
-    torch.manual_seed(1)
-    alone = Odd()
-    model = copy.deepcopy(alone)
+    def odd() -> Odd:
+        torch.manual_seed(1)
+        return Odd()
+
+    alone, model = odd(), sharded.built(odd)
+    assert all(p.is_meta != ranks.leads() for p in model.parameters())
+    sharded.shard(model, torch.device("cpu"), {"layers.1.weight"})
+    assert model.first.weight is model.layers[0].weight
+    for name, tensor in model.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(whole, alone.state_dict()[name]), name
+    assert torch.equal(model.hidden, alone.hidden)
     batches = torch.randn(5, 8, 8)
     made = []
     for each in (alone, model):
         optimizer = nmrun.optim.Adam([p for p in each.parameters() if p.requires_grad], lr=0.05)
         handle = nmrun.sparsify(each, optimizer, "sr_ste", "2:4", decay=0.1, exclude="first|layers.0")
         made.append((each, optimizer, handle))
-    sharded = Sharded(model, made[1][1], made[1][2], torch.device("cpu"))
+    held, whole = sharded.Sharded(*made[1]), Replicated(*made[0])
     assert [w.name for w in made[1][2].sparse] == ["layers.1.weight"]
     assert made[1][2].sparse[0].dense.shape == (8, 3)
     for each, *_ in made:
@@ -116,33 +136,33 @@ def check_odd() -> None:
         for each, optimizer, _ in made:
             part = batch if each is alone else batch[4 * ranks.rank() :][:4]
             each(part).square().mean().backward()
-            if each is model:
-                sharded.take_gradients()
             optimizer.step()
             optimizer.zero_grad()
-    for whole, gathered in (
-        (alone.state_dict(), sharded.state_dict()),
-        (nmrun.sparsity.baked_state_dict(alone), sharded.baked_state_dict()),
-    ):
-        if ranks.leads():
-            assert list(whole) == list(gathered)
-            for name, tensor in whole.items():
-                torch.testing.assert_close(gathered[name], tensor, msg=name)
-    state = alone.state_dict()
-    state["norm.running_mean"] = torch.full((8,), 1.0 + ranks.rank())
-    sharded.load_state_dict(state)
+    saved, final = held.state_dict(), held.final_state_dict()
+    for expected, gathered in ((whole.state_dict()["model"], saved["model"]), (whole.final_state_dict(), final)):
+        assert list(gathered) == (list(expected) if ranks.leads() else [])
+        for name, tensor in gathered.items():
+            torch.testing.assert_close(tensor, expected[name], msg=name)
+    if ranks.leads():
+        moments = whole.state_dict()["optimizer"]["state"]
+        assert moments.keys() == saved["optimizer"]["state"].keys()
+        for number, entries in moments.items():
+            torch.testing.assert_close(saved["optimizer"]["state"][number], entries)
+    state = whole.state_dict()
+    state["model"]["norm.running_mean"] = torch.full((8,), 1.0 + ranks.rank())
+    held.load_state_dict(state)
     assert model.norm.running_mean.tolist() == [1.0] * 8  # the leader's
+    for weight, other in zip(made[1][2].sparse, made[0][2].sparse, strict=True):
+        assert torch.equal(weight.whole(weight.dense), other.dense)
     model.norm.running_mean += ranks.rank()
     ranks.share_statistics(model)
     assert model.norm.running_mean.tolist() == [1.0] * 8
 
     scaled = nn.Sequential(nn.Linear(8, 8))
     scaled.scale = nn.Parameter(torch.ones(()))
-    for odd, complaint in ((Odd(outputs=5), "5 outputs of layers.1.weight"), (scaled, "cannot cut scale")):
-        optimizer = torch.optim.SGD(odd.parameters(), lr=0.1)
-        handle = nmrun.sparsify(odd, optimizer, "ste", "2:4")
+    for wrong, complaint in ((Odd(outputs=5), "5 outputs of layers.1.weight"), (scaled, "cannot cut scale")):
         try:
-            Sharded(odd, optimizer, handle, torch.device("cpu"))
+            sharded.shard(wrong, torch.device("cpu"), {"layers.1.weight"})
         except ConfigError as error:
             assert complaint in str(error)  # noqa: PT017
             assert "trainer.distributed=ddp" in str(error)  # noqa: PT017
@@ -156,7 +176,8 @@ def main(output_dir: str) -> None:
 
     def watched(loop: Loop, *args: Any) -> bool:
         done = train(loop, *args)
-        check_shards(loop)
+        if loop.in_step:
+            check_shards(loop)
         return done
 
     Loop.train = watched  # type: ignore[method-assign]
@@ -166,6 +187,9 @@ def main(output_dir: str) -> None:
     for case in RESUMED:
         assert run(f"{output_dir}/stopped", case, "trainer.distributed=fsdp", stop=STOP)["status"] == "interrupted"
         assert run(f"{output_dir}/resumed", case, "trainer.distributed=fsdp")["status"] == "finished"
+    for kind in ("ddp", "fsdp"):
+        made = config(f"{output_dir}/{kind}", *ESTIMATED, f"trainer.distributed={kind}")
+        assert runner.run(made, run_folder(made))["status"] == "finished"
     check_odd()
 
 

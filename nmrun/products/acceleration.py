@@ -150,6 +150,8 @@ def obstacle(device: torch.device) -> str:
 
 def _eligible(weight: SparseWeight, recipe: Phase, seen: tuple[int, torch.dtype] | None) -> tuple[str, Shape | None]:
     """The reason why a layer cannot be accelerated, or the shape that can be tried."""
+    if weight.is_sharded:
+        return "its weight is sharded (FSDP)", None
     if weight.parameter.dim() != 2:
         return "torch has no sparse convolution", None
     if not weight.pattern.fits_2_4:

@@ -52,6 +52,10 @@ class ASP(Recipe):
         # (parameter, dim, index): what became ``parameter.index_select(dim, index)``
         self.reordered: list[tuple[str, int, Tensor]] = []
 
+    @property
+    def looks_across_rows(self) -> bool:
+        return self.transposable or self.permute
+
     def prepare(self, model: nn.Module) -> None:
         if self.permute:
             self.channels = follow(model, self.events)

@@ -162,6 +162,11 @@ class Recipe:
         """Why the result is meant to be dense, or an empty string."""
         return ""
 
+    @property
+    def looks_across_rows(self) -> bool:
+        """Whether the recipe needs all rows of a weight at once, so that it cannot be sharded."""
+        return self.transposable
+
     def planned_dense(self, step: int) -> bool:
         """Whether products are dense in step ``step`` (from 0), as planned."""
         return step < self.dense_steps
@@ -219,10 +224,15 @@ class Recipe:
 def whole_weights_only(recipe: Recipe, weights: Sequence[SparseWeight]) -> None:
     """Refuse sharded weights, for a recipe that looks across the rows of a weight.
 
+    Args:
+        recipe: the recipe.
+        weights: the sparse weights.
+
     Raises:
         ConfigError: where a weight is sharded.
     """
-    if sharded := [weight.name for weight in weights if weight.is_sharded]:
+    sharded = [weight.name for weight in weights if weight.is_sharded]
+    if sharded and recipe.looks_across_rows:
         raise ConfigError(
             f"recipe {recipe.name} looks across the rows of a weight, and of {sharded[0]} this "
             "process has a part only (FSDP): replicate the model (DDP)"

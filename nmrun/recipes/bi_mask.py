@@ -21,7 +21,7 @@ from torch import Tensor
 from nmrun.kernels import projection
 from nmrun.products import layer
 from nmrun.ranges import number, whole
-from nmrun.recipes.base import Recipe, whole_weights_only
+from nmrun.recipes.base import Recipe
 from nmrun.rule import Rule
 from nmrun.sparsity.apply import keep_largest
 from nmrun.sparsity.weight import SparseWeight
@@ -44,7 +44,6 @@ class BiMask(Recipe):
     candidates: Annotated[int, whole(1)] = 100
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        whole_weights_only(self, weights)
         # each group of a grouped convolution has outputs of its own
         grouped = [w for w in weights if getattr(w.module, "groups", 1) > 1]
         exact = [w.name for w in grouped]
@@ -57,6 +56,10 @@ class BiMask(Recipe):
         if exact:
             self.events.append(f"Bi-Mask leaves the input gradient exact at {', '.join(exact)}")
         self._search(weights)
+
+    @property
+    def looks_across_rows(self) -> bool:
+        return True
 
     def rule(self, weight: SparseWeight) -> Rule:
         return Rule(pruned_gradient_decay=self.decay)

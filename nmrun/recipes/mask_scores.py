@@ -23,6 +23,10 @@ class MaskScores(Recipe):
     with the optimizer.
     """
 
+    @property
+    def looks_across_rows(self) -> bool:
+        return True  # their scores are no part of the model, whose parameters are sharded
+
     def refuses(self, shape: Sequence[int], outputs: int, pattern: Pattern) -> str:
         return too_many(pattern)
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nmrun.patterns import Pattern
+from nmrun.ranks import part_like
 
 PREFIX = "nmrun_"
 # the parameters that are sparse now, by id
@@ -136,7 +137,8 @@ class SparseWeight:
 
         like: Any = self.parameter
         plain = whole.view(torch.uint8) if whole.dtype == torch.bool else whole
-        cut = distribute_tensor(plain, like.device_mesh, like.placements)
+        mesh, placements = like.device_mesh, like.placements
+        cut = distribute_tensor(plain, mesh, placements, src_data_rank=None)  # everyone has it
         return local(cut).view(whole.dtype)
 
     def _as_shard(self, part: Tensor) -> Any:
@@ -222,11 +224,10 @@ class SparseWeight:
         dtype: torch.dtype = getattr(torch, kind) if kind else value.dtype
         if key in self._tensors:
             dtype = self._tensors[key].dtype
-        elif key == FIRST_MASK:
-            dtype = torch.uint8
         if key == "dense":
             dtype = self.parameter.dtype
-        self._tensors[key] = value.to(self.parameter.device, dtype)
+        # a state dict that was loaded whole
+        self._tensors[key] = part_like(value, self.parameter).to(self.parameter.device, dtype)
 
     def give(self, optimizer: torch.optim.Optimizer) -> None:
         """Put this weight's tensors into the optimizer's state."""
@@ -261,6 +262,8 @@ def owns_its_storage(parameter: Tensor) -> bool:
 def summed(weights: Sequence[SparseWeight], sums: Tensor) -> Tensor:
     """Sums over this process's parts, made sums over the whole weights in place."""
     if weights and weights[0].is_sharded:
-        mesh: Any = weights[0].parameter
-        dist.all_reduce(sums, group=mesh.device_mesh.get_group())
+        like: Any = weights[0].parameter
+        for dim, placement in enumerate(like.placements):
+            if placement.is_shard():  # other dimensions of the mesh are replicas
+                dist.all_reduce(sums, group=like.device_mesh.get_group(dim))
     return sums

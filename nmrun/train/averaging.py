@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,11 +41,16 @@ class Average:
             for name, tensor in self._tensors().items():
                 tensor.copy_(self.sums[name] / self.count)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"sums": self.sums, "count": self.count}
+    def state_dict(self, gathered: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict) -> dict[str, Any]:
+        """The sums; ``gathered`` makes whole tensors of what each process has of them."""
+        return {"sums": gathered(self.sums), "count": self.count}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.sums = {name: state["sums"][name].to(tensor.device) for name, tensor in self._tensors().items() if state["count"]}
+    def load_state_dict(
+        self, state: dict[str, Any], handed_out: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+    ) -> None:
+        """Restore :meth:`state_dict`; ``handed_out`` is the inverse of its ``gathered``."""
+        sums = handed_out(state["sums"]) if state["count"] else {}
+        self.sums = {name: sums[name].to(tensor.device) for name, tensor in self._tensors().items() if state["count"]}
         self.count = state["count"]
 
     def _tensors(self) -> dict[str, Tensor]:

@@ -17,9 +17,11 @@ from nmrun.attach import sparsify
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle
 from nmrun.locks import free_gpu
+from nmrun.patterns import Pattern
 from nmrun.products.acceleration import Choice, accelerate
 from nmrun.settings.config import Config
 from nmrun.settings.groups import Optimizer, Trainer
+from nmrun.sparsity.select import Candidate, select
 from nmrun.tasks.base import Task
 from nmrun.train import flops
 from nmrun.train.checkpoint import seed_everything
@@ -58,10 +60,11 @@ def build(config: Config) -> Parts:
     device = _device(trainer.device)
     precision = _precision(trainer.precision, device)
     task = tasks.build(config, device)
-    model = models.build(config.model.mapping(), task.inputs)
     in_shards = trainer.distributed == "fsdp"
-    if not in_shards or ranks.world() == 1:  # else the loop takes it there, block by block
-        model.to(device)
+    if in_shards and ranks.world() > 1:
+        model, whole = _sharded(config, task, device)
+    else:
+        model = whole = models.build(config.model.mapping(), task.inputs).to(device)
     if not in_shards:
         lay_out(model, device, precision)
     optimizer = _optimizer(config.optimizer, model)
@@ -88,7 +91,7 @@ def build(config: Config) -> Parts:
     try:
         if trainer.budget is not None:
             with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a trial, which leaves no trace
-                twin = copy.deepcopy(model)
+                twin = copy.deepcopy(whole)
                 trial = made_sparse(twin, _optimizer(config.optimizer, twin), total_steps)
             items = sum(task.sizes(0, 0, 1))
             total_steps = flops.steps_in(
@@ -106,9 +109,29 @@ def build(config: Config) -> Parts:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     if not in_shards:
         fuse(optimizer, device)
-    cost = flops.count(model, task, handle.sparse)
+    cost = flops.count(whole, task, handle.sparse)
     accelerated = _accelerated(trainer, model, task, handle, device, precision)
     return Parts(task, model, optimizer, handle, device, precision, total_steps, cost, accelerated)
+
+
+def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Module, nn.Module]:
+    """The model with a part of each parameter in every process, and a copy without values, whole."""
+    from nmrun.train import sharded
+
+    model = sharded.built(lambda: models.build(config.model.mapping(), task.inputs))
+    chosen: list[Candidate] = []
+    if config.recipe.name != "dense":
+        chosen, _ = select(
+            model,
+            Pattern.parse(config.pattern or "2:4"),
+            config.model.include,
+            config.model.exclude or (),
+            overrides=config.sparsity.overrides,
+            pad=config.sparsity.pad,
+        )
+    whole = copy.deepcopy(model).to("meta")
+    sharded.shard(model, device, {c.name for c in chosen if c.dim == 0})
+    return model, whole
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:

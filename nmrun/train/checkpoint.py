@@ -45,12 +45,15 @@ def save_next(folder: Path, state: dict[str, Any]) -> None:
     save(folder / CHECKPOINT, state)
 
 
-def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """The run's newest checkpoint that is whole, None if there is none, and what is to be said of those that are not."""
+def load_last(folder: Path, mapped: bool = False) -> tuple[dict[str, Any] | None, list[str]]:
+    """The run's newest checkpoint that is whole, None if there is none, and what is to be said of those that are not.
+
+    ``mapped`` leaves its tensors on the disk until they are looked at.
+    """
     said = []
     for name in (CHECKPOINT, PREVIOUS):
         try:
-            state = load(folder / name)
+            state = load(folder / name, mapped)
         except ValueError as error:
             said.append(f"{name} is damaged ({error})")
             continue
@@ -75,7 +78,7 @@ def _keep(path: Path, previous: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def load(path: Path) -> dict[str, Any] | None:
+def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
     """What :func:`save` wrote, on the CPU. None if there is no file. Raises ValueError if it is damaged, be it by one bit.
 
     torch writes a checksum of every record and never looks at it again.
@@ -85,7 +88,7 @@ def load(path: Path) -> dict[str, Any] | None:
             broken = records.testzip()
         if broken is not None:
             raise ValueError(f"the checksum of {broken} is wrong")
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except FileNotFoundError:
         return None
     except Exception as error:  # damage can surface as anything

@@ -60,9 +60,8 @@ class Loop:
         if self.in_step:
             from nmrun.train.sharded import Sharded  # half a second that others need not wait for
 
-            self.held = Sharded(self.model, self.optimizer, self.handle, self.device)
-        elif ranks.world() > 1:
-            self.forward = self.held.forward(self.forward)
+            self.held = Sharded(self.model, self.optimizer, self.handle)
+        self.forward = self.held.forward(self.forward)
         if ranks.world() > 1:
             torch.manual_seed(config.seed + 1_000_003 * ranks.rank())  # dropout differs between ranks, the weights do not
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
@@ -293,7 +292,7 @@ class Loop:
         return {
             **self.held.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "average": self.average.state_dict(),
+            "average": self.average.state_dict(self.held.gathered),
             "random": ranks.gathered(checkpoint.random_state()),
             "loop": {
                 "step": self.step,
@@ -314,7 +313,7 @@ class Loop:
         """Restore :meth:`state_dict`."""
         self.held.load_state_dict(state)
         self.scaler.load_state_dict(state["scaler"])
-        self.average.load_state_dict(state["average"])
+        self.average.load_state_dict(state["average"], self.held.handed_out)
         if ranks.rank() < len(state["random"]):  # more ranks than before: the new ones draw from where they are
             checkpoint.restore_random_state(state["random"][ranks.rank()])
         for name, value in state["loop"].items():

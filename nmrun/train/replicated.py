@@ -35,6 +35,14 @@ class Replicated:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
+    def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors by the names of parameters and buffers, whole: as they are."""
+        return dict(tensors)
+
+    def handed_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of :meth:`gathered`."""
+        return dict(tensors)
+
     def final_state_dict(self) -> dict[str, Tensor]:
         """Copies of what the model would have if training ended now, sparse weights N:M."""
         own = {w.name: self.handle.final_weight(w) for w in self.handle.sparse}

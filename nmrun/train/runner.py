@@ -169,7 +169,7 @@ class _Run:
 
     def _sitting(self, accumulate: int, fresh: bool) -> dict[str, Any]:
         config, folder = self.config, self.folder
-        state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
+        state, complaints = (None, []) if fresh else checkpoint.load_last(folder, mapped=not ranks.leads())
         parts, found = _build(config, search=state is None)
         if ranks.leads():
             if state is None:
@@ -190,6 +190,10 @@ class _Run:
             for event in loop.events:
                 self.console.say(f"  {event}")
         else:
+            if any(".parametrizations." in f".{name}" for name in state["model"]):
+                raise RunError(
+                    "checkpoint.pt is of an older nmrun, which kept the dense weights in the model; force=true starts over"
+                )
             try:
                 loop.load_state_dict(state)
             except (KeyError, RuntimeError, ValueError, TypeError) as error:

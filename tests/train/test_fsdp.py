@@ -54,8 +54,15 @@ def compare(alone: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("case", shards.CASES)
 def test_two_processes_train_the_weights_of_one(case: str, folder: Path, tmp_path: Path) -> None:
-    alone = Path(shards.run(tmp_path, case)["folder"])
-    compare(alone, folder / "together" / alone.relative_to(tmp_path))
+    # FP8 has one scale for a micro-batch: that of a rank is that of a half here
+    cut = ("trainer.accumulate=2",) if case == "fp8" else ()
+    alone = Path(shards.run(tmp_path, case, *cut)["folder"])
+    compare(alone, run_folder(config(folder / "together", *shards.CASES[case])))
+
+
+def test_estimated_gradients_are_those_of_replicas(folder: Path) -> None:
+    replicated = run_folder(config(folder / "ddp", *shards.ESTIMATED))
+    compare(replicated, run_folder(config(folder / "fsdp", *shards.ESTIMATED)))
 
 
 def test_the_cases_reach_what_they_are_for(folder: Path) -> None:
@@ -90,9 +97,6 @@ def test_a_run_is_the_same_on_shards(tmp_path: Path) -> None:
         (("recipe=ste", "trainer.input_gradient=transposable"), "trainer.input_gradient=transposable needs whole weights"),
         (("recipe=ste", "trainer.input_gradient=double_prune"), "trainer.input_gradient=double_prune needs whole weights"),
         (("trainer.compile=true",), "trainer.compile=True"),
-        (("recipe=ste", "model=mlp", "trainer.mvue='2:4'"), "trainer.mvue=2:4"),
-        (("recipe=ste", "model=mlp", "trainer.fp8=true"), "trainer.fp8=True"),
-        (("trainer.average=2",), "trainer.average=2"),
         (("trainer.diagnose_every=5",), "trainer.diagnose_every=5"),
         (("trainer.precision=fp16",), "trainer.precision=fp16"),
     ],

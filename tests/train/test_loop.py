@@ -49,7 +49,9 @@ def with_trainer(made: Config, **values: Any) -> Config:
 
 
 def weights(loop: Loop) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in loop.model.named_parameters()}
+    """Copies of the parameters, of sparse weights the dense ones."""
+    with loop.handle.dense_weights():
+        return {name: parameter.detach().clone() for name, parameter in loop.model.named_parameters()}
 
 
 # --- micro-batches, clipping, schedule -----------------------------------------------------------------------------------------
@@ -75,7 +77,9 @@ def test_clipping_comes_before_the_recipe(tmp_path: Path) -> None:
     options += [f"optimizer.lr={lr}", f"trainer.clip={clip}", "trainer.epochs=1", "trainer.limit_batches=1"]
     made = config(tmp_path, *options)
     parts = build.build(made)
-    before = {name: p.detach().clone() for name, p in parts.model.named_parameters()}
+    with parts.handle.dense_weights():
+        before = {name: p.detach().clone() for name, p in parts.model.named_parameters()}
+    sparse = {weight.name for weight in parts.handle.sparse}
     parts.task.loss(parts.model, parts.task.micro_batches(0, 0, 1)[0]).backward()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in parts.model.parameters() if p.grad is not None))
     assert norm > clip
@@ -83,9 +87,13 @@ def test_clipping_comes_before_the_recipe(tmp_path: Path) -> None:
     for name, p in parts.model.named_parameters():
         assert p.grad is not None
         expected[name] = before[name] - lr * p.grad * clip / norm
-        if "original" in name:
+        if name in sparse:
             expected[name] -= lr * decay * before[name] * ~nm_mask(before[name], "2:4")
-    torch.testing.assert_close(weights(trained(made, tmp_path)[0]), expected, rtol=1e-4, atol=1e-6)
+    loop, _ = trained(made, tmp_path)
+    torch.testing.assert_close(weights(loop), expected, rtol=1e-4, atol=1e-6)
+    assert len(sparse) == 2
+    for weight in loop.handle.sparse:
+        assert torch.equal(weight.parameter, weight.dense * nm_mask(weight.dense, "2:4"))
 
 
 def test_learning_rate_of_every_step(tmp_path: Path) -> None:
@@ -224,7 +232,7 @@ def test_checkpoints_load_without_pickle_and_come_when_asked(tmp_path: Path, mon
     trained(config(tmp_path, "recipe=asp", "trainer.checkpoint_every=3"), tmp_path)
     assert saved == [9, 12]
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert {"model", "optimizer", "handle", "scaler", "average", "random", "loop"} == set(state)
+    assert {"model", "optimizer", "scaler", "average", "random", "loop"} == set(state)
 
 
 # --- early failure -------------------------------------------------------------------------------------------------------------
@@ -243,7 +251,7 @@ def test_overflow_names_step_and_layer_and_says_what_to_try(tmp_path: Path) -> N
         def sabotaged(*args: Any, **kwargs: Any) -> None:
             if loop.step == 4:
                 with torch.no_grad():
-                    loop.model.inner[1].parametrizations["weight"].original.fill_(3e38)  # type: ignore[index,union-attr]
+                    loop.model.inner[1].weight.fill_(3e38)  # type: ignore[index,union-attr,operator]
             original(*args, **kwargs)
 
         loop._train_step = sabotaged  # type: ignore[method-assign]
@@ -266,7 +274,7 @@ def test_a_learning_rate_far_too_high(tmp_path: Path) -> None:
 def test_a_broken_parameter_is_named_as_the_user_knows_it(tmp_path: Path) -> None:
     def prepare(loop: Loop) -> None:
         with torch.no_grad():
-            loop.model.inner[0].parametrizations["weight"].original[0, 0] = math.nan  # type: ignore[index,union-attr]
+            loop.model.inner[0].weight[0, 0] = math.nan  # type: ignore[index,union-attr,operator]
 
     assert "parameter inner.0.weight" in failure(config(tmp_path, "recipe=ste"), tmp_path, prepare)
 
@@ -333,7 +341,7 @@ def test_with_channels_last_the_same_training_up_to_rounding(
         convolutions = [module.weight for module in loop.model.modules() if isinstance(module, nn.Conv2d)]
         formats.append({w.is_contiguous(memory_format=torch.channels_last) for w in convolutions if w.shape[1] > 1})
         for weight in loop.handle.sparse:
-            assert weight.projection.projected.stride() == weight.dense.stride()
+            assert weight.weight.stride() == weight.dense.stride()
         ends.append(weights(loop))
     assert formats == [{False}, {True}]
     for name, weight in ends[0].items():

@@ -25,6 +25,7 @@ from nmrun.config.schema import Config
 from nmrun.data import digits
 from nmrun.errors import ConfigError, RunError
 from nmrun.models.small_conv import SmallConv
+from nmrun.recipes.asp import ASP
 from nmrun.sparsity import check_nm
 from nmrun.tasks.vision import Classification
 from nmrun.train import build, flops, plan, runner
@@ -266,6 +267,37 @@ def test_a_checkpoint_of_another_model_is_not_forced_in(tmp_path: Path, monkeypa
     assert "force=true starts over" in result["error"]
 
 
+def test_a_checkpoint_of_an_older_version_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of before, when the model had the dense weights, under parametrizations."""
+
+    def interrupted(*_: Any) -> None:
+        raise RunError("stopped after training")
+
+    made = config(tmp_path, "recipe=ste")
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_save_weights", interrupted)
+        run(made)
+    path = run_folder(made) / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    weight = state["model"].pop("inner.0.weight")
+    state["model"]["inner.0.parametrizations.weight.original"] = weight
+    torch.save(state, path)
+    result = run(made)
+    assert result["status"] == "failed"
+    assert result["error"].startswith("checkpoint.pt is of an older nmrun")
+    assert result["error"].endswith("; force=true starts over")
+    assert run(config(tmp_path, "recipe=ste", "force=true"))["status"] == "finished"
+
+
+def test_a_run_that_ends_before_its_weights_are_sparse_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ASP, "after_step", lambda *_: None)  # never prunes
+    made = config(tmp_path, "recipe=asp")
+    result = run(made)
+    assert result["status"] == "failed"
+    assert result["error"].startswith("training ended in a dense phase of asp, after step 12 of total_steps=12")
+    assert not (run_folder(made) / "model.safetensors").exists()
+
+
 # --- data, models, cost --------------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +354,7 @@ def test_flops_of_a_perceptron_by_hand(tmp_path: Path) -> None:
     made = config(tmp_path, "model=mlp", "model.hidden=[32,16]", "model.exclude=[head]", "sparsity='1:4'")
     parts = build.build(made)
     before = torch.get_rng_state()
-    cost = flops.count(parts.model, parts.task)
+    cost = flops.count(parts.model, parts.task, parts.handle.sparse)
     products = [64 * 32, 32 * 16, 16 * 10]
     assert cost.forward == 2 * sum(products)
     assert cost.forward_sparse == 2 * (products[0] / 4 + products[1] / 4 + products[2])

@@ -1,0 +1,52 @@
+"""Which sharded weights (DTensors, as ``fully_shard`` makes them) can be sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from nmrun.errors import ConfigError
+from nmrun.sparsity.weight import SparseWeight
+
+
+def check_shards(weights: Sequence[SparseWeight]) -> None:
+    """Refuse sharded weights whose masks a process cannot choose from its own part.
+
+    Args:
+        weights: the sparse weights.
+
+    Raises:
+        ConfigError: for a weight that is cut along its groups' dimension or in a way that is no
+            plain cut, and where some weights are sharded and others not, or otherwise.
+    """
+    sharded = [weight for weight in weights if weight.is_sharded]
+    for weight in sharded:
+        placements = _placements(weight)
+        if any(p.is_shard(weight.dim) for p in placements):
+            raise ConfigError(
+                f"{weight.name} is sharded along dimension {weight.dim}, which its groups of "
+                f"{weight.pattern.m} run along: shard it along dimension {weight.outputs} "
+                "(shard_placement_fn of fully_shard)"
+            )
+        if odd := [p for p in placements if not (p.is_replicate() or type(p).__name__ == "Shard")]:
+            raise ConfigError(
+                f"{weight.name} is distributed as {odd[0]}: sparse weights can be replicated or sharded along one dimension"
+            )
+    for weight in weights:
+        if sharded and not (weight.is_sharded and _alike(weight, sharded[0])):
+            raise ConfigError(
+                f"{weight.name} is not sharded over the same processes as {sharded[0].name}: "
+                "shard the whole model, or leave one of them dense (exclude)"
+            )
+
+
+def _placements(weight: SparseWeight) -> Sequence[Any]:
+    parameter: Any = weight.parameter
+    return tuple(parameter.placements)
+
+
+def _alike(weight: SparseWeight, other: SparseWeight) -> bool:
+    own: Any = weight.parameter
+    its: Any = other.parameter
+    kinds = [[p.is_shard() for p in _placements(each)] for each in (weight, other)]
+    return bool(own.device_mesh == its.device_mesh and kinds[0] == kinds[1])

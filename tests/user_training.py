@@ -1,0 +1,104 @@
+"""The training of a user's own script, in one process or several, for user_ranks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import nmrun
+from nmrun.handle import Handle
+
+TOTAL, STOP = 8, 5
+RECIPES: dict[str, dict[str, Any]] = {
+    "sr_ste": {"decay": 0.1},
+    "step": {"switch": 0.5, "decay": 0.1},
+    "asp": {"prune_at": 0.5},
+    "s_ste": {},
+    "mdgf_linear": {"dense": 0.25},
+}
+CASES = [(r, o) for r in RECIPES for o in ("sgd", "adamw", "fused") if (r, o) != ("step", "sgd")]
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: nmrun.optim.AdamW(parameters, lr=0.01, eps=1e-4),
+    "fused": lambda parameters: nmrun.optim.AdamW(parameters, lr=0.01, eps=1e-4, fused=True),
+}
+Started = tuple[nn.Module, torch.optim.Optimizer, Handle]
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    """The last layer has one output: of two processes one has nothing of its weight."""
+    torch.manual_seed(seed)
+    layers = [nn.Linear(16, 12), nn.Linear(12, 16), nn.Linear(16, 7, bias=False)]
+    return nn.Sequential(*layers[:2], nn.Tanh(), layers[2], nn.Linear(7, 8), nn.Linear(8, 1))
+
+
+def sparse(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str) -> Handle:
+    """The call that every case makes."""
+    return nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **RECIPES[recipe])
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, parts: int = 1) -> None:
+    """One step with this rank's share of a batch, in ``parts`` micro-batches."""
+    batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    shares = batch.chunk(ranks)[rank].chunk(parts)
+    for i, share in enumerate(shares):
+        last = i + 1 == len(shares)
+        if not last and isinstance(model, DistributedDataParallel):
+            with model.no_sync():
+                (model(share).square().mean() / parts).backward()
+        else:
+            (model(share).square().mean() / parts).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    full = tensor.detach()
+    return (full.full_tensor() if isinstance(full, DTensor) else full).clone()
+
+
+def outcome(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle) -> dict[str, Tensor]:
+    """All that was trained: parameters, dense weights, moments; then finished and N:M."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        plain = name.removeprefix("module.")
+        found[plain] = whole(parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                found[f"{plain} {key}"] = whole(value)
+    names = [(weight.name.removeprefix("module."), weight) for weight in handle.sparse]
+    assert len(names) == 4
+    handle.finalize()
+    for name, weight in names:
+        left = weight.whole(weight.weight)
+        nmrun.sparsity.check_nm(left, "2:4", 1)
+        assert torch.equal(left, found[name])
+    return found
+
+
+def alone(recipe: str, optimizer: str) -> dict[str, Tensor]:
+    """In one process."""
+    model = net()
+    made = OPTIMIZERS[optimizer](model.parameters())
+    handle = sparse(model, made, recipe)
+    for number in range(TOTAL):
+        step(model, made, number)
+    return outcome(model, made, handle)
+
+
+def same_everywhere(found: dict[str, Tensor], what: Any) -> None:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    for other in everyone:
+        assert other.keys() == found.keys(), what
+        for name, tensor in found.items():
+            assert torch.equal(other[name], tensor), (what, name)
