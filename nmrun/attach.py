@@ -128,7 +128,7 @@ def sparsify(
         if saved is not None:
             Resume(optimizer, rule, sparse, lambda: None).check(saved)
             for weight in sparse:
-                weight.take(optimizer, saved["dtypes"])
+                weight.take(optimizer, saved.get("dtypes", {}))
             kept = {weight.name: weight.saved() for weight in sparse}
             for weight in sparse:
                 weight.forget()  # recipes begin with dense weights, and write into what they find

@@ -15,7 +15,6 @@ from torch import nn
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.masks import grouped
 from nmrun.sparsity.weight import SparseWeight, local, summed
 
 KEY = "nmrun"
@@ -146,7 +145,7 @@ class Resume:
             return
         for weight in self.weights:
             weight.forget()  # what counts is what was saved
-            weight.take(self.optimizer, settings["dtypes"])
+            weight.take(self.optimizer, settings.get("dtypes", {}))
             if not (settings["state"]["dense_forward"] or weight.has_dense):
                 raise ConfigError(
                     f"the loaded state has no dense weight of {weight.name}: what it was loaded "
@@ -192,6 +191,8 @@ def makes_state(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight
         return False
     owned = [p for group in optimizer.param_groups for p in group["params"]]
     grads = [local(p.grad) for p in owned if p.grad is not None]
+    if not grads:
+        return False
     moves = sum((torch.count_nonzero(grad) for grad in grads), torch.zeros((), dtype=torch.long))
     return not summed(weights, moves)
 
@@ -231,7 +232,7 @@ def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str
             "that one, or call handle.refresh() to return to its weights"
         )
     for weight in weights:
-        if not recipe.ends_dense and not _holds(weight):
+        if not recipe.ends_dense and not weight.holds():
             raise RunError(f"{weight.name} is not {weight.pattern} after step {recipe.step}")
 
 
@@ -240,11 +241,6 @@ def _is_replaced(weight: SparseWeight) -> bool:
     if weight.is_sharded and not hasattr(now, "_local_tensor"):
         return False  # fully_shard shows the gathered weight after a forward pass
     return now is not weight.parameter
-
-
-def _holds(weight: SparseWeight) -> bool:
-    groups, _, d = grouped(weight.weight, weight.pattern, weight.dim)
-    return bool(((groups != 0).sum(d) <= weight.pattern.n).all())
 
 
 def counterpart(model: nn.Module, name: str) -> nn.Parameter:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import nmrun.cli as cli
+import nmrun.train.jobs  # noqa: F401  (registers the source of ratios and recipes)
 from nmrun.config import experiment, precheck
 
 README = (Path(__file__).parent.parent / "README.md").read_text()

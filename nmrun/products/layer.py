@@ -40,6 +40,7 @@ class Layer:
         self.packed: Packed | None = None
         self.uses_packed = False
         self.active = False
+        self._looked_at, self._holds = -1, True  # the version that is_behind has seen
 
     def matrix(self, stored: Any) -> Any:
         """A linear layer's weight, or None, as (outputs, inputs), however the layer stores it."""
@@ -49,12 +50,21 @@ class Layer:
         """Whether this pass of ``module`` is computed here."""
         return self.active and module is self.module and bool(module.training)
 
+    @torch.no_grad()
     def is_behind(self) -> bool:
-        """Whether the weight was written since what depends on it was: until the next step.
+        """Whether the weight was written from outside and is no N:M weight: until the next step.
 
-        Compiled code does not ask.
+        Where it is one (a checkpoint was loaded), what depends on it follows first. Compiled code
+        does not ask.
         """
-        return not torch.compiler.is_compiling() and self.weight.moved()
+        weight = self.weight
+        if torch.compiler.is_compiling() or not weight.moved():
+            return False
+        if self._looked_at != weight.parameter._version:
+            self._looked_at, self._holds = weight.parameter._version, weight.holds()
+            for follow in weight.dependents if self._holds else ():
+                follow(weight)
+        return not self._holds
 
     def other_weight(self) -> Tensor | None:
         """:attr:`input_weight` as this pass needs it, also where the model was moved or cast."""

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from nmrun.patterns import Pattern
 from nmrun.ranks import part_like
+from nmrun.sparsity.masks import grouped
 
 PREFIX = "nmrun_"
 # the parameters that are sparse now, by id
@@ -190,6 +191,11 @@ class SparseWeight:
     def is_exposed(self) -> bool:
         """Whether the parameter is the dense weight now: in a step."""
         return self._address is not None
+
+    def holds(self) -> bool:
+        """Whether the forward weight holds the pattern."""
+        groups, _, d = grouped(self.weight, self.pattern, self.dim)
+        return bool(((groups != 0).sum(d) <= self.pattern.n).all())
 
     def moved(self) -> bool:
         """Whether the parameter was written since :attr:`version` by a call that moves it."""

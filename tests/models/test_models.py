@@ -188,7 +188,7 @@ def test_timm_networks() -> None:
     model = built("timm", 224, 1000, name_in_timm="vit_tiny_patch16_224")
     assert parameters(model) == 5_717_416
     sparse, dense = select(model, Pattern(2, 4), chosen["include"], chosen["exclude"])
-    assert [left.name for left in dense] == ["patch_embed.proj.weight", "head.weight"]
+    assert [left.name for left in dense] == ["cls_token", "pos_embed", "patch_embed.proj.weight", "head.weight"]
     assert len(sparse) == 12 * 4
     small = built("timm", 32, 10, 1, name_in_timm="vit_tiny_patch16_224", options={"patch_size": 4})
     assert small(torch.zeros(2, 1, 32, 32, device="meta")).shape == (2, 10)

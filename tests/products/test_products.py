@@ -513,7 +513,7 @@ def test_config_keys(tmp_path: Any) -> None:
     parts.task.loss(parts.model, batch).backward()
     installed = [w.module for w in parts.handle.sparse]
     assert installed
-    assert all(module.forward.__module__ == "nmrun.products.simulated" for module in installed)
+    assert all(module.forward.__module__ == "nmrun.products.layer" for module in installed)
     with pytest.raises(ConfigError, match=r"trainer.mvue=4:2: it takes an N:M pattern such as 2:4 .*or null"):
         config(tmp_path, *mlps, "trainer.mvue=4:2")
     with pytest.raises(ConfigError, match=r"trainer\.fp8=1: it takes true or false"):

@@ -116,9 +116,9 @@ def test_a_registered_name_takes_part_in_sweeps_and_is_told_in_help(folder, nmru
     [
         (("recipe.bta=0.9",), "saliency.Saliency has no hyperparameter bta; did you mean beta? (it has beta)"),
         (("recipe.beta=1.5",), "saliency: beta=1.5 must be a number at least 0 and below 1"),
-        (("recipe._target_=saliency.Salience",), "recipe 'saliency.Salience' cannot be imported: "),
-        (("recipe._target_=salience.Saliency",), "recipe 'salience.Saliency' cannot be imported: No module named 'salience'"),
-        (("recipe._target_=saliency.torch",), "recipe 'saliency.torch' is not a subclass of nmrun.recipes.base.Recipe"),
+        (("recipe._target_=saliency.Salience",), "recipe=saliency.Salience cannot be imported: "),
+        (("recipe._target_=salience.Saliency",), "recipe=salience.Saliency cannot be imported: No module named 'salience'"),
+        (("recipe._target_=saliency.torch",), "recipe=saliency.torch is not a subclass of nmrun.recipes.base.Recipe"),
         (("recipe._target_=saliency:Saliency",), "recipe._target_=saliency:Saliency: it takes package.Class"),
         (("recipe._target_=",), "recipe._target_=: it takes package.Class"),
     ],

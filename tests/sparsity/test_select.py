@@ -287,14 +287,14 @@ def test_only_the_computed_matrix_of_a_recurrent_layer_stays_dense() -> None:
 def test_a_recipe_may_refuse() -> None:
     asked: list[tuple[tuple[int, ...], int, str]] = []
 
-    def refuses(shape: Sequence[int], dim: int, pattern: Pattern) -> str:
-        asked.append((tuple(shape), dim, str(pattern)))
-        return "too wide" if shape[dim] > 8 else ""
+    def refuses(shape: Sequence[int], outputs: int, pattern: Pattern) -> str:
+        asked.append((tuple(shape), outputs, str(pattern)))
+        return "too wide" if shape[1 - outputs] > 8 else ""
 
     model = layers(a=nn.Linear(8, 4), b=nn.Linear(16, 4), c=Conv1D(16, 8))
     options: dict[str, Any] = {"overrides": {"b": "1:8"}, "refuses": refuses}
     assert reasons(model, **options) == {"b.weight": "too wide"}
-    assert asked == [((4, 8), 1, "2:4"), ((4, 16), 1, "1:8"), ((8, 16), 0, "2:4")]
+    assert asked == [((4, 8), 0, "2:4"), ((4, 16), 0, "1:8"), ((8, 16), 1, "2:4")]
 
 
 def test_what_is_frozen_is_left_as_it_is_by_training() -> None:
