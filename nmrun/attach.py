@@ -11,11 +11,11 @@ from torch import nn
 from nmrun import recipes
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle
+from nmrun.hooks.resume import Resume, saved_settings
 from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.ranges import INPUT_GRADIENTS
 from nmrun.recipes.base import Recipe, whole_weights_only
-from nmrun.resume import Resume, saved_settings
 from nmrun.sparsity.select import Candidate, LeftDense, candidates, select
 from nmrun.sparsity.shards import check_shards
 from nmrun.sparsity.weight import LIVE, SparseWeight

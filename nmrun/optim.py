@@ -248,6 +248,20 @@ def skipped_by_loss_scaling(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
+def closure_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Evaluate a step's closure now, and hand its loss on: gradients are edited before the step."""
+    closure = kwargs.get("closure")
+    if closure is None:
+        closure = next((a for a in args[1:] if callable(a)), None)
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    rest = {key: value for key, value in kwargs.items() if key != "closure"}
+    others = tuple(a for a in args[1:] if a is not closure)
+    return (args[0], lambda: loss, *others), rest
+
+
 def _local(tensor: Tensor) -> Tensor:
     """This process's part of a sharded tensor (no copy); any other tensor as it is."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)

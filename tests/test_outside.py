@@ -14,7 +14,7 @@ from torch import nn
 from training import TOTAL, attach, batch, bits, everything, kept, net, start, train
 
 import nmrun
-from nmrun import handle as handles
+from nmrun.hooks import steps as handles
 from nmrun.sparsity import hard_threshold
 
 

@@ -11,9 +11,9 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import nmrun
-from nmrun import handle as handles
 from nmrun.errors import ConfigError, RunError
 from nmrun.handle import Handle
+from nmrun.hooks import steps as handles
 from nmrun.sparsity import check_nm, hard_threshold, soft_threshold
 
 MAKERS: dict[str, tuple[str, dict[str, Any]]] = {

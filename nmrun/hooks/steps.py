@@ -1,0 +1,222 @@
+"""The order of a step.
+
+Around ``optimizer.step()``, by hooks of the optimizer::
+
+    before    a closure is evaluated; the weights' tensors leave the optimizer's state
+              weights that were changed from outside are noticed
+              recipe.before_step; the rule edits the gradients
+              the parameters point at the dense weights
+    step      the optimizer moves the dense weights (nmrun.optim: rule and step in one pass)
+    after     the parameters point at their projected memory again; the clock moves on
+              recipe.after_step; the rule projects the dense weights into the parameters
+              what depends on them follows (packed copies); the tensors return to the state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmrun.hooks.resume import Resume, makes_state
+from nmrun.kernels.operands import Update
+from nmrun.kernels.uncompiled import uncompiled
+from nmrun.optim import Adam, closure_first, skipped_by_loss_scaling
+from nmrun.recipes.base import Recipe
+from nmrun.sparsity.batch import Batch
+from nmrun.sparsity.metrics import MaskMetrics
+from nmrun.sparsity.replicas import agree_over_ranks
+from nmrun.sparsity.weight import LIVE, SparseWeight, owns_its_storage
+
+COMPARED_EVERY = 500  # steps between looks for weights that were written without a trace
+
+
+class Steps:
+    """What a recipe does around the steps of an optimizer.
+
+    Attributes:
+        recipe: the recipe, with its clock.
+        sparse: the sparse weights.
+        measure_flips: set True before ``optimizer.step()`` to have that step's flip rate and its
+            kin measured.
+        mask_metrics: how they are measured, with the run's first masks.
+        followers: called with (parameter name, dim, index) when channel permutation made a
+            parameter ``p.index_select(dim, index)``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        sparse: list[SparseWeight],
+    ) -> None:
+        self.recipe, self.sparse = recipe, sparse
+        self.measure_flips = False
+        self.mask_metrics = MaskMetrics(recipe, sparse)
+        self.followers: list[Callable[[str, int, Tensor], None]] = [self.mask_metrics.reorder]
+        self._optimizer = optimizer
+        self._measured: dict[str, float] = {}
+        self._skipped = False  # the step under way does nothing, as where loss scaling overflows
+        self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}  # by the step under way
+        self._batch = Batch()
+        self._compared = False  # the ranks' dense weights, before the first step
+        self.gathering: Sequence[Any] = ()  # fully_shard's modules of the model
+        self._hooks: list[Any] = []
+        self._resume = Resume(optimizer, recipe, sparse, self.refresh)
+        captured = any(group.get("capturable") for group in optimizer.param_groups)
+        for weight in sparse:
+            LIVE[id(weight.parameter)] = weight.parameter
+            weight.copies = captured or not owns_its_storage(weight.parameter)
+        if sparse:
+            self._hooks = [
+                optimizer.register_step_pre_hook(_ours(self._before_step)),
+                optimizer.register_step_post_hook(_ours(self._after_step)),
+                *self._resume.hooks(),
+            ]
+        self.refresh()
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        answer = closure_first(args, kwargs)
+        self._skipped = skipped_by_loss_scaling(optimizer) or makes_state(optimizer, self.sparse)
+        if self._skipped:
+            return answer
+        self._recover()
+        for weight in self.sparse:
+            weight.take(optimizer)
+        if not self._compared:
+            self._compared = True
+            if agree_over_ranks(self.recipe, self.sparse):
+                self.refresh()
+        self._notice_changes()
+        if self.measure_flips:
+            self.mask_metrics.before()
+        self.recipe.before_step(self.sparse, optimizer)
+        if not self.recipe.dense_forward:
+            self._in_one_pass = self._plan(optimizer)
+            for weight in self.sparse:
+                if id(weight) not in self._in_one_pass:
+                    if (grad := weight.grad) is not None:
+                        self.recipe.edit_gradient(weight, grad)
+                    weight.expose()
+        return answer
+
+    def _recover(self) -> None:
+        """A step has failed half-way: the parameters become projected weights again."""
+        if any(weight.is_exposed for weight in self.sparse):
+            for weight in self.sparse:
+                weight.cover()
+            self.refresh()
+
+    def _plan(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[Tensor | None, int]]:
+        """Let the optimizer carry out the rule inside its step where it can.
+
+        Returns the weights, by id, for which it will, each with its mask and the mask's version.
+        """
+        recipe = self.recipe
+        if not isinstance(optimizer, Adam) or not recipe.is_rule_alone:
+            return {}
+        rules = [recipe.rule(weight) for weight in self.sparse]
+        with recipe.at(recipe.step + 1):
+            after = [recipe.rule(weight) for weight in self.sparse]
+        updates = {}
+        for weight, now, then in zip(self.sparse, rules, after, strict=True):
+            if then.mask is None and recipe.chooses:
+                continue
+            pattern = then.pattern or weight.pattern
+            updates[weight.parameter] = Update(weight.dense, weight.weight, weight.dim, pattern, now.then(then))
+        taken = set(map(id, optimizer.plan(updates)))
+        masks = {id(w): rule.mask for w, rule in zip(self.sparse, after, strict=True)}
+        return {
+            id(w): (mask, 0 if mask is None else mask._version)
+            for w in self.sparse
+            if id(w.parameter) in taken
+            for mask in (masks[id(w)],)
+        }
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._skipped:
+            return
+        for weight in self.sparse:
+            weight.cover()
+        self.recipe.step += 1
+        self.recipe.after_step(self.sparse, optimizer)
+        for name, dim, index in getattr(self.recipe, "reordered", ()):
+            for follow in self.followers:
+                follow(name, dim, index)
+        getattr(self.recipe, "reordered", []).clear()
+        self.refresh()
+        self._measured = self.mask_metrics.after(optimizer) if self.measure_flips else {}
+        for weight in self.sparse:
+            weight.give(optimizer)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Write the projections of the dense weights into the parameters, as after every step."""
+        if self.recipe.dense_forward:
+            for weight in self.sparse:
+                weight.end_sparse()
+                if weight.layer is not None:
+                    weight.layer.active = weight.layer.uses_packed = False
+        else:
+            left = []
+            for weight in self.sparse:
+                if not weight.has_dense:
+                    weight.begin_sparse()
+                # the step has projected it, unless the recipe has changed the mask since
+                mask, version = self._in_one_pass.get(id(weight), (None, -1))
+                if id(weight) not in self._in_one_pass or (mask is not None and mask._version != version):
+                    left.append(weight)
+            self._project(left)
+            for weight in self.sparse:
+                if weight.layer is not None:
+                    weight.layer.active, weight.layer.uses_packed = True, self.recipe.is_sparse
+                for follow in weight.dependents:
+                    follow(weight)
+        self._in_one_pass = {}
+        for weight in self.sparse:
+            weight.version = weight.parameter._version
+
+    def _project(self, weights: list[SparseWeight]) -> None:
+        recipe = self.recipe
+        if recipe.is_rule_alone and not recipe.chooses:
+            rules = [recipe.rule(weight) for weight in weights]
+            weights = self._batch.project(weights, rules)
+        for weight in weights:
+            recipe.project(weight, weight.weight)
+
+    @torch.no_grad()
+    def _notice_changes(self) -> None:
+        """Weights that were written from outside become the new dense weights."""
+        if self.recipe.dense_forward:
+            return
+        thorough = self.recipe.step % COMPARED_EVERY == COMPARED_EVERY - 1
+        changed = []
+        for weight in self.sparse:
+            kept = weight.dense
+            if kept.dtype != weight.weight.dtype or kept.device != weight.weight.device:
+                weight.adopt("dense", kept)  # the model was moved or cast
+            if (weight.moved() or thorough) and self._differs(weight):
+                weight.begin_sparse()
+                self.recipe.project(weight, weight.weight)  # by which the rule knows what is pruned
+                changed.append(weight.name)
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            self.recipe.say(f"{changed[0]}{more} changed outside the optimizer: the new values are the dense weights")
+
+    def _differs(self, weight: SparseWeight) -> bool:
+        """Whether the parameter is not the projection of the dense weight."""
+        expected = torch.empty_like(weight.dense)
+        self.recipe.project(weight, expected)
+        return not torch.equal(expected, weight.weight)
+
+
+def _ours(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that torch.compile does not look into, and that is known to be of a handle."""
+    run = uncompiled(hook)
+    run.nmrun = True  # type: ignore[attr-defined]
+    return run
