@@ -1,7 +1,9 @@
-"""What a recipe adds to a training step in two processes (DDP, Gloo) and in one: CPU milliseconds over the dense step of the same round.
+"""What a recipe adds to a training step in two processes (DDP, Gloo) and in one: CPU milliseconds
+over the dense step of the same round.
 
-``python benchmarks/ddp_overhead.py [--rounds 30] [--out FILE]`` measures both. CPU time of the process, since each of two processes has
-to wait for the other, and its wall time is the slower one's of the two.
+``python benchmarks/ddp_overhead.py [--rounds 30] [--out FILE]`` measures both. CPU time of the
+process, since each of two processes has to wait for the other, and its wall time is the slower
+one's of the two.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Shared(Arm):
     def __init__(self, recipe: str) -> None:
         self.workload = WORKLOADS["small_conv"]
         torch.manual_seed(0)
-        super().__init__(self.workload.build().train(), ARMS[recipe], Pattern(2, 4), self.workload.exclude)
+        super().__init__(
+            self.workload.build().train(), ARMS[recipe], Pattern(2, 4), self.workload.exclude
+        )
         self.forward = ranks.parallel(self.model) if ranks.world() > 1 else self.model
         self.batch = torch.randn(64 // ranks.world(), *self.workload.shape[1:])
 
@@ -51,7 +55,9 @@ class Shared(Arm):
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
-    """In this process: the milliseconds that each recipe adds, round by round; ``dense`` is the dense step itself."""
+    """In this process: the milliseconds that each recipe adds, round by round; ``dense`` is the
+    dense step itself.
+    """
     ranks.begin("cpu")
     torch.set_num_threads(1)
     arms = {"dense": Shared("dense_again"), **{recipe: Shared(recipe) for recipe in RECIPES}}
@@ -68,15 +74,26 @@ def measure(rounds: int) -> dict[str, list[float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=30, help="default: 30")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there as Markdown")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the figures there as Markdown"
+    )
     options = parser.parse_args()
     if "RANK" in os.environ:  # one of the two
         added = measure(options.rounds)
         if ranks.leads():
             print(json.dumps(added))
         return 0
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    done = subprocess.run([*torchrun, f"--rounds={options.rounds}"], stdout=subprocess.PIPE, text=True, check=True)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        __file__,
+    ]
+    done = subprocess.run(
+        [*torchrun, f"--rounds={options.rounds}"], stdout=subprocess.PIPE, text=True, check=True
+    )
     two, one = json.loads(done.stdout.splitlines()[-1]), measure(options.rounds)
     machine = hardware()
     lines = [
@@ -89,7 +106,11 @@ def main() -> int:
     for name in one:
         cells = [statistics.quantiles(times[name], n=4, method="inclusive") for times in (one, two)]
         title = "dense step" if name == "dense" else f"{name} adds"
-        lines.append(f"| {title} | " + " | ".join(f"{middle:.2f} [{q1:.2f}, {q3:.2f}]" for q1, middle, q3 in cells) + " |")
+        lines.append(
+            f"| {title} | "
+            + " | ".join(f"{middle:.2f} [{q1:.2f}, {q3:.2f}]" for q1, middle, q3 in cells)
+            + " |"
+        )
     print("\n".join(lines))
     if options.out:
         options.out.write_text("\n".join([*lines, ""]))

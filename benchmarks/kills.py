@@ -1,6 +1,8 @@
-"""Kill -9 at random moments over a sweep, the same command after each, then the whole sweep: what comes out has the bits of one left alone.
+"""Kill -9 at random moments over a sweep, the same command after each, then the whole sweep: what
+comes out has the bits of one left alone.
 
-``python benchmarks/kills.py [--kills 100] [--out FILE]`` exits with 1 if anything differs, was done twice or was left behind.
+``python benchmarks/kills.py [--kills 100] [--out FILE]`` exits with 1 if anything differs, was done
+twice or was left behind.
 """
 
 from __future__ import annotations
@@ -21,18 +23,47 @@ from typing import Any
 
 from nmrun import cli
 
-# 5 recipes, 2 ratios and 2 seeds: 20 runs of 40 steps, checkpoints after every 5th; STEP switches and ASP prunes halfway
+# 5 recipes, 2 ratios and 2 seeds: 20 runs of 40 steps, checkpoints after every 5th; STEP switches
+# and ASP prunes halfway
 SWEEP = (
-    *("recipe=step,asp,sr_ste,s_ste,ste", "sparsity=2:4,1:4", "seed=0,1", "model.channels=[8,8,8]", "trainer.batch_size=32"),
-    *("trainer.limit_batches=5", "trainer.epochs=8", "trainer.log_every=2", "trainer.device=cpu", "trainer.threads=1"),
+    *(
+        "recipe=step,asp,sr_ste,s_ste,ste",
+        "sparsity=2:4,1:4",
+        "seed=0,1",
+        "model.channels=[8,8,8]",
+        "trainer.batch_size=32",
+    ),
+    *(
+        "trainer.limit_batches=5",
+        "trainer.epochs=8",
+        "trainer.log_every=2",
+        "trainer.device=cpu",
+        "trainer.threads=1",
+    ),
     "track=local",
 )
 CLOCK = ("steps_per_second", "items_per_second")
-FILES = {"config.yaml", "run.log", "metrics.jsonl", "result.json", "checkpoint.pt", "model.safetensors", "best.safetensors"}
-# Processes are forked from one that has imported everything, so that a start costs no more than what a start of a sweep does itself.
+FILES = {
+    "config.yaml",
+    "run.log",
+    "metrics.jsonl",
+    "result.json",
+    "checkpoint.pt",
+    "model.safetensors",
+    "best.safetensors",
+}
+# Processes are forked from one that has imported everything, so that a start costs no more than
+# what a start of a sweep does itself.
 _warm = multiprocessing.get_context("forkserver")
 _warm.set_forkserver_preload(
-    ["nmrun.cli", "nmrun.train.jobs", "nmrun.train.runner", "nmrun.train.loop", "hydra.main", "sklearn.datasets"]
+    [
+        "nmrun.cli",
+        "nmrun.train.jobs",
+        "nmrun.train.runner",
+        "nmrun.train.loop",
+        "hydra.main",
+        "sklearn.datasets",
+    ]
 )
 
 
@@ -64,19 +95,34 @@ def finish(words: Sequence[str]) -> None:
 
 
 def trained(output: Path) -> dict[Path, tuple[int, int]]:
-    """The file of rows of each run that has begun to train, told from those of earlier sittings by inode and time."""
-    return {path: ((stat := path.stat()).st_ino, stat.st_mtime_ns) for path in output.rglob("metrics.jsonl")}
+    """The file of rows of each run that has begun to train, told from those of earlier sittings by
+    inode and time.
+    """
+    return {
+        path: ((stat := path.stat()).st_ino, stat.st_mtime_ns)
+        for path in output.rglob("metrics.jsonl")
+    }
 
 
 def finished(output: Path) -> dict[Path, tuple[int, int]]:
     """The weights of each run whose result says that it is finished, likewise."""
-    done = [path.parent for path in output.rglob("result.json") if json.loads(path.read_text())["status"] == "finished"]
-    return {folder: ((stat := (folder / "model.safetensors").stat()).st_ino, stat.st_mtime_ns) for folder in done}
+    done = [
+        path.parent
+        for path in output.rglob("result.json")
+        if json.loads(path.read_text())["status"] == "finished"
+    ]
+    return {
+        folder: ((stat := (folder / "model.safetensors").stat()).st_ino, stat.st_mtime_ns)
+        for folder in done
+    }
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock."""
-    return [{key: value for key, value in row.items() if key not in CLOCK} for row in _lines(folder / "metrics.jsonl")]
+    return [
+        {key: value for key, value in row.items() if key not in CLOCK}
+        for row in _lines(folder / "metrics.jsonl")
+    ]
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -90,15 +136,20 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def share(output: Path, runs: int, steps: int) -> float:
     """How much of the sweep is done, from 0 to 1, by the last row of each run."""
-    return sum(lines[-1]["step"] for path in trained(output) if (lines := rows(path.parent))) / (runs * steps)
+    return sum(lines[-1]["step"] for path in trained(output) if (lines := rows(path.parent))) / (
+        runs * steps
+    )
 
 
-def kill(words: Sequence[str], output: Path, kills: int, pause: float, chance: random.Random) -> tuple[Counter[str], list[str]]:
-    """Start the command and kill it, so many times. Where the kills fell, and what was wrong on the way.
+def kill(
+    words: Sequence[str], output: Path, kills: int, pause: float, chance: random.Random
+) -> tuple[Counter[str], list[str]]:
+    """Start the command and kill it, so many times. Where the kills fell, and what was wrong on the
+    way.
 
-    A quarter of the kills fall at any moment before training begins. The others fall up to ``pause`` seconds after some share of the
-    sweep is done, drawn so that the shares are spread over what is left of it: in steps, not in seconds, since machines are now
-    faster and now slower.
+    A quarter of the kills fall at any moment before training begins. The others fall up to
+    ``pause`` seconds after some share of the sweep is done, drawn so that the shares are spread
+    over what is left of it: in steps, not in seconds, since machines are now faster and now slower.
     """
     size = _size(words)
     fell, wrong, done = Counter[str](), list[str](), dict[Path, tuple[int, int]]()
@@ -119,7 +170,9 @@ def kill(words: Sequence[str], output: Path, kills: int, pause: float, chance: r
         fell[_where(output, before, size[1]) if alive else "the sweep was done before"] += 1
         after = finished(output)
         wrong += [
-            f"{folder} was done again after it had finished" for folder, stamp in done.items() if after.get(folder) != stamp
+            f"{folder} was done again after it had finished"
+            for folder, stamp in done.items()
+            if after.get(folder) != stamp
         ]
         done = after
     return fell, wrong
@@ -152,7 +205,9 @@ def _where(output: Path, before: dict[Path, tuple[int, int]], total: int) -> str
 
 
 def differences(output: Path, alone: Path) -> list[str]:
-    """What a completed sweep has that an undisturbed one has not, and the other way round; result.json but for clock and command."""
+    """What a completed sweep has that an undisturbed one has not, and the other way round;
+    result.json but for clock and command.
+    """
     wrong = []
     places = {path.parent.relative_to(alone) for path in alone.rglob("result.json")}
     wrong += [
@@ -172,11 +227,21 @@ def differences(output: Path, alone: Path) -> list[str]:
     records = [
         path for path in (output / ".sweeps").rglob("*") if path.is_file()
     ]  # what each command did, by itself and by Hydra
-    wrong += [f"{path}: left behind" for path in records if path.name not in ("sweep.json", "jobs.jsonl", "multirun.yaml")]
-    wrong += [f"{path}: left behind" for path in output.iterdir() if path.name not in (".sweeps", "digits")]
+    wrong += [
+        f"{path}: left behind"
+        for path in records
+        if path.name not in ("sweep.json", "jobs.jsonl", "multirun.yaml")
+    ]
+    wrong += [
+        f"{path}: left behind"
+        for path in output.iterdir()
+        if path.name not in (".sweeps", "digits")
+    ]
     reports = [report for path in records if path.name == "jobs.jsonl" for report in _lines(path)]
     twice = Counter(report["folder"] for report in reports if report["status"] == "finished")
-    return wrong + [f"{folder}: finished {count} times" for folder, count in twice.items() if count > 1]
+    return wrong + [
+        f"{folder}: finished {count} times" for folder, count in twice.items() if count > 1
+    ]
 
 
 def _odd(folder: Path) -> list[Path]:
@@ -185,10 +250,17 @@ def _odd(folder: Path) -> list[Path]:
 
 def _result(folder: Path) -> dict[str, Any]:
     result = json.loads((folder / "result.json").read_text())
-    return {**result, "config": {**result["config"], "output_dir": ""}, "seconds": 0, "environment": {}}
+    return {
+        **result,
+        "config": {**result["config"], "output_dir": ""},
+        "seconds": 0,
+        "environment": {},
+    }
 
 
-def trial(kills: int, sweep: Sequence[str], folder: Path, seed: int = 0) -> tuple[Counter[str], list[str]]:
+def trial(
+    kills: int, sweep: Sequence[str], folder: Path, seed: int = 0
+) -> tuple[Counter[str], list[str]]:
     """The whole experiment: where the kills fell, and all that was wrong, which should be nothing."""
     alone, output = folder / "alone", folder / "killed"
     finish(["-m", *sweep, f"output_dir={alone}"])
@@ -197,7 +269,11 @@ def trial(kills: int, sweep: Sequence[str], folder: Path, seed: int = 0) -> tupl
     fell, wrong = kill(words, output, kills, pause, random.Random(seed))
     done = finished(output)
     finish(words)
-    wrong += [f"{run} was done again after it had finished" for run, stamp in done.items() if finished(output)[run] != stamp]
+    wrong += [
+        f"{run} was done again after it had finished"
+        for run, stamp in done.items()
+        if finished(output)[run] != stamp
+    ]
     return fell, wrong + differences(output, alone)
 
 
@@ -205,7 +281,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--kills", type=int, default=100, help="default: 100")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there as Markdown")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the figures there as Markdown"
+    )
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
@@ -222,7 +300,9 @@ def main() -> int:
     print(line, *(f"  {count:4} {place}" for place, count in fell.most_common()), sep="\n")
     if options.out:
         table = [f"| {place} | {count} |" for place, count in fell.most_common()]
-        options.out.write_text("\n".join([line + ".", "", "| the kill fell | kills |", "|---|---|", *table, ""]))
+        options.out.write_text(
+            "\n".join([line + ".", "", "| the kill fell | kills |", "|---|---|", *table, ""])
+        )
     return int(bool(wrong))
 
 

@@ -1,4 +1,6 @@
-"""How much longer a training step takes under each recipe than dense training: ``nmrun bench`` from a checkout."""
+"""How much longer a training step takes under each recipe than dense training: ``nmrun bench`` from
+a checkout.
+"""
 
 import sys
 

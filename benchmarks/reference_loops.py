@@ -1,10 +1,14 @@
-"""Dense training by nmrun's loop against other loops: same model, same data, same optimizer, one process, paired.
+"""Dense training by nmrun's loop against other loops: same model, same data, same optimizer, one
+process, paired.
 
-    python benchmarks/reference_loops.py [--rounds 10] [--threads 1] [--only translation] [--out benchmarks/results/reference_loops.md]
+    python benchmarks/reference_loops.py [--rounds 10] [--threads 1] [--only translation] [--out
+    benchmarks/results/reference_loops.md]
 
-Each round times a stretch of steps of nmrun's loop and of two copies of the other, in random order; the ratio is nmrun's time over the
-other's. Making batches, the learning rate, checks for non-finite losses and counting are part of nmrun's time, logging, evaluation and
-saving of neither. ``--only stream`` is about reading images alone: it takes ImageNet, or a folder like it, in NMRUN_DATA/imagenet.
+Each round times a stretch of steps of nmrun's loop and of two copies of the other, in random order;
+the ratio is nmrun's time over the other's. Making batches, the learning rate, checks for non-finite
+losses and counting are part of nmrun's time, logging, evaluation and saving of neither. ``--only
+stream`` is about reading images alone: it takes ImageNet, or a folder like it, in
+NMRUN_DATA/imagenet.
 """
 
 from __future__ import annotations
@@ -44,15 +48,21 @@ Case = tuple[tuple[str, ...], Callable[[Loop], Iterator[None]]]
 
 
 def images(fused: bool | None = None) -> Case:
-    """ResNet-18 on CIFAR-10 (in NMRUN_DATA), as in a torchvision training script: a DataLoader over tensors, crop and flip left out in both."""
+    """ResNet-18 on CIFAR-10 (in NMRUN_DATA), as in a torchvision training script: a DataLoader over
+    tensors, crop and flip left out in both.
+    """
 
     def plain(loop: Loop) -> Iterator[None]:
         task = loop.task
-        model = models.build({"name": "resnet18", "form": "cifar", "include": None, "exclude": []}, task.inputs)
+        model = models.build(
+            {"name": "resnet18", "form": "cifar", "include": None, "exclude": []}, task.inputs
+        )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
         data = torch.utils.data.TensorDataset(task.images, task.labels)
         while True:
-            for pixels, labels in torch.utils.data.DataLoader(data, 32, shuffle=True, drop_last=True):
+            for pixels, labels in torch.utils.data.DataLoader(
+                data, 32, shuffle=True, drop_last=True
+            ):
                 loss = functional.cross_entropy(model(task.normalise(pixels)), labels)
                 optimizer.zero_grad()
                 loss.backward()
@@ -72,13 +82,18 @@ def images(fused: bool | None = None) -> Case:
 
 
 def language(fused: bool | None = None) -> Case:
-    """A GPT of 4 layers of width 256, as in nanoGPT's loop: random windows of one long tensor, clipping, AdamW."""
+    """A GPT of 4 layers of width 256, as in nanoGPT's loop: random windows of one long tensor,
+    clipping, AdamW.
+    """
 
     def plain(loop: Loop) -> Iterator[None]:
         options = {"name": "gpt_tiny", "layers": 4, "heads": 4, "width": 256, "dropout": 0.0}
         model = models.build({**options, "include": None, "exclude": []}, loop.task.inputs)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
-        text, context = torch.as_tensor(loop.task.micro_batches(0, 0, 1)[0][0]).flatten(), loop.task.inputs["context"]
+        text, context = (
+            torch.as_tensor(loop.task.micro_batches(0, 0, 1)[0][0]).flatten(),
+            loop.task.inputs["context"],
+        )
         text = text.repeat(8)
         while True:
             starts = torch.randint(len(text) - context - 1, (16,)).tolist()
@@ -94,17 +109,29 @@ def language(fused: bool | None = None) -> Case:
             yield
 
     model = ("model=gpt_tiny", "model.layers=4", "model.width=256", "optimizer=adamw")
-    return ("dataset=stdlib_text", "dataset.context=256", "trainer.batch_size=16", "trainer.clip=1", *model), plain
+    return (
+        "dataset=stdlib_text",
+        "dataset.context=256",
+        "trainer.batch_size=16",
+        "trainer.clip=1",
+        *model,
+    ), plain
 
 
 def translation(size: str) -> Case:
-    """fairseq's Transformer on Multi30k (in NMRUN_DATA): ``Trainer.train_step`` of fairseq, with its own model, criterion, Adam, schedule and
-    collation, on the batches of nmrun's task in the same order. ``size``: ``small`` (2 + 2 layers of width 128) or ``iwslt``."""
+    """fairseq's Transformer on Multi30k (in NMRUN_DATA): ``Trainer.train_step`` of fairseq, with
+    its own model, criterion, Adam, schedule and collation, on the batches of nmrun's task in the
+    same order. ``size``: ``small`` (2 + 2 layers of width 128) or ``iwslt``."""
     width, ffn, layers, heads = {"small": (128, 256, 2, 4), "iwslt": (512, 1024, 6, 4)}[size]
 
     def plain(loop: Loop) -> Iterator[None]:
         configs, schedules, adam = (
-            fairseq(name) for name in ("dataclass.configs", "optim.lr_scheduler.inverse_square_root_schedule", "optim.adam")
+            fairseq(name)
+            for name in (
+                "dataclass.configs",
+                "optim.lr_scheduler.inverse_square_root_schedule",
+                "optim.adam",
+            )
         )
         config = OmegaConf.structured(configs.FairseqConfig)
         config.common.cpu, config.optimization.lr = True, [2e-3]
@@ -114,13 +141,26 @@ def translation(size: str) -> Case:
         )
         tasks, pairs = fairseq("tasks.translation"), fairseq("data").LanguagePairDataset
         task = tasks.TranslationTask(tasks.TranslationConfig(), loop.task.source, loop.task.target)
-        sizes = {"embed_dim": width, "ffn_embed_dim": ffn, "layers": layers, "attention_heads": heads}
-        both = {f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in sizes.items()}
+        sizes = {
+            "embed_dim": width,
+            "ffn_embed_dim": ffn,
+            "layers": layers,
+            "attention_heads": heads,
+        }
+        both = {
+            f"{side}_{key}": value
+            for side in ("encoder", "decoder")
+            for key, value in sizes.items()
+        }
         widths = {"decoder_input_dim": width, "decoder_output_dim": width}
         transformer = fairseq("models.transformer")
         options = argparse.Namespace(**both, **widths, dropout=0.1, share_all_embeddings=True)
-        model = transformer.TransformerModelBase.build_model(transformer.TransformerConfig.from_namespace(options), task)
-        smoothed = fairseq("criterions.label_smoothed_cross_entropy").LabelSmoothedCrossEntropyCriterion
+        model = transformer.TransformerModelBase.build_model(
+            transformer.TransformerConfig.from_namespace(options), task
+        )
+        smoothed = fairseq(
+            "criterions.label_smoothed_cross_entropy"
+        ).LabelSmoothedCrossEntropyCriterion
         trainer = fairseq("trainer").Trainer(config, task, model, smoothed(task, False, 0.1))
         sides = [
             [
@@ -130,15 +170,30 @@ def translation(size: str) -> Case:
             for side in loop.task.splits["train"]
         ]
         lengths = [[len(sentence) for sentence in side] for side in sides]
-        data = pairs(sides[0], lengths[0], task.source_dictionary, sides[1], lengths[1], task.target_dictionary, shuffle=False)
-        loop.task.micro_batches(0, 0, 1)  # which draws the first epoch's batches; a measurement is shorter than that
+        data = pairs(
+            sides[0],
+            lengths[0],
+            task.source_dictionary,
+            sides[1],
+            lengths[1],
+            task.target_dictionary,
+            shuffle=False,
+        )
+        loop.task.micro_batches(
+            0, 0, 1
+        )  # which draws the first epoch's batches; a measurement is shorter than that
         _, rows, order = loop.task._order
         for index in itertools.cycle(order):
             chosen = rows[loop.task._cuts[index] : loop.task._cuts[index + 1]]
             trainer.train_step([data.collater([data[row] for row in chosen])])
             yield
 
-    data = ("dataset=multi30k", "dataset.vocabulary=4000", "dataset.max_tokens=1024", "trainer.label_smoothing=0.1")
+    data = (
+        "dataset=multi30k",
+        "dataset.vocabulary=4000",
+        "dataset.max_tokens=1024",
+        "trainer.label_smoothing=0.1",
+    )
     model = (
         "model=fairseq_transformer",
         f"model.width={width}",
@@ -151,17 +206,28 @@ def translation(size: str) -> Case:
 
 
 def stream() -> Case:
-    """Batches of 50 training images of 224 x 224 pixels read from JPEG files, without workers, without a model: torchvision's pipeline."""
+    """Batches of 50 training images of 224 x 224 pixels read from JPEG files, without workers,
+    without a model: torchvision's pipeline.
+    """
 
     def plain(loop: Loop) -> Iterator[None]:
-        steps = [transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
+        steps = [
+            transforms.RandomResizedCrop(224),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+        ]
         steps.append(transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
         data = ImageFolder(str(data_folder() / "imagenet" / "train"), transforms.Compose(steps))
         while True:
             for _ in torch.utils.data.DataLoader(data, 50, shuffle=True, drop_last=True):
                 yield
 
-    dataset = ("dataset=imagenet", "dataset.val_size=null", "dataset.workers=0", "trainer.batch_size=50")
+    dataset = (
+        "dataset=imagenet",
+        "dataset.val_size=null",
+        "dataset.workers=0",
+        "trainer.batch_size=50",
+    )
     return (*dataset, "model=resnet18", "optimizer=sgd"), plain
 
 
@@ -174,9 +240,15 @@ def batches(loop: Loop) -> Iterator[None]:
 
 CASES = {
     "images": ("ResNet-18, CIFAR-10, batches of 32; torch's default AdamW", images),
-    "images_fused": ("the same, fused AdamW in the plain loop too", functools.partial(images, True)),
+    "images_fused": (
+        "the same, fused AdamW in the plain loop too",
+        functools.partial(images, True),
+    ),
     "language": ("GPT, 4 layers of width 256, 16 windows of 256; torch's default AdamW", language),
-    "language_fused": ("the same, fused AdamW in the plain loop too", functools.partial(language, True)),
+    "language_fused": (
+        "the same, fused AdamW in the plain loop too",
+        functools.partial(language, True),
+    ),
     "translation": (
         "Transformer, 2 + 2 layers of width 128, Multi30k; fairseq's Trainer",
         functools.partial(translation, "small"),
@@ -195,16 +267,23 @@ def ours(loop: Loop) -> Iterator[None]:
     while True:
         epoch, index = divmod(loop.step, loop.task.batches_per_epoch)
         loop._train_step(epoch, index, measure_flips=False)
-        loop.losses, loop.logged_step = loop.losses[-10:], loop.step - min(10, len(loop.losses))  # as if a row was logged
+        loop.losses, loop.logged_step = (
+            loop.losses[-10:],
+            loop.step - min(10, len(loop.losses)),
+        )  # as if a row was logged
         yield
 
 
 def measure(case: Callable[[], Case], rounds: int) -> str:
-    """Median ratios with quartiles, of wall time and of CPU time, that of CPU time between two copies of the other loop, which shows how
-    far equal loops stray from 1 here, and the milliseconds of a step of it."""
+    """Median ratios with quartiles, of wall time and of CPU time, that of CPU time between two
+    copies of the other loop, which shows how far equal loops stray from 1 here, and the
+    milliseconds of a step of it."""
     overrides, plain = case()
     source.register()
-    with tempfile.TemporaryDirectory() as folder, initialize_config_module("nmrun.conf", version_base="1.3"):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        initialize_config_module("nmrun.conf", version_base="1.3"),
+    ):
         config = schema.check(compose("nmrun", [*COMMON, *overrides, f"output_dir={folder}"]))
         loop = Loop(config, build(config), Console(None))
     arms = [(batches if case is stream else ours)(loop), plain(loop), plain(loop)]
@@ -220,7 +299,10 @@ def measure(case: Callable[[], Case], rounds: int) -> str:
             clocks = time.perf_counter(), time.process_time()
             for _ in range(count):
                 next(arms[which])
-            wall[which][number], worked[which][number] = time.perf_counter() - clocks[0], time.process_time() - clocks[1]
+            wall[which][number], worked[which][number] = (
+                time.perf_counter() - clocks[0],
+                time.process_time() - clocks[1],
+            )
     cells = [ratio(wall[0], wall[1]), ratio(worked[0], worked[1]), ratio(worked[2], worked[1])]
     return " | ".join([*cells, f"{1e3 * statistics.median(worked[1]) / count:.0f} ms"])
 
@@ -237,7 +319,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--only", nargs="+", choices=CASES, default=[name for name in CASES if name != "stream"])
+    parser.add_argument(
+        "--only", nargs="+", choices=CASES, default=[name for name in CASES if name != "stream"]
+    )
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -1,8 +1,10 @@
-"""What a run of a sweep costs beyond its training: 100 runs of one step each in one process, tracked locally.
+"""What a run of a sweep costs beyond its training: 100 runs of one step each in one process,
+tracked locally.
 
-``python benchmarks/sweep_overhead.py [--runs 100] [--out FILE]``. Both are measured as wall time and as CPU time of the process, the
-latter of which other processes on the machine hardly change. Exits with 1 if a run costs ``LIMIT`` CPU seconds or more beyond training
-and evaluation, on average.
+``python benchmarks/sweep_overhead.py [--runs 100] [--out FILE]``. Both are measured as wall time
+and as CPU time of the process, the latter of which other processes on the machine hardly change.
+Exits with 1 if a run costs ``LIMIT`` CPU seconds or more beyond training and evaluation, on
+average.
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ from nmrun.train.loop import Loop
 
 LIMIT = 0.3
 SWEEP = (
-    *("recipe=step,sr_ste", "sparsity=2:4", "trainer.epochs=1", "trainer.limit_batches=1", "trainer.device=cpu"),
+    *(
+        "recipe=step,sr_ste",
+        "sparsity=2:4",
+        "trainer.epochs=1",
+        "trainer.limit_batches=1",
+        "trainer.device=cpu",
+    ),
     *("trainer.threads=1", "track=local"),
 )
 Clock = tuple[float, float]
@@ -54,8 +62,9 @@ def sweep(runs: int, folder: str) -> None:
 
 
 def measure(runs: int, folder: str) -> tuple[list[Clock], list[Clock]]:
-    """Of each run, the time from the end of the run before it to its own end (the first has what the sweep does ahead, the last what it
-    does behind), and how much of that was training: the step, and the evaluations."""
+    """Of each run, the time from the end of the run before it to its own end (the first has what
+    the sweep does ahead, the last what it does behind), and how much of that was training: the
+    step, and the evaluations."""
     sweep(2, f"{folder}/warm")  # pays for what a process loads once
     ends, training = [], []
     outcome, originals, trained = jobs._outcome, (Loop._train_step, Loop.evaluate), [0.0, 0.0]
@@ -90,9 +99,16 @@ def measure(runs: int, folder: str) -> tuple[list[Clock], list[Clock]]:
 
 def table(whole: Sequence[Clock], training: Sequence[Clock]) -> tuple[str, float]:
     """The figures as Markdown, and the mean overhead in seconds of CPU time."""
-    lines = ["| seconds a run | wall: median [quartiles], mean | CPU: median [quartiles], mean |", "|---|---|---|"]
+    lines = [
+        "| seconds a run | wall: median [quartiles], mean | CPU: median [quartiles], mean |",
+        "|---|---|---|",
+    ]
     beyond = [(a[0] - b[0], a[1] - b[1]) for a, b in zip(whole, training, strict=True)]
-    for name, times in (("whole run", whole), ("training and evaluation", training), ("beyond these", beyond)):
+    for name, times in (
+        ("whole run", whole),
+        ("training and evaluation", training),
+        ("beyond these", beyond),
+    ):
         cells = []
         for clock in range(2):
             some = [time[clock] for time in times]
@@ -105,7 +121,9 @@ def table(whole: Sequence[Clock], training: Sequence[Clock]) -> tuple[str, float
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--runs", type=int, default=100, help="default: 100")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there as Markdown")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the figures there as Markdown"
+    )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         figures, overhead = table(*measure(options.runs, folder))

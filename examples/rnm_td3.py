@@ -1,8 +1,10 @@
-"""Row-wise N:M sparse reinforcement learning: TD3 with all six networks sparse (RNM-TD3, Vrce et al. 2026, arXiv 2602.14578).
+"""Row-wise N:M sparse reinforcement learning: TD3 with all six networks sparse (RNM-TD3, Vrce et
+al. 2026, arXiv 2602.14578).
 
-The recipe is ``ste_periodic``: the gradient reaches the kept weights alone, and masks stay for ``interval`` steps. The targets
-average the dense weights, and what they compute with is that average, projected anew by the mask of the network that they
-follow, so they are N:M as well. On Pendulum-v1 a dense agent reaches about -150 within 10,000 steps.
+The recipe is ``ste_periodic``: the gradient reaches the kept weights alone, and masks stay for
+``interval`` steps. The targets average the dense weights, and what they compute with is that
+average, projected anew by the mask of the network that they follow, so they are N:M as well. On
+Pendulum-v1 a dense agent reaches about -150 within 10,000 steps.
 
     pip install 'nmrun[rl]'
     python -m examples.rnm_td3 --pattern 2:4 --steps 10000
@@ -27,18 +29,30 @@ EXPLORATION, TARGET_NOISE, NOISE_CLIP = 0.1, 0.2, 0.5  # in units of the largest
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs))
+    return nn.Sequential(
+        nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, outputs)
+    )
 
 
 class Learner:
-    """A network, its optimizer, its handle if it is sparse, the average of its dense weights, and its target."""
+    """A network, its optimizer, its handle if it is sparse, the average of its dense weights, and
+    its target.
+    """
 
     def __init__(self, model: nn.Module, pattern: str | None, interval: int, steps: int) -> None:
         self.model, self.optimizer = model, torch.optim.Adam(model.parameters(), lr=1e-3)
         self.handle = None
-        if pattern is not None:  # the last layer stays dense; an input layer that M does not divide does by itself
-            options: dict[str, Any] = {"recipe": "ste_periodic", "interval": interval, "exclude": "4"}
-            self.handle = nmrun.sparsify(model, self.optimizer, pattern=pattern, total_steps=steps, **options)
+        if (
+            pattern is not None
+        ):  # the last layer stays dense; an input layer that M does not divide does by itself
+            options: dict[str, Any] = {
+                "recipe": "ste_periodic",
+                "interval": interval,
+                "exclude": "4",
+            }
+            self.handle = nmrun.sparsify(
+                model, self.optimizer, pattern=pattern, total_steps=steps, **options
+            )
         with self.dense_weights():
             self.average = copy.deepcopy(model).requires_grad_(False)
         self.target = copy.deepcopy(self.average)
@@ -61,13 +75,19 @@ class Learner:
     @torch.no_grad()
     def follow(self) -> None:
         with self.dense_weights():
-            for averaged, new in zip(self.average.parameters(), self.model.parameters(), strict=True):
+            for averaged, new in zip(
+                self.average.parameters(), self.model.parameters(), strict=True
+            ):
                 averaged.lerp_(new, TAU)
         self.project()
 
 
-def train(pattern: str | None, steps: int, seed: int, interval: int) -> tuple[list[float], list[Learner]]:
-    """Returns the return of every episode, and the actor and the two critics. ``pattern`` None trains densely."""
+def train(
+    pattern: str | None, steps: int, seed: int, interval: int
+) -> tuple[list[float], list[Learner]]:
+    """Returns the return of every episode, and the actor and the two critics. ``pattern`` None
+    trains densely.
+    """
     torch.manual_seed(seed)
     random = np.random.default_rng(seed)
     env = gymnasium.make("Pendulum-v1")
@@ -85,22 +105,36 @@ def train(pattern: str | None, steps: int, seed: int, interval: int) -> tuple[li
 
     for t in range(steps):
         with torch.no_grad():
-            action = act(actor.model, torch.as_tensor(state)).numpy() + largest * EXPLORATION * random.standard_normal(actions)
-        action = random.uniform(-largest, largest, actions) if t < WARM_UP else action.clip(-largest, largest)
+            action = act(
+                actor.model, torch.as_tensor(state)
+            ).numpy() + largest * EXPLORATION * random.standard_normal(actions)
+        action = (
+            random.uniform(-largest, largest, actions)
+            if t < WARM_UP
+            else action.clip(-largest, largest)
+        )
         following, reward, terminated, truncated, _ = env.step(action.astype(np.float32))
-        memory[t] = torch.as_tensor(np.concatenate([state, action, following, [float(reward)]]), dtype=torch.float32)
+        memory[t] = torch.as_tensor(
+            np.concatenate([state, action, following, [float(reward)]]), dtype=torch.float32
+        )
         state, total = following, total + float(reward)
-        if terminated or truncated:  # Pendulum never terminates, so a target value never stops at an episode's end
+        if (
+            terminated or truncated
+        ):  # Pendulum never terminates, so a target value never stops at an episode's end
             returns.append(total)
             (state, _), total = env.reset(), 0.0
         if t < WARM_UP:
             continue
 
-        s, a, s2, r = memory[torch.as_tensor(random.integers(0, t + 1, BATCH))].split([width, actions, width, 1], 1)
+        s, a, s2, r = memory[torch.as_tensor(random.integers(0, t + 1, BATCH))].split(
+            [width, actions, width, 1], 1
+        )
         with torch.no_grad():
             noise = (TARGET_NOISE * torch.randn_like(a)).clamp(-NOISE_CLIP, NOISE_CLIP)
             a2 = (act(actor.target, s2) + largest * noise).clamp(-largest, largest)
-            value = r + GAMMA * torch.minimum(*(critic.target(torch.cat([s2, a2], 1)) for critic in critics))
+            value = r + GAMMA * torch.minimum(
+                *(critic.target(torch.cat([s2, a2], 1)) for critic in critics)
+            )
         for critic in critics:
             critic.descend((critic.model(torch.cat([s, a], 1)) - value).square().mean())
         if t % POLICY_DELAY == 0:
@@ -115,10 +149,15 @@ def main() -> None:
     parser.add_argument("--pattern", default="2:4", help="N:M, or dense (default 2:4)")
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--interval", type=int, default=100, help="optimizer steps that a mask stays (default 100)")
+    parser.add_argument(
+        "--interval", type=int, default=100, help="optimizer steps that a mask stays (default 100)"
+    )
     options = parser.parse_args()
     returns, learners = train(
-        None if options.pattern == "dense" else options.pattern, options.steps, options.seed, options.interval
+        None if options.pattern == "dense" else options.pattern,
+        options.steps,
+        options.seed,
+        options.interval,
     )
     last = returns[-10:]
     print(

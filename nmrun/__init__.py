@@ -1,9 +1,10 @@
 """nmrun: train neural networks with N:M structured sparsity, and compare the recipes that do it.
 
-``nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=T)`` makes any training loop sparse;
-``nmrun.accelerate(handle, pass_once)`` then computes its layers by 2:4 products where the GPU at hand is faster with them;
-``nmrun.optim`` holds the Adam and AdamW whose second moment can be frozen, ``nmrun.sparsity`` the masks and projections.
-Importing ``nmrun`` is cheap: torch is imported when the first of these names is used.
+``nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=T)`` makes any training
+loop sparse; ``nmrun.accelerate(handle, pass_once)`` then computes its layers by 2:4 products where
+the GPU at hand is faster with them; ``nmrun.optim`` holds the Adam and AdamW whose second moment
+can be frozen, ``nmrun.sparsity`` the masks and projections. Importing ``nmrun`` is cheap: torch is
+imported when the first of these names is used.
 """
 
 from __future__ import annotations

@@ -53,18 +53,20 @@ def sparsify(
             optimizer.zero_grad()
         handle.finalize()   # checked: plain parameters, exactly 2:4
 
-    The parameters hold the projected weights from here on; the dense weights, the recipe's clock and
-    its tensors are in the optimizer's state, so a checkpoint of model and optimizer is complete.
-    Gradient accumulation, clipping, ``torch.amp.GradScaler`` and closures need no change: everything
-    happens in hooks of ``optimizer.step``. An optimizer whose loaded state comes from such a training
-    goes on with it.
+    The parameters hold the projected weights from here on; the dense weights, the recipe's clock
+    and its tensors are in the optimizer's state, so a checkpoint of model and optimizer is
+    complete. Gradient accumulation, clipping, ``torch.amp.GradScaler`` and closures need no change:
+    everything happens in hooks of ``optimizer.step``. An optimizer whose loaded state comes from
+    such a training goes on with it.
 
     Args:
         model: any module; no name, class or parameter of it is replaced.
         optimizer: the one that steps the model's parameters. Wrappers of accelerate, Lightning and
             fairseq are looked through.
-        recipe: a name (``asp``, ``ste``, ``sr_ste``, ``step``, ``s_ste``, ...), the dotted path of a
-            subclass of :class:`nmrun.recipes.base.Recipe`, or a recipe such as ``STEP(switch=0.25)``.
+        recipe: a name (``asp``, ``ste``, ``sr_ste``, ``step``, ``s_ste``, ...), the dotted path of
+        a
+            subclass of :class:`nmrun.recipes.base.Recipe`, or a recipe such as
+            ``STEP(switch=0.25)``.
         pattern: at most N non-zeros in every M consecutive weights along the input dimension, any
             1 <= N <= M.
         total_steps: optimizer steps of the whole run, for recipes with phases.
@@ -72,10 +74,13 @@ def sparsify(
             known layer whose inputs are a multiple of M is sparse; ``handle.left_dense`` says why
             the others are not. ``exclude="auto"`` leaves the first layer and the head(s) dense.
         overrides: other patterns for some layers, by such expressions:
-            ``{"layer3\\..*": "1:8", "fc": "dense"}``; the first match counts, and more than exclude.
-        mvue: N:M for the gradient of the sparse linear layers' weights: from an unbiased estimate of
+            ``{"layer3\\..*": "1:8", "fc": "dense"}``; the first match counts, and more than
+            exclude.
+        mvue: N:M for the gradient of the sparse linear layers' weights: from an unbiased estimate
+        of
             the output gradient with at most N non-zeros in every M consecutive tokens.
-        fp8: round the operands of these layers' three products to FP8 (simulated). Both are S-STE's,
+        fp8: round the operands of these layers' three products to FP8 (simulated). Both are
+        S-STE's,
             work with any recipe, and act in training mode outside dense phases.
         pad: make layers sparse too whose inputs are not a multiple of M; their last group is short.
         input_gradient: ``exact``; or a product with weights that are N:M along the outputs as well:
@@ -98,7 +103,9 @@ def sparsify(
     pattern = Pattern.parse(pattern)
     rule = recipes.build(recipe, hyperparameters)
     if input_gradient not in INPUT_GRADIENTS:
-        raise ConfigError(f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}")
+        raise ConfigError(
+            f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}"
+        )
     rule.begin(pattern, total_steps)
     optimizer = unwrapped(optimizer)
     _refuse_second(model, optimizer)
@@ -109,7 +116,9 @@ def sparsify(
     if input_gradient == "transposable":
         rule.make_transposable()
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    chosen, left_dense = select(model, pattern, include, exclude, owned, overrides, rule.refuses, pad, dims)
+    chosen, left_dense = select(
+        model, pattern, include, exclude, owned, overrides, rule.refuses, pad, dims
+    )
     if not chosen:
         reasons = "; ".join(f"{d.name} {list(d.shape)}: {d.reason}" for d in left_dense[:8])
         reasons = reasons or "it has no such layer"
@@ -141,7 +150,9 @@ def sparsify(
                     weight.adopt(key, value)
             rule.load_state_dict(saved["state"])
         handle = Handle(optimizer, rule, sparse, left_dense)
-        handle.gathering = [m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")]
+        handle.gathering = [
+            m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")
+        ]
         return handle
     except BaseException:
         undo()
@@ -209,20 +220,28 @@ def _install_products(
     if mvue is not None or fp8:
         exact = layer.install(sparse, None if mvue is None else Pattern.parse(mvue), fp8)
         if len(exact) == len(sparse):
-            raise ConfigError(f"mvue and fp8 are for sparse linear layers; the sparse ones here are {', '.join(exact)}")
+            raise ConfigError(
+                f"mvue and fp8 are for sparse linear layers; the sparse ones here are {', '.join(exact)}"
+            )
         if exact:
-            rule.events.append(f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called")
+            rule.events.append(
+                f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called"
+            )
     if input_gradient == "double_prune":
         has_own = rule.transposable or any(weight.dependents for weight in sparse)
         exact = layer.prune_again(sparse, rule.name, has_own)
         if exact:
-            rule.events.append(f"double pruning does not apply to {', '.join(exact)}: their input gradient is exact")
+            rule.events.append(
+                f"double pruning does not apply to {', '.join(exact)}: their input gradient is exact"
+            )
 
 
 class _Undo:
     """Leaves model and optimizer as they were, where :func:`sparsify` fails."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, sparse: Sequence[SparseWeight]) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, sparse: Sequence[SparseWeight]
+    ) -> None:
         self.optimizer, self.sparse = optimizer, sparse
         self.groups = list(optimizer.param_groups)
         self.states = {id(w): dict(optimizer.state.get(w.parameter, {})) for w in sparse}

@@ -1,4 +1,6 @@
-"""The two ways a run can end badly. Neither shows a traceback: the message is for the person who typed the command."""
+"""The two ways a run can end badly. Neither shows a traceback: the message is for the person who
+typed the command.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """A mistake in what was asked for: exit status 2. A ValueError, for users of the library. Carries all problems found, one line each."""
+    """A mistake in what was asked for: exit status 2. A ValueError, for users of the library.
+    Carries all problems found, one line each.
+    """
 
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)

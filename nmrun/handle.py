@@ -80,13 +80,19 @@ class Handle(Steps):
             ``nonzeros``, ``numel``, ``holds``: at most N of every M); ``left_dense`` (``name``,
             ``shape``, ``reason``).
         """
-        layers = [layer_report(w.name, w.whole(self.final_weight(w)), w.pattern, w.dim) for w in self.sparse]
+        layers = [
+            layer_report(w.name, w.whole(self.final_weight(w)), w.pattern, w.dim)
+            for w in self.sparse
+        ]
         numel = sum(layer["numel"] for layer in layers)
         return {
             "pattern": str(self.recipe.pattern) if self.sparse else "dense",
             "density": sum(layer["nonzeros"] for layer in layers) / numel if numel else 1.0,
             "layers": layers,
-            "left_dense": [{"name": d.name, "shape": list(d.shape), "reason": d.reason} for d in self.left_dense],
+            "left_dense": [
+                {"name": d.name, "shape": list(d.shape), "reason": d.reason}
+                for d in self.left_dense
+            ],
         }
 
     @contextlib.contextmanager
@@ -119,7 +125,10 @@ class Handle(Steps):
 
     def state_dict(self) -> dict[str, Any]:
         """What the optimizer's state dict has of nmrun too, apart: for loops that save it so."""
-        return {"nmrun": self._resume.settings(), "weights": {w.name: w.saved() for w in self.sparse}}
+        return {
+            "nmrun": self._resume.settings(),
+            "weights": {w.name: w.saved() for w in self.sparse},
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`.
@@ -135,7 +144,8 @@ class Handle(Steps):
         self._resume.restore(state["nmrun"])
 
     def make_room(self, metadata: Any) -> None:
-        """Before files of ``torch.distributed.checkpoint`` are loaded: make room for what they have.
+        """Before files of ``torch.distributed.checkpoint`` are loaded: make room for what they
+        have.
 
         It loads what the state dict that it is given has places for. A recipe that begins dense has
         none for dense weights and masks, which files that were saved later hold. ::

@@ -1,4 +1,6 @@
-"""What one process at a time has: a folder to work in, a GPU. A lock goes with its process, however that ends."""
+"""What one process at a time has: a folder to work in, a GPU. A lock goes with its process, however
+that ends.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,25 @@ except ImportError:  # no such locks on this system
 
 @contextlib.contextmanager
 def hold(folder: Path) -> Iterator[bool]:
-    """Hold the lock while entered; False if another process has it. Where there are no such locks, everybody has it."""
+    """Hold the lock while entered; False if another process has it. Where there are no such locks,
+    everybody has it.
+    """
     if fcntl is None:
         yield True
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        yield any(_locked(handle, fcntl.LOCK_EX, wait) for wait in (0, 0.02, 0.05, 0.1, 0.2))  # held() may be looking just now
+        yield any(
+            _locked(handle, fcntl.LOCK_EX, wait) for wait in (0, 0.02, 0.05, 0.1, 0.2)
+        )  # held() may be looking just now
     finally:
         os.close(handle)
 
 
 def held(folder: Path) -> bool:
-    """Whether a live process holds the lock of the folder; asking disturbs neither it nor one that is about to take the lock."""
+    """Whether a live process holds the lock of the folder; asking disturbs neither it nor one that
+    is about to take the lock.
+    """
     if fcntl is None:
         return False
     try:
@@ -37,7 +45,9 @@ def held(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _locked(handle, fcntl.LOCK_SH)  # shared, so that two who ask do not see each other
+        return not _locked(
+            handle, fcntl.LOCK_SH
+        )  # shared, so that two who ask do not see each other
     except OSError:  # a file system without locks
         return False
     finally:
@@ -58,17 +68,24 @@ _held: dict[int, int] = {}
 
 
 def free_gpu(count: int, wait: float = 1.0) -> int:
-    """The number of a GPU that no other process holds by this function, now this process's own. Looks again every ``wait`` seconds.
+    """The number of a GPU that no other process holds by this function, now this process's own.
+    Looks again every ``wait`` seconds.
 
     ``CUDA_VISIBLE_DEVICES`` renumbers GPUs, so locks go by what it lists.
     """
     if _held:
         return next(iter(_held))
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    visible = [
+        name.strip()
+        for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if name.strip()
+    ]
     names = visible if len(visible) == count else [str(number) for number in range(count)]
     while True:
         for number, name in enumerate(names):
-            place = Path(tempfile.gettempdir(), f"nmrun-{os.getuid()}-gpu-{name.replace('/', '-')}.lock")
+            place = Path(
+                tempfile.gettempdir(), f"nmrun-{os.getuid()}-gpu-{name.replace('/', '-')}.lock"
+            )
             file = os.open(place, os.O_RDWR | os.O_CREAT, 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,6 @@
-"""Adam and AdamW whose second moment can be frozen, and learning-rate schedules as pure functions of the step."""
+"""Adam and AdamW whose second moment can be frozen, and learning-rate schedules as pure functions
+of the step.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ EPS_MODES = ("inside", "outside", "floor")
 
 
 class Adam(torch.optim.Adam):
-    """``torch.optim.Adam`` (coupled weight decay) with a second moment that can be frozen: STEP's preconditioner.
+    """``torch.optim.Adam`` (coupled weight decay) with a second moment that can be frozen: STEP's
+    preconditioner.
 
-    Arguments, state and results are those of ``torch.optim.Adam`` until :meth:`freeze_second_moment` is called for some
-    parameters; from then on those are divided by a constant, while the first moment, the bias correction of the
-    first moment, weight decay and all other parameters go on as before. ``capturable`` and ``differentiable`` are refused then.
+    Arguments, state and results are those of ``torch.optim.Adam`` until
+    :meth:`freeze_second_moment` is called for some parameters; from then on those are divided by a
+    constant, while the first moment, the bias correction of the first moment, weight decay and all
+    other parameters go on as before. ``capturable`` and ``differentiable`` are refused then.
     """
 
     _one_pass: OnePass | None = None
@@ -55,21 +59,28 @@ class Adam(torch.optim.Adam):
         return list(self._one_pass.pending)
 
     @torch.no_grad()
-    def freeze_second_moment(self, params: Iterable[Tensor], eps_mode: str = "inside", bias_correction: bool = True) -> None:
-        """Replace the second moment v of ``params`` by the constant denominator of STEP's second phase (arXiv 2302.01172).
+    def freeze_second_moment(
+        self, params: Iterable[Tensor], eps_mode: str = "inside", bias_correction: bool = True
+    ) -> None:
+        """Replace the second moment v of ``params`` by the constant denominator of STEP's second
+        phase (arXiv 2302.01172).
 
-        ``v*`` is v (the running maximum under amsgrad), divided by ``1 - beta2^t`` with ``bias_correction``, so that the step
-        size does not jump at the switch. The denominator is ``sqrt(v* + eps)`` for ``eps_mode="inside"`` (a coordinate with
-        v* = 0 then moves by at most ``lr * |m| / sqrt(eps)``), ``sqrt(v*) + eps`` for ``"outside"`` (Adam's own form; dead
-        coordinates explode), ``sqrt(v*) + eps^(3/4)`` for ``"floor"``. Kept as ``state[p]["frozen_denominator"]`` in place
-        of v, so it travels in ``state_dict()`` and costs no memory. Parameters without state yet have v* = 0.
+        ``v*`` is v (the running maximum under amsgrad), divided by ``1 - beta2^t`` with
+        ``bias_correction``, so that the step size does not jump at the switch. The denominator is
+        ``sqrt(v* + eps)`` for ``eps_mode="inside"`` (a coordinate with v* = 0 then moves by at most
+        ``lr * |m| / sqrt(eps)``), ``sqrt(v*) + eps`` for ``"outside"`` (Adam's own form; dead
+        coordinates explode), ``sqrt(v*) + eps^(3/4)`` for ``"floor"``. Kept as
+        ``state[p]["frozen_denominator"]`` in place of v, so it travels in ``state_dict()`` and
+        costs no memory. Parameters without state yet have v* = 0.
         """
         if eps_mode not in EPS_MODES:
             raise ValueError(f"eps_mode={eps_mode!r}: allowed are {', '.join(EPS_MODES)}")
         wanted = {id(p): p for p in params}
         groups = self.groups_of(wanted.values())
         if any(group["capturable"] or group["differentiable"] for group in groups):
-            raise ValueError("a frozen second moment works with neither capturable=True nor differentiable=True")
+            raise ValueError(
+                "a frozen second moment works with neither capturable=True nor differentiable=True"
+            )
         for group in groups:
             for p in group["params"]:
                 if id(p) not in wanted or "frozen_denominator" in self.state[p]:
@@ -83,13 +94,17 @@ class Adam(torch.optim.Adam):
                 if eps_mode == "inside":
                     state["frozen_denominator"] = (v + eps).sqrt()
                 else:
-                    state["frozen_denominator"] = v.sqrt().add_(eps if eps_mode == "outside" else eps**0.75)
+                    state["frozen_denominator"] = v.sqrt().add_(
+                        eps if eps_mode == "outside" else eps**0.75
+                    )
 
     def _started(self, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
         """The state of a parameter, made as torch makes it before its first step."""
         state = self.state[p]
         if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if group["fused"] else None)
+            state["step"] = torch.zeros(
+                (), dtype=torch.float32, device=p.device if group["fused"] else None
+            )
             state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         return state
@@ -97,7 +112,9 @@ class Adam(torch.optim.Adam):
     def groups_of(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
         """The parameter groups that hold any of ``params``."""
         wanted = {id(p) for p in params}
-        return [group for group in self.param_groups if wanted.intersection(map(id, group["params"]))]
+        return [
+            group for group in self.param_groups if wanted.intersection(map(id, group["params"]))
+        ]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -117,7 +134,9 @@ class Adam(torch.optim.Adam):
             frozen = [
                 p
                 for p in group["params"]
-                if p.grad is not None and id(p) not in stepped and "frozen_denominator" in self.state.get(p, ())
+                if p.grad is not None
+                and id(p) not in stepped
+                and "frozen_denominator" in self.state.get(p, ())
             ]
             if frozen:
                 self._frozen_step(group, frozen)
@@ -161,13 +180,17 @@ class Adam(torch.optim.Adam):
             self._one_pass.forget()
 
     @torch.no_grad()
-    def second_moment_change(self, params: Iterable[Tensor], logs: bool = True) -> tuple[Tensor, Tensor, Tensor, int]:
-        """How far v would move if :meth:`step` were called with the gradients as they are: AutoSwitch's sample.
+    def second_moment_change(
+        self, params: Iterable[Tensor], logs: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        """How far v would move if :meth:`step` were called with the gradients as they are:
+        AutoSwitch's sample.
 
-        Returns ``(sum |dv|, sum of log |dv| over dv != 0, count of dv != 0, count)`` over all coordinates of those ``params``
-        that have a gradient; the first three are 0-dimensional float64 tensors on the gradients' device (no synchronisation).
-        ``logs=False`` leaves the second and third at 0, which saves most of the time.
-        ``dv = (1 - beta2) (g^2 - v)`` exactly, so no copy of the previous v is needed.
+        Returns ``(sum |dv|, sum of log |dv| over dv != 0, count of dv != 0, count)`` over all
+        coordinates of those ``params`` that have a gradient; the first three are 0-dimensional
+        float64 tensors on the gradients' device (no synchronisation). ``logs=False`` leaves the
+        second and third at 0, which saves most of the time. ``dv = (1 - beta2) (g^2 - v)`` exactly,
+        so no copy of the previous v is needed.
         """
         wanted = {id(p) for p in params}
         total: list[Tensor] = []
@@ -182,7 +205,9 @@ class Adam(torch.optim.Adam):
             for p, grad in zip(chosen, self._gradients(group, chosen), strict=True):
                 v = self.state.get(p, {}).get("exp_avg_sq")
                 v = None if v is None else _local(v)
-                change = grad.square() if v is None else torch.addcmul(v, grad, grad, value=-1).abs_()
+                change = (
+                    grad.square() if v is None else torch.addcmul(v, grad, grad, value=-1).abs_()
+                )
                 total.append(change.sum().double() * rest)
                 if logs:
                     moved = change > 0
@@ -195,17 +220,25 @@ class Adam(torch.optim.Adam):
         return sums[0], sums[1], sums[2], count
 
     def _gradients(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
-        """The gradients as Adam's moments see them: negated when maximising, with coupled weight decay added."""
+        """The gradients as Adam's moments see them: negated when maximising, with coupled weight
+        decay added.
+        """
         grads = [_local(p.grad) for p in params if p.grad is not None]
         if group["maximize"]:
             grads = list(torch._foreach_neg(grads))
         if group["weight_decay"] and not decoupled(group):
-            grads = list(torch._foreach_add(grads, [_local(p.detach()) for p in params], alpha=group["weight_decay"]))
+            grads = list(
+                torch._foreach_add(
+                    grads, [_local(p.detach()) for p in params], alpha=group["weight_decay"]
+                )
+            )
         return grads
 
 
 class AdamW(Adam):
-    """Drop-in ``torch.optim.AdamW`` (decoupled weight decay, default 1e-2) whose second moment can be frozen; see :class:`Adam`."""
+    """Drop-in ``torch.optim.AdamW`` (decoupled weight decay, default 1e-2) whose second moment can
+    be frozen; see :class:`Adam`.
+    """
 
     def __init__(
         self,
@@ -217,11 +250,15 @@ class AdamW(Adam):
         amsgrad: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=True, **kwargs)
+        super().__init__(
+            params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=True, **kwargs
+        )
 
 
 def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:
-    """The optimizer, if its second moment can be frozen. Raises ValueError that says what to use instead."""
+    """The optimizer, if its second moment can be frozen. Raises ValueError that says what to use
+    instead.
+    """
     if isinstance(optimizer, Adam):
         return optimizer
     own = "AdamW" if isinstance(optimizer, torch.optim.AdamW) else "Adam or nmrun.optim.AdamW"
@@ -232,23 +269,32 @@ def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:
 
 
 def skipped_by_loss_scaling(optimizer: torch.optim.Optimizer) -> bool:
-    """Settle what a GradScaler left to a fused optimizer: unscale the gradients here, and say whether the step is skipped.
+    """Settle what a GradScaler left to a fused optimizer: unscale the gradients here, and say
+    whether the step is skipped.
 
-    A GradScaler hands its scale and its overflow flag to optimizers that apply them in their fused kernel. Whoever edits
-    gradients before that kernel must see them unscaled, and must not count a step that the overflow turns into nothing.
+    A GradScaler hands its scale and its overflow flag to optimizers that apply them in their fused
+    kernel. Whoever edits gradients before that kernel must see them unscaled, and must not count a
+    step that the overflow turns into nothing.
     """
     found_inf = getattr(optimizer, "found_inf", None)
     if found_inf is not None and bool(found_inf):
         return True
     scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [
+            p.grad
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         torch._foreach_div_(grads, float(scale))
         optimizer.grad_scale = None  # type: ignore[attr-defined]
     return False
 
 
-def closure_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def closure_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Evaluate a step's closure now, and hand its loss on: gradients are edited before the step."""
     closure = kwargs.get("closure")
     if closure is None:
@@ -269,18 +315,23 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _stock_step(optimizer: Adam) -> None:
-    """``torch.optim.Adam.step`` without the hooks, which torch wraps around the class once anyone makes a plain Adam."""
+    """``torch.optim.Adam.step`` without the hooks, which torch wraps around the class once anyone
+    makes a plain Adam.
+    """
     step = torch.optim.Adam.step
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
     step(optimizer)
 
 
-def schedule_factor(name: str, warmup_steps: int, total_steps: int, final: float = 0.0) -> Callable[[int], float]:
-    """The learning rate as a fraction of its base value, a pure function of the step (0-based), so resuming needs no state.
+def schedule_factor(
+    name: str, warmup_steps: int, total_steps: int, final: float = 0.0
+) -> Callable[[int], float]:
+    """The learning rate as a fraction of its base value, a pure function of the step (0-based), so
+    resuming needs no state.
 
-    Linear warm-up over ``warmup_steps`` (the first step has ``1 / warmup_steps`` of the base), then ``constant``, ``linear`` or
-    ``cosine`` from 1 down to ``final`` at step ``total_steps``.
+    Linear warm-up over ``warmup_steps`` (the first step has ``1 / warmup_steps`` of the base), then
+    ``constant``, ``linear`` or ``cosine`` from 1 down to ``final`` at step ``total_steps``.
     """
     if name not in ("constant", "linear", "cosine"):
         raise ValueError(f"schedule {name!r}: allowed are constant, linear, cosine")
@@ -298,15 +349,25 @@ def schedule_factor(name: str, warmup_steps: int, total_steps: int, final: float
 
 
 def inverse_sqrt_factor(warmup_steps: int, start: float = 0.0) -> Callable[[int], float]:
-    """The schedule of the Transformer (Vaswani et al. 2017, equation 3) as fairseq has it, as a fraction of its highest value.
+    """The schedule of the Transformer (Vaswani et al. 2017, equation 3) as fairseq has it, as a
+    fraction of its highest value.
 
-    It rises linearly from ``start`` at step 0 to 1 at step ``warmup_steps`` (1 or more), then it is ``sqrt(warmup_steps / step)``.
+    It rises linearly from ``start`` at step 0 to 1 at step ``warmup_steps`` (1 or more), then it is
+    ``sqrt(warmup_steps / step)``.
     """
-    return lambda step: start + (1.0 - start) * step / warmup_steps if step < warmup_steps else math.sqrt(warmup_steps / step)
+    return lambda step: (
+        start + (1.0 - start) * step / warmup_steps
+        if step < warmup_steps
+        else math.sqrt(warmup_steps / step)
+    )
 
 
 def scheduled(options: dict[str, Any], lr: float, total_steps: int) -> Callable[[int], float]:
-    """The learning rate as a fraction of ``lr``, its base value, by the config's ``schedule`` group."""
+    """The learning rate as a fraction of ``lr``, its base value, by the config's ``schedule``
+    group.
+    """
     if options["name"] == "inverse_sqrt":
         return inverse_sqrt_factor(options["warmup_steps"], options["init_lr"] / lr)
-    return schedule_factor(options["name"], round(options["warmup"] * total_steps), total_steps, options["final"])
+    return schedule_factor(
+        options["name"], round(options["warmup"] * total_steps), total_steps, options["final"]
+    )

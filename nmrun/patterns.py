@@ -1,4 +1,6 @@
-"""N:M patterns: at most N non-zeros in every group of M consecutive weights. No torch, no Hydra in here."""
+"""N:M patterns: at most N non-zeros in every group of M consecutive weights. No torch, no Hydra in
+here.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,11 @@ class PatternError(ValueError):
 
 @dataclass(frozen=True, order=True)
 class Pattern:
-    """N:M sparsity, ``n`` weights kept in every group of ``m``; 1 <= n <= m. ``str`` gives ``2:4``, ``slug`` ``2of4``.
+    """N:M sparsity, ``n`` weights kept in every group of ``m``; 1 <= n <= m. ``str`` gives ``2:4``,
+    ``slug`` ``2of4``.
 
-    ``length``, see :meth:`over`, is the size of the dimension whose last group may be short. 0, the default: M has to divide the size.
+    ``length``, see :meth:`over`, is the size of the dimension whose last group may be short. 0, the
+    default: M has to divide the size.
     """
 
     n: int
@@ -26,20 +30,28 @@ class Pattern:
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= self.m:
-            raise PatternError(f"{self.n}:{self.m} is not an N:M pattern: it takes 1 <= N <= M, such as 2:4 or 1:16")
+            raise PatternError(
+                f"{self.n}:{self.m} is not an N:M pattern: it takes 1 <= N <= M, such as 2:4 or 1:16"
+            )
 
     @classmethod
     def parse(cls, text: str | Pattern) -> Pattern:
-        """``"2:4"`` or ``"2of4"`` (a Pattern passes through). Raises PatternError for anything else."""
+        """``"2:4"`` or ``"2of4"`` (a Pattern passes through). Raises PatternError for anything
+        else.
+        """
         if isinstance(text, Pattern):
             return text
         match = re.fullmatch(r"(\d{1,6})(?::|of)(\d{1,6})", str(text).strip())
         if match is None:
-            raise PatternError(f"{text!r} is not an N:M pattern: write two numbers with a colon, such as 2:4 or 1:16")
+            raise PatternError(
+                f"{text!r} is not an N:M pattern: write two numbers with a colon, such as 2:4 or 1:16"
+            )
         return cls(int(match[1]), int(match[2]))
 
     def over(self, length: int) -> Pattern:
-        """The pattern along a dimension of just this size, as if zeros filled it up to whole groups: the last one may be short."""
+        """The pattern along a dimension of just this size, as if zeros filled it up to whole
+        groups: the last one may be short.
+        """
         return replace(self, length=length)
 
     def __str__(self) -> str:
@@ -58,16 +70,20 @@ class Pattern:
 
     @property
     def fits_2_4(self) -> bool:
-        """Whether at most two of every aligned four weights are non-zero: for 1:M, since four weights lie in two groups at most, and for 2:M
-        with M a multiple of 4 (2:4, 2:8)."""
+        """Whether at most two of every aligned four weights are non-zero: for 1:M, since four
+        weights lie in two groups at most, and for 2:M with M a multiple of 4 (2:4, 2:8)."""
         return (self.n == 1 and self.m > 1) or (self.n == 2 and self.m % 4 == 0)
 
 
 def stepwise(target: Pattern) -> list[Pattern]:
-    """``M-1:M, M/2:M, M/4:M, ..., N:M``, ever sparser. Raises PatternError unless M / N is a power of two."""
+    """``M-1:M, M/2:M, M/4:M, ..., N:M``, ever sparser. Raises PatternError unless M / N is a power
+    of two.
+    """
     ratio = target.m // target.n
     if target.m % target.n or ratio & (ratio - 1):
-        raise PatternError(f"stepwise structure decay halves M until it is N; for {target}, M / N is not a power of two")
+        raise PatternError(
+            f"stepwise structure decay halves M until it is N; for {target}, M / N is not a power of two"
+        )
     halves = [replace(target, n=target.m >> i) for i in range(1, ratio.bit_length())]
     return list(dict.fromkeys([replace(target, n=max(target.m - 1, target.n)), *halves, target]))
 

@@ -1,4 +1,6 @@
-"""Which values a setting takes, in words and as a test: for the config's keys and for the recipes' hyperparameters alike."""
+"""Which values a setting takes, in words and as a test: for the config's keys and for the recipes'
+hyperparameters alike.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from nmrun.patterns import Pattern, PatternError
 
 @dataclass(frozen=True)
 class Check:
-    """What a key takes, in words and as a test; ``convert`` gives equal values one form (1 and 1.0), so that they are one run."""
+    """What a key takes, in words and as a test; ``convert`` gives equal values one form (1 and
+    1.0), so that they are one run.
+    """
 
     allowed: str
     holds: Callable[[Any], bool]
@@ -23,22 +27,33 @@ class Check:
 
 def whole(low: int, high: float = math.inf, optional: bool = False) -> Check:
     return Check(
-        f"a whole number, {low} {'or more' if high == math.inf else f'to {high}'}" + (", or null" if optional else ""),
+        f"a whole number, {low} {'or more' if high == math.inf else f'to {high}'}"
+        + (", or null" if optional else ""),
         lambda value: (optional and value is None) or (type(value) is int and low <= value <= high),
     )
 
 
 def number(
-    low: float, high: float = math.inf, open_low: bool = False, open_high: bool = False, optional: bool = False
+    low: float,
+    high: float = math.inf,
+    open_low: bool = False,
+    open_high: bool = False,
+    optional: bool = False,
 ) -> Check:
     def holds(value: Any) -> bool:
         if value is None or type(value) not in (int, float) or not math.isfinite(value):
             return optional and value is None
-        return (low < value if open_low else low <= value) and (value < high if open_high else value <= high)
+        return (low < value if open_low else low <= value) and (
+            value < high if open_high else value <= high
+        )
 
     span = f"{'above' if open_low else 'at least'} {low:g}"
     span += "" if math.isinf(high) else f" and {'below' if open_high else 'at most'} {high:g}"
-    return Check(f"a number {span}" + (", or null" if optional else ""), holds, lambda v: None if v is None else float(v))
+    return Check(
+        f"a number {span}" + (", or null" if optional else ""),
+        holds,
+        lambda v: None if v is None else float(v),
+    )
 
 
 def one_of(*options: str) -> Check:
@@ -46,12 +61,16 @@ def one_of(*options: str) -> Check:
 
 
 def _is_switch(value: Any) -> bool:
-    return value in ("auto", "auto_geometric") or number(0, 1, open_low=True, open_high=True).holds(value)
+    return value in ("auto", "auto_geometric") or number(0, 1, open_low=True, open_high=True).holds(
+        value
+    )
 
 
 def _is_expressions(value: Any) -> bool:
     try:
-        return value is None or all(re.compile(item) for item in ([value] if isinstance(value, str) else value))
+        return value is None or all(
+            re.compile(item) for item in ([value] if isinstance(value, str) else value)
+        )
     except (re.error, TypeError):
         return False
 
@@ -65,7 +84,9 @@ def _is_pattern(value: Any) -> bool:
 
 def _is_ratios(value: Any) -> bool:
     try:
-        return value is None or all(re.compile(str(k)) and (v == "dense" or Pattern.parse(v)) for k, v in value.items())
+        return value is None or all(
+            re.compile(str(k)) and (v == "dense" or Pattern.parse(v)) for k, v in value.items()
+        )
     except (re.error, AttributeError, ValueError, TypeError):
         return False
 
@@ -109,13 +130,18 @@ DECAY = Check(
     lambda value: value if value == "auto" else float(value),
 )
 EXPRESSIONS = Check(
-    "a regular expression or a list of them", _is_expressions, lambda value: [value] if isinstance(value, str) else value
+    "a regular expression or a list of them",
+    _is_expressions,
+    lambda value: [value] if isinstance(value, str) else value,
 )
 RATIOS = Check(
     "null or regular expressions with a ratio (in YAML in quotes) or dense for each, as in "
     "'sparsity.overrides={inner.1: 1:8, head: dense}'",
     _is_ratios,
-    lambda value: (value and {str(k): v if v == "dense" else str(Pattern.parse(v)) for k, v in value.items()}) or None,
+    lambda value: (
+        (value and {str(k): v if v == "dense" else str(Pattern.parse(v)) for k, v in value.items()})
+        or None
+    ),
 )
 BETAS = Check(
     "two numbers from 0 to below 1",
@@ -124,7 +150,11 @@ BETAS = Check(
 )
 SPAN = Check(
     "two numbers above 0",
-    lambda value: isinstance(value, list) and len(value) == 2 and all(map(number(0, open_low=True).holds, value)),
+    lambda value: (
+        isinstance(value, list)
+        and len(value) == 2
+        and all(map(number(0, open_low=True).holds, value))
+    ),
     lambda value: [float(item) for item in value],
 )
 PATTERN = Check(
@@ -135,7 +165,11 @@ PATTERN = Check(
 BUDGET = Check(
     "flops:dense, flops:<number above 0> such as flops:1e12, or null",
     _is_budget,
-    lambda value: value if value in (None, "flops:dense") else f"flops:{float(value.removeprefix('flops:'))!r}",
+    lambda value: (
+        value
+        if value in (None, "flops:dense")
+        else f"flops:{float(value.removeprefix('flops:'))!r}"
+    ),
 )
 WIDTHS = Check(
     "a list of at least two whole numbers, 1 or more",
@@ -145,6 +179,11 @@ SEEDS = Check(
     "null or a list of different whole numbers, 0 or more, such as [0,1,2]",
     lambda value: (
         value is None
-        or (isinstance(value, list) and bool(value) and all(map(whole(0).holds, value)) and len(set(value)) == len(value))
+        or (
+            isinstance(value, list)
+            and bool(value)
+            and all(map(whole(0).holds, value))
+            and len(set(value)) == len(value)
+        )
     ),
 )

@@ -1,13 +1,14 @@
-"""One run in several processes, as ``torchrun`` starts them: every rank works on its share of each batch.
+"""One run in several processes, as ``torchrun`` starts them: every rank works on its share of each
+batch.
 
 Data are shared out: a rank reads, decodes, augments and pads its micro-batches alone, and evaluates
 its batches of a split alone. Random numbers are drawn for a whole batch on each rank, so a share
 does not depend on the number of ranks.
 
 Models are replicated (``trainer.distributed=ddp``) or sharded (``fsdp``). Replicated: each rank has
-all weights and sees the mean of all gradients, so recipes, clipping, AutoSwitch and the optimizer do
-the same everywhere without knowing. Sharded: each rank has its rows of each weight, and no rank can
-pass through the model without the others (``nmrun.train.sharded``).
+all weights and sees the mean of all gradients, so recipes, clipping, AutoSwitch and the optimizer
+do the same everywhere without knowing. Sharded: each rank has its rows of each weight, and no rank
+can pass through the model without the others (``nmrun.train.sharded``).
 
 Rank 0, the leader, alone writes files and speaks. Without ``torchrun`` there is one rank, which
 leads, and every function here costs nothing.
@@ -31,7 +32,9 @@ T = TypeVar("T")
 
 
 def begin(asked: str = "auto") -> None:
-    """Join the other processes, if there are any: by NCCL where each has a GPU of its own, else by Gloo. ``asked``: trainer.device."""
+    """Join the other processes, if there are any: by NCCL where each has a GPU of its own, else by
+    Gloo. ``asked``: trainer.device.
+    """
     if world() == 1 or dist.is_initialized():
         return
     on_gpu = asked != "cpu" and torch.cuda.is_available()
@@ -100,7 +103,9 @@ def total(value: Tensor) -> Tensor:
 
 
 def together(work: Callable[[], T]) -> T:
-    """What ``work`` gives on this rank. Its RunError on any rank is raised on all, which have to call."""
+    """What ``work`` gives on this rank. Its RunError on any rank is raised on all, which have to
+    call.
+    """
     if world() == 1:
         return work()
     done: list[T] = []

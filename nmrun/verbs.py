@@ -1,9 +1,10 @@
-"""What every verb has: options whose mistakes are errors like any other, and output that may be cut.
+"""What every verb has: options whose mistakes are errors like any other, and output that may be
+cut.
 
 A verb raises ConfigError for a mistake in the command and RunError for work that failed. The
-command line prints either as one line, ``nmrun: ...``, and exits with status 2 or 1. Where the reader
-of standard output goes (``nmrun ... | head``), the program ends quietly. The signal itself, SIGPIPE,
-is no way to have that: it would also end a run whose connection to W&B breaks.
+command line prints either as one line, ``nmrun: ...``, and exits with status 2 or 1. Where the
+reader of standard output goes (``nmrun ... | head``), the program ends quietly. The signal itself,
+SIGPIPE, is no way to have that: it would also end a run whose connection to W&B breaks.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class _Stream:
 
     def write(self, text: str) -> int:
         with self._reader():
-            self._stream.write(text)  # what stands in for a stream elsewhere need not say how much it wrote
+            self._stream.write(
+                text
+            )  # what stands in for a stream elsewhere need not say how much it wrote
         return len(text)
 
     def flush(self) -> None:
@@ -61,7 +64,9 @@ class _Stream:
             yield
         except BrokenPipeError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())  # for what is still in the buffer, and is said on the way out
+            os.dup2(
+                nowhere, self._stream.fileno()
+            )  # for what is still in the buffer, and is said on the way out
             os.close(nowhere)
             raise SystemExit(STATUS) from None
 
@@ -71,8 +76,13 @@ class _Stream:
 
 @contextlib.contextmanager
 def ends_quietly() -> Iterator[None]:
-    """While entered, writing to where nobody reads any more raises SystemExit(141), on standard output and standard error."""
-    with contextlib.redirect_stdout(_Stream(sys.stdout)), contextlib.redirect_stderr(_Stream(sys.stderr)):  # type: ignore[type-var]
+    """While entered, writing to where nobody reads any more raises SystemExit(141), on standard
+    output and standard error.
+    """
+    with (
+        contextlib.redirect_stdout(_Stream(sys.stdout)),
+        contextlib.redirect_stderr(_Stream(sys.stderr)),
+    ):  # type: ignore[type-var]
         try:
             yield
         finally:

@@ -1,4 +1,6 @@
-"""Shared by all tests: no tracking to anywhere, few threads, everything written below a temporary folder."""
+"""Shared by all tests: no tracking to anywhere, few threads, everything written below a temporary
+folder.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,13 @@ os.environ.pop("WANDB_API_KEY", None)
 
 @pytest.fixture
 def nmrun_cli(tmp_path: Path):
-    """Run the command line in a process of its own, in an empty folder; returns the completed process."""
+    """Run the command line in a process of its own, in an empty folder; returns the completed
+    process.
+    """
 
-    def call(*arguments: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    def call(
+        *arguments: str, timeout: float = 120, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "nmrun.cli", *arguments],
             cwd=tmp_path, capture_output=True, text=True, timeout=timeout, env={**os.environ, **environment},
@@ -37,8 +43,12 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def kernels_for_small_weights(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The compiled CPU kernels work on weights of any size, and are built in a cache of this module's."""
+def kernels_for_small_weights(
+    shared_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """The compiled CPU kernels work on weights of any size, and are built in a cache of this
+    module's.
+    """
     from nmrun.kernels import cpu
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(shared_cache))
@@ -49,9 +59,13 @@ def kernels_for_small_weights(shared_cache: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.fixture
 def write(tmp_path: Path):
-    """Write the result.json of one run; a double underscore in a name is a dot (``optimizer__lr=0.1``)."""
+    """Write the result.json of one run; a double underscore in a name is a dot
+    (``optimizer__lr=0.1``).
+    """
 
-    def call(recipe: str, ratio: str, seed: int, accuracy: float | None = None, **other: object) -> Path:
+    def call(
+        recipe: str, ratio: str, seed: int, accuracy: float | None = None, **other: object
+    ) -> Path:
         n, m = (None, None) if ratio == "dense" else map(int, ratio.split(":"))
         config: dict = {
             "dataset": {"name": "digits"}, "model": {"name": "small_conv", "channels": [32, 64]}, "recipe": {"name": recipe},
@@ -63,7 +77,11 @@ def write(tmp_path: Path):
         for key, value in other.items():
             group, _, name = key.partition("__")
             config[group][name] = value
-        final = {key: value for key, value in {"test/accuracy": accuracy, "test/loss": loss}.items() if value is not None}
+        final = {
+            key: value
+            for key, value in {"test/accuracy": accuracy, "test/loss": loss}.items()
+            if value is not None
+        }
         best = {key: value + 0.005 for key, value in final.items()}
         folder = (
             root

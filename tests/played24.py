@@ -1,4 +1,6 @@
-"""2:4 products and the GPU for them, played on a CPU: a path that stores half the values, and times that are made up."""
+"""2:4 products and the GPU for them, played on a CPU: a path that stores half the values, and times
+that are made up.
+"""
 
 from __future__ import annotations
 
@@ -14,35 +16,50 @@ from nmrun.products import acceleration, backends24, probe24
 
 
 def two_values(weight: Tensor) -> list[Tensor]:
-    """Half the values and where they stood: whoever has more than two non-zeros in a group loses some."""
+    """Half the values and where they stood: whoever has more than two non-zeros in a group loses
+    some.
+    """
     groups = weight.unflatten(1, (-1, 4))
-    where = (groups != 0).int().sort(dim=2, descending=True, stable=True).indices[..., :2].contiguous()
+    where = (
+        (groups != 0).int().sort(dim=2, descending=True, stable=True).indices[..., :2].contiguous()
+    )
     return [groups.gather(2, where).contiguous(), where]
 
 
 def multiply(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
     values, where = parts
-    return F.linear(x, values.new_zeros(*values.shape[:2], 4).scatter(2, where, values).flatten(1), bias)
+    return F.linear(
+        x, values.new_zeros(*values.shape[:2], 4).scatter(2, where, values).flatten(1), bias
+    )
 
 
 COMPRESSED = backends24.Path(backends24._separately(two_values), multiply)
 
 
 def cslt_compress(weight: Tensor) -> Tensor:
-    """In the place of ``torch._cslt_compress``: values and where they stood, in one tensor of the weight's dtype."""
+    """In the place of ``torch._cslt_compress``: values and where they stood, in one tensor of the
+    weight's dtype.
+    """
     assert weight.is_contiguous()
     return torch.cat([part.float() for part in two_values(weight.float())], 2).to(weight.dtype)
 
 
 def cslt_sparse_mm(packed: Tensor, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """In the place of ``torch._cslt_sparse_mm``, which takes two of a dtype, in FP8 with the dense one transposed and a dtype for the result."""
+    """In the place of ``torch._cslt_sparse_mm``, which takes two of a dtype, in FP8 with the dense
+    one transposed and a dtype for the result.
+    """
     assert packed.dtype == x.dtype
     eight_bits = packed.dtype.itemsize == 1
     assert not eight_bits or (x.stride(0) == 1 and packed.dtype == torch.float8_e4m3fn)
     assert (out_dtype is not None) is eight_bits
     assert x.shape[1] % (32 // packed.dtype.itemsize // 2) == 0
     values, where = packed.float().chunk(2, 2)
-    return multiply(x.float().t(), [values, where.long()], None).t().contiguous().to(out_dtype or x.dtype)
+    return (
+        multiply(x.float().t(), [values, where.long()], None)
+        .t()
+        .contiguous()
+        .to(out_dtype or x.dtype)
+    )
 
 
 class Machine:
@@ -62,7 +79,9 @@ class Machine:
 def play(setattr: Callable[[Any, str, Any], None], cache: Path) -> Machine:
     """Let ``nmrun`` see this machine; ``setattr`` may be that of pytest's monkeypatch."""
     made = Machine()
-    setattr(backends24, "PATHS", {"compressed": COMPRESSED, "cusparselt_fp8": backends24.CUSPARSELT_FP8})
+    setattr(
+        backends24, "PATHS", {"compressed": COMPRESSED, "cusparselt_fp8": backends24.CUSPARSELT_FP8}
+    )
     setattr(torch, "_cslt_compress", cslt_compress)
     setattr(torch, "_cslt_sparse_mm", cslt_sparse_mm)
     setattr(backends24, "milliseconds", made.milliseconds)

@@ -1,4 +1,6 @@
-"""The recipes once more, by hand: plain loops over plain tensors, without hooks, parametrizations or torch's optimizers."""
+"""The recipes once more, by hand: plain loops over plain tensors, without hooks, parametrizations
+or torch's optimizers.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def mask_of(w: Tensor) -> Tensor:
     """Top N of each M magnitudes along the rows, by a stable sort."""
     groups = w.abs().reshape(-1, M)
     order = groups.argsort(dim=1, descending=True, stable=True)
-    return torch.zeros_like(groups, dtype=torch.bool).scatter(1, order[:, :N], True).reshape(w.shape)
+    return (
+        torch.zeros_like(groups, dtype=torch.bool).scatter(1, order[:, :N], True).reshape(w.shape)
+    )
 
 
 def pruned(w: Tensor) -> Tensor:
@@ -28,7 +32,9 @@ def pruned(w: Tensor) -> Tensor:
 
 def soft(w: Tensor) -> Tensor:
     t = w.abs().reshape(-1, M).sort(dim=1, descending=True).values[:, N : N + 1]
-    return (w.sign() * w.abs().sub(t.repeat_interleave(M, 1).reshape(w.shape)).clamp_min(0)).reshape(w.shape)
+    return (
+        w.sign() * w.abs().sub(t.repeat_interleave(M, 1).reshape(w.shape)).clamp_min(0)
+    ).reshape(w.shape)
 
 
 def loss(weights: Weights, x: Tensor, y: Tensor) -> Tensor:
@@ -37,17 +43,29 @@ def loss(weights: Weights, x: Tensor, y: Tensor) -> Tensor:
 
 
 class Reference:
-    """One run of ``TOTAL`` optimizer steps. ``update`` is sgd (momentum 0.9), adam or adamw; ``forward`` the weights the network uses."""
+    """One run of ``TOTAL`` optimizer steps. ``update`` is sgd (momentum 0.9), adam or adamw;
+    ``forward`` the weights the network uses.
+    """
 
-    def __init__(self, recipe: str, update: str, weights: Weights, weight_decay: float = 0.0, switch: int = 0) -> None:
-        self.recipe, self.update, self.weight_decay, self.switch = recipe, update, weight_decay, switch
+    def __init__(
+        self, recipe: str, update: str, weights: Weights, weight_decay: float = 0.0, switch: int = 0
+    ) -> None:
+        self.recipe, self.update, self.weight_decay, self.switch = (
+            recipe,
+            update,
+            weight_decay,
+            switch,
+        )
         self.weights = [w.clone() for w in weights]
         self.m = [torch.zeros_like(w) for w in weights]
         self.v = [torch.zeros_like(w) for w in weights]
         self.frozen: dict[int, Tensor] = {}
         self.masks: dict[int, Tensor] = {}
         self.t = 0
-        self.beta = {i: (weights[i] * soft(weights[i])).sum() / soft(weights[i]).square().sum() for i in SPARSE}
+        self.beta = {
+            i: (weights[i] * soft(weights[i])).sum() / soft(weights[i]).square().sum()
+            for i in SPARSE
+        }
         self.change_phase()
 
     @property
@@ -82,7 +100,9 @@ class Reference:
         used = [w.clone().requires_grad_() for w in self.forward]
         grads = [torch.zeros_like(w) for w in used]
         for x, y in batches:
-            for total, g in zip(grads, torch.autograd.grad(loss(used, x, y) / len(batches), used), strict=True):
+            for total, g in zip(
+                grads, torch.autograd.grad(loss(used, x, y) / len(batches), used), strict=True
+            ):
                 total += g
         if clip is not None:
             norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
@@ -117,7 +137,9 @@ class Reference:
         self.weights[i] = w - LR * self.m[i] / (1 - 0.9**self.t) / denominator
 
 
-def data(count: int, dtype: torch.dtype = torch.float64) -> Callable[[int], list[tuple[Tensor, Tensor]]]:
+def data(
+    count: int, dtype: torch.dtype = torch.float64
+) -> Callable[[int], list[tuple[Tensor, Tensor]]]:
     """``data(count)(step)`` is a list of ``count`` micro-batches."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(TOTAL, count, 6, 8, generator=generator, dtype=dtype)
@@ -125,23 +147,37 @@ def data(count: int, dtype: torch.dtype = torch.float64) -> Callable[[int], list
     return lambda step: list(zip(x[step], y[step], strict=True))
 
 
-Rule = Callable[[int, int, Tensor], Tensor]  # (step, which weight, dense weight) -> a tensor of its shape
+Rule = Callable[
+    [int, int, Tensor], Tensor
+]  # (step, which weight, dense weight) -> a tensor of its shape
 
 
 class ByHand:
-    """SGD without momentum under any recipe: ``forward`` gives the weight used, ``gradient`` the factor or addition of its gradient.
+    """SGD without momentum under any recipe: ``forward`` gives the weight used, ``gradient`` the
+    factor or addition of its gradient.
 
-    ``edit(step, i, w, g)`` returns the gradient that the dense weight i receives for the gradient g of the used one.
+    ``edit(step, i, w, g)`` returns the gradient that the dense weight i receives for the gradient g
+    of the used one.
     """
 
     def __init__(
-        self, weights: Weights, forward: Rule, edit: Callable[[int, int, Tensor, Tensor], Tensor] = lambda t, i, w, g: g
+        self,
+        weights: Weights,
+        forward: Rule,
+        edit: Callable[[int, int, Tensor, Tensor], Tensor] = lambda t, i, w, g: g,
     ) -> None:
-        self.weights, self.forward, self.edit, self.t = [w.clone() for w in weights], forward, edit, 0
+        self.weights, self.forward, self.edit, self.t = (
+            [w.clone() for w in weights],
+            forward,
+            edit,
+            0,
+        )
 
     @property
     def used(self) -> Weights:
-        return [self.forward(self.t, i, w) if i in SPARSE else w for i, w in enumerate(self.weights)]
+        return [
+            self.forward(self.t, i, w) if i in SPARSE else w for i, w in enumerate(self.weights)
+        ]
 
     def step(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         used = [w.clone().requires_grad_() for w in self.used]

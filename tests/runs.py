@@ -12,7 +12,10 @@ from nmrun import recipes
 from nmrun.config import schema, source
 
 RECIPES = tuple(recipes.RECIPES)
-FITTING = {"sdgf_geometric": ("recipe.frames=2",), "t_sr_ste": ("recipe.interval=5",)}  # what 12 steps and 8 channels ask for
+FITTING = {
+    "sdgf_geometric": ("recipe.frames=2",),
+    "t_sr_ste": ("recipe.interval=5",),
+}  # what 12 steps and 8 channels ask for
 TINY = (
     "sparsity='2:4'",
     "model.channels=[8,8,8]",
@@ -29,15 +32,33 @@ TINY = (
 def config(output_dir: Path | str, *overrides: str) -> schema.Config:
     """The checked config of a run of 12 steps in 4 epochs, with these overrides."""
     source.register()
-    tiny = [item for item in TINY if not (item.startswith("model.channels") and any(o.startswith("model=") for o in overrides))]
-    fitting = [item for recipe, items in FITTING.items() if f"recipe={recipe}" in overrides for item in items]
+    tiny = [
+        item
+        for item in TINY
+        if not (
+            item.startswith("model.channels") and any(o.startswith("model=") for o in overrides)
+        )
+    ]
+    fitting = [
+        item
+        for recipe, items in FITTING.items()
+        if f"recipe={recipe}" in overrides
+        for item in items
+    ]
     with initialize_config_module("nmrun.conf", version_base="1.3"):
-        return schema.check(compose("nmrun", [*tiny, f"output_dir={output_dir}", *fitting, *overrides]))
+        return schema.check(
+            compose("nmrun", [*tiny, f"output_dir={output_dir}", *fitting, *overrides])
+        )
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
-        {key: value for key, value in line.items() if key not in ("steps_per_second", "items_per_second")} for line in lines
+        {
+            key: value
+            for key, value in line.items()
+            if key not in ("steps_per_second", "items_per_second")
+        }
+        for line in lines
     ]

@@ -1,4 +1,6 @@
-"""What each of two processes does in test_fsdp.py: train on shards what one process trains, go on, stop, and compare notes."""
+"""What each of two processes does in test_fsdp.py: train on shards what one process trains, go on,
+stop, and compare notes.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,31 @@ from nmrun.errors import ConfigError
 from nmrun.train import runner
 from nmrun.train.loop import Loop
 
-OPTIONS = ("trainer.clip=0.5", "trainer.epochs=3", "model.exclude=[stem,head]", "model.channels=[8,7,8]", "sparsity.pad=true")
-VIT = ("model=vit_tiny", "model.layers=1", "model.width=8", "model.heads=1", "trainer.clip=0.5", "trainer.epochs=2")
+OPTIONS = (
+    "trainer.clip=0.5",
+    "trainer.epochs=3",
+    "model.exclude=[stem,head]",
+    "model.channels=[8,7,8]",
+    "sparsity.pad=true",
+)
+VIT = (
+    "model=vit_tiny",
+    "model.layers=1",
+    "model.width=8",
+    "model.heads=1",
+    "trainer.clip=0.5",
+    "trainer.epochs=2",
+)
 MLP = ("recipe=sr_ste", "model=mlp", "model.hidden=[32,16]", "trainer.epochs=2")
-RECIPES = ("ste", "s_ste", "mdgf_linear", "mdgf_exponential", "sdgf_stepwise", "sdgf_geometric", "decay_mask")
+RECIPES = (
+    "ste",
+    "s_ste",
+    "mdgf_linear",
+    "mdgf_exponential",
+    "sdgf_stepwise",
+    "sdgf_geometric",
+    "decay_mask",
+)
 CASES: dict[str, tuple[str, ...]] = {
     "dense": ("recipe=dense", *OPTIONS),
     **{name: (f"recipe={name}", *OPTIONS) for name in RECIPES},
@@ -30,7 +53,13 @@ CASES: dict[str, tuple[str, ...]] = {
     "asp": ("recipe=asp", *OPTIONS),
     "asp at once": ("recipe=asp", "recipe.prune_at=0.0", "optimizer=sgd", *OPTIONS),
     "step": ("recipe=step", "recipe.switch=0.5", "recipe.decay=0.1", *OPTIONS),
-    "autoswitch": ("recipe=step", "recipe.t_max=0.9", "optimizer.betas=[0.9,0.5]", "optimizer.eps=1e-4", *OPTIONS),
+    "autoswitch": (
+        "recipe=step",
+        "recipe.t_max=0.9",
+        "optimizer.betas=[0.9,0.5]",
+        "optimizer.eps=1e-4",
+        *OPTIONS,
+    ),
     "average": ("recipe=sr_ste", "trainer.average=2", *OPTIONS),
     "budget": ("recipe=step", "recipe.switch=0.5", "trainer.budget=flops:dense", *OPTIONS),
     "fp8": (*MLP, "trainer.fp8=true"),
@@ -47,7 +76,10 @@ class Stored(nn.Module):
     def __init__(self, inputs: int, nf: int) -> None:
         super().__init__()
         self.nf = nf
-        self.weight, self.bias = nn.Parameter(torch.randn(inputs, nf) / 3), nn.Parameter(torch.zeros(nf))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(inputs, nf) / 3),
+            nn.Parameter(torch.zeros(nf)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.bias
@@ -57,7 +89,9 @@ Stored.__name__ = "Conv1D"
 
 
 class Odd(nn.Module):
-    """A transposed weight, a row that one rank has alone, a tied and a frozen parameter, and running statistics."""
+    """A transposed weight, a row that one rank has alone, a tied and a frozen parameter, and
+    running statistics.
+    """
 
     def __init__(self, outputs: int = 6) -> None:
         super().__init__()
@@ -72,7 +106,9 @@ class Odd(nn.Module):
         return self.layers[2](self.layers[1](x).relu())
 
 
-def run(output_dir: Path | str, case: str, *overrides: str, stop: int | None = None) -> dict[str, Any]:
+def run(
+    output_dir: Path | str, case: str, *overrides: str, stop: int | None = None
+) -> dict[str, Any]:
     """Train in this process, one of several or not; ``stop`` as by a signal after so many steps."""
     made = config(output_dir, *CASES[case], *overrides)
     train = Loop.train
@@ -125,7 +161,9 @@ def check_odd() -> None:
     made = []
     for each in (alone, model):
         optimizer = nmrun.optim.Adam([p for p in each.parameters() if p.requires_grad], lr=0.05)
-        handle = nmrun.sparsify(each, optimizer, "sr_ste", "2:4", decay=0.1, exclude="first|layers.0")
+        handle = nmrun.sparsify(
+            each, optimizer, "sr_ste", "2:4", decay=0.1, exclude="first|layers.0"
+        )
         made.append((each, optimizer, handle))
     held, whole = sharded.Sharded(*made[1]), Replicated(*made[0])
     assert [w.name for w in made[1][2].sparse] == ["layers.1.weight"]
@@ -139,7 +177,10 @@ def check_odd() -> None:
             optimizer.step()
             optimizer.zero_grad()
     saved, final = held.state_dict(), held.final_state_dict()
-    for expected, gathered in ((whole.state_dict()["model"], saved["model"]), (whole.final_state_dict(), final)):
+    for expected, gathered in (
+        (whole.state_dict()["model"], saved["model"]),
+        (whole.final_state_dict(), final),
+    ):
         assert list(gathered) == (list(expected) if ranks.leads() else [])
         for name, tensor in gathered.items():
             torch.testing.assert_close(tensor, expected[name], msg=name)
@@ -160,7 +201,10 @@ def check_odd() -> None:
 
     scaled = nn.Sequential(nn.Linear(8, 8))
     scaled.scale = nn.Parameter(torch.ones(()))
-    for wrong, complaint in ((Odd(outputs=5), "5 outputs of layers.1.weight"), (scaled, "cannot cut scale")):
+    for wrong, complaint in (
+        (Odd(outputs=5), "5 outputs of layers.1.weight"),
+        (scaled, "cannot cut scale"),
+    ):
         try:
             sharded.shard(wrong, torch.device("cpu"), {"layers.1.weight"})
         except ConfigError as error:
@@ -171,7 +215,9 @@ def check_odd() -> None:
 
 
 def main(output_dir: str) -> None:
-    """``resumed`` begins with what one process has stopped; ``stopped`` is for one process to go on with."""
+    """``resumed`` begins with what one process has stopped; ``stopped`` is for one process to go on
+    with.
+    """
     train = Loop.train
 
     def watched(loop: Loop, *args: Any) -> bool:
@@ -185,8 +231,13 @@ def main(output_dir: str) -> None:
         result = run(f"{output_dir}/together", case, "trainer.distributed=fsdp")
         assert result["status"] == "finished", (case, result)
     for case in RESUMED:
-        assert run(f"{output_dir}/stopped", case, "trainer.distributed=fsdp", stop=STOP)["status"] == "interrupted"
-        assert run(f"{output_dir}/resumed", case, "trainer.distributed=fsdp")["status"] == "finished"
+        assert (
+            run(f"{output_dir}/stopped", case, "trainer.distributed=fsdp", stop=STOP)["status"]
+            == "interrupted"
+        )
+        assert (
+            run(f"{output_dir}/resumed", case, "trainer.distributed=fsdp")["status"] == "finished"
+        )
     for kind in ("ddp", "fsdp"):
         made = config(f"{output_dir}/{kind}", *ESTIMATED, f"trainer.distributed={kind}")
         assert runner.run(made, run_folder(made))["status"] == "finished"

@@ -18,7 +18,11 @@ TAKE = "import sys; from nmrun.locks import free_gpu; print(free_gpu(2, 0.01), f
 def test_three_processes_on_two_gpus(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     start = lambda: subprocess.Popen(  # noqa: E731
-        [sys.executable, "-c", TAKE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", TAKE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     )
     first = start()
     assert first.stdout is not None
@@ -44,7 +48,11 @@ def test_visible_devices_are_told_apart_by_their_own_numbers(tmp_path: Path) -> 
         environment = {**os.environ, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible}
         started.append(
             subprocess.Popen(
-                [sys.executable, "-c", run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+                [sys.executable, "-c", run],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
             )
         )
         assert started[-1].stdout is not None

@@ -42,7 +42,11 @@ def assigned(made: Start) -> None:
 REASONS: list[tuple[str, Callable[[Start], None], str]] = [
     ("sr_ste", lambda made: None, "the optimizer that was given to sparsify never stepped"),
     ("sr_ste", never_stepped, "the optimizer that was given to sparsify never stepped"),
-    ("step", dense_phase, "training ended in a dense phase of step, after step 3 of total_steps=10"),
+    (
+        "step",
+        dense_phase,
+        "training ended in a dense phase of step, after step 3 of total_steps=10",
+    ),
     ("asp", dense_phase, "training ended in a dense phase of asp, after step 3 of total_steps=10"),
     ("sr_ste", other_optimizer, r"0\.weight was changed without the optimizer that was given"),
     ("sr_ste", replaced, r"2\.weight is another parameter now"),
@@ -54,7 +58,9 @@ REASONS: list[tuple[str, Callable[[Start], None], str]] = [
 
 
 @pytest.mark.parametrize(("recipe", "happens", "message"), REASONS)
-def test_the_reason_is_told_and_nothing_changed(recipe: str, happens: Callable[[Start], None], message: str) -> None:
+def test_the_reason_is_told_and_nothing_changed(
+    recipe: str, happens: Callable[[Start], None], message: str
+) -> None:
     made = start(recipe)
     happens(made)
     before = everything(*made)

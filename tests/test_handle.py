@@ -19,13 +19,15 @@ from nmrun.recipes import RECIPES
 BY_OWN_STATE = [n for n in SPARSE if n not in ("ste", "sr_ste", "step", "s_ste", "asp")]
 
 
-# --- saved and restored ---------------------------------------------------------------------------------------------------------
+# --- saved and restored ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stop", [1, 4, 7])
 @pytest.mark.parametrize("recipe", SPARSE)
 def test_three_state_dicts_are_all_that_a_loop_has_to_save(recipe: str, stop: int) -> None:
-    """Through a file without pickle, into a model that was initialized and sparsified otherwise: the same bits at the end."""
+    """Through a file without pickle, into a model that was initialized and sparsified otherwise:
+    the same bits at the end.
+    """
     whole, first, second = start(recipe), start(recipe), start(recipe, seed=5)
     train(whole[0], whole[1], range(TOTAL), whole[2])
     train(first[0], first[1], range(stop), first[2])
@@ -50,7 +52,9 @@ def test_a_state_of_another_recipe_is_refused() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("recipe", BY_OWN_STATE)
 def test_a_step_that_loss_scaling_skips_changes_nothing(recipe: str, fused: bool) -> None:
-    """An overflow at every third batch: no weight, moment, mask, score or clock moves, and the end is that of a run without any."""
+    """An overflow at every third batch: no weight, moment, mask, score or clock moves, and the end
+    is that of a run without any.
+    """
     model, optimizer, handle = start(recipe, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=10**6)
     for step in range(TOTAL):
@@ -67,22 +71,38 @@ def test_a_step_that_loss_scaling_skips_changes_nothing(recipe: str, fused: bool
     assert everything(model, optimizer, handle) == everything(*plain)
 
 
-# --- finished -------------------------------------------------------------------------------------------------------------------
+# --- finished -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_finalize_leaves_a_plain_model_and_the_same_parameters(recipe: str) -> None:
     plain = net()
-    objects, modules, keys = dict(plain.named_parameters()), [type(m) for m in plain.modules()], list(plain.state_dict())
+    objects, modules, keys = (
+        dict(plain.named_parameters()),
+        [type(m) for m in plain.modules()],
+        list(plain.state_dict()),
+    )
     optimizer = nmrun.optim.AdamW(plain.parameters(), lr=0.02)
-    handle = nmrun.sparsify(plain, optimizer, recipe, "2:4", TOTAL, exclude="4", **OPTIONS.get(recipe, {}))
+    handle = nmrun.sparsify(
+        plain, optimizer, recipe, "2:4", TOTAL, exclude="4", **OPTIONS.get(recipe, {})
+    )
     train(plain, optimizer, range(TOTAL))
     handle.finalize()
-    assert (handle.sparse, handle.is_sparse, handle.phase, handle.metrics()) == ([], False, "dense", {})
+    assert (handle.sparse, handle.is_sparse, handle.phase, handle.metrics()) == (
+        [],
+        False,
+        "dense",
+        {},
+    )
     assert [name for name, _ in plain.named_parameters()] == list(objects)
-    assert all(type(p) is nn.Parameter and p is objects[name] and p.requires_grad for name, p in plain.named_parameters())
+    assert all(
+        type(p) is nn.Parameter and p is objects[name] and p.requires_grad
+        for name, p in plain.named_parameters()
+    )
     assert (list(plain.state_dict()), [type(m) for m in plain.modules()]) == (keys, modules)
-    assert {id(p) for group in optimizer.param_groups for p in group["params"]} >= {id(p) for p in objects.values()}
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} >= {
+        id(p) for p in objects.values()
+    }
     fresh = net(1)
     fresh.load_state_dict(pickle.loads(pickle.dumps(plain)).state_dict())
     x = torch.randn(3, 16)
@@ -90,7 +110,9 @@ def test_finalize_leaves_a_plain_model_and_the_same_parameters(recipe: str) -> N
     pruned = plain[0].weight.detach() == 0
     assert pruned.sum() >= (0 if recipe == "dense" else pruned.numel() / 2)
     train(plain, optimizer, range(1))
-    assert not (plain[0].weight == 0)[pruned].all() or recipe == "dense"  # no hook sets them to zero any more
+    assert (
+        not (plain[0].weight == 0)[pruned].all() or recipe == "dense"
+    )  # no hook sets them to zero any more
     again = nmrun.sparsify(plain, optimizer, "ste", "1:4", exclude="4")
     train(plain, optimizer, range(1))
     again.finalize()
@@ -98,14 +120,20 @@ def test_finalize_leaves_a_plain_model_and_the_same_parameters(recipe: str) -> N
         nmrun.sparsity.check_nm(layer.weight, "1:4")
 
 
-# --- reported -------------------------------------------------------------------------------------------------------------------
+# --- reported -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "asp", "sdgf_stepwise", "mdgf_linear", "lbc"])
+@pytest.mark.parametrize(
+    "recipe", ["sr_ste", "s_ste", "asp", "sdgf_stepwise", "mdgf_linear", "lbc"]
+)
 def test_report_counts(recipe: str) -> None:
-    """In every phase the numbers are of the weights that would be left, also where the forward pass uses denser ones."""
+    """In every phase the numbers are of the weights that would be left, also where the forward pass
+    uses denser ones.
+    """
     patterns = {"0.weight": (2, 8), "2.weight": (1, 4)}
-    model, optimizer, handle = start(recipe, pattern="1:4", exclude=(), overrides={"0": "2:8", "4": "dense"})
+    model, optimizer, handle = start(
+        recipe, pattern="1:4", exclude=(), overrides={"0": "2:8", "4": "dense"}
+    )
     with torch.no_grad(), handle.dense_weights():
         model[0].weight[3].zero_()  # a row of zeros has fewer than N non-zeros in its groups
     for step in range(TOTAL):
@@ -116,12 +144,22 @@ def test_report_counts(recipe: str) -> None:
             (n, m), weight = patterns[layer["name"]], left[layer["name"]]
             groups = [row[i : i + m] for row in weight.tolist() for i in range(0, len(row), m)]
             counts = [sum(value != 0 for value in group) for group in groups]
-            assert (layer["pattern"], layer["nonzeros"], layer["holds"]) == (f"{n}:{m}", sum(counts), max(counts) <= n)
+            assert (layer["pattern"], layer["nonzeros"], layer["holds"]) == (
+                f"{n}:{m}",
+                sum(counts),
+                max(counts) <= n,
+            )
             assert layer["holds"]
-            assert (layer["numel"], layer["shape"], layer["dim"]) == (weight.numel(), list(weight.shape), 1)
+            assert (layer["numel"], layer["shape"], layer["dim"]) == (
+                weight.numel(),
+                list(weight.shape),
+                1,
+            )
             total += sum(counts)
         assert (report["pattern"], report["density"]) == ("1:4", total / (128 + 64))
-        assert report["left_dense"] == [{"name": "4.weight", "shape": [4, 8], "reason": "dense by overrides"}]
+        assert report["left_dense"] == [
+            {"name": "4.weight", "shape": [4, 8], "reason": "dense by overrides"}
+        ]
         train(model, optimizer, range(step, step + 1))
 
 
@@ -142,7 +180,7 @@ def test_events_are_told_once() -> None:
     assert handle.pop_events() == []
 
 
-# --- parameter groups and tied parameters ---------------------------------------------------------------------------------------
+# --- parameter groups and tied parameters ---------------------------------------------------------
 
 
 def test_parameter_groups_keep_their_learning_rates_and_decays() -> None:
@@ -155,17 +193,28 @@ def test_parameter_groups_keep_their_learning_rates_and_decays() -> None:
     ]
     optimizer, x = torch.optim.SGD(groups, lr=1.0), torch.randn(5, 16, dtype=torch.float64)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    rates, decay = dict.fromkeys(weights, 0.3) | {"0.weight": 0.1, "2.weight": 0.05}, {"0.weight": 0.2}
+    rates, decay = (
+        dict.fromkeys(weights, 0.3) | {"0.weight": 0.1, "2.weight": 0.05},
+        {"0.weight": 0.2},
+    )
     handle = nmrun.sparsify(model, optimizer, "ste", "2:4", exclude="4")
     for _ in range(4):
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        used = {n: (w * top(w, 2, 4) if n in ("0.weight", "2.weight") else w).requires_grad_() for n, w in weights.items()}
+        used = {
+            n: (w * top(w, 2, 4) if n in ("0.weight", "2.weight") else w).requires_grad_()
+            for n, w in weights.items()
+        }
         loss = torch.func.functional_call(plain, used, (x,)).square().mean()
         grads = dict(zip(used, torch.autograd.grad(loss, list(used.values())), strict=True))
-        weights = {n: w.detach() - rates[n] * (grads[n] + decay.get(n, 0.0) * w.detach()) for n, w in weights.items()}
-    torch.testing.assert_close([w.dense.detach() for w in handle.sparse], [weights["0.weight"], weights["2.weight"]])
+        weights = {
+            n: w.detach() - rates[n] * (grads[n] + decay.get(n, 0.0) * w.detach())
+            for n, w in weights.items()
+        }
+    torch.testing.assert_close(
+        [w.dense.detach() for w in handle.sparse], [weights["0.weight"], weights["2.weight"]]
+    )
     torch.testing.assert_close(model[4].weight.detach(), weights["4.weight"])
 
 
@@ -175,7 +224,10 @@ def test_tied_weights_stay_tied_and_dense() -> None:
     model, tokens = nn.Sequential(embedding, nn.Linear(8, 8), head), torch.arange(12)
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.1)
     handle = nmrun.sparsify(model, optimizer, "ste", "2:4")
-    assert [(d.name, d.reason) for d in handle.left_dense] == [("0.weight", "an embedding"), ("2.weight", "tied to 0.weight")]
+    assert [(d.name, d.reason) for d in handle.left_dense] == [
+        ("0.weight", "an embedding"),
+        ("2.weight", "tied to 0.weight"),
+    ]
     for _ in range(3):
         nn.functional.cross_entropy(model(tokens), tokens.roll(1)).backward()
         optimizer.step()
@@ -184,7 +236,7 @@ def test_tied_weights_stay_tied_and_dense() -> None:
     assert head.weight.count_nonzero() == 96
 
 
-# --- refused --------------------------------------------------------------------------------------------------------------------
+# --- refused --------------------------------------------------------------------------------------
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -219,14 +271,19 @@ def test_an_optimizer_of_other_weights_and_a_model_without_any() -> None:
     model, other, embedding = net(), net(), nn.Embedding(8, 8)
     with pytest.raises(ValueError, match=r"0.weight \[8, 16\]: not in the optimizer; 2.weight"):
         nmrun.sparsify(model, torch.optim.SGD(other.parameters(), 0.1), "ste")
-    with pytest.raises(ValueError, match=r"no weight of this model can be 2:4 sparse \(weight \[8, 8\]: an embedding\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"no weight of this model can be 2:4 sparse \(weight \[8, 8\]: an embedding\)",
+    ):
         nmrun.sparsify(embedding, torch.optim.SGD(embedding.parameters(), 0.1), "ste")
 
 
 def test_sparse_twice() -> None:
     model, optimizer, handle = start("ste")
     for recipe in ("ste", "dense"):
-        with pytest.raises(ValueError, match=r"sparse already: call finalize\(\) on its handle first"):
+        with pytest.raises(
+            ValueError, match=r"sparse already: call finalize\(\) on its handle first"
+        ):
             nmrun.sparsify(model, optimizer, recipe, "2:4")
     train(model, optimizer, range(2))
     assert handle.recipe.step == 2  # each step is counted by one handle

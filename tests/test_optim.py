@@ -20,7 +20,10 @@ T0 = 6  # steps before freezing
 
 def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in ((4, 6), (5,), (2, 3, 3))]
+    return [
+        nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype))
+        for shape in ((4, 6), (5,), (2, 3, 3))
+    ]
 
 
 def gradients(steps: int, dtype: torch.dtype = torch.float32) -> Iterator[list[Tensor]]:
@@ -30,7 +33,9 @@ def gradients(steps: int, dtype: torch.dtype = torch.float32) -> Iterator[list[T
         yield [torch.randn(p.shape, generator=generator, dtype=dtype) * scale for p in parameters()]
 
 
-def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], grads: Iterator[list[Tensor]]) -> list[Tensor]:
+def train(
+    optimizer: torch.optim.Optimizer, params: list[nn.Parameter], grads: Iterator[list[Tensor]]
+) -> list[Tensor]:
     for step in grads:
         for p, grad in zip(params, step, strict=True):
             p.grad = grad.clone()
@@ -42,8 +47,17 @@ def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], grads: I
 class ScalarAdam:
     """Adam for one number, straight from the papers, with STEP's second phase."""
 
-    def __init__(self, w: float, decoupled: bool, lr: float, wd: float, maximize: bool, amsgrad: bool) -> None:
-        self.w, self.decoupled, self.lr, self.wd, self.maximize, self.amsgrad = w, decoupled, lr, wd, maximize, amsgrad
+    def __init__(
+        self, w: float, decoupled: bool, lr: float, wd: float, maximize: bool, amsgrad: bool
+    ) -> None:
+        self.w, self.decoupled, self.lr, self.wd, self.maximize, self.amsgrad = (
+            w,
+            decoupled,
+            lr,
+            wd,
+            maximize,
+            amsgrad,
+        )
         self.m = self.v = self.v_max = 0.0
         self.t, self.frozen = 0, None
 
@@ -69,7 +83,11 @@ class ScalarAdam:
         v = self.v_max if self.amsgrad else self.v
         v /= 1 - 0.999**self.t if bias_correction else 1
         eps = 1e-8
-        forms = {"inside": math.sqrt(v + eps), "outside": math.sqrt(v) + eps, "floor": math.sqrt(v) + eps**0.75}
+        forms = {
+            "inside": math.sqrt(v + eps),
+            "outside": math.sqrt(v) + eps,
+            "floor": math.sqrt(v) + eps**0.75,
+        }
         self.frozen = forms[eps_mode]
 
 
@@ -108,10 +126,14 @@ def test_bits_of_torch_until_frozen(ours: type, stock: type, options: dict[str, 
 
 
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
-@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"amsgrad": True}, {"weight_decay": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"maximize": True}, {"amsgrad": True}, {"weight_decay": 0.1}], ids=str
+)
 @pytest.mark.parametrize("bias_correction", [True, False])
 @pytest.mark.parametrize("eps_mode", optim.EPS_MODES)
-def test_scalar_adam_after_freezing(kind: type, options: dict[str, Any], eps_mode: str, bias_correction: bool) -> None:
+def test_scalar_adam_after_freezing(
+    kind: type, options: dict[str, Any], eps_mode: str, bias_correction: bool
+) -> None:
     params = parameters(torch.float64)
     optimizer = kind(params, lr=0.02, **options)
     wanted = []
@@ -123,7 +145,14 @@ def test_scalar_adam_after_freezing(kind: type, options: dict[str, Any], eps_mod
     decay = optimizer.defaults["weight_decay"]
     for i, start in enumerate(parameters(torch.float64)):
         for j, w in enumerate(start.flatten().tolist()):
-            scalar = ScalarAdam(w, kind is optim.AdamW, 0.02, decay, bool(options.get("maximize")), "amsgrad" in options)
+            scalar = ScalarAdam(
+                w,
+                kind is optim.AdamW,
+                0.02,
+                decay,
+                bool(options.get("maximize")),
+                "amsgrad" in options,
+            )
             for t, grads in enumerate(history):
                 if t == T0:
                     scalar.freeze(eps_mode, bias_correction)
@@ -131,11 +160,15 @@ def test_scalar_adam_after_freezing(kind: type, options: dict[str, Any], eps_mod
                 scalar.step(grads[i].flatten()[j].item())
             wanted.append(scalar.w)
     result = torch.cat([p.detach().flatten() for p in params])
-    torch.testing.assert_close(result, torch.tensor(wanted, dtype=torch.float64), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        result, torch.tensor(wanted, dtype=torch.float64), rtol=1e-11, atol=1e-12
+    )
 
 
 def step_sizes(t0: int, after: float, **freeze: Any) -> tuple[float, float]:
-    """The last step before and the first step after freezing, in units of lr, under a gradient of 1 and then ``after``."""
+    """The last step before and the first step after freezing, in units of lr, under a gradient of 1
+    and then ``after``.
+    """
     p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     optimizer = optim.Adam([p], lr=1.0, betas=(0.0, 0.999))
     sizes = []
@@ -157,7 +190,9 @@ def test_the_step_size_does_not_jump_at_the_switch(eps_mode: str, t0: int, jump:
     assert after / before == pytest.approx(jump, rel=2e-3)
 
 
-@pytest.mark.parametrize(("eps_mode", "size"), [("inside", 1.0), ("floor", 100.0), ("outside", 1e4)])
+@pytest.mark.parametrize(
+    ("eps_mode", "size"), [("inside", 1.0), ("floor", 100.0), ("outside", 1e4)]
+)
 def test_a_dead_coordinate_wakes_up(eps_mode: str, size: float) -> None:
     assert step_sizes(20, 1e-4, eps_mode=eps_mode)[1] == pytest.approx(size)
 
@@ -174,7 +209,10 @@ def test_frozen_means_constant_and_only_for_those_asked_for() -> None:
     for p, g in zip(params, grads, strict=True):
         p.grad = g
     optimizer.step()
-    assert all(p.grad is g and torch.equal(g, h) for p, g, h in zip(params, grads, history[T0], strict=True))
+    assert all(
+        p.grad is g and torch.equal(g, h)
+        for p, g, h in zip(params, grads, history[T0], strict=True)
+    )
     train(optimizer, params, iter(history[T0 + 1 :]))
     optimizer.freeze_second_moment([params[0]], "outside")  # frozen already: nothing happens
     assert torch.equal(optimizer.state[params[0]]["frozen_denominator"], denominator)
@@ -198,7 +236,13 @@ def test_state_dict_continues_with_the_same_bits(kind: type, frozen: bool) -> No
     again = copy.deepcopy(params)
     resumed = kind(again, lr=0.5)
     resumed.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
-    assert all(map(torch.equal, train(optimizer, params, iter(history[T0:])), train(resumed, again, iter(history[T0:]))))
+    assert all(
+        map(
+            torch.equal,
+            train(optimizer, params, iter(history[T0:])),
+            train(resumed, again, iter(history[T0:])),
+        )
+    )
 
 
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
@@ -226,7 +270,9 @@ def test_hooks_fire_once_whatever_was_created_before(kind: type, stock: type) ->
 
 
 @pytest.mark.parametrize("kind", [optim.Adam, optim.AdamW])
-@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"amsgrad": True}, {"weight_decay": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"maximize": True}, {"amsgrad": True}, {"weight_decay": 0.3}], ids=str
+)
 def test_change_of_v_is_what_the_next_step_does(kind: type, options: dict[str, Any]) -> None:
     params = parameters()
     optimizer = kind(params, **options)
@@ -234,11 +280,17 @@ def test_change_of_v_is_what_the_next_step_does(kind: type, options: dict[str, A
         grads[0][:, :2] = 0.0
         for p, grad in zip(params[: 2 + t % 2], grads, strict=False):
             p.grad = grad
-        before = [optimizer.state[p].get("exp_avg_sq", torch.zeros_like(p)).double().clone() for p in params[:2]]
+        before = [
+            optimizer.state[p].get("exp_avg_sq", torch.zeros_like(p)).double().clone()
+            for p in params[:2]
+        ]
         total, logs, nonzero, count = optimizer.second_moment_change(params[:2])
         optimizer.step()
         change = torch.cat(
-            [(optimizer.state[p]["exp_avg_sq"] - v).abs().flatten() for p, v in zip(params, before, strict=False)]
+            [
+                (optimizer.state[p]["exp_avg_sq"] - v).abs().flatten()
+                for p, v in zip(params, before, strict=False)
+            ]
         )
         moved = change[change > 0]
         assert (int(nonzero), count) == (len(moved), 29)
@@ -261,8 +313,15 @@ def test_change_of_v_with_the_others_in_a_group_of_their_own(options: dict[str, 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_loss_scaling_changes_nothing(fused: bool) -> None:
-    scaler, params, plain = torch.amp.GradScaler("cpu", init_scale=2.0**12), parameters(), parameters()
-    optimizer, reference = optim.AdamW(params, lr=0.01, fused=fused), optim.AdamW(plain, lr=0.01, fused=fused)
+    scaler, params, plain = (
+        torch.amp.GradScaler("cpu", init_scale=2.0**12),
+        parameters(),
+        parameters(),
+    )
+    optimizer, reference = (
+        optim.AdamW(params, lr=0.01, fused=fused),
+        optim.AdamW(plain, lr=0.01, fused=fused),
+    )
     for t, grads in enumerate(gradients(8)):
         if t == T0:
             optimizer.freeze_second_moment(params[:2])
@@ -290,17 +349,25 @@ def test_freezing_says_what_it_cannot_do() -> None:
 
 @pytest.mark.parametrize("recipe", ["step", "sr_ste", "asp", "s_ste"])
 def test_torch_s_fused_kernel_trains_the_same(recipe: str) -> None:
-    """As on CUDA devices, where it is the default; it exists for CPUs too. After STEP's switch the frozen weights have a step of their own."""
+    """As on CUDA devices, where it is the default; it exists for CPUs too. After STEP's switch the
+    frozen weights have a step of their own.
+    """
     made = []
     for fused in (None, True):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)).double()
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8)
+        ).double()
         optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-        handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 10, **({"switch": 0.5} if recipe == "step" else {}))
+        handle = nmrun.sparsify(
+            model, optimizer, recipe, "2:4", 10, **({"switch": 0.5} if recipe == "step" else {})
+        )
         for group in optimizer.param_groups:
             group["fused"] = fused
         for step in range(10):
-            model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).double()).square().mean().backward()
+            model(
+                torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).double()
+            ).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         made.append([p.detach() for p in model.parameters()])

@@ -58,7 +58,9 @@ def test_what_was_written_is_the_new_dense_weight(how: str, fused: bool) -> None
     optimizer.zero_grad()
     (event,) = told(handle)
     names = "0.weight" if how == "init" else "0.weight and 1 more"
-    assert event == (f"step 3: {names} changed outside the optimizer: the new values are the dense weights")
+    assert event == (
+        f"step 3: {names} changed outside the optimizer: the new values are the dense weights"
+    )
     for weight, dense in zip(handle.sparse, expected, strict=True):
         torch.testing.assert_close(weight.dense, dense, rtol=1e-6, atol=1e-7)
         assert torch.equal(weight.parameter, hard_threshold(weight.dense, "2:4"))
@@ -78,7 +80,9 @@ def test_writing_what_is_there_already_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_write_past_the_version_is_noticed_after_a_while(replaced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_past_the_version_is_noticed_after_a_while(
+    replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A step writes the projection again, so it is only before that step that it can be seen."""
     assert handles.COMPARED_EVERY <= 500
     monkeypatch.setattr(handles, "COMPARED_EVERY", 4)
@@ -123,7 +127,9 @@ def test_in_a_dense_phase_the_parameter_is_the_weight() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("recipe", ["sr_ste", "t_sr_ste", "bi_mask", "s_ste"])
-def test_a_step_that_raises_in_the_middle_recovers(recipe: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_raises_in_the_middle_recovers(
+    recipe: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next one begins with the projected weights, and is that of an optimizer without it."""
     (model, optimizer, handle), plain = start(recipe, fused=fused), start(recipe, fused=fused)
 

@@ -23,7 +23,9 @@ def test_the_wheel_has_all_code_and_configs(tmp_path):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    done = subprocess.run([sys.executable, "-c", BUILD, str(tmp_path)], cwd=source, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(tmp_path)], cwd=source, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -47,11 +49,17 @@ def test_make_help_lists_every_target():
     text = (ROOT / "Makefile").read_text()
     targets = re.search(r"^\.PHONY: (.*)$", text, re.M)
     assert targets is not None
-    shown = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        ["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for target in targets[1].split():
         assert f"make {target}" in shown
 
 
 def test_constraints_name_versions_and_nothing_else():
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+", line) for line in lines)

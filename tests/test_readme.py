@@ -26,7 +26,9 @@ COMMANDS = [
 
 
 def test_the_library_example_runs():
-    (code,) = [text for language, text in BLOCKS if language == "python" and "nmrun.sparsify(" in text]
+    (code,) = [
+        text for language, text in BLOCKS if language == "python" and "nmrun.sparsify(" in text
+    ]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "['0.weight', '2.weight']"

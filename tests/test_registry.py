@@ -23,9 +23,15 @@ def test_a_known_name_and_a_dotted_path(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_mistakes_name_the_key() -> None:
-    with pytest.raises(ConfigError, match=r"what\.name=jion: no such what; did you mean join\? \(there are join, joined\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"what\.name=jion: no such what; did you mean join\? \(there are join, joined\)",
+    ):
         registry.find("what.name", "jion", KNOWN)
-    with pytest.raises(ConfigError, match=r"what\.name=os\.nothing cannot be imported: module 'os' has no attribute"):
+    with pytest.raises(
+        ConfigError,
+        match=r"what\.name=os\.nothing cannot be imported: module 'os' has no attribute",
+    ):
         registry.find("what.name", "os.nothing", KNOWN)
 
 

@@ -57,7 +57,9 @@ def resumed(recipe: str, states: list[Any], order: str, **options: Any) -> Start
         if recipe not in SCORED or order.index("s") < order.index("o")
     ],
 )
-def test_model_and_optimizer_alone_resume_with_the_same_bits(recipe: str, stop: int, order: str) -> None:
+def test_model_and_optimizer_alone_resume_with_the_same_bits(
+    recipe: str, stop: int, order: str
+) -> None:
     whole, first = start(recipe), start(recipe)
     train(*whole[:2], range(TOTAL))
     train(*first[:2], range(stop))
@@ -161,7 +163,9 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("sparsify_first", [False, True])
 @pytest.mark.parametrize("mistake", OTHERS)
-def test_the_state_of_another_training_is_refused_in_one_line(mistake: str, sparsify_first: bool) -> None:
+def test_the_state_of_another_training_is_refused_in_one_line(
+    mistake: str, sparsify_first: bool
+) -> None:
     options, message = OTHERS[mistake]
     first = start("sr_ste")
     train(*first[:2], range(3))

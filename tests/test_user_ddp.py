@@ -34,7 +34,9 @@ def test_two_ranks_train_the_weights_of_one(recipe: str, optimizer: str, outcome
         found = outcomes[recipe, optimizer, how]
         assert found.keys() == expected.keys(), how
         for name, tensor in expected.items():
-            torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=f"{how} {name}")
+            torch.testing.assert_close(
+                found[name], tensor, rtol=1e-4, atol=1e-5, msg=f"{how} {name}"
+            )
 
 
 @pytest.mark.parametrize(("recipe", "optimizer"), user_training.CASES)

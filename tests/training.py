@@ -32,7 +32,13 @@ def net(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
-def attach(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str, pattern: str = "2:4", **options: Any) -> Handle:
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recipe: str,
+    pattern: str = "2:4",
+    **options: Any,
+) -> Handle:
     chosen = {"exclude": "4", **OPTIONS.get(recipe, {}), **options}
     return nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, **chosen)
 
@@ -74,7 +80,9 @@ def bits(value: Any) -> Any:
     return [bits(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def everything(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle | None = None) -> dict[str, Any]:
+def everything(
+    model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle | None = None
+) -> dict[str, Any]:
     """All that a loop would save, and the weights in use."""
     saved = {"model": bits(model.state_dict()), "optimizer": bits(optimizer.state_dict())}
     saved["keys"] = list(model.state_dict())

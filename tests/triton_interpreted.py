@@ -1,6 +1,8 @@
-"""Triton's kernels against the torch reference: test_triton.py runs this file in a process of its own, in Triton's interpreter or on a GPU.
+"""Triton's kernels against the torch reference: test_triton.py runs this file in a process of its
+own, in Triton's interpreter or on a GPU.
 
-The interpreter truncates float32 to bfloat16 and misreads subnormals; what devices do, rounding to nearest even, is put in its place.
+The interpreter truncates float32 to bfloat16 and misreads subnormals; what devices do, rounding to
+nearest even, is put in its place.
 """
 
 import copy
@@ -35,7 +37,8 @@ def _convert(data: np.ndarray, source: object, target: object, mode: object) -> 
 interpreter._convert_float = _convert
 
 FLOAT, HALF, BFLOAT = torch.float32, torch.float16, torch.bfloat16
-# (pattern, shape, dim, dtype): contiguous groups of four, of a power of two, of neither, strided ones, short ones, single ones
+# (pattern, shape, dim, dtype): contiguous groups of four, of a power of two, of neither, strided
+# ones, short ones, single ones
 CASES = [
     ("2:4", (40, 64), 1, FLOAT),
     ("2:4", (33, 36), 1, BFLOAT),
@@ -69,7 +72,9 @@ CASES = [
 
 
 def nasty(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Random weights with ties, zeros of both signs, NaNs, infinities and subnormals strewn in; the last row is plain."""
+    """Random weights with ties, zeros of both signs, NaNs, infinities and subnormals strewn in; the
+    last row is plain.
+    """
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
     flat, info = weight.view(-1), torch.finfo(dtype)
     flat[::3] = flat[::3].mul(2).round() / 2
@@ -88,13 +93,19 @@ def nasty(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def bits(x: Tensor) -> Tensor:
     """One NaN is like another."""
-    return torch.where(x.isnan(), torch.nan, x).view(torch.int32 if x.dtype == FLOAT else torch.int16)
+    return torch.where(x.isnan(), torch.nan, x).view(
+        torch.int32 if x.dtype == FLOAT else torch.int16
+    )
 
 
 def reference(weight: Tensor, pattern: Pattern, dim: int, mode: str, amount: float) -> Tensor:
     if mode == "decayed":
         return torch.where(nm_mask(weight, pattern, dim), weight, weight * amount) + 0.0
-    return hard_threshold(weight, pattern, dim) if mode == "hard" else soft_threshold(weight, pattern, dim) * amount
+    return (
+        hard_threshold(weight, pattern, dim)
+        if mode == "hard"
+        else soft_threshold(weight, pattern, dim) * amount
+    )
 
 
 def flipped(a: Tensor, b: Tensor) -> int:
@@ -102,14 +113,18 @@ def flipped(a: Tensor, b: Tensor) -> int:
 
 
 @pytest.mark.parametrize(("ratio", "shape", "dim", "dtype"), CASES)
-def test_bits_equal_the_reference(ratio: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
+def test_bits_equal_the_reference(
+    ratio: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype
+) -> None:
     weight, pattern = nasty(shape, dtype), Pattern.parse(ratio).over(shape[dim])
     before = weight.clone()
     for mode, amount in (("hard", 1.0), ("soft", 1.4832), ("decayed", 0.37)):
         out = nasty(shape, dtype, seed=1)
         earlier, flips = out.clone(), torch.tensor(5, device=DEVICE)
         cast = torch.empty_like(out, dtype=BFLOAT if dtype == FLOAT else FLOAT)
-        assert triton_projection.project(weight, out, pattern, dim, mode, amount, cast=cast, flips=flips)
+        assert triton_projection.project(
+            weight, out, pattern, dim, mode, amount, cast=cast, flips=flips
+        )
         assert torch.equal(bits(out), bits(reference(weight, pattern, dim, mode, amount))), mode
         if dtype == FLOAT:
             assert torch.equal(bits(cast), bits(out.bfloat16()))
@@ -123,9 +138,15 @@ def test_bits_equal_the_reference(ratio: str, shape: tuple[int, ...], dim: int, 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_channels_last(ratio: str, dim: int) -> None:
     weight = nasty((32, 16, 3, 3), FLOAT).to(memory_format=torch.channels_last)
-    out, plain, pattern = torch.empty_like(weight), torch.empty(weight.shape, device=DEVICE), Pattern.parse(ratio)
+    out, plain, pattern = (
+        torch.empty_like(weight),
+        torch.empty(weight.shape, device=DEVICE),
+        Pattern.parse(ratio),
+    )
     assert triton_projection.project(weight, out, pattern, dim)
-    assert torch.equal(bits(out.contiguous()), bits(hard_threshold(weight.contiguous(), pattern, dim)))
+    assert torch.equal(
+        bits(out.contiguous()), bits(hard_threshold(weight.contiguous(), pattern, dim))
+    )
     assert not triton_projection.project(weight, plain, pattern, dim)
     assert not triton_projection.project(plain, out, pattern, dim)
 
@@ -149,15 +170,22 @@ def test_weights_of_many_kinds_in_one_batch() -> None:
     weights = [nasty(shape, dtype, i) for i, (shape, _, _, dtype) in enumerate(kinds)]
     outs = [torch.zeros_like(w) for w in weights]
     dims = [dim for _, dim, _, _ in kinds]
-    patterns = [Pattern.parse(ratio).over(w.shape[dim]) for w, (_, dim, ratio, _) in zip(weights, kinds, strict=True)]
+    patterns = [
+        Pattern.parse(ratio).over(w.shape[dim])
+        for w, (_, dim, ratio, _) in zip(weights, kinds, strict=True)
+    ]
     casts = [None if w.dtype == BFLOAT else torch.empty_like(w, dtype=HALF) for w in weights]
-    scales = [torch.tensor(1.0 + i / 4, dtype=w.dtype, device=DEVICE) for i, w in enumerate(weights)]
+    scales = [
+        torch.tensor(1.0 + i / 4, dtype=w.dtype, device=DEVICE) for i, w in enumerate(weights)
+    ]
     batch = triton_projection.Batch(weights, outs, patterns, dims, casts)
     scaled = triton_projection.Batch(weights, outs, patterns, dims, None, scales)
     assert sorted(len(launch.members) for launch in batch._launches) == [1, 1, 1, 2, 2]
 
     def check(mode: str, amounts: list[float]) -> None:
-        for weight, out, pattern, dim, amount in zip(weights, outs, patterns, dims, amounts, strict=True):
+        for weight, out, pattern, dim, amount in zip(
+            weights, outs, patterns, dims, amounts, strict=True
+        ):
             assert torch.equal(bits(out), bits(reference(weight, pattern, dim, mode, amount)))
 
     flips = torch.tensor(0, device=DEVICE)
@@ -190,25 +218,37 @@ def test_what_it_leaves_to_the_reference() -> None:
     assert not triton_projection.project(weight, out.T, pattern, 1)
     assert not triton_projection.project(weight.double(), out, pattern, 1)
     assert not triton_projection.project(weight, out.double(), pattern, 1)
-    assert not triton_projection.project(weight[:, :63].contiguous(), out[:, :63].contiguous(), pattern, 1)
+    assert not triton_projection.project(
+        weight[:, :63].contiguous(), out[:, :63].contiguous(), pattern, 1
+    )
     assert not triton_projection.project(weight.view(8, 128), out.view(8, 128), Pattern(2, 128), 1)
-    assert not triton_projection.project(weight, out, pattern, 1, "soft", scale=torch.tensor(1.0, device="meta"))
+    assert not triton_projection.project(
+        weight, out, pattern, 1, "soft", scale=torch.tensor(1.0, device="meta")
+    )
     assert (out == 7.0).all()
     with pytest.raises(ValueError, match=r"weight 1 of the batch, \[16, 64\] torch.float64"):
         triton_projection.Batch([weight, weight.double()], [out, out], [pattern] * 2, [1, 1])
     with pytest.raises(ValueError, match="scale 0 of the batch"):
-        triton_projection.Batch([weight], [out], [pattern], [1], None, [torch.tensor(1.0, dtype=HALF, device=DEVICE)])
+        triton_projection.Batch(
+            [weight], [out], [pattern], [1], None, [torch.tensor(1.0, dtype=HALF, device=DEVICE)]
+        )
     shifted = weight.flatten()[1:65].view(1, 64)
     with pytest.raises(ValueError, match="16 bytes"):
         triton_projection.Batch([shifted], [out[:1]], [pattern], [1]).project()
 
 
-def test_a_device_is_checked_before_it_is_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_is_checked_before_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     device = torch.device(DEVICE)
     assert kernels.on_cuda(device, 2, 4)
     assert not kernels.on_cuda(device, 2, triton_groups.LARGEST_M + 1)
     assert not caplog.records
-    monkeypatch.setattr(triton_projection, "project", lambda weight, out, pattern, dim: bool(out.copy_(weight).any()))
+    monkeypatch.setattr(
+        triton_projection,
+        "project",
+        lambda weight, out, pattern, dim: bool(out.copy_(weight).any()),
+    )
     assert not kernels.on_cuda(device, 3, 5)
     assert "wrong numbers" in caplog.text
 
@@ -220,9 +260,15 @@ def test_a_device_is_checked_before_it_is_used(monkeypatch: pytest.MonkeyPatch, 
     assert "no compiler here" in caplog.text
 
 
-# --- Adam ------------------------------------------------------------------------------------------------------------------
+# --- Adam -----------------------------------------------------------------------------------------
 
-SHAPES = [((40, 16), 1, "2:4"), ((24, 24), 1, "2:4"), ((4, 8, 3, 3), 1, "2:4"), ((6, 40), 1, "1:16"), ((16, 6), 0, "2:8")]
+SHAPES = [
+    ((40, 16), 1, "2:4"),
+    ((24, 24), 1, "2:4"),
+    ((4, 8, 3, 3), 1, "2:4"),
+    ((6, 40), 1, "1:16"),
+    ((16, 6), 0, "2:8"),
+]
 OPTIONS = {"lr": 3e-3, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 
 
@@ -250,15 +296,24 @@ def assert_close(a: Tensor, b: Tensor, size: Tensor) -> None:
 @pytest.mark.usefixtures("by_triton")
 @pytest.mark.parametrize(
     ("kind", "decoupled", "beta1"),
-    [*((kind, True, 0.8) for kind in KINDS), ("decayed", False, 0.9), ("masked, held", False, 0.8), ("decayed", True, 0.3)],
+    [
+        *((kind, True, 0.8) for kind in KINDS),
+        ("decayed", False, 0.9),
+        ("masked, held", False, 0.8),
+        ("decayed", True, 0.3),
+    ],
 )
-def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(kind: str, decoupled: bool, beta1: float) -> None:
+def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
+    kind: str, decoupled: bool, beta1: float
+) -> None:
     params, copies = made(kind)
     options = {**OPTIONS, "betas": (beta1, 0.95)}
     own = (optim.AdamW if decoupled else optim.Adam)(params, **options)
     for step in range(4):
         theirs = [p.detach().clone().requires_grad_() for p in params]
-        stock = (torch.optim.AdamW if decoupled else torch.optim.Adam)(theirs, **options, foreach=True)
+        stock = (torch.optim.AdamW if decoupled else torch.optim.Adam)(
+            theirs, **options, foreach=True
+        )
         if step:
             stock.load_state_dict(copy.deepcopy(own.state_dict()))  # the layout is torch's
         versions = [p._version for p in params]
@@ -280,7 +335,9 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(kind: str, dec
             assert mine["step"].device == other["step"].device
             size = q.grad.abs() + OPTIONS["weight_decay"] * old[i].abs() + other["exp_avg"].abs()
             assert_close(mine["exp_avg"], other["exp_avg"], size)
-            assert_close(mine["exp_avg_sq"], other["exp_avg_sq"], size.square() + other["exp_avg_sq"])
+            assert_close(
+                mine["exp_avg_sq"], other["exp_avg_sq"], size.square() + other["exp_avg_sq"]
+            )
             assert_close(p, q, torch.maximum(old[i].abs(), q.abs()) + 10 * OPTIONS["lr"])
             assert not torch.equal(p, old[i])
             assert torch.equal(bits(kept.projected), bits(projection(p.detach(), kept)))
@@ -292,7 +349,9 @@ def test_a_step_with_a_frozen_second_moment(decoupled: bool) -> None:
     """Against the step of nmrun.optim that is not in one pass, whose tests have the closed form."""
     params, copies = made()
     theirs = [p.detach().clone().requires_grad_() for p in params]
-    optimizers = [(optim.AdamW if decoupled else optim.Adam)(group, **OPTIONS) for group in (params, theirs)]
+    optimizers = [
+        (optim.AdamW if decoupled else optim.Adam)(group, **OPTIONS) for group in (params, theirs)
+    ]
     for step in range(3):
         for p, q, kept in zip(params, theirs, copies, strict=True):
             p.grad = torch.randn_like(p)
@@ -307,8 +366,12 @@ def test_a_step_with_a_frozen_second_moment(decoupled: bool) -> None:
             assert mine.keys() == other.keys() == {"step", "exp_avg", "frozen_denominator"}
             assert mine["step"] == other["step"] == step + 1
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(mine["frozen_denominator"], other["frozen_denominator"], rtol=1e-5, atol=1e-7)
-            assert torch.equal(bits(kept.projected), bits(hard_threshold(p, kept.pattern, kept.dim)))
+            torch.testing.assert_close(
+                mine["frozen_denominator"], other["frozen_denominator"], rtol=1e-5, atol=1e-7
+            )
+            assert torch.equal(
+                bits(kept.projected), bits(hard_threshold(p, kept.pattern, kept.dim))
+            )
 
 
 def test_flips_and_casts_of_the_fused_step() -> None:
@@ -342,7 +405,9 @@ def test_what_cannot_be_fused_is_stepped_as_ever() -> None:
     for p in (params[3], params[4], dense):
         p.grad = torch.randn_like(p)
     assert own.plan(dict(zip(params, copies, strict=True))) == [params[1]]
-    before = [(p.detach().clone(), c.projected.clone()) for p, c in zip(params, copies, strict=True)]
+    before = [
+        (p.detach().clone(), c.projected.clone()) for p, c in zip(params, copies, strict=True)
+    ]
     own.step()
     assert not torch.equal(params[1], before[1][0])
     assert not torch.equal(copies[1].projected, before[1][1])
@@ -369,7 +434,12 @@ def test_a_run_with_fused_steps_is_one_with_hooks(
     def trained(fused: bool) -> tuple[torch.nn.Module, list[Tensor], list[float]]:
         monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: fused)
         torch.manual_seed(0)
-        layers = torch.nn.Conv2d(4, 8, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(72, 16)
+        layers = (
+            torch.nn.Conv2d(4, 8, 3),
+            torch.nn.ReLU(),
+            torch.nn.Flatten(),
+            torch.nn.Linear(72, 16),
+        )
         model = torch.nn.Sequential(*layers).to(DEVICE)
         optimizer = optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
         handle = sparsify(model, optimizer, recipe, "2:4", 6, **options)
@@ -397,18 +467,28 @@ def test_a_run_with_fused_steps_is_one_with_hooks(
 
 
 @pytest.mark.parametrize("recipe", ["step", "sr_ste", "ste"])
-def test_all_weights_are_projected_in_one_launch(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With any optimizer, once the forward pass uses the projections; a weight that begins at no multiple of 16 bytes goes by itself."""
+def test_all_weights_are_projected_in_one_launch(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With any optimizer, once the forward pass uses the projections; a weight that begins at no
+    multiple of 16 bytes goes by itself.
+    """
     monkeypatch.setattr(kernels, "by_triton", lambda weight, pattern: True)
     made, alone, together = kernels.project, [], []
     monkeypatch.setattr(kernels, "project", lambda *args: (alone.append(args[0]), made(*args))[1])
     batch = triton_projection.Batch.project
-    monkeypatch.setattr(triton_projection.Batch, "project", lambda self: (together.append(len(self.weights)), batch(self))[1])
+    monkeypatch.setattr(
+        triton_projection.Batch,
+        "project",
+        lambda self: (together.append(len(self.weights)), batch(self))[1],
+    )
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(4))).to(DEVICE)
     model[3].weight = torch.nn.Parameter(torch.randn(257, device=DEVICE)[1:].view(16, 16))
     optimizer = optim.Adam(model.parameters(), amsgrad=True)  # whose step is not fused
-    handle = sparsify(model, optimizer, recipe, "2:4", 4, **({"switch": 0.5} if recipe == "step" else {}))
+    handle = sparsify(
+        model, optimizer, recipe, "2:4", 4, **({"switch": 0.5} if recipe == "step" else {})
+    )
     alone.clear(), together.clear()
     for _ in range(4):
         model(torch.randn(5, 16, device=DEVICE)).square().sum().backward()
@@ -420,39 +500,60 @@ def test_all_weights_are_projected_in_one_launch(recipe: str, monkeypatch: pytes
         assert torch.equal(w.parameter, hard_threshold(w.dense, "2:4"))
 
 
-# --- the unbiased estimate ------------------------------------------------------------------------------------------------------
+# --- the unbiased estimate ------------------------------------------------------------------------
 
 
 def estimated(x: Tensor, ratio: str, dim: int, seed: int = 7) -> Tensor:
     pattern, out = Pattern.parse(ratio), torch.full_like(x, torch.nan)
     assert triton_mvue.applies(x, pattern, dim)
-    triton_mvue.estimate(x, out, pattern, dim, torch.tensor([seed], dtype=torch.int32, device=DEVICE))
+    triton_mvue.estimate(
+        x, out, pattern, dim, torch.tensor([seed], dtype=torch.int32, device=DEVICE)
+    )
     return out
 
 
 @pytest.mark.parametrize("ratio", ["2:4", "1:4", "3:4", "2:8", "3:16", "1:2"])
 def test_the_estimate_is_unbiased_with_the_smallest_variance(ratio: str) -> None:
-    """Equal columns are independent draws; probabilities are those of the float64 reference, whose tests have the closed form."""
+    """Equal columns are independent draws; probabilities are those of the float64 reference, whose
+    tests have the closed form.
+    """
     pattern, draws = Pattern.parse(ratio), 4096
-    column = torch.randn(2 * pattern.m, generator=torch.Generator().manual_seed(pattern.m), dtype=torch.float64).float() ** 3
-    found = estimated(column[:, None].expand(-1, draws).contiguous().to(DEVICE), ratio, 0).double().cpu()
+    column = (
+        torch.randn(
+            2 * pattern.m, generator=torch.Generator().manual_seed(pattern.m), dtype=torch.float64
+        ).float()
+        ** 3
+    )
+    found = (
+        estimated(column[:, None].expand(-1, draws).contiguous().to(DEVICE), ratio, 0)
+        .double()
+        .cpu()
+    )
     p = inclusion_probabilities(column[:, None], pattern, 0)[:, 0]
     assert ((found != 0).unflatten(0, (2, pattern.m)).sum(1) == pattern.n).all()
     kept = found != 0
-    torch.testing.assert_close(found[kept], (column.double() / p)[:, None].expand(-1, draws)[kept], rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        found[kept], (column.double() / p)[:, None].expand(-1, draws)[kept], rtol=1e-5, atol=0
+    )
     variance = column.double() ** 2 * (1 / p - 1)
     assert ((found.mean(1) - column.double()).abs() <= 5 * (variance / draws).sqrt() + 1e-5).all()
     assert variance.max() > 0
     assert float(found.var(1).sum()) == pytest.approx(float(variance.sum()), rel=0.15)
 
 
-@pytest.mark.parametrize(("shape", "dim", "dtype"), [((12, 40), 0, FLOAT), ((3, 8, 5), 1, BFLOAT), ((16, 130), 0, HALF)])
-def test_estimates_of_other_shapes_and_dtypes(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dim", "dtype"), [((12, 40), 0, FLOAT), ((3, 8, 5), 1, BFLOAT), ((16, 130), 0, HALF)]
+)
+def test_estimates_of_other_shapes_and_dtypes(
+    shape: tuple[int, ...], dim: int, dtype: torch.dtype
+) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     found = estimated(x, "2:4", dim)
     p = inclusion_probabilities(x.float(), "2:4", dim)
     assert ((found != 0).unflatten(dim, (-1, 4)).sum(dim + 1) == 2).all()
-    torch.testing.assert_close(found, torch.where(found != 0, (x.double() / p), 0.0).to(dtype), rtol=2**-6, atol=1e-5)
+    torch.testing.assert_close(
+        found, torch.where(found != 0, (x.double() / p), 0.0).to(dtype), rtol=2**-6, atol=1e-5
+    )
     assert torch.equal(estimated(x, "2:4", dim), found)
     assert not torch.equal(estimated(x, "2:4", dim, seed=8), found)
     assert not (found.float().signbit() & (found == 0)).any()
@@ -472,5 +573,10 @@ def test_estimates_at_the_edges() -> None:
     assert found[:, 1].tolist() == [3.0, 0.0, 0.0, -4.0]  # no more than N: all are certain
     assert sorted(found[:, 2].tolist()) == [0.0, 0.0, 2.0, 2.0]
     assert found[:, 3:].isnan().all()
-    for tensor, pattern, dim in ((x, "2:4", 1), (x.double(), "2:4", 0), (x.t(), "1:4", 0), (x, "1:32", 0)):
+    for tensor, pattern, dim in (
+        (x, "2:4", 1),
+        (x.double(), "2:4", 0),
+        (x.t(), "1:4", 0),
+        (x, "1:32", 0),
+    ):
         assert not triton_mvue.applies(tensor, Pattern.parse(pattern), dim)

@@ -1,4 +1,6 @@
-"""What test_shares.py asks of one process and of two: metrics of fixed models, and how runs end. Writes one JSON a rank."""
+"""What test_shares.py asks of one process and of two: metrics of fixed models, and how runs end.
+Writes one JSON a rank.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,17 @@ from nmrun.train import runner
 RUN = ("trainer.epochs=1", "trainer.log_every=1")
 STREAM = ("dataset=imagenet", "dataset.path=some", "dataset.resolution=8", "dataset.val_size=6", "dataset.workers=0",
           "trainer.batch_size=6", "model.channels=[8,8,8]", *RUN)  # fmt: skip
-OWN = ("dataset=digits", "+dataset._target_=two_evaluate.plain", "model=mlp", "model.hidden=[8,8]", "recipe=dense", *RUN)
+OWN = (
+    "dataset=digits",
+    "+dataset._target_=two_evaluate.plain",
+    "model=mlp",
+    "model.hidden=[8,8]",
+    "recipe=dense",
+    *RUN,
+)
 
 
-# --- tasks and models --------------------------------------------------------------------------------------------------------
+# --- tasks and models -----------------------------------------------------------------------------
 
 
 def images(count: int, batch_size: int = 12) -> Classification:
@@ -55,8 +64,15 @@ def text(tokens: int, **options: Any) -> LanguageModelling:
 def sentences(count: int, classes: int) -> TextClassification:
     """``count`` texts in test and as many in ``test_other``, evaluated 128 at a time."""
     random = np.random.default_rng(count)
-    texts = [(" ".join(f"w{word}" for word in random.integers(50, size=size)),) for size in random.integers(1, 9, count)]
-    labels = random.random(count).tolist() if classes == 1 else random.integers(classes, size=count).tolist()
+    texts = [
+        (" ".join(f"w{word}" for word in random.integers(50, size=size)),)
+        for size in random.integers(1, 9, count)
+    ]
+    labels = (
+        random.random(count).tolist()
+        if classes == 1
+        else random.integers(classes, size=count).tolist()
+    )
     metrics = ("spearman", "pearson") if classes == 1 else ("matthews", "accuracy", "f1")
     splits = dict.fromkeys(("train", "val", "test", "test_other"), (texts, labels))
     return TextClassification(splits, Words(64, 16), classes, metrics, batch_size=8, seed=0)
@@ -65,7 +81,9 @@ def sentences(count: int, classes: int) -> TextClassification:
 def translation(count: int, max_tokens: int = 16) -> Translation:
     """``count`` sentences of 2 to 6 tokens a split."""
     random = np.random.default_rng(count)
-    corpus = Corpus.of([[*random.integers(4, 8, size).tolist(), 2] for size in random.integers(1, 6, count)])
+    corpus = Corpus.of(
+        [[*random.integers(4, 8, size).tolist(), 2] for size in random.integers(1, 6, count)]
+    )
     words = Vocabulary(["a", "b", "c", "d"])
     references = dict.fromkeys(("val", "test"), ["a b c d a"] * count)
     splits = dict.fromkeys(("train", "val", "test"), (corpus, corpus))
@@ -154,7 +172,10 @@ class Plain:
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
         Plain.evaluations += 1
         x, y = self.micro_batches(0, 0, 1)[0]
-        return {"loss": float(self.loss(model, (x, y))), "accuracy": float((model(x).argmax(1) == y).float().mean())}
+        return {
+            "loss": float(self.loss(model, (x, y))),
+            "accuracy": float((model(x).argmax(1) == y).float().mean()),
+        }
 
     def example(self) -> tuple[Tensor, ...]:
         return torch.zeros(2, 4), torch.zeros(2, dtype=torch.int64)
@@ -169,13 +190,17 @@ class Normed(nn.Module):
 
     def __init__(self, shape: tuple[int, ...], classes: int) -> None:
         super().__init__()
-        self.inner, self.norm, self.last = nn.Conv2d(shape[0], 8, 3), nn.BatchNorm2d(8, momentum=0.9), nn.Linear(8, classes)
+        self.inner, self.norm, self.last = (
+            nn.Conv2d(shape[0], 8, 3),
+            nn.BatchNorm2d(8, momentum=0.9),
+            nn.Linear(8, classes),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.norm(self.inner(x)).relu().mean((2, 3)))
 
 
-# --- what is asked ----------------------------------------------------------------------------------------------------------
+# --- what is asked --------------------------------------------------------------------------------
 
 
 def passes(model: nn.Module) -> list[int]:
@@ -237,13 +262,18 @@ def run(place: Path, *overrides: str) -> dict[str, Any]:
     finally:
         _Files.__getitem__ = read  # type: ignore[method-assign]
     told = {key: result.get(key) for key in ("status", "error", "metrics", "folder")}
-    return told | {"trained": sum(epoch >= 0 for epoch, _ in decoded), "evaluated": sum(epoch < 0 for epoch, _ in decoded)}
+    return told | {
+        "trained": sum(epoch >= 0 for epoch, _ in decoded),
+        "evaluated": sum(epoch < 0 for epoch, _ in decoded),
+    }
 
 
 def main(place: Path) -> dict[str, Any]:
     """``place`` has the folders ``whole`` and ``damaged`` of images."""
     ranks.begin("cpu")
-    found: dict[str, Any] = {name: metrics(task(), model()) for name, (task, model) in CASES.items()}
+    found: dict[str, Any] = {
+        name: metrics(task(), model()) for name, (task, model) in CASES.items()
+    }
     found["shards"] = in_shards(images(2500), Linear())
     found["shards, 1 batch"] = in_shards(images(37), Linear())
     if importlib.util.find_spec("sacrebleu") and importlib.util.find_spec("fairseq"):
@@ -251,9 +281,19 @@ def main(place: Path) -> dict[str, Any]:
     found["broken text"] = broken_text()
     build = models.build
     models.build = lambda options, inputs: Normed(**inputs)  # type: ignore[assignment]
-    found["stream"] = run(place / f"runs{ranks.world()}", *STREAM, f"dataset.path={place / 'whole' / 'some'}", "recipe=dense")
+    found["stream"] = run(
+        place / f"runs{ranks.world()}",
+        *STREAM,
+        f"dataset.path={place / 'whole' / 'some'}",
+        "recipe=dense",
+    )
     models.build = build
-    found["damaged"] = run(place / f"runs{ranks.world()}", *STREAM, f"dataset.path={place / 'damaged' / 'some'}", "recipe=ste")
+    found["damaged"] = run(
+        place / f"runs{ranks.world()}",
+        *STREAM,
+        f"dataset.path={place / 'damaged' / 'some'}",
+        "recipe=ste",
+    )
     found["own"] = run(place / f"runs{ranks.world()}", *OWN) | {"evaluations": Plain.evaluations}
     return found
 

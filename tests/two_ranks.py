@@ -19,7 +19,12 @@ OPTIONS = ("trainer.accumulate=2", "trainer.clip=1.0", "model.exclude=[stem,head
 SWITCH = {"step": ("recipe.switch=0.5",), "asp": ("recipe.prune_at=0.5",)}
 
 
-ACCELERATED = ("model=mlp", "model.hidden=[32,32,32]", "trainer.precision=bf16", "trainer.acceleration=force")
+ACCELERATED = (
+    "model=mlp",
+    "model.hidden=[32,32,32]",
+    "trainer.precision=bf16",
+    "trainer.acceleration=force",
+)
 
 
 def run(output_dir: str, recipe: str, *overrides: str) -> str:
@@ -45,7 +50,11 @@ def main(output_dir: str) -> None:
     for recipe in (*RECIPES, "accelerated"):
         if recipe == "accelerated":
             play(setattr, Path(output_dir))
-        folder = run(output_dir, "ste", *ACCELERATED) if recipe == "accelerated" else run(output_dir, recipe)
+        folder = (
+            run(output_dir, "ste", *ACCELERATED)
+            if recipe == "accelerated"
+            else run(output_dir, recipe)
+        )
         one, other = ranks.gathered(digests[-1])
         assert one == other, recipe
         if ranks.leads():

@@ -132,7 +132,9 @@ def from_files(started: Started, folder: Path) -> None:
     model, optimizer, _ = started
     parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
     dcp.load(parts, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
+    )
 
 
 def from_whole(started: Started, folder: Path) -> None:

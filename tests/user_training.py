@@ -66,7 +66,9 @@ def whole(tensor: Tensor) -> Tensor:
     return (full.full_tensor() if isinstance(full, DTensor) else full).clone()
 
 
-def outcome(model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle) -> dict[str, Tensor]:
+def outcome(
+    model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle
+) -> dict[str, Tensor]:
     """All that was trained: parameters, dense weights, moments; then finished and N:M."""
     found = {}
     for name, parameter in model.named_parameters():

@@ -1,6 +1,8 @@
-"""``nmrun bench WHAT``: how fast masks, 2:4 products, layers, training and inference are on the machine at hand.
+"""``nmrun bench WHAT``: how fast masks, 2:4 products, layers, training and inference are on the
+machine at hand.
 
-Each benchmark is a module of this package with a ``main(argv)`` of its own; without WHAT it is ``recipes``.
+Each benchmark is a module of this package with a ``main(argv)`` of its own; without WHAT it is
+``recipes``.
 """
 
 from __future__ import annotations
@@ -30,10 +32,14 @@ def main(argv: Sequence[str]) -> int:
     """
     words = list(argv)
     if words in (["-h"], ["--help"]):
-        print("usage: nmrun bench [WHAT] [options]      nmrun bench WHAT --help lists those of WHAT\n")
+        print(
+            "usage: nmrun bench [WHAT] [options]      nmrun bench WHAT --help lists those of WHAT\n"
+        )
         print("\n".join(f"  {name:<9} {about}" for name, about in KINDS.items()))
         return 0
     what = words.pop(0) if words and not words[0].startswith("-") else "recipes"
     if what not in KINDS:
-        raise ConfigError(f"bench {what}: it takes one of {', '.join(KINDS)}{did_you_mean(what, KINDS)}")
+        raise ConfigError(
+            f"bench {what}: it takes one of {', '.join(KINDS)}{did_you_mean(what, KINDS)}"
+        )
     return int(importlib.import_module(f"nmrun.bench.{what}").main(words))

@@ -1,4 +1,6 @@
-"""What ``nmrun bench recipes`` compares: networks, recipes on them, and the official code's way of finding a mask."""
+"""What ``nmrun bench recipes`` compares: networks, recipes on them, and the official code's way of
+finding a mask.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +39,23 @@ def tiny() -> nn.Module:
 
 
 WORKLOADS = {
-    "small_conv": Workload(lambda: small_conv.build((1, 8, 8), 10), (64, 1, 8, 8), ("stem", "head")),
-    "resnet18": Workload(lambda: torchvision_models.build("resnet18", (3, 32, 32), 10), (32, 3, 32, 32), ("conv1", "fc")),
+    "small_conv": Workload(
+        lambda: small_conv.build((1, 8, 8), 10), (64, 1, 8, 8), ("stem", "head")
+    ),
+    "resnet18": Workload(
+        lambda: torchvision_models.build("resnet18", (3, 32, 32), 10),
+        (32, 3, 32, 32),
+        ("conv1", "fc"),
+    ),
     "transformer": Workload(transformer, (8, 128, 512)),
     "tiny": Workload(tiny, (8, 32)),
 }
 
 
 def argsort_mask(weight: Tensor, n: int, m: int) -> Tensor:
-    """The mask along dimension 1 by sorting each group, as the official code of SR-STE and STEP finds it."""
+    """The mask along dimension 1 by sorting each group, as the official code of SR-STE and STEP
+    finds it.
+    """
     inputs_last = weight.detach().abs().movedim(1, -1)
     groups = inputs_last.reshape(-1, m)
     pruned = torch.argsort(groups, dim=1)[:, : m - n]
@@ -53,9 +63,11 @@ def argsort_mask(weight: Tensor, n: int, m: int) -> Tensor:
 
 
 class ArgsortSRSTE(torch.autograd.Function):
-    """SR-STE as its official code has it: the mask by argsort in every forward pass, the decay in the backward pass.
+    """SR-STE as its official code has it: the mask by argsort in every forward pass, the decay in
+    the backward pass.
 
-    After ``Sparse_NHWC`` of github.com/aojunzz/NM-sparsity at a557d6b, for linear layers and convolutions.
+    After ``Sparse_NHWC`` of github.com/aojunzz/NM-sparsity at a557d6b, for linear layers and
+    convolutions.
     """
 
     @staticmethod
@@ -86,21 +98,31 @@ Attach = Callable[[nn.Module, torch.optim.Optimizer, Pattern, Sequence[str]], An
 
 
 def _recipe(name: str, **arguments: Any) -> Attach:
-    return lambda model, optimizer, pattern, exclude: sparsify(model, optimizer, name, pattern, exclude=exclude, **arguments)
+    return lambda model, optimizer, pattern, exclude: sparsify(
+        model, optimizer, name, pattern, exclude=exclude, **arguments
+    )
 
 
-def _argsort(model: nn.Module, optimizer: torch.optim.Optimizer, pattern: Pattern, exclude: Sequence[str]) -> None:
+def _argsort(
+    model: nn.Module, optimizer: torch.optim.Optimizer, pattern: Pattern, exclude: Sequence[str]
+) -> None:
     for chosen in select(model, pattern, exclude=exclude)[0]:
-        parametrize.register_parametrization(chosen.module, chosen.attribute, ArgsortInForward(pattern))
+        parametrize.register_parametrization(
+            chosen.module, chosen.attribute, ArgsortInForward(pattern)
+        )
 
 
 # what is done to a model after it was built; all arms have the same optimizer
 ARMS: dict[str, Attach] = {
-    "dense_again": lambda *_: None,  # nothing: shows how far the ratio of two equal arms strays from one
+    "dense_again": lambda *_: (
+        None
+    ),  # nothing: shows how far the ratio of two equal arms strays from one
     "asp": _recipe("asp", prune_at=0.0),
     "ste": _recipe("ste"),
     "sr_ste": _recipe("sr_ste"),
-    "step_phase_one": _recipe("step", total_steps=10**9, t_max=1.0),  # samples the variance change, never switches
+    "step_phase_one": _recipe(
+        "step", total_steps=10**9, t_max=1.0
+    ),  # samples the variance change, never switches
     "step_phase_two": _recipe("step", total_steps=2, switch=0.5),  # switches after the first step
     "s_ste": _recipe("s_ste"),
     "mdgf_linear": _recipe("mdgf_linear", total_steps=10**9, dense=0.0),  # the middle phase
@@ -109,7 +131,9 @@ ARMS: dict[str, Attach] = {
     "sdgf_geometric": _recipe("sdgf_geometric", total_steps=10**9, dense=0.0, frames=2),
     "decay_mask": _recipe("decay_mask", total_steps=10**9, dense=0.0),
     "t_sr_ste": _recipe("t_sr_ste", interval=10**9),  # between two searches for masks
-    "t_sr_ste_search": _recipe("t_sr_ste", interval=1),  # with a search in every step; by default it is one of 40
+    "t_sr_ste_search": _recipe(
+        "t_sr_ste", interval=1
+    ),  # with a search in every step; by default it is one of 40
     "bi_mask": _recipe("bi_mask", interval=10**9),  # likewise, one of 100
     "bi_mask_search": _recipe("bi_mask", interval=1),
     "lbc": _recipe("lbc", total_steps=10**9),  # while candidates are left

@@ -15,12 +15,18 @@ from pathlib import Path
 from nmrun.products.cusparselt import loaded_cusparselt
 from nmrun.verbs import Parser
 
-SHAPES = ((768, 3072), (2048, 8192), (4096, 16384))  # inputs and outputs of the layers in the speed table
+SHAPES = (
+    (768, 3072),
+    (2048, 8192),
+    (4096, 16384),
+)  # inputs and outputs of the layers in the speed table
 TOKENS = 8192
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what there is, test the 2:4 paths and measure a little; returns the exit status, 1 if something needed is missing."""
+    """Print what there is, test the 2:4 paths and measure a little; returns the exit status, 1 if
+    something needed is missing.
+    """
     Parser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
     import torch
 
@@ -31,21 +37,37 @@ def main(argv: Sequence[str]) -> int:
 
     compiler = find_compiler()
     built = load(Pattern(2, 4)) is not None
-    projection = f"compiled with {compiler}" if built else "plain torch (no working C compiler): slower, same results"
+    projection = (
+        f"compiled with {compiler}"
+        if built
+        else "plain torch (no working C compiler): slower, same results"
+    )
     speed, copy = backends24.bandwidth()
     data = Path(os.environ.get("NMRUN_DATA", "~/.cache/nmrun")).expanduser()
-    wandb = os.environ.get("WANDB_MODE") or ("online, logged in" if logged_in() else "offline, not logged in")
-    fairseq = "installed" if importlib.util.find_spec("fairseq") else "not installed (pip install 'nmrun[translation]')"
+    wandb = os.environ.get("WANDB_MODE") or (
+        "online, logged in" if logged_in() else "offline, not logged in"
+    )
+    fairseq = (
+        "installed"
+        if importlib.util.find_spec("fairseq")
+        else "not installed (pip install 'nmrun[translation]')"
+    )
     writable = os.access(".", os.W_OK)
     for name, value in [
         ("nmrun", importlib.metadata.version("nmrun")),
         ("python", platform.python_version()),
-        ("torch", f"{torch.__version__}, {torch.get_num_threads()} threads, CUDA {torch.version.cuda or 'not built in'}"),
+        (
+            "torch",
+            f"{torch.__version__}, {torch.get_num_threads()} threads, CUDA {torch.version.cuda or 'not built in'}",
+        ),
         *gpus(),
         ("cuSPARSELt", cusparselt()),
         *accelerated(),
         ("CPU projection", projection),
-        ("", f"2:4 at {speed:.1f} GB/s; a copy takes {copy:.1f} GB/s: {copy / speed:.1f} times a copy's time"),
+        (
+            "",
+            f"2:4 at {speed:.1f} GB/s; a copy takes {copy:.1f} GB/s: {copy / speed:.1f} times a copy's time",
+        ),
         ("data folder", f"{data}" + ("" if data.exists() else " (does not exist yet)")),
         ("W&B", wandb),
         ("fairseq", fairseq),
@@ -61,7 +83,10 @@ def gpus() -> Iterator[tuple[str, str]]:
 
     for i in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(i)
-        yield "GPU", f"{about.name}, compute capability {about.major}.{about.minor}, {about.total_memory / 2**30:.0f} GiB"
+        yield (
+            "GPU",
+            f"{about.name}, compute capability {about.major}.{about.minor}, {about.total_memory / 2**30:.0f} GiB",
+        )
     if not torch.cuda.device_count():
         yield "GPU", "none"
     yield "driver", driver() or "none"
@@ -80,9 +105,11 @@ def driver() -> str:
 
 
 def cusparselt() -> str:
-    """The version of the cuSPARSELt that this process has loaded, and what to do where it is one to avoid.
+    """The version of the cuSPARSELt that this process has loaded, and what to do where it is one to
+    avoid.
 
-    0.8.0, which torch 2.11 asks for, is slower than it should be on Hopper; NVIDIA's release notes of 0.8.1 name the fix.
+    0.8.0, which torch 2.11 asks for, is slower than it should be on Hopper; NVIDIA's release notes
+    of 0.8.1 name the fix.
     """
     import torch
 
@@ -91,7 +118,9 @@ def cusparselt() -> str:
         return "not loaded (this torch has none): no 2:4 products by it"
     version, path = found
     told = f"{'.'.join(map(str, version))} ({path})"
-    hopper = any(torch.cuda.get_device_capability(i)[0] == 9 for i in range(torch.cuda.device_count()))
+    hopper = any(
+        torch.cuda.get_device_capability(i)[0] == 9 for i in range(torch.cuda.device_count())
+    )
     if version == (0, 8, 0):
         wheel = f"nvidia-cusparselt-cu{(torch.version.cuda or '13').partition('.')[0]}"
         cure = f"pip install --no-deps {wheel}==0.8.1 (torch pins 0.8.0; with uv: override-dependencies)"
@@ -100,13 +129,18 @@ def cusparselt() -> str:
 
 
 def accelerated() -> Iterator[tuple[str, str]]:
-    """Which 2:4 paths compute the right thing on the first GPU, then how fast those are against the dense product."""
+    """Which 2:4 paths compute the right thing on the first GPU, then how fast those are against the
+    dense product.
+    """
     import torch
 
     from nmrun.products import backends24
 
     if not torch.cuda.is_available():
-        yield "2:4 products", "none: they need an NVIDIA GPU of compute capability 8.0 or more; masks train anywhere"
+        yield (
+            "2:4 products",
+            "none: they need an NVIDIA GPU of compute capability 8.0 or more; masks train anywhere",
+        )
         return
     if torch.cuda.get_device_capability()[0] < 8:
         yield "2:4 products", "none: this GPU has no sparse tensor cores; masks train anywhere"

@@ -1,9 +1,12 @@
-"""``nmrun bench gemm``: products with a 2:4 weight against dense ones, by shape and number of tokens.
+"""``nmrun bench gemm``: products with a 2:4 weight against dense ones, by shape and number of
+tokens.
 
-``x W^T`` with W (outputs, inputs) and x (tokens, inputs) in bfloat16, as in a layer's forward pass; each shape both ways, as the two layers of
-a feed-forward block. With ``--fp8`` both are rounded to e4m3fn with one scale, x in every call, and the dense product is torch's of FP8.
-All numbers are drawn from N(0, 1), since what is multiplied decides on a GPU's power and so on its clock. Each path is tested first (see
-``nmrun.products.backends24``): one that is wrong is shown as wrong and not timed.
+``x W^T`` with W (outputs, inputs) and x (tokens, inputs) in bfloat16, as in a layer's forward pass;
+each shape both ways, as the two layers of a feed-forward block. With ``--fp8`` both are rounded to
+e4m3fn with one scale, x in every call, and the dense product is torch's of FP8. All numbers are
+drawn from N(0, 1), since what is multiplied decides on a GPU's power and so on its clock. Each path
+is tested first (see ``nmrun.products.backends24``): one that is wrong is shown as wrong and not
+timed.
 """
 
 from __future__ import annotations
@@ -36,21 +39,39 @@ def dense_fp8(weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
 
     def call() -> Tensor:
         values_x, scale_x = simulated.quantize(x, simulated.FORWARD_FP8)
-        return torch._scaled_mm(values_x, values.t(), scale_x.reciprocal(), scale.reciprocal(), out_dtype=x.dtype)
+        return torch._scaled_mm(
+            values_x, values.t(), scale_x.reciprocal(), scale.reciprocal(), out_dtype=x.dtype
+        )
 
     return call
 
 
 def measure(
-    inputs: int, outputs: int, tokens: int, count: int, clock: Clock, device: torch.device, fp8: bool = False
+    inputs: int,
+    outputs: int,
+    tokens: int,
+    count: int,
+    clock: Clock,
+    device: torch.device,
+    fp8: bool = False,
 ) -> list[Row]:
     """Dense and every path that is for it, at one size."""
     paths = backends24.candidates(fp8)
-    about = {"shape": f"{inputs} to {outputs}", "inputs": inputs, "outputs": outputs, "tokens": tokens}
+    about = {
+        "shape": f"{inputs} to {outputs}",
+        "inputs": inputs,
+        "outputs": outputs,
+        "tokens": tokens,
+    }
     try:
-        x, weight = torch.randn(tokens, inputs, device=device).to(DTYPE), backends24.transposable(outputs, inputs, device)
+        x, weight = (
+            torch.randn(tokens, inputs, device=device).to(DTYPE),
+            backends24.transposable(outputs, inputs, device),
+        )
         dense = torch.randn(outputs, inputs, device=device).to(DTYPE)
-        calls: dict[str, Callable[[], Tensor]] = {"dense": dense_fp8(dense, x) if fp8 else partial(functional.linear, x, dense)}
+        calls: dict[str, Callable[[], Tensor]] = {
+            "dense": dense_fp8(dense, x) if fp8 else partial(functional.linear, x, dense)
+        }
         rows: list[Row] = []
         expected = simulated.linear(x.float(), weight.float(), fp8=fp8)
         for name, path in paths.items():
@@ -73,17 +94,30 @@ def measure(
 
 def cell(row: Row) -> str:
     """Milliseconds of dense products, of others how many times as fast they are."""
-    return f"{row['ms']:.3g} ms, {row['tflops']:.3g} TFLOP/s" if row["path"] == "dense" else output.spread(row, "speedup")
+    return (
+        f"{row['ms']:.3g} ms, {row['tflops']:.3g} TFLOP/s"
+        if row["path"] == "dense"
+        else output.spread(row, "speedup")
+    )
 
 
 def main(argv: Sequence[str]) -> int:
     parser = output.parser("gemm", __doc__, 20)
     usual = [output.shape(text) for text in SHAPES]
     parser.add_argument(
-        "--shapes", nargs="+", type=output.shape, default=usual, metavar="INxOUT", help=f"default: {' '.join(SHAPES)}"
+        "--shapes",
+        nargs="+",
+        type=output.shape,
+        default=usual,
+        metavar="INxOUT",
+        help=f"default: {' '.join(SHAPES)}",
     )
     parser.add_argument(
-        "--tokens", nargs="+", type=output.positive, default=TOKENS, help=f"default: {' '.join(map(str, TOKENS))}"
+        "--tokens",
+        nargs="+",
+        type=output.positive,
+        default=TOKENS,
+        help=f"default: {' '.join(map(str, TOKENS))}",
     )
     parser.add_argument("--fp8", action="store_true", help="products of FP8 operands")
     options = parser.parse_args(argv)
@@ -92,7 +126,11 @@ def main(argv: Sequence[str]) -> int:
     if options.fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         parser.error("--fp8: this GPU has no products of FP8 numbers")
     clock, rows = Clock(device), list[Row]()
-    both = [pair for narrow, wide in options.shapes for pair in dict.fromkeys(((narrow, wide), (wide, narrow)))]
+    both = [
+        pair
+        for narrow, wide in options.shapes
+        for pair in dict.fromkeys(((narrow, wide), (wide, narrow)))
+    ]
     for inputs, outputs in both:
         output.note(f"{inputs} to {outputs}")
         for tokens in options.tokens:
@@ -107,14 +145,27 @@ def main(argv: Sequence[str]) -> int:
         some = [row for row in rows if row["path"] == name]
         reasons = list(dict.fromkeys(row.get("wrong") for row in some))
         text = (
-            output.grid(some, "shape", "tokens", cell) if len(reasons) > 1 or not reasons[0] else f"{reasons[0]}, at all sizes"
+            output.grid(some, "shape", "tokens", cell)
+            if len(reasons) > 1 or not reasons[0]
+            else f"{reasons[0]}, at all sizes"
         )
         parts.append(f"{name}:\n\n{text}")
 
     def draw(out: output.Path) -> None:
         shown = [row for row in rows if row["path"] != "dense" and "speedup" in row]
         if shown:
-            picture.draw(out, shown, "shape", "path", "tokens", "speedup", ("tokens", "times as fast as dense"), 1.0)
+            picture.draw(
+                out,
+                shown,
+                "shape",
+                "path",
+                "tokens",
+                "speedup",
+                ("tokens", "times as fast as dense"),
+                1.0,
+            )
 
     variant = "_fp8" if options.fp8 else ""
-    return output.finish("gemm", "\n\n".join([title, *parts]), rows, argv, device, options.out, draw, variant)
+    return output.finish(
+        "gemm", "\n\n".join([title, *parts]), rows, argv, device, options.out, draw, variant
+    )

@@ -1,7 +1,9 @@
-"""``nmrun bench infer``: forward passes of a whole network in evaluation, dense and with its sparse layers 2:4, by batch size.
+"""``nmrun bench infer``: forward passes of a whole network in evaluation, dense and with its sparse
+layers 2:4, by batch size.
 
-Weights and products are bfloat16. The layers that a run would make sparse are packed once, for each 2:4 path that is right on this GPU; what
-cannot be packed stays dense, and how many are is said. Times are those of a call, with the time that the host takes to launch it.
+Weights and products are bfloat16. The layers that a run would make sparse are packed once, for each
+2:4 path that is right on this GPU; what cannot be packed stays dense, and how many are is said.
+Times are those of a call, with the time that the host takes to launch it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ class Compressed(nn.Module):
     def __init__(self, layer: nn.Linear, path: str) -> None:
         super().__init__()
         self.weight, self.bias = layer.weight, layer.bias
-        self.packed = Packed(path, hard_threshold(layer.weight, PATTERN), None, layer.weight.dtype, both=False)
+        self.packed = Packed(
+            path, hard_threshold(layer.weight, PATTERN), None, layer.weight.dtype, both=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.packed(x, self.weight, self.bias)
@@ -59,42 +63,71 @@ def compressed(model: nn.Module, names: Sequence[str], path: str) -> tuple[nn.Mo
 
 def right_paths(device: torch.device) -> tuple[list[str], list[Row]]:
     """The paths that compute the right thing here, and rows that say what is wrong with the others."""
-    x, weight = torch.randn(256, 512, device=device).to(gemm.DTYPE), backends24.transposable(384, 512, device)
+    x, weight = (
+        torch.randn(256, 512, device=device).to(gemm.DTYPE),
+        backends24.transposable(384, 512, device),
+    )
     expected, right, rows = x.float() @ weight.float().t(), list[str](), list[Row]()
     for name, path in backends24.candidates(fp8=False).items():
         why = "" if name != "one_pass" else "it prunes both ways, which weights of a run are not"
         why = why or fault(lambda path=path: path(weight)(x), expected)  # type: ignore[misc]
-        right, rows = (right, [*rows, {"arm": name, "wrong": why}]) if why else ([*right, name], rows)
+        right, rows = (
+            (right, [*rows, {"arm": name, "wrong": why}]) if why else ([*right, name], rows)
+        )
     return right, rows
 
 
 def measure(
-    words: Sequence[str], paths: Sequence[str], batches: Sequence[int], compiled: bool, count: int, device: torch.device
+    words: Sequence[str],
+    paths: Sequence[str],
+    batches: Sequence[int],
+    compiled: bool,
+    count: int,
+    device: torch.device,
 ) -> list[Row]:
     """One network, dense and by each path. Raises ConfigError for words that are none."""
     with tempfile.TemporaryDirectory() as name:
         random_text(Path(name))
         config = composed(Path(name), ["recipe=dense", *words])
     if isinstance(config.dataset, TokenBin):
-        inputs: dict[str, Any] = {"vocabulary": config.dataset.vocabulary, "context": config.dataset.context}
+        inputs: dict[str, Any] = {
+            "vocabulary": config.dataset.vocabulary,
+            "context": config.dataset.context,
+        }
     else:
         side = config.dataset.values()["side"]
         inputs = {"shape": (3, side, side), "classes": 1000}
     torch.manual_seed(0)
-    dense = models.build(config.model.mapping(), inputs).to(device, gemm.DTYPE).eval().requires_grad_(False)
-    chosen, _ = select(dense, PATTERN, include=config.model.include, exclude=config.model.exclude or ())
+    dense = (
+        models.build(config.model.mapping(), inputs)
+        .to(device, gemm.DTYPE)
+        .eval()
+        .requires_grad_(False)
+    )
+    chosen, _ = select(
+        dense, PATTERN, include=config.model.include, exclude=config.model.exclude or ()
+    )
     names = [weight.module_name for weight in chosen if isinstance(weight.module, nn.Linear)]
     rows: list[Row] = []
     try:
         networks = {"dense": (dense, 0)} | {path: compressed(dense, names, path) for path in paths}
     except torch.OutOfMemoryError:
-        return [{"arm": arm, "batch": batch, "wrong": NO_MEMORY} for arm in ("dense", *paths) for batch in batches]
-    forward = {arm: torch.compile(network) if compiled else network for arm, (network, _) in networks.items()}
+        return [
+            {"arm": arm, "batch": batch, "wrong": NO_MEMORY}
+            for arm in ("dense", *paths)
+            for batch in batches
+        ]
+    forward = {
+        arm: torch.compile(network) if compiled else network
+        for arm, (network, _) in networks.items()
+    }
     for batch in batches:
         try:
             x = example(inputs, batch, device)
             with torch.inference_mode():
-                arms: dict[str, Callable[[], object]] = {arm: partial(network, x) for arm, network in forward.items()}
+                arms: dict[str, Callable[[], object]] = {
+                    arm: partial(network, x) for arm, network in forward.items()
+                }
                 times = rounds(arms, count, Clock(device, flush=False))
         except torch.OutOfMemoryError:
             rows += [{"arm": arm, "batch": batch, "wrong": NO_MEMORY} for arm in networks]
@@ -114,12 +147,23 @@ def example(inputs: Row, batch: int, device: torch.device) -> Tensor:
 
 def main(argv: Sequence[str]) -> int:
     parser = output.parser("infer", __doc__, 20)
-    parser.add_argument("--models", nargs="+", choices=NETWORKS, default=USUAL, help=f"default: {' '.join(USUAL)}")
     parser.add_argument(
-        "--batches", nargs="+", type=output.positive, default=[1, 8, 32], help="sequences or images (default: 1 8 32)"
+        "--models", nargs="+", choices=NETWORKS, default=USUAL, help=f"default: {' '.join(USUAL)}"
+    )
+    parser.add_argument(
+        "--batches",
+        nargs="+",
+        type=output.positive,
+        default=[1, 8, 32],
+        help="sequences or images (default: 1 8 32)",
     )
     parser.add_argument("--compile", action="store_true", help="torch.compile all arms")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all arms, such as dataset.context=256")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="for all arms, such as dataset.context=256",
+    )
     options = parser.parse_args(argv)
     device = output.begin(options, parser)
     output.needs_products(device)
@@ -127,7 +171,14 @@ def main(argv: Sequence[str]) -> int:
     rows += each(
         options.models,
         parser,
-        lambda words: measure([*words, *options.overrides], paths, options.batches, options.compile, options.rounds, device),
+        lambda words: measure(
+            [*words, *options.overrides],
+            paths,
+            options.batches,
+            options.compile,
+            options.rounds,
+            device,
+        ),
     )
     title = (
         "Forward passes in evaluation, bfloat16: milliseconds of dense ones, and how many times as fast those with 2:4 layers are, median"
@@ -136,7 +187,9 @@ def main(argv: Sequence[str]) -> int:
 
     def cell(row: Row) -> str:
         return (
-            f"{row['ms']:.4g} ms" if row["arm"] == "dense" else f"{output.spread(row, 'speedup')}, {row['layers']} layers 2:4"
+            f"{row['ms']:.4g} ms"
+            if row["arm"] == "dense"
+            else f"{output.spread(row, 'speedup')}, {row['layers']} layers 2:4"
         )
 
     shown = [{**row, "batch": f"{row['model']}, {row['batch']}"} for row in rows if "batch" in row]

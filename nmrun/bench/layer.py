@@ -1,10 +1,13 @@
-"""``nmrun bench layer``: forward and backward of one linear layer, dense, masked and by 2:4 products.
+"""``nmrun bench layer``: forward and backward of one linear layer, dense, masked and by 2:4
+products.
 
-A step is that of nmrun without the optimizer: forward and backward of ``accumulate`` micro-batches, then the projection of the weight (and its
-packing) once. Weights are float32; on a GPU products are bfloat16 (autocast). ``masked`` has zeros in a dense product; the others go by the
-fastest right 2:4 path, with the input gradient dense, sparse by double pruning or by a transposable mask, and with the weight gradient from
-an unbiased 2:4 estimate (MVUE), or with operands rounded to FP8. Without sparse tensor cores all of them are masked, the same numbers by dense
-products, and "2:4" is left out.
+A step is that of nmrun without the optimizer: forward and backward of ``accumulate`` micro-batches,
+then the projection of the weight (and its packing) once. Weights are float32; on a GPU products are
+bfloat16 (autocast). ``masked`` has zeros in a dense product; the others go by the fastest right 2:4
+path, with the input gradient dense, sparse by double pruning or by a transposable mask, and with
+the weight gradient from an unbiased 2:4 estimate (MVUE), or with operands rounded to FP8. Without
+sparse tensor cores all of them are masked, the same numbers by dense products, and "2:4" is left
+out.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ from nmrun.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
 from nmrun.errors import ConfigError
 from nmrun.products import acceleration
 
-SHAPES = {"cuda": ("768x3072", "3072x768", "1600x6400", "6400x1600", "4096x16384", "16384x4096"), "cpu": ("256x1024",)}
+SHAPES = {
+    "cuda": ("768x3072", "3072x768", "1600x6400", "6400x1600", "4096x16384", "16384x4096"),
+    "cpu": ("256x1024",),
+}
 TOKENS = {"cuda": 8192, "cpu": 512}
 # name: recipe, its options, and whether it goes by 2:4 products where there are such
 ARMS: dict[str, tuple[str, dict[str, Any], bool]] = {
@@ -45,10 +51,16 @@ class Arm:
         device: torch.device,
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
-        self.model, self.accumulate, self.device = nn.Sequential(nn.Linear(inputs, outputs, device=device)), accumulate, device
+        self.model, self.accumulate, self.device = (
+            nn.Sequential(nn.Linear(inputs, outputs, device=device)),
+            accumulate,
+            device,
+        )
         self.x = torch.randn(tokens, inputs, device=device).to(self.dtype).requires_grad_()
         self.dz = torch.randn(tokens, outputs, device=device, dtype=self.dtype)
-        self.handle = sparsify(self.model, optim.AdamW(self.model.parameters()), recipe, "2:4", **options)
+        self.handle = sparsify(
+            self.model, optim.AdamW(self.model.parameters()), recipe, "2:4", **options
+        )
         self.path = "dense"
         if by_products:
             (choice,) = acceleration.accelerate(self.handle, self.forward, "force", accumulate)
@@ -72,10 +84,14 @@ class Arm:
         self.model.zero_grad()
 
 
-def measure(inputs: int, outputs: int, tokens: int, accumulate: int, count: int, device: torch.device) -> list[Row]:
+def measure(
+    inputs: int, outputs: int, tokens: int, accumulate: int, count: int, device: torch.device
+) -> list[Row]:
     """All arms at one size. ``tokens`` are those of a micro-batch."""
     about = {"shape": f"{inputs} to {outputs}", "tokens": tokens, "accumulate": accumulate}
-    make = partial(Arm, inputs=inputs, outputs=outputs, tokens=tokens, accumulate=accumulate, device=device)
+    make = partial(
+        Arm, inputs=inputs, outputs=outputs, tokens=tokens, accumulate=accumulate, device=device
+    )
     products, rows = not acceleration.obstacle(device), list[Row]()
     names = [name for name in ARMS if products or name != "2:4"]
     arms: dict[str, Callable[[], None]] = {}
@@ -98,10 +114,22 @@ def measure(inputs: int, outputs: int, tokens: int, accumulate: int, count: int,
 
 def main(argv: Sequence[str]) -> int:
     parser = output.parser("layer", __doc__, 20)
-    parser.add_argument("--shapes", nargs="+", type=output.shape, metavar="INxOUT", help=f"default: {' '.join(SHAPES['cuda'])}")
-    parser.add_argument("--tokens", type=output.positive, help="of a micro-batch (default: 8192, on a CPU 512)")
     parser.add_argument(
-        "--accumulate", nargs="+", type=output.positive, default=[1, 4], help="micro-batches a step (default: 1 4)"
+        "--shapes",
+        nargs="+",
+        type=output.shape,
+        metavar="INxOUT",
+        help=f"default: {' '.join(SHAPES['cuda'])}",
+    )
+    parser.add_argument(
+        "--tokens", type=output.positive, help="of a micro-batch (default: 8192, on a CPU 512)"
+    )
+    parser.add_argument(
+        "--accumulate",
+        nargs="+",
+        type=output.positive,
+        default=[1, 4],
+        help="micro-batches a step (default: 1 4)",
     )
     options = parser.parse_args(argv)
     device = output.begin(options, parser)
@@ -116,7 +144,11 @@ def main(argv: Sequence[str]) -> int:
     title = (
         f"Forward and backward of a linear layer, {tokens} tokens a micro-batch (xN: N of them share a projection): how many times as fast as"
         f" dense, median [quartiles] of paired rounds, n = {options.rounds}. "
-        + ("bfloat16." if products else "float32, all masks in dense products: there are no sparse tensor cores here.")
+        + (
+            "bfloat16."
+            if products
+            else "float32, all masks in dense products: there are no sparse tensor cores here."
+        )
     )
 
     def cell(row: Row) -> str:
@@ -127,7 +159,16 @@ def main(argv: Sequence[str]) -> int:
         for row in lines:
             row["title"] = f"micro-batches a step: {row['accumulate']}"
         if lines:
-            picture.draw(out, lines, "title", "arm", "shape", "speedup", ("layer", "times as fast as dense"), 1.0)
+            picture.draw(
+                out,
+                lines,
+                "title",
+                "arm",
+                "shape",
+                "speedup",
+                ("layer", "times as fast as dense"),
+                1.0,
+            )
 
     text = output.grid(shown, "size", "arm", cell)
     return output.finish("layer", f"{title}\n\n{text}", rows, argv, device, options.out, draw)

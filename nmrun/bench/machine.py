@@ -14,7 +14,11 @@ import torch
 
 from nmrun.products.cusparselt import loaded_cusparselt
 
-ON_GPU = {"power": "power.limit", "clock": "clocks.max.sm", "driver": "driver_version"}  # of nvidia-smi's query
+ON_GPU = {
+    "power": "power.limit",
+    "clock": "clocks.max.sm",
+    "driver": "driver_version",
+}  # of nvidia-smi's query
 Machine = dict[str, Any]
 
 
@@ -59,7 +63,12 @@ def _version(package: str) -> str | None:
 def _asked_of_driver(gpu: Any) -> Machine:
     if not (tool := shutil.which("nvidia-smi")):
         return {}
-    words = [tool, f"--query-gpu={','.join(ON_GPU.values())}", "--format=csv,noheader", f"--id=GPU-{gpu.uuid}"]
+    words = [
+        tool,
+        f"--query-gpu={','.join(ON_GPU.values())}",
+        "--format=csv,noheader",
+        f"--id=GPU-{gpu.uuid}",
+    ]
     try:
         said = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
@@ -71,7 +80,5 @@ def machine_line(machine: Machine) -> str:
     """One line of it for the reader."""
     if "gpu" in machine:
         more = ", ".join(str(machine[key]) for key in ("power", "clock") if key in machine)
-        return (
-            f"{machine['gpu']} ({more}), torch {machine['torch']}, CUDA {machine['cuda']}, cuSPARSELt {machine['cusparselt']}"
-        )
+        return f"{machine['gpu']} ({more}), torch {machine['torch']}, CUDA {machine['cuda']}, cuSPARSELt {machine['cusparselt']}"
     return f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, load {machine['load']}, torch {machine['torch']}"

@@ -1,8 +1,10 @@
-"""``nmrun bench masks``: how fast N:M masks are found and weights projected, against a copy of the same tensor.
+"""``nmrun bench masks``: how fast N:M masks are found and weights projected, against a copy of the
+same tensor.
 
-A copy reads and writes every weight once, as a projection at least has to: it is the memory bound. Arms are nmrun's dispatch (C on the CPU,
-Triton on a GPU), its reference in plain torch, ``torch.topk``, and sorting every group and scattering, as the official code of SR-STE and
-STEP does. All leave the projection in memory.
+A copy reads and writes every weight once, as a projection at least has to: it is the memory bound.
+Arms are nmrun's dispatch (C on the CPU, Triton on a GPU), its reference in plain torch,
+``torch.topk``, and sorting every group and scattering, as the official code of SR-STE and STEP
+does. All leave the projection in memory.
 """
 
 from __future__ import annotations
@@ -53,15 +55,28 @@ ARMS: dict[str, Callable[[Tensor, Tensor, Pattern], None]] = {
 
 
 def measure(
-    pattern: Pattern, millions: float, arms: Sequence[str], dtype: torch.dtype, count: int, device: torch.device
+    pattern: Pattern,
+    millions: float,
+    arms: Sequence[str],
+    dtype: torch.dtype,
+    count: int,
+    device: torch.device,
 ) -> list[Row]:
     """The copy and these arms on one random weight of about so many millions of entries."""
     columns = COLUMNS // pattern.m * pattern.m
-    about = {"pattern": str(pattern), "millions": millions, "dtype": str(dtype).removeprefix("torch.")}
+    about = {
+        "pattern": str(pattern),
+        "millions": millions,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
     try:
-        weight = torch.randn(max(1, round(millions * 1e6 / columns)), columns, device=device).to(dtype)
+        weight = torch.randn(max(1, round(millions * 1e6 / columns)), columns, device=device).to(
+            dtype
+        )
         out = torch.empty_like(weight)
-        calls = {"copy": partial(out.copy_, weight)} | {name: partial(ARMS[name], weight, out, pattern) for name in arms}
+        calls = {"copy": partial(out.copy_, weight)} | {
+            name: partial(ARMS[name], weight, out, pattern) for name in arms
+        }
         times = rounds(calls, count, Clock(device), warm_up=1)
     except torch.OutOfMemoryError:
         return [{**about, "arm": name, "wrong": NO_MEMORY} for name in ("copy", *arms)]
@@ -69,7 +84,9 @@ def measure(
     for name, taken in times.items():
         rate = [2 * weight.nbytes / 1e6 / ms for ms in taken]
         copies = [ms / copy for ms, copy in zip(taken, times["copy"], strict=True)]
-        figures = quartiles("ms", taken) | quartiles("gb_per_second", rate) | quartiles("copies", copies)
+        figures = (
+            quartiles("ms", taken) | quartiles("gb_per_second", rate) | quartiles("copies", copies)
+        )
         rows.append({**about, "arm": name, "n": count, **figures})
     return rows
 
@@ -99,10 +116,24 @@ def main(argv: Sequence[str]) -> int:
     parser = output.parser("masks", __doc__, 10)
     usual = ["2:4", "1:4", "2:8", "1:16", "8:32"]
     parser.add_argument(
-        "--patterns", nargs="+", type=pattern, default=[*map(pattern, usual)], metavar="N:M", help=" ".join(usual)
+        "--patterns",
+        nargs="+",
+        type=pattern,
+        default=[*map(pattern, usual)],
+        metavar="N:M",
+        help=" ".join(usual),
     )
-    parser.add_argument("--weights", nargs="+", type=size, default=[1, 10, 50], metavar="MILLIONS", help="default: 1 10 50")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all of them")
+    parser.add_argument(
+        "--weights",
+        nargs="+",
+        type=size,
+        default=[1, 10, 50],
+        metavar="MILLIONS",
+        help="default: 1 10 50",
+    )
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all of them"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     options = parser.parse_args(argv)
     device = output.begin(options, parser)
@@ -110,7 +141,9 @@ def main(argv: Sequence[str]) -> int:
     for millions in options.weights:
         for one in options.patterns:
             output.note(f"{one}, {millions:g} million weights")
-            rows += measure(one, millions, options.arms, DTYPES[options.dtype], options.rounds, device)
+            rows += measure(
+                one, millions, options.arms, DTYPES[options.dtype], options.rounds, device
+            )
     title = (
         "Finding an N:M mask and projecting: multiples of a copy's time, median [quartiles] of paired rounds, and the memory traffic of"
         f" one read and one write in GB/s. {options.dtype}, n = {options.rounds}."
@@ -119,12 +152,23 @@ def main(argv: Sequence[str]) -> int:
     parts = []
     for millions in options.weights:
         some = [{**row, "N:M": row["pattern"]} for row in rows if row["millions"] == millions]
-        text = output.grid(some, "N:M", "arm", lambda row: f"{output.spread(row, 'copies')}, {row['gb_per_second']:.3g} GB/s")
+        text = output.grid(
+            some,
+            "N:M",
+            "arm",
+            lambda row: f"{output.spread(row, 'copies')}, {row['gb_per_second']:.3g} GB/s",
+        )
         parts.append(f"{millions:g} million weights\n\n{text}")
-    drawn = [{**row, "size": f"{row['millions']:g} million weights"} for row in rows if row["arm"] in columns[1:]]
+    drawn = [
+        {**row, "size": f"{row['millions']:g} million weights"}
+        for row in rows
+        if row["arm"] in columns[1:]
+    ]
     labels = ("N:M", "multiples of a copy's time")
 
     def draw(out: output.Path) -> None:
         picture.draw(out, drawn, "size", "arm", "pattern", "copies", labels, 1.0)
 
-    return output.finish("masks", "\n\n".join([title, *parts]), rows, argv, device, options.out, draw)
+    return output.finish(
+        "masks", "\n\n".join([title, *parts]), rows, argv, device, options.out, draw
+    )

@@ -1,4 +1,6 @@
-"""The networks that whole steps and forward passes are measured with, on random data: words of nmrun's command line, as a user gives them."""
+"""The networks that whole steps and forward passes are measured with, on random data: words of
+nmrun's command line, as a user gives them.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,31 @@ GPT = ("dataset=token_bin", f"dataset.vocabulary={VOCABULARY}")
 IMAGES = ("dataset=digits", "+dataset._target_=nmrun.bench.networks.random_images")
 VIT = ("model=vit_base", "model.heads=16")
 NETWORKS: dict[str, tuple[str, ...]] = {
-    "gpt_tiny": (*GPT, "dataset.vocabulary=256", "dataset.context=64", "model=gpt_tiny", "trainer.batch_size=16"),
+    "gpt_tiny": (
+        *GPT,
+        "dataset.vocabulary=256",
+        "dataset.context=64",
+        "model=gpt_tiny",
+        "trainer.batch_size=16",
+    ),
     "gpt2": (*GPT, "model=gpt2", "trainer.batch_size=16"),
     "gpt2_medium": (*GPT, "model=gpt2_medium", "trainer.batch_size=16"),
     "gpt2_large": (*GPT, "model=gpt2_large", "trainer.batch_size=16"),
-    "vit_small_32": (*IMAGES, "+dataset.side=32", "model=vit_tiny", "model.layers=2", "trainer.batch_size=16"),
-    "vit_large": (*IMAGES, "+dataset.side=224", *VIT, "model.layers=24", "model.width=1024", "trainer.batch_size=64"),
+    "vit_small_32": (
+        *IMAGES,
+        "+dataset.side=32",
+        "model=vit_tiny",
+        "model.layers=2",
+        "trainer.batch_size=16",
+    ),
+    "vit_large": (
+        *IMAGES,
+        "+dataset.side=224",
+        *VIT,
+        "model.layers=24",
+        "model.width=1024",
+        "trainer.batch_size=64",
+    ),
     "vit_huge": (
         *IMAGES,
         "+dataset.side=224",
@@ -44,20 +65,30 @@ COMMON = ("optimizer=adamw", "trainer.epochs=1000000", "track=local", "trainer.c
 
 
 def random_images(config: schema.Config, device: torch.device) -> Classification:
-    """A data set for ``dataset._target_``: enough random images of ``dataset.side`` pixels for a few batches, in 1,000 classes."""
+    """A data set for ``dataset._target_``: enough random images of ``dataset.side`` pixels for a
+    few batches, in 1,000 classes.
+    """
     side, count = config.dataset.values()["side"], 4 * config.trainer.batch_size
     images = torch.randint(256, (count, 3, side, side), dtype=torch.uint8, device=device)
     labels = torch.randint(1000, (count,), device=device)
-    return Classification.of(config, dict.fromkeys(("train", "val", "test"), (images, labels)), 1000, device)
+    return Classification.of(
+        config, dict.fromkeys(("train", "val", "test"), (images, labels)), 1000, device
+    )
 
 
 def random_text(folder: Path) -> None:
-    """Files for ``dataset=token_bin`` of a million random tokens, below 256 so that each vocabulary has them."""
+    """Files for ``dataset=token_bin`` of a million random tokens, below 256 so that each vocabulary
+    has them.
+    """
     for name in ("train", "val"):
-        np.random.default_rng(0).integers(256, size=1 << 20).astype(np.uint16).tofile(folder / f"{name}.bin")
+        np.random.default_rng(0).integers(256, size=1 << 20).astype(np.uint16).tofile(
+            folder / f"{name}.bin"
+        )
 
 
-def each(names: Sequence[str], parser: Parser, measure: Callable[[tuple[str, ...]], list[Row]]) -> list[Row]:
+def each(
+    names: Sequence[str], parser: Parser, measure: Callable[[tuple[str, ...]], list[Row]]
+) -> list[Row]:
     """The rows of every network, measured by its words; a mistake in them is a ConfigError."""
     rows = []
     for name in names:

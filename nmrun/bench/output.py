@@ -25,10 +25,23 @@ def parser(name: str, about: str | None, default_rounds: int) -> Parser:
     text = (about or "").split("\n\n")[0].replace("``", "")
     made = Parser(prog=f"nmrun bench {name}", description=text)
     made.add_argument(
-        "--rounds", type=positive, default=default_rounds, help=f"measurements of each (default: {default_rounds})"
+        "--rounds",
+        type=positive,
+        default=default_rounds,
+        help=f"measurements of each (default: {default_rounds})",
     )
-    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where there is one")
-    made.add_argument("--out", type=Path, metavar="DIR", help=f"write {name}_cpu or {name}_gpu there, as .md and .json")
+    made.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="default: a GPU where there is one",
+    )
+    made.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help=f"write {name}_cpu or {name}_gpu there, as .md and .json",
+    )
     return made
 
 
@@ -42,13 +55,19 @@ def positive(text: str) -> int:
 def shape(text: str) -> tuple[int, int]:
     """``768x3072``, inputs and outputs of a layer, for argparse."""
     sides = text.split("x")
-    if len(sides) != 2 or not all(side.isdecimal() and int(side) > 0 and int(side) % 16 == 0 for side in sides):
-        raise argparse.ArgumentTypeError(f"{text}: inputs x outputs, multiples of 16, such as 768x3072")
+    if len(sides) != 2 or not all(
+        side.isdecimal() and int(side) > 0 and int(side) % 16 == 0 for side in sides
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{text}: inputs x outputs, multiples of 16, such as 768x3072"
+        )
     return int(sides[0]), int(sides[1])
 
 
 def begin(options: argparse.Namespace, made: Parser) -> torch.device:
-    """The device that was asked for, and the folder of the results made. Raises ConfigError for mistakes."""
+    """The device that was asked for, and the folder of the results made. Raises ConfigError for
+    mistakes.
+    """
     if options.device == "cuda" and not torch.cuda.is_available():
         made.error("--device cuda: torch sees no CUDA device here")
     if options.out:
@@ -71,15 +90,22 @@ def note(text: str) -> None:
 
 def spread(row: Row, name: str, digits: int = 3) -> str:
     """``1.32 [1.30, 1.35]``: a median and its quartiles."""
-    middle, q1, q3 = (f"{row[key]:#.{digits}g}".rstrip(".") for key in (name, f"{name}_q1", f"{name}_q3"))
+    middle, q1, q3 = (
+        f"{row[key]:#.{digits}g}".rstrip(".") for key in (name, f"{name}_q1", f"{name}_q3")
+    )
     return f"{middle} [{q1}, {q3}]"
 
 
 def grid(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]) -> str:
     """A table of rows, with the values of one key down and of another across."""
     columns = list(dict.fromkeys(row[across] for row in rows))
-    cells = {(row[down], row[across]): row["wrong"] if row.get("wrong") else cell(row) for row in rows}
-    lines = [[str(d), *(cells.get((d, a), "") for a in columns)] for d in dict.fromkeys(row[down] for row in rows)]
+    cells = {
+        (row[down], row[across]): row["wrong"] if row.get("wrong") else cell(row) for row in rows
+    }
+    lines = [
+        [str(d), *(cells.get((d, a), "") for a in columns)]
+        for d in dict.fromkeys(row[down] for row in rows)
+    ]
     return table([down, *map(str, columns)], lines)
 
 
@@ -87,13 +113,20 @@ def finish(
     name: str, text: str, rows: Sequence[Row], argv: Sequence[str], device: torch.device, out: Path | None,
     picture: Callable[[Path], None] | None = None, variant: str = "",
 ) -> int:  # fmt: skip
-    """Print, and write to ``out`` where there is one, under the benchmark's name and ``variant``; returns the exit status."""
+    """Print, and write to ``out`` where there is one, under the benchmark's name and ``variant``;
+    returns the exit status.
+    """
     machine, command = hardware(device), shlex.join(["nmrun", "bench", name, *argv])
     page = f"{text}\n\n{machine_line(machine)}\n\n    {command}"
     print(page)
     if out:
         stem = f"{name}{variant}_{'gpu' if device.type == 'cuda' else 'cpu'}"
-        record = {"benchmark": name, "command": command, "hardware": machine, "rows": [_plain(row) for row in rows]}
+        record = {
+            "benchmark": name,
+            "command": command,
+            "hardware": machine,
+            "rows": [_plain(row) for row in rows],
+        }
         (out / f"{stem}.md").write_text(page + "\n")
         (out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
         if picture is not None:
@@ -103,5 +136,6 @@ def finish(
 
 def _plain(row: Row) -> Row:
     return {
-        key: float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value for key, value in row.items()
+        key: float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
+        for key, value in row.items()
     }

@@ -9,22 +9,40 @@ from nmrun.bench.timing import Row
 
 
 def draw(
-    out: Path, rows: Sequence[Row], panel: str, line: str, across: str, value: str, labels: tuple[str, str], level: float | None
+    out: Path,
+    rows: Sequence[Row],
+    panel: str,
+    line: str,
+    across: str,
+    value: str,
+    labels: tuple[str, str],
+    level: float | None,
 ) -> None:
-    """One panel for each value of ``panel``, in it a line for each of ``line``, ``value`` against ``across`` with quartiles as bars.
+    """One panel for each value of ``panel``, in it a line for each of ``line``, ``value`` against
+    ``across`` with quartiles as bars.
 
-    ``labels`` of both axes; ``level`` is drawn as a grey line for reference. Rows without the value are left out.
+    ``labels`` of both axes; ``level`` is drawn as a grey line for reference. Rows without the value
+    are left out.
     """
     from matplotlib import pyplot  # a second that a benchmark without a picture need not wait for
 
     from nmrun.report import style
 
     panels = list(dict.fromkeys(row[panel] for row in rows))
-    lines, places = list(dict.fromkeys(row[line] for row in rows)), list(dict.fromkeys(row[across] for row in rows))
+    lines, places = (
+        list(dict.fromkeys(row[line] for row in rows)),
+        list(dict.fromkeys(row[across] for row in rows)),
+    )
     wide = min(style.ACROSS, len(panels))
     deep = -(-len(panels) // wide)
     figure, grid = pyplot.subplots(
-        deep, wide, figsize=(1.9 + 3.3 * wide, 0.6 + 2.7 * deep), sharex=True, sharey=True, squeeze=False, layout="constrained"
+        deep,
+        wide,
+        figsize=(1.9 + 3.3 * wide, 0.6 + 2.7 * deep),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
     )
     for i, axes in enumerate(grid.flat):
         if i >= len(panels):
@@ -35,15 +53,26 @@ def draw(
         if level is not None:
             axes.axhline(level, color="#555555", linestyle="--", linewidth=0.9)
         for number, name in enumerate(lines):
-            known = [row for row in rows if row[panel] == panels[i] and row[line] == name and value in row]
+            known = [
+                row
+                for row in rows
+                if row[panel] == panels[i] and row[line] == name and value in row
+            ]
             xs, ys, bars = (
-                zip(*(_point(row, places.index(row[across]), value) for row in known), strict=True) if known else ((),) * 3
+                zip(*(_point(row, places.index(row[across]), value) for row in known), strict=True)
+                if known
+                else ((),) * 3
             )
             axes.errorbar(
                 xs, ys, list(zip(*bars, strict=True)) or None, label=str(name), color=style.COLOURS[number % len(style.COLOURS)],
                 marker=style.MARKERS[number % len(style.MARKERS)], markersize=4, linewidth=1.2, elinewidth=0.9, capsize=2,
             )  # fmt: skip
-        axes.set_xticks(range(len(places)), [str(place) for place in places], rotation=45 if len(places) > 5 else 0, fontsize=8)
+        axes.set_xticks(
+            range(len(places)),
+            [str(place) for place in places],
+            rotation=45 if len(places) > 5 else 0,
+            fontsize=8,
+        )
         axes.tick_params(labelbottom=i + wide >= len(panels))
     values = [row[value] for row in rows if value in row]
     if values and max(values) > 20 * min(values):

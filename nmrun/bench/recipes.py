@@ -1,8 +1,10 @@
-"""``nmrun bench recipes``: how much longer a training step takes under each recipe than dense training, on this machine's CPU.
+"""``nmrun bench recipes``: how much longer a training step takes under each recipe than dense
+training, on this machine's CPU.
 
-A step is forward, backward and optimizer step, with the memory layout and the kernel for the update that runs have. All arms live in
-one process, start from the same weights and see the same batch; a round runs every arm once in a shuffled order, and a ratio is an arm's
-time over the dense time of the same round, so that a machine that grows slower or faster meanwhile does not favour anyone.
+A step is forward, backward and optimizer step, with the memory layout and the kernel for the update
+that runs have. All arms live in one process, start from the same weights and see the same batch; a
+round runs every arm once in a shuffled order, and a ratio is an arm's time over the dense time of
+the same round, so that a machine that grows slower or faster meanwhile does not favour anyone.
 """
 
 from __future__ import annotations
@@ -31,14 +33,18 @@ from nmrun.train.build import fuse, lay_out
 from nmrun.verbs import Parser
 
 DEVICE = torch.device("cpu")
-SHORTEST = 0.05  # seconds a measurement takes at least: several steps of a small model, one of a large one
+SHORTEST = (
+    0.05  # seconds a measurement takes at least: several steps of a small model, one of a large one
+)
 WARM_UP = 3  # rounds that are not counted: caches, oneDNN's first calls, the switch of STEP and ASP
 
 
 class Arm:
     """One copy of the model with its optimizer, and the training step that is timed."""
 
-    def __init__(self, model: nn.Module, attach: Attach, pattern: Pattern, exclude: Sequence[str]) -> None:
+    def __init__(
+        self, model: nn.Module, attach: Attach, pattern: Pattern, exclude: Sequence[str]
+    ) -> None:
         self.model = copy.deepcopy(model)
         self.optimizer = optim.AdamW(self.model.parameters(), lr=1e-4)
         self.handle = attach(self.model, self.optimizer, pattern, exclude)
@@ -56,7 +62,9 @@ class Arm:
 
 @dataclass(frozen=True)
 class Row:
-    """One arm's time over dense: quartiles of ``n`` per-round ratios, and the median milliseconds of its step."""
+    """One arm's time over dense: quartiles of ``n`` per-round ratios, and the median milliseconds
+    of its step.
+    """
 
     model: str
     pattern: str
@@ -70,7 +78,9 @@ class Row:
 
 
 def measure(name: str, pattern: Pattern, recipes: Sequence[str], rounds: int) -> list[Row]:
-    """Time ``recipes`` (keys of ``ARMS``) against dense training of the workload ``name``, in one process."""
+    """Time ``recipes`` (keys of ``ARMS``) against dense training of the workload ``name``, in one
+    process.
+    """
     workload = WORKLOADS[name]
     torch.manual_seed(0)
     model, batch = workload.build().train(), torch.randn(workload.shape)
@@ -96,7 +106,9 @@ def measure(name: str, pattern: Pattern, recipes: Sequence[str], rounds: int) ->
     rows = []
     for recipe in recipes:
         ratios = [t / d for t, d in zip(times[recipe], dense, strict=True)]
-        q1, middle, q3 = statistics.quantiles(ratios, n=4, method="inclusive") if rounds > 1 else ratios * 3
+        q1, middle, q3 = (
+            statistics.quantiles(ratios, n=4, method="inclusive") if rounds > 1 else ratios * 3
+        )
         ms, dense_ms = 1e3 * statistics.median(times[recipe]), 1e3 * statistics.median(dense)
         rows.append(Row(name, str(pattern), recipe, middle, q1, q3, rounds, ms, dense_ms))
     return rows
@@ -118,19 +130,36 @@ def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
     lines.append("| dense | " + " | ".join(f"{dense[column]:.3g} ms" for column in columns) + " |")
     for recipe in dict.fromkeys(row.recipe for row in rows):
         ratios = [cells[recipe, *column] for column in columns]
-        lines.append(f"| {recipe} | " + " | ".join(f"{r.ratio:.3f} [{r.q1:.3f}, {r.q3:.3f}]" for r in ratios) + " |")
+        lines.append(
+            f"| {recipe} | "
+            + " | ".join(f"{r.ratio:.3f} [{r.q1:.3f}, {r.q3:.3f}]" for r in ratios)
+            + " |"
+        )
     return "\n".join(lines)
 
 
 def main(argv: Sequence[str]) -> int:
     """``nmrun bench``: measure, print the table, and with ``--out`` write it as Markdown and JSON."""
-    parser = Parser(prog="nmrun bench", description=(__doc__ or "").split("\n\n")[0].replace("``", ""))
+    parser = Parser(
+        prog="nmrun bench", description=(__doc__ or "").split("\n\n")[0].replace("``", "")
+    )
     names = [name for name in WORKLOADS if name != "tiny"]
-    parser.add_argument("--models", nargs="+", choices=WORKLOADS, default=names, help=f"default: {' '.join(names)}")
-    parser.add_argument("--patterns", nargs="+", default=["2:4", "1:16"], metavar="N:M", help="default: 2:4 1:16")
-    parser.add_argument("--recipes", nargs="+", choices=ARMS, default=list(ARMS), help="default: all of them")
+    parser.add_argument(
+        "--models", nargs="+", choices=WORKLOADS, default=names, help=f"default: {' '.join(names)}"
+    )
+    parser.add_argument(
+        "--patterns", nargs="+", default=["2:4", "1:16"], metavar="N:M", help="default: 2:4 1:16"
+    )
+    parser.add_argument(
+        "--recipes", nargs="+", choices=ARMS, default=list(ARMS), help="default: all of them"
+    )
     parser.add_argument("--rounds", type=int, default=20, help="ratios a recipe (default: 20)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write recipe_overhead.md and recipe_overhead.json there")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write recipe_overhead.md and recipe_overhead.json there",
+    )
     options = parser.parse_args(argv)
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: at least 1")

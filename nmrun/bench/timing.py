@@ -14,19 +14,22 @@ from torch import Tensor
 
 from nmrun.products import backends24
 
-# bytes that are written between two measurements on a GPU: more than any L2, and time for the host to get ahead
+# bytes that are written between two measurements on a GPU: more than any L2, and time for the host
+# to get ahead
 FLUSHED = 1 << 29
 NO_MEMORY = "out of memory"
 Row = dict[str, Any]
 
 
 class Clock:
-    """Milliseconds of a call on a device. On a GPU between two events, after a write to other memory that empties its L2 cache
-    (``flush``); on a CPU by the wall."""
+    """Milliseconds of a call on a device. On a GPU between two events, after a write to other
+    memory that empties its L2 cache (``flush``); on a CPU by the wall."""
 
     def __init__(self, device: torch.device, flush: bool = True) -> None:
         self.gpu = device.type == "cuda"
-        self.other = torch.empty(FLUSHED, dtype=torch.int8, device=device) if self.gpu and flush else None
+        self.other = (
+            torch.empty(FLUSHED, dtype=torch.int8, device=device) if self.gpu and flush else None
+        )
 
     def __call__(self, call: Callable[[], object]) -> float:
         if not self.gpu:
@@ -43,8 +46,12 @@ class Clock:
         return float(begin.elapsed_time(end))
 
 
-def rounds(arms: Mapping[str, Callable[[], object]], count: int, clock: Clock, warm_up: int = 2) -> dict[str, list[float]]:
-    """The milliseconds of each arm in ``count`` rounds; a round runs every arm once, in an order shuffled anew."""
+def rounds(
+    arms: Mapping[str, Callable[[], object]], count: int, clock: Clock, warm_up: int = 2
+) -> dict[str, list[float]]:
+    """The milliseconds of each arm in ``count`` rounds; a round runs every arm once, in an order
+    shuffled anew.
+    """
     shuffled, times = random.Random(0), {name: list[float]() for name in arms}
     for _ in range(warm_up):
         for call in arms.values():
@@ -63,7 +70,9 @@ def rounds(arms: Mapping[str, Callable[[], object]], count: int, clock: Clock, w
 
 def quartiles(name: str, values: Sequence[float]) -> Row:
     """The median under ``name``, the quartiles under ``name_q1`` and ``name_q3``."""
-    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    q1, median, q3 = (
+        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    )
     return {name: median, f"{name}_q1": q1, f"{name}_q3": q3}
 
 

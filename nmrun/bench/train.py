@@ -1,8 +1,11 @@
-"""``nmrun bench train``: whole training steps by nmrun's own loop, dense, masked and accelerated, and by a bare loop.
+"""``nmrun bench train``: whole training steps by nmrun's own loop, dense, masked and accelerated,
+and by a bare loop.
 
-Arms of a network share one process and take turns, one stretch of steps each a round: ``dense``; the recipe with ``trainer.acceleration=off``
-(masks alone) and ``=auto`` (2:4 products where they are right and faster); ``bare``, the same dense network, compiled alike, with torch's fused
-AdamW on one batch that stays where it is: what a loop of one's own could reach at best. Data is random. Everything else is as a user gets it.
+Arms of a network share one process and take turns, one stretch of steps each a round: ``dense``;
+the recipe with ``trainer.acceleration=off`` (masks alone) and ``=auto`` (2:4 products where they
+are right and faster); ``bare``, the same dense network, compiled alike, with torch's fused AdamW on
+one batch that stays where it is: what a loop of one's own could reach at best. Data is random.
+Everything else is as a user gets it.
 """
 
 from __future__ import annotations
@@ -24,7 +27,10 @@ from nmrun.train.console import Console
 from nmrun.train.flops import peak_flops
 from nmrun.train.loop import Loop
 
-USUAL = {"cuda": ("gpt2", "gpt2_medium", "gpt2_large", "vit_large", "vit_huge"), "cpu": ("gpt_tiny", "vit_small_32")}
+USUAL = {
+    "cuda": ("gpt2", "gpt2_medium", "gpt2_large", "vit_large", "vit_huge"),
+    "cpu": ("gpt_tiny", "vit_small_32"),
+}
 ARMS = ("dense", "masked", "accelerated", "bare")
 Prepared = tuple[Callable[[], None], Row]
 
@@ -38,11 +44,20 @@ def ours(config: schema.Config, steps: int) -> Prepared:
     def stretch() -> None:
         for _ in range(steps):
             loop._train_step(*divmod(loop.step, loop.task.batches_per_epoch), measure_flips=False)
-            loop.losses, loop.logged_step = loop.losses[-1:], loop.step - 1  # as if a row was logged
+            loop.losses, loop.logged_step = (
+                loop.losses[-1:],
+                loop.step - 1,
+            )  # as if a row was logged
 
     by_products = sum(choice.path is not None for choice in parts.accelerated)
-    about = {"items": items, "flops": loop.cost.dense, "peak": peak_flops(loop.device, loop.precision)}
-    return stretch, about | ({"layers": f"{by_products} of {len(loop.handle.sparse)}"} if loop.handle.sparse else {})
+    about = {
+        "items": items,
+        "flops": loop.cost.dense,
+        "peak": peak_flops(loop.device, loop.precision),
+    }
+    return stretch, about | (
+        {"layers": f"{by_products} of {len(loop.handle.sparse)}"} if loop.handle.sparse else {}
+    )
 
 
 def bare(config: schema.Config, steps: int) -> Prepared:
@@ -69,8 +84,17 @@ def bare(config: schema.Config, steps: int) -> Prepared:
     return stretch, {}
 
 
-def measure(words: Sequence[str], recipe: str, arms: Sequence[str], steps: int, count: int, device: torch.device) -> list[Row]:
-    """These arms of one network. Raises ConfigError for words that are none, and for a recipe that does not fit."""
+def measure(
+    words: Sequence[str],
+    recipe: str,
+    arms: Sequence[str],
+    steps: int,
+    count: int,
+    device: torch.device,
+) -> list[Row]:
+    """These arms of one network. Raises ConfigError for words that are none, and for a recipe that
+    does not fit.
+    """
     dense, masked = ("recipe=dense",), (f"recipe={recipe}", "sparsity='2:4'")
     sparse = {mode: (*masked, f"trainer.acceleration={mode}") for mode in ("off", "auto")}
     prepared: dict[str, Prepared] = {}
@@ -85,7 +109,11 @@ def measure(words: Sequence[str], recipe: str, arms: Sequence[str], steps: int, 
         try:
             for arm in dict.fromkeys(("dense", *arms)):
                 prepared[arm] = make[arm]()
-            times = rounds({arm: call for arm, (call, _) in prepared.items()}, count, Clock(device, flush=False))
+            times = rounds(
+                {arm: call for arm, (call, _) in prepared.items()},
+                count,
+                Clock(device, flush=False),
+            )
         except torch.OutOfMemoryError:
             return [{"arm": arm, "wrong": NO_MEMORY} for arm in dict.fromkeys(("dense", *arms))]
     known = prepared["dense"][1]
@@ -102,13 +130,33 @@ def measure(words: Sequence[str], recipe: str, arms: Sequence[str], steps: int, 
 def main(argv: Sequence[str]) -> int:
     parser = output.parser("train", __doc__, 10)
     parser.add_argument(
-        "--models", nargs="+", choices=NETWORKS, help=f"default: {' '.join(USUAL['cuda'])}; on a CPU {' '.join(USUAL['cpu'])}"
+        "--models",
+        nargs="+",
+        choices=NETWORKS,
+        help=f"default: {' '.join(USUAL['cuda'])}; on a CPU {' '.join(USUAL['cpu'])}",
     )
     parser.add_argument("--recipe", default="sr_ste", help="at 2:4 (default: sr_ste)")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS, help="default: all of them; dense is always there")
-    parser.add_argument("--steps", type=output.positive, default=10, help="steps of a stretch (default: 10)")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile all arms (default: on a GPU)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="for all arms, such as trainer.batch_size=32")
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        choices=ARMS,
+        default=ARMS,
+        help="default: all of them; dense is always there",
+    )
+    parser.add_argument(
+        "--steps", type=output.positive, default=10, help="steps of a stretch (default: 10)"
+    )
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        help="torch.compile all arms (default: on a GPU)",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="for all arms, such as trainer.batch_size=32",
+    )
     options = parser.parse_args(argv)
     device = output.begin(options, parser)
     compiled = device.type == "cuda" if options.compile is None else options.compile
@@ -116,7 +164,9 @@ def main(argv: Sequence[str]) -> int:
     rows = each(
         options.models or USUAL[device.type],
         parser,
-        lambda words: measure([*words, *own], options.recipe, options.arms, options.steps, options.rounds, device),
+        lambda words: measure(
+            [*words, *own], options.recipe, options.arms, options.steps, options.rounds, device
+        ),
     )
     title = (
         f"Training steps, {options.recipe} at 2:4: milliseconds, and how many times as fast as dense, median [quartiles] of paired stretches"
@@ -136,5 +186,8 @@ def main(argv: Sequence[str]) -> int:
             row.get("layers", ""),
         ]
         lines.append([row["model"], row["arm"], *figures])
-    text = table(["model", "arm", "ms a step", "times as fast", "items/s", "MFU", "layers by 2:4 products"], lines)
+    text = table(
+        ["model", "arm", "ms a step", "times as fast", "items/s", "MFU", "layers by 2:4 products"],
+        lines,
+    )
     return output.finish("train", f"{title}\n\n{text}", rows, argv, device, options.out)

@@ -1,8 +1,11 @@
-"""``nmrun bench update``: what a recipe adds to an optimizer step, against torch's fused AdamW of the same weights.
+"""``nmrun bench update``: what a recipe adds to an optimizer step, against torch's fused AdamW of
+the same weights.
 
-The step alone, without forward and backward passes: what the recipe does to the gradient, AdamW, the projection into the working copy.
-``one pass`` is how runs do it, a kernel that does all of that to a weight while it is in registers or cache; ``apart`` are the recipe's hooks
-around torch's fused step, as with any other optimizer. Every weight and its gradient, both moments and the working copy are in memory.
+The step alone, without forward and backward passes: what the recipe does to the gradient, AdamW,
+the projection into the working copy. ``one pass`` is how runs do it, a kernel that does all of that
+to a weight while it is in registers or cache; ``apart`` are the recipe's hooks around torch's fused
+step, as with any other optimizer. Every weight and its gradient, both moments and the working copy
+are in memory.
 """
 
 from __future__ import annotations
@@ -28,10 +31,14 @@ RECIPES = (
 WARM_UP = 3  # rounds that are not counted: STEP's second phase begins in them
 
 
-def stepped(recipe: str | None, count: int, of: Pattern, device: torch.device, in_one_pass: bool = True) -> Callable[[], Any]:
+def stepped(
+    recipe: str | None, count: int, of: Pattern, device: torch.device, in_one_pass: bool = True
+) -> Callable[[], Any]:
     """The optimizer step of ``count`` weights under an arm of ``ARMS`` (None: dense)."""
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(SHAPE[1], SHAPE[0], bias=False, device=device) for _ in range(count)))
+    model = nn.Sequential(
+        *(nn.Linear(SHAPE[1], SHAPE[0], bias=False, device=device) for _ in range(count))
+    )
     optimizer = optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if recipe is not None:
         ARMS[recipe](model, optimizer, of, ())
@@ -43,13 +50,21 @@ def stepped(recipe: str | None, count: int, of: Pattern, device: torch.device, i
     return optimizer.step
 
 
-def measure(recipe: str, of: Pattern, millions: float, count: int, device: torch.device) -> list[Row]:
-    """Milliseconds of both arms of a recipe, and how many times as long as the dense step of the same rounds they take."""
+def measure(
+    recipe: str, of: Pattern, millions: float, count: int, device: torch.device
+) -> list[Row]:
+    """Milliseconds of both arms of a recipe, and how many times as long as the dense step of the
+    same rounds they take.
+    """
     about = {"recipe": recipe, "pattern": str(of), "millions": millions}
     weights = max(1, round(millions * 1e6 / (SHAPE[0] * SHAPE[1])))
     make = partial(stepped, count=weights, of=of, device=device)
     try:
-        arms = {"dense": make(None), "one pass": make(recipe), "apart": make(recipe, in_one_pass=False)}
+        arms = {
+            "dense": make(None),
+            "one pass": make(recipe),
+            "apart": make(recipe, in_one_pass=False),
+        }
         times = rounds(arms, count, Clock(device), WARM_UP)
     except torch.OutOfMemoryError:
         return [{**about, "arm": arm, "wrong": NO_MEMORY} for arm in ("one pass", "apart")]
@@ -64,11 +79,24 @@ def measure(recipe: str, of: Pattern, millions: float, count: int, device: torch
 
 def main(argv: Sequence[str]) -> int:
     parser = output.parser("update", __doc__, 20)
-    parser.add_argument("--patterns", nargs="+", type=pattern, default=[Pattern(2, 4)], metavar="N:M", help="default: 2:4")
     parser.add_argument(
-        "--weights", type=size, default=28, metavar="MILLIONS", help="default: 28, GPT-2's feed-forward layers of six blocks"
+        "--patterns",
+        nargs="+",
+        type=pattern,
+        default=[Pattern(2, 4)],
+        metavar="N:M",
+        help="default: 2:4",
     )
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="default: all of them")
+    parser.add_argument(
+        "--weights",
+        type=size,
+        default=28,
+        metavar="MILLIONS",
+        help="default: 28, GPT-2's feed-forward layers of six blocks",
+    )
+    parser.add_argument(
+        "--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="default: all of them"
+    )
     options = parser.parse_args(argv)
     device = output.begin(options, parser)
     rows: list[Row] = []

@@ -1,6 +1,7 @@
 """Experiments: a table or figure of a paper as one file, ``conf/experiment/<name>.yaml``.
 
-On a command line ``experiment=NAME scale=SCALE`` stands for the overrides of that file, and is replaced by them before Hydra reads it:
+On a command line ``experiment=NAME scale=SCALE`` stands for the overrides of that file, and is
+replaced by them before Hydra reads it:
 a run is the same run, in the same folder, whether it was asked for by an experiment or by hand.
 """
 
@@ -27,7 +28,13 @@ from nmrun.registry import did_you_mean
 
 SCALES = ("smoke", "small", "paper")
 FIGURES = ("ratio", "curves", "flips", "autoswitch", "flops")
-REPORT: dict[str, Any] = {"rows": "recipe", "cols": "sparsity", "metric": None, "baseline": None, "figures": []}
+REPORT: dict[str, Any] = {
+    "rows": "recipe",
+    "cols": "sparsity",
+    "metric": None,
+    "baseline": None,
+    "figures": [],
+}
 KEYS = {"title", "source", "note", "sweep", "scales", "report", "paper"}
 
 
@@ -35,11 +42,12 @@ KEYS = {"title", "source", "note", "sweep", "scales", "report", "paper"}
 class Experiment:
     """A file of ``conf/experiment``.
 
-    ``sweeps`` are run one after the other, each a product of overrides as on a command line (``zip=`` is understood as well); those of
-    the ``scales`` come on top of each.
-    ``rows``, ``cols``, ``metric`` and ``baseline`` are as for ``nmrun table`` (keys that no run has at a scale are left out), ``figures``
-    kinds of ``nmrun plot``, ``curves`` with the key that was logged (``curves eval/loss``). ``paper`` are published figures as they are
-    printed, by row and column, and ``paper_source`` says where they stand.
+    ``sweeps`` are run one after the other, each a product of overrides as on a command line
+    (``zip=`` is understood as well); those of the ``scales`` come on top of each. ``rows``,
+    ``cols``, ``metric`` and ``baseline`` are as for ``nmrun table`` (keys that no run has at a
+    scale are left out), ``figures`` kinds of ``nmrun plot``, ``curves`` with the key that was
+    logged (``curves eval/loss``). ``paper`` are published figures as they are printed, by row and
+    column, and ``paper_source`` says where they stand.
     """
 
     name: str
@@ -57,7 +65,8 @@ class Experiment:
     paper_source: str
 
     def overrides(self, scale: str, own: Sequence[str] = ()) -> list[list[str]]:
-        """Each sweep as a list of overrides. Of two for the same key, that of the scale wins over the sweep's, and ``own`` over both.
+        """Each sweep as a list of overrides. Of two for the same key, that of the scale wins over
+        the sweep's, and ``own`` over both.
 
         Raises ConfigError for a scale that does not exist.
         """
@@ -76,7 +85,9 @@ class Experiment:
 def names() -> list[str]:
     """All experiments that come with the package."""
     folder = files("nmrun.conf") / "experiment"
-    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
+    return sorted(
+        file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")
+    )
 
 
 def chosen(text: str) -> list[Experiment]:
@@ -85,7 +96,9 @@ def chosen(text: str) -> list[Experiment]:
 
 
 def load(name: str) -> Experiment:
-    """The experiment of that name, or of a file of the user's own (``.yaml``). Raises ConfigError if there is none, or it is not one."""
+    """The experiment of that name, or of a file of the user's own (``.yaml``). Raises ConfigError
+    if there is none, or it is not one.
+    """
     own = name.endswith(".yaml")
     if not own and name not in names():
         raise ConfigError(
@@ -111,7 +124,9 @@ def _read(name: str, content: dict[str, Any]) -> Experiment:
     ]
     if missing or unknown:
         raise ValueError(
-            f"without {', '.join(missing)}" if missing else f"{unknown[0]}: no such key{did_you_mean(unknown[0], KEYS)}"
+            f"without {', '.join(missing)}"
+            if missing
+            else f"{unknown[0]}: no such key{did_you_mean(unknown[0], KEYS)}"
         )
     for figure in content.get("report", {}).get("figures", []):
         kind = figure.partition(" ")[0]
@@ -130,17 +145,22 @@ def _read(name: str, content: dict[str, Any]) -> Experiment:
         sweeps=[sweep] if isinstance(sweep, str) else sweep,
         scales=content["scales"],
         **{**REPORT, **content.get("report", {})},
-        paper={row: {column: str(value) for column, value in cells.items()} for row, cells in paper["values"].items()},
+        paper={
+            row: {column: str(value) for column, value in cells.items()}
+            for row, cells in paper["values"].items()
+        },
         paper_source=paper["source"],
     )
 
 
 def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
-    """The overrides of a command line with ``experiment=NAME`` (several by commas, or all) and ``scale=SCALE`` (default small) replaced
-    by what they stand for, and those with ``zip=KEY,KEY`` by the rows of it (see :mod:`nmrun.config.zipped`): the sweeps to be run one after the
-    other. Without either, the words as they are.
+    """The overrides of a command line with ``experiment=NAME`` (several by commas, or all) and
+    ``scale=SCALE`` (default small) replaced by what they stand for, and those with ``zip=KEY,KEY``
+    by the rows of it (see :mod:`nmrun.config.zipped`): the sweeps to be run one after the other.
+    Without either, the words as they are.
 
-    Raises ConfigError for an unknown experiment or scale, for what cannot be zipped, and for either without ``-m``.
+    Raises ConfigError for an unknown experiment or scale, for what cannot be zipped, and for either
+    without ``-m``.
     """
     asked = {zipped.key(word): word.partition("=")[2] for word in words}
     if "zip" in asked and not multirun:
@@ -152,14 +172,17 @@ def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
             )
         return zipped.rows(words)
     own = [word for word in words if zipped.key(word) not in ("experiment", "scale")]
-    found = [each.overrides(asked.get("scale", "small"), own) for each in chosen(asked["experiment"])]
+    found = [
+        each.overrides(asked.get("scale", "small"), own) for each in chosen(asked["experiment"])
+    ]
     if not multirun:
         raise ConfigError(f"experiment={asked['experiment']} is a sweep: add -m")
     return [sweep for sweeps in found for sweep in sweeps]
 
 
 def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list[schema.Config]:
-    """The checked config of every run of an experiment, each once. Raises ConfigError as the sweep itself would.
+    """The checked config of every run of an experiment, each once. Raises ConfigError as the sweep
+    itself would.
 
     The seeds of a job differ in nothing else, so that one composition is enough for all of them.
     """
@@ -169,10 +192,18 @@ def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list
     with initialize_config_module("nmrun.conf", version_base="1.3"):
         for words in experiment.overrides(scale, own):
             try:
-                parsed = OverridesParser.create().parse_overrides([word for word in words if not word.startswith("hydra")])
-                jobs = BasicSweeper.split_arguments([o for o in parsed if o.key_or_group != "seed"], None)[0]
+                parsed = OverridesParser.create().parse_overrides(
+                    [word for word in words if not word.startswith("hydra")]
+                )
+                jobs = BasicSweeper.split_arguments(
+                    [o for o in parsed if o.key_or_group != "seed"], None
+                )[0]
                 seeds = [
-                    job for job in BasicSweeper.split_arguments([o for o in parsed if o.key_or_group == "seed"], None)[0] if job
+                    job
+                    for job in BasicSweeper.split_arguments(
+                        [o for o in parsed if o.key_or_group == "seed"], None
+                    )[0]
+                    if job
                 ]
                 for job in jobs:
                     one = schema.check(compose("nmrun", [*job, *(seeds[0] if seeds else [])]))
@@ -180,5 +211,7 @@ def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list
                         config = schema.Config({**one.plain, "seed": seed}, one.pattern)
                         found.setdefault(str(run_folder(config)), config)
             except HydraException as error:
-                raise ConfigError(f"experiment={experiment.name}: {str(error).splitlines()[0]}") from None
+                raise ConfigError(
+                    f"experiment={experiment.name}: {str(error).splitlines()[0]}"
+                ) from None
     return list(found.values())

@@ -30,6 +30,8 @@ def _groups() -> Iterator[tuple[str, list[str]]]:
     for folder in sorted(files("nmrun.conf").iterdir(), key=lambda folder: folder.name):
         if folder.is_dir():
             names = {file.name for file in folder.iterdir() if file.name.endswith(".yaml")}
-            options = {name.removesuffix(".yaml") for name in names} | {*beside.get(folder.name, ())}
+            options = {name.removesuffix(".yaml") for name in names} | {
+                *beside.get(folder.name, ())
+            }
             if options:
                 yield folder.name, sorted(options)

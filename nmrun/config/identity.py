@@ -1,4 +1,6 @@
-"""Which run this is: a short hash of all that changes its result, and the folder that follows from it."""
+"""Which run this is: a short hash of all that changes its result, and the folder that follows from
+it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,15 @@ def identity(config: Config) -> str:
 
 
 def run_folder(config: Config) -> Path:
-    """``<output_dir>/<dataset>/<model>/<recipe>/<ratio>/s<seed>-<id>``: no colon, space or backslash in it."""
+    """``<output_dir>/<dataset>/<model>/<recipe>/<ratio>/s<seed>-<id>``: no colon, space or
+    backslash in it.
+    """
     slug = "dense" if config.pattern is None else config.pattern.slug
-    place = Path(config.output_dir) / config.dataset.name / config.model.name / config.recipe.name / slug
+    place = (
+        Path(config.output_dir)
+        / config.dataset.name
+        / config.model.name
+        / config.recipe.name
+        / slug
+    )
     return place / f"s{config.seed}-{identity(config)}"

@@ -37,7 +37,9 @@ class Facts:
         self._good = good
         self.output_dir: Any = plain.get("output_dir")
         groups = ("recipe", "optimizer", "model", "trainer", "sparsity")
-        self.recipe, self.optimizer, self.model, self.trainer, self.sparsity = (plain.get(group) or {} for group in groups)
+        self.recipe, self.optimizer, self.model, self.trainer, self.sparsity = (
+            plain.get(group) or {} for group in groups
+        )
 
     def good(self, key: str) -> bool:
         """Whether a rule may look at a key; ``recipe.*`` is a built-in recipe and all its keys."""
@@ -159,7 +161,11 @@ RULES = (
     Rule((), lambda at: at.no_pattern is not None, lambda at: str(at.no_pattern)),
     Rule(
         ("optimizer.name",),
-        lambda at: at.own_rules and at.recipe["name"] == "step" and at.optimizer["name"] not in ("adam", "adamw"),
+        lambda at: (
+            at.own_rules
+            and at.recipe["name"] == "step"
+            and at.optimizer["name"] not in ("adam", "adamw")
+        ),
         lambda at: (
             f"recipe=step freezes Adam's second moment, which {at.optimizer['name']} has not: use optimizer=adam or adamw"
         ),
@@ -177,7 +183,11 @@ RULES = (
     Rule(("recipe.*",), lambda at: isinstance(at.path, str), lambda at: str(at.path)),
     Rule(
         ("recipe.*",),
-        lambda at: isinstance(at.path, list) and bool(at.path) and any(width % at.path[0].m for width in at.divided),
+        lambda at: (
+            isinstance(at.path, list)
+            and bool(at.path)
+            and any(width % at.path[0].m for width in at.divided)
+        ),
         lambda at: (
             f"recipe={at.recipe['name']} sparsity={at.pattern}: its first pattern, {at.path[0]}, "
             f"does not divide all layers' inputs ({_widths(at.divided)})"
@@ -210,7 +220,9 @@ RULES = (
     Rule(
         ACCELERATION,
         lambda at: at.fp8_differs,
-        lambda at: f"{_products(at)} by it go with trainer.fp8={str(not at.trainer['fp8']).lower()}",
+        lambda at: (
+            f"{_products(at)} by it go with trainer.fp8={str(not at.trainer['fp8']).lower()}"
+        ),
     ),
     Rule(
         ACCELERATION,
@@ -229,7 +241,9 @@ RULES = (
     Rule(
         ("output_dir",),
         lambda at: at.unwritable is not None,
-        lambda at: f"output_dir={Path(at.output_dir)}: {at.unwritable} is not a folder that can be written to",
+        lambda at: (
+            f"output_dir={Path(at.output_dir)}: {at.unwritable} is not a folder that can be written to"
+        ),
     ),
 )
 

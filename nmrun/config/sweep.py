@@ -1,4 +1,5 @@
-"""The record of a sweep, ``<output_dir>/.sweeps/<time>-<process>/``: what was asked for in ``sweep.json``, each job's end in ``jobs.jsonl``.
+"""The record of a sweep, ``<output_dir>/.sweeps/<time>-<process>/``: what was asked for in
+``sweep.json``, each job's end in ``jobs.jsonl``.
 
 Other processes read it while the sweep runs, and jobs may run in several processes at once.
 """
@@ -75,15 +76,25 @@ class Record:
 
     def elapsed(self, running: bool) -> float | None:
         """Seconds from the beginning to now, or to the last job's end where the sweep runs no more."""
-        end = time.time() if running else max((line.get("ended") or 0.0 for line in self.done), default=0.0)
+        end = (
+            time.time()
+            if running
+            else max((line.get("ended") or 0.0 for line in self.done), default=0.0)
+        )
         return None if self.begun is None else max(end - self.begun, 0.0)
 
     def left(self) -> float | None:
-        """Seconds to the end, guessed from the jobs that trained; None before there is one, or where it is not known how many come.
+        """Seconds to the end, guessed from the jobs that trained; None before there is one, or
+        where it is not known how many come.
 
-        A job takes the mean of their times or, where several run at a time, what passed since the beginning for each of them.
+        A job takes the mean of their times or, where several run at a time, what passed since the
+        beginning for each of them.
         """
-        times = [line["seconds"] for line in self.done if line["status"] not in UNTRAINED and "seconds" in line]
+        times = [
+            line["seconds"]
+            for line in self.done
+            if line["status"] not in UNTRAINED and "seconds" in line
+        ]
         passed = self.elapsed(running=True)
         if not times or not passed or self.jobs is None:
             return None
@@ -94,20 +105,34 @@ def read(folder: Path) -> Record:
     """The record as it stands. What is missing or not whole, as after a kill, is left out."""
     lines: list[Any] = []
     with contextlib.suppress(OSError):
-        for text in (folder / "jobs.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+        for text in (
+            (folder / "jobs.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+        ):
             with contextlib.suppress(ValueError):
                 lines.append(json.loads(text))
     try:
         head = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
-        begun, jobs, words = float(head["begun"]), head["jobs"], (str(head["command"]), str(head["output_dir"]))
+        begun, jobs, words = (
+            float(head["begun"]),
+            head["jobs"],
+            (str(head["command"]), str(head["output_dir"])),
+        )
         sweeps = list(head.get("sweeps", []))
     except (OSError, ValueError, KeyError, TypeError):
         begun, jobs, words, sweeps = None, None, ("", ""), []
-    return Record(begun, jobs, *words, sweeps, [line for line in lines if isinstance(line, dict) and "status" in line])
+    return Record(
+        begun,
+        jobs,
+        *words,
+        sweeps,
+        [line for line in lines if isinstance(line, dict) and "status" in line],
+    )
 
 
 def title(folder: Path, number: int, overrides: list[str]) -> str:
-    """The line above a job, the ``number``-th of its sweep: ``[3/24] recipe=step seed=0 (12 min left)``."""
+    """The line above a job, the ``number``-th of its sweep: ``[3/24] recipe=step seed=0 (12 min
+    left)``.
+    """
     record = read(folder)
     left = record.left()
     ahead = "" if left is None else f" ({span(left)} left)"
@@ -117,7 +142,11 @@ def title(folder: Path, number: int, overrides: list[str]) -> str:
 def summary(folder: Path) -> tuple[str, int]:
     """The closing lines of a sweep; and 1 if a job failed or never reported, else 0."""
     record = read(folder)
-    good = {status: number for status, number in record.counts().items() if status in ("finished", "skipped", "planned")}
+    good = {
+        status: number
+        for status, number in record.counts().items()
+        if status in ("finished", "skipped", "planned")
+    }
     bad = [line for line in record.done if line["status"] not in good]
     missing = max((record.jobs or 0) - len(record.done), 0)
     parts = [f"{number} {status}" for status, number in good.items()]
@@ -128,7 +157,11 @@ def summary(folder: Path) -> tuple[str, int]:
     lines = [f"sweep of {len(record.done) + missing}: {', '.join(parts) or 'nothing done'}{took}"]
     for line in bad:
         words = " ".join(line["overrides"])
-        lines.append(f"  {line['status']}: {words}: {line['error'] or ''}  {line['folder'] or ''}".rstrip(" :"))
+        lines.append(
+            f"  {line['status']}: {words}: {line['error'] or ''}  {line['folder'] or ''}".rstrip(
+                " :"
+            )
+        )
     return "\n".join(lines), 1 if bad or missing else 0
 
 
@@ -141,7 +174,9 @@ def span(seconds: float) -> str:
 
 
 def typed(word: str) -> str:
-    """An override as one types it: Hydra escapes the colon of a ratio for itself, and does not need that."""
+    """An override as one types it: Hydra escapes the colon of a ratio for itself, and does not need
+    that.
+    """
     bare = re.sub(r"(?<=\d)\\:(?=\d)", ":", word)
     with contextlib.suppress(HydraException):
         parse = OverridesParser.create().parse_override

@@ -1,4 +1,6 @@
-"""Keys of a sweep whose values go together, first with first and second with second, in place of every combination."""
+"""Keys of a sweep whose values go together, first with first and second with second, in place of
+every combination.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,28 @@ from nmrun.registry import did_you_mean
 
 
 def rows(words: Sequence[str]) -> list[list[str]]:
-    """The sweeps that ``zip=KEY,KEY`` stands for among the overrides of a command line: one for each row of the values of these keys.
+    """The sweeps that ``zip=KEY,KEY`` stands for among the overrides of a command line: one for
+    each row of the values of these keys.
 
-    Several ``zip=`` words are groups of their own, and make a product with each other and with all other swept keys. Raises ConfigError
-    for keys that are not swept, zipped twice, or have different numbers of values.
+    Several ``zip=`` words are groups of their own, and make a product with each other and with all
+    other swept keys. Raises ConfigError for keys that are not swept, zipped twice, or have
+    different numbers of values.
     """
     groups = {word: word.partition("=")[2].split(",") for word in words if key(word) == "zip"}
     if not groups:
         return [list(words)]
     written = {key(word): word for word in words if key(word) != "zip"}
     values: dict[str, list[str]] = {}
-    problems = [f"zip: {name} is zipped twice" for name, n in Counter(itertools.chain(*groups.values())).items() if n > 1]
+    problems = [
+        f"zip: {name} is zipped twice"
+        for name, n in Counter(itertools.chain(*groups.values())).items()
+        if n > 1
+    ]
     for zipped, names in groups.items():
         if len(names) < 2:
-            problems.append(f"{zipped}: it takes two keys or more, such as zip=sparsity,optimizer.lr")
+            problems.append(
+                f"{zipped}: it takes two keys or more, such as zip=sparsity,optimizer.lr"
+            )
             continue
         for name in names:
             try:
@@ -39,11 +49,20 @@ def rows(words: Sequence[str]) -> list[list[str]]:
             values[name] = found
             if len(found) < 2:
                 hint = "" if name in written else did_you_mean(name, written)
-                problems.append(f"{zipped}: {name} has no list of values here, as in {name}=a,b{hint}")
-        if len({len(values[name]) for name in names}) > 1 and all(len(values[name]) > 1 for name in names):
+                problems.append(
+                    f"{zipped}: {name} has no list of values here, as in {name}=a,b{hint}"
+                )
+        if len({len(values[name]) for name in names}) > 1 and all(
+            len(values[name]) > 1 for name in names
+        ):
             counts = ", ".join(f"{name} {len(values[name])}" for name in names)
-            problems.append(f"{zipped}: these keys must have as many values each, and have: {counts}")
-    if any(word.startswith("hydra/sweeper=") and word.partition("=")[2] not in ("basic", "nmrun") for word in words):
+            problems.append(
+                f"{zipped}: these keys must have as many values each, and have: {counts}"
+            )
+    if any(
+        word.startswith("hydra/sweeper=") and word.partition("=")[2] not in ("basic", "nmrun")
+        for word in words
+    ):
         problems.append(
             f"{next(iter(groups))}: a sweeper of another kind (hydra/sweeper) draws its own values; leave one of them out"
         )
@@ -51,7 +70,11 @@ def rows(words: Sequence[str]) -> list[list[str]]:
         raise ConfigError(problems)
     sweeps = []
     for choice in itertools.product(*(range(len(values[names[0]])) for names in groups.values())):
-        row = {name: values[name][i] for i, names in zip(choice, groups.values(), strict=True) for name in names}
+        row = {
+            name: values[name][i]
+            for i, names in zip(choice, groups.values(), strict=True)
+            for name in names
+        }
         sweeps.append(
             [
                 typed(f"{word.partition('=')[0]}={row[key(word)]}") if key(word) in row else word
@@ -63,7 +86,9 @@ def rows(words: Sequence[str]) -> list[list[str]]:
 
 
 def _values(word: str) -> list[str]:
-    """The values of a sweep as they stand in overrides; none for what does not list them (one value, an interval, a glob)."""
+    """The values of a sweep as they stand in overrides; none for what does not list them (one
+    value, an interval, a glob).
+    """
     override = OverridesParser.create().parse_override(word)
     listed = override.is_discrete_sweep() and not isinstance(override.value(), Glob)
     return list(override.sweep_string_iterator()) if listed else []

@@ -1,4 +1,6 @@
-"""A generated corpus for translation: the first word of a source sentence says whether the target is the rest of it or the rest reversed."""
+"""A generated corpus for translation: the first word of a source sentence says whether the target
+is the rest of it or the rest reversed.
+"""
 
 from __future__ import annotations
 
@@ -46,21 +48,29 @@ class Vocabulary:
 
 
 def build(config: Config, device: torch.device) -> Translation:
-    """The task of the config's ``dataset`` group. The sentences depend on ``split_seed`` alone, not on the run's seed."""
+    """The task of the config's ``dataset`` group. The sentences depend on ``split_seed`` alone, not
+    on the run's seed.
+    """
     options = config.dataset.as_kind(CopyReverse)
     vocabulary = Vocabulary([*ORDERS, *(f"w{number}" for number in range(options.words))])
     random = np.random.default_rng(options.split_seed)
     splits, references = {}, {}
     for name in ("train", "val", "test"):
         number = {"train": options.size, "val": options.val_size, "test": options.test_size}[name]
-        pairs = [_sentence(random, vocabulary, options.words, options.longest) for _ in range(number)]
+        pairs = [
+            _sentence(random, vocabulary, options.words, options.longest) for _ in range(number)
+        ]
         source, target = ([sentence[side] for sentence in pairs] for side in (0, 1))
         splits[name] = Corpus.of(source), Corpus.of(target)
-        references[name] = [" ".join(vocabulary.symbols[token] for token in sentence[:-1]) for sentence in target]
+        references[name] = [
+            " ".join(vocabulary.symbols[token] for token in sentence[:-1]) for sentence in target
+        ]
     return Translation.of(config, splits, vocabulary, vocabulary, references, " ".join, device)
 
 
-def _sentence(random: np.random.Generator, vocabulary: Vocabulary, words: int, longest: int) -> tuple[list[int], list[int]]:
+def _sentence(
+    random: np.random.Generator, vocabulary: Vocabulary, words: int, longest: int
+) -> tuple[list[int], list[int]]:
     order = int(random.integers(len(ORDERS)))
     first = len(SPECIAL) + len(ORDERS)
     rest = random.integers(first, first + words, size=random.integers(2, longest + 1)).tolist()

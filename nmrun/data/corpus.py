@@ -1,4 +1,6 @@
-"""Texts into arrays of token numbers: by bytes, characters or words, or by a tokenizer of Hugging Face."""
+"""Texts into arrays of token numbers: by bytes, characters or words, or by a tokenizer of Hugging
+Face.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,12 @@ Encoded = tuple[dict[str, NDArray[Any]], int]
 def encode(texts: Mapping[str, bytes], tokenizer: str) -> Encoded:
     """Each text as an array of token numbers, and the size of the vocabulary.
 
-    ``byte``: 256 tokens. ``character``: those that occur in any of the texts, in the order of Unicode.
-    ``word``: what white space separates, and ``<eos>`` at the end of each line; the vocabulary is that of ``texts["train"]``, and
-    a word outside it is ``<unk>`` if the training text has such a word itself.
-    Anything else is a ``tokenizer.json``, a folder that has one, or a name on the Hugging Face hub.
-    Raises ConfigError for a word outside the vocabulary, a text that is not UTF-8, and a tokenizer that cannot be had.
+    ``byte``: 256 tokens. ``character``: those that occur in any of the texts, in the order of
+    Unicode. ``word``: what white space separates, and ``<eos>`` at the end of each line; the
+    vocabulary is that of ``texts["train"]``, and a word outside it is ``<unk>`` if the training
+    text has such a word itself. Anything else is a ``tokenizer.json``, a folder that has one, or a
+    name on the Hugging Face hub. Raises ConfigError for a word outside the vocabulary, a text that
+    is not UTF-8, and a tokenizer that cannot be had.
     """
     if tokenizer == "byte":
         return {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}, 256
@@ -48,7 +51,9 @@ def _decoded(name: str, text: bytes) -> str:
 
 
 def _characters(texts: Mapping[str, str]) -> Encoded:
-    codes = {name: np.frombuffer(text.encode("utf-32-le"), np.uint32) for name, text in texts.items()}
+    codes = {
+        name: np.frombuffer(text.encode("utf-32-le"), np.uint32) for name, text in texts.items()
+    }
     present = np.zeros(0x110000, bool)
     for of_text in codes.values():
         present |= np.bincount(of_text, minlength=len(present)) > 0
@@ -58,9 +63,16 @@ def _characters(texts: Mapping[str, str]) -> Encoded:
 
 def _words(texts: Mapping[str, str]) -> Encoded:
     numbers: defaultdict[str, int] = defaultdict()
-    numbers.default_factory = numbers.__len__  # a new word of the training text gets the next number
+    numbers.default_factory = (
+        numbers.__len__
+    )  # a new word of the training text gets the next number
     arrays = {
-        "train": array("i", itertools.chain.from_iterable(map(numbers.__getitem__, line) for line in _lines(texts["train"])))
+        "train": array(
+            "i",
+            itertools.chain.from_iterable(
+                map(numbers.__getitem__, line) for line in _lines(texts["train"])
+            ),
+        )
     }
     known = dict(numbers)
     for name in texts.keys() - {"train"}:
@@ -73,7 +85,9 @@ def _words(texts: Mapping[str, str]) -> Encoded:
                         f"line {line} of the {name} text has the word {word!r}, which the training text has not, nor has it {UNKNOWN} for such"
                     )
                 arrays[name].append(number)
-    return {name: np.array(numbers, _smallest(len(known))) for name, numbers in arrays.items()}, len(known)
+    return {
+        name: np.array(numbers, _smallest(len(known))) for name, numbers in arrays.items()
+    }, len(known)
 
 
 def _lines(text: str) -> Iterator[list[str]]:
@@ -90,7 +104,9 @@ def _pieces(texts: Mapping[str, str], name: str) -> Encoded:
         ) from None
     file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     try:
-        tokenizer = Tokenizer.from_file(str(file)) if file.exists() else Tokenizer.from_pretrained(name)
+        tokenizer = (
+            Tokenizer.from_file(str(file)) if file.exists() else Tokenizer.from_pretrained(name)
+        )
     except Exception as error:  # the library raises bare Exceptions
         raise ConfigError(
             f"dataset.tokenizer={name}: not {', '.join(LEVELS)}, and no tokenizer can be had under that name ({str(error).splitlines()[0]})"

@@ -1,4 +1,6 @@
-"""scikit-learn's digits: 1,797 real grey images of 8x8 pixels in 10 classes, shipped with the library (no download)."""
+"""scikit-learn's digits: 1,797 real grey images of 8x8 pixels in 10 classes, shipped with the
+library (no download).
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,9 @@ Splits = dict[str, tuple[Tensor, Tensor]]
 def load(split_seed: int = 0, val_fraction: float = 0.15, test_fraction: float = 0.2) -> Splits:
     """``{"train" | "val" | "test": (images, labels)}``: float32 (N, 1, 8, 8) and int64 (N,).
 
-    Every class is split alike, by ``split_seed`` alone, so all runs of a comparison see the same test images; the fractions
-    are of all images. Pixels are normalised by mean and standard deviation of the training images.
+    Every class is split alike, by ``split_seed`` alone, so all runs of a comparison see the same
+    test images; the fractions are of all images. Pixels are normalised by mean and standard
+    deviation of the training images.
     """
     images, labels = _read()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(split_seed))
@@ -52,9 +55,17 @@ def build(config: Config, device: torch.device) -> Classification:
 
 
 def _read() -> tuple[Tensor, Tensor]:
-    """All images (0 to 16) and labels, as ``sklearn.datasets.load_digits`` gives them, without the seconds its import takes."""
+    """All images (0 to 16) and labels, as ``sklearn.datasets.load_digits`` gives them, without the
+    seconds its import takes.
+    """
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
-        raise ModuleNotFoundError("the digits data set comes with scikit-learn, which is not installed")
-    table = torch.from_numpy(np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=","))
+        raise ModuleNotFoundError(
+            "the digits data set comes with scikit-learn, which is not installed"
+        )
+    table = torch.from_numpy(
+        np.loadtxt(
+            Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=","
+        )
+    )
     return table[:, :-1].float().view(-1, 1, 8, 8), table[:, -1].long()

@@ -1,6 +1,8 @@
-"""A generated task that needs no download: whether a made-up review praises, where "not" turns the next verdict around.
+"""A generated task that needs no download: whether a made-up review praises, where "not" turns the
+next verdict around.
 
-It shows that training works, and nothing about language. Words alone do not decide: what a "not" stands before does.
+It shows that training works, and nothing about language. Words alone do not decide: what a "not"
+stands before does.
 """
 
 from __future__ import annotations
@@ -44,10 +46,12 @@ Splits = dict[str, tuple[list[tuple[str, ...]], list[float]]]
 
 @cache
 def load(size: int = 4000, split_seed: int = 0) -> Splits:
-    """``{"train" | "val" | "test": (texts, labels)}``: ``size`` different sentences for training, 500 others for each of the rest.
+    """``{"train" | "val" | "test": (texts, labels)}``: ``size`` different sentences for training,
+    500 others for each of the rest.
 
-    A sentence has one or three verdicts among 4 to 12 fillers, each good or bad by an even chance and with "not" before it three
-    times in ten; its label is 1 if most of them, turned around by their "not", are good.
+    A sentence has one or three verdicts among 4 to 12 fillers, each good or bad by an even chance
+    and with "not" before it three times in ten; its label is 1 if most of them, turned around by
+    their "not", are good.
     """
     rng = random.Random(split_seed)
     labelled: dict[str, int] = {}
@@ -55,8 +59,15 @@ def load(size: int = 4000, split_seed: int = 0) -> Splits:
         sentence, label = _sentence(rng)
         labelled[sentence] = label
     rows = list(labelled.items())
-    parts = {"train": rows[:size], "val": rows[size : size + HELD_OUT], "test": rows[size + HELD_OUT :]}
-    return {name: ([(text,) for text, _ in part], [label for _, label in part]) for name, part in parts.items()}
+    parts = {
+        "train": rows[:size],
+        "val": rows[size : size + HELD_OUT],
+        "test": rows[size + HELD_OUT :],
+    }
+    return {
+        name: ([(text,) for text, _ in part], [label for _, label in part])
+        for name, part in parts.items()
+    }
 
 
 def build(config: Config, device: torch.device) -> TextClassification:

@@ -1,7 +1,8 @@
-"""GLUE (Wang et al. 2019, arXiv 1804.07461): nine tasks on texts and pairs of texts, from the official TSV files.
+"""GLUE (Wang et al. 2019, arXiv 1804.07461): nine tasks on texts and pairs of texts, from the
+official TSV files.
 
-The official test sets have no labels, so the development set is the test here, as in the papers, and validation texts are held out
-of the training set.
+The official test sets have no labels, so the development set is the test here, as in the papers,
+and validation texts are held out of the training set.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ Rows = tuple[list["Text"], list[float]]
 
 @dataclass(frozen=True)
 class Spec:
-    """One task: its folder, the columns of its text and of its label, the labels in the order of classes (none: a score), its metrics."""
+    """One task: its folder, the columns of its text and of its label, the labels in the order of
+    classes (none: a score), its metrics.
+    """
 
     folder: str
     texts: tuple[str, ...]
@@ -60,12 +63,15 @@ TASKS = {
 }  # fmt: skip
 
 
-def load(task: str, held_out: float = 0.05, split_seed: int = 0, limit: int | None = None) -> dict[str, Rows]:
-    """``{"train" | "val" | "test": (texts, labels)}``, and ``test_mismatched`` for MNLI; labels are classes from 0, scores for STS-B.
+def load(
+    task: str, held_out: float = 0.05, split_seed: int = 0, limit: int | None = None
+) -> dict[str, Rows]:
+    """``{"train" | "val" | "test": (texts, labels)}``, and ``test_mismatched`` for MNLI; labels are
+    classes from 0, scores for STS-B.
 
-    ``held_out`` of the official training set, by ``split_seed`` alone, is for validation; 0 takes the development set for both.
-    Of the rest the first ``limit``, in the order of the same shuffle, are for training.
-    Raises ConfigError for files that are missing or not as they should be.
+    ``held_out`` of the official training set, by ``split_seed`` alone, is for validation; 0 takes
+    the development set for both. Of the rest the first ``limit``, in the order of the same shuffle,
+    are for training. Raises ConfigError for files that are missing or not as they should be.
     """
     spec = TASKS[task]
     found = {split: _read(task, spec, file) for split, file in (("train", "train"), *spec.tests)}
@@ -103,9 +109,11 @@ def _read(task: str, spec: Spec, file: str) -> Rows:
 
 
 def read(path: Path, spec: Spec) -> Rows:
-    """A TSV file: columns between tabs, quotes are characters like others, a byte-order mark is none.
+    """A TSV file: columns between tabs, quotes are characters like others, a byte-order mark is
+    none.
 
-    Raises ConfigError for a missing column, a row of another length than the header, an unknown label, and a file without rows.
+    Raises ConfigError for a missing column, a row of another length than the header, an unknown
+    label, and a file without rows.
     """
     try:
         lines = path.read_bytes().decode("utf-8-sig").rstrip("\n").split("\n")
@@ -115,8 +123,12 @@ def read(path: Path, spec: Spec) -> Rows:
     header = list(spec.header) or rows.pop(0)
     for column in (*spec.texts, spec.label):
         if column not in header:
-            raise ConfigError(f"{path}: there is no column {column!r} among {', '.join(map(repr, header))}")
-    if spec.folder == "QQP":  # some rows of the official file are torn in two, and left out by everyone
+            raise ConfigError(
+                f"{path}: there is no column {column!r} among {', '.join(map(repr, header))}"
+            )
+    if (
+        spec.folder == "QQP"
+    ):  # some rows of the official file are torn in two, and left out by everyone
         rows = [row for row in rows if len(row) == len(header)]
     places, at = [header.index(column) for column in spec.texts], header.index(spec.label)
     texts: list[Text] = []
@@ -141,7 +153,9 @@ def _label(where: str, spec: Spec, text: str) -> float:
             return score
     except ValueError:
         pass
-    raise ConfigError(f"{where}: {spec.label} is {text!r}, where it takes {' or '.join(spec.labels) or 'a number'}")
+    raise ConfigError(
+        f"{where}: {spec.label} is {text!r}, where it takes {' or '.join(spec.labels) or 'a number'}"
+    )
 
 
 def _from_hub(task: str, spec: Spec, split: str) -> Rows:
@@ -154,4 +168,6 @@ def _from_hub(task: str, spec: Spec, split: str) -> Rows:
         raise ConfigError(
             f"dataset=glue: there is no glue/{spec.folder} in NMRUN_DATA, and Hugging Face's datasets cannot load it ({line})"
         ) from None
-    return list(zip(*(found[column] for column in spec.hub_texts or spec.texts), strict=True)), list(found["label"])
+    return list(
+        zip(*(found[column] for column in spec.hub_texts or spec.texts), strict=True)
+    ), list(found["label"])

@@ -1,4 +1,6 @@
-"""Images in folders, one a class, as torchvision's ImageFolder has them: small enough to be held in memory as uint8."""
+"""Images in folders, one a class, as torchvision's ImageFolder has them: small enough to be held in
+memory as uint8.
+"""
 
 from __future__ import annotations
 
@@ -29,47 +31,71 @@ SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class Loaded:
-    """``splits`` has uint8 images (N, 3, size, size) and int64 labels (N,) of those of train, val and test that are there."""
+    """``splits`` has uint8 images (N, 3, size, size) and int64 labels (N,) of those of train, val
+    and test that are there.
+    """
 
     splits: dict[str, tuple[Tensor, Tensor]]
     classes: list[str]
 
 
 def build(config: Config, device: torch.device) -> Any:
-    """The task of the config's ``dataset`` group. Raises ConfigError for a folder that is missing or that is not as said."""
+    """The task of the config's ``dataset`` group. Raises ConfigError for a folder that is missing
+    or that is not as said.
+    """
     from nmrun.tasks.vision import Classification
 
     options = config.dataset.as_kind(ImageFolder)
-    place = local.find("image_folder", [options.path], "dataset.path is a folder with a folder of images for each class")
+    place = local.find(
+        "image_folder",
+        [options.path],
+        "dataset.path is a folder with a folder of images for each class",
+    )
     loaded = load("image_folder", place, options.resolution)
     sizes = options.sizes()
     classes, splits = len(loaded.classes), dict(loaded.splits)
     if "test" not in splits and "val" in splits:
         splits["test"] = splits.pop("val")  # as ImageNet, whose test labels nobody has
     parts = split(splits["train"], splits.get("test"), classes, val=splits.get("val"), **sizes)
-    return Classification.of(config, parts, classes, device, about(parts, loaded.splits["train"][0].shape[1:], classes, place))
+    return Classification.of(
+        config,
+        parts,
+        classes,
+        device,
+        about(parts, loaded.splits["train"][0].shape[1:], classes, place),
+    )
 
 
 def load(dataset: str, place: Path, size: int) -> Loaded:
-    """All images of a folder, or of a tar archive of one, centred and scaled to ``size`` where they have another.
+    """All images of a folder, or of a tar archive of one, centred and scaled to ``size`` where they
+    have another.
 
-    The folder has a folder for each of ``train``, ``val`` and ``test`` (some may be missing) with one for each class in it, or the
-    classes' folders themselves, all of which is ``train`` then. Decoded once, and cached.
+    The folder has a folder for each of ``train``, ``val`` and ``test`` (some may be missing) with
+    one for each class in it, or the classes' folders themselves, all of which is ``train`` then.
+    Decoded once, and cached.
     """
     if place.is_file():
         arrays = local.cached(["images", size], [place], lambda: _unpacked(dataset, place, size))
     else:
         classes, listed = listing(dataset, place)
         paths = [Path(path) for samples in listed.values() for path, _ in samples]
-        arrays = local.cached(["images", size], paths, lambda: _decoded(dataset, classes, listed, size))
+        arrays = local.cached(
+            ["images", size], paths, lambda: _decoded(dataset, classes, listed, size)
+        )
     present = [part for part in SPLITS if f"{part}_images" in arrays]
-    copied = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items() if name != "classes"}
+    copied = {
+        name: torch.from_numpy(np.array(array))
+        for name, array in arrays.items()
+        if name != "classes"
+    }
     splits = {part: (copied[f"{part}_images"], copied[f"{part}_labels"]) for part in present}
     return Loaded(splits, arrays["classes"].tolist())
 
 
 def listing(dataset: str, place: Path) -> tuple[list[str], dict[str, list[tuple[str, int]]]]:
-    """The names of the classes, and paths and class numbers of the images of each split that is there."""
+    """The names of the classes, and paths and class numbers of the images of each split that is
+    there.
+    """
     from torchvision.datasets import ImageFolder
 
     folders = {part: place / part for part in SPLITS if (place / part).is_dir()}
@@ -81,16 +107,22 @@ def listing(dataset: str, place: Path) -> tuple[list[str], dict[str, list[tuple[
         try:
             found = ImageFolder(str(folder))
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise ConfigError(f"dataset={dataset}: {folder}: {str(error).split(' Supported')[0].rstrip('.')}") from None
+            raise ConfigError(
+                f"dataset={dataset}: {folder}: {str(error).split(' Supported')[0].rstrip('.')}"
+            ) from None
         classes = classes or found.classes
         if found.classes != classes:
             odd = sorted({*found.classes} ^ {*classes})[0]
-            raise ConfigError(f"dataset={dataset}: {place}: train and {part} have not the same classes, for instance {odd}")
+            raise ConfigError(
+                f"dataset={dataset}: {place}: train and {part} have not the same classes, for instance {odd}"
+            )
         listed[part] = found.samples
     return classes, listed
 
 
-def _decoded(dataset: str, classes: list[str], listed: dict[str, list[tuple[str, int]]], size: int) -> dict[str, NDArray[Any]]:
+def _decoded(
+    dataset: str, classes: list[str], listed: dict[str, list[tuple[str, int]]], size: int
+) -> dict[str, NDArray[Any]]:
     arrays: dict[str, NDArray[Any]] = {"classes": np.array(classes)}
     for part, samples in listed.items():
         arrays[f"{part}_images"] = _pixels(dataset, [path for path, _ in samples], size)
@@ -99,7 +131,9 @@ def _decoded(dataset: str, classes: list[str], listed: dict[str, list[tuple[str,
 
 
 def _pixels(dataset: str, paths: Sequence[str], size: int) -> NDArray[np.uint8]:
-    """uint8 (N, 3, size, size). Raises ConfigError for a file that cannot be decoded, and for more than half of the memory."""
+    """uint8 (N, 3, size, size). Raises ConfigError for a file that cannot be decoded, and for more
+    than half of the memory.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if len(paths) * 3 * size * size > memory / 2:
         raise ConfigError(
@@ -119,7 +153,8 @@ def _pixels(dataset: str, paths: Sequence[str], size: int) -> NDArray[np.uint8]:
 
 
 def decode(path: str, size: int) -> NDArray[np.uint8]:
-    """An image file as uint8 (size, size, 3): scaled until its shorter side fits, and the middle cut out.
+    """An image file as uint8 (size, size, 3): scaled until its shorter side fits, and the middle
+    cut out.
 
     Raises OSError, with the file's name, for one that is damaged or none at all.
     """
@@ -128,7 +163,11 @@ def decode(path: str, size: int) -> NDArray[np.uint8]:
     try:
         with Image.open(path) as file:
             image = file.convert("RGB")
-        return np.asarray(image if image.size == (size, size) else ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR))
+        return np.asarray(
+            image
+            if image.size == (size, size)
+            else ImageOps.fit(image, (size, size), Image.Resampling.BILINEAR)
+        )
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise OSError(f"{path} is damaged, or not an image ({error})") from None
 

@@ -1,4 +1,6 @@
-"""ImageNet, and other large image folders: read from the disk while training (torchvision's ImageFolder, with train and val)."""
+"""ImageNet, and other large image folders: read from the disk while training (torchvision's
+ImageFolder, with train and val).
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def build(config: Config, device: torch.device) -> ImageStream:
-    """The task of the config's ``dataset`` group. ``val`` is the test split, as labels of ImageNet's test images are nowhere, and
-    validation images are taken from those for training.
+    """The task of the config's ``dataset`` group. ``val`` is the test split, as labels of
+    ImageNet's test images are nowhere, and validation images are taken from those for training.
 
     Raises ConfigError for a folder that is missing or that is not as said.
     """
@@ -28,9 +30,14 @@ def build(config: Config, device: torch.device) -> ImageStream:
     place = local.find("imagenet", [options.path], how)
     names, listed = image_folder.listing("imagenet", place)
     if "val" not in listed:
-        raise ConfigError(f"dataset=imagenet: there is no {place / 'train'} with a {place / 'val'} beside it: {how}")
+        raise ConfigError(
+            f"dataset=imagenet: there is no {place / 'train'} with a {place / 'val'} beside it: {how}"
+        )
     samples = listed["train"] + listed["val"]
-    paths, labels = np.array([path.encode() for path, _ in samples]), torch.tensor([label for _, label in samples])
+    paths, labels = (
+        np.array([path.encode() for path, _ in samples]),
+        torch.tensor([label for _, label in samples]),
+    )
     rows, trained = torch.arange(len(samples)), len(listed["train"])
     sizes = options.sizes()
     classes = len(names)

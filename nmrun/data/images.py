@@ -1,4 +1,6 @@
-"""CIFAR-10, CIFAR-100 and Fashion-MNIST, from torchvision's files or, for CIFAR-10, from folders of images."""
+"""CIFAR-10, CIFAR-100 and Fashion-MNIST, from torchvision's files or, for CIFAR-10, from folders of
+images.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ if TYPE_CHECKING:
     from nmrun.settings.config import Config
 
 FILES = {  # torchvision's class, the folder of its files, and images under other names
-    "cifar10": ("CIFAR10", "cifar-10-batches-py", ("cifar10/cifar10-jpeg", "cifar10/cifar10-jpeg.tar.xz")),
+    "cifar10": (
+        "CIFAR10",
+        "cifar-10-batches-py",
+        ("cifar10/cifar10-jpeg", "cifar10/cifar10-jpeg.tar.xz"),
+    ),
     "cifar100": ("CIFAR100", "cifar-100-python", ()),
     "fashion_mnist": ("FashionMNIST", "FashionMNIST", ()),
 }
@@ -28,18 +34,24 @@ SECONDS_TO_ANSWER = 20.0  # of a server, before the download is given up
 
 
 def build(config: Config, device: torch.device) -> Classification:
-    """The task of the config's ``dataset`` group. Raises ConfigError where the data are neither here nor to be downloaded."""
+    """The task of the config's ``dataset`` group. Raises ConfigError where the data are neither
+    here nor to be downloaded.
+    """
     options = config.dataset.as_kind(Images)
     pool, test, place = read(options.name)
     classes = int(pool[1].max()) + 1
     splits = split(pool, test, classes, **options.sizes())
-    return Classification.of(config, splits, classes, device, about(splits, pool[0].shape[1:], classes, place))
+    return Classification.of(
+        config, splits, classes, device, about(splits, pool[0].shape[1:], classes, place)
+    )
 
 
 def read(name: str) -> tuple[Labelled, Labelled, Path]:
-    """Training and test images of a data set in ``FILES``, uint8 (N, C, H, W) with int64 labels (N,), and where they lie.
+    """Training and test images of a data set in ``FILES``, uint8 (N, C, H, W) with int64 labels
+    (N,), and where they lie.
 
-    Looked for in ``NMRUN_DATA`` itself and in its folder of that name, and downloaded to the latter by torchvision.
+    Looked for in ``NMRUN_DATA`` itself and in its folder of that name, and downloaded to the latter
+    by torchvision.
     """
     _, folder, others = FILES[name]
     names = [f"{name}/{folder}", folder, *others]
@@ -56,7 +68,9 @@ def read(name: str) -> tuple[Labelled, Labelled, Path]:
         train, test = (_of_torchvision(name, place.parent, train) for train in (True, False))
     except (RuntimeError, ValueError, AssertionError, EOFError, OSError) as error:
         problem = str(error).split(". ")[0] or "damaged"
-        raise ConfigError(f"dataset={name}: {place}: {problem}; remove it, and it is downloaded anew") from None
+        raise ConfigError(
+            f"dataset={name}: {place}: {problem}; remove it, and it is downloaded anew"
+        ) from None
     return train, test, place
 
 

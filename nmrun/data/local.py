@@ -38,14 +38,21 @@ def find(dataset: str, names: Iterable[str], how: str) -> Path:
     for name in names:
         if (root / name).exists():
             return root / name
-    raise ConfigError(f"dataset={dataset}: there is no {' and no '.join(names)} in {root} (NMRUN_DATA): {how}")
+    raise ConfigError(
+        f"dataset={dataset}: there is no {' and no '.join(names)} in {root} (NMRUN_DATA): {how}"
+    )
 
 
-def cached(what: Any, sources: Iterable[Path], make: Callable[[], Mapping[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
-    """The arrays that ``make()`` gives, mapped from files below ``NMRUN_CACHE`` (default ``~/.cache/nmrun/derived``) if it was called
-    before for the same ``what`` (plain data) and the same ``sources``: their paths, sizes and times of change.
+def cached(
+    what: Any, sources: Iterable[Path], make: Callable[[], Mapping[str, NDArray[Any]]]
+) -> dict[str, NDArray[Any]]:
+    """The arrays that ``make()`` gives, mapped from files below ``NMRUN_CACHE`` (default
+    ``~/.cache/nmrun/derived``) if it was called before for the same ``what`` (plain data) and the
+    same ``sources``: their paths, sizes and times of change.
     """
-    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
+    stats = [
+        (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources
+    ]
     key = hashlib.sha256(json.dumps([what, stats]).encode()).hexdigest()[:20]
     root = cache_folder()
     folder = root / key

@@ -1,4 +1,6 @@
-"""Multi30k, task 1 (Elliott et al. 2016, arXiv 1605.00459): 29,000 image descriptions with their translations."""
+"""Multi30k, task 1 (Elliott et al. 2016, arXiv 1605.00459): 29,000 image descriptions with their
+translations.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,20 @@ if TYPE_CHECKING:
 
 
 def build(config: Config, device: torch.device) -> Translation:
-    """The task of the config's ``dataset`` group. What ``prepare`` makes of the raw text is kept in the cache."""
+    """The task of the config's ``dataset`` group. What ``prepare`` makes of the raw text is kept in
+    the cache.
+    """
     options = config.dataset.as_kind(Multi30k)
     languages = options.source, options.target
     texts = files(languages, options.test)
-    stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for pair in texts.values() for file in pair]
-    key = hashlib.sha256(json.dumps([stats, languages, options.vocabulary]).encode()).hexdigest()[:16]
+    stats = [
+        (str(file), file.stat().st_size, file.stat().st_mtime_ns)
+        for pair in texts.values()
+        for file in pair
+    ]
+    key = hashlib.sha256(json.dumps([stats, languages, options.vocabulary]).encode()).hexdigest()[
+        :16
+    ]
     folder = cache_folder() / f"multi30k-{key}"
     if not folder.is_dir():
         prepare(texts, languages, folder, options.vocabulary)

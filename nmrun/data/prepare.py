@@ -1,4 +1,6 @@
-"""``nmrun prepare``: raw parallel text into subwords and fairseq's binary files, ready for ``dataset=fairseq`` (or ``fairseq-train``)."""
+"""``nmrun prepare``: raw parallel text into subwords and fairseq's binary files, ready for
+``dataset=fairseq`` (or ``fairseq-train``).
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,23 @@ def beside(prefix: Path, language: str) -> Path:
     raise ConfigError(f"{prefix}.{language}: there is no such file, nor with .gz")
 
 
-def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int, joint: bool = True, longest: int = 250) -> str:
-    """Write the folder ``to`` with ``texts``, files of train, valid and test for both ``languages``; returns a line of what there is.
+def prepare(
+    texts: Files,
+    languages: tuple[str, str],
+    to: Path,
+    vocabulary: int,
+    joint: bool = True,
+    longest: int = 250,
+) -> str:
+    """Write the folder ``to`` with ``texts``, files of train, valid and test for both
+    ``languages``; returns a line of what there is.
 
-    BPE by sentencepiece is learned on the training text, of both languages together if ``joint``; the dictionaries are made as
-    ``fairseq-preprocess`` makes them. Training pairs with an empty side, or more than ``longest`` subwords on one, are left out. Beside
-    the binary files there are the ``.model`` files of sentencepiece and the target of valid and test as plain text, for BLEU.
-    The folder appears when it is whole. Raises ConfigError for texts of unequal length, and a vocabulary that they are too small for.
+    BPE by sentencepiece is learned on the training text, of both languages together if ``joint``;
+    the dictionaries are made as ``fairseq-preprocess`` makes them. Training pairs with an empty
+    side, or more than ``longest`` subwords on one, are left out. Beside the binary files there are
+    the ``.model`` files of sentencepiece and the target of valid and test as plain text, for BLEU.
+    The folder appears when it is whole. Raises ConfigError for texts of unequal length, and a
+    vocabulary that they are too small for.
     """
     try:
         import sentencepiece
@@ -48,7 +60,11 @@ def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int,
             raise ConfigError(
                 f"{names}: {len(left)} and {len(right)} lines; line i of one has to translate line i of the other"
             )
-    full = [(left, right) for left, right in zip(*lines["train"], strict=True) if left.strip() and right.strip()]
+    full = [
+        (left, right)
+        for left, right in zip(*lines["train"], strict=True)
+        if left.strip() and right.strip()
+    ]
     lines["train"] = [[pair[side] for pair in full] for side in (0, 1)]
     to.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{to.name}-", dir=to.parent))
@@ -59,12 +75,18 @@ def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int,
             models = [_learned(side, vocabulary) for side in lines["train"]]
         pieces = {
             split: [
-                sentencepiece.SentencePieceProcessor(model_proto=models[side]).encode(sides[side], out_type=str)
+                sentencepiece.SentencePieceProcessor(model_proto=models[side]).encode(
+                    sides[side], out_type=str
+                )
                 for side in (0, 1)
             ]
             for split, sides in lines.items()
         }
-        short = [(left, right) for left, right in zip(*pieces["train"], strict=True) if max(len(left), len(right)) <= longest]
+        short = [
+            (left, right)
+            for left, right in zip(*pieces["train"], strict=True)
+            if max(len(left), len(right)) <= longest
+        ]
         pieces["train"] = [[pair[side] for pair in short] for side in (0, 1)]
         dictionaries = _dictionaries(pieces["train"], joint)
         for side, language in enumerate(languages):
@@ -75,10 +97,17 @@ def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int,
                 _binarise(pieces[split][side], dictionaries[side], name)
                 if side == 1 and split != "train":
                     Path(f"{name}.txt").write_text(
-                        "".join(f"{line}\n" for line in lines[split][1]), encoding="utf-8", newline="\n"
+                        "".join(f"{line}\n" for line in lines[split][1]),
+                        encoding="utf-8",
+                        newline="\n",
                     )
-        about = {"files": {split: [str(file) for file in files] for split, files in texts.items()}, "vocabulary": vocabulary}
-        (folder / "prepared.json").write_text(json.dumps({**about, "joint": joint, "longest": longest}, indent=2) + "\n")
+        about = {
+            "files": {split: [str(file) for file in files] for split, files in texts.items()},
+            "vocabulary": vocabulary,
+        }
+        (folder / "prepared.json").write_text(
+            json.dumps({**about, "joint": joint, "longest": longest}, indent=2) + "\n"
+        )
         folder.chmod(0o755)
         try:
             os.rename(folder, to)
@@ -92,12 +121,19 @@ def prepare(texts: Files, languages: tuple[str, str], to: Path, vocabulary: int,
 
 
 def read(file: Path) -> list[str]:
-    """The lines of a text, which may be compressed. Only a line feed ends one: other separators of Unicode occur within sentences."""
+    """The lines of a text, which may be compressed. Only a line feed ends one: other separators of
+    Unicode occur within sentences.
+    """
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as raw:
-            return [line.rstrip("\r\n") for line in io.TextIOWrapper(raw, encoding="utf-8", newline="\n")]  # type: ignore[arg-type]
+            return [
+                line.rstrip("\r\n")
+                for line in io.TextIOWrapper(raw, encoding="utf-8", newline="\n")
+            ]  # type: ignore[arg-type]
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 ({error.reason} at byte {error.start} of a part of it)") from None
+        raise ConfigError(
+            f"{file}: not UTF-8 ({error.reason} at byte {error.start} of a part of it)"
+        ) from None
     except (EOFError, gzip.BadGzipFile) as error:
         raise ConfigError(f"{file}: damaged: {error}") from None
 
@@ -142,5 +178,7 @@ def _binarise(sentences: list[list[str]], dictionary: Any, name: Path) -> None:
 
     builder = fairseq("data.indexed_dataset").make_builder(f"{name}.bin", "mmap", len(dictionary))
     for sentence in sentences:
-        builder.add_item(torch.from_numpy(np.array([*map(dictionary.index, sentence), dictionary.eos()])))
+        builder.add_item(
+            torch.from_numpy(np.array([*map(dictionary.index, sentence), dictionary.eos()]))
+        )
     builder.finalize(f"{name}.idx")

@@ -1,4 +1,6 @@
-"""Tiny Shakespeare: 1,115,394 characters of plays, the usual first corpus of character models (Karpathy 2015)."""
+"""Tiny Shakespeare: 1,115,394 characters of plays, the usual first corpus of character models
+(Karpathy 2015).
+"""
 
 from __future__ import annotations
 

@@ -25,29 +25,40 @@ def split(
 ) -> dict[str, Labelled]:
     """``{"train" | "val" | "test": (images, labels)}``, by ``split_seed`` alone.
 
-    Sizes are numbers of images, with the same number of every class, or one more of the first ones. By default ``val`` is a
-    tenth of each class of ``pool``, ``test`` all of ``test``, or another tenth where there is none, and ``train`` all the rest;
-    a smaller training set is part of a larger one. Raises ConfigError for a class that has too few images.
+    Sizes are numbers of images, with the same number of every class, or one more of the first ones.
+    By default ``val`` is a tenth of each class of ``pool``, ``test`` all of ``test``, or another
+    tenth where there is none, and ``train`` all the rest; a smaller training set is part of a
+    larger one. Raises ConfigError for a class that has too few images.
     """
     splits, rest = {}, pool
-    for name, given, size in (("test", test, test_size), ("val", val, val_size), ("train", None, train_size)):
+    for name, given, size in (
+        ("test", test, test_size),
+        ("val", val, val_size),
+        ("train", None, train_size),
+    ):
         source = rest if given is None else given
         counts = torch.bincount(source[1], minlength=classes)
         if size is not None:
-            quotas = torch.tensor([size // classes + (number < size % classes) for number in range(classes)])
+            quotas = torch.tensor(
+                [size // classes + (number < size % classes) for number in range(classes)]
+            )
             for number in (quotas > counts).nonzero()[:1, 0].tolist():
                 raise ConfigError(
                     f"dataset.{name}_size={size}: {int(quotas[number])} images of class {number}, of which there are {counts[number]}"
                 )
         else:
-            quotas = counts if given is not None or name == "train" else (counts / 10).round().long()
+            quotas = (
+                counts if given is not None or name == "train" else (counts / 10).round().long()
+            )
         chosen, left = _take(source[1], quotas, split_seed)
         splits[name] = source[0][chosen], source[1][chosen]
         if given is None:
             rest = source[0][left], source[1][left]
     empty = [name for name, (images, _) in splits.items() if not len(images)]
     if empty:
-        raise ConfigError(f"dataset.{empty[0]}_size: no image is left for it of the {len(pool[1])} that there are")
+        raise ConfigError(
+            f"dataset.{empty[0]}_size: no image is left for it of the {len(pool[1])} that there are"
+        )
     return splits
 
 

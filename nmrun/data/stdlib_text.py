@@ -1,6 +1,8 @@
-"""The Python standard library's own source as a corpus of bytes: real text that every installation has (no download).
+"""The Python standard library's own source as a corpus of bytes: real text that every installation
+has (no download).
 
-It is program text, and differs a little from one version of Python to the next: its hash is part of a run's config.
+It is program text, and differs a little from one version of Python to the next: its hash is part of
+a run's config.
 """
 
 from __future__ import annotations
@@ -32,11 +34,14 @@ MODULES = {
 
 @cache
 def read() -> dict[str, bytes]:
-    """The source of the modules of each split, one after the other. Raises ConfigError for a Python without its sources."""
+    """The source of the modules of each split, one after the other. Raises ConfigError for a Python
+    without its sources.
+    """
     folder = Path(sysconfig.get_path("stdlib"))
     try:
         return {
-            split: b"".join((folder / f"{module}.py").read_bytes() for module in modules) for split, modules in MODULES.items()
+            split: b"".join((folder / f"{module}.py").read_bytes() for module in modules)
+            for split, modules in MODULES.items()
         }
     except OSError as error:
         raise ConfigError(
@@ -51,13 +56,17 @@ def digest() -> str:
 
 
 def build(config: Config, device: torch.device) -> LanguageModelling:
-    """The task of the config's ``dataset`` group. Raises ConfigError for a config that was made with another Python's text."""
+    """The task of the config's ``dataset`` group. Raises ConfigError for a config that was made
+    with another Python's text.
+    """
     import numpy as np
 
     from nmrun.tasks.language import LanguageModelling
 
     sha256 = config.dataset.as_kind(StdlibText).sha256
     if sha256 != digest():
-        raise ConfigError(f"dataset.sha256={sha256}: the library of this Python has another text, {digest()}")
+        raise ConfigError(
+            f"dataset.sha256={sha256}: the library of this Python has another text, {digest()}"
+        )
     splits = {split: np.frombuffer(text, np.uint8) for split, text in read().items()}
     return LanguageModelling.of(config, splits, 256, device, unit="byte")

@@ -36,9 +36,11 @@ def build(config: Config, device: torch.device) -> LanguageModelling:
 
 
 def task(config: Config, paths: Mapping[str, Path], device: torch.device) -> LanguageModelling:
-    """Language modelling on these files: ``train`` and, unless they are to be cut from the end of it, ``val`` and ``test``.
+    """Language modelling on these files: ``train`` and, unless they are to be cut from the end of
+    it, ``val`` and ``test``.
 
-    The ``dataset`` group has ``tokenizer`` and ``context``, and ``<split>_fraction`` for each split that is cut.
+    The ``dataset`` group has ``tokenizer`` and ``context``, and ``<split>_fraction`` for each split
+    that is cut.
     """
     from nmrun.tasks.language import LanguageModelling
 
@@ -56,7 +58,9 @@ def task(config: Config, paths: Mapping[str, Path], device: torch.device) -> Lan
     if tokenizer in ("byte", "character"):  # faster than a look into the cache would be worth
         arrays = encoded()
     else:
-        own = [path for path in (Path(tokenizer), Path(tokenizer) / "tokenizer.json") if path.is_file()]
+        own = [
+            path for path in (Path(tokenizer), Path(tokenizer) / "tokenizer.json") if path.is_file()
+        ]
         arrays = cached(["text", tokenizer, fractions], [*paths.values(), *own], encoded)
     vocabulary = int(arrays.pop("vocabulary"))
     unit = tokenizer if tokenizer in corpus.LEVELS else "token"
@@ -64,7 +68,9 @@ def task(config: Config, paths: Mapping[str, Path], device: torch.device) -> Lan
 
 
 def _texts(paths: Mapping[str, Path], fractions: Mapping[str, float]) -> dict[str, bytes]:
-    """The files' bytes; a split that has only a fraction is that share of the training file, from its end, cut after white space."""
+    """The files' bytes; a split that has only a fraction is that share of the training file, from
+    its end, cut after white space.
+    """
     texts = {split: path.read_bytes() for split, path in paths.items()}
     whole = len(texts["train"])
     for split in ("test", "val"):

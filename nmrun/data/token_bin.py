@@ -1,4 +1,5 @@
-"""Files of token numbers, 16 bits each, as nanoGPT prepares them: ``train.bin``, ``val.bin`` and, if there is one, ``test.bin``.
+"""Files of token numbers, 16 bits each, as nanoGPT prepares them: ``train.bin``, ``val.bin`` and,
+if there is one, ``test.bin``.
 
 They are mapped, never read as a whole, so their size does not matter.
 """
@@ -20,11 +21,15 @@ if TYPE_CHECKING:
     from nmrun.settings.config import Config
     from nmrun.tasks.language import LanguageModelling
 
-LOOKED_AT = 1 << 20  # tokens at the beginning of each file; the others are looked at as they are used
+LOOKED_AT = (
+    1 << 20
+)  # tokens at the beginning of each file; the others are looked at as they are used
 
 
 def build(config: Config, device: torch.device) -> LanguageModelling:
-    """The task of the config's ``dataset`` group. Without ``test.bin``, the test metrics are those on ``val.bin``."""
+    """The task of the config's ``dataset`` group. Without ``test.bin``, the test metrics are those
+    on ``val.bin``.
+    """
     from nmrun.tasks.language import LanguageModelling
 
     options = config.dataset.as_kind(TokenBin)
@@ -36,7 +41,9 @@ def build(config: Config, device: torch.device) -> LanguageModelling:
 
 
 def read(path: Path, vocabulary: int) -> NDArray[np.uint16]:
-    """A file's tokens, mapped. Raises ConfigError if it is missing, or plainly not tokens of 16 bits below ``vocabulary``."""
+    """A file's tokens, mapped. Raises ConfigError if it is missing, or plainly not tokens of 16
+    bits below ``vocabulary``.
+    """
     if not path.is_file():
         raise ConfigError(
             f"dataset=token_bin: there is no {path}; dataset.folder has train.bin and val.bin, as nanoGPT's prepare.py makes"
@@ -47,9 +54,15 @@ def read(path: Path, vocabulary: int) -> NDArray[np.uint16]:
     array = np.memmap(path, np.uint16, mode="r")
     first = array[:LOOKED_AT]
     if bytes(first[:3])[:6] == b"\x93NUMPY":
-        raise ConfigError(f"{path} is an array as numpy.save writes it; it takes the bare numbers, as tofile writes them")
+        raise ConfigError(
+            f"{path} is an array as numpy.save writes it; it takes the bare numbers, as tofile writes them"
+        )
     if len(first) > 1 and not first[1::2].any():
-        raise ConfigError(f"{path}: every second number is 0, so its tokens probably have 32 bits; it takes uint16")
+        raise ConfigError(
+            f"{path}: every second number is 0, so its tokens probably have 32 bits; it takes uint16"
+        )
     if first.max() >= vocabulary:
-        raise ConfigError(f"{path} has the token {first.max()}, outside dataset.vocabulary={vocabulary}")
+        raise ConfigError(
+            f"{path} has the token {first.max()}, outside dataset.vocabulary={vocabulary}"
+        )
     return array

@@ -1,4 +1,6 @@
-"""Folders that ``fairseq-preprocess`` has written: ``dict.<language>.txt`` and ``<split>.<source>-<target>.<language>.{bin,idx}``."""
+"""Folders that ``fairseq-preprocess`` has written: ``dict.<language>.txt`` and
+``<split>.<source>-<target>.<language>.{bin,idx}``.
+"""
 
 from __future__ import annotations
 
@@ -46,9 +48,10 @@ def load(
 ) -> Translation:
     """Translation of the first language into the second.
 
-    ``texts`` are the names of the files for train, val and test. Where there is ``<name>.<source>-<target>.<target>.txt``, as
-    ``nmrun prepare`` writes it, BLEU is against the sentences in it; else the target's tokens are detokenised, unknown ones remaining so.
-    Raises ConfigError for files that are missing or do not fit each other.
+    ``texts`` are the names of the files for train, val and test. Where there is
+    ``<name>.<source>-<target>.<target>.txt``, as ``nmrun prepare`` writes it, BLEU is against the
+    sentences in it; else the target's tokens are detokenised, unknown ones remaining so. Raises
+    ConfigError for files that are missing or do not fit each other.
     """
     pair = "-".join(languages)
     source, target = (_dictionary(folder, language) for language in languages)
@@ -63,15 +66,19 @@ def load(
         check(text, splits[name], (source, target))
         plain = Path(f"{prefix}.{languages[1]}.txt")
         if name != "train":
-            references[name] = _lines(plain) if plain.exists() else _text(splits[name][1], target, detokenize)
+            references[name] = (
+                _lines(plain) if plain.exists() else _text(splits[name][1], target, detokenize)
+            )
             if len(references[name]) != len(splits[name][1]):
-                raise ConfigError(f"{plain}: it has {len(references[name])} lines for {len(splits[name][1])} sentences")
+                raise ConfigError(
+                    f"{plain}: it has {len(references[name])} lines for {len(splits[name][1])} sentences"
+                )
     return Translation.of(config, splits, source, target, references, detokenize, device)
 
 
 def detokenizer(subwords: str, moses: str | None = None) -> Callable[[list[str]], str]:
-    """From symbols to a plain sentence: subwords (one of ``SUBWORDS``) become words, and what Moses' tokenizer for the language ``moses``
-    did is taken back."""
+    """From symbols to a plain sentence: subwords (one of ``SUBWORDS``) become words, and what
+    Moses' tokenizer for the language ``moses`` did is taken back."""
     joined: dict[str, Callable[[list[str]], str]] = {
         "none": " ".join,
         "sentencepiece": lambda symbols: "".join(symbols).replace("\u2581", " ").strip(),
@@ -82,7 +89,9 @@ def detokenizer(subwords: str, moses: str | None = None) -> Callable[[list[str]]
     try:
         from sacremoses import MosesDetokenizer
     except ImportError:
-        raise ConfigError("dataset.moses=true needs sacremoses: pip install nmrun[translation]") from None
+        raise ConfigError(
+            "dataset.moses=true needs sacremoses: pip install nmrun[translation]"
+        ) from None
     detokenizer = MosesDetokenizer(lang=moses)
     return lambda symbols: str(detokenizer.detokenize(joined[subwords](symbols).split()))
 
@@ -110,7 +119,9 @@ def _dictionary(folder: Path, language: str) -> Dictionary:
     try:
         dictionary: Dictionary = fairseq("data").Dictionary.load(str(file))
     except (RuntimeError, ValueError) as error:
-        raise ConfigError(f"{file}: not a dictionary of fairseq: {str(error).splitlines()[0]}") from None
+        raise ConfigError(
+            f"{file}: not a dictionary of fairseq: {str(error).splitlines()[0]}"
+        ) from None
     return dictionary
 
 
@@ -121,28 +132,42 @@ def _corpus(folder: Path, name: str, dictionary: Dictionary) -> Corpus:
             raise ValueError("the .bin is empty")
         found = data.load_indexed_dataset(prefix, dictionary)
     except (AssertionError, ValueError, OSError) as error:
-        raise ConfigError(f"{prefix}: not a binarised text of fairseq: {str(error).splitlines()[0]}") from None
+        raise ConfigError(
+            f"{prefix}: not a binarised text of fairseq: {str(error).splitlines()[0]}"
+        ) from None
     if found is None:
         others = ", ".join(sorted(file.name for file in folder.glob("*.idx"))) or "no others"
-        raise ConfigError(f"{prefix}.idx, {prefix}.bin: there are no such files; there are {others}")
+        raise ConfigError(
+            f"{prefix}.idx, {prefix}.bin: there are no such files; there are {others}"
+        )
     lengths = np.asarray(found.sizes, np.int64)
     starts = np.concatenate([[0], lengths.cumsum()])
-    if isinstance(found, fairseq("data").MMapIndexedDataset):  # the sentences lie one after the other: no need to read them
+    if isinstance(
+        found, fairseq("data").MMapIndexedDataset
+    ):  # the sentences lie one after the other: no need to read them
         tokens = np.memmap(f"{prefix}.bin", dtype=found._index.dtype, mode="r")
         if len(tokens) != starts[-1]:
-            raise ConfigError(f"{prefix}.bin: it has {len(tokens)} tokens, and by its .idx it should have {starts[-1]}")
+            raise ConfigError(
+                f"{prefix}.bin: it has {len(tokens)} tokens, and by its .idx it should have {starts[-1]}"
+            )
         return Corpus(tokens, starts)
     if found.supports_prefetch:  # an older format, which has to be read before it can be looked at
         found.prefetch(range(len(found)))
     return Corpus(np.concatenate([found[row].numpy() for row in range(len(found))]), starts)
 
 
-def _text(corpus: Corpus, dictionary: Dictionary, detokenize: Callable[[list[str]], str]) -> list[str]:
-    """A corpus as plain sentences. An unknown token is marked such that no translation can be right about it."""
+def _text(
+    corpus: Corpus, dictionary: Dictionary, detokenize: Callable[[list[str]], str]
+) -> list[str]:
+    """A corpus as plain sentences. An unknown token is marked such that no translation can be right
+    about it.
+    """
     symbols = [*dictionary.symbols]
     symbols[dictionary.unk()] = f"<{symbols[dictionary.unk()]}>"
     sentences = np.split(np.asarray(corpus.tokens), corpus.starts[1:-1])
-    return [detokenize([symbols[token] for token in sentence.tolist()[:-1]]) for sentence in sentences]
+    return [
+        detokenize([symbols[token] for token in sentence.tolist()[:-1]]) for sentence in sentences
+    ]
 
 
 def _lines(file: Path) -> list[str]:

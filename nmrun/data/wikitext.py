@@ -1,4 +1,6 @@
-"""WikiText-2 and WikiText-103 (Merity et al. 2017): articles of Wikipedia, rare words replaced by ``<unk>``."""
+"""WikiText-2 and WikiText-103 (Merity et al. 2017): articles of Wikipedia, rare words replaced by
+``<unk>``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,11 @@ if TYPE_CHECKING:
     from nmrun.tasks.language import LanguageModelling
 
 FOLDERS = {"wikitext2": "wikitext-2", "wikitext103": "wikitext-103"}
-FILES = ("wiki.{}.tokens", "{}.txt", "wiki.{}.raw")  # as published, as in PyTorch's examples, with the rare words
+FILES = (
+    "wiki.{}.tokens",
+    "{}.txt",
+    "wiki.{}.raw",
+)  # as published, as in PyTorch's examples, with the rare words
 SPLITS = {"train": "train", "val": "valid", "test": "test"}
 
 
@@ -23,6 +29,7 @@ def build(config: Config, device: torch.device) -> LanguageModelling:
     folder = FOLDERS[name]
     how = f"it takes the three files of {folder}; dataset=text takes other divisions"
     paths = {
-        split: local.find(name, [f"{folder}/{form.format(called)}" for form in FILES], how) for split, called in SPLITS.items()
+        split: local.find(name, [f"{folder}/{form.format(called)}" for form in FILES], how)
+        for split, called in SPLITS.items()
     }
     return text.task(config, paths, device)

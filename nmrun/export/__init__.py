@@ -1,1 +1,3 @@
-"""Finished runs in the formats that others read: ``nmrun export RUN --to DIR --format ...``, one module a format."""
+"""Finished runs in the formats that others read: ``nmrun export RUN --to DIR --format ...``, one
+module a format.
+"""

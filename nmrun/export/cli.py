@@ -1,4 +1,6 @@
-"""``nmrun export RUN --to DIR [--format ...]``: a finished run's model, checked, in a format that others read."""
+"""``nmrun export RUN --to DIR [--format ...]``: a finished run's model, checked, in a format that
+others read.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,33 @@ FORMATS = {
 def main(argv: list[str]) -> int:
     """Check that every sparse layer holds its pattern, then write; returns 0.
 
-    A format is a module with ``write(run, folder)``. It returns the lines to print, the first of which begins with a file's name, and
-    raises ValueError for what it cannot do.
-    All files are written beside DIR first: it has all of them or none.
+    A format is a module with ``write(run, folder)``. It returns the lines to print, the first of
+    which begins with a file's name, and raises ValueError for what it cannot do. All files are
+    written beside DIR first: it has all of them or none.
 
     Raises:
         NoRun: for a folder without a finished run.
         RunError: for a run that cannot be exported.
     """
-    parser = Parser(prog="nmrun export", description="Copy a finished run's model, checked, to a folder.")
-    parser.add_argument("run", type=Path, help="a run folder (holds result.json and model.safetensors)")
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to put the files and sparsity.json")
-    parser.add_argument("--format", choices=FORMATS, default="safetensors", help="default: safetensors, zeros and all")
+    parser = Parser(
+        prog="nmrun export", description="Copy a finished run's model, checked, to a folder."
+    )
+    parser.add_argument(
+        "run", type=Path, help="a run folder (holds result.json and model.safetensors)"
+    )
+    parser.add_argument(
+        "--to",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="where to put the files and sparsity.json",
+    )
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="safetensors",
+        help="default: safetensors, zeros and all",
+    )
     options = parser.parse_args(argv)
     try:
         if options.to.resolve() == options.run.resolve():
@@ -50,12 +67,18 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _whole(run: finished.Finished, to: Path, write: Callable[[finished.Finished, Path], list[str]]) -> list[str]:
-    """Write into a folder beside ``to`` that becomes it by renaming; what ``to`` holds already is replaced file by file."""
+def _whole(
+    run: finished.Finished, to: Path, write: Callable[[finished.Finished, Path], list[str]]
+) -> list[str]:
+    """Write into a folder beside ``to`` that becomes it by renaming; what ``to`` holds already is
+    replaced file by file.
+    """
     if to.exists() and not to.is_dir():
         raise ValueError(f"--to {to} is a file; name a folder")
     place = to.absolute()
-    root = next(parent for parent in place.parents if parent.is_dir())  # where a failure leaves no empty folders
+    root = next(
+        parent for parent in place.parents if parent.is_dir()
+    )  # where a failure leaves no empty folders
     part = root / f".{place.name}-{os.getpid()}"
     part.mkdir()
     try:

@@ -22,7 +22,9 @@ class NoRun(ConfigError):
 
 @dataclass(frozen=True)
 class Layer:
-    """A sparse weight: its name in the state dict, its pattern, and the dimension that groups run along."""
+    """A sparse weight: its name in the state dict, its pattern, and the dimension that groups run
+    along.
+    """
 
     name: str
     pattern: Pattern
@@ -35,7 +37,9 @@ class Layer:
 
 @dataclass(frozen=True)
 class Finished:
-    """``result`` is the run's ``result.json``, ``state`` its final weights on the CPU, pruned ones +0.0."""
+    """``result`` is the run's ``result.json``, ``state`` its final weights on the CPU, pruned ones
+    +0.0.
+    """
 
     folder: Path
     result: dict[str, Any]
@@ -47,7 +51,9 @@ class Finished:
         return str(self.result["sparsity"]["pattern"])
 
     def about(self, layers: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        """What goes beside the weights as JSON. ``layers``: other lines than the report's, where a format names layers otherwise."""
+        """What goes beside the weights as JSON. ``layers``: other lines than the report's, where a
+        format names layers otherwise.
+        """
         sparsity = self.result["sparsity"]
         return {
             "pattern": sparsity["pattern"],
@@ -62,7 +68,9 @@ def write_about(about: dict[str, Any], folder: Path) -> None:
 
 
 def load(folder: Path) -> Finished:
-    """Read and check a run. Raises NoRun if it is not finished, ValueError if it is dense, damaged, or not N:M after all."""
+    """Read and check a run. Raises NoRun if it is not finished, ValueError if it is dense, damaged,
+    or not N:M after all.
+    """
     try:
         result = json.loads((folder / "result.json").read_text())
         status = result.get("status", "unknown") if isinstance(result, dict) else "unknown"
@@ -80,13 +88,21 @@ def load(folder: Path) -> Finished:
     try:
         sparsity = result["sparsity"]
         layers = [
-            Layer(line["name"], Pattern.parse(line.get("pattern", sparsity["pattern"])), line.get("dim", 1))
+            Layer(
+                line["name"],
+                Pattern.parse(line.get("pattern", sparsity["pattern"])),
+                line.get("dim", 1),
+            )
             for line in sparsity["layers"]
         ]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder / 'result.json'} does not say which layers are sparse ({error} is missing)") from None
+        raise ValueError(
+            f"{folder / 'result.json'} does not say which layers are sparse ({error} is missing)"
+        ) from None
     if not layers:
-        raise ValueError(f"{folder} is a dense run: no weight of it is N:M, and its model.safetensors is plain as it is")
+        raise ValueError(
+            f"{folder} is a dense run: no weight of it is N:M, and its model.safetensors is plain as it is"
+        )
     for layer in layers:
         if layer.name not in state:
             raise ValueError(f"{source} has no {layer.name}, which is sparse by result.json")

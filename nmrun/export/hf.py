@@ -21,27 +21,38 @@ MODELS = ("hf_encoder", "hf_gpt2")
 
 
 def write(run: Finished, folder: Path) -> list[str]:
-    """What ``save_pretrained`` writes, with ``sparsity.json`` in the names and dimensions of these weights.
+    """What ``save_pretrained`` writes, with ``sparsity.json`` in the names and dimensions of these
+    weights.
 
-    ``AutoModelForCausalLM`` loads a GPT-2. ``AutoModelForSequenceClassification`` loads an encoder where its own classifier computes what
-    this one does (the logits are compared, bit for bit); else the folder holds the encoder for ``AutoModel``, and
-    ``head.safetensors`` the head. Raises ValueError for other models, and if the config or tokenizer cannot be had again.
+    ``AutoModelForCausalLM`` loads a GPT-2. ``AutoModelForSequenceClassification`` loads an encoder
+    where its own classifier computes what this one does (the logits are compared, bit for bit);
+    else the folder holds the encoder for ``AutoModel``, and ``head.safetensors`` the head. Raises
+    ValueError for other models, and if the config or tokenizer cannot be had again.
     """
     options = run.result["config"]["model"]
     if options["name"] not in MODELS:
-        raise ValueError(f"model={options['name']} does not come from Hugging Face; --format hf takes {' and '.join(MODELS)}")
+        raise ValueError(
+            f"model={options['name']} does not come from Hugging Face; --format hf takes {' and '.join(MODELS)}"
+        )
     config = fetch("AutoConfig", "model.pretrained", options["pretrained"])
     made, names, notes = (_gpt2 if options["name"] == "hf_gpt2" else _encoder)(run, config, folder)
     made.save_pretrained(folder)
     state, layers = made.state_dict(), []
     for layer in run.layers:
-        dim = 0 if options["name"] == "hf_gpt2" and layer.name.endswith(hf_gpt2.TRANSPOSED) else layer.dim
+        dim = (
+            0
+            if options["name"] == "hf_gpt2" and layer.name.endswith(hf_gpt2.TRANSPOSED)
+            else layer.dim
+        )
         layers.append(Layer(names.get(layer.name, layer.name), layer.pattern, dim))
         if layers[-1].name in state:
             check_nm(state[layers[-1].name], layer.pattern, dim, pad=True)
     write_about(run.about([layer.plain for layer in layers]), folder)
     notes += _tokenizer(run, folder)
-    return [f"model.safetensors: {run.pattern} holds in {len(layers)} layers of {type(made).__name__}", *notes]
+    return [
+        f"model.safetensors: {run.pattern} holds in {len(layers)} layers of {type(made).__name__}",
+        *notes,
+    ]
 
 
 def _gpt2(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
@@ -49,31 +60,47 @@ def _gpt2(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, str]
     import transformers
 
     theirs = transformers.GPT2LMHeadModel(config).eval()
-    names = {name: name if name.startswith("lm_head") else f"transformer.{name}" for name in run.state}
-    state = {names[n]: t.T.contiguous() if n.endswith(hf_gpt2.TRANSPOSED) else t for n, t in run.state.items()}
+    names = {
+        name: name if name.startswith("lm_head") else f"transformer.{name}" for name in run.state
+    }
+    state = {
+        names[n]: t.T.contiguous() if n.endswith(hf_gpt2.TRANSPOSED) else t
+        for n, t in run.state.items()
+    }
     _fill(theirs, state)
-    ours = GPT(config.vocab_size, config.n_positions, config.n_layer, config.n_head, config.n_embd).eval()
+    ours = GPT(
+        config.vocab_size, config.n_positions, config.n_layer, config.n_head, config.n_embd
+    ).eval()
     ours.load_state_dict(run.state)
     tokens = torch.arange(4 * config.n_positions).view(4, -1) % config.vocab_size
     with torch.no_grad():
         expected, found = ours(tokens), theirs(tokens).logits
     if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
-        raise ValueError("Hugging Face's GPT-2 does not compute with these weights what the run's does")
+        raise ValueError(
+            "Hugging Face's GPT-2 does not compute with these weights what the run's does"
+        )
     return theirs, names, []
 
 
 def _encoder(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
-    """Hugging Face's classifier with the run's weights if it is the same function, else the encoder alone and the head beside it."""
+    """Hugging Face's classifier with the run's weights if it is the same function, else the encoder
+    alone and the head beside it.
+    """
     import transformers
 
     options, classes = run.result["config"]["model"], len(run.state["head.weight"])
-    ours = EncoderClassifier(transformers.AutoModel.from_config(config), classes, options["pooling"], 0.0).eval()
+    ours = EncoderClassifier(
+        transformers.AutoModel.from_config(config), classes, options["pooling"], 0.0
+    ).eval()
     _fill(ours, run.state)
     config.num_labels = classes
     found = _classifier(ours, config)
     if found is not None:
         return *found, []
-    save_file({name: run.state[f"head.{name}"] for name in ("weight", "bias")}, folder / "head.safetensors")
+    save_file(
+        {name: run.state[f"head.{name}"] for name in ("weight", "bias")},
+        folder / "head.safetensors",
+    )
     note = f"  the encoder, for AutoModel; no classifier of transformers has this head ({options['pooling']}): head.safetensors"
     return ours.encoder, {name: name.removeprefix("encoder.") for name in run.state}, [note]
 
@@ -89,7 +116,12 @@ def _classifier(ours: EncoderClassifier, config: Any) -> tuple[Any, dict[str, st
     names = {name: f"{theirs.base_model_prefix}.{name.removeprefix('encoder.')}" for name in state}
     for part in ("weight", "bias"):
         names[f"head.{part}"] = next(
-            (f"classifier.{to}{part}" for to in ("", "out_proj.") if f"classifier.{to}{part}" in wanted), ""
+            (
+                f"classifier.{to}{part}"
+                for to in ("", "out_proj.")
+                if f"classifier.{to}{part}" in wanted
+            ),
+            "",
         )
         if f"classifier.dense.{part}" in wanted:  # RoBERTa's classifier has the pooler in it
             names[f"encoder.pooler.dense.{part}"] = f"classifier.dense.{part}"
@@ -104,7 +136,10 @@ def _classifier(ours: EncoderClassifier, config: Any) -> tuple[Any, dict[str, st
     segments = torch.zeros_like(tokens)
     inputs = {"token_type_ids": segments} if ours.has_segments else {}
     with torch.no_grad():
-        same = torch.equal(ours(tokens, mask, segments), theirs(tokens, attention_mask=mask.long(), **inputs).logits)
+        same = torch.equal(
+            ours(tokens, mask, segments),
+            theirs(tokens, attention_mask=mask.long(), **inputs).logits,
+        )
     return (theirs, names) if same else None
 
 
@@ -112,14 +147,20 @@ def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise ValueError(f"the weights do not fit the config of model.pretrained: {error}") from None
+        raise ValueError(
+            f"the weights do not fit the config of model.pretrained: {error}"
+        ) from None
 
 
 def _tokenizer(run: Finished, folder: Path) -> list[str]:
-    """Save the tokenizer that the data went through; a note where they went through none of Hugging Face."""
+    """Save the tokenizer that the data went through; a note where they went through none of Hugging
+    Face.
+    """
     source = run.result["config"]["dataset"].get("tokenizer")
     if source is None or source in (*LEVELS, "words"):
-        return [f"  without a tokenizer: the data have {'tokens' if source is None else source} of their own"]
+        return [
+            f"  without a tokenizer: the data have {'tokens' if source is None else source} of their own"
+        ]
     if Path(source).is_file():
         import transformers
 

@@ -1,8 +1,10 @@
 """ONNX of the models for images, weights as initializers, checked in onnxruntime.
 
-What TensorRT's sparse kernels take is at most two non-zeros in every aligned four weights along the dimension that is summed over:
-input channels of a convolution, the columns of a Gemm with transB, the rows of a MatMul's second input. Exporters transpose the weights of
-linear layers and fold batch norms into convolutions, so this is counted in the graph that is written.
+What TensorRT's sparse kernels take is at most two non-zeros in every aligned four weights along the
+dimension that is summed over:
+input channels of a convolution, the columns of a Gemm with transB, the rows of a MatMul's second
+input. Exporters transpose the weights of linear layers and fold batch norms into convolutions, so
+this is counted in the graph that is written.
 """
 
 from __future__ import annotations
@@ -24,40 +26,59 @@ from nmrun import models, tasks
 from nmrun.export.finished import Finished, write_about
 from nmrun.settings.config import Config
 
-LARGEST = 1 << 30  # bytes of weights in the file itself, which may have 2 GiB; more go to a file beside it
+LARGEST = (
+    1 << 30
+)  # bytes of weights in the file itself, which may have 2 GiB; more go to a file beside it
 
 
 def write(run: Finished, folder: Path) -> list[str]:
-    """``model.onnx``: input ``images`` (batch, channels, height, width) float32 with any batch, output ``logits``.
+    """``model.onnx``: input ``images`` (batch, channels, height, width) float32 with any batch,
+    output ``logits``.
 
-    Raises ValueError for models that take other inputs, if a package is missing, and if onnxruntime's logits differ from torch's.
+    Raises ValueError for models that take other inputs, if a package is missing, and if
+    onnxruntime's logits differ from torch's.
     """
     try:
-        onnx, runtime, _ = (importlib.import_module(name) for name in ("onnx", "onnxruntime", "onnxscript"))
+        onnx, runtime, _ = (
+            importlib.import_module(name) for name in ("onnx", "onnxruntime", "onnxscript")
+        )
     except ImportError as error:
         raise ValueError(f"--format onnx needs {error.name}: pip install 'nmrun[onnx]'") from None
     model, shape = _built(run)
     graph = _graph(model, shape)
     layers = _located(graph.graph, run, onnx.numpy_helper)
     outside = sum(tensor.nbytes for tensor in run.state.values()) > LARGEST
-    onnx.save_model(graph, str(folder / "model.onnx"), save_as_external_data=outside, location="model.onnx.data")
+    onnx.save_model(
+        graph, str(folder / "model.onnx"), save_as_external_data=outside, location="model.onnx.data"
+    )
     with _no_talk():
-        session = runtime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+        session = runtime.InferenceSession(
+            str(folder / "model.onnx"), providers=["CPUExecutionProvider"]
+        )
     difference = 0.0
     for batch in (1, 3):
         images = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(batch))
         with torch.no_grad():
             expected = model(images)
         (found,) = session.run(None, {"images": images.numpy()})
-        difference = max(difference, float((torch.from_numpy(found) - expected).abs().max() / expected.abs().max()))
+        difference = max(
+            difference,
+            float((torch.from_numpy(found) - expected).abs().max() / expected.abs().max()),
+        )
     if not difference < 1e-3:  # nor if it is NaN
-        raise ValueError(f"onnxruntime's logits differ from torch's by {difference:.2g} of the largest: not written")
+        raise ValueError(
+            f"onnxruntime's logits differ from torch's by {difference:.2g} of the largest: not written"
+        )
     write_about(run.about(layers), folder)
     fits, missing = sum(layer["tensorrt"] for layer in layers), len(run.layers) - len(layers)
     return [
         f"model.onnx: {run.pattern} holds in {len(layers)} layers; onnxruntime's logits differ by {difference:.1g} of the largest",
         f"  {fits} of them have two non-zeros in every four inputs at most, as TensorRT's sparse kernels need",
-        *([f"  {missing} sparse layers are not found in the graph: they count as dense there"] if missing else []),
+        *(
+            [f"  {missing} sparse layers are not found in the graph: they count as dense there"]
+            if missing
+            else []
+        ),
     ]
 
 
@@ -81,22 +102,36 @@ def _graph(model: nn.Module, shape: tuple[int, ...]) -> Any:
     try:
         with _no_talk():
             made = torch.onnx.export(
-                model, (torch.zeros(2, *shape),), dynamo=True, dynamic_shapes=batch, verbose=False, **names
+                model,
+                (torch.zeros(2, *shape),),
+                dynamo=True,
+                dynamic_shapes=batch,
+                verbose=False,
+                **names,
             )
         assert made is not None
         return made.model_proto
     except Exception as error:  # the exporter has many kinds, each with pages of text
-        raise ValueError(f"torch's ONNX exporter cannot take this model: {str(error).strip().splitlines()[0]}") from None
+        raise ValueError(
+            f"torch's ONNX exporter cannot take this model: {str(error).strip().splitlines()[0]}"
+        ) from None
 
 
 def _located(graph: Any, run: Finished, helper: Any) -> list[dict[str, Any]]:
-    """The sparse weights in the graph, with the axis that is summed over; they get the model's names back, and +0.0 for -0.0.
+    """The sparse weights in the graph, with the axis that is summed over; they get the model's
+    names back, and +0.0 for -0.0.
 
     Raises ValueError if a weight is no longer N:M along that axis.
     """
     stored = {initializer.name: initializer for initializer in graph.initializer}
-    values = {name: torch.from_numpy(helper.to_array(tensor).copy()) for name, tensor in stored.items()}
-    axes = {node.input[1]: _axis(node) for node in graph.node if node.op_type in ("Conv", "Gemm", "MatMul")}
+    values = {
+        name: torch.from_numpy(helper.to_array(tensor).copy()) for name, tensor in stored.items()
+    }
+    axes = {
+        node.input[1]: _axis(node)
+        for node in graph.node
+        if node.op_type in ("Conv", "Gemm", "MatMul")
+    }
     found = []
     for layer in run.layers:
         name = _named(layer.name, run.state[layer.name], values, axes)
@@ -120,8 +155,12 @@ def _axis(node: Any) -> int:
     return 1 if node.op_type == "Conv" else 0
 
 
-def _named(name: str, weight: Tensor, values: dict[str, Tensor], axes: dict[str, int]) -> str | None:
-    """Which initializer is this weight: the one of its name, else one that equals it as it is or transposed."""
+def _named(
+    name: str, weight: Tensor, values: dict[str, Tensor], axes: dict[str, int]
+) -> str | None:
+    """Which initializer is this weight: the one of its name, else one that equals it as it is or
+    transposed.
+    """
     if name in values and name in axes:
         return name
     for other, value in values.items():

@@ -1,10 +1,12 @@
-"""Packed weights: of every group of M the N that may be non-zero, and where they stand. Loads on any machine, bit for bit.
+"""Packed weights: of every group of M the N that may be non-zero, and where they stand. Loads on
+any machine, bit for bit.
 
-One .safetensors file. A sparse weight ``w`` is two tensors: ``w.values``, (groups, N) in the weight's dtype, in ascending position, and
-``w.places``, bytes filled from the lowest bit on, with either N positions of ceil(log2 M) bits a group, or a mask of M bits where that is
-less (3:4, 4:8). The groups are those of the weight with its dimension ``dim`` moved to the end and filled up with zeros to a
-multiple of M. All other tensors stay as they are. The file's metadata has ``packed``, JSON with the layers and the SHA-256 of every
-stored tensor, and ``sha256``, that of this JSON.
+One .safetensors file. A sparse weight ``w`` is two tensors: ``w.values``, (groups, N) in the
+weight's dtype, in ascending position, and ``w.places``, bytes filled from the lowest bit on, with
+either N positions of ceil(log2 M) bits a group, or a mask of M bits where that is less (3:4, 4:8).
+The groups are those of the weight with its dimension ``dim`` moved to the end and filled up with
+zeros to a multiple of M. All other tensors stay as they are. The file's metadata has ``packed``,
+JSON with the layers and the SHA-256 of every stored tensor, and ``sha256``, that of this JSON.
 """
 
 from __future__ import annotations
@@ -28,11 +30,15 @@ VERSION = 1
 
 
 def write(run: Finished, folder: Path) -> list[str]:
-    """``model.packed.safetensors``, read back and compared with the run's weights before it counts as written."""
+    """``model.packed.safetensors``, read back and compared with the run's weights before it counts
+    as written.
+    """
     tensors, layers = dict(run.state), []
     for layer in run.layers:
         weight = tensors.pop(layer.name)
-        tensors[f"{layer.name}.values"], tensors[f"{layer.name}.places"] = pack(weight, layer.pattern, layer.dim)
+        tensors[f"{layer.name}.values"], tensors[f"{layer.name}.places"] = pack(
+            weight, layer.pattern, layer.dim
+        )
         layers.append({**layer.plain, "shape": list(weight.shape)})
     hashes = {name: _sha256(tensor) for name, tensor in sorted(tensors.items())}
     header = json.dumps({"version": VERSION, "layers": layers, "sha256": hashes})
@@ -44,13 +50,17 @@ def write(run: Finished, folder: Path) -> list[str]:
         if _sha256(back[name]) != _sha256(tensor):
             raise ValueError(f"{name} does not come back from the packed file with the same bits")
     before, after = (sum(t.nbytes for t in held.values()) for held in (run.state, tensors))
-    return [f"{FILE}: {run.pattern} in {len(run.layers)} layers, {after / before:.1%} of the plain size"]
+    return [
+        f"{FILE}: {run.pattern} in {len(run.layers)} layers, {after / before:.1%} of the plain size"
+    ]
 
 
 def load(path: Path | str) -> dict[str, Tensor]:
-    """The state dict of a packed file, or of the folder that holds one: dense tensors under the model's own names.
+    """The state dict of a packed file, or of the folder that holds one: dense tensors under the
+    model's own names.
 
-    Raises ValueError, in one line, if the file is cut off, changed, of a newer version, or no packed file.
+    Raises ValueError, in one line, if the file is cut off, changed, of a newer version, or no
+    packed file.
     """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
@@ -70,23 +80,33 @@ def load(path: Path | str) -> dict[str, Tensor]:
         if header["version"] != VERSION:
             raise ValueError(f"version {header['version']}; this is {VERSION}")
         if header["sha256"].keys() != tensors.keys():
-            raise ValueError(f"its tensors are not those of its header: {min(header['sha256'].keys() ^ tensors.keys())}")
+            raise ValueError(
+                f"its tensors are not those of its header: {min(header['sha256'].keys() ^ tensors.keys())}"
+            )
         for name, tensor in tensors.items():
             if _sha256(tensor) != header["sha256"][name]:
                 raise ValueError(f"it was changed: the SHA-256 of {name} is another")
         for line in header["layers"]:
-            values, places = (tensors.pop(f"{line['name']}.{part}") for part in ("values", "places"))
-            tensors[line["name"]] = unpack(values, places, Pattern.parse(line["pattern"]), line["dim"], line["shape"])
+            values, places = (
+                tensors.pop(f"{line['name']}.{part}") for part in ("values", "places")
+            )
+            tensors[line["name"]] = unpack(
+                values, places, Pattern.parse(line["pattern"]), line["dim"], line["shape"]
+            )
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be unpacked: {' '.join(str(error).split())}") from None
     return dict(sorted(tensors.items()))
 
 
 def pack(weight: Tensor, pattern: Pattern, dim: int) -> tuple[Tensor, Tensor]:
-    """(values, places) of an N:M ``weight``, see above. Of a group with fewer than N non-zeros, zeros fill up the values."""
+    """(values, places) of an N:M ``weight``, see above. Of a group with fewer than N non-zeros,
+    zeros fill up the values.
+    """
     last = weight.movedim(dim, -1)
     groups = functional.pad(last, (0, -last.shape[-1] % pattern.m)).reshape(-1, pattern.m)
-    first = (groups == 0).to(torch.uint8).argsort(dim=1, stable=True)[:, : pattern.n]  # the non-zeros, then zeros
+    first = (
+        (groups == 0).to(torch.uint8).argsort(dim=1, stable=True)[:, : pattern.n]
+    )  # the non-zeros, then zeros
     positions = first.sort(dim=1).values
     values = groups.gather(1, positions)
     if _by_mask(pattern):
@@ -109,7 +129,9 @@ def unpack(values: Tensor, places: Tensor, pattern: Pattern, dim: int, shape: li
         positions = mask.nonzero()[:, 1].view(count, pattern.n)
     else:
         weights = torch.from_numpy(1 << np.arange(_width(pattern)))
-        positions = (torch.from_numpy(bits).view(count, pattern.n, _width(pattern)) * weights).sum(-1)
+        positions = (torch.from_numpy(bits).view(count, pattern.n, _width(pattern)) * weights).sum(
+            -1
+        )
         if count and int(positions.max()) >= pattern.m:
             raise ValueError(f"a position of {int(positions.max())} in groups of {pattern.m}")
     groups = torch.zeros(count, pattern.m, dtype=values.dtype).scatter_(1, positions, values)
@@ -127,4 +149,6 @@ def _by_mask(pattern: Pattern) -> bool:
 
 def _sha256(tensor: Tensor) -> str:
     about = f"{tensor.dtype} {list(tensor.shape)} ".encode()
-    return hashlib.sha256(about + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        about + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    ).hexdigest()

@@ -1,4 +1,6 @@
-"""Plain safetensors: the names and shapes of the model itself, pruned weights as +0.0, so that any library loads them."""
+"""Plain safetensors: the names and shapes of the model itself, pruned weights as +0.0, so that any
+library loads them.
+"""
 
 from __future__ import annotations
 

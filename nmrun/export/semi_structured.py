@@ -1,6 +1,8 @@
-"""torch's semi-structured tensors: 2:4 weights in the layout that this GPU's sparse tensor cores read, where that is faster.
+"""torch's semi-structured tensors: 2:4 weights in the layout that this GPU's sparse tensor cores
+read, where that is faster.
 
-The layout depends on the GPU's generation and on the library, so the file is for machines like the one that wrote it.
+The layout depends on the GPU's generation and on the library, so the file is for machines like the
+one that wrote it.
 """
 
 from __future__ import annotations
@@ -20,18 +22,23 @@ DTYPE = torch.bfloat16
 
 
 def write(run: Finished, folder: Path) -> list[str]:
-    """``model.pt`` for ``model.load_state_dict(torch.load(file, weights_only=False), assign=True)``, in bfloat16 on the GPU.
+    """``model.pt`` for ``model.load_state_dict(torch.load(file, weights_only=False),
+    assign=True)``, in bfloat16 on the GPU.
 
-    Linear weights that are 2:4 are compressed where the product is right and faster than the dense one; all others stay dense. Raises
-    ValueError without a GPU, and if no layer can be compressed.
+    Linear weights that are 2:4 are compressed where the product is right and faster than the dense
+    one; all others stay dense. Raises ValueError without a GPU, and if no layer can be compressed.
     """
     if not torch.cuda.is_available():
-        raise ValueError("--format semi_structured needs a CUDA GPU, to compress for it and to time it; torch sees none here")
+        raise ValueError(
+            "--format semi_structured needs a CUDA GPU, to compress for it and to time it; torch sees none here"
+        )
     if torch.cuda.get_device_capability() < (8, 0):
         raise ValueError(
             f"{torch.cuda.get_device_name()} has no sparse tensor cores; --format semi_structured needs one that has"
         )
-    state = {n: t.to("cuda", DTYPE if t.is_floating_point() else t.dtype) for n, t in run.state.items()}
+    state = {
+        n: t.to("cuda", DTYPE if t.is_floating_point() else t.dtype) for n, t in run.state.items()
+    }
     lines, faster = [], 0
     for layer in run.layers:
         reason = _unfit(state[layer.name], layer)
@@ -41,16 +48,24 @@ def write(run: Finished, folder: Path) -> list[str]:
                 state[layer.name], faster = compressed, faster + 1
         lines.append(f"  {layer.name}: {reason}")
     if not faster:
-        raise ValueError(f"no layer is faster compressed on this GPU: {'; '.join(line.strip() for line in lines)}")
+        raise ValueError(
+            f"no layer is faster compressed on this GPU: {'; '.join(line.strip() for line in lines)}"
+        )
     torch.save(state, folder / "model.pt")
-    write_about({**run.about(), "device": torch.cuda.get_device_name(), "torch": torch.__version__}, folder)
+    write_about(
+        {**run.about(), "device": torch.cuda.get_device_name(), "torch": torch.__version__}, folder
+    )
     return [f"model.pt: {faster} of {len(run.layers)} layers compressed", *lines]
 
 
 def _unfit(weight: Tensor, layer: Layer) -> str:
     if (layer.pattern.n, layer.pattern.m, layer.dim) != (2, 4, 1) or weight.dim() != 2:
         return f"dense, since only linear 2:4 weights have such a kernel; it is {layer.pattern} with {weight.dim()} dimensions"
-    return "" if weight.shape[1] % 4 == 0 else f"dense, since its {weight.shape[1]} inputs are not a multiple of 4"
+    return (
+        ""
+        if weight.shape[1] % 4 == 0
+        else f"dense, since its {weight.shape[1]} inputs are not a multiple of 4"
+    )
 
 
 def best(weight: Tensor) -> tuple[Tensor | None, str]:
@@ -60,7 +75,9 @@ def best(weight: Tensor) -> tuple[Tensor | None, str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the format is a prototype
             compressed = torch.sparse.to_sparse_semi_structured(weight)
-        wrong = fault(lambda: functional.linear(x, compressed), functional.linear(x.float(), weight.float()))
+        wrong = fault(
+            lambda: functional.linear(x, compressed), functional.linear(x.float(), weight.float())
+        )
     except (RuntimeError, ValueError, NotImplementedError) as error:
         return None, f"dense, since {first_line(error)}"
     if wrong:
@@ -68,4 +85,8 @@ def best(weight: Tensor) -> tuple[Tensor | None, str]:
     dense = milliseconds(lambda: functional.linear(x, weight))
     sparse = milliseconds(lambda: functional.linear(x, compressed))
     told = f"{sparse:.3f} ms with {TOKENS} tokens, dense {dense:.3f} ms"
-    return (compressed, f"faster: {told}") if sparse < dense else (None, f"dense, since compressed is not faster: {told}")
+    return (
+        (compressed, f"faster: {told}")
+        if sparse < dense
+        else (None, f"dense, since compressed is not faster: {told}")
+    )

@@ -71,8 +71,12 @@ class Resume:
         """Hooks of the optimizer's ``state_dict`` and ``load_state_dict``, to be removed."""
         return [
             self.optimizer.register_state_dict_pre_hook(lambda _: self._before_saving()),
-            self.optimizer.register_state_dict_post_hook(lambda _, state: self._after_saving(state)),
-            self.optimizer.register_load_state_dict_pre_hook(lambda _, state: self.check(_settings_of(state["param_groups"]))),
+            self.optimizer.register_state_dict_post_hook(
+                lambda _, state: self._after_saving(state)
+            ),
+            self.optimizer.register_load_state_dict_pre_hook(
+                lambda _, state: self.check(_settings_of(state["param_groups"]))
+            ),
             self.optimizer.register_load_state_dict_post_hook(lambda _: self.take_back()),
         ]
 

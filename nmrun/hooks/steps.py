@@ -127,7 +127,9 @@ class Steps:
             if then.mask is None and recipe.chooses:
                 continue
             pattern = then.pattern or weight.pattern
-            updates[weight.parameter] = Update(weight.dense, weight.weight, weight.dim, pattern, now.then(then))
+            updates[weight.parameter] = Update(
+                weight.dense, weight.weight, weight.dim, pattern, now.then(then)
+            )
         taken = set(map(id, optimizer.plan(updates)))
         masks = {id(w): rule.mask for w, rule in zip(self.sparse, after, strict=True)}
         return {
@@ -138,7 +140,9 @@ class Steps:
         }
 
     @torch.no_grad()
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if self._skipped:
             return
         for weight in self.sparse:
@@ -169,7 +173,9 @@ class Steps:
                     weight.begin_sparse()
                 # the step has projected it, unless the recipe has changed the mask since
                 mask, version = self._in_one_pass.get(id(weight), (None, -1))
-                if id(weight) not in self._in_one_pass or (mask is not None and mask._version != version):
+                if id(weight) not in self._in_one_pass or (
+                    mask is not None and mask._version != version
+                ):
                     left.append(weight)
             self._project(left)
             for weight in self.sparse:
@@ -206,7 +212,9 @@ class Steps:
                 changed.append(weight.name)
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            self.recipe.say(f"{changed[0]}{more} changed outside the optimizer: the new values are the dense weights")
+            self.recipe.say(
+                f"{changed[0]}{more} changed outside the optimizer: the new values are the dense weights"
+            )
 
     def _differs(self, weight: SparseWeight) -> bool:
         """Whether the parameter is not the projection of the dense weight."""

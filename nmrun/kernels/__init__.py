@@ -1,1 +1,3 @@
-"""Compiled kernels: C on the CPU, Triton on CUDA devices, each beside the torch reference whose bits it has."""
+"""Compiled kernels: C on the CPU, Triton on CUDA devices, each beside the torch reference whose
+bits it has.
+"""

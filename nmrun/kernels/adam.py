@@ -72,7 +72,10 @@ class OnePass:
         if not chosen:
             return []
         steps = [states[p]["step"] for p in chosen]
-        counts = {p: 1 + (self._counts[p] if p in self._counts else float(step)) for p, step in zip(chosen, steps, strict=True)}
+        counts = {
+            p: 1 + (self._counts[p] if p in self._counts else float(step))
+            for p, step in zip(chosen, steps, strict=True)
+        }
         torch._foreach_add_(steps, 1)
         self._counts.update(counts)
         operands = [self.pending.pop(p)._replace(steps=counts[p]) for p in chosen]

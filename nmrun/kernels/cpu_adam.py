@@ -1,7 +1,8 @@
 """Adam's step on the CPU with what a recipe does around it in one pass: ``nm_adam.c``.
 
-The arithmetic is that of ``torch.optim.Adam(fused=True)`` and of the recipes in torch, fused multiply-adds included: on x86 the same
-bits, but for the last elements of a thread's part that fill no vector, which torch computes in double precision.
+The arithmetic is that of ``torch.optim.Adam(fused=True)`` and of the recipes in torch, fused
+multiply-adds included: on x86 the same bits, but for the last elements of a thread's part that fill
+no vector, which torch computes in double precision.
 """
 
 from __future__ import annotations

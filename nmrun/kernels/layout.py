@@ -38,7 +38,9 @@ def filled(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
     if weight.dim() and size % pattern.m == 0:
         return weight
     if weight.dim() == 0 or size != pattern.length:
-        raise ValueError(f"{pattern} needs dimension {dim} to be a multiple of {pattern.m}; it is {size}")
+        raise ValueError(
+            f"{pattern} needs dimension {dim} to be a multiple of {pattern.m}; it is {size}"
+        )
     missing = list(weight.shape)
     missing[dim] = -size % pattern.m
     return torch.cat([weight, weight.new_zeros(missing)], dim)

@@ -1,4 +1,6 @@
-"""Compiled projections: C on the CPU, Triton on CUDA devices, with the bits of the torch reference in ``nmrun.sparsity.masks``."""
+"""Compiled projections: C on the CPU, Triton on CUDA devices, with the bits of the torch reference
+in ``nmrun.sparsity.masks``.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,12 @@ def project(
     scale: float | Tensor = 1.0,
     factor: float = 0.0,
 ) -> bool:
-    """Write the N:M projection of ``weight`` into ``out`` and return True, or return False where no compiled kernel applies.
+    """Write the N:M projection of ``weight`` into ``out`` and return True, or return False where no
+    compiled kernel applies.
 
-    Hard threshold by default; ``soft``: the soft threshold times ``scale``, a number or a 0-dimensional tensor; ``factor`` above 0: the mixture
-    ``w * (m + (1 - m) * factor)``. Never waits for a CUDA device, but once a pattern for a check.
+    Hard threshold by default; ``soft``: the soft threshold times ``scale``, a number or a
+    0-dimensional tensor; ``factor`` above 0: the mixture ``w * (m + (1 - m) * factor)``. Never
+    waits for a CUDA device, but once a pattern for a check.
     """
     if weight.device.type == "cpu":
         return cpu.project(weight, out, pattern, dim, soft, float(scale), factor)
@@ -40,20 +44,26 @@ def project(
 
 
 def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -> bool:
-    """As :func:`project` with a hard threshold, along dimension 0 and as if the rows stood in ``order``; for CPUs alone."""
+    """As :func:`project` with a hard threshold, along dimension 0 and as if the rows stood in
+    ``order``; for CPUs alone.
+    """
     return cpu.project_rows(weight, out, pattern, order)
 
 
 def by_triton(weight: Tensor, pattern: Pattern) -> bool:
     """Whether Triton's kernels are there for a weight: on a CUDA device where they work."""
-    return weight.is_cuda and weight.numel() < LARGEST and on_cuda(weight.device, pattern.n, pattern.m)
+    return (
+        weight.is_cuda and weight.numel() < LARGEST and on_cuda(weight.device, pattern.n, pattern.m)
+    )
 
 
 @cache
 def on_cuda(device: torch.device, n: int, m: int) -> bool:
-    """Whether Triton's kernels for N:M work on this device: built and compared with the reference once, on a small weight.
+    """Whether Triton's kernels for N:M work on this device: built and compared with the reference
+    once, on a small weight.
 
-    Triton comes with torch for Linux; it needs a C compiler when it runs. What goes wrong is logged, and the reference taken.
+    Triton comes with torch for Linux; it needs a C compiler when it runs. What goes wrong is
+    logged, and the reference taken.
     """
     try:
         from nmrun.kernels import triton_groups, triton_projection
@@ -61,16 +71,24 @@ def on_cuda(device: torch.device, n: int, m: int) -> bool:
         return False
     if m > triton_groups.LARGEST_M:
         return False
-    weight = torch.arange(64 * m, dtype=torch.float32).mul_(0.7).sin_().mul_(8).round_().view(64, m)  # with ties
-    kept = weight.abs().argsort(stable=True, dim=1, descending=True)[:, :n]  # stable: ties keep the lower index
+    weight = (
+        torch.arange(64 * m, dtype=torch.float32).mul_(0.7).sin_().mul_(8).round_().view(64, m)
+    )  # with ties
+    kept = weight.abs().argsort(stable=True, dim=1, descending=True)[
+        :, :n
+    ]  # stable: ties keep the lower index
     expected = torch.zeros_like(weight).scatter_(1, kept, weight.gather(1, kept))
     on_device = weight.to(device)
     out = torch.empty_like(on_device)
     try:
-        right = triton_projection.project(on_device, out, Pattern(n, m), 1) and bool((out.cpu() == expected).all())
+        right = triton_projection.project(on_device, out, Pattern(n, m), 1) and bool(
+            (out.cpu() == expected).all()
+        )
         trouble = "wrong numbers"
     except Exception as error:  # whatever a compiler or a driver can say
         right, trouble = False, f"{type(error).__name__}: {error}"
     if not right:
-        logging.getLogger(__name__).warning("Triton's %d:%d projection is not used on %s (%s)", n, m, device, trouble)
+        logging.getLogger(__name__).warning(
+            "Triton's %d:%d projection is not used on %s (%s)", n, m, device, trouble
+        )
     return right

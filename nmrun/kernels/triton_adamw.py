@@ -1,10 +1,13 @@
-"""Adam and AdamW for sparse weights on CUDA devices, in one pass with what the recipe does around the step, in Triton.
+"""Adam and AdamW for sparse weights on CUDA devices, in one pass with what the recipe does around
+the step, in Triton.
 
-While a tile of groups is in registers the gradient is edited, moments and weight are updated, and the new weight is projected into the working
-copy and its copy in the compute dtype. That moves 36 bytes a weight (32 where the gradient needs no mask) instead of 28 for Adam alone, and 2 more
-for a 16-bit copy; with a frozen second moment 28.
+While a tile of groups is in registers the gradient is edited, moments and weight are updated, and
+the new weight is projected into the working copy and its copy in the compute dtype. That moves 36
+bytes a weight (32 where the gradient needs no mask) instead of 28 for Adam alone, and 2 more for a
+16-bit copy; with a frozen second moment 28.
 
-The arithmetic is that of ``torch.optim.AdamW``'s for-each form, operation by operation, without fused multiply-adds.
+The arithmetic is that of ``torch.optim.AdamW``'s for-each form, operation by operation, without
+fused multiply-adds.
 """
 
 from __future__ import annotations
@@ -17,7 +20,16 @@ import triton.language as tl
 from torch import Tensor
 
 from nmrun.kernels.operands import Operands
-from nmrun.kernels.triton_groups import MODES, launches, locate, on, pointer, project_tile, select, write
+from nmrun.kernels.triton_groups import (
+    MODES,
+    launches,
+    locate,
+    on,
+    pointer,
+    project_tile,
+    select,
+    write,
+)
 
 TILE = 1024  # weights a program has: five tensors of them have to fit into registers
 
@@ -29,7 +41,9 @@ def adam_many(
     DECAYED: tl.constexpr, SPARED: tl.constexpr, HELD: tl.constexpr, MODE: tl.constexpr, COUPLED: tl.constexpr, FROZEN: tl.constexpr,
     CAST: tl.constexpr, FLIPS: tl.constexpr, WEIGHT: tl.constexpr, OUT: tl.constexpr, CASTED: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """One step for all weights of a table; ``scalars`` are those of ``nmrun.kernels.operands.scalars``."""
+    """One step for all weights of a table; ``scalars`` are those of
+    ``nmrun.kernels.operands.scalars``.
+    """
     program = tl.program_id(0)
     row = table + tl.load(owner + program) * FIELDS
     block = program - tl.load(row + 3).to(tl.int32)
@@ -41,7 +55,11 @@ def adam_many(
     )
     out, cast = pointer(row, 8, OUT), pointer(row, 9, CASTED)
     mask, scale = pointer(row, 10, tl.int8), pointer(row, 11, WEIGHT)
-    columns, inner, size = tl.load(row).to(tl.int32), tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
+    columns, inner, size = (
+        tl.load(row).to(tl.int32),
+        tl.load(row + 1).to(tl.int32),
+        tl.load(row + 2).to(tl.int32),
+    )
     shrink, coupled, lerp, beta2, rest2 = (
         tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3), tl.load(scalars + 4)
     )  # fmt: skip
@@ -94,11 +112,14 @@ def adam_many(
 class FusedAdam:
     """Adam's step, with what is done around it, for some weights in as few launches as they allow.
 
-    ``members`` have ``Rule.kind`` in common. ``casts`` (None for none) get the projected values in another dtype. Raises ValueError where
-    the kernels do not apply to a weight (see ``triton_projection.project``).
+    ``members`` have ``Rule.kind`` in common. ``casts`` (None for none) get the projected values in
+    another dtype. Raises ValueError where the kernels do not apply to a weight (see
+    ``triton_projection.project``).
     """
 
-    def __init__(self, members: Sequence[Operands], casts: Sequence[Tensor | None] | None = None) -> None:
+    def __init__(
+        self, members: Sequence[Operands], casts: Sequence[Tensor | None] | None = None
+    ) -> None:
         self.casts = casts or [None] * len(members)
         decayed, spared, held, soft, fading = members[0].update.rule.kind
         mode = MODES["soft" if soft else "decayed" if fading else "hard"]
@@ -106,14 +127,22 @@ class FusedAdam:
         weights, outs = [o.update.dense for o in members], [o.update.projected for o in members]
         patterns, dims = [o.update.pattern for o in members], [o.update.dim for o in members]
         self._launches = launches(weights, outs, patterns, dims, self.casts, TILE)
-        self.scalars = torch.empty(11, device=weights[0].device)  # at one place for good: a captured graph reads them there
+        self.scalars = torch.empty(
+            11, device=weights[0].device
+        )  # at one place for good: a captured graph reads them there
 
     def step(
-        self, members: Sequence[Operands], scalars: list[float], frozen: bool = False, flips: Tensor | None = None
+        self,
+        members: Sequence[Operands],
+        scalars: list[float],
+        frozen: bool = False,
+        flips: Tensor | None = None,
     ) -> None:
-        """Update weights, moments, working copies and casts. ``members`` as in the constructor, with their tensors of now.
+        """Update weights, moments, working copies and casts. ``members`` as in the constructor,
+        with their tensors of now.
 
-        flips: as in ``triton_projection.project``. Raises ValueError if a tensor does not begin at a multiple of 16 bytes.
+        flips: as in ``triton_projection.project``. Raises ValueError if a tensor does not begin at
+        a multiple of 16 bytes.
         """
         self.scalars.copy_(torch.tensor(scalars), non_blocking=True)
         for chosen, table, constants in self._launches:

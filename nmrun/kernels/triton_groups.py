@@ -1,9 +1,12 @@
-"""What Triton's kernels share: the N:M choice within a tile of groups, where its weights lie, and tables for launches over many weights.
+"""What Triton's kernels share: the N:M choice within a tile of groups, where its weights lie, and
+tables for launches over many weights.
 
-A program takes a tile of groups. Every weight has a key, an integer that orders a group's magnitudes (ties: the lower index is the larger;
-a NaN is below all), so that no two keys of a group are equal and the N-th largest of them is a threshold. It is found by taking
-maxima N times, or minima M - N times. Groups of four consecutive weights, the pattern of the hardware, need no loop: they are split into
-four registers, whose six comparisons give every rank, and are read and written 16 bytes at a time.
+A program takes a tile of groups. Every weight has a key, an integer that orders a group's
+magnitudes (ties: the lower index is the larger; a NaN is below all), so that no two keys of a group
+are equal and the N-th largest of them is a threshold. It is found by taking maxima N times, or
+minima M - N times. Groups of four consecutive weights, the pattern of the hardware, need no loop:
+they are split into four registers, whose six comparisons give every rank, and are read and written
+16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -55,7 +58,9 @@ def _select_four(w, N: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _select_any(w, j, N: tl.constexpr, M: tl.constexpr, AXIS: tl.constexpr):
-    """:func:`select` for a tile whose dimension AXIS is the place j in the group, filled up to a power of two."""
+    """:func:`select` for a tile whose dimension AXIS is the place j in the group, filled up to a
+    power of two.
+    """
     size = _magnitude(w)
     key = (size.to(tl.int64) << 6) | (63 - j)
     if 2 * N <= M:
@@ -88,7 +93,9 @@ def locate(
     STRIDED: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    """(offsets of a tile's weights, which of them exist, their place in the group); flat where groups are of four and contiguous."""
+    """(offsets of a tile's weights, which of them exist, their place in the group); flat where
+    groups are of four and contiguous.
+    """
     if M == 4 and not STRIDED and not SHORT:
         j = tl.arange(0, COLUMNS * 4)
         offset = block * (COLUMNS * 4) + j
@@ -115,8 +122,18 @@ def locate(
 
 
 @triton.jit
-def select(w, j, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, SHORT: tl.constexpr):
-    """(the mask, the group's largest magnitude that is not kept): what masks.nm_mask and masks.soft_threshold are made of."""
+def select(
+    w,
+    j,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STRIDED: tl.constexpr,
+    SHORT: tl.constexpr,
+):
+    """(the mask, the group's largest magnitude that is not kept): what masks.nm_mask and
+    masks.soft_threshold are made of.
+    """
     if M == 4 and not STRIDED and not SHORT:
         kept, shift = _select_four(w, N, COLUMNS)
     else:
@@ -126,7 +143,9 @@ def select(w, j, N: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr, STRIDE
 
 @triton.jit
 def project_tile(w, kept, shift, amount, MODE: tl.constexpr, DTYPE: tl.constexpr):
-    """What is left of a tile: the kept weights, the soft threshold times ``amount``, or all weights with the pruned ones times ``amount``."""
+    """What is left of a tile: the kept weights, the soft threshold times ``amount``, or all weights
+    with the pruned ones times ``amount``.
+    """
     if MODE == 1:
         shrunk = tl.abs(w) - shift
         shrunk = tl.where(shrunk < 0, 0.0, shrunk)  # not maximum: a NaN stays one
@@ -141,15 +160,22 @@ def project_tile(w, kept, shift, amount, MODE: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def write(value, before, offset, exists, out, cast, flips, CAST: tl.constexpr, FLIPS: tl.constexpr):
-    """Store a tile of the working copy and of its copy in another dtype; count where its support is not that of ``before``."""
+    """Store a tile of the working copy and of its copy in another dtype; count where its support is
+    not that of ``before``.
+    """
     tl.store(out + offset, value.to(out.dtype.element_ty), exists)
     if CAST:
         target = cast + offset
-        if len(target.shape) == 1:  # as many to a thread as of float32: more would have to change hands through shared memory
+        if (
+            len(target.shape) == 1
+            # as many to a thread as of float32: more would have to change hands through shared memory
+        ):
             target = tl.max_contiguous(target, 4)
         tl.store(target, value.to(cast.dtype.element_ty), exists)
     if FLIPS:
-        tl.atomic_add(flips, tl.sum(((value != 0) != (before != 0)).to(tl.int32)).to(tl.int64), sem="relaxed")
+        tl.atomic_add(
+            flips, tl.sum(((value != 0) != (before != 0)).to(tl.int32)).to(tl.int64), sem="relaxed"
+        )
 
 
 @triton.jit
@@ -158,8 +184,12 @@ def pointer(row, field, DTYPE: tl.constexpr):
     return tl.multiple_of(tl.load(row + field).to(tl.pointer_type(DTYPE)), 16)
 
 
-def shape_of(weight: Tensor, pattern: Pattern, dim: int, tile: int = TILE) -> tuple[tuple[int, int, int], dict[str, Any]]:
-    """((columns, elements between neighbours of a group, size of the dimension), the kernel's constants) for one weight."""
+def shape_of(
+    weight: Tensor, pattern: Pattern, dim: int, tile: int = TILE
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """((columns, elements between neighbours of a group, size of the dimension), the kernel's
+    constants) for one weight.
+    """
     dim, (weight,) = as_stored(dim, weight)
     inner, size = weight.shape[dim + 1 :].numel(), weight.shape[dim]
     columns = weight.shape[:dim].numel() * -(-size // pattern.m) * inner
@@ -171,8 +201,12 @@ def shape_of(weight: Tensor, pattern: Pattern, dim: int, tile: int = TILE) -> tu
     return (columns, inner, size), constants
 
 
-def applies(weight: Tensor, out: Tensor, pattern: Pattern, dim: int, *others: Tensor | None) -> bool:
-    """Whether these kernels can read ``weight`` and write ``out`` and the others, which have its shape."""
+def applies(
+    weight: Tensor, out: Tensor, pattern: Pattern, dim: int, *others: Tensor | None
+) -> bool:
+    """Whether these kernels can read ``weight`` and write ``out`` and the others, which have its
+    shape.
+    """
     size = weight.shape[dim] if weight.dim() else 0
     tensors = [t for t in (weight, out, *others) if t is not None]
     return (
@@ -180,38 +214,53 @@ def applies(weight: Tensor, out: Tensor, pattern: Pattern, dim: int, *others: Te
         and 0 < weight.numel() < LARGEST
         and pattern.m <= LARGEST_M
         and (size % pattern.m == 0 or size == pattern.length)
-        and all(t.dtype in DTYPES and t.device == weight.device and t.shape == weight.shape for t in tensors)
+        and all(
+            t.dtype in DTYPES and t.device == weight.device and t.shape == weight.shape
+            for t in tensors
+        )
         and stored_alike(*tensors)
     )
 
 
 class Table:
-    """Sizes and addresses of weights that share a launch, on their device; written anew only when a tensor has moved.
+    """Sizes and addresses of weights that share a launch, on their device; written anew only when a
+    tensor has moved.
 
-    A row has the number of columns, the elements between neighbours of a group, the size of the dimension, the first program; then the
-    addresses of the tensors that the kernel takes, in its order.
+    A row has the number of columns, the elements between neighbours of a group, the size of the
+    dimension, the first program; then the addresses of the tensors that the kernel takes, in its
+    order.
     """
 
-    def __init__(self, sizes: Sequence[tuple[int, int, int]], columns: int, device: torch.device) -> None:
+    def __init__(
+        self, sizes: Sequence[tuple[int, int, int]], columns: int, device: torch.device
+    ) -> None:
         programs = [triton.cdiv(size[0], columns) for size in sizes]
         self.programs = sum(programs)
         first = [sum(programs[:i]) for i in range(len(programs))]
         self.sizes = [[*size, at] for size, at in zip(sizes, first, strict=True)]
         counts = torch.tensor(programs)
-        self.owner = torch.arange(len(programs), dtype=torch.int32).repeat_interleave(counts).to(device)
+        self.owner = (
+            torch.arange(len(programs), dtype=torch.int32).repeat_interleave(counts).to(device)
+        )
         self._addresses: list[list[int]] = []
         self._rows = torch.empty(0, dtype=torch.int64, device=device)
 
     def rows(self, tensors: Sequence[Sequence[Tensor | None]]) -> Tensor:
-        """The table (weights, fields) for these tensors of each weight. Raises ValueError for one that does not begin at 16 bytes."""
+        """The table (weights, fields) for these tensors of each weight. Raises ValueError for one
+        that does not begin at 16 bytes.
+        """
         addresses = [[0 if t is None else t.data_ptr() for t in row] for row in tensors]
         if addresses != self._addresses:
             if any(address % 16 for row in addresses for address in row):
                 raise ValueError("a tensor of a table must begin at a multiple of 16 bytes")
             rows = [size + row for size, row in zip(self.sizes, addresses, strict=True)]
             if not self._rows.numel():
-                self._rows = torch.empty(len(rows), len(rows[0]), dtype=torch.int64, device=self.owner.device)
-            self._rows.copy_(torch.tensor(rows), non_blocking=True)  # in place: a captured graph reads this tensor
+                self._rows = torch.empty(
+                    len(rows), len(rows[0]), dtype=torch.int64, device=self.owner.device
+                )
+            self._rows.copy_(
+                torch.tensor(rows), non_blocking=True
+            )  # in place: a captured graph reads this tensor
             self._addresses = addresses
         return self._rows
 
@@ -232,16 +281,21 @@ def launches(
     casts: Sequence[Tensor | None],
     tile: int = TILE,
 ) -> list[Launch]:
-    """The fewest launches for these weights: one for each device, pattern, kind of layout and pair of dtypes.
+    """The fewest launches for these weights: one for each device, pattern, kind of layout and pair
+    of dtypes.
 
     Raises ValueError where the kernels do not apply to a weight (see :func:`project`).
     """
     kinds: dict[tuple[Any, ...], list[int]] = {}
     found = []
-    for i, (weight, out, pattern, dim, cast) in enumerate(zip(weights, outs, patterns, dims, casts, strict=True)):
+    for i, (weight, out, pattern, dim, cast) in enumerate(
+        zip(weights, outs, patterns, dims, casts, strict=True)
+    ):
         dim %= max(1, weight.dim())
         if not applies(weight, out, pattern, dim, cast):
-            raise ValueError(f"weight {i} of the batch, {list(weight.shape)} {weight.dtype}, is none for the kernels")
+            raise ValueError(
+                f"weight {i} of the batch, {list(weight.shape)} {weight.dtype}, is none for the kernels"
+            )
         sizes, constants = shape_of(weight, pattern, dim, tile)
         constants |= {
             "WEIGHT": DTYPES[weight.dtype], "OUT": DTYPES[out.dtype],
@@ -252,7 +306,9 @@ def launches(
     made = []
     for members in kinds.values():
         constants = found[members[0]][1]
-        table = Table([found[i][0] for i in members], constants["COLUMNS"], weights[members[0]].device)
+        table = Table(
+            [found[i][0] for i in members], constants["COLUMNS"], weights[members[0]].device
+        )
         made.append(Launch(members, table, constants))
     return made
 

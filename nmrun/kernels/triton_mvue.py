@@ -1,4 +1,5 @@
-"""The minimum-variance unbiased N:M estimate on CUDA devices, in Triton: ``nmrun.sparsity.mvue`` in one read and one write.
+"""The minimum-variance unbiased N:M estimate on CUDA devices, in Triton: ``nmrun.sparsity.mvue`` in
+one read and one write.
 
 In float32, where the reference works in float64: probabilities are off by some 1e-7 of themselves.
 """
@@ -21,7 +22,9 @@ TILE = 1024  # entries a program has
 def estimate_one(
     x, out, seed, columns, inner, N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Groups of M entries ``inner`` apart; side by side in memory are the columns, each with a uniform number of its own."""
+    """Groups of M entries ``inner`` apart; side by side in memory are the columns, each with a
+    uniform number of its own.
+    """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     j = tl.arange(0, P)[:, None]
     offset = (column // inner * M)[None, :] * inner + (column % inner)[None, :] + j * inner
@@ -30,7 +33,10 @@ def estimate_one(
     size = tl.abs(value)
     share = tl.zeros_like(size)
     capped = size < 0
-    for _ in range(N + 1):  # the largest entries whose share would exceed one are certain, the others share what is left
+    for _ in range(
+        N + 1
+        # the largest entries whose share would exceed one are certain, the others share what is left
+    ):
         rest = tl.where(capped, 0.0, size)
         room = N - tl.sum(capped.to(tl.float32), 0)[None, :]
         total = tl.sum(rest, 0)[None, :]
@@ -41,7 +47,9 @@ def estimate_one(
     start = tl.rand(tl.load(seed), column)
     end, before = tl.zeros_like(start), tl.zeros_like(start)
     kept = size < 0
-    for k in tl.static_range(M):  # systematic sampling: an entry is kept where a tick falls into its share
+    for k in tl.static_range(
+        M
+    ):  # systematic sampling: an entry is kept where a tick falls into its share
         end += tl.sum(tl.where(j == k, p, 0.0), 0)
         tick = tl.floor(tl.minimum(end, whole) + start if k < M - 1 else whole + start)
         kept = kept | ((j == k) & (tick > before)[None, :])
@@ -54,7 +62,9 @@ def estimate_one(
 
 
 def applies(x: Tensor, pattern: Pattern, dim: int) -> bool:
-    """Whether :func:`estimate` can do this: 16 or 32 bits, contiguous, groups along a dimension that is not the last, M up to 16."""
+    """Whether :func:`estimate` can do this: 16 or 32 bits, contiguous, groups along a dimension
+    that is not the last, M up to 16.
+    """
     inner = x.shape[dim + 1 :].numel()
     return (
         x.dtype in DTYPES
@@ -67,7 +77,9 @@ def applies(x: Tensor, pattern: Pattern, dim: int) -> bool:
 
 
 def estimate(x: Tensor, out: Tensor, pattern: Pattern, dim: int, seed: Tensor) -> None:
-    """Write the estimate of ``x`` into ``out``; ``seed`` is an integer on the device, so that nothing waits for it."""
+    """Write the estimate of ``x`` into ``out``; ``seed`` is an integer on the device, so that
+    nothing waits for it.
+    """
     inner, columns = x.shape[dim + 1 :].numel(), x.numel() // pattern.m
     width = triton.next_power_of_2(pattern.m)
     constants = {"N": pattern.n, "M": pattern.m, "P": width, "COLUMNS": TILE // width}

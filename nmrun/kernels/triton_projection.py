@@ -1,6 +1,8 @@
-"""N:M projections on CUDA devices, in Triton: one weight or all weights in a launch, with the bits of ``nmrun.sparsity.masks``.
+"""N:M projections on CUDA devices, in Triton: one weight or all weights in a launch, with the bits
+of ``nmrun.sparsity.masks``.
 
-16-bit weights are made float32 as soon as they are read: arithmetic on them is then the same on every device.
+16-bit weights are made float32 as soon as they are read: arithmetic on them is then the same on
+every device.
 """
 
 from __future__ import annotations
@@ -70,7 +72,11 @@ def project_many(
     block = program - tl.load(row + 3).to(tl.int32)
     weight, out = pointer(row, 4, WEIGHT), pointer(row, 5, OUT)
     cast, scale = pointer(row, 6, CASTED), pointer(row, 7, WEIGHT)
-    columns, inner, size = tl.load(row).to(tl.int32), tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
+    columns, inner, size = (
+        tl.load(row).to(tl.int32),
+        tl.load(row + 1).to(tl.int32),
+        tl.load(row + 2).to(tl.int32),
+    )
     _tile(
         block, weight, out, cast, scale, amount, flips, columns, inner, size,
         N, M, P, COLUMNS, STRIDED, SHORT, MODE, SCALED, CAST, FLIPS,
@@ -88,15 +94,19 @@ def project(
     cast: Tensor | None = None,
     flips: Tensor | None = None,
 ) -> bool:
-    """Write the projection of ``weight`` into ``out``, without waiting for the device; False where these kernels do not apply.
+    """Write the projection of ``weight`` into ``out``, without waiting for the device; False where
+    these kernels do not apply.
 
-    mode: ``hard``; ``soft``, times ``amount`` or ``scale`` (0-dimensional, on the device); ``decayed``: ``w * (m + (1 - m) * amount)``.
-    cast: a tensor of another dtype that gets the same values. flips: a 0-dimensional int64 tensor to which is added how many entries
-    of ``out`` became zero or ceased to be. Applies to float32, bfloat16 and float16 tensors of fewer than 2^30 weights, all
-    contiguous or all with their channels last, and M up to 64.
+    mode: ``hard``; ``soft``, times ``amount`` or ``scale`` (0-dimensional, on the device);
+    ``decayed``: ``w * (m + (1 - m) * amount)``. cast: a tensor of another dtype that gets the same
+    values. flips: a 0-dimensional int64 tensor to which is added how many entries of ``out`` became
+    zero or ceased to be. Applies to float32, bfloat16 and float16 tensors of fewer than 2^30
+    weights, all contiguous or all with their channels last, and M up to 64.
     """
     dim %= max(1, weight.dim())
-    if not applies(weight, out, pattern, dim, cast) or (scale is not None and scale.device != weight.device):
+    if not applies(weight, out, pattern, dim, cast) or (
+        scale is not None and scale.device != weight.device
+    ):
         return False
     sizes, constants = shape_of(weight, pattern, dim)
     with on(weight):
@@ -109,27 +119,43 @@ def project(
 
 def fits(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
     """Whether a :class:`Batch` can take this weight."""
-    return applies(weight, out, pattern, dim % max(1, weight.dim())) and not any(t.data_ptr() % 16 for t in (weight, out))
+    return applies(weight, out, pattern, dim % max(1, weight.dim())) and not any(
+        t.data_ptr() % 16 for t in (weight, out)
+    )
 
 
 class Batch:
-    """Weights that are projected in as few launches as they allow. Arguments as those of :func:`project`, one of each for each weight."""
+    """Weights that are projected in as few launches as they allow. Arguments as those of
+    :func:`project`, one of each for each weight.
+    """
 
     def __init__(
         self, weights: Sequence[Tensor], outs: Sequence[Tensor], patterns: Sequence[Pattern], dims: Sequence[int],
         casts: Sequence[Tensor | None] | None = None, scales: Sequence[Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.weights, self.outs, self.casts, self.scales = weights, outs, casts or [None] * len(weights), scales
+        self.weights, self.outs, self.casts, self.scales = (
+            weights,
+            outs,
+            casts or [None] * len(weights),
+            scales,
+        )
         for i, scale in enumerate(scales or ()):
             if scale.dtype != weights[i].dtype or scale.device != weights[i].device:
-                raise ValueError(f"scale {i} of the batch must have the dtype and the device of its weight")
+                raise ValueError(
+                    f"scale {i} of the batch must have the dtype and the device of its weight"
+                )
         self._launches = launches(weights, outs, patterns, dims, self.casts)
 
     def project(self, mode: str = "hard", amount: float = 1.0, flips: Tensor | None = None) -> None:
         """Project all of them. Raises ValueError if one does not begin at a multiple of 16 bytes."""
         for members, table, constants in self._launches:
             scales = [self.scales[i] if self.scales else None for i in members]
-            rows = table.rows([(self.weights[i], self.outs[i], self.casts[i], s) for i, s in zip(members, scales, strict=True)])
+            rows = table.rows(
+                [
+                    (self.weights[i], self.outs[i], self.casts[i], s)
+                    for i, s in zip(members, scales, strict=True)
+                ]
+            )
             with on(rows):
                 project_many[(table.programs,)](
                     rows, table.owner, float(amount), flips, **constants, MODE=MODES[mode], SCALED=self.scales is not None,

@@ -11,7 +11,8 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def uncompiled(call: Call) -> Call:
-    """``torch.compiler.disable``, without its import, which takes seconds, where nothing is compiled.
+    """``torch.compiler.disable``, without its import, which takes seconds, where nothing is
+    compiled.
 
     The mark alone keeps ``torch.compile`` out of this function, but not out of what it calls.
     """

@@ -1,4 +1,6 @@
-"""The models by name. Each is built from its config and what it has to know of the data, such as the number of classes."""
+"""The models by name. Each is built from its config and what it has to know of the data, such as
+the number of classes.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +17,52 @@ MODELS = {
     "mlp": "nmrun.models.mlp.build",
     **dict.fromkeys(("resnet20", "resnet32"), "nmrun.models.resnet.build"),
     **dict.fromkeys(
-        ("resnet18", "resnet34", "resnet50", "densenet121", "vgg16_bn", "mobilenet_v2", "swin_v2_t"),
+        (
+            "resnet18",
+            "resnet34",
+            "resnet50",
+            "densenet121",
+            "vgg16_bn",
+            "mobilenet_v2",
+            "swin_v2_t",
+        ),
         "nmrun.models.torchvision_models.build",
     ),
-    **dict.fromkeys(("vit_tiny", "vit_small", "vit_base", "deit_tiny", "deit_small"), "nmrun.models.vit.build"),
+    **dict.fromkeys(
+        ("vit_tiny", "vit_small", "vit_base", "deit_tiny", "deit_small"), "nmrun.models.vit.build"
+    ),
     "timm": "nmrun.models.timm_models.build",
     "text_encoder": "nmrun.models.text_encoder.build",
     "hf_encoder": "nmrun.models.hf_encoder.build",
-    **dict.fromkeys(("gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"), "nmrun.models.gpt.build"),
+    **dict.fromkeys(
+        ("gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"), "nmrun.models.gpt.build"
+    ),
     "hf_gpt2": "nmrun.models.hf_gpt2.build",
-    **{f"fairseq_transformer{size}": "nmrun.models.fairseq_transformer.build" for size in ("", "_iwslt", "_base")},
+    **{
+        f"fairseq_transformer{size}": "nmrun.models.fairseq_transformer.build"
+        for size in ("", "_iwslt", "_base")
+    },
 }
 
 
 def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
-    """The model of a ``model:`` config for a task's ``inputs``: ``shape`` (channels, height, width) and ``classes`` of images.
+    """The model of a ``model:`` config for a task's ``inputs``: ``shape`` (channels, height, width)
+    and ``classes`` of images.
 
-    The builder is ``build`` of the model's module, or the function that ``_target_`` names. Raises ConfigError for an unknown name, and
-    for a model that is made for other data.
+    The builder is ``build`` of the model's module, or the function that ``_target_`` names. Raises
+    ConfigError for an unknown name, and for a model that is made for other data.
     """
     name, target = config["name"], config.get("_target_")
-    builder = find("model._target_", target, {}) if target else find("model.name", str(name), MODELS)
+    builder = (
+        find("model._target_", target, {}) if target else find("model.name", str(name), MODELS)
+    )
     parameters = inspect.signature(builder).parameters
     unasked = {"_target_", "include", "exclude"} | ({"name"} - set(parameters))
     options = {key: value for key, value in config.items() if key not in unasked}
     needed = [key for key in parameters if key not in options]
     if set(needed) != set(inputs):
-        raise ConfigError(f"model={name} is made from {' and '.join(needed)}, where this data set has {' and '.join(inputs)}")
+        raise ConfigError(
+            f"model={name} is made from {' and '.join(needed)}, where this data set has {' and '.join(inputs)}"
+        )
     model: nn.Module = builder(**inputs, **options)
     return model

@@ -1,9 +1,10 @@
 """fairseq's Transformer with a forward pass that never looks at the values of its inputs.
 
-fairseq asks a batch whether it has padding and goes one way or the other. That waits for a GPU, breaks a compiled graph, and cannot
-be done where only shapes are known. Here padding is always masked in the source, and never in the target, where it comes
-after the words and none of them looks that far. The results at real tokens are the same, and so are all names of parameters.
-Beam search goes fairseq's own way. Import this module by ``nmrun.tasks.fairseq_import``.
+fairseq asks a batch whether it has padding and goes one way or the other. That waits for a GPU,
+breaks a compiled graph, and cannot be done where only shapes are known. Here padding is always
+masked in the source, and never in the target, where it comes after the words and none of them looks
+that far. The results at real tokens are the same, and so are all names of parameters. Beam search
+goes fairseq's own way. Import this module by ``nmrun.tasks.fairseq_import``.
 """
 
 from __future__ import annotations
@@ -11,16 +12,25 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase, TransformerEncoderBase, TransformerModelBase
+from fairseq.models.transformer import (
+    TransformerConfig,
+    TransformerDecoderBase,
+    TransformerEncoderBase,
+    TransformerModelBase,
+)
 from torch import Tensor
 
 __all__ = ["Decoder", "Encoder", "Transformer", "TransformerConfig"]
 
 
 class Encoder(TransformerEncoderBase):
-    """(sentences, length) tokens to fairseq's dictionary, with ``encoder_out`` [(length, sentences, width)]."""
+    """(sentences, length) tokens to fairseq's dictionary, with ``encoder_out`` [(length, sentences,
+    width)].
+    """
 
-    def forward(self, src_tokens: Tensor, src_lengths: Tensor | None = None, **_: Any) -> dict[str, list[Tensor]]:
+    def forward(
+        self, src_tokens: Tensor, src_lengths: Tensor | None = None, **_: Any
+    ) -> dict[str, list[Tensor]]:
         padding = src_tokens.eq(self.padding_idx)
         x, _ = self.forward_embedding(src_tokens)
         x = x.masked_fill(padding.unsqueeze(-1), 0.0).transpose(0, 1)
@@ -28,13 +38,20 @@ class Encoder(TransformerEncoderBase):
             x = layer(x, encoder_padding_mask=padding)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
-        nothing: dict[str, list[Tensor]] = {"encoder_embedding": [], "encoder_states": [], "src_tokens": [], "src_lengths": []}
+        nothing: dict[str, list[Tensor]] = {
+            "encoder_embedding": [],
+            "encoder_states": [],
+            "src_tokens": [],
+            "src_lengths": [],
+        }
         return {"encoder_out": [x], "encoder_padding_mask": [padding], **nothing}
 
 
 class Decoder(TransformerDecoderBase):
     def features(self, previous: Tensor, encoded: dict[str, list[Tensor]]) -> Tensor:
-        """(sentences, length) tokens of the target to (sentences, length, width), each place seeing itself and those before it."""
+        """(sentences, length) tokens of the target to (sentences, length, width), each place seeing
+        itself and those before it.
+        """
         x = self.embed_scale * self.embed_tokens(previous) + self.embed_positions(previous)
         x = self.dropout_module(x).transpose(0, 1)
         future = torch.full((len(x), len(x)), float("-inf"), dtype=x.dtype, device=x.device).triu(1)
@@ -52,7 +69,9 @@ class Transformer(TransformerModelBase):
     def __init__(self, config: TransformerConfig, encoder: Encoder, decoder: Decoder) -> None:
         super().__init__(config, encoder, decoder)
         for layer in decoder.layers:
-            layer.need_attn = False  # attention weights are of no use here, and without them attention is one fused operation
+            # attention weights are of no use here, and without them attention is one fused
+            # operation
+            layer.need_attn = False
 
     @classmethod
     def build_encoder(cls, config: TransformerConfig, dictionary: Any, embedding: Any) -> Encoder:
@@ -63,9 +82,15 @@ class Transformer(TransformerModelBase):
         return Decoder(config, dictionary, embedding)
 
     def forward(
-        self, src_tokens: Tensor, src_lengths: Tensor | None, prev_output_tokens: Tensor, where: Tensor | None = None
+        self,
+        src_tokens: Tensor,
+        src_lengths: Tensor | None,
+        prev_output_tokens: Tensor,
+        where: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Logits (sentences, length, target dictionary), or (tokens, target dictionary) of the places ``where`` in the flattened batch alone."""
+        """Logits (sentences, length, target dictionary), or (tokens, target dictionary) of the
+        places ``where`` in the flattened batch alone.
+        """
         features = self.decoder.features(prev_output_tokens, self.encoder(src_tokens))
         if where is not None:
             features = features.flatten(0, 1).index_select(0, where)

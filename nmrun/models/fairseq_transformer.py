@@ -27,10 +27,11 @@ def build(
 ) -> Transformer:
     """A Transformer between two dictionaries; parameters have fairseq's names.
 
-    ``width`` is that of the embeddings, ``ffn`` of the feed-forward networks, ``layers`` are of the encoder and as many of the decoder.
-    ``share_embeddings``: ``decoder`` (its input and output), ``all`` (the encoder's too), ``none``, or ``auto``: all where both languages have
-    one dictionary, else decoder. Raises ConfigError if fairseq is not installed, if 2 * ``heads`` does not divide ``width``, and if all
-    embeddings are to be shared between two different dictionaries.
+    ``width`` is that of the embeddings, ``ffn`` of the feed-forward networks, ``layers`` are of the
+    encoder and as many of the decoder. ``share_embeddings``: ``decoder`` (its input and output),
+    ``all`` (the encoder's too), ``none``, or ``auto``: all where both languages have one
+    dictionary, else decoder. Raises ConfigError if fairseq is not installed, if 2 * ``heads`` does
+    not divide ``width``, and if all embeddings are to be shared between two different dictionaries.
     """
     if width % (2 * heads):
         raise ConfigError(f"model.width={width} is not a multiple of 2 * model.heads={heads}")
@@ -54,5 +55,7 @@ def build(
             share_decoder_input_output_embed=share_embeddings in ("auto", "decoder", "all"),
         )
     )  # fmt: skip
-    model: Transformer = modules.Transformer.build_model(config, Namespace(source_dictionary=source, target_dictionary=target))
+    model: Transformer = modules.Transformer.build_model(
+        config, Namespace(source_dictionary=source, target_dictionary=target)
+    )
     return model

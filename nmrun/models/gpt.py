@@ -1,4 +1,6 @@
-"""GPT-2 (Radford et al. 2019), from scratch: a decoder with learned positions and layer norm before each block."""
+"""GPT-2 (Radford et al. 2019), from scratch: a decoder with learned positions and layer norm before
+each block.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from nmrun.errors import ConfigError
 
 
 class Attention(nn.Module):
-    """Causal self-attention over (B, T, width): ``c_attn`` makes queries, keys and values in one product, ``c_proj`` mixes the heads."""
+    """Causal self-attention over (B, T, width): ``c_attn`` makes queries, keys and values in one
+    product, ``c_proj`` mixes the heads.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -22,10 +26,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         queries, keys, values = (
-            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2) for part in self.c_attn(x).split(width, 2)
+            part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.c_attn(x).split(width, 2)
         )
         p = self.dropout.p if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(queries, keys, values, dropout_p=p, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(
+            queries, keys, values, dropout_p=p, is_causal=True
+        )
         return self.dropout(self.c_proj(mixed.transpose(1, 2).reshape(batch, length, width)))
 
 
@@ -56,16 +63,27 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (B, T), T at most ``context``, to logits (B, T, ``vocabulary``). Modules have the names of the original's variables.
+    """Tokens (B, T), T at most ``context``, to logits (B, T, ``vocabulary``). Modules have the
+    names of the original's variables.
 
-    ``wte`` and ``lm_head`` are one weight. Weights start normal with deviation 0.02, those that end in the residual stream with
-    0.02 / sqrt(2 * layers) (section 2.3).
+    ``wte`` and ``lm_head`` are one weight. Weights start normal with deviation 0.02, those that end
+    in the residual stream with 0.02 / sqrt(2 * layers) (section 2.3).
     """
 
-    def __init__(self, vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        context: int,
+        layers: int,
+        heads: int,
+        width: int,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         if width % heads:
-            raise ConfigError(f"model.width={width} cannot be split into model.heads={heads} heads of the same size")
+            raise ConfigError(
+                f"model.width={width} cannot be split into model.heads={heads} heads of the same size"
+            )
         self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
         self.h = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
@@ -76,7 +94,10 @@ class GPT(nn.Module):
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if name.endswith("c_proj.weight") else 0.02)
+                nn.init.normal_(
+                    parameter,
+                    std=0.02 / (2 * layers) ** 0.5 if name.endswith("c_proj.weight") else 0.02,
+                )
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -86,5 +107,7 @@ class GPT(nn.Module):
         return self.lm_head(self.ln_f(x))
 
 
-def build(vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float) -> GPT:
+def build(
+    vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float
+) -> GPT:
     return GPT(vocabulary, context, layers, heads, width, dropout)

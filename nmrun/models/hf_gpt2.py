@@ -1,4 +1,6 @@
-"""A pretrained GPT-2 of Hugging Face, as the same network with linear layers (where theirs stores weights transposed)."""
+"""A pretrained GPT-2 of Hugging Face, as the same network with linear layers (where theirs stores
+weights transposed).
+"""
 
 from __future__ import annotations
 
@@ -21,23 +23,29 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
 def build(vocabulary: int, context: int, pretrained: str, dropout: float) -> GPT:
-    """The network of a folder or a name on the hub, with its weights; ``context`` is at most that it was trained with.
+    """The network of a folder or a name on the hub, with its weights; ``context`` is at most that
+    it was trained with.
 
-    Raises ConfigError if it cannot be had, is no GPT-2, was trained with another vocabulary than the data's, or if its weights are of
-    another architecture than its ``config.json`` says (with the first key that differs).
+    Raises ConfigError if it cannot be had, is no GPT-2, was trained with another vocabulary than
+    the data's, or if its weights are of another architecture than its ``config.json`` says (with
+    the first key that differs).
     """
     where = f"model.pretrained={pretrained}"
     config = fetch("AutoConfig", "model.pretrained", pretrained)
     for key, value in FIXED.items():
         found = getattr(config, key, None)
         if found != value and not (key == "n_inner" and found == 4 * config.n_embd):
-            raise ConfigError(f"{where}: another architecture than GPT-2's: {key} is {found}, where it takes {value}")
+            raise ConfigError(
+                f"{where}: another architecture than GPT-2's: {key} is {found}, where it takes {value}"
+            )
     if config.vocab_size != vocabulary:
         raise ConfigError(
             f"{where}: it knows {config.vocab_size} tokens and the data have {vocabulary}: take its own tokenizer (dataset.tokenizer)"
         )
     if config.n_positions < context:
-        raise ConfigError(f"dataset.context={context}: {pretrained} takes at most {config.n_positions} tokens")
+        raise ConfigError(
+            f"dataset.context={context}: {pretrained} takes at most {config.n_positions} tokens"
+        )
     theirs, info = fetch(
         "GPT2LMHeadModel", "model.pretrained", pretrained,
         config=config, dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True,
@@ -47,7 +55,11 @@ def build(vocabulary: int, context: int, pretrained: str, dropout: float) -> GPT
         raise ConfigError(
             f"{where}: its weights are of another architecture than its config.json: there is no {lost[0]} of the right shape"
         )
-    model = GPT(vocabulary, config.n_positions, config.n_layer, config.n_head, config.n_embd, dropout)
-    weights = {name.removeprefix("transformer."): tensor for name, tensor in theirs.state_dict().items()}
+    model = GPT(
+        vocabulary, config.n_positions, config.n_layer, config.n_head, config.n_embd, dropout
+    )
+    weights = {
+        name.removeprefix("transformer."): tensor for name, tensor in theirs.state_dict().items()
+    }
     model.load_state_dict({n: t.T if n.endswith(TRANSPOSED) else t for n, t in weights.items()})
     return model

@@ -1,4 +1,6 @@
-"""A perceptron over the raw pixels. Some pixels of digits are zero in every image, so some weights never get a gradient."""
+"""A perceptron over the raw pixels. Some pixels of digits are zero in every image, so some weights
+never get a gradient.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Linear ``stem`` (pixels to ``hidden[0]``), ``inner.0``, ... (``hidden[i]`` to ``hidden[i + 1]``), ``head``; ReLU between.
+    """Linear ``stem`` (pixels to ``hidden[0]``), ``inner.0``, ... (``hidden[i]`` to ``hidden[i +
+    1]``), ``head``; ReLU between.
 
     Input (B, C, H, W), output (B, classes) logits.
     """

@@ -1,4 +1,6 @@
-"""The residual networks for CIFAR of He et al. 2016, section 4.2: ResNet-20, -32, and others of 6n + 2 layers."""
+"""The residual networks for CIFAR of He et al. 2016, section 4.2: ResNet-20, -32, and others of 6n
++ 2 layers.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,20 @@ from nmrun.errors import ConfigError
 
 
 class PaddedShortcut(nn.Module):
-    """Halves the map by taking every second pixel, doubles the channels with zeros: option A, without parameters."""
+    """Halves the map by taking every second pixel, doubles the channels with zeros: option A,
+    without parameters.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         channels = x.shape[1]
-        return nn.functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, channels // 2, channels - channels // 2))
+        return nn.functional.pad(
+            x[:, :, ::2, ::2], (0, 0, 0, 0, channels // 2, channels - channels // 2)
+        )
 
 
 class CifarResNet(nn.Module):
-    """``conv1``; ``layer1``, ``layer2``, ``layer3`` of (depth - 2) / 6 basic blocks with 16, 32 and 64 channels; ``fc``.
+    """``conv1``; ``layer1``, ``layer2``, ``layer3`` of (depth - 2) / 6 basic blocks with 16, 32 and
+    64 channels; ``fc``.
 
     Images (B, C, H, W) to logits (B, classes).
     """
@@ -27,13 +34,16 @@ class CifarResNet(nn.Module):
         super().__init__()
         blocks, rest = divmod(depth - 2, 6)
         if rest or blocks < 1:
-            raise ConfigError(f"model.depth={depth}: these networks have 6n + 2 layers: 8, 14, 20, 32, 44, 56, 110, ...")
+            raise ConfigError(
+                f"model.depth={depth}: these networks have 6n + 2 layers: 8, 14, 20, 32, 44, 56, 110, ..."
+            )
         self.conv1 = nn.Conv2d(shape[0], 16, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(16)
         self.layer1 = nn.Sequential(*(BasicBlock(16, 16) for _ in range(blocks)))
         self.layer2, self.layer3 = (
             nn.Sequential(
-                BasicBlock(width // 2, width, 2, PaddedShortcut()), *(BasicBlock(width, width) for _ in range(blocks - 1))
+                BasicBlock(width // 2, width, 2, PaddedShortcut()),
+                *(BasicBlock(width, width) for _ in range(blocks - 1)),
             )
             for width in (32, 64)
         )

@@ -9,17 +9,20 @@ from torch import Tensor, nn
 
 
 class SmallConv(nn.Module):
-    """``stem`` (image to ``channels[0]``), ``inner.0``, ... (``channels[i]`` to ``channels[i + 1]``), linear ``head``.
+    """``stem`` (image to ``channels[0]``), ``inner.0``, ... (``channels[i]`` to ``channels[i +
+    1]``), linear ``head``.
 
-    After each inner convolution 2x2 max pooling, while the map is larger than 2x2. Input (B, C, H, W), output (B, classes)
-    logits.
+    After each inner convolution 2x2 max pooling, while the map is larger than 2x2. Input (B, C, H,
+    W), output (B, classes) logits.
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, channels: Sequence[int]) -> None:
         super().__init__()
         colours, height, width = shape
         self.stem = nn.Conv2d(colours, channels[0], 3, padding=1)
-        self.inner = nn.ModuleList(nn.Conv2d(before, after, 3, padding=1) for before, after in pairwise(channels))
+        self.inner = nn.ModuleList(
+            nn.Conv2d(before, after, 3, padding=1) for before, after in pairwise(channels)
+        )
         self.pooled = 0
         while self.pooled < len(self.inner) and min(height, width) > 2:
             height, width, self.pooled = height // 2, width // 2, self.pooled + 1
@@ -34,5 +37,7 @@ class SmallConv(nn.Module):
         return self.head(x.flatten(1))
 
 
-def build(shape: tuple[int, ...], classes: int, channels: Sequence[int] = (32, 64, 64)) -> SmallConv:
+def build(
+    shape: tuple[int, ...], classes: int, channels: Sequence[int] = (32, 64, 64)
+) -> SmallConv:
     return SmallConv(shape, classes, channels)

@@ -9,19 +9,30 @@ from nmrun.errors import ConfigError
 
 
 class TextEncoder(nn.Module):
-    """BERT's form (Devlin et al. 2019, arXiv 1810.04805) on ``nn.TransformerEncoder``: the embeddings ``tokens``, ``positions`` and ``segments``,
-    ``encoder.layers.0``, ... (attention ``self_attn``, feed-forward ``linear1`` and ``linear2``; GELU, normalised before each), and ``head`` on the
-    mean over a text's tokens.
+    """BERT's form (Devlin et al. 2019, arXiv 1810.04805) on ``nn.TransformerEncoder``: the
+    embeddings ``tokens``, ``positions`` and ``segments``, ``encoder.layers.0``, ... (attention
+    ``self_attn``, feed-forward ``linear1`` and ``linear2``; GELU, normalised before each), and
+    ``head`` on the mean over a text's tokens.
 
-    Input tokens (B, T) int64, mask (B, T) bool (False is padding), segments (B, T) of 0 and 1; output (B, classes).
+    Input tokens (B, T) int64, mask (B, T) bool (False is padding), segments (B, T) of 0 and 1;
+    output (B, classes).
     """
 
     def __init__(
-        self, vocabulary: int, max_length: int, classes: int, layers: int, heads: int, width: int, dropout: float
+        self,
+        vocabulary: int,
+        max_length: int,
+        classes: int,
+        layers: int,
+        heads: int,
+        width: int,
+        dropout: float,
     ) -> None:
         super().__init__()
         if width % heads:
-            raise ConfigError(f"model.width={width} cannot be split into model.heads={heads} heads of equal width")
+            raise ConfigError(
+                f"model.width={width} cannot be split into model.heads={heads} heads of equal width"
+            )
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(max_length, width)
         self.segments = nn.Embedding(2, width)
@@ -31,7 +42,9 @@ class TextEncoder(nn.Module):
         layer = nn.TransformerEncoderLayer(
             width, heads, 4 * width, dropout, activation="gelu", batch_first=True, norm_first=True
         )
-        self.encoder = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(
+            layer, layers, nn.LayerNorm(width), enable_nested_tensor=False
+        )
         self.head = nn.Linear(width, classes)
 
     def forward(self, tokens: Tensor, mask: Tensor, segments: Tensor) -> Tensor:

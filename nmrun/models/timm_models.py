@@ -9,10 +9,14 @@ from torch import nn
 from nmrun.errors import ConfigError
 
 
-def build(shape: tuple[int, ...], classes: int, name_in_timm: str, options: dict[str, Any] | None) -> nn.Module:
-    """``timm.create_model(name_in_timm, **options)`` for the data's channels and classes; transformers are told the image size.
+def build(
+    shape: tuple[int, ...], classes: int, name_in_timm: str, options: dict[str, Any] | None
+) -> nn.Module:
+    """``timm.create_model(name_in_timm, **options)`` for the data's channels and classes;
+    transformers are told the image size.
 
-    Raises ConfigError for a name that timm has not, options that the network has not, and without timm.
+    Raises ConfigError for a name that timm has not, options that the network has not, and without
+    timm.
     """
     try:
         import timm
@@ -21,14 +25,19 @@ def build(shape: tuple[int, ...], classes: int, name_in_timm: str, options: dict
     if not timm.is_model(name_in_timm):
         near = timm.list_models(f"*{name_in_timm}*")[:5]
         raise ConfigError(
-            f"model.name_in_timm={name_in_timm}: timm has no such model" + (f"; it has {', '.join(near)}" if near else "")
+            f"model.name_in_timm={name_in_timm}: timm has no such model"
+            + (f"; it has {', '.join(near)}" if near else "")
         )
     arguments = {"num_classes": classes, "in_chans": shape[0], **(options or {})}
     try:
         try:
-            model: nn.Module = timm.create_model(name_in_timm, img_size=tuple(shape[1:]), **arguments)
+            model: nn.Module = timm.create_model(
+                name_in_timm, img_size=tuple(shape[1:]), **arguments
+            )
         except TypeError:  # most convolutional networks take any size and do not want to know it
             model = timm.create_model(name_in_timm, **arguments)
     except (TypeError, AssertionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"model.name_in_timm={name_in_timm} with model.options={options}: {error}") from None
+        raise ConfigError(
+            f"model.name_in_timm={name_in_timm} with model.options={options}: {error}"
+        ) from None
     return model

@@ -1,7 +1,9 @@
-"""torchvision's networks for images, from scratch, in the form for ImageNet and in one for small images.
+"""torchvision's networks for images, from scratch, in the form for ImageNet and in one for small
+images.
 
-The latter begins at full resolution: a 3x3 first convolution with stride 1 and no pooling (He et al. 2016, 4.2), for VGG a single linear
-layer at the end, for MobileNet two strides less, for Swin patches of 2 pixels in windows of 4.
+The latter begins at full resolution: a 3x3 first convolution with stride 1 and no pooling (He et
+al. 2016, 4.2), for VGG a single linear layer at the end, for MobileNet two strides less, for Swin
+patches of 2 pixels in windows of 4.
 """
 
 from __future__ import annotations
@@ -24,19 +26,28 @@ FIRST = {  # the first convolution
 
 
 def build(name: str, shape: tuple[int, ...], classes: int, form: str = "auto") -> nn.Module:
-    """``name`` is one of ``FIRST``, ``form`` ``cifar``, ``imagenet`` or ``auto``; images (B, *shape) to logits (B, classes)."""
+    """``name`` is one of ``FIRST``, ``form`` ``cifar``, ``imagenet`` or ``auto``; images (B,
+    *shape) to logits (B, classes).
+    """
     from torchvision import models
 
     channels, *sides = shape
     if min(sides) < LEAST.get(name, 1):
-        raise ConfigError(f"model={name} takes images of {LEAST[name]} pixels or more; these have {min(sides)}")
+        raise ConfigError(
+            f"model={name} takes images of {LEAST[name]} pixels or more; these have {min(sides)}"
+        )
     small = form == "cifar" or (form == "auto" and max(sides) <= SMALL)
     if small and name == "swin_v2_t":
         model = _small_swin(classes)
     else:
         model = getattr(models, name)(num_classes=classes)
     first: Any = model.get_submodule(FIRST[name])
-    width, kernel, stride, padding = first.out_channels, first.kernel_size, first.stride, first.padding
+    width, kernel, stride, padding = (
+        first.out_channels,
+        first.kernel_size,
+        first.stride,
+        first.padding,
+    )
     if small and name in ("resnet18", "resnet34", "resnet50", "densenet121"):
         kernel, stride, padding = (3, 3), (1, 1), (1, 1)
         pool = "maxpool" if name != "densenet121" else "features.pool0"

@@ -1,4 +1,6 @@
-"""Vision transformers (Dosovitskiy et al. 2021; DeiT, Touvron et al. 2021), by torchvision's implementation."""
+"""Vision transformers (Dosovitskiy et al. 2021; DeiT, Touvron et al. 2021), by torchvision's
+implementation.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,31 @@ SMALL, PATCHES = 64, (4, 16)  # images below so many pixels have patches of 4
 
 
 class Attention(nn.Module):
-    """Self-attention in the place of ``nn.MultiheadAttention``, with its initial weights: ``query``, ``key`` and ``value`` are layers of
-    their own, so that each of them can be sparse or dense."""
+    """Self-attention in the place of ``nn.MultiheadAttention``, with its initial weights:
+    ``query``, ``key`` and ``value`` are layers of their own, so that each of them can be sparse or
+    dense."""
 
     def __init__(self, fused: nn.MultiheadAttention) -> None:
         super().__init__()
         self.heads = fused.num_heads
         self.query, self.key, self.value = (
             _linear(weight.clone(), bias.clone())
-            for weight, bias in zip(fused.in_proj_weight.detach().chunk(3), fused.in_proj_bias.detach().chunk(3), strict=True)
+            for weight, bias in zip(
+                fused.in_proj_weight.detach().chunk(3),
+                fused.in_proj_bias.detach().chunk(3),
+                strict=True,
+            )
         )
         self.out_proj = _linear(fused.out_proj.weight.detach(), fused.out_proj.bias.detach())
 
     def forward(self, x: Tensor, *same: Tensor, need_weights: bool = False) -> tuple[Tensor, None]:
-        """(B, T, width) to the same, and None; called as ``attention(x, x, x, need_weights=False)``."""
+        """(B, T, width) to the same, and None; called as ``attention(x, x, x,
+        need_weights=False)``.
+        """
         batch, length, width = x.shape
         query, key, value = (
-            layer(x).view(batch, length, self.heads, -1).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(x).view(batch, length, self.heads, -1).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
         mixed = functional.scaled_dot_product_attention(query, key, value)
         return self.out_proj(mixed.transpose(1, 2).reshape(batch, length, width)), None
@@ -52,7 +62,8 @@ def build(
     dropout: float = 0.0,
     stochastic_depth: float = 0.0,
 ) -> nn.Module:
-    """torchvision's VisionTransformer for square images; ``stochastic_depth`` rises linearly to the last block (Huang et al. 2016).
+    """torchvision's VisionTransformer for square images; ``stochastic_depth`` rises linearly to the
+    last block (Huang et al. 2016).
 
     Raises ConfigError for sizes that do not divide.
     """
@@ -62,10 +73,16 @@ def build(
     channels, height, side = shape
     patch = patch or PATCHES[side >= SMALL]
     if height != side or side % patch:
-        raise ConfigError(f"model.patch={patch}: images of {height}x{side} are not squares of a multiple of that")
+        raise ConfigError(
+            f"model.patch={patch}: images of {height}x{side} are not squares of a multiple of that"
+        )
     if width % heads:
-        raise ConfigError(f"model.width={width} cannot be split into model.heads={heads} heads of the same size")
-    model = VisionTransformer(side, patch, layers, heads, width, 4 * width, dropout, num_classes=classes)
+        raise ConfigError(
+            f"model.width={width} cannot be split into model.heads={heads} heads of the same size"
+        )
+    model = VisionTransformer(
+        side, patch, layers, heads, width, 4 * width, dropout, num_classes=classes
+    )
     if channels != 3:
         model.conv_proj = nn.Conv2d(channels, width, patch, patch)
         nn.init.trunc_normal_(model.conv_proj.weight, std=math.sqrt(1 / (channels * patch * patch)))

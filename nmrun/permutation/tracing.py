@@ -1,4 +1,6 @@
-"""The graph of a model's forward pass, by ``torch.fx``, which follows symbols through the code instead of tensors."""
+"""The graph of a model's forward pass, by ``torch.fx``, which follows symbols through the code
+instead of tensors.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,20 @@ HOMES = {
 
 
 def graphs(model: nn.Module) -> list[tuple[fx.Graph, set[str]]]:
-    """The graphs of training and of evaluation, each with the names of the modules that do not show in it.
+    """The graphs of training and of evaluation, each with the names of the modules that do not show
+    in it.
 
-    A submodule that cannot be traced is one node of the graph, and it and all modules in it do not show. The model itself is left alone.
-    Raises ValueError, one line, if its own forward cannot be traced.
+    A submodule that cannot be traced is one node of the graph, and it and all modules in it do not
+    show. The model itself is left alone. Raises ValueError, one line, if its own forward cannot be
+    traced.
     """
     try:
-        empty: dict[int, Any] = {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()}
-        twin = copy.deepcopy(model, empty)  # tracing runs its code, which may leave something behind
+        empty: dict[int, Any] = {
+            id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
+        }
+        twin = copy.deepcopy(
+            model, empty
+        )  # tracing runs its code, which may leave something behind
         return [_trace(twin.train(training)) for training in (True, False)]
     except Exception as error:  # whatever that code does with values that are none
         first = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
@@ -33,7 +41,9 @@ def graphs(model: nn.Module) -> list[tuple[fx.Graph, set[str]]]:
 
 
 class _Tracer(fx.Tracer):
-    """Takes modules of the classes ``opaque`` as they are; ``failed`` is the class of the innermost one that could not be traced."""
+    """Takes modules of the classes ``opaque`` as they are; ``failed`` is the class of the innermost
+    one that could not be traced.
+    """
 
     def __init__(self, opaque: set[type]) -> None:
         super().__init__()
@@ -62,23 +72,36 @@ def _trace(model: nn.Module) -> tuple[fx.Graph, set[str]]:
                 raise
             opaque.add(tracer.failed)
             continue
-        hidden = {id(part) for module in model.modules() if type(module) in opaque for part in module.modules()}
+        hidden = {
+            id(part)
+            for module in model.modules()
+            if type(module) in opaque
+            for part in module.modules()
+        }
         return graph, {name for name, module in model.named_modules() if id(module) in hidden}
 
 
 def name_of(node: fx.Node) -> str:
-    """What a node is or does, as a bare name ("relu" for ``relu_`` too); empty for a function that might be anything."""
+    """What a node is or does, as a bare name ("relu" for ``relu_`` too); empty for a function that
+    might be anything.
+    """
     if node.target is getattr:
         return str(node.args[1])
     if node.op == "call_function":
-        return node.target.__name__.strip("_") if getattr(node.target, "__module__", "") in HOMES else ""  # type: ignore[union-attr]
+        return (
+            node.target.__name__.strip("_")
+            if getattr(node.target, "__module__", "") in HOMES
+            else ""
+        )  # type: ignore[union-attr]
     return str(node.target).strip("_") if node.op == "call_method" else str(node.target)
 
 
 def said(node: fx.Node) -> str:
     """A node in a sentence."""
     return (
-        "the model's input" if node.op == "placeholder" else name_of(node) or getattr(node.target, "__name__", str(node.target))
+        "the model's input"
+        if node.op == "placeholder"
+        else name_of(node) or getattr(node.target, "__name__", str(node.target))
     )
 
 
@@ -87,5 +110,12 @@ def is_batch_size(size: Any, x: Any) -> bool:
     if not isinstance(size, fx.Node):
         return False
     shape: Any = size.args[0]
-    indexed = name_of(size) == "getitem" and isinstance(shape, fx.Node) and shape.target is getattr and size.args[1] == 0
-    return shape.args == (x, "shape") if indexed else name_of(size) == "size" and size.args == (x, 0)
+    indexed = (
+        name_of(size) == "getitem"
+        and isinstance(shape, fx.Node)
+        and shape.target is getattr
+        and size.args[1] == 0
+    )
+    return (
+        shape.args == (x, "shape") if indexed else name_of(size) == "size" and size.args == (x, 0)
+    )

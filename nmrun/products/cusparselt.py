@@ -8,14 +8,18 @@ from pathlib import Path
 
 
 def loaded_cusparselt() -> tuple[tuple[int, ...], str] | None:
-    """((major, minor, patch), path), asked of the very library that is mapped: a wheel's metadata may say otherwise. None without one."""
+    """((major, minor, patch), path), asked of the very library that is mapped: a wheel's metadata
+    may say otherwise. None without one.
+    """
     try:
         found = re.search(r"/\S*libcusparseLt\S*", Path("/proc/self/maps").read_text())
         if found is None:
             return None
         library = ctypes.CDLL(found[0])
         numbers = []
-        for which in range(3):  # of CUDA's enum libraryPropertyType: MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL
+        for which in range(
+            3
+        ):  # of CUDA's enum libraryPropertyType: MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL
             number = ctypes.c_int()
             if library.cusparseLtGetProperty(which, ctypes.byref(number)) != 0:
                 return None

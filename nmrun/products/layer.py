@@ -89,13 +89,16 @@ class Layer:
             self.packed.write(*map(self.matrix, (weight.weight, self.input_weight)))
 
 
-def install(weights: Sequence[SparseWeight], mvue: Pattern | None = None, fp8: bool = False) -> list[str]:
+def install(
+    weights: Sequence[SparseWeight], mvue: Pattern | None = None, fp8: bool = False
+) -> list[str]:
     """Let the layers of sparse weights compute their products by a :class:`Layer`.
 
-    ``mvue`` and ``fp8`` are as in :func:`nmrun.products.simulated.linear`, for linear layers only (Hugging Face's ``Conv1D``
-    is one). Left alone are the projections of ``nn.MultiheadAttention``, and layers with a
-    ``forward`` of their own. Code that reads ``layer.weight`` without calling the layer goes past
-    this. Works under ``torch.compile(fullgraph=True)``; gradients of gradients raise.
+    ``mvue`` and ``fp8`` are as in :func:`nmrun.products.simulated.linear`, for linear layers only
+    (Hugging Face's ``Conv1D`` is one). Left alone are the projections of ``nn.MultiheadAttention``,
+    and layers with a ``forward`` of their own. Code that reads ``layer.weight`` without calling the
+    layer goes past this. Works under ``torch.compile(fullgraph=True)``; gradients of gradients
+    raise.
 
     Returns:
         The names of the weights that are left alone.
@@ -129,7 +132,9 @@ def prune_again(weights: Sequence[SparseWeight], recipe: str, has_own: bool) -> 
         ConfigError: for a recipe that has its own, and where no layer can have one.
     """
     if has_own:
-        raise ConfigError(f"{recipe} makes the input gradient N:M by itself: double pruning is for other recipes")
+        raise ConfigError(
+            f"{recipe} makes the input gradient N:M by itself: double pruning is for other recipes"
+        )
     left_alone = []
     for weight in weights:
         grouped = getattr(weight.module, "groups", 1) > 1
@@ -164,7 +169,9 @@ def _is_ours(forward: Any) -> bool:
     return getattr(forward, "__module__", None) == __name__
 
 
-def _forward_of(weight: SparseWeight, layer: Layer, mvue: Pattern | None, fp8: bool) -> Callable[..., Tensor] | None:
+def _forward_of(
+    weight: SparseWeight, layer: Layer, mvue: Pattern | None, fp8: bool
+) -> Callable[..., Tensor] | None:
     module, attribute = weight.module, weight.attribute
     current = vars(module).get("forward")
     if attribute != "weight" or (current is not None and not _is_ours(current)):
@@ -186,7 +193,12 @@ def _linear_forward(layer: Layer, mvue: Pattern | None, fp8: bool) -> Callable[.
         if not layer.is_on(module):
             return type(module).forward(module, x)
         weight, packed = layer.matrix(module.weight), None if layer.is_behind() else layer.packed
-        if packed is not None and layer.uses_packed and compute_dtype(x) == packed.dtype and x.numel():
+        if (
+            packed is not None
+            and layer.uses_packed
+            and compute_dtype(x) == packed.dtype
+            and x.numel()
+        ):
             return packed(x, weight, module.bias, mvue)
         return linear(x, weight, module.bias, layer.matrix(layer.other_weight()), mvue, fp8)
 
@@ -201,7 +213,10 @@ def _convolution_forward(layer: Layer) -> Callable[..., Tensor]:
         padding = module.padding
         if module.padding_mode != "zeros" or isinstance(padding, str):
             mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-            x, padding = F.pad(x, module._reversed_padding_repeated_twice, mode), [0] * len(module.stride)
+            x, padding = (
+                F.pad(x, module._reversed_padding_repeated_twice, mode),
+                [0] * len(module.stride),
+            )
         batch = x if x.dim() == input_weight.dim() else x.unsqueeze(0)
         geometry = (module.stride, padding, module.dilation, module.groups)
         z = convolution(batch, module.weight, module.bias, input_weight, *geometry)

@@ -1,13 +1,16 @@
-"""A linear layer through 2:4 products, as operators that autograd, ``torch.compile`` and CUDA graphs know.
+"""A linear layer through 2:4 products, as operators that autograd, ``torch.compile`` and CUDA
+graphs know.
 
-The dense weight stays the parameter. :class:`Packed` holds what the products read, packed once per optimizer step and shared by all
-micro-batches and by the recomputation of checkpointed activations; it is no part of any state dict, since the layout is the GPU's.
+The dense weight stays the parameter. :class:`Packed` holds what the products read, packed once per
+optimizer step and shared by all micro-batches and by the recomputation of checkpointed activations;
+it is no part of any state dict, since the layout is the GPU's.
 
-    Z = X W^T       sparse
-    dX = dZ V       sparse where V^T is 2:4 too (transposable masks, double pruning), else dense; V is W unless the recipe has another
-    dW = dZ^T X     dense; with MVUE, E^T X with a 2:4 estimate E of dZ, sparse where that is faster
+    Z = X W^T       sparse dX = dZ V       sparse where V^T is 2:4 too (transposable masks, double
+    pruning), else dense; V is W unless the recipe has another dW = dZ^T X     dense; with MVUE, E^T
+    X with a 2:4 estimate E of dZ, sparse where that is faster
 
-By a path of FP8 products the operands are rounded to it, those of dense products as well (see ``nmrun.products.simulated.linear``).
+By a path of FP8 products the operands are rounded to it, those of dense products as well (see
+``nmrun.products.simulated.linear``).
 """
 
 from __future__ import annotations
@@ -27,15 +30,23 @@ def path_named(name: str) -> backends24.Path:
 
 
 class Packed(nn.Module):
-    """The packed weight of one layer, in buffers that keep their addresses: compiled code and CUDA graphs see the new values.
+    """The packed weight of one layer, in buffers that keep their addresses: compiled code and CUDA
+    graphs see the new values.
 
-    ``weight``: (rows, columns), 2:4 along its columns, in float32 or already in ``dtype``. ``other``: the weight of the input gradient
-    where that is not ``weight``. ``both``: V is 2:4 along its rows, so the input gradient is sparse as well. ``weight_path`` is the path
-    for the weight gradient with MVUE, or None.
+    ``weight``: (rows, columns), 2:4 along its columns, in float32 or already in ``dtype``.
+    ``other``: the weight of the input gradient where that is not ``weight``. ``both``: V is 2:4
+    along its rows, so the input gradient is sparse as well. ``weight_path`` is the path for the
+    weight gradient with MVUE, or None.
     """
 
     def __init__(
-        self, path: str, weight: Tensor, other: Tensor | None, dtype: torch.dtype, both: bool, weight_path: str | None = None
+        self,
+        path: str,
+        weight: Tensor,
+        other: Tensor | None,
+        dtype: torch.dtype,
+        both: bool,
+        weight_path: str | None = None,
     ) -> None:
         super().__init__()
         self.path, self.dtype, self.both, self.weight_path = path, dtype, both, weight_path
@@ -44,7 +55,9 @@ class Packed(nn.Module):
         for i, part in enumerate([*parts, *parts_t, *dense]):
             self.register_buffer(f"part{i}", part, persistent=False)
 
-    def _pack(self, weight: Tensor, other: Tensor | None) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def _pack(
+        self, weight: Tensor, other: Tensor | None
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         low = self._cast(weight)
         low_other = low if other is None else self._cast(other)
         parts, parts_t = path_named(self.path).pack(low, low_other if self.both else None)
@@ -62,7 +75,9 @@ class Packed(nn.Module):
         for buffer, part in zip(self.buffers(), [*parts, *parts_t, *dense], strict=True):
             buffer.copy_(part)
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None, mvue: Pattern | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, mvue: Pattern | None = None
+    ) -> Tensor:
         """x (..., columns) to (..., rows). ``weight`` is not read: it receives the gradient."""
         parts = list(self.buffers())
         forward, both = self.counts
@@ -114,7 +129,11 @@ def _(x, sparse, path):  # type: ignore[no-untyped-def]
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, parts, parts_t, dense, ctx.path, ctx.weight_path, mvue = inputs
     ctx.save_for_backward(x, *parts_t, *dense)
-    ctx.sparse_input, ctx.rows, ctx.dtypes = bool(parts_t), x.shape[1], (weight.dtype, None if bias is None else bias.dtype)
+    ctx.sparse_input, ctx.rows, ctx.dtypes = (
+        bool(parts_t),
+        x.shape[1],
+        (weight.dtype, None if bias is None else bias.dtype),
+    )
     ctx.mvue = None if mvue is None else Pattern.parse(mvue)
     ctx.nothing = tuple([None] * len(tensors) for tensors in (parts, parts_t, dense))
 
@@ -126,7 +145,11 @@ def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
     dz = dz.contiguous()  # a gradient may come expanded
     fp8 = path_named(ctx.path).fp8
     if ctx.needs_input_grad[0]:
-        dx = multiply24(dz, stored, ctx.rows, ctx.path) if ctx.sparse_input else backward_product(dz, stored[0], fp8)
+        dx = (
+            multiply24(dz, stored, ctx.rows, ctx.path)
+            if ctx.sparse_input
+            else backward_product(dz, stored[0], fp8)
+        )
     if ctx.needs_input_grad[2]:
         db = dz.sum(0).to(bias_dtype)
     if ctx.needs_input_grad[1]:

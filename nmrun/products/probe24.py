@@ -1,7 +1,9 @@
-"""Which 2:4 path is right and fast for a layer on this GPU: tested and timed once a shape, and remembered on disk.
+"""Which 2:4 path is right and fast for a layer on this GPU: tested and timed once a shape, and
+remembered on disk.
 
-A path is tested before it is timed: its products must be those of float32 within the rounding of the dtype, and the same bits in every
-repetition. What is remembered is by GPU, torch and cuSPARSELt, in ``probe24.json`` beside the compiled kernels.
+A path is tested before it is timed: its products must be those of float32 within the rounding of
+the dtype, and the same bits in every repetition. What is remembered is by GPU, torch and
+cuSPARSELt, in ``probe24.json`` beside the compiled kernels.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from nmrun.products import backends24, linear24, simulated
 
 @dataclass(frozen=True)
 class Shape:
-    """A linear layer in training: rows = outputs, columns = inputs, tokens of one micro-batch. ``both``: the input gradient is sparse too;
-    ``mvue``: so may the weight gradient be; ``fp8``: operands of this dtype are rounded to FP8."""
+    """A linear layer in training: rows = outputs, columns = inputs, tokens of one micro-batch.
+    ``both``: the input gradient is sparse too; ``mvue``: so may the weight gradient be; ``fp8``:
+    operands of this dtype are rounded to FP8."""
 
     rows: int
     columns: int
@@ -42,8 +45,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of the products of one micro-batch, and of packing the weight, once per optimizer step. ``wrong``: why this path
-    cannot be used. The weight gradient is looked at with ``mvue`` only; packing its operand is part of it."""
+    """Milliseconds of the products of one micro-batch, and of packing the weight, once per
+    optimizer step. ``wrong``: why this path cannot be used. The weight gradient is looked at with
+    ``mvue`` only; packing its operand is part of it."""
 
     pack: float = 0.0
     forward: float = 0.0
@@ -57,9 +61,13 @@ class Times:
 
 
 def probe(shape: Shape, device: torch.device) -> dict[str, Times]:
-    """The times of the layer as ``"dense"`` and by every path that may compute it; from the disk if they are known there."""
+    """The times of the layer as ``"dense"`` and by every path that may compute it; from the disk if
+    they are known there.
+    """
     machine = _machine(device)
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):  # a file of another version, or damaged
+    with contextlib.suppress(
+        OSError, ValueError, TypeError, KeyError, AttributeError
+    ):  # a file of another version, or damaged
         known = json.loads(_file().read_text())[machine][str(shape)]
         if {"dense", *backends24.candidates(shape.fp8)} == set(known):
             return {name: Times(**times) for name, times in known.items()}
@@ -74,8 +82,12 @@ def measure(shape: Shape, device: torch.device) -> dict[str, Times]:
     generator = torch.Generator().manual_seed(1)
     weight = backends24.transposable(shape.rows, shape.columns, device).to(shape.dtype)
     sizes = ((shape.tokens, shape.columns), (shape.tokens, shape.rows), (shape.rows,))
-    x, dz, bias = (torch.randn(*size, generator=generator).to(device, shape.dtype) for size in sizes)
-    kept = torch.tensor([True, True, False, False], device=device).repeat(shape.tokens // 4 + 1)[: shape.tokens, None]
+    x, dz, bias = (
+        torch.randn(*size, generator=generator).to(device, shape.dtype) for size in sizes
+    )
+    kept = torch.tensor([True, True, False, False], device=device).repeat(shape.tokens // 4 + 1)[
+        : shape.tokens, None
+    ]
     estimate = torch.where(kept, dz, 0.0)  # 2:4 along the tokens
     time = backends24.milliseconds
     dense = Times(
@@ -98,21 +110,35 @@ def _times(
 ) -> Times:  # fmt: skip
     other = weight if shape.both else None
     parts, parts_t = path.pack(weight, other)
-    forward = _tested(lambda: path.multiply(x, parts, bias), _forward(x.float(), weight.float(), bias.float(), shape))
+    forward = _tested(
+        lambda: path.multiply(x, parts, bias),
+        _forward(x.float(), weight.float(), bias.float(), shape),
+    )
     input_gradient, weight_gradient = dense.input_gradient, 0.0
     if shape.both:
         expected = simulated.backward_product(dz.float(), weight.float(), shape.fp8)
         input_gradient = _tested(lambda: path.multiply(dz, parts_t, None), expected)
     if shape.mvue:
         try:
-            weight_gradient = _tested(lambda: linear24.once(x.t(), estimate.t(), name), x.t().float() @ estimate.float())
+            weight_gradient = _tested(
+                lambda: linear24.once(x.t(), estimate.t(), name), x.t().float() @ estimate.float()
+            )
         except (RuntimeError, NotImplementedError, ValueError):
             weight_gradient = float("inf")  # then it stays dense
-    return Times(backends24.milliseconds(lambda: path.pack(weight, other)), forward, input_gradient, weight_gradient)
+    return Times(
+        backends24.milliseconds(lambda: path.pack(weight, other)),
+        forward,
+        input_gradient,
+        weight_gradient,
+    )
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor, shape: Shape) -> Tensor:
-    return simulated.linear(x, weight, bias, fp8=True) if shape.fp8 else functional.linear(x, weight, bias)
+    return (
+        simulated.linear(x, weight, bias, fp8=True)
+        if shape.fp8
+        else functional.linear(x, weight, bias)
+    )
 
 
 def _tested(call: Callable[[], Tensor], expected: Tensor) -> float:

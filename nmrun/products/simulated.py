@@ -1,14 +1,16 @@
 """How the three matrix products of a sparse layer are computed in training.
 
-For a linear layer with input X (tokens, in), output Z (tokens, out) and projected weight W (out, in) they are
+For a linear layer with input X (tokens, in), output Z (tokens, out) and projected weight W (out,
+in) they are
 
     Z = X W^T          the forward product, which sums over the inputs
     dX = dZ W          the input gradient, over the outputs
     dW = dZ^T X        the weight gradient, over the tokens
 
-Hardware for N:M sparsity wants one operand to be N:M along the dimension that is summed over. The projection does that for Z. For dX
-a recipe can give another weight, N:M along the outputs (Bi-Mask, arXiv 2302.06058). For dW, dZ is replaced by its minimum-variance
-unbiased N:M estimate along the tokens, and all three products can be rounded to FP8 (S-STE: Hu et al. 2024, arXiv 2409.09099).
+Hardware for N:M sparsity wants one operand to be N:M along the dimension that is summed over. The
+projection does that for Z. For dX a recipe can give another weight, N:M along the outputs (Bi-Mask,
+arXiv 2302.06058). For dW, dZ is replaced by its minimum-variance unbiased N:M estimate along the
+tokens, and all three products can be rounded to FP8 (S-STE: Hu et al. 2024, arXiv 2409.09099).
 Everything here is simulated: the numbers are those of such hardware, the products are dense.
 """
 
@@ -30,14 +32,18 @@ FORWARD_FP8, BACKWARD_FP8 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``x`` in an FP8 ``dtype`` with one scale for the whole tensor: ``x`` is about ``values / scale``.
+    """``x`` in an FP8 ``dtype`` with one scale for the whole tensor: ``x`` is about ``values /
+    scale``.
 
-    The scale maps the largest magnitude to the largest number of the format, from this tensor alone (just-in-time scaling). Returns
-    the values (FP8) and the scale (float32, 0-dimensional; 1 for an all-zero tensor). What is not finite becomes NaN.
+    The scale maps the largest magnitude to the largest number of the format, from this tensor alone
+    (just-in-time scaling). Returns the values (FP8) and the scale (float32, 0-dimensional; 1 for an
+    all-zero tensor). What is not finite becomes NaN.
     """
     x = x.float()
     largest = x.abs().amax()
-    scale = (torch.finfo(dtype).max / largest).clamp_max(torch.finfo(torch.float32).max)  # finite for subnormal numbers too
+    scale = (torch.finfo(dtype).max / largest).clamp_max(
+        torch.finfo(torch.float32).max
+    )  # finite for subnormal numbers too
     scale = torch.where(largest == 0, 1.0, scale)
     return (x * scale).to(dtype), scale
 
@@ -51,17 +57,22 @@ def linear(
     fp8: bool = False,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """``torch.nn.functional.linear`` with other backward products; without any of the options, the same.
+    """``torch.nn.functional.linear`` with other backward products; without any of the options, the
+    same.
 
-    x: (..., in), weight: (out, in), bias: (out) or None; returns (..., out). Under autocast all are cast as ``F.linear`` would.
-    input_weight: (out, in), the weight of the input gradient ``dX = dZ input_weight``; it gets no gradient itself. None: ``weight``.
-    mvue: the weight gradient is ``E^T X``, E the unbiased estimate of dZ with at most N non-zeros in each M consecutive tokens
-    (:func:`nmrun.sparsity.mvue`); tokens are all leading dimensions of x, in order, the last group filled up with zeros. Random
-    numbers come from ``generator``, by default torch's global one for the device.
-    fp8: both operands of the forward product are rounded to e4m3fn, those of the backward products to e5m2 (after the estimate), see
-    :func:`quantize`; products are summed in float32. The bias and its gradient stay exact.
+    x: (..., in), weight: (out, in), bias: (out) or None; returns (..., out). Under autocast all are
+    cast as ``F.linear`` would. input_weight: (out, in), the weight of the input gradient ``dX = dZ
+    input_weight``; it gets no gradient itself. None: ``weight``. mvue: the weight gradient is ``E^T
+    X``, E the unbiased estimate of dZ with at most N non-zeros in each M consecutive tokens
+    (:func:`nmrun.sparsity.mvue`); tokens are all leading dimensions of x, in order, the last group
+    filled up with zeros. Random numbers come from ``generator``, by default torch's global one for
+    the device. fp8: both operands of the forward product are rounded to e4m3fn, those of the
+    backward products to e5m2 (after the estimate), see :func:`quantize`; products are summed in
+    float32. The bias and its gradient stay exact.
     """
-    if x.numel() == 0:  # an expert without tokens: there is no largest magnitude, and no gradient to estimate
+    if (
+        x.numel() == 0
+    ):  # an expert without tokens: there is no largest magnitude, and no gradient to estimate
         return F.linear(x, weight, bias)
     return _Linear.apply(*_autocast(x, weight, bias, input_weight), mvue, fp8, generator)
 
@@ -78,7 +89,9 @@ class _Linear(torch.autograd.Function):
             return F.linear(x, weight, bias)
         z = _matmul_fp8(x, weight.t(), FORWARD_FP8)
         z = z if bias is None else z + bias
-        return z if z.dtype == x.dtype else z.to(x.dtype)  # torch.compile loses the gradient of a cast that does nothing
+        return (
+            z if z.dtype == x.dtype else z.to(x.dtype)
+        )  # torch.compile loses the gradient of a cast that does nothing
 
     @staticmethod
     @once_differentiable
@@ -103,16 +116,23 @@ def backward_product(a: Tensor, b: Tensor, fp8: bool) -> Tensor:
 
 
 def _matmul_fp8(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    # FP8 numbers are bfloat16 numbers too: tensor cores multiply those exactly and sum in float32, but round the sum for a 16-bit layer
+    # FP8 numbers are bfloat16 numbers too: tensor cores multiply those exactly and sum in float32,
+    # but round the sum for a 16-bit layer
     exact = torch.bfloat16 if a.is_cuda and a.dtype != torch.float32 else torch.float32
     (a, scale_a), (b, scale_b) = quantize(a, dtype), quantize(b, dtype)
-    autocast = contextlib.nullcontext() if a.is_meta else torch.autocast(a.device.type, enabled=False)  # meta has none
+    autocast = (
+        contextlib.nullcontext() if a.is_meta else torch.autocast(a.device.type, enabled=False)
+    )  # meta has none
     with autocast:  # on, it would round the sums
-        return (a.to(exact) @ b.to(exact)).float() / scale_a / scale_b  # one after the other: their product may overflow
+        return (
+            (a.to(exact) @ b.to(exact)).float() / scale_a / scale_b
+        )  # one after the other: their product may overflow
 
 
 def estimate(tokens: Tensor, pattern: Pattern, generator: torch.Generator | None) -> Tensor:
-    """The unbiased N:M estimate of a gradient (tokens, out) along the tokens, the last group filled up with zeros."""
+    """The unbiased N:M estimate of a gradient (tokens, out) along the tokens, the last group filled
+    up with zeros.
+    """
     missing = -len(tokens) % pattern.m
     filled = F.pad(tokens, (0, 0, 0, missing)) if missing else tokens
     return estimators.mvue(filled, pattern, 0, generator)[: len(tokens)]
@@ -128,12 +148,20 @@ def convolution(
     dilation: Sequence[int],
     groups: int = 1,
 ) -> Tensor:
-    """A convolution (1, 2 or 3 dimensions) whose input gradient is computed with ``input_weight`` instead of ``weight``.
+    """A convolution (1, 2 or 3 dimensions) whose input gradient is computed with ``input_weight``
+    instead of ``weight``.
 
-    x: (batch, in, ...), weight and input_weight: (out, in / groups, kernel...), bias: (out) or None; stride, padding and dilation have one
-    number a dimension. Under autocast all are cast as ``F.conv2d`` would. ``input_weight`` gets no gradient itself.
+    x: (batch, in, ...), weight and input_weight: (out, in / groups, kernel...), bias: (out) or
+    None; stride, padding and dilation have one number a dimension. Under autocast all are cast as
+    ``F.conv2d`` would. ``input_weight`` gets no gradient itself.
     """
-    return _Convolution.apply(*_autocast(x, weight, bias, input_weight), list(stride), list(padding), list(dilation), groups)
+    return _Convolution.apply(
+        *_autocast(x, weight, bias, input_weight),
+        list(stride),
+        list(padding),
+        list(dilation),
+        groups,
+    )
 
 
 class _Convolution(torch.autograd.Function):
@@ -154,10 +182,14 @@ class _Convolution(torch.autograd.Function):
         dx = dw = db = None
         if needs_x:
             wanted = [True, False, False]
-            dx = torch.ops.aten.convolution_backward(dz, x, input_weight, None, *ctx.geometry, wanted)[0]
+            dx = torch.ops.aten.convolution_backward(
+                dz, x, input_weight, None, *ctx.geometry, wanted
+            )[0]
         if needs_w or needs_b:
             wanted = [False, needs_w, needs_b]
-            _, dw, db = torch.ops.aten.convolution_backward(dz, x, weight, [dz.shape[1]], *ctx.geometry, wanted)
+            _, dw, db = torch.ops.aten.convolution_backward(
+                dz, x, weight, [dz.shape[1]], *ctx.geometry, wanted
+            )
         return dx, dw, db, None, None, None, None, None
 
 
@@ -173,4 +205,8 @@ def _autocast(x: Tensor, *others: Tensor | None) -> list[Tensor | None]:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The dtype that a linear layer computes in, given this input."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if not x.is_meta and torch.is_autocast_enabled(device) else x.dtype
+    return (
+        torch.get_autocast_dtype(device)
+        if not x.is_meta and torch.is_autocast_enabled(device)
+        else x.dtype
+    )

@@ -1,6 +1,8 @@
-"""The recipes by name. ``find("step")`` gives the class; a dotted path such as ``mypkg.recipes.Mine`` gives a user's own.
+"""The recipes by name. ``find("step")`` gives the class; a dotted path such as
+``mypkg.recipes.Mine`` gives a user's own.
 
-An installed package adds names by entry points of the group ``nmrun.recipes``, such as ``mine = "mypkg.recipes:Mine"``.
+An installed package adds names by entry points of the group ``nmrun.recipes``, such as ``mine =
+"mypkg.recipes:Mine"``.
 """
 
 from __future__ import annotations
@@ -40,8 +42,12 @@ RECIPES = {
 
 @functools.cache
 def installed() -> dict[str, str]:
-    """The recipes of other installed packages: name to dotted path. A name of ``RECIPES`` is not theirs to take."""
-    found = {point.name: point.value.replace(":", ".") for point in entry_points(group="nmrun.recipes")}
+    """The recipes of other installed packages: name to dotted path. A name of ``RECIPES`` is not
+    theirs to take.
+    """
+    found = {
+        point.name: point.value.replace(":", ".") for point in entry_points(group="nmrun.recipes")
+    }
     return {name: path for name, path in sorted(found.items()) if name not in RECIPES}
 
 

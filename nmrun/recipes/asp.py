@@ -45,7 +45,9 @@ class ASP(Recipe):
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
         super().begin(pattern, total_steps)
         if self.prune_at > 0 and total_steps is None:
-            raise ValueError("asp needs total_steps to know when to prune; prune_at=0 prunes at once")
+            raise ValueError(
+                "asp needs total_steps to know when to prune; prune_at=0 prunes at once"
+            )
         self.prune_step = self.dense_steps = round(self.prune_at * (total_steps or 0))
         self.dense_forward = True
         self.channels: dict[str, Channels] = {}

@@ -1,4 +1,6 @@
-"""AutoSwitch: when Adam's second moment has settled enough to be frozen (arXiv 2302.01172, algorithm 2)."""
+"""AutoSwitch: when Adam's second moment has settled enough to be frozen (arXiv 2302.01172,
+algorithm 2).
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,20 @@ RULES = ("auto", "auto_geometric")
 class AutoSwitch:
     """Decides after which optimizer step t (counted from 1) phase two begins.
 
-    ``rule="auto"`` samples ``Z_t = mean |v_t - v_{t-1}|`` over the sparse weights, ``"auto_geometric"`` the geometric mean over the
-    non-zero changes. It fires when the mean of the last ``round(1 / (1 - beta2))`` samples, all of them present, is below Adam's
-    eps and t > t_min * T, or when t > t_max * T. A number in (0, 1) instead of a rule fires after exactly that fraction of the steps.
-    The threshold is not scale-free: with gradients of rms above 3e-3 only t_max can fire. On a GPU the mean is read one step late, so
-    that no step waits for the device; there the threshold fires a step later than on a CPU.
+    ``rule="auto"`` samples ``Z_t = mean |v_t - v_{t-1}|`` over the sparse weights,
+    ``"auto_geometric"`` the geometric mean over the non-zero changes. It fires when the mean of the
+    last ``round(1 / (1 - beta2))`` samples, all of them present, is below Adam's eps and t > t_min
+    * T, or when t > t_max * T. A number in (0, 1) instead of a rule fires after exactly that
+    fraction of the steps. The threshold is not scale-free: with gradients of rms above 3e-3 only
+    t_max can fire. On a GPU the mean is read one step late, so that no step waits for the device;
+    there the threshold fires a step later than on a CPU.
     """
 
     def __init__(self, rule: str | float, t_min: float, t_max: float, total_steps: int) -> None:
         if not 0 <= t_min <= t_max <= 1:
-            raise ValueError(f"step: t_min={t_min}, t_max={t_max} must be fractions of all steps with 0 <= t_min <= t_max <= 1")
+            raise ValueError(
+                f"step: t_min={t_min}, t_max={t_max} must be fractions of all steps with 0 <= t_min <= t_max <= 1"
+            )
         self.automatic = rule in RULES
         self.geometric = rule == "auto_geometric"
         if not self.automatic:
@@ -37,20 +43,26 @@ class AutoSwitch:
                     f"step: switch={rule!r} is neither auto, auto_geometric nor a fraction in (0, 1){hint}"
                 ) from None
             if not 0 < fraction < 1:
-                raise ValueError(f"step: switch={rule} must be a fraction of all steps between 0 and 1, both excluded")
+                raise ValueError(
+                    f"step: switch={rule} must be a fraction of all steps between 0 and 1, both excluded"
+                )
             t_min = t_max = fraction
         self.first, self.last = round(t_min * total_steps), round(t_max * total_steps)
         self.samples = 0
         self.window = torch.zeros(0, dtype=torch.float64)
         self.eps = math.nan
         self.waits = True
-        self.underway: tuple[Tensor, torch.Event | None] | None = None  # the mean of the last step, on its way to the host
+        self.underway: tuple[Tensor, torch.Event | None] | None = (
+            None  # the mean of the last step, on its way to the host
+        )
 
     def prepare(self, beta2: float, eps: float, device: torch.device) -> list[str]:
         """Size the window for this optimizer; returns what the user should know beforehand."""
         self.eps = float(eps)
         # round, since 1 / (1 - 0.999) is 999.99...
-        self.window = torch.zeros(max(1, round(1 / (1 - float(beta2)))), dtype=torch.float64, device=device)
+        self.window = torch.zeros(
+            max(1, round(1 / (1 - float(beta2)))), dtype=torch.float64, device=device
+        )
         self.waits = device.type == "cpu"
         if self.automatic and len(self.window) > self.last:
             return [
@@ -74,7 +86,12 @@ class AutoSwitch:
         if step > self.last:
             return f"t > t_max = {self.last}; {self._state()}"
         # from t_min on, so that the mean of step t_min is known a step later
-        if self.samples >= len(self.window) and step >= self.first and self._known_mean() < self.eps and step > self.first:
+        if (
+            self.samples >= len(self.window)
+            and step >= self.first
+            and self._known_mean() < self.eps
+            and step > self.first
+        ):
             return f"the variance has settled: {self._state()}"
         return ""
 
@@ -108,7 +125,8 @@ class AutoSwitch:
             return {}
         return {
             "step/variance_change": float(self.window[(self.samples - 1) % len(self.window)]),
-            "step/variance_change_window": float(self.window.sum()) / min(self.samples, len(self.window)),
+            "step/variance_change_window": float(self.window.sum())
+            / min(self.samples, len(self.window)),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,4 +135,8 @@ class AutoSwitch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.samples = int(state["samples"])
         self.window.copy_(state["window"])
-        self.underway = None if self.waits or self.samples < len(self.window) else (self.window.mean().cpu(), None)
+        self.underway = (
+            None
+            if self.waits or self.samples < len(self.window)
+            else (self.window.mean().cpu(), None)
+        )

@@ -90,7 +90,8 @@ class Recipe:
         """Called once, before all else: for a recipe that needs the network around its weights."""
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        """Called once, with all weights dense: check the optimizer, keep tensors by ``weight[key]``.
+        """Called once, with all weights dense: check the optimizer, keep tensors by
+        ``weight[key]``.
 
         Raises:
             ValueError: for an optimizer or a weight that the recipe cannot work with.
@@ -114,7 +115,9 @@ class Recipe:
         mask = transposable_mask(matrix, weight.pattern)
         return mask.reshape(at_each_position.shape).movedim((-2, -1), sides)
 
-    def before_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+    def before_step(
+        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
+    ) -> None:
         """Look at ``weight.grad`` just before the update, before the rule edits it."""
 
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:

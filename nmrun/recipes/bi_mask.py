@@ -1,11 +1,12 @@
-"""Bi-Mask: a second mask makes the input gradient N:M as well (Zhang et al. 2023, arXiv 2302.06058).
+"""Bi-Mask: a second mask makes the input gradient N:M as well (Zhang et al. 2023, arXiv
+2302.06058).
 
 Forward and weight gradient are SR-STE's. The input gradient ``dX = dZ W`` sums over the outputs, so
-there the forward weight is pruned once more, to N:M along the outputs. Which outputs share a group is
-free: every ``interval`` steps the best of ``candidates`` random permutations is taken, the one that
-loses fewest entries; between, the mask alone follows the weight. 100 and 100 are the paper's; its code
-draws 10 unless told otherwise, and counts forward passes.
-When to use: if the backward pass has to be sparse too. Cost: SR-STE's, and a mask a step.
+there the forward weight is pruned once more, to N:M along the outputs. Which outputs share a group
+is free: every ``interval`` steps the best of ``candidates`` random permutations is taken, the one
+that loses fewest entries; between, the mask alone follows the weight. 100 and 100 are the paper's;
+its code draws 10 unless told otherwise, and counts forward passes. When to use: if the backward
+pass has to be sparse too. Cost: SR-STE's, and a mask a step.
 """
 
 from __future__ import annotations
@@ -89,7 +90,10 @@ class BiMask(Recipe):
             order, rows, pattern = _order(weight), _rows(used != 0, weight), weight.pattern
             seed = zlib.crc32(f"{weight.name} {self.step}".encode())
             generator = torch.Generator().manual_seed(seed)
-            drawn = [torch.randperm(len(order), generator=generator).to(order.device) for _ in range(self.candidates)]
+            drawn = [
+                torch.randperm(len(order), generator=generator).to(order.device)
+                for _ in range(self.candidates)
+            ]
             groups = (rows[p].unflatten(0, (-1, pattern.m)) for p in drawn)
             # any N of the non-zeros of a group stay
             kept = torch.stack([g.sum(1).clamp_max(pattern.n).sum() for g in groups]).tolist()

@@ -1,4 +1,6 @@
-"""What LBC and MaskLLM share: a score for every possible mask of a group, which the optimizer moves."""
+"""What LBC and MaskLLM share: a score for every possible mask of a group, which the optimizer
+moves.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class MaskScores(Recipe):
             weight["scores"] = parameter.detach()
         return parameter
 
-    def before_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+    def before_step(
+        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
+    ) -> None:
         for weight in weights:
             self.scores(weight)
 

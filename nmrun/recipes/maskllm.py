@@ -1,11 +1,11 @@
 """MaskLLM: frozen weights, learnable masks (Fang et al. 2024, arXiv 2409.17481, NeurIPS 2024).
 
-Each group has a logit for every possible mask. Forward ``w * (softmax((kappa * logits + Gumbel noise)
-/ temperature) @ candidates)``; kappa rises and the temperature falls, linearly, until a blend of masks
-is one mask. The loss has ``- reg * ||w * mask||^2`` added. All weights are frozen from ``dense`` of the
-steps on; the last step leaves the likeliest mask.
-When to use: a trained network and little data. Cost: C / M logits a weight, C = (M over N), with
-optimizer state; a softmax and three products of (weights / M, M) by (M, C) a step.
+Each group has a logit for every possible mask. Forward ``w * (softmax((kappa * logits + Gumbel
+noise) / temperature) @ candidates)``; kappa rises and the temperature falls, linearly, until a
+blend of masks is one mask. The loss has ``- reg * ||w * mask||^2`` added. All weights are frozen
+from ``dense`` of the steps on; the last step leaves the likeliest mask. When to use: a trained
+network and little data. Cost: C / M logits a weight, C = (M over N), with optimizer state; a
+softmax and three products of (weights / M, M) by (M, C) a step.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class MaskLLM(MaskScores):
         self.keep_best(weight, out, self.scores(weight).detach())
 
     @torch.no_grad()
-    def before_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+    def before_step(
+        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
+    ) -> None:
         super().before_step(weights, optimizer)
         if self.dense_forward:
             return

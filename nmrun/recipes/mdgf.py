@@ -1,11 +1,11 @@
 """MdGf, mask decay gradient flow: pruned weights fade out instead of vanishing.
 
 After Bambhaniya et al. 2024 (arXiv 2402.04744). Forward ``w * (m + (1 - m) * D(j))``, j the steps
-since the dense phase, the mask m chosen anew at every step. D falls linearly or exponentially and is
-0 in the final phase. The gradient is that of this product, so pruned weights receive less and less of
-it (``grad_mode="scaled"``, the paper's idea); the authors' code passes it on unchanged (``"ste"``).
-When to use: above 80 % sparsity. Cost: STE's, one pass over the sparse weights for the faded part and
-one for the gradient. The products are dense until D is 0.
+since the dense phase, the mask m chosen anew at every step. D falls linearly or exponentially and
+is 0 in the final phase. The gradient is that of this product, so pruned weights receive less and
+less of it (``grad_mode="scaled"``, the paper's idea); the authors' code passes it on unchanged
+(``"ste"``). When to use: above 80 % sparsity. Cost: STE's, one pass over the sparse weights for the
+faded part and one for the gradient. The products are dense until D is 0.
 """
 
 from __future__ import annotations

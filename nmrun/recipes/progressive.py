@@ -1,8 +1,8 @@
 """What mask decay and structure decay share: a timeline of three phases that ends at N:M.
 
-Kao et al. 2022 (arXiv 2209.07617) and Bambhaniya et al. 2024 (arXiv 2402.04744). A run of n steps is
-dense for a fraction ``dense`` of them, N:M exactly for the last fraction ``final``, and in between
-goes from one to the other:
+Kao et al. 2022 (arXiv 2209.07617) and Bambhaniya et al. 2024 (arXiv 2402.04744). A run of n steps
+is dense for a fraction ``dense`` of them, N:M exactly for the last fraction ``final``, and in
+between goes from one to the other:
 
 - mask decay: ``w * (m + (1 - m) * D)``, D falling from 1 to 0;
 - structure decay: hard masks of denser or coarser patterns, one after the other, down to N:M.

@@ -1,12 +1,12 @@
 """S-STE: continuous pruning by a soft threshold with a frozen scale (arXiv 2409.09099).
 
-After Hu et al. 2024. The forward pass uses ``beta * S(w)``: S shrinks every magnitude by the group's
-(N+1)-th largest one, which makes the sparse weight a continuous function of the dense one. beta is
-fitted to the initial weights by least squares and never changed; it restores the lost norm. The
-gradient of ``beta * S(w)`` reaches w unchanged: neither multiplied by beta nor masked.
-When to use: pre-training at 2:4. Beyond half sparsity (1:4, 1:16) beta is large and depends on the
-initial distribution; the paper does not go there. Cost: STE's. The paper's FP8 and gradient
-estimators are options of ``nmrun.sparsify``, not of this recipe.
+After Hu et al. 2024. The forward pass uses ``beta * S(w)``: S shrinks every magnitude by the
+group's (N+1)-th largest one, which makes the sparse weight a continuous function of the dense one.
+beta is fitted to the initial weights by least squares and never changed; it restores the lost norm.
+The gradient of ``beta * S(w)`` reaches w unchanged: neither multiplied by beta nor masked. When to
+use: pre-training at 2:4. Beyond half sparsity (1:4, 1:16) beta is large and depends on the initial
+distribution; the paper does not go there. Cost: STE's. The paper's FP8 and gradient estimators are
+options of ``nmrun.sparsify``, not of this recipe.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """SdGf, structure decay gradient flow: the pattern tightens in frames of equal length.
 
 After Bambhaniya et al. 2024 (arXiv 2402.04744). Hard masks throughout, straight-through gradient.
-Stepwise: ``M-1:M, M/2:M, ..., N:M``, ever sparser. Geometric: ``8N:8M, 4N:4M, 2N:2M, N:M``, always as
-sparse as the target in ever smaller groups.
-When to use: above 80 % sparsity; geometric where training must be sparse from the start. Cost: STE's.
+Stepwise: ``M-1:M, M/2:M, ..., N:M``, ever sparser. Geometric: ``8N:8M, 4N:4M, 2N:2M, N:M``, always
+as sparse as the target in ever smaller groups. When to use: above 80 % sparsity; geometric where
+training must be sparse from the start. Cost: STE's.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class SdGfGeometric(Progressive):
 
 @dataclass
 class DecayStructure(SdGfStepwise):
-    """Decaying pruning mask, structure form (Kao et al. 2022, arXiv 2209.07617), SdGf's predecessor."""
+    """Decaying pruning mask, structure form (Kao et al. 2022, arXiv 2209.07617), SdGf's
+    predecessor.
+    """
 
     name: ClassVar[str] = "decay_structure"

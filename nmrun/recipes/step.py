@@ -56,14 +56,18 @@ class STEP(Recipe):
         adam = optim.freezable(optimizer, "step")
         groups = adam.groups_of([w.parameter for w in weights])
         if len({(g["betas"][1], g["eps"]) for g in groups}) > 1:
-            raise ValueError("step: the parameter groups with sparse weights must share beta2 and eps, AutoSwitch pools them")
+            raise ValueError(
+                "step: the parameter groups with sparse weights must share beta2 and eps, AutoSwitch pools them"
+            )
         beta2, eps = groups[0]["betas"][1], groups[0]["eps"]
         self.events += self.autoswitch.prepare(beta2, eps, weights[0].dense.device)
 
     def rule(self, weight: SparseWeight) -> Rule:
         return Rule(pruned_gradient_decay=self.decay)
 
-    def before_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+    def before_step(
+        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
+    ) -> None:
         if not (self.dense_forward and self.autoswitch.automatic):
             return
         adam, params = optim.freezable(optimizer, "step"), [w.parameter for w in weights]

@@ -24,26 +24,45 @@ KINDS = ("ratio", "curves", "flips", "autoswitch", "flops")
 
 
 def table(argv: Sequence[str]) -> int:
-    """``nmrun table PATH...``: print or write the comparison of the runs below the paths; returns the exit status."""
+    """``nmrun table PATH...``: print or write the comparison of the runs below the paths; returns
+    the exit status.
+    """
     parser = _parser("table", "Compare the runs below PATH: mean +- standard deviation over seeds.")
-    parser.add_argument("--format", default="markdown", choices=FORMATS, help="default markdown; csv is one line a cell")
+    parser.add_argument(
+        "--format",
+        default="markdown",
+        choices=FORMATS,
+        help="default markdown; csv is one line a cell",
+    )
     parser.add_argument(
         "--show",
         default="mean",
         choices=("mean", "median", "best"),
         help="what stands in a cell (default mean, with deviation)",
     )
-    parser.add_argument("--baseline", metavar="ROW", help="compare every row with this one, such as dense, seed by seed")
-    parser.add_argument("--test", default="t", choices=TESTS, help="paired test of the comparison (default t)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write to FILE instead of the terminal")
+    parser.add_argument(
+        "--baseline",
+        metavar="ROW",
+        help="compare every row with this one, such as dense, seed by seed",
+    )
+    parser.add_argument(
+        "--test", default="t", choices=TESTS, help="paired test of the comparison (default t)"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write to FILE instead of the terminal"
+    )
     parser.add_argument(
         "--experiment",
         metavar="NAMES",
         help="the runs, rows, columns and published figures of these experiments (by commas, or all); the words that are no options "
         "are overrides then, the same as for the sweep; several as HTML are one page with all figures",
     )
-    parser.add_argument("--scale", default="small", help="of the experiments: smoke, small (default) or paper")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="write the experiments' figures there, as PNG")
+    parser.add_argument(
+        "--scale", default="small", help="of the experiments: smoke, small (default) or paper"
+    )
+    parser.add_argument(
+        "--figures", type=Path, metavar="DIR", help="write the experiments' figures there, as PNG"
+    )
     with files_of_the_command():
         options = parser.parse_args(argv)
         if options.experiment:
@@ -67,24 +86,40 @@ def table(argv: Sequence[str]) -> int:
 def plot(argv: Sequence[str]) -> int:
     """``nmrun plot PATH...``: draw the same runs; returns the exit status."""
     parser = _parser("plot", "Draw the runs below PATH, one line a recipe.")
-    parser.add_argument("--kind", default="ratio", choices=KINDS, help="default ratio: the metric against N:M")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="PNG, SVG or PDF by suffix (default PATH/plot.png, PATH/KIND.png)"
+        "--kind", default="ratio", choices=KINDS, help="default ratio: the metric against N:M"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="PNG, SVG or PDF by suffix (default PATH/plot.png, PATH/KIND.png)",
     )
     with files_of_the_command():
         options = parser.parse_args(argv)
         name = "plot.png" if options.kind == "ratio" else f"{options.kind}.png"
-        out = options.out or Path(options.paths[0] if Path(options.paths[0]).is_dir() else ".", name)
+        out = options.out or Path(
+            options.paths[0] if Path(options.paths[0]).is_dir() else ".", name
+        )
         if out.suffix not in SUFFIXES:
             raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
-        wanted, options.metric = (options.metric, None) if options.kind == "curves" else (None, options.metric)
+        wanted, options.metric = (
+            (options.metric, None) if options.kind == "curves" else (None, options.metric)
+        )
         parts = _parts(options, several=False)
         from nmrun.report import plots, style
         from nmrun.report.history import History
 
         if wanted:  # what is logged while training goes on, which the results need not have
-            _known(wanted, sorted({key for runs, each in parts for key in History(each, runs).logged()}), "metric")
-        figures = [plots.draw(options.kind, each, runs, wanted or _logged(runs, each)) for runs, each in parts]
+            _known(
+                wanted,
+                sorted({key for runs, each in parts for key in History(each, runs).logged()}),
+                "metric",
+            )
+        figures = [
+            plots.draw(options.kind, each, runs, wanted or _logged(runs, each))
+            for runs, each in parts
+        ]
         drawn = [figure for figure in figures if figure is not None]
         if not drawn:
             raise ConfigError(f"--kind {options.kind}: {plots.KINDS[options.kind].nothing}")
@@ -96,13 +131,20 @@ def plot(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str]) -> int:
-    """``nmrun report PATH... --to FILE``: tables, pictures, failures, configs and environments on one page; returns the exit status."""
-    parser = _parser("report", "Write all that there is to know of the runs below PATH into one HTML file that needs no other.")
+    """``nmrun report PATH... --to FILE``: tables, pictures, failures, configs and environments on
+    one page; returns the exit status.
+    """
+    parser = _parser(
+        "report",
+        "Write all that there is to know of the runs below PATH into one HTML file that needs no other.",
+    )
     parser.add_argument("--to", type=Path, metavar="FILE", help="default PATH/report.html")
     with files_of_the_command():
         options = parser.parse_args(argv)
         if any(path.startswith("wandb://") for path in options.paths):
-            raise ConfigError("a report needs run folders: curves, errors and environments are not in W&B")
+            raise ConfigError(
+                "a report needs run folders: curves, errors and environments are not in W&B"
+            )
         parts = _parts(options, several=False)
         from nmrun.report.html_report import write
 
@@ -120,7 +162,9 @@ def _parser(verb: str, description: str) -> Parser:
         metavar="PATH",
         help="folders with runs in them, such as outputs/digits, or wandb://entity/project",
     )
-    parser.add_argument("--rows", metavar="KEYS", help="config keys, such as recipe,optimizer.lr (default recipe)")
+    parser.add_argument(
+        "--rows", metavar="KEYS", help="config keys, such as recipe,optimizer.lr (default recipe)"
+    )
     parser.add_argument("--cols", metavar="KEYS", help="likewise (default sparsity)")
     parser.add_argument(
         "--metric",
@@ -148,16 +192,27 @@ def _experiments(options: argparse.Namespace) -> int:
     sections = []
     for asked in every:
         own = argparse.Namespace(**vars(options))
-        own.rows, own.cols, own.metric = options.rows or asked.rows, options.cols or asked.cols, options.metric or asked.metric
+        own.rows, own.cols, own.metric = (
+            options.rows or asked.rows,
+            options.cols or asked.cols,
+            options.metric or asked.metric,
+        )
         try:
-            runs = experiments.runs(asked, options.scale, options.paths, (own.metric or "").split(","))
+            runs = experiments.runs(
+                asked, options.scale, options.paths, (own.metric or "").split(",")
+            )
         except experiments.Unfinished as error:
             if len(every) == 1:
                 raise
             print(f"nmrun: left out: {error}", file=sys.stderr)
             continue
-        own.rows, own.cols = (",".join(k for k in keys.split(",") if k in runs.columns) for keys in (own.rows, own.cols))
-        tables = [experiments.with_paper(each, asked) for _, each in _parts(own, options.show, runs=runs)]
+        own.rows, own.cols = (
+            ",".join(k for k in keys.split(",") if k in runs.columns)
+            for keys in (own.rows, own.cols)
+        )
+        tables = [
+            experiments.with_paper(each, asked) for _, each in _parts(own, options.show, runs=runs)
+        ]
         if options.baseline:
             tables = [compare(each, options.baseline, options.test) for each in tables]
         elif asked.baseline:
@@ -166,7 +221,9 @@ def _experiments(options: argparse.Namespace) -> int:
             own.cols, own.metric = "sparsity", own.metric.split(",")[0]
         sections.append(experiments.Section(asked, options.scale, tables, _parts(own, runs=runs)))
     if not sections:
-        raise ConfigError(f"no run of any of these experiments is finished at scale={options.scale}")
+        raise ConfigError(
+            f"no run of any of these experiments is finished at scale={options.scale}"
+        )
     text = experiments.render(sections, options.format)
     files = experiments.draw(sections, options.figures) if options.figures else []
     if options.out is None:
@@ -174,14 +231,20 @@ def _experiments(options: argparse.Namespace) -> int:
     else:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text, encoding="utf-8")
-    sys.stdout.write("".join(f"{file}\n" for file in [*files, *([options.out] if options.out else [])]))
+    sys.stdout.write(
+        "".join(f"{file}\n" for file in [*files, *([options.out] if options.out else [])])
+    )
     return 0
 
 
 def _parts(
-    options: argparse.Namespace, statistic: str = "mean", several: bool = True, runs: pd.DataFrame | None = None
+    options: argparse.Namespace,
+    statistic: str = "mean",
+    several: bool = True,
+    runs: pd.DataFrame | None = None,
 ) -> list[tuple[pd.DataFrame, Table]]:
-    """The runs and their table, for each data set and model, unless a row or column tells them apart. ``several``: metrics in one table.
+    """The runs and their table, for each data set and model, unless a row or column tells them
+    apart. ``several``: metrics in one table.
 
     ``runs``: these, instead of what is below the paths.
     """
@@ -202,13 +265,17 @@ def _parts(
 
     runs = collect(paths) if runs is None else runs
     if runs.empty:
-        raise ConfigError(f"no run below {', '.join(options.paths)} (a run's folder holds result.json)")
+        raise ConfigError(
+            f"no run below {', '.join(options.paths)} (a run's folder holds result.json)"
+        )
     metrics = [c for c in runs.columns if "/" in c] + ["seconds"]
     keys = [c for c in runs.columns if c not in metrics]
     rows, columns = (options.rows or "recipe").split(","), (options.cols or "sparsity").split(",")
     for key in [*rows, *columns, *(condition.partition("=")[0] for condition in options.filter)]:
         _known(key, keys, "key")
-    if (runs["status"] == "finished").any():  # else there are no metrics to know, but failures to show
+    if (
+        runs["status"] == "finished"
+    ).any():  # else there are no metrics to know, but failures to show
         for metric in (options.metric or metrics[0]).split(","):
             _known(metric, metrics, "metric")
     if "," in (options.metric or "") and not several:
@@ -221,7 +288,10 @@ def _parts(
         runs = _filtered(runs, condition)
     groups = [key for key in ("dataset", "model") if key not in (*rows, *columns)]
     parts = [part for _, part in runs.groupby(groups)] if groups else [runs]
-    return [(part, build(part, options.metric or _metric(part), rows, columns, statistic)) for part in parts]
+    return [
+        (part, build(part, options.metric or _metric(part), rows, columns, statistic))
+        for part in parts
+    ]
 
 
 def _metric(runs: pd.DataFrame) -> str:
@@ -237,7 +307,9 @@ def _logged(runs: pd.DataFrame, table: Table) -> str:
 
 
 def _filtered(runs: pd.DataFrame, condition: str) -> pd.DataFrame:
-    """The runs whose key has this value, and those without that key (an STE run has no ``recipe.switch`` to differ in)."""
+    """The runs whose key has this value, and those without that key (an STE run has no
+    ``recipe.switch`` to differ in).
+    """
     from nmrun.report.tables import label
 
     key, _, wanted = condition.partition("=")
@@ -259,5 +331,9 @@ def _same(a: str, b: str) -> bool:
 def _known(name: str, names: Sequence[str], what: str) -> None:
     if name not in names:
         hint = did_you_mean(name, names)
-        family = [n for n in names if n.partition(".")[0] == name.partition(".")[0]] or [n for n in names if "." not in n]
-        raise ConfigError(f"no {what} {name!r} in these runs{hint} (there are {', '.join(sorted(family))})")
+        family = [n for n in names if n.partition(".")[0] == name.partition(".")[0]] or [
+            n for n in names if "." not in n
+        ]
+        raise ConfigError(
+            f"no {what} {name!r} in these runs{hint} (there are {', '.join(sorted(family))})"
+        )

@@ -17,44 +17,69 @@ WANDB = "wandb://"
 
 
 def collect(paths: Sequence[str | Path]) -> pd.DataFrame:
-    """One row for each ``result.json`` at or below ``paths``, once each; empty if there is none. A path may be ``wandb://entity/project``.
+    """One row for each ``result.json`` at or below ``paths``, once each; empty if there is none. A
+    path may be ``wandb://entity/project``.
 
-    Columns: ``status``, ``id``, ``folder``, ``seconds``, ``commit``, ``metric`` (the task's own), ``seed``; the config's groups by
-    name (``recipe``, ``model``, ...; ``sparsity`` as ``2:4`` or ``dense``) and every dotted key (``optimizer.lr``; lists as text);
-    the final metrics (``test/accuracy``), those of the best weights under ``best/`` (``best/test/accuracy``), and ``flops/...`` of
-    training and inference. What a run does not have is NaN. A file that is not a whole result is left out, and named in a line
-    on standard error. Raises ConfigError where W&B does not give its runs.
+    Columns: ``status``, ``id``, ``folder``, ``seconds``, ``commit``, ``metric`` (the task's own),
+    ``seed``; the config's groups by name (``recipe``, ``model``, ...; ``sparsity`` as ``2:4`` or
+    ``dense``) and every dotted key (``optimizer.lr``; lists as text); the final metrics
+    (``test/accuracy``), those of the best weights under ``best/`` (``best/test/accuracy``), and
+    ``flops/...`` of training and inference. What a run does not have is NaN. A file that is not a
+    whole result is left out, and named in a line on standard error. Raises ConfigError where W&B
+    does not give its runs.
     """
     rows, seen = [], set()
     for path in paths:
         if str(path).startswith(WANDB):
             rows += _from_wandb(str(path).removeprefix(WANDB).strip("/"))
-    for file in (file for path in paths if not str(path).startswith(WANDB) for file in sorted(Path(path).rglob("result.json"))):
+    for file in (
+        file
+        for path in paths
+        if not str(path).startswith(WANDB)
+        for file in sorted(Path(path).rglob("result.json"))
+    ):
         if file.resolve() in seen:
             continue
         seen.add(file.resolve())
         try:
             rows.append(row(json.loads(file.read_text(encoding="utf-8")), file.parent))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            print(f"nmrun: {file} left out, not a whole result ({type(error).__name__}: {error})", file=sys.stderr)
-    return pd.DataFrame(rows, dtype=object)  # as objects, whole numbers stay whole beside runs without the key
+            print(
+                f"nmrun: {file} left out, not a whole result ({type(error).__name__}: {error})",
+                file=sys.stderr,
+            )
+    return pd.DataFrame(
+        rows, dtype=object
+    )  # as objects, whole numbers stay whole beside runs without the key
 
 
 def _from_wandb(project: str) -> list[dict[str, Any]]:
-    """The runs of ``entity/project`` that nmrun logged; others are left out, and counted in a line on standard error."""
+    """The runs of ``entity/project`` that nmrun logged; others are left out, and counted in a line
+    on standard error.
+    """
     import wandb
 
     rows, others = [], 0
     try:
         for run in wandb.Api(timeout=60).runs(project):
             try:
-                rows.append(row({**_plain(run.summary), "config": _plain(run.config), "id": run.id}, Path(run.url)))
+                rows.append(
+                    row(
+                        {**_plain(run.summary), "config": _plain(run.config), "id": run.id},
+                        Path(run.url),
+                    )
+                )
             except (KeyError, TypeError, AttributeError):
                 others += 1
     except Exception as error:
-        raise ConfigError(f"{WANDB}{project}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}") from None
+        raise ConfigError(
+            f"{WANDB}{project}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+        ) from None
     if others:
-        print(f"nmrun: {WANDB}{project}: {others} runs left out, not of nmrun or not ended", file=sys.stderr)
+        print(
+            f"nmrun: {WANDB}{project}: {others} runs left out, not of nmrun or not ended",
+            file=sys.stderr,
+        )
     return rows
 
 
@@ -69,10 +94,16 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One row of :func:`collect`, from what is in ``result.json``."""
     config = result["config"]
     n, m = config["sparsity"]["n"], config["sparsity"]["m"]
-    keys = {key: str(value).replace(" ", "") if isinstance(value, list) else value for key, value in flatten(config).items()}
+    keys = {
+        key: str(value).replace(" ", "") if isinstance(value, list) else value
+        for key, value in flatten(config).items()
+    }
     return {
         **keys,
-        **{group: config[group]["name"] for group in ("dataset", "model", "recipe", "optimizer", "schedule")},
+        **{
+            group: config[group]["name"]
+            for group in ("dataset", "model", "recipe", "optimizer", "schedule")
+        },
         "sparsity": "dense" if n is None else f"{n}:{m}",
         "seed": config["seed"],
         "status": result["status"],

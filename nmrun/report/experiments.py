@@ -1,4 +1,6 @@
-"""Tables and figures of an experiment: of exactly the runs that its sweep consists of, those that are missing included."""
+"""Tables and figures of an experiment: of exactly the runs that its sweep consists of, those that
+are missing included.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Unfinished(ConfigError):
 
 @dataclass(frozen=True)
 class Section:
-    """An experiment as it is reported: its tables, and the runs and tables that its pictures are of."""
+    """An experiment as it is reported: its tables, and the runs and tables that its pictures are
+    of.
+    """
 
     asked: Experiment
     scale: str
@@ -39,17 +43,25 @@ class Section:
     parts: list[tuple[pd.DataFrame, Table]]
 
 
-def runs(asked: Experiment, scale: str, overrides: Sequence[str] = (), metrics: Sequence[str] = ()) -> pd.DataFrame:
+def runs(
+    asked: Experiment, scale: str, overrides: Sequence[str] = (), metrics: Sequence[str] = ()
+) -> pd.DataFrame:
     """One row for each run of the experiment, as ``nmrun.report.collect.collect`` has them.
 
-    A run that has no result yet has the status ``missing``. Beside a run's own metrics there are ``test/score``, the one of the task,
-    where tasks differ in it; and of what was logged in training, where ``metrics`` asks for it, ``mean/<key>`` over all values and
-    ``positive/<key>``, the share of those above 0. Raises Unfinished if no run is finished.
+    A run that has no result yet has the status ``missing``. Beside a run's own metrics there are
+    ``test/score``, the one of the task, where tasks differ in it; and of what was logged in
+    training, where ``metrics`` asks for it, ``mean/<key>`` over all values and ``positive/<key>``,
+    the share of those above 0. Raises Unfinished if no run is finished.
     """
     rows = []
     for config in configs(asked, scale, overrides):
         folder = run_folder(config)
-        result = {"status": "missing", "id": "", "config": config.plain, "metrics": {"final": {}, "best": {}}}
+        result = {
+            "status": "missing",
+            "id": "",
+            "config": config.plain,
+            "metrics": {"final": {}, "best": {}},
+        }
         with contextlib.suppress(OSError, ValueError):
             result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         found = row(result, folder)
@@ -90,15 +102,23 @@ def compared(table: Table, baseline: str, test: str) -> Table:
 
 
 def render(sections: Sequence[Section], style_: str) -> str:
-    """Title, source, note and tables of each; HTML is one page with the pictures in it, CSV the tables alone."""
+    """Title, source, note and tables of each; HTML is one page with the pictures in it, CSV the
+    tables alone.
+    """
     if style_ == "csv":
         return formats.as_csv(sections[0].tables)
     if style_ == "html":
         return formats.page("nmrun: experiments", "".join(map(_html, sections)))
     mark = "%" if style_ == "latex" else "#"
     heads = [f"{mark} {s.asked.title} ({s.asked.source}), scale {s.scale}\n" for s in sections]
-    notes = [f"{'% ' if style_ == 'latex' else ''}{s.asked.note}\n\n" if s.asked.note else "" for s in sections]
-    return "\n".join(f"{h}{n}{formats.render(s.tables, style_)}" for h, n, s in zip(heads, notes, sections, strict=True))
+    notes = [
+        f"{'% ' if style_ == 'latex' else ''}{s.asked.note}\n\n" if s.asked.note else ""
+        for s in sections
+    ]
+    return "\n".join(
+        f"{h}{n}{formats.render(s.tables, style_)}"
+        for h, n, s in zip(heads, notes, sections, strict=True)
+    )
 
 
 def draw(sections: Sequence[Section], folder: Path) -> list[Path]:

@@ -41,7 +41,9 @@ class Grid:
 
 
 def render(tables: Sequence[Table], style: str) -> str:
-    """``markdown``, ``latex``, ``csv`` (long: one line a cell, full precision) or ``html`` (one page); ASCII, but for the users' own names."""
+    """``markdown``, ``latex``, ``csv`` (long: one line a cell, full precision) or ``html`` (one
+    page); ASCII, but for the users' own names.
+    """
     if style == "csv":
         return as_csv(tables)
     drawn = [grid for table in tables for grid in grids(table)]
@@ -54,23 +56,37 @@ def grids(table: Table) -> list[Grid]:
     """The values, and where there is a baseline the differences to it."""
     head = [*table.row_keys, *(" ".join(column) for column in table.columns)]
     lines = [
-        (list(row), [(text(table, row, column), (row, column) in table.best) for column in table.columns]) for row in table.rows
+        (
+            list(row),
+            [(text(table, row, column), (row, column) in table.best) for column in table.columns],
+        )
+        for row in table.rows
     ]
     found = [Grid(caption(table), len(table.row_keys), head, _with_paper(table, lines))]
     if table.baseline:
         others = [row for row in table.rows if row not in table.baseline]
-        compared = [(list(row), [_difference(table, row, column) for column in table.columns]) for row in others]
+        compared = [
+            (list(row), [_difference(table, row, column) for column in table.columns])
+            for row in others
+        ]
         found.append(Grid(comparison(table), len(table.row_keys), head, compared))
     return found
 
 
 def _with_paper(table: Table, lines: list[Line]) -> list[Line]:
-    """Published figures below the row that they are to be compared with; at the end, those that we have no row for."""
-    names, columns = [" ".join(row) for row in table.rows], [" ".join(column) for column in table.columns]
+    """Published figures below the row that they are to be compared with; at the end, those that we
+    have no row for.
+    """
+    names, columns = (
+        [" ".join(row) for row in table.rows],
+        [" ".join(column) for column in table.columns],
+    )
 
     def published(name: str) -> Line:
         labels = name.split()
-        return [*labels[:-1], f"{labels[-1]} (paper)"], [(table.paper[name].get(column, "-"), False) for column in columns]
+        return [*labels[:-1], f"{labels[-1]} (paper)"], [
+            (table.paper[name].get(column, "-"), False) for column in columns
+        ]
 
     found = []
     for name, line in zip(names, lines, strict=True):
@@ -80,7 +96,10 @@ def _with_paper(table: Table, lines: list[Line]) -> list[Line]:
 
 def markdown(grid: Grid) -> str:
     """Aligned for a terminal too; what stands out is bold."""
-    lines = [[*labels, *(f"**{cell}**" if out else cell for cell, out in cells)] for labels, cells in grid.lines]
+    lines = [
+        [*labels, *(f"**{cell}**" if out else cell for cell, out in cells)]
+        for labels, cells in grid.lines
+    ]
     return f"{grid.caption}\n\n{aligned(grid.head, lines)}\n"
 
 
@@ -91,7 +110,10 @@ def latex(grid: Grid) -> str:
         return "".join(LATEX.get(c, c) for c in value.replace("+-", "\0")).replace("\0", r"$\pm$")
 
     lines = [r"\begin{table}", r"\centering", rf"\caption{{{escape(grid.caption)}}}"]
-    lines += [rf"\begin{{tabular}}{{{'l' * grid.keys}{'r' * (len(grid.head) - grid.keys)}}}", r"\toprule"]
+    lines += [
+        rf"\begin{{tabular}}{{{'l' * grid.keys}{'r' * (len(grid.head) - grid.keys)}}}",
+        r"\toprule",
+    ]
     lines += [" & ".join(map(escape, grid.head)) + r" \\", r"\midrule"]
     for labels, cells in grid.lines:
         values = [rf"\textbf{{{escape(cell)}}}" if out else escape(cell) for cell, out in cells]
@@ -100,14 +122,19 @@ def latex(grid: Grid) -> str:
 
 
 def as_csv(tables: Sequence[Table]) -> str:
-    """Columns: what tells the tables apart, the keys of row and column, metric, mean, sd, n, best (0 or 1), without (runs that gave no value),
-    median, and with a baseline the difference to it, its interval and p-value.
+    """Columns: what tells the tables apart, the keys of row and column, metric, mean, sd, n, best
+    (0 or 1), without (runs that gave no value), median, and with a baseline the difference to it,
+    its interval and p-value.
 
     A dense reference is one line, not one for each ratio. Empty: undefined.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    groups = [key for key in ("dataset", "model") if key not in (*tables[0].row_keys, *tables[0].column_keys)]
+    groups = [
+        key
+        for key in ("dataset", "model")
+        if key not in (*tables[0].row_keys, *tables[0].column_keys)
+    ]
     keys = [*groups, *tables[0].row_keys, *tables[0].column_keys]
     compared = ["difference", "low", "high", "p"] if tables[0].baseline else []
     writer.writerow([*keys, "metric", "mean", "sd", "n", "best", "without", "median", *compared])
@@ -120,8 +147,15 @@ def as_csv(tables: Sequence[Table]) -> str:
                     ratio: Key = ("dense",) if row in table.references else column
                     best, without = int((row, column) in table.best), sum(cell.without.values())
                     gap = table.differences.get((row, column))
-                    found = [gap.mean, gap.low, gap.high, gap.p] if gap is not None else [None] * len(compared)
-                    metric, numbers = table.metric_of(row, column), [cell.mean, cell.sd, cell.n, best, without, cell.median]
+                    found = (
+                        [gap.mean, gap.low, gap.high, gap.p]
+                        if gap is not None
+                        else [None] * len(compared)
+                    )
+                    metric, numbers = (
+                        table.metric_of(row, column),
+                        [cell.mean, cell.sd, cell.n, best, without, cell.median],
+                    )
                     writer.writerow([*group, *row, *ratio, metric, *numbers, *found])
     return out.getvalue()
 
@@ -138,7 +172,11 @@ def html_table(grid: Grid) -> str:
     for labels, cells in grid.lines:
         body += "<tr>" + "".join(f"<th>{escape(name)}</th>" for name in labels)
         body += (
-            "".join(f"<td><b>{escape(cell)}</b></td>" if out else f"<td>{escape(cell)}</td>" for cell, out in cells) + "</tr>\n"
+            "".join(
+                f"<td><b>{escape(cell)}</b></td>" if out else f"<td>{escape(cell)}</td>"
+                for cell, out in cells
+            )
+            + "</tr>\n"
         )
     return (
         f'<p>{escape(grid.caption)}</p>\n<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}'
@@ -156,12 +194,18 @@ def page(title: str, body: str) -> str:
 
 
 def text(table: Table, row: Key, column: Key) -> str:
-    """``98.7 +- 0.3 (3)``: mean, standard deviation, number of runs; then what gave no value, as ``failed (1)``."""
+    """``98.7 +- 0.3 (3)``: mean, standard deviation, number of runs; then what gave no value, as
+    ``failed (1)``.
+    """
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
     parts, metric = [], table.metric_of(row, column)
     value = shown(cell, table.statistic, higher_is_better(metric))
     if value is not None:
-        spread = f" +- {deviation(cell.sd, metric)}" if cell.sd is not None and table.statistic == "mean" else ""
+        spread = (
+            f" +- {deviation(cell.sd, metric)}"
+            if cell.sd is not None and table.statistic == "mean"
+            else ""
+        )
         parts.append(f"{printed(value, metric)}{spread} ({cell.n})")
     parts += [f"{reason} ({count})" for reason, count in cell.without.items()]
     return ", ".join(parts) or "-"
@@ -173,7 +217,9 @@ def deviation(sd: float, metric: str) -> str:
 
 
 def _difference(table: Table, row: Key, column: Key) -> tuple[str, bool]:
-    """``-0.5 [-0.9, -0.1] p=0.012 (5)``: difference, its interval, p-value, number of common seeds; whether it is significant."""
+    """``-0.5 [-0.9, -0.1] p=0.012 (5)``: difference, its interval, p-value, number of common seeds;
+    whether it is significant.
+    """
     gap, metric = table.differences.get((row, column)), table.metric_of(row, column)
     if gap is None:
         return "-", False
@@ -181,7 +227,9 @@ def _difference(table: Table, row: Key, column: Key) -> tuple[str, bool]:
     def signed(value: float) -> str:
         return f"{'-' if value < 0 else '+'}{deviation(abs(value), metric)}"
 
-    interval = "" if gap.low is None or gap.high is None else f" [{signed(gap.low)}, {signed(gap.high)}]"
+    interval = (
+        "" if gap.low is None or gap.high is None else f" [{signed(gap.low)}, {signed(gap.high)}]"
+    )
     p = "" if gap.p is None else " p<0.001" if gap.p < 0.001 else f" p={gap.p:.2g}"
     return f"{signed(gap.mean)}{interval}{p} ({gap.n})", gap.significant
 
@@ -200,7 +248,11 @@ def title(table: Table) -> str:
     """What all runs of the table have in common, in short."""
     has = table.shared
     where = " on ".join(has[key] for key in ("model", "dataset") if key in has)
-    optimizer = " lr ".join(has[key] for key in ("optimizer", "optimizer.lr") if key in has) if "optimizer" in has else ""
+    optimizer = (
+        " lr ".join(has[key] for key in ("optimizer", "optimizer.lr") if key in has)
+        if "optimizer" in has
+        else ""
+    )
     epochs = f"{has['trainer.epochs']} epochs" if "trainer.epochs" in has else ""
     return ", ".join(filter(None, [where, optimizer, epochs]))
 
@@ -209,10 +261,16 @@ def caption(table: Table) -> str:
     """What the numbers are, and what to know when comparing them."""
     unit = " in %" if "accuracy" in table.metric else ""
     split, slash, name = table.metric.removeprefix("best/").partition("/")
-    weights = "the best weights by validation" if table.metric.startswith("best/") else "the last weights"
-    what = f"{name} {SPLITS.get(split, f'({split})')}{unit}, {weights}" if slash else f"{split}{unit}"
+    weights = (
+        "the best weights by validation" if table.metric.startswith("best/") else "the last weights"
+    )
+    what = (
+        f"{name} {SPLITS.get(split, f'({split})')}{unit}, {weights}" if slash else f"{split}{unit}"
+    )
     if "metric" in (*table.row_keys, *table.column_keys):
-        what = table.metric.replace(",", ", ") + (" (accuracies in %)" if "accuracy" in table.metric else "")
+        what = table.metric.replace(",", ", ") + (
+            " (accuracies in %)" if "accuracy" in table.metric else ""
+        )
     how = "mean +- standard deviation" if table.statistic == "mean" else table.statistic
     notes = [f"{title(table)}: {what}; {how} over seeds (number of runs)"]
     if table.references and len(table.columns) > 1:
@@ -224,5 +282,7 @@ def caption(table: Table) -> str:
     if table.differing:
         notes.append(f"not the same in all cells: {', '.join(table.differing)}")
     if len(table.commits) > 1:
-        notes.append(f"made by {len(table.commits)} versions of the code: {', '.join(table.commits)}")
+        notes.append(
+            f"made by {len(table.commits)} versions of the code: {', '.join(table.commits)}"
+        )
     return "; ".join(notes)

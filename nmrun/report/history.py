@@ -1,4 +1,6 @@
-"""What was logged while the runs of a table trained: curves over steps, and what happened at which step."""
+"""What was logged while the runs of a table trained: curves over steps, and what happened at which
+step.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ SWITCH = re.compile(r"step (\d+): STEP freezes")
 
 @dataclass(frozen=True)
 class Curve:
-    """Over ``steps``: mean, standard deviation (zeros for a single run), lowest and highest of ``n`` runs."""
+    """Over ``steps``: mean, standard deviation (zeros for a single run), lowest and highest of
+    ``n`` runs.
+    """
 
     steps: np.ndarray
     mean: np.ndarray
@@ -30,29 +34,50 @@ class Curve:
 
 
 class History:
-    """The files of the finished runs of each cell of ``table``; each is read once. Runs that lie elsewhere (in W&B) have none."""
+    """The files of the finished runs of each cell of ``table``; each is read once. Runs that lie
+    elsewhere (in W&B) have none.
+    """
 
     def __init__(self, table: Table, runs: pd.DataFrame) -> None:
         self.table = table
         self.cells: dict[tuple[Key, Key], list[Run]] = {}
         self._rows: dict[str, list[dict[str, Any]]] = {}
         for run in runs.to_dict("records"):
-            row, column = (tuple(label(run[key]) for key in keys) for keys in (table.row_keys, table.column_keys))
+            row, column = (
+                tuple(label(run[key]) for key in keys)
+                for keys in (table.row_keys, table.column_keys)
+            )
             if run["status"] == "finished":
-                for place in [(row, c) for c in table.columns] if row in table.references else [(row, column)]:
+                for place in (
+                    [(row, c) for c in table.columns]
+                    if row in table.references
+                    else [(row, column)]
+                ):
                     self.cells.setdefault(place, []).append(run)
 
     def logged(self) -> set[str]:
         """The names of all that the runs logged."""
-        return {key for group in self.cells.values() for run in group for line in self._read(run) for key in line}
+        return {
+            key
+            for group in self.cells.values()
+            for run in group
+            for line in self._read(run)
+            for key in line
+        }
 
     def curve(self, row: Key, column: Key, key: str) -> Curve | None:
-        """``key`` over the steps at which the run with the fewest of them logged it; None if no run of the cell did."""
+        """``key`` over the steps at which the run with the fewest of them logged it; None if no run
+        of the cell did.
+        """
         series = []
         for run in self.cells.get((row, column), ()):
-            points = {line["step"]: line[key] for line in self._read(run) if line.get(key) is not None}
+            points = {
+                line["step"]: line[key] for line in self._read(run) if line.get(key) is not None
+            }
             if points:
-                series.append((np.array(list(points)), np.array(list(points.values()), dtype=float)))
+                series.append(
+                    (np.array(list(points)), np.array(list(points.values()), dtype=float))
+                )
         if not series:
             return None
         # Seeds log at the same steps, unless trainer.log_every differed
@@ -63,7 +88,11 @@ class History:
 
     def switches(self, row: Key, column: Key) -> list[int]:
         """The steps at which STEP began to learn masks, one for each run that did, in order."""
-        found = [SWITCH.match(event) for run in self.cells.get((row, column), ()) for event in result(run).get("events", ())]
+        found = [
+            SWITCH.match(event)
+            for run in self.cells.get((row, column), ())
+            for event in result(run).get("events", ())
+        ]
         return sorted(int(match[1]) for match in found if match)
 
     def last_step(self, run: Run) -> int:
@@ -78,9 +107,13 @@ class History:
 
 
 def result(run: Run | Mapping[str, Any]) -> dict[str, Any]:
-    """The whole ``result.json`` of a run that ``collect`` found; empty where the run lies elsewhere."""
+    """The whole ``result.json`` of a run that ``collect`` found; empty where the run lies
+    elsewhere.
+    """
     try:
-        whole: dict[str, Any] = json.loads(Path(run["folder"], "result.json").read_text(encoding="utf-8"))
+        whole: dict[str, Any] = json.loads(
+            Path(run["folder"], "result.json").read_text(encoding="utf-8")
+        )
     except (OSError, ValueError):
         return {}
     return whole

@@ -1,4 +1,6 @@
-"""``nmrun report``: one HTML file with all that there is to know of some runs; it needs no server and no other file."""
+"""``nmrun report``: one HTML file with all that there is to know of some runs; it needs no server
+and no other file.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,12 @@ OWN = (
 )  # keys without a dot that are part of a config
 
 
-def write(paths: Sequence[str], parts: Sequence[tuple[pd.DataFrame, Table, str]], target: Path) -> None:
-    """Write the report of the runs below ``paths``, whole or not at all. ``parts``: the runs of each table, the table, and the metric of
-    its learning curves. Raises OSError where ``target`` cannot be written."""
+def write(
+    paths: Sequence[str], parts: Sequence[tuple[pd.DataFrame, Table, str]], target: Path
+) -> None:
+    """Write the report of the runs below ``paths``, whole or not at all. ``parts``: the runs of
+    each table, the table, and the metric of its learning curves. Raises OSError where ``target``
+    cannot be written."""
     runs = pd.concat([part for part, _, _ in parts])
     states = [run for path in paths for run in status.runs(Path(path))]
     counts = Counter(run.state for run in states)
@@ -50,18 +55,24 @@ def write(paths: Sequence[str], parts: Sequence[tuple[pd.DataFrame, Table, str]]
     ]
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        partial.write_text(formats.page(f"nmrun: {', '.join(paths)}", "\n".join(said)), encoding="utf-8")
+        partial.write_text(
+            formats.page(f"nmrun: {', '.join(paths)}", "\n".join(said)), encoding="utf-8"
+        )
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
 
 
 def _part(runs: pd.DataFrame, table: Table, logged: str) -> str:
-    said = [f"<h2>{html.escape(formats.title(table))}</h2>"] + [formats.html_table(grid) for grid in formats.grids(table)]
+    said = [f"<h2>{html.escape(formats.title(table))}</h2>"] + [
+        formats.html_table(grid) for grid in formats.grids(table)
+    ]
     for kind, about in plots.KINDS.items():
         figure = plots.draw(kind, table, runs, logged)
         if figure is not None:
-            said.append(f"<figure>{style.embedded(figure, kind)}<figcaption>{html.escape(about.about)}.</figcaption></figure>")
+            said.append(
+                f"<figure>{style.embedded(figure, kind)}<figcaption>{html.escape(about.about)}.</figcaption></figure>"
+            )
     return "\n".join(said)
 
 
@@ -73,28 +84,48 @@ def _unfinished(runs: Sequence[status.Run]) -> str:
         said.append(f"<dt>{html.escape(run.title)}</dt>")
         said += [f"<dd>{html.escape(run.error)}</dd>"] if run.error else []
         said += [f"<dd><code>{html.escape(run.command)}</code></dd>"] if run.command else []
-    more = [f"<p>and {len(runs) - MOST} more; <code>nmrun status</code> has them all</p>"] if len(runs) > MOST else []
+    more = (
+        [f"<p>and {len(runs) - MOST} more; <code>nmrun status</code> has them all</p>"]
+        if len(runs) > MOST
+        else []
+    )
     return "\n".join([*said, "</dl>", *more])
 
 
 def _configs(runs: pd.DataFrame) -> str:
     """The keys that differ, a line for each combination; the others folded away."""
-    keys = [key for key in runs.columns if key in OWN or ("." in key and "/" not in key and not key.endswith(".name"))]
+    keys = [
+        key
+        for key in runs.columns
+        if key in OWN or ("." in key and "/" not in key and not key.endswith(".name"))
+    ]
     labels = runs[keys].map(label)
-    differing = [key for key in keys if labels[key].nunique() > 1 and key not in ("seed", "sparsity.n", "sparsity.m")]
+    differing = [
+        key
+        for key in keys
+        if labels[key].nunique() > 1 and key not in ("seed", "sparsity.n", "sparsity.m")
+    ]
     same = [(key, labels[key].iloc[0]) for key in keys if labels[key].nunique() == 1]
-    seeds = labels["seed"].groupby([labels[key] for key in differing], sort=False) if differing else [((), labels["seed"])]
+    seeds = (
+        labels["seed"].groupby([labels[key] for key in differing], sort=False)
+        if differing
+        else [((), labels["seed"])]
+    )
     lines: list[Line] = []
     for values, of in seeds:
         names = [str(value) for value in (values if isinstance(values, tuple) else (values,))]
-        lines.append((names, [(", ".join(sorted(set(of), key=lambda seed: (len(seed), seed))), False)]))
+        lines.append(
+            (names, [(", ".join(sorted(set(of), key=lambda seed: (len(seed), seed))), False)])
+        )
     head = [*differing, "seeds"]
-    caption = f"{len(lines)} combinations" + (f", of which {MOST} are shown" if len(lines) > MOST else "")
-    table = formats.html_table(Grid(caption, len(differing), head, lines[:MOST]))
-    common = formats.html_table(Grid("", 1, ["key", "value"], [([key], [(value, False)]) for key, value in same]))
-    return (
-        f"<h2>Configurations</h2>\n{table}<details><summary>The same in all runs: {len(same)} keys</summary>{common}</details>"
+    caption = f"{len(lines)} combinations" + (
+        f", of which {MOST} are shown" if len(lines) > MOST else ""
     )
+    table = formats.html_table(Grid(caption, len(differing), head, lines[:MOST]))
+    common = formats.html_table(
+        Grid("", 1, ["key", "value"], [([key], [(value, False)]) for key, value in same])
+    )
+    return f"<h2>Configurations</h2>\n{table}<details><summary>The same in all runs: {len(same)} keys</summary>{common}</details>"
 
 
 def _environments(runs: pd.DataFrame) -> str:
@@ -106,9 +137,16 @@ def _environments(runs: pd.DataFrame) -> str:
     environments = [(json.loads(text), count) for text, count in found.most_common(MOST)]
     keys = list(dict.fromkeys(key for environment, _ in environments for key in environment))
     lines: list[Line] = [
-        (["" if environment.get(key) is None else str(environment[key]) for key in keys], [(str(count), False)])
+        (
+            ["" if environment.get(key) is None else str(environment[key]) for key in keys],
+            [(str(count), False)],
+        )
         for environment, count in environments
     ]
     commits = {environment.get("commit") for environment, _ in environments}
-    note = f"<p>These runs were made by {len(commits)} versions of the code.</p>\n" if len(commits) > 1 else ""
+    note = (
+        f"<p>These runs were made by {len(commits)} versions of the code.</p>\n"
+        if len(commits) > 1
+        else ""
+    )
     return f"<h2>Made with</h2>\n{note}{formats.html_table(Grid('', len(keys), [*keys, 'runs'], lines))}"

@@ -9,6 +9,9 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """The head, a rule and the lines, with aligned columns."""
     cells = [[cell.replace("|", "\\|") for cell in line] for line in (head, *lines)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    padded = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |" for line in cells]
+    padded = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
+        for line in cells
+    ]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([padded[0], rule, *padded[1:]])

@@ -16,7 +16,9 @@ from nmrun.report.tables import Table
 
 @dataclass(frozen=True)
 class Kind:
-    """``draw`` gives None where the runs have nothing of this kind; ``nothing`` says so, ``about`` what the picture shows."""
+    """``draw`` gives None where the runs have nothing of this kind; ``nothing`` says so, ``about``
+    what the picture shows.
+    """
 
     draw: Callable[[Table, pd.DataFrame, History, str], Figure | None]
     about: str
@@ -25,7 +27,9 @@ class Kind:
 
 KINDS = {
     "ratio": Kind(
-        lambda table, _runs, _history, _metric: points.ratio(table), "The metric against the ratio", "no run has finished"
+        lambda table, _runs, _history, _metric: points.ratio(table),
+        "The metric against the ratio",
+        "no run has finished",
     ),
     "curves": Kind(
         lambda table, _runs, history, metric: curves.curves(table, history, metric),
@@ -51,7 +55,8 @@ KINDS = {
 
 
 def draw(kind: str, table: Table, runs: pd.DataFrame, logged: str) -> Figure | None:
-    """The picture of ``kind`` of the ``runs`` of ``table``; None where they have nothing to show (``KINDS[kind].nothing`` says what).
+    """The picture of ``kind`` of the ``runs`` of ``table``; None where they have nothing to show
+    (``KINDS[kind].nothing`` says what).
 
     ``logged``: the metric of learning curves, such as ``eval/accuracy``.
     """

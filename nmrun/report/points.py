@@ -24,13 +24,19 @@ def ratio(table: Table) -> Figure | None:
     if all(cell.mean is None for cell in table.cells.values()):
         return None
     unit = scale(table.metric)
-    figure, axes = pyplot.subplots(figsize=(max(5.6, 3.2 + 1.2 * len(table.columns)), 4.0), layout="constrained")
+    figure, axes = pyplot.subplots(
+        figsize=(max(5.6, 3.2 + 1.2 * len(table.columns)), 4.0), layout="constrained"
+    )
     rows = [row for row in table.rows if row not in table.references]
     spread = min(
         0.06, 0.7 / max(1, len(rows))
     )  # side by side, so that error bars do not cover each other, nor reach the next ratio
     for i, row in enumerate(rows):
-        cells = [(x, table.cells[row, column]) for x, column in enumerate(table.columns) if (row, column) in table.cells]
+        cells = [
+            (x, table.cells[row, column])
+            for x, column in enumerate(table.columns)
+            if (row, column) in table.cells
+        ]
         known = [(x, cell.mean, cell.sd) for x, cell in cells if cell.mean is not None]
         shift = spread * (i - (len(rows) - 1) / 2)
         axes.errorbar(
@@ -46,7 +52,11 @@ def ratio(table: Table) -> Figure | None:
             axes.axhspan(mean - sd, mean + sd, color="grey", alpha=0.15, linewidth=0)
     axes.set_xticks(range(len(table.columns)), [_tick(column) for column in table.columns])
     axes.set_xlim(-0.5, len(table.columns) - 0.5)
-    axes.set_xlabel("N:M, and the weights it keeps" if table.column_keys == ("sparsity",) else " ".join(table.column_keys))
+    axes.set_xlabel(
+        "N:M, and the weights it keeps"
+        if table.column_keys == ("sparsity",)
+        else " ".join(table.column_keys)
+    )
     axes.set_ylabel(f"{metric_label(table.metric)} (mean, sd)")
     figure.suptitle(title(table), fontsize=10)
     plain(axes)
@@ -54,8 +64,9 @@ def ratio(table: Table) -> Figure | None:
 
 
 def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
-    """Mean of the metric, with its standard deviation, against the FLOPs of training without the multiplications by zero; one line a row
-    through its columns, their names beside the points where they have room.
+    """Mean of the metric, with its standard deviation, against the FLOPs of training without the
+    multiplications by zero; one line a row through its columns, their names beside the points where
+    they have room.
     """
     if FLOPS not in runs.columns:
         return None
@@ -69,11 +80,27 @@ def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
         found = []
         for column in columns:
             cell, spent = table.cells.get((row, column)), cost.cells.get((row, column))
-            if cell is not None and spent is not None and cell.mean is not None and spent.mean is not None:
-                found.append((column, spent.mean, unit * cell.mean, math.nan if cell.sd is None else unit * cell.sd))
+            if (
+                cell is not None
+                and spent is not None
+                and cell.mean is not None
+                and spent.mean is not None
+            ):
+                found.append(
+                    (
+                        column,
+                        spent.mean,
+                        unit * cell.mean,
+                        math.nan if cell.sd is None else unit * cell.sd,
+                    )
+                )
         if not found:
             continue
-        style = {"marker": "s", "markerfacecolor": "none", **look(table, row)} if row in table.references else look(table, row)
+        style = (
+            {"marker": "s", "markerfacecolor": "none", **look(table, row)}
+            if row in table.references
+            else look(table, row)
+        )
         axes.errorbar(
             [x for _, x, _, _ in found], [y for _, _, y, _ in found], [sd for _, _, _, sd in found],
             label=label(table, row), **style, capsize=2, markersize=5, linewidth=1.2, elinewidth=0.9,
@@ -85,7 +112,9 @@ def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
         pyplot.close(figure)
         return None
     costs = [x for x, _ in drawn]
-    if max(costs) > 10 * min(costs):  # within a decade a logarithmic axis has hardly a number, or too many
+    if max(costs) > 10 * min(
+        costs
+    ):  # within a decade a logarithmic axis has hardly a number, or too many
         axes.set_xscale("log")
     else:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 220G
@@ -98,11 +127,15 @@ def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
 
 
 def _name(axes: Axes, points: list[tuple[str, float, float, str]]) -> None:
-    """Write the names beside the points, those of the lowest first, and leave out whatever would cover a name that is there."""
+    """Write the names beside the points, those of the lowest first, and leave out whatever would
+    cover a name that is there.
+    """
     axes.figure.canvas.draw()  # positions are known after the layout
     taken: list[Bbox] = []
     for name, x, y, colour in sorted(points, key=lambda point: point[2]):
-        text = axes.annotate(name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7, color=colour)
+        text = axes.annotate(
+            name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7, color=colour
+        )
         box = text.get_window_extent()
         if any(box.overlaps(other) for other in taken):
             text.remove()
@@ -112,6 +145,10 @@ def _name(axes: Axes, points: list[tuple[str, float, float, str]]) -> None:
 
 def _tick(column: Key) -> str:
     try:
-        return f"{column[0]}\n{100 * Pattern.parse(column[0]).density:.3g} %" if len(column) == 1 else "\n".join(column)
+        return (
+            f"{column[0]}\n{100 * Pattern.parse(column[0]).density:.3g} %"
+            if len(column) == 1
+            else "\n".join(column)
+        )
     except PatternError:
         return column[0]

@@ -16,8 +16,9 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Cell:
-    """Mean and median over ``n`` runs (None for no run), sample standard deviation (None for fewer than two), the runs' ``values`` by seed
-    (by anything that pairs runs), and how many runs gave no value, by reason.
+    """Mean and median over ``n`` runs (None for no run), sample standard deviation (None for fewer
+    than two), the runs' ``values`` by seed (by anything that pairs runs), and how many runs gave no
+    value, by reason.
     """
 
     mean: float | None
@@ -28,9 +29,15 @@ class Cell:
     values: dict[object, float] = field(default_factory=dict)
 
 
-def summarise(values: Sequence[float] | Mapping[object, float], without: Sequence[str] = ()) -> Cell:
-    """``values`` of the runs that have one; ``without``: why each of the others has none. The deviation divides by n - 1."""
-    by_seed: dict[object, float] = dict(values.items() if isinstance(values, Mapping) else enumerate(values))
+def summarise(
+    values: Sequence[float] | Mapping[object, float], without: Sequence[str] = ()
+) -> Cell:
+    """``values`` of the runs that have one; ``without``: why each of the others has none. The
+    deviation divides by n - 1.
+    """
+    by_seed: dict[object, float] = dict(
+        values.items() if isinstance(values, Mapping) else enumerate(values)
+    )
     numbers, n = list(by_seed.values()), len(by_seed)
     return Cell(
         mean=statistics.fmean(numbers) if n else None,
@@ -44,7 +51,9 @@ def summarise(values: Sequence[float] | Mapping[object, float], without: Sequenc
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of the differences over ``n`` common seeds, its bootstrap interval (95 %, percentiles), and the p-value, None for n = 1."""
+    """Mean of the differences over ``n`` common seeds, its bootstrap interval (95 %, percentiles),
+    and the p-value, None for n = 1.
+    """
 
     mean: float
     low: float | None
@@ -61,8 +70,9 @@ class Difference:
 def paired(ours: Cell, baseline: Cell, test: str = "t") -> Difference | None:
     """Compare two cells over the seeds that both have; None where they share none.
 
-    ``test``: ``"t"``, Student's paired test, two-sided, or ``"wilcoxon"``, the signed-rank test (exact up to n = 50 without ties; it cannot be
-    below 0.0625 for five seeds). Equal differences have no spread to judge by: p is 1 where all are 0, else 0.
+    ``test``: ``"t"``, Student's paired test, two-sided, or ``"wilcoxon"``, the signed-rank test
+    (exact up to n = 50 without ties; it cannot be below 0.0625 for five seeds). Equal differences
+    have no spread to judge by: p is 1 where all are 0, else 0.
     """
     common = [seed for seed in ours.values if seed in baseline.values]
     if not common:

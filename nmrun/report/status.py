@@ -1,4 +1,6 @@
-"""``nmrun status``: how the runs in a folder and its last sweep stand, also while they run, and how to repeat what did not finish."""
+"""``nmrun status``: how the runs in a folder and its last sweep stand, also while they run, and how
+to repeat what did not finish.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ FILES = {"config.yaml", "result.json", "checkpoint.pt"}  # one of them makes a f
 
 @dataclass(frozen=True)
 class Run:
-    """A run folder as it stands. ``step`` is the last that ``metrics.jsonl`` has; ``command`` asks for this run again."""
+    """A run folder as it stands. ``step`` is the last that ``metrics.jsonl`` has; ``command`` asks
+    for this run again.
+    """
 
     folder: str
     state: str
@@ -39,19 +43,27 @@ class Run:
 
 
 def runs(path: Path) -> list[Run]:
-    """The runs at or below a folder, by name. One without a result that no live process works on was killed."""
+    """The runs at or below a folder, by name. One without a result that no live process works on
+    was killed.
+    """
     return sorted((_run(folder) for folder in _folders(path)), key=lambda run: run.folder)
 
 
 def sweeps(path: Path) -> list[tuple[Path, bool]]:
-    """The folders of the sweeps that are running, or else of the last one, oldest first; and whether they are running."""
+    """The folders of the sweeps that are running, or else of the last one, oldest first; and
+    whether they are running.
+    """
     found = sorted(folder for folder in (path / ".sweeps").glob("*") if folder.is_dir())
-    return [(folder, True) for folder in found if locks.held(folder)] or [(folder, False) for folder in found[-1:]]
+    return [(folder, True) for folder in found if locks.held(folder)] or [
+        (folder, False) for folder in found[-1:]
+    ]
 
 
 def _folders(path: Path) -> Iterator[Path]:
     for place, below, files in os.walk(path):
-        if FILES & set(files) or (not below and locks.held(Path(place))):  # one that begins has no file yet
+        if FILES & set(files) or (
+            not below and locks.held(Path(place))
+        ):  # one that begins has no file yet
             below.clear()
             yield Path(place)
         elif ".sweeps" in below:
@@ -80,7 +92,9 @@ def _read(file: Path, parse: Any) -> dict[str, Any]:
 def _step(folder: Path) -> int | None:
     """The last step in ``metrics.jsonl``, whose last line may be half written."""
     try:
-        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (
+            (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+        )
     except OSError:
         return None
     for line in reversed(lines):
@@ -103,29 +117,50 @@ def _command(folder: Path, result: dict[str, Any]) -> str | None:
     above = folder.resolve().parents
     if command is None or "output_dir" not in config or len(above) < 5:
         return command
-    return _here(command, config["output_dir"], above[4])  # <dataset>/<model>/<recipe>/<ratio>/<run>
+    return _here(
+        command, config["output_dir"], above[4]
+    )  # <dataset>/<model>/<recipe>/<ratio>/<run>
 
 
 def _here(command: str, output_dir: str, place: Path) -> str:
-    """A command that was typed where ``place`` was its output_dir, as it is to be typed in this folder."""
+    """A command that was typed where ``place`` was its output_dir, as it is to be typed in this
+    folder.
+    """
     output = Path(output_dir)
     if output.resolve() == place:
         return command
     base = Path(*place.parts[: len(place.parts) - len(output.parts)])
     if not output.is_absolute() and base / output == place:
         return f"cd {shlex.quote(os.path.relpath(base))} && {command}"
-    words = [word for word in shlex.split(command) if not word.startswith("output_dir=")]  # it was moved
-    return shlex.join([*words, f"output_dir={place}" if re.fullmatch(r"[\w./-]+", str(place)) else f'output_dir="{place}"'])
+    words = [
+        word for word in shlex.split(command) if not word.startswith("output_dir=")
+    ]  # it was moved
+    return shlex.join(
+        [
+            *words,
+            f"output_dir={place}"
+            if re.fullmatch(r"[\w./-]+", str(place))
+            else f'output_dir="{place}"',
+        ]
+    )
 
 
 def _said(folder: Path, running: bool) -> list[str]:
     """A sweep in a line, and the command again if not all of it is done."""
     record = sweep.read(folder)
-    counts, passed, left = record.counts(), record.elapsed(running), record.left() if running else None
+    counts, passed, left = (
+        record.counts(),
+        record.elapsed(running),
+        record.left() if running else None,
+    )
     whole = len(record.done) == record.jobs and not set(counts) - {"finished", "skipped", "planned"}
     line = f"sweep {folder.name}, {'running' if running else 'ended' if len(record.done) == record.jobs else 'cut off'}: "
     line += f"{len(record.done)} of {record.jobs or '?'} jobs done"
-    line += f" ({', '.join(f'{number} {status}' for status, number in counts.items())})" if counts else ""
+    line += (
+        f" ({', '.join(f'{number} {status}' for status, number in counts.items())})"
+        if counts
+        else ""
+    )
     line += "" if passed is None else f"; {sweep.span(passed)}" + (" so far" if running else "")
     line += "" if left is None else f", {sweep.span(left)} left"
     if running or whole or not record.command:
@@ -140,7 +175,11 @@ def _block(run: Run) -> list[str]:
 def main(argv: list[str]) -> int:
     parser = Parser(prog="nmrun status", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument(
-        "path", nargs="?", default="outputs", type=Path, help="an output folder, or any in it (default: outputs)"
+        "path",
+        nargs="?",
+        default="outputs",
+        type=Path,
+        help="an output folder, or any in it (default: outputs)",
     )
     parser.add_argument("--json", action="store_true", help="the same as JSON, for scripts")
     options = parser.parse_args(argv)
@@ -165,11 +204,20 @@ def main(argv: list[str]) -> int:
             }
             for f, on, r in records
         ]
-        print(json.dumps({"sweeps": told, "runs": counts, "unfinished": [asdict(run) for run in rest]}, indent=2))
+        print(
+            json.dumps(
+                {"sweeps": told, "runs": counts, "unfinished": [asdict(run) for run in rest]},
+                indent=2,
+            )
+        )
         return 0
     for folder, running in last:
         print(*_said(folder, running), sep="\n")
-    print(f"runs in {options.path}: {', '.join(f'{number} {state}' for state, number in counts.items()) or 'none yet'}")
-    for run in sorted(rest, key=lambda run: STATES.index(run.state) if run.state in STATES else len(STATES)):
+    print(
+        f"runs in {options.path}: {', '.join(f'{number} {state}' for state, number in counts.items()) or 'none yet'}"
+    )
+    for run in sorted(
+        rest, key=lambda run: STATES.index(run.state) if run.state in STATES else len(STATES)
+    ):
         print(*_block(run), sep="\n")
     return 0

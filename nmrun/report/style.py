@@ -1,4 +1,6 @@
-"""How pictures look: told apart by colour, marker and line, so that print in grey and colour-blind readers lose nothing."""
+"""How pictures look: told apart by colour, marker and line, so that print in grey and colour-blind
+readers lose nothing.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ ACROSS = 3  # panels in a row
 
 
 def look(table: Table, row: Key) -> dict[str, Any]:
-    """Colour, marker and line of a row, the same in every picture of the table; a reference is grey and has no marker."""
+    """Colour, marker and line of a row, the same in every picture of the table; a reference is grey
+    and has no marker.
+    """
     if row in table.references:
         place = [r for r in table.rows if r in table.references].index(row)
         return {"color": "#555555", "linestyle": REFERENCE_LINES[place % len(REFERENCE_LINES)]}
@@ -99,10 +103,19 @@ def plain(axes: Axes) -> None:
 
 def legend(figure: Figure) -> None:
     """One legend for all panels, beside them."""
-    entries = {text: handle for axes in figure.axes for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    entries = {
+        text: handle
+        for axes in figure.axes
+        for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     if entries:
         figure.legend(
-            list(entries.values()), list(entries), loc="outside right center", frameon=False, fontsize=9, handlelength=3
+            list(entries.values()),
+            list(entries),
+            loc="outside right center",
+            frameon=False,
+            fontsize=9,
+            handlelength=3,
         )
 
 

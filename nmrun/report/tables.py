@@ -1,4 +1,6 @@
-"""The comparison: runs folded into cells, one row a recipe, one column a ratio. ``formats`` writes it down."""
+"""The comparison: runs folded into cells, one row a recipe, one column a ratio. ``formats`` writes
+it down.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from nmrun.recipes import RECIPES
 from nmrun.registry import did_you_mean
 from nmrun.report.statistics import Cell, Difference, holm, paired, shown, summarise
 
-Key = tuple[str, ...]  # the labels of a row or of a column, one for each config key that it stands for
+Key = tuple[
+    str, ...
+]  # the labels of a row or of a column, one for each config key that it stands for
 Run = Mapping[Any, Any]  # a row of ``collect``
 
 RECIPE_ORDER = tuple(RECIPES)
@@ -28,11 +32,13 @@ RECIPE_ORDER = tuple(RECIPES)
 class Table:
     """Cells by (row, column).
 
-    ``best`` are the best cells of each column; ``references`` the rows without a ratio, whose one value stands in every
-    column; ``shared`` what all runs have in common; ``differing`` the settings that are not the same in all cells, though no
-    row or column names them; ``commits`` the versions of the code. ``differences`` to the rows ``baseline`` in the same column, their
-    p-values corrected for their number. ``statistic``: what stands in a cell, ``mean``, ``median`` or ``best``. ``paper``: published
-    figures as they are printed, by row and column, and where they stand, ``paper_source``.
+    ``best`` are the best cells of each column; ``references`` the rows without a ratio, whose one
+    value stands in every column; ``shared`` what all runs have in common; ``differing`` the
+    settings that are not the same in all cells, though no row or column names them; ``commits`` the
+    versions of the code. ``differences`` to the rows ``baseline`` in the same column, their
+    p-values corrected for their number. ``statistic``: what stands in a cell, ``mean``, ``median``
+    or ``best``. ``paper``: published figures as they are printed, by row and column, and where they
+    stand, ``paper_source``.
     """
 
     metric: str
@@ -55,17 +61,26 @@ class Table:
 
     def metric_of(self, row: Key, column: Key) -> str:
         """The metric of a cell: where rows or columns are metrics, its own."""
-        own = [text for key, text in zip(self.row_keys + self.column_keys, row + column, strict=True) if key == "metric"]
+        own = [
+            text
+            for key, text in zip(self.row_keys + self.column_keys, row + column, strict=True)
+            if key == "metric"
+        ]
         return own[0] if own else self.metric
 
 
 def build(
-    runs: pd.DataFrame, metric: str, row_keys: Sequence[str], column_keys: Sequence[str], statistic: str = "mean"
+    runs: pd.DataFrame,
+    metric: str,
+    row_keys: Sequence[str],
+    column_keys: Sequence[str],
+    statistic: str = "mean",
 ) -> Table:
-    """Fold runs into a table. Columns go from dense to sparse, recipes in ``RECIPE_ORDER``, other labels by size or alphabet.
+    """Fold runs into a table. Columns go from dense to sparse, recipes in ``RECIPE_ORDER``, other
+    labels by size or alphabet.
 
-    Raises ConfigError where a cell would average over runs that differ in more than their seed, naming the keys, or would
-    count a seed twice.
+    Raises ConfigError where a cell would average over runs that differ in more than their seed,
+    naming the keys, or would count a seed twice.
     """
     rows, columns = tuple(row_keys), tuple(column_keys)
     members: dict[tuple[Key, Key], list[Run]] = {}
@@ -90,11 +105,30 @@ def build(
     everything = [run for group in members.values() for run in group]
     named = {"recipe", "sparsity", *rows, *columns}
     keys = sorted({key for run in everything for key in run} - {"seed"})
-    shared = {key: label(everything[0][key]) for key in keys if len({label(run[key]) for run in everything}) == 1}
-    differing = [key for key in _differing(everything) if key not in named and key.partition(".")[0] not in named]
+    shared = {
+        key: label(everything[0][key])
+        for key in keys
+        if len({label(run[key]) for run in everything}) == 1
+    }
+    differing = [
+        key
+        for key in _differing(everything)
+        if key not in named and key.partition(".")[0] not in named
+    ]
     commits = sorted({label(run["commit"])[:7] for run in everything if run.get("commit")})
     table = Table(
-        metric, statistic, rows, columns, row_labels, column_labels, cells, set(), references, shared, differing, commits
+        metric,
+        statistic,
+        rows,
+        columns,
+        row_labels,
+        column_labels,
+        cells,
+        set(),
+        references,
+        shared,
+        differing,
+        commits,
     )
     for column in column_labels:
         table.best.update((row, column) for row in _best(table, column))
@@ -102,19 +136,30 @@ def build(
 
 
 def compare(table: Table, baseline: str, test: str = "t") -> Table:
-    """The same with ``differences`` to the row named ``baseline``: by all its labels, or by that of the recipe alone (where each row is
-    compared with the one of that recipe that agrees with it in all that is not of the recipe).
+    """The same with ``differences`` to the row named ``baseline``: by all its labels, or by that of
+    the recipe alone (where each row is compared with the one of that recipe that agrees with it in
+    all that is not of the recipe).
 
     Raises ConfigError if there is no such row, or if no other row shares a seed with it.
     """
     names = {" ".join(row): row for row in table.rows}
     recipe = table.row_keys.index("recipe") if "recipe" in table.row_keys else 0
-    every = [names[baseline]] if baseline in names else [row for row in table.rows if row[recipe] == baseline]
+    every = (
+        [names[baseline]]
+        if baseline in names
+        else [row for row in table.rows if row[recipe] == baseline]
+    )
     if not every:
-        raise ConfigError(f"--baseline {baseline}: no such row{did_you_mean(baseline, names)} (there are {', '.join(names)})")
+        raise ConfigError(
+            f"--baseline {baseline}: no such row{did_you_mean(baseline, names)} (there are {', '.join(names)})"
+        )
 
     def context(row: Key) -> list[str]:
-        return [text for key, text in zip(table.row_keys, row, strict=True) if key.partition(".")[0] != "recipe"]
+        return [
+            text
+            for key, text in zip(table.row_keys, row, strict=True)
+            if key.partition(".")[0] != "recipe"
+        ]
 
     found: dict[tuple[Key, Key], Difference] = {}
     for (row, column), cell in table.cells.items():
@@ -123,12 +168,16 @@ def compare(table: Table, baseline: str, test: str = "t") -> Table:
         if other is not None and (gap := paired(cell, other, test)) is not None:
             found[row, column] = gap
     if not found:
-        raise ConfigError(f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed")
+        raise ConfigError(
+            f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed"
+        )
     return replace(table, baseline=every, test=test, differences=holm(found))
 
 
 def label(value: Any) -> str:
-    """A config value as a command line has it: ``null``, ``true``, ``0.001``, ``2:4``; ``-`` for a key that the run has not."""
+    """A config value as a command line has it: ``null``, ``true``, ``0.001``, ``2:4``; ``-`` for a
+    key that the run has not.
+    """
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return "-" if value != value else str(value)
@@ -140,7 +189,9 @@ def words(key: Key) -> str:
 
 
 def printed(value: float, metric: str) -> str:
-    """A mean as every format shows it: accuracies in percent with one decimal, everything else with four significant digits."""
+    """A mean as every format shows it: accuracies in percent with one decimal, everything else with
+    four significant digits.
+    """
     return f"{100 * value:.1f}" if "accuracy" in metric else significant(value, 4)
 
 
@@ -170,7 +221,11 @@ def _check_alike(group: Sequence[Run], place: str, rows: Key, columns: Key) -> N
     if differing:
         combinations = Counter(tuple(label(run[key]) for key in differing) for run in group)
         common = combinations.most_common(1)[0][0]
-        choice = " ".join(shlex.quote(f"{key}={value}") for key, value in zip(differing, common, strict=True) if value != "-")
+        choice = " ".join(
+            shlex.quote(f"{key}={value}")
+            for key, value in zip(differing, common, strict=True)
+            if value != "-"
+        )
         raise ConfigError(
             f"{place} would average over runs that differ in {', '.join(differing)}; "
             f"tell them apart with --rows {','.join([*rows, *differing])}"
@@ -179,11 +234,15 @@ def _check_alike(group: Sequence[Run], place: str, rows: Key, columns: Key) -> N
     seed, count = Counter(run["seed"] for run in group).most_common(1)[0]
     if count > 1:
         folders = ", ".join(str(run["folder"]) for run in group if run["seed"] == seed)
-        raise ConfigError(f"{place} would count seed {seed} {count} times: {folders}; name the folders of one set of runs only")
+        raise ConfigError(
+            f"{place} would count seed {seed} {count} times: {folders}; name the folders of one set of runs only"
+        )
 
 
 def _differing(runs: Sequence[Run]) -> list[str]:
-    """The settings that change a result (all that a run's identity covers, but for the seed) and are not the same in all runs."""
+    """The settings that change a result (all that a run's identity covers, but for the seed) and
+    are not the same in all runs.
+    """
     keys = [
         key
         for key in dict.fromkeys(k for run in runs for k in run)
@@ -202,12 +261,17 @@ def _best(table: Table, column: Key) -> list[Key]:
     for row in table.rows:
         metric, cell = table.metric_of(row, column), table.cells.get((row, column))
         value = None if cell is None else shown(cell, table.statistic, higher_is_better(metric))
-        judged = metric.partition("/")[0] not in ("mean", "positive")  # of what was logged: neither way is better
+        judged = metric.partition("/")[0] not in (
+            "mean",
+            "positive",
+        )  # of what was logged: neither way is better
         if judged and row not in table.references and value is not None:
             values[row] = float(printed(value, metric))
     if len(values) < 2 or "metric" in table.row_keys:
         return []
-    top = (max if higher_is_better(table.metric_of(table.rows[0], column)) else min)(values.values())
+    top = (max if higher_is_better(table.metric_of(table.rows[0], column)) else min)(
+        values.values()
+    )
     return [row for row, value in values.items() if value == top]
 
 

@@ -159,7 +159,9 @@ class GeneratedText(Encoded, Seeded, Dataset):
 class Glue(Encoded, Seeded, Dataset):
     """A task of GLUE."""
 
-    task: Annotated[str, one_of("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")]
+    task: Annotated[
+        str, one_of("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")
+    ]
     held_out: Annotated[float, number(0, 0.5)]
     limit: Annotated[int | None, whole(1, optional=True)]
 

@@ -36,7 +36,11 @@ class Group:
 
     def values(self) -> dict[str, Any]:
         """The keys beside the name, with their values."""
-        return {key.name: getattr(self, key.name) for key in dataclasses.fields(self) if key.name != "name"}
+        return {
+            key.name: getattr(self, key.name)
+            for key in dataclasses.fields(self)
+            if key.name != "name"
+        }
 
 
 @dataclass(frozen=True)

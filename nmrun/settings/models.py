@@ -120,7 +120,15 @@ class FairseqTransformer(Transformer):
     share_embeddings: Annotated[str, one_of("auto", "none", "decoder", "all")]
 
 
-VISION = ["resnet18", "resnet34", "resnet50", "densenet121", "vgg16_bn", "mobilenet_v2", "swin_v2_t"]
+VISION = [
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "densenet121",
+    "vgg16_bn",
+    "mobilenet_v2",
+    "swin_v2_t",
+]
 GPTS = ["gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"]
 MODELS: dict[str, type[Model]] = {
     "small_conv": SmallConv,

@@ -23,7 +23,10 @@ def checks(kind: Any) -> dict[str, Check | None]:
         kind: a dataclass whose ranges are written ``Annotated[int, whole(1)]``.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
-    return {key.name: next(iter(getattr(hints[key.name], "__metadata__", ())), None) for key in dataclasses.fields(kind)}
+    return {
+        key.name: next(iter(getattr(hints[key.name], "__metadata__", ())), None)
+        for key in dataclasses.fields(kind)
+    }
 
 
 def built(kind: type[Keys], plain: Mapping[str, Any], group: str) -> Keys:
@@ -50,7 +53,9 @@ def wrong_keys(group: str, known: Iterable[str], given: Iterable[str]) -> dict[s
     return wrong | {no_key(name, names): name for name in there if name not in names}
 
 
-def wrong_values(ranges: Mapping[str, Check | None], given: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+def wrong_values(
+    ranges: Mapping[str, Check | None], given: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, str]]:
     """Each value out of its range: the problem, with the key that is wrong."""
     for key, allowed in ranges.items():
         if allowed is not None and key in given and not allowed.holds(given[key]):

@@ -31,7 +31,10 @@ class Batch:
         from nmrun.kernels import triton_projection
 
         tensors = [(w.dense, w.weight) for w in chosen]
-        fit = [triton_projection.fits(d, p, w.pattern, w.dim) for w, (d, p) in zip(chosen, tensors, strict=True)]
+        fit = [
+            triton_projection.fits(d, p, w.pattern, w.dim)
+            for w, (d, p) in zip(chosen, tensors, strict=True)
+        ]
         rest += [w for w, good in zip(chosen, fit, strict=True) if not good]
         members = [(w, *t) for w, t, good in zip(chosen, tensors, fit, strict=True) if good]
         key = [(d.data_ptr(), p.data_ptr()) for _, d, p in members]

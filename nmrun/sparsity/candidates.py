@@ -1,4 +1,6 @@
-"""The possible masks of one group, and views of a weight by group: what recipes that learn a choice among masks work on."""
+"""The possible masks of one group, and views of a weight by group: what recipes that learn a choice
+among masks work on.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from torch import Tensor
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import grouped, ungrouped
 
-MOST = 256  # candidates a group; beyond, their scores outweigh the weights many times over (4:16 has 1,820)
+# candidates a group; beyond, their scores outweigh the weights many times over (4:16 has 1,820)
+MOST = 256
 
 
 @cache
@@ -24,7 +27,9 @@ def _rows(pattern: Pattern) -> Tensor:
 
 
 def candidates(pattern: Pattern, like: Tensor) -> Tensor:
-    """All masks of a group, (C, M) with C = M over N, in the order of ``itertools.combinations``; ones and zeros, placed as ``like``."""
+    """All masks of a group, (C, M) with C = M over N, in the order of ``itertools.combinations``;
+    ones and zeros, placed as ``like``.
+    """
     return _rows(pattern).to(like.device, like.dtype)
 
 
@@ -39,7 +44,9 @@ def too_many(pattern: Pattern) -> str:
 
 
 def by_group(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
-    """A view (..., M) whose last dimension runs over the members of a group; a short last group filled up with zeros."""
+    """A view (..., M) whose last dimension runs over the members of a group; a short last group
+    filled up with zeros.
+    """
     groups, _, d = grouped(weight, pattern, dim)
     return groups.movedim(d, -1)
 
@@ -50,7 +57,9 @@ def from_groups(groups: Tensor, shape: torch.Size, dim: int) -> Tensor:
 
 
 def gumbel_softmax(logits: Tensor, temperature: float, seed: int) -> Tensor:
-    """``softmax((logits + Gumbel noise) / temperature)`` over the last dimension, the noise drawn from this seed alone."""
+    """``softmax((logits + Gumbel noise) / temperature)`` over the last dimension, the noise drawn
+    from this seed alone.
+    """
     generator = torch.Generator(logits.device).manual_seed(seed)
     noise = torch.empty_like(logits).exponential_(generator=generator).log_().neg_()
     return torch.softmax((logits + noise) / temperature, -1)

@@ -22,19 +22,23 @@ def check_nm(
     pad: bool = False,
     dims: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """Raise ValueError unless at most N of every M consecutive weights are non-zero, naming the first offending layer and group.
+    """Raise ValueError unless at most N of every M consecutive weights are non-zero, naming the
+    first offending layer and group.
 
-    A tensor is checked along ``dim``; of a model every weight that could hold the pattern, less what ``include`` and ``exclude``
-    (regular expressions for whole module names, or ``"auto"``) leave out. ``overrides``, ``pad`` and ``dims`` are those of
-    :func:`nmrun.sparsity.select.select`.
-    With ``pad`` the last group of a tensor or of a plain model's weights may be short; without it, M must divide the tensor's size.
-    Returns the names that were checked.
+    A tensor is checked along ``dim``; of a model every weight that could hold the pattern, less
+    what ``include`` and ``exclude`` (regular expressions for whole module names, or ``"auto"``)
+    leave out. ``overrides``, ``pad`` and ``dims`` are those of
+    :func:`nmrun.sparsity.select.select`. With ``pad`` the last group of a tensor or of a plain
+    model's weights may be short; without it, M must divide the tensor's size. Returns the names
+    that were checked.
     """
     pattern = Pattern.parse(pattern)
     if isinstance(model_or_tensor, Tensor):
         weights = [("tensor", model_or_tensor, dim, pattern)]
     else:
-        chosen = select(model_or_tensor, pattern, include, exclude, None, overrides, None, pad, dims)[0]
+        chosen = select(
+            model_or_tensor, pattern, include, exclude, None, overrides, None, pad, dims
+        )[0]
         weights = [(c.name, c.tensor, c.dim, c.pattern or pattern) for c in chosen]
         if not weights:
             raise ValueError(f"no weight of this model could hold {pattern}: nothing to check")
@@ -45,7 +49,9 @@ def check_nm(
             first = (count > held.n).nonzero()[0].tolist()
             start = first[d - 1] * held.m
             end = min(start + held.m, weight.shape[d - 1])
-            at = ", ".join(f"{start}-{end - 1}" if axis == d - 1 else str(i) for axis, i in enumerate(first))
+            at = ", ".join(
+                f"{start}-{end - 1}" if axis == d - 1 else str(i) for axis, i in enumerate(first)
+            )
             raise ValueError(
                 f"{name} is not {held}: {int(count[tuple(first)])} of {end - start} weights at [{at}] are non-zero"
             )

@@ -1,7 +1,9 @@
-"""What masks, weights and gradients do in training, as numbers for a log: measured when asked for, free of cost otherwise.
+"""What masks, weights and gradients do in training, as numbers for a log: measured when asked for,
+free of cost otherwise.
 
-The mask of a weight is the support of what the forward pass uses. As long as that is not N:M (in a dense phase, or on the way from
-dense to sparse), it is the virtual mask of the N largest of every M dense weights (or the best transposable one), so that curves begin with the run.
+The mask of a weight is the support of what the forward pass uses. As long as that is not N:M (in a
+dense phase, or on the way from dense to sparse), it is the virtual mask of the N largest of every M
+dense weights (or the best transposable one), so that curves begin with the run.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class Masks(Protocol):
 
 @torch.no_grad()
 def mask_of(weight: SparseWeight, recipe: Masks) -> Tensor:
-    """The mask as it is now, real or virtual (see above): bool, True = kept, same shape as the weight."""
+    """The mask as it is now, real or virtual (see above): bool, True = kept, same shape as the
+    weight.
+    """
     if recipe.is_sparse:
         return weight.weight.bool()  # several times as fast as != 0
     kept = torch.empty_like(weight.dense)
@@ -38,7 +42,8 @@ def mask_of(weight: SparseWeight, recipe: Masks) -> Tensor:
 class MaskMetrics:
     """Measures one optimizer step: call :meth:`before` and :meth:`after` around it.
 
-    The run's first masks are kept with each weight, packed: those at :meth:`begin`, or else before the first step that is measured.
+    The run's first masks are kept with each weight, packed: those at :meth:`begin`, or else before
+    the first step that is measured.
     """
 
     def __init__(self, recipe: Masks, weights: Sequence[SparseWeight]) -> None:
@@ -61,7 +66,9 @@ class MaskMetrics:
         self._before = [mask_of(w, self.recipe) for w in self.weights]
 
     def reorder(self, name: str, dim: int, index: Tensor) -> None:
-        """A weight became ``weight.index_select(dim, index)``: so do the masks that are remembered of it."""
+        """A weight became ``weight.index_select(dim, index)``: so do the masks that are remembered
+        of it.
+        """
         for i, weight in enumerate(self.weights):
             if weight.name == name and FIRST_MASK in weight:
                 weight[FIRST_MASK] = pack(self.first(weight).index_select(dim, index))
@@ -72,11 +79,13 @@ class MaskMetrics:
     def after(self, optimizer: torch.optim.Optimizer) -> dict[str, float]:
         """What the step did, over all sparse weights together.
 
-        ``sparsity/flip_rate``: share of mask entries that changed (Hu et al. 2024, arXiv 2404.01847), over ``sparsity/flip_interval``
-        steps. ``sparsity/sad``: the number of these entries (sparse architecture divergence, Zhou et al. 2021, arXiv
-        2102.04010), ``sparsity/sad_since_first`` the share that differs from the first masks. ``sparsity/kept_energy``: sum
-        of squares of the kept dense weights over that of all. ``sparsity/pruned_norm``: Euclidean norm of the others.
-        ``sparsity/gradient_noise_kept`` and ``..._pruned``, if the optimizer is Adam: mean of :func:`gradient_variance`.
+        ``sparsity/flip_rate``: share of mask entries that changed (Hu et al. 2024, arXiv
+        2404.01847), over ``sparsity/flip_interval`` steps. ``sparsity/sad``: the number of these
+        entries (sparse architecture divergence, Zhou et al. 2021, arXiv 2102.04010),
+        ``sparsity/sad_since_first`` the share that differs from the first masks.
+        ``sparsity/kept_energy``: sum of squares of the kept dense weights over that of all.
+        ``sparsity/pruned_norm``: Euclidean norm of the others. ``sparsity/gradient_noise_kept`` and
+        ``..._pruned``, if the optimizer is Adam: mean of :func:`gradient_variance`.
         """
         masks = [mask_of(w, self.recipe) for w in self.weights]
         variances = gradient_variance([w.parameter for w in self.weights], optimizer)
@@ -84,10 +93,16 @@ class MaskMetrics:
         for i, (weight, mask) in enumerate(zip(self.weights, masks, strict=True)):
             entries = (mask ^ self._before[i], mask ^ self.first(weight), mask)
             parts = _parts(mask)
-            split = _split(weight.dense.square(), *parts) + (_split(variances[i], *parts) if variances else [])
-            sums.append(torch.stack([*(s.double() for s in map(torch.count_nonzero, entries)), *split]))
+            split = _split(weight.dense.square(), *parts) + (
+                _split(variances[i], *parts) if variances else []
+            )
+            sums.append(
+                torch.stack([*(s.double() for s in map(torch.count_nonzero, entries)), *split])
+            )
         self._before = []
-        flips, moved, count, kept, pruned, *noise = summed(self.weights, torch.stack(sums).sum(0)).tolist()
+        flips, moved, count, kept, pruned, *noise = summed(
+            self.weights, torch.stack(sums).sum(0)
+        ).tolist()
         numel = sum(w.shape.numel() for w in self.weights)
         measured = {
             "sparsity/flip_rate": flips / numel,
@@ -105,7 +120,9 @@ class MaskMetrics:
 
 @torch.no_grad()
 def layer_metrics(weights: Sequence[SparseWeight], recipe: Masks) -> dict[str, float]:
-    """``layer/<name>/density``, the share of non-zeros that the forward pass uses now, and ``layer/<name>/kept_energy`` of the mask."""
+    """``layer/<name>/density``, the share of non-zeros that the forward pass uses now, and
+    ``layer/<name>/kept_energy`` of the mask.
+    """
     rows = []
     for weight in weights:
         energies = _split(weight.dense.square(), *_parts(mask_of(weight, recipe)))
@@ -118,11 +135,15 @@ def layer_metrics(weights: Sequence[SparseWeight], recipe: Masks) -> dict[str, f
     return found
 
 
-def gradient_variance(params: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor] | None:
-    """An estimate of every gradient coordinate's variance over the last steps, from Adam's own moments: ``v - m^2``.
+def gradient_variance(
+    params: Sequence[Tensor], optimizer: torch.optim.Optimizer
+) -> list[Tensor] | None:
+    """An estimate of every gradient coordinate's variance over the last steps, from Adam's own
+    moments: ``v - m^2``.
 
-    Both moments are bias-corrected (as Adam sees gradients: with coupled weight decay, if it has any). They average over different
-    spans, so single values can be below zero. None where the moments are not there: another optimizer, or STEP's frozen v.
+    Both moments are bias-corrected (as Adam sees gradients: with coupled weight decay, if it has
+    any). They average over different spans, so single values can be below zero. None where the
+    moments are not there: another optimizer, or STEP's frozen v.
     """
     betas = {id(p): group.get("betas") for group in optimizer.param_groups for p in group["params"]}
     variances = []
@@ -138,8 +159,12 @@ def gradient_variance(params: Sequence[Tensor], optimizer: torch.optim.Optimizer
 
 
 def pack(mask: Tensor) -> Tensor:
-    """A bool tensor as bytes (uint8, one dimension): an eighth of it in each bit, one after the other."""
-    bits = torch.nn.functional.pad(mask.flatten().view(torch.uint8), (0, -mask.numel() % 8)).view(8, -1)
+    """A bool tensor as bytes (uint8, one dimension): an eighth of it in each bit, one after the
+    other.
+    """
+    bits = torch.nn.functional.pad(mask.flatten().view(torch.uint8), (0, -mask.numel() % 8)).view(
+        8, -1
+    )
     return (bits << _SHIFTS.to(mask.device)).sum(0, dtype=torch.uint8)
 
 
@@ -153,7 +178,9 @@ _SHIFTS = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
 
 
 def _split(values: Tensor, kept: Tensor, pruned: Tensor) -> list[Tensor]:
-    """The sums of ``values`` over the kept and over the pruned, 0-dimensional and float64; the masks as flat float32."""
+    """The sums of ``values`` over the kept and over the pruned, 0-dimensional and float64; the
+    masks as flat float32.
+    """
     flat = values.flatten().float()
     return [torch.dot(flat, kept).double(), torch.dot(flat, pruned).double()]
 

@@ -100,9 +100,10 @@ def select(
         owned: ids of the parameters that an optimizer updates. By default nobody trains.
         overrides: another pattern, or ``"dense"``, by expressions for module names. The first
             that matches counts, and more than ``exclude``.
-        refuses: ``refuses(shape, outputs, pattern)``, with the dimension of the outputs, is a recipe's own reason against a weight.
-        pad: let the last group of a weight be short (see :meth:`Pattern.over`).
-        dims: the dimension that groups run along, by expressions for parameter names. It makes
+        refuses: ``refuses(shape, outputs, pattern)``, with the dimension of the outputs, is a
+        recipe's own reason against a weight. pad: let the last group of a weight be short (see
+        :meth:`Pattern.over`). dims: the dimension that groups run along, by expressions for
+        parameter names. It makes
             weights of unknown layers candidates. The first that matches counts.
 
     Returns:

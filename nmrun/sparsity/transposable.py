@@ -1,4 +1,6 @@
-"""Transposable masks: every M x M block keeps N weights in each row and each column, so W and its transpose are both N:M."""
+"""Transposable masks: every M x M block keeps N weights in each row and each column, so W and its
+transpose are both N:M.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +18,39 @@ ENUMERATED_UP_TO = 4  # 90 candidates for 2:4; 1:8 alone would have 40,320
 
 @cache
 def block_patterns(n: int, m: int) -> Tensor:
-    """All 0/1 matrices (count, m, m) whose rows and columns each sum to n; 90 of them for 2:4. For small m."""
+    """All 0/1 matrices (count, m, m) whose rows and columns each sum to n; 90 of them for 2:4. For
+    small m.
+    """
     rows = [row for row in itertools.product((0, 1), repeat=m) if sum(row) == n]
-    blocks = [b for b in itertools.product(rows, repeat=m) if all(sum(column) == n for column in zip(*b, strict=True))]
+    blocks = [
+        b
+        for b in itertools.product(rows, repeat=m)
+        if all(sum(column) == n for column in zip(*b, strict=True))
+    ]
     return torch.tensor(blocks, dtype=torch.float64)
 
 
 @torch.no_grad()
 def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False) -> Tensor:
-    """The transposable N:M mask of a matrix (out, in) with the largest kept sum of ``|w|``, exact in every M x M block.
+    """The transposable N:M mask of a matrix (out, in) with the largest kept sum of ``|w|``, exact
+    in every M x M block.
 
-    Bool, same shape; both dimensions must be multiples of M. With ``pad`` the columns need not: the last blocks are filled up with
-    zeros, which take places in their rows, so rows keep N or fewer there. For M <= 4 by trying all patterns at once (Hu et al. 2024,
-    arXiv 2404.01847, algorithm 1); for larger M an assignment problem a block at 1:M, else a small linear programme, whose
-    corners are 0/1 since its constraint matrix is totally unimodular: exact but slow (milliseconds a block), on the CPU.
+    Bool, same shape; both dimensions must be multiples of M. With ``pad`` the columns need not: the
+    last blocks are filled up with zeros, which take places in their rows, so rows keep N or fewer
+    there. For M <= 4 by trying all patterns at once (Hu et al. 2024, arXiv 2404.01847, algorithm
+    1); for larger M an assignment problem a block at 1:M, else a small linear programme, whose
+    corners are 0/1 since its constraint matrix is totally unimodular: exact but slow (milliseconds
+    a block), on the CPU.
     """
     pattern = Pattern.parse(pattern)
     n, m = pattern.n, pattern.m
     if pad and weight.dim() == 2:
         pattern = pattern.over(weight.shape[1])
-    if weight.dim() != 2 or weight.shape[0] % m or (weight.shape[1] % m and weight.shape[1] != pattern.length):
+    if (
+        weight.dim() != 2
+        or weight.shape[0] % m
+        or (weight.shape[1] % m and weight.shape[1] != pattern.length)
+    ):
         raise ValueError(
             f"a transposable {pattern} mask needs a matrix with both sides multiples of {m}, not {tuple(weight.shape)}"
         )
@@ -46,12 +61,21 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
         candidates = block_patterns(n, m).to(weight.device).flatten(1)
         chosen = candidates[(blocks @ candidates.T).argmax(1)]
     else:
-        chosen = torch.stack([_solve(block.reshape(m, m), n) for block in blocks.cpu()]).to(weight.device)
-    return chosen.bool().reshape(rows, columns, m, m).transpose(1, 2).reshape(whole.shape)[:, : weight.shape[1]]
+        chosen = torch.stack([_solve(block.reshape(m, m), n) for block in blocks.cpu()]).to(
+            weight.device
+        )
+    return (
+        chosen.bool()
+        .reshape(rows, columns, m, m)
+        .transpose(1, 2)
+        .reshape(whole.shape)[:, : weight.shape[1]]
+    )
 
 
 def _solve(block: Tensor, n: int) -> Tensor:
-    """The block mask (m * m) with row and column sums n that keeps the most, as a transportation problem."""
+    """The block mask (m * m) with row and column sums n that keeps the most, as a transportation
+    problem.
+    """
     import numpy as np
     from scipy.optimize import linear_sum_assignment, linprog
 

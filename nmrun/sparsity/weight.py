@@ -146,7 +146,9 @@ class SparseWeight:
         from torch.distributed.tensor import DTensor
 
         p: Any = self.parameter
-        return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        return DTensor.from_local(
+            part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+        )
 
     # --- between dense and projected ------------------------------------------------------------
 
@@ -203,7 +205,9 @@ class SparseWeight:
 
     # --- the optimizer's state ------------------------------------------------------------------
 
-    def take(self, optimizer: torch.optim.Optimizer, dtypes: Mapping[str, str] | None = None) -> None:
+    def take(
+        self, optimizer: torch.optim.Optimizer, dtypes: Mapping[str, str] | None = None
+    ) -> None:
         """Take this weight's tensors out of the optimizer's state; what was replaced counts.
 
         ``load_state_dict`` and ``model.to`` give tensors another dtype or device: masks become

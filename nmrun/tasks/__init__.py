@@ -35,8 +35,8 @@ DATASETS = {
 
 
 def build(config: Config, device: torch.device) -> Task:
-    """The task for a run's whole config (``nmrun.settings.config.Config``): ``build(config, device)`` of the data set's module, or the function
-    that ``dataset._target_`` names.
+    """The task for a run's whole config (``nmrun.settings.config.Config``): ``build(config,
+    device)`` of the data set's module, or the function that ``dataset._target_`` names.
 
     Raises ConfigError for an unknown data set, and for data that is missing or unusable.
     """
@@ -46,7 +46,9 @@ def build(config: Config, device: torch.device) -> Task:
             own: Any = builder(config, device)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        knows_shares = isinstance(own, Task) and "mine" in inspect.signature(own.micro_batches).parameters
+        knows_shares = (
+            isinstance(own, Task) and "mine" in inspect.signature(own.micro_batches).parameters
+        )
         return own if knows_shares else Adopted(own)
     task: Task = find("dataset.name", config.dataset.name, DATASETS)(config, device)
     return task

@@ -1,7 +1,9 @@
-"""Augmentation of images in batches, on whatever device they are, a pure function of (seed, epoch, index).
+"""Augmentation of images in batches, on whatever device they are, a pure function of (seed, epoch,
+index).
 
-All that is random is drawn on the CPU, so a GPU sees the same crops and no step waits for it. The transforms of
-torchvision.transforms.v2 decide once for a whole batch; here each image gets its own crop, flip, operation or box.
+All that is random is drawn on the CPU, so a GPU sees the same crops and no step waits for it. The
+transforms of torchvision.transforms.v2 decide once for a whole batch; here each image gets its own
+crop, flip, operation or box.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ MAGNITUDES = 31  # RandAugment's scale, 0 to 30 (Cubuk et al. 2020 as in torchvi
 
 
 def generator(*numbers: int) -> torch.Generator:
-    """Random numbers for these whole numbers, such as seed, epoch and index: the same whatever was drawn before."""
+    """Random numbers for these whole numbers, such as seed, epoch and index: the same whatever was
+    drawn before.
+    """
     # torch's CPU generator looks at the low 32 bits of a seed only, so they are mixed into them
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
 class Share:
-    """Some rows of a batch, and random numbers for them: drawn for the whole batch, so that each row gets
-    the same whoever has it.
+    """Some rows of a batch, and random numbers for them: drawn for the whole batch, so that each
+    row gets the same whoever has it.
 
     Args:
         random: where they are drawn from.
@@ -36,7 +40,9 @@ class Share:
         mixing: whether a row is mixed with the one before it, which is at hand then too.
     """
 
-    def __init__(self, random: torch.Generator, count: int, mine: range | None = None, mixing: bool = False) -> None:
+    def __init__(
+        self, random: torch.Generator, count: int, mine: range | None = None, mixing: bool = False
+    ) -> None:
         self.random, self.count = random, count
         mine = range(count) if mine is None else mine
         self.extra = int(mixing and len(mine) < count)
@@ -57,10 +63,11 @@ class Share:
 class Augment:
     """What is done to a batch of training images, in this order; each of it is off at 0.
 
-    ``crop_padding``: black pixels around, of which a window of the old size is cut out. ``flip``: left and right, every second
-    image. ``randaugment``: so many operations of RandAugment in a row, at ``randaugment_magnitude`` (0 to 30). ``erasing``:
-    probability of random erasing, with the mean colour. ``mixup`` and ``cutmix``: the parameter of their beta distribution; if
-    both are on, every batch has one of them, with equal chances.
+    ``crop_padding``: black pixels around, of which a window of the old size is cut out. ``flip``:
+    left and right, every second image. ``randaugment``: so many operations of RandAugment in a row,
+    at ``randaugment_magnitude`` (0 to 30). ``erasing``:
+    probability of random erasing, with the mean colour. ``mixup`` and ``cutmix``: the parameter of
+    their beta distribution; if both are on, every batch has one of them, with equal chances.
     """
 
     crop_padding: int = 0
@@ -77,11 +84,18 @@ class Augment:
         return cls(**{key: options[key] for key in cls.__dataclass_fields__ if key in options})
 
     def share(self, random: torch.Generator, count: int, mine: range | None = None) -> Share:
-        """The rows that have to be at hand where the rows ``mine`` of a batch of ``count`` are wanted."""
+        """The rows that have to be at hand where the rows ``mine`` of a batch of ``count`` are
+        wanted.
+        """
         return Share(random, count, mine, mixing=bool(self.mixup or self.cutmix))
 
     def __call__(
-        self, images: Tensor, labels: Tensor, classes: int, normalise: Callable[[Tensor], Tensor], share: Share
+        self,
+        images: Tensor,
+        labels: Tensor,
+        classes: int,
+        normalise: Callable[[Tensor], Tensor],
+        share: Share,
     ) -> tuple[Tensor, Tensor]:
         """Augment a share of a batch.
 
@@ -93,8 +107,8 @@ class Augment:
             share: of :meth:`share`.
 
         Returns:
-            The rows that are wanted: float32 images and labels (B,), or probabilities (B, classes) with
-            mixup or cutmix.
+            The rows that are wanted: float32 images and labels (B,), or probabilities (B, classes)
+            with mixup or cutmix.
         """
         if self.crop_padding or self.flip:
             images = crop_and_flip(images, self.crop_padding, self.flip, share)
@@ -109,7 +123,9 @@ class Augment:
 
 
 def crop_and_flip(images: Tensor, padding: int, flip: bool, share: Share) -> Tensor:
-    """Each image (B, C, H, W) shifted by up to ``padding`` pixels in both directions, black moving in; half of them mirrored."""
+    """Each image (B, C, H, W) shifted by up to ``padding`` pixels in both directions, black moving
+    in; half of them mirrored.
+    """
     count, channels, height, width = images.shape
     top, left = (share.below(2 * padding + 1, 1) for _ in range(2))
     rows, columns = top + torch.arange(height), left + torch.arange(width)
@@ -124,7 +140,9 @@ def crop_and_flip(images: Tensor, padding: int, flip: bool, share: Share) -> Ten
 
 
 def rand_augment(images: Tensor, magnitude: int, share: Share) -> Tensor:
-    """One of RandAugment's 14 operations on each uint8 image (Cubuk et al. 2020, with torchvision's ranges)."""
+    """One of RandAugment's 14 operations on each uint8 image (Cubuk et al. 2020, with torchvision's
+    ranges).
+    """
     operations = _operations(magnitude, *images.shape[-2:])
     chosen = share.below(len(operations), 1)[:, 0]
     sign = 1 - 2 * share.below(2, 1)[:, 0]
@@ -138,16 +156,24 @@ def rand_augment(images: Tensor, magnitude: int, share: Share) -> Tensor:
     return out
 
 
-def _operations(magnitude: int, height: int, width: int) -> list[tuple[Callable[[Tensor, float], Tensor], float, bool]]:
+def _operations(
+    magnitude: int, height: int, width: int
+) -> list[tuple[Callable[[Tensor, float], Tensor], float, bool]]:
     """Function of (images, value), its value, and whether the value takes a random sign."""
     from torchvision.transforms.v2 import functional as tv
 
     def affine(
-        images: Tensor, angle: float = 0.0, x: float = 0.0, y: float = 0.0, shear: tuple[float, float] = (0.0, 0.0)
+        images: Tensor,
+        angle: float = 0.0,
+        x: float = 0.0,
+        y: float = 0.0,
+        shear: tuple[float, float] = (0.0, 0.0),
     ) -> Any:
         skew = [math.degrees(math.atan(part)) for part in shear]
         centre = [0.0, 0.0] if any(shear) else None
-        return tv.affine(images, angle=angle, translate=[int(x), int(y)], scale=1.0, shear=skew, center=centre)
+        return tv.affine(
+            images, angle=angle, translate=[int(x), int(y)], scale=1.0, shear=skew, center=centre
+        )
 
     part = magnitude / (MAGNITUDES - 1)
     return [
@@ -169,8 +195,9 @@ def _operations(magnitude: int, height: int, width: int) -> list[tuple[Callable[
 
 
 def erase(images: Tensor, probability: float, share: Share, tries: int = 10) -> Tensor:
-    """A box of zeros, the mean of normalised images, in a part of the images: 2 to 33 % of the area, sides in a ratio of 0.3
-    to 3.3 (Zhong et al. 2020). Ten boxes are drawn for an image; the first that fits counts, and if none does, it stays whole."""
+    """A box of zeros, the mean of normalised images, in a part of the images: 2 to 33 % of the
+    area, sides in a ratio of 0.3 to 3.3 (Zhong et al. 2020). Ten boxes are drawn for an image; the
+    first that fits counts, and if none does, it stays whole."""
     (height, width), count, random = images.shape[-2:], share.count, share.random
     area = height * width * (0.02 + 0.31 * torch.rand(count, tries, generator=random))
     low, high = math.log(0.3), math.log(3.3)
@@ -191,12 +218,23 @@ def erase(images: Tensor, probability: float, share: Share, tries: int = 10) -> 
 
 
 def mix(
-    images: Tensor, labels: Tensor, classes: int, mixup: float, cutmix: float, random: torch.Generator
+    images: Tensor,
+    labels: Tensor,
+    classes: int,
+    mixup: float,
+    cutmix: float,
+    random: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """torchvision's MixUp (Zhang et al. 2018) or CutMix (Yun et al. 2019) with labels as probabilities (B, classes)."""
+    """torchvision's MixUp (Zhang et al. 2018) or CutMix (Yun et al. 2019) with labels as
+    probabilities (B, classes).
+    """
     from torchvision.transforms import v2
 
-    kinds = [kind(alpha=alpha, num_classes=classes) for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix)) if alpha]
+    kinds = [
+        kind(alpha=alpha, num_classes=classes)
+        for kind, alpha in ((v2.MixUp, mixup), (v2.CutMix, cutmix))
+        if alpha
+    ]
     with torch.random.fork_rng(devices=[]):  # they draw from torch's own generator
         torch.default_generator.manual_seed(int(torch.randint(0, 2**32, (), generator=random)))
         kind = kinds[int(torch.randint(0, len(kinds), ()))]

@@ -1,4 +1,6 @@
-"""What the loop needs from a task. A task knows the data, the loss and the metrics, and nothing of training."""
+"""What the loop needs from a task. A task knows the data, the loss and the metrics, and nothing of
+training.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Task(ABC):
     """Texts for ``result.json`` on how the metrics were computed."""
 
     @abstractmethod
-    def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
+    def micro_batches(
+        self, epoch: int, index: int, parts: int, mine: range | None = None
+    ) -> list[Batch]:
         """A batch in micro-batches of about the same size.
 
         Args:
@@ -69,11 +73,15 @@ class Task(ABC):
 
     @abstractmethod
     def size(self, batch: Batch) -> int:
-        """How many items (images, tokens) the mean in :meth:`loss` is over: the weight of a micro-batch in its batch."""
+        """How many items (images, tokens) the mean in :meth:`loss` is over: the weight of a
+        micro-batch in its batch.
+        """
 
     @abstractmethod
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        """Mean training loss of a batch, a scalar with gradient. ``model`` is the module or its compiled form."""
+        """Mean training loss of a batch, a scalar with gradient. ``model`` is the module or its
+        compiled form.
+        """
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
@@ -86,7 +94,9 @@ class Task(ABC):
         Returns:
             ``loss``, ``metric`` and others.
         """
-        return self.metrics_of(split, ranks.gathered(self.tally(model, split, ranks.rank(), ranks.world())))
+        return self.metrics_of(
+            split, ranks.gathered(self.tally(model, split, ranks.rank(), ranks.world()))
+        )
 
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
         """What :meth:`metrics_of` needs to know of a rank's share of a split.
@@ -116,7 +126,9 @@ class Task(ABC):
 
     @abstractmethod
     def example(self) -> Batch:
-        """A small batch of training items (two, so that batch normalisation accepts it), for counting FLOPs."""
+        """A small batch of training items (two, so that batch normalisation accepts it), for
+        counting FLOPs.
+        """
 
 
 class Adopted(Task):
@@ -129,11 +141,17 @@ class Adopted(Task):
 
     def __init__(self, own: Any) -> None:
         self.own = own
-        self.batches_per_epoch, self.inputs, self.metric = own.batches_per_epoch, own.inputs, own.metric
+        self.batches_per_epoch, self.inputs, self.metric = (
+            own.batches_per_epoch,
+            own.inputs,
+            own.metric,
+        )
         for name in ("about", "batches_of", "notes"):
             setattr(self, name, getattr(own, name, getattr(Task, name)))
 
-    def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
+    def micro_batches(
+        self, epoch: int, index: int, parts: int, mine: range | None = None
+    ) -> list[Batch]:
         return picked(self.own.micro_batches(epoch, index, parts), mine)
 
     def size(self, batch: Batch) -> int:

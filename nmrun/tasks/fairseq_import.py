@@ -1,7 +1,8 @@
 """fairseq, imported late and without its side effects.
 
-Importing any part of it runs all of it (seconds), stores some thirty configs and groups in Hydra's ConfigStore, where one named
-``config`` would become the schema of an application's own, and configures the root logger to print everything.
+Importing any part of it runs all of it (seconds), stores some thirty configs and groups in Hydra's
+ConfigStore, where one named ``config`` would become the schema of an application's own, and
+configures the root logger to print everything.
 """
 
 from __future__ import annotations
@@ -21,16 +22,24 @@ from nmrun.errors import ConfigError
 
 
 def fairseq(module: str) -> Any:
-    """The module ``fairseq.<module>``, or another that imports fairseq, by its whole name. Raises ConfigError if fairseq is not installed."""
+    """The module ``fairseq.<module>``, or another that imports fairseq, by its whole name. Raises
+    ConfigError if fairseq is not installed.
+    """
     if importlib.util.find_spec("fairseq") is None:
-        raise ConfigError("this needs fairseq, which is not installed: pip install nmrun[translation]")
+        raise ConfigError(
+            "this needs fairseq, which is not installed: pip install nmrun[translation]"
+        )
     with undisturbed():
-        return importlib.import_module(module if module.startswith("nmrun.") else f"fairseq.{module}")
+        return importlib.import_module(
+            module if module.startswith("nmrun.") else f"fairseq.{module}"
+        )
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hydra's ConfigStore, the root logger and the filters of warnings are the same after as before; nothing is logged meanwhile."""
+    """Hydra's ConfigStore, the root logger and the filters of warnings are the same after as
+    before; nothing is logged meanwhile.
+    """
     store, root = ConfigStore.instance(), logging.getLogger()
     kept = copy.deepcopy(store.repo), root.level, list(root.handlers), root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -1,4 +1,6 @@
-"""Classification of images that are read from the disk as they are needed, by processes beside the training."""
+"""Classification of images that are read from the disk as they are needed, by processes beside the
+training.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,13 @@ from nmrun.tasks.vision import Classification, Normalise
 if TYPE_CHECKING:
     from nmrun.settings.config import Config
 
-MEAN, STD = torch.tensor([0.485, 0.456, 0.406]) * 255, torch.tensor([0.229, 0.224, 0.225]) * 255  # ImageNet's
+MEAN, STD = (
+    torch.tensor([0.485, 0.456, 0.406]) * 255,
+    torch.tensor([0.229, 0.224, 0.225]) * 255,
+)  # ImageNet's
 WHOLE = 256 / 224  # an evaluated image is scaled to so much more than what is cut out of its middle
-# JPEGs are decoded at 1/2, 1/4 or 1/8 of their size where a part still has so many times the pixels of a side that it is scaled to
+# JPEGs are decoded at 1/2, 1/4 or 1/8 of their size where a part still has so many times the pixels
+# of a side that it is scaled to
 SPARE = 2
 
 Key = tuple[int, int]  # epoch and row of an image
@@ -37,9 +43,10 @@ Key = tuple[int, int]  # epoch and row of an image
 class ImageStream(Classification):
     """As :class:`Classification`, with ``splits`` of rows of ``paths``.
 
-    A training image is a part of 8 to 100 % of the file's area (``crop_scale``), in a ratio of 3/4 to 4/3, scaled (Szegedy et al. 2015),
-    every second one mirrored (``flip``), a pure function of (seed, epoch, row); all other augmentation is done in batches on the
-    device. The order is one of (seed, epoch), so a resumed run begins to read where it stopped.
+    A training image is a part of 8 to 100 % of the file's area (``crop_scale``), in a ratio of 3/4
+    to 4/3, scaled (Szegedy et al. 2015), every second one mirrored (``flip``), a pure function of
+    (seed, epoch, row); all other augmentation is done in batches on the device. The order is one of
+    (seed, epoch), so a resumed run begins to read where it stopped.
     """
 
     def __init__(
@@ -54,18 +61,29 @@ class ImageStream(Classification):
         options, trainer = config.dataset.as_kind(ImageNet), config.trainer
         self.device, self.seed, self.about = device, config.seed, about
         self.splits = splits
-        self.files = _Files(paths, options.resolution, options.crop_scale, options.flip, config.seed)
+        self.files = _Files(
+            paths, options.resolution, options.crop_scale, options.flip, config.seed
+        )
         self.classes = classes
-        self.inputs: dict[str, Any] = {"shape": (3, options.resolution, options.resolution), "classes": classes}
-        self.augment: Augment = dataclasses.replace(Augment.of(options.values()), flip=False)  # done where an image is read
+        self.inputs: dict[str, Any] = {
+            "shape": (3, options.resolution, options.resolution),
+            "classes": classes,
+        }
+        self.augment: Augment = dataclasses.replace(
+            Augment.of(options.values()), flip=False
+        )  # done where an image is read
         self.normalise = Normalise(MEAN, STD, device)
         self.batch_size, self.label_smoothing = trainer.batch_size, trainer.label_smoothing
         own_cores = max(1, (os.cpu_count() or 1) // ranks.local_world())
         self.workers = own_cores if options.workers is None else options.workers
         available = len(splits["train"][0])
         if self.batch_size > available:
-            raise ConfigError(f"trainer.batch_size={self.batch_size}: there are only {available} training images")
-        self.batches_per_epoch = min(available // self.batch_size, trainer.limit_batches or available)
+            raise ConfigError(
+                f"trainer.batch_size={self.batch_size}: there are only {available} training images"
+            )
+        self.batches_per_epoch = min(
+            available // self.batch_size, trainer.limit_batches or available
+        )
         self._labels = torch.empty(len(paths), dtype=torch.int64)
         for rows, labels in splits.values():
             self._labels[rows] = labels
@@ -77,19 +95,29 @@ class ImageStream(Classification):
         if self._next != (epoch, index, rows):
             self._batches = self._read(self._training_keys(epoch, index, rows))
         batch = next(self._batches)
-        self._next = (epoch, index + 1, rows) if index + 1 < self.batches_per_epoch else (epoch + 1, 0, rows)
+        self._next = (
+            (epoch, index + 1, rows) if index + 1 < self.batches_per_epoch else (epoch + 1, 0, rows)
+        )
         return batch
 
     def _training_keys(self, epoch: int, index: int, share: list[int]) -> Iterator[list[Key]]:
-        """The images ``share`` of this batch and of those after it, without end: no process waits where an epoch ends."""
+        """The images ``share`` of this batch and of those after it, without end: no process waits
+        where an epoch ends.
+        """
         rows = self.splits["train"][0]
         while True:
             order = rows[torch.randperm(len(rows), generator=generator(self.seed, epoch))]
-            for first in range(index * self.batch_size, self.batches_per_epoch * self.batch_size, self.batch_size):
-                yield [(epoch, row) for row in order[first : first + self.batch_size][share].tolist()]
+            for first in range(
+                index * self.batch_size, self.batches_per_epoch * self.batch_size, self.batch_size
+            ):
+                yield [
+                    (epoch, row) for row in order[first : first + self.batch_size][share].tolist()
+                ]
             epoch, index = epoch + 1, 0
 
-    def _evaluated(self, split: str, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor, bool]]:
+    def _evaluated(
+        self, split: str, rank: int = 0, world: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor, bool]]:
         rows = self.splits[split][0].split(self.batch_size)
         mine = turns(len(rows), rank, world)
         read = self._read([(-1, row) for row in rows[number].tolist()] for number, _ in mine)
@@ -97,7 +125,9 @@ class ImageStream(Classification):
             yield self.normalise(images), labels, counts
 
     def _read(self, keys: Iterator[list[Key]]) -> Iterator[Batch]:
-        """Batches of uint8 images and labels on the device. Raises RunError for a file that cannot be read."""
+        """Batches of uint8 images and labels on the device. Raises RunError for a file that cannot
+        be read.
+        """
         loader = DataLoader(
             self.files,
             batch_sampler=keys,  # type: ignore[arg-type]
@@ -105,7 +135,8 @@ class ImageStream(Classification):
             collate_fn=_collate,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_begin,
-            generator=torch.Generator(),  # else it draws from torch's own, which a resumed run would notice
+            # else it draws from torch's own, which a resumed run would notice
+            generator=torch.Generator(),
         )
         for images, rows, problem in loader:
             if problem:
@@ -114,13 +145,19 @@ class ImageStream(Classification):
             yield images, self._labels[rows].to(self.device, non_blocking=True)
 
     def example(self) -> Batch:
-        return torch.zeros(2, *self.inputs["shape"], device=self.device), torch.zeros(2, dtype=torch.int64, device=self.device)
+        return torch.zeros(2, *self.inputs["shape"], device=self.device), torch.zeros(
+            2, dtype=torch.int64, device=self.device
+        )
 
 
 class _Files(Dataset[tuple[Tensor, int, str]]):
-    """Image ``(epoch, row)``, in training one of ``epoch``'s parts of it, for epoch -1 its middle: uint8 (size, size, 3), row, problem."""
+    """Image ``(epoch, row)``, in training one of ``epoch``'s parts of it, for epoch -1 its middle:
+    uint8 (size, size, 3), row, problem.
+    """
 
-    def __init__(self, paths: NDArray[np.bytes_], size: int, scale: float, flip: bool, seed: int) -> None:
+    def __init__(
+        self, paths: NDArray[np.bytes_], size: int, scale: float, flip: bool, seed: int
+    ) -> None:
         self.paths, self.size, self.scale, self.flip, self.seed = paths, size, scale, flip, seed
 
     def __getitem__(self, key: Key) -> tuple[Tensor, int, str]:
@@ -137,17 +174,26 @@ class _Files(Dataset[tuple[Tensor, int, str]]):
     def _middle(self, file: Any) -> Tensor:
         from torchvision.transforms import functional as tv
 
-        image = tv.center_crop(tv.resize(file.convert("RGB"), round(self.size * WHOLE)), [self.size, self.size])
+        image = tv.center_crop(
+            tv.resize(file.convert("RGB"), round(self.size * WHOLE)), [self.size, self.size]
+        )
         return torch.from_numpy(np.array(image))
 
     def _part(self, file: Any, epoch: int, row: int) -> Tensor:
         from torchvision.transforms import RandomResizedCrop
 
-        with torch.random.fork_rng(devices=[]):  # the parameters are drawn from torch's own generator
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # the parameters are drawn from torch's own generator
             torch.default_generator.set_state(generator(self.seed, epoch, row, 1).get_state())
-            top, left, tall, wide = RandomResizedCrop.get_params(file, [self.scale, 1.0], [3 / 4, 4 / 3])
+            top, left, tall, wide = RandomResizedCrop.get_params(
+                file, [self.scale, 1.0], [3 / 4, 4 / 3]
+            )
             mirrored = self.flip and float(torch.rand(())) < 0.5
-        sides = [math.ceil(SPARE * self.size * whole / part) for whole, part in zip(file.size, (wide, tall), strict=True)]
+        sides = [
+            math.ceil(SPARE * self.size * whole / part)
+            for whole, part in zip(file.size, (wide, tall), strict=True)
+        ]
         width = file.width
         drafted = file.draft(None, sides)  # of a JPEG that is larger: 1/2, 1/4 or 1/8 of it
         scale = drafted[1][2] / width if drafted else 1.0
@@ -155,7 +201,9 @@ class _Files(Dataset[tuple[Tensor, int, str]]):
         pixels = torch.from_numpy(np.array(file.crop(box).convert("RGB")))
         # what PIL's resize does, to a rounding, in half of the time
         layout = pixels[None].permute(0, 3, 1, 2)
-        image = functional.interpolate(layout, (self.size, self.size), mode="bilinear", antialias=True)[0].permute(1, 2, 0)
+        image = functional.interpolate(
+            layout, (self.size, self.size), mode="bilinear", antialias=True
+        )[0].permute(1, 2, 0)
         return image.flip(1) if mirrored else image
 
 

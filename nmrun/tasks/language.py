@@ -31,10 +31,12 @@ def cross_entropy(logits: Tensor, following: Tensor, **options: Any) -> Tensor:
 class LanguageModelling(Task):
     """Cross entropy of the next token; see :class:`nmrun.tasks.base.Task`.
 
-    ``splits`` has a one-dimensional array of token numbers for each of train, val and test, in memory or mapped from a file.
-    A training batch is ``batch_size`` windows of ``context`` + 1 tokens from random places of the training text, which depend
-    on (seed, epoch, index) alone; an epoch has as many windows as fit into the text side by side. An evaluation predicts every token of a
-    split but the first exactly once, from the at most ``context`` tokens before it in its window.
+    ``splits`` has a one-dimensional array of token numbers for each of train, val and test, in
+    memory or mapped from a file. A training batch is ``batch_size`` windows of ``context`` + 1
+    tokens from random places of the training text, which depend on (seed, epoch, index) alone; an
+    epoch has as many windows as fit into the text side by side. An evaluation predicts every token
+    of a split but the first exactly once, from the at most ``context`` tokens before it in its
+    window.
 
     ``unit`` says what a token is: bits are per ``unit``. ``compiled`` compiles the training loss.
     Raises ConfigError for a split that is shorter than a window.
@@ -65,9 +67,12 @@ class LanguageModelling(Task):
         self.vocabulary, self.context = vocabulary, context
         self.inputs = {"vocabulary": vocabulary, "context": context}
         self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
-        # Compiled, it reads the logits, the largest tensor of all, in their own precision; else it writes them once more in float32.
+        # Compiled, it reads the logits, the largest tensor of all, in their own precision; else it
+        # writes them once more in float32.
         self._cross_entropy = torch.compile(cross_entropy) if compiled else cross_entropy
-        self.evaluated_at_once = -(-batch_size // accumulate)  # windows: as much as training has memory for
+        self.evaluated_at_once = -(
+            -batch_size // accumulate
+        )  # windows: as much as training has memory for
         batches = (len(splits["train"]) - 1) // (batch_size * context)
         if batches == 0:
             raise ConfigError(
@@ -78,9 +83,16 @@ class LanguageModelling(Task):
 
     @classmethod
     def of(
-        cls, config: Config, splits: Mapping[str, NDArray[Any]], vocabulary: int, device: torch.device, unit: str = "token"
+        cls,
+        config: Config,
+        splits: Mapping[str, NDArray[Any]],
+        vocabulary: int,
+        device: torch.device,
+        unit: str = "token",
     ) -> LanguageModelling:
-        """With context, batch size, seed, smoothing and limits of a run's config (``nmrun.settings.config.Config``)."""
+        """With context, batch size, seed, smoothing and limits of a run's config
+        (``nmrun.settings.config.Config``).
+        """
         return cls(
             splits,
             vocabulary,
@@ -95,7 +107,9 @@ class LanguageModelling(Task):
             compiled=bool(config.trainer.compile),
         )
 
-    def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
+    def micro_batches(
+        self, epoch: int, index: int, parts: int, mine: range | None = None
+    ) -> list[Batch]:
         random = np.random.default_rng((self.seed, epoch, index))
         starts = random.integers(len(self.splits["train"]) - self.context, size=self.batch_size)
         pieces = np.array_split(starts, min(parts, self.batch_size))
@@ -126,12 +140,19 @@ class LanguageModelling(Task):
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return {"loss": loss, "perplexity": perplexity, f"bits_per_{self.unit}": loss / math.log(2)}
 
-    def _evaluated(self, split: str, rank: int, world: int) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """A rank's batches of a split: inputs, targets, and whether they count. The last window may be shorter."""
+    def _evaluated(
+        self, split: str, rank: int, world: int
+    ) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """A rank's batches of a split: inputs, targets, and whether they count. The last window may
+        be shorter.
+        """
         predicted = len(self.splits[split]) - 1
         whole = predicted // self.context
         starts = np.arange(whole) * self.context
-        batches = [(starts[i : i + self.evaluated_at_once], self.context) for i in range(0, whole, self.evaluated_at_once)]
+        batches = [
+            (starts[i : i + self.evaluated_at_once], self.context)
+            for i in range(0, whole, self.evaluated_at_once)
+        ]
         if predicted % self.context:
             batches.append((np.array([whole * self.context]), predicted % self.context))
         for number, counts in turns(len(batches), rank, world):
@@ -142,10 +163,16 @@ class LanguageModelling(Task):
         return self._batch("train", np.arange(2), self.context)
 
     def _batch(self, split: str, starts: NDArray[Any], length: int) -> Batch:
-        """(inputs, targets), both (windows, ``length``) int64, of the windows of a split that begin at ``starts``."""
+        """(inputs, targets), both (windows, ``length``) int64, of the windows of a split that begin
+        at ``starts``.
+        """
         windows = self.splits[split][starts[:, None] + np.arange(length + 1)].astype(np.int64)
-        if windows.max() >= self.vocabulary:  # an embedding on a GPU would only say that an assertion failed
-            raise RunError(f"the {split} text has the token {windows.max()}, outside the vocabulary of {self.vocabulary}")
+        if (
+            windows.max() >= self.vocabulary
+        ):  # an embedding on a GPU would only say that an assertion failed
+            raise RunError(
+                f"the {split} text has the token {windows.max()}, outside the vocabulary of {self.vocabulary}"
+            )
         tokens = torch.from_numpy(windows)
         if self.device.type == "cuda":
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)

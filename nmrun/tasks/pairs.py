@@ -1,4 +1,6 @@
-"""Texts and pairs of texts as token numbers, as encoders read them: by a tokenizer of Hugging Face, or by words hashed to numbers."""
+"""Texts and pairs of texts as token numbers, as encoders read them: by a tokenizer of Hugging Face,
+or by words hashed to numbers.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +23,35 @@ Text = tuple[str, ...]  # one text, or two: a premise and a hypothesis, say
 
 
 class Tokenizer(Protocol):
-    """``vocabulary`` is the number of different tokens, ``padding`` the one that fills up, ``max_length`` the most that a text gets."""
+    """``vocabulary`` is the number of different tokens, ``padding`` the one that fills up,
+    ``max_length`` the most that a text gets.
+    """
 
     vocabulary: int
     padding: int
     max_length: int
 
     def encode(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (int32) and segments (uint8) of all texts, one after the other, and where each starts (int64, texts + 1)."""
+        """Tokens (int32) and segments (uint8) of all texts, one after the other, and where each
+        starts (int64, texts + 1).
+        """
 
 
 def tokenizer(options: Encoded) -> Tokenizer:
-    """That of a ``dataset:`` config: ``tokenizer`` (``words``, or a folder or name of Hugging Face), ``vocabulary``, ``max_length``."""
+    """That of a ``dataset:`` config: ``tokenizer`` (``words``, or a folder or name of Hugging
+    Face), ``vocabulary``, ``max_length``.
+    """
     if options.tokenizer == "words":
         return Words(options.vocabulary, options.max_length)
     return Pretrained(options.tokenizer, options.max_length)
 
 
 class Words:
-    """Lower-case words and punctuation marks, each hashed (CRC-32) to one of ``vocabulary`` - 3 numbers: the same everywhere, without a file.
+    """Lower-case words and punctuation marks, each hashed (CRC-32) to one of ``vocabulary`` - 3
+    numbers: the same everywhere, without a file.
 
-    0 is padding, 1 begins a text, 2 ends it, and each text of a pair. Where that is too long, words go from the end of the longer text.
+    0 is padding, 1 begins a text, 2 ends it, and each text of a pair. Where that is too long, words
+    go from the end of the longer text.
     """
 
     padding, begin, end = 0, 1, 2
@@ -56,7 +66,9 @@ class Words:
             while sum(map(len, parts)) + len(parts) + 1 > self.max_length:
                 max(parts, key=len).pop()
             tokens.append([self.begin, *(token for part in parts for token in (*part, self.end))])
-            segments.append([0, *(number for number, part in enumerate(parts) for _ in range(len(part) + 1))])
+            segments.append(
+                [0, *(number for number, part in enumerate(parts) for _ in range(len(part) + 1))]
+            )
         return _flat(tokens, segments)
 
     def _words(self, text: str) -> list[int]:
@@ -65,23 +77,35 @@ class Words:
 
 
 class Pretrained:
-    """A tokenizer of Hugging Face by name or folder. Raises ConfigError if it cannot be had, or cannot pad."""
+    """A tokenizer of Hugging Face by name or folder. Raises ConfigError if it cannot be had, or
+    cannot pad.
+    """
 
     def __init__(self, source: str, max_length: int) -> None:
 
         self.tokenizer = fetch("AutoTokenizer", "dataset.tokenizer", source)
         if self.tokenizer.pad_token_id is None:
-            raise ConfigError(f"dataset.tokenizer={source}: it has no padding token, so it is not one of an encoder")
+            raise ConfigError(
+                f"dataset.tokenizer={source}: it has no padding token, so it is not one of an encoder"
+            )
         if self.tokenizer.model_max_length < max_length:
             raise ConfigError(
                 f"dataset.max_length={max_length}: {source} takes at most {self.tokenizer.model_max_length} tokens"
             )
-        self.vocabulary, self.padding, self.max_length = len(self.tokenizer), self.tokenizer.pad_token_id, max_length
+        self.vocabulary, self.padding, self.max_length = (
+            len(self.tokenizer),
+            self.tokenizer.pad_token_id,
+            max_length,
+        )
 
     def encode(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
         columns = [list(column) for column in zip(*texts, strict=True)]
         encoded = self.tokenizer(
-            *columns, truncation=True, max_length=self.max_length, return_token_type_ids=True, return_attention_mask=False
+            *columns,
+            truncation=True,
+            max_length=self.max_length,
+            return_token_type_ids=True,
+            return_attention_mask=False,
         )
         return _flat(encoded["input_ids"], encoded["token_type_ids"])
 

@@ -14,12 +14,15 @@ from nmrun.errors import ConfigError
 def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
     """``transformers.<kind>.from_pretrained(source)``, without its progress bars and warnings.
 
-    Raises ConfigError, which names the config's ``key``, if transformers is not installed or nothing can be loaded from ``source``.
+    Raises ConfigError, which names the config's ``key``, if transformers is not installed or
+    nothing can be loaded from ``source``.
     """
     try:
         import transformers
     except ImportError:
-        raise ConfigError(f"{key}={source} needs Hugging Face's transformers: pip install nmrun[transformers]") from None
+        raise ConfigError(
+            f"{key}={source} needs Hugging Face's transformers: pip install nmrun[transformers]"
+        ) from None
     place = Path(source).expanduser()
     if source.startswith(("/", ".", "~")) and not place.is_dir():
         raise ConfigError(f"{key}={source}: there is no such folder")

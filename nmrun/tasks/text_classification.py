@@ -1,4 +1,6 @@
-"""Classification of short texts and pairs of texts, and prediction of a score for them, with GLUE's metrics."""
+"""Classification of short texts and pairs of texts, and prediction of a score for them, with GLUE's
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ EVALUATED_AT_ONCE = 128  # texts of about the same length; bounds the memory of 
 class Encoded:
     """Texts as token numbers, one after the other: text i is ``tokens[starts[i] : starts[i + 1]]``.
 
-    ``tokens`` and ``segments`` (0 for the first of a pair, 1 for the second) are int32 and uint8 of the same length; ``labels`` int64
-    classes, or float32 scores.
+    ``tokens`` and ``segments`` (0 for the first of a pair, 1 for the second) are int32 and uint8 of
+    the same length; ``labels`` int64 classes, or float32 scores.
     """
 
     tokens: Tensor
@@ -44,14 +46,17 @@ class Encoded:
 
 
 class TextClassification(Task):
-    """Cross entropy over classes, or the squared error of a score; see :class:`nmrun.tasks.base.Task`.
+    """Cross entropy over classes, or the squared error of a score; see
+    :class:`nmrun.tasks.base.Task`.
 
-    ``splits`` has texts and their labels, classes from 0 as whole numbers or (where ``classes`` is 1) scores. Splits beside train, val and
-    test are named ``test_<suffix>`` and evaluated along with test; their metrics have the suffix too.
-    Each epoch is a fresh permutation of the training texts, a pure function of (seed, epoch); a last batch that would be
-    smaller than ``batch_size`` is left out. A micro-batch is (tokens, mask, segments, labels), the first three (texts, length of the
-    longest of them): int64, bool (False is padding) and int64. Models give (texts, classes) for ``model(tokens, mask, segments)``.
-    ``metrics`` are names of :func:`scores`; the first is what recipes are compared by.
+    ``splits`` has texts and their labels, classes from 0 as whole numbers or (where ``classes`` is
+    1) scores. Splits beside train, val and test are named ``test_<suffix>`` and evaluated along
+    with test; their metrics have the suffix too. Each epoch is a fresh permutation of the training
+    texts, a pure function of (seed, epoch); a last batch that would be smaller than ``batch_size``
+    is left out. A micro-batch is (tokens, mask, segments, labels), the first three (texts, length
+    of the longest of them): int64, bool (False is padding) and int64. Models give (texts, classes)
+    for ``model(tokens, mask, segments)``. ``metrics`` are names of :func:`scores`; the first is
+    what recipes are compared by.
     """
 
     def __init__(
@@ -68,15 +73,24 @@ class TextClassification(Task):
     ) -> None:
         texts = len(splits["train"][0])
         if batch_size > texts:
-            raise ConfigError(f"trainer.batch_size={batch_size}: there are only {texts} training texts")
+            raise ConfigError(
+                f"trainer.batch_size={batch_size}: there are only {texts} training texts"
+            )
         if label_smoothing and classes == 1:
-            raise ConfigError(f"trainer.label_smoothing={label_smoothing} is for classes; this data set has scores")
+            raise ConfigError(
+                f"trainer.label_smoothing={label_smoothing} is for classes; this data set has scores"
+            )
         kind = torch.float32 if classes == 1 else torch.int64
         self.splits = {
-            name: Encoded(*tokenizer.encode(some), torch.tensor(labels, dtype=kind)) for name, (some, labels) in splits.items()
+            name: Encoded(*tokenizer.encode(some), torch.tensor(labels, dtype=kind))
+            for name, (some, labels) in splits.items()
         }
         self.padding, self.classes, self.device = tokenizer.padding, classes, torch.device(device)
-        self.inputs = {"vocabulary": tokenizer.vocabulary, "max_length": tokenizer.max_length, "classes": classes}
+        self.inputs = {
+            "vocabulary": tokenizer.vocabulary,
+            "max_length": tokenizer.max_length,
+            "classes": classes,
+        }
         self.metric, self.metrics = metrics[0], tuple(metrics)
         self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
         self.batches_per_epoch = min(texts // batch_size, limit_batches or texts)
@@ -91,9 +105,13 @@ class TextClassification(Task):
         metrics: Sequence[str],
         device: torch.device,
     ) -> TextClassification:
-        """With tokenizer, batch size, seed, smoothing and limits of a run's config (``nmrun.settings.config.Config``)."""
+        """With tokenizer, batch size, seed, smoothing and limits of a run's config
+        (``nmrun.settings.config.Config``).
+        """
         if config.model.values().get("pooling") == "similarity" and len(splits["train"][0][0]) != 2:
-            raise ConfigError("model.pooling=similarity is for pairs of texts; this data set has single ones")
+            raise ConfigError(
+                "model.pooling=similarity is for pairs of texts; this data set has single ones"
+            )
         return cls(
             splits,
             tokenizer(config.dataset.as_kind(datasets.Encoded)),
@@ -106,7 +124,9 @@ class TextClassification(Task):
             device=device,
         )
 
-    def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
+    def micro_batches(
+        self, epoch: int, index: int, parts: int, mine: range | None = None
+    ) -> list[Batch]:
         chosen = self._permutation(epoch)[index * self.batch_size : (index + 1) * self.batch_size]
         pieces = picked(chunks(self.batch_size, parts), mine)
         return [self._batch("train", chosen[piece.start : piece.stop]) for piece in pieces]
@@ -123,7 +143,9 @@ class TextClassification(Task):
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
-        """What the model says of the texts of a split, and of those beside it: their rows, and (texts, classes)."""
+        """What the model says of the texts of a split, and of those beside it: their rows, and
+        (texts, classes).
+        """
         found: Tally = {}
         for name in self._beside(split):
             rows, logits = [], []
@@ -138,10 +160,15 @@ class TextClassification(Task):
     def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
         found: dict[str, float] = {}
         for name in self._beside(split):
-            rows, said = (torch.cat(parts) for parts in zip(*(tally[name] for tally in tallies), strict=True))
+            rows, said = (
+                torch.cat(parts) for parts in zip(*(tally[name] for tally in tallies), strict=True)
+            )
             order = self._by_length(name)
             logits, labels = said[rows.argsort()][order], self.splits[name].labels[order]
-            mine = {"loss": float(self._loss(logits, labels)), **scores(self.metrics, self._predictions(logits), labels)}
+            mine = {
+                "loss": float(self._loss(logits, labels)),
+                **scores(self.metrics, self._predictions(logits), labels),
+            }
             found |= {key + name.removeprefix(split): value for key, value in mine.items()}
         return found
 
@@ -160,7 +187,9 @@ class TextClassification(Task):
         return self.splits[split].starts.diff().argsort(stable=True)
 
     def example(self) -> Batch:
-        """Two texts, cut or padded to the mean length of the first epoch's batches: what an item costs depends on its length."""
+        """Two texts, cut or padded to the mean length of the first epoch's batches: what an item
+        costs depends on its length.
+        """
         order = self._permutation(0)
         whole = len(order) // self.batch_size * self.batch_size
         longest = self.splits["train"].lengths(order[:whole]).view(-1, self.batch_size).amax(1)
@@ -168,13 +197,16 @@ class TextClassification(Task):
 
     def _permutation(self, epoch: int) -> Tensor:
         if self._order[0] != epoch:
-            # torch's CPU generator looks at the low 32 bits of a seed only, so the pair must be mixed into them
+            # torch's CPU generator looks at the low 32 bits of a seed only, so the pair must be
+            # mixed into them
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
             self._order = (epoch, torch.randperm(len(self.splits["train"]), generator=generator))
         return self._order[1]
 
     def _batch(self, split: str, rows: Tensor, length: int | None = None) -> Batch:
-        """The texts ``rows`` of a split, padded to the longest of them, or cut or padded to ``length``."""
+        """The texts ``rows`` of a split, padded to the longest of them, or cut or padded to
+        ``length``.
+        """
         texts = self.splits[split]
         lengths = texts.lengths(rows)[:, None]
         columns = torch.arange(int(lengths.max()) if length is None else length)
@@ -184,7 +216,9 @@ class TextClassification(Task):
         segments = torch.where(mask, texts.segments[places], 0).long()
         batch: Batch = tokens, mask, segments, texts.labels[rows]
         if self.device.type == "cuda":
-            batch = tuple(tensor.pin_memory().to(self.device, non_blocking=True) for tensor in batch)
+            batch = tuple(
+                tensor.pin_memory().to(self.device, non_blocking=True) for tensor in batch
+            )
         return batch
 
     def _loss(self, logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -197,10 +231,12 @@ class TextClassification(Task):
 
 
 def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[str, float]:
-    """The named metrics of predictions (n,) against labels (n,), as GLUE defines them (Wang et al. 2019, arXiv 1804.07461, section 3).
+    """The named metrics of predictions (n,) against labels (n,), as GLUE defines them (Wang et al.
+    2019, arXiv 1804.07461, section 3).
 
-    ``accuracy``; ``f1`` of class 1; ``matthews``, Matthews' correlation; ``pearson`` and ``spearman``, correlations of scores. Where one is
-    undefined, because all predictions are the same for example, it is 0.
+    ``accuracy``; ``f1`` of class 1; ``matthews``, Matthews' correlation; ``pearson`` and
+    ``spearman``, correlations of scores. Where one is undefined, because all predictions are the
+    same for example, it is 0.
     """
     import numpy as np
 

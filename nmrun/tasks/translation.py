@@ -1,4 +1,6 @@
-"""Translation: batches of so many tokens, label smoothing as fairseq defines it, perplexity, and BLEU by beam search."""
+"""Translation: batches of so many tokens, label smoothing as fairseq defines it, perplexity, and
+BLEU by beam search.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from nmrun.tasks.fairseq_import import fairseq
 if TYPE_CHECKING:
     from nmrun.settings.config import Config
 
-LONGEST = (1.2, 10)  # a translation ends after 1.2 * (length of the longest source sentence of its batch) + 10 tokens
+LONGEST = (
+    1.2,
+    10,
+)  # a translation ends after 1.2 * (length of the longest source sentence of its batch) + 10 tokens
 Rows = NDArray[np.int64]
 
 
@@ -39,7 +44,9 @@ class Dictionary(Protocol):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Sentences as token numbers, one after the other: sentence i is ``tokens[starts[i] : starts[i + 1]]``, its last token the end mark."""
+    """Sentences as token numbers, one after the other: sentence i is ``tokens[starts[i] : starts[i
+    + 1]]``, its last token the end mark.
+    """
 
     tokens: NDArray[Any]
     starts: Rows
@@ -56,8 +63,12 @@ class Corpus:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def padded(self, rows: Rows, padding: int, left: bool = False) -> tuple[Rows, NDArray[np.bool_]]:
-        """The sentences ``rows``, padded to the longest of them, at the right or at the left; and where there is no padding."""
+    def padded(
+        self, rows: Rows, padding: int, left: bool = False
+    ) -> tuple[Rows, NDArray[np.bool_]]:
+        """The sentences ``rows``, padded to the longest of them, at the right or at the left; and
+        where there is no padding.
+        """
         lengths = (self.starts[rows + 1] - self.starts[rows])[:, None]
         columns = np.arange(lengths.max()) - (lengths.max() - lengths if left else 0)
         inside = (columns >= 0) & (columns < lengths)
@@ -69,22 +80,26 @@ Pair = tuple[Corpus, Corpus]
 
 
 class Translation(Task):
-    """Cross entropy over the tokens of the target language; see :class:`nmrun.tasks.base.Task`. An item is a target token.
+    """Cross entropy over the tokens of the target language; see :class:`nmrun.tasks.base.Task`. An
+    item is a target token.
 
-    ``splits`` has source and target of train, val and test; ``references`` the plain target sentences of val and test; ``detokenize``
-    makes such a sentence of the symbols of a translation. ``inputs`` are the dictionaries, ``source`` and ``target``.
+    ``splits`` has source and target of train, val and test; ``references`` the plain target
+    sentences of val and test; ``detokenize`` makes such a sentence of the symbols of a translation.
+    ``inputs`` are the dictionaries, ``source`` and ``target``.
 
-    A batch has sentences of about the same length, as many as fit into ``max_tokens`` tokens a side, padding included. Sentences
-    are ordered by the lengths of source and target, so the cuts between batches are the same in all epochs; which of the sentences of
-    equal lengths fall into which batch, and the order of the batches, are a pure function of (seed, epoch). Each sentence is in
-    one batch of an epoch.
+    A batch has sentences of about the same length, as many as fit into ``max_tokens`` tokens a
+    side, padding included. Sentences are ordered by the lengths of source and target, so the cuts
+    between batches are the same in all epochs; which of the sentences of equal lengths fall into
+    which batch, and the order of the batches, are a pure function of (seed, epoch). Each sentence
+    is in one batch of an epoch.
 
-    A micro-batch is (source, previous, where, target): source (sentences, length) padded at the left, the target as the decoder
-    sees it, moved by one token (sentences, length), the places of its tokens in the flattened batch, and what follows at
-    these (both (tokens,)). Models give, as fairseq's, a tuple with the logits (tokens, target dictionary) in front for
-    ``model(source, None, previous, where)``.
-    ``label_smoothing`` is fairseq's: epsilon is spread over all tokens but the right one.
-    Raises ConfigError for a source and target of unequal length, for tokens outside the dictionary, and for a sentence longer than ``max_tokens``.
+    A micro-batch is (source, previous, where, target): source (sentences, length) padded at the
+    left, the target as the decoder sees it, moved by one token (sentences, length), the places of
+    its tokens in the flattened batch, and what follows at these (both (tokens,)). Models give, as
+    fairseq's, a tuple with the logits (tokens, target dictionary) in front for ``model(source,
+    None, previous, where)``. ``label_smoothing`` is fairseq's: epsilon is spread over all tokens
+    but the right one. Raises ConfigError for a source and target of unequal length, for tokens
+    outside the dictionary, and for a sentence longer than ``max_tokens``.
     """
 
     metric = "bleu"
@@ -134,7 +149,9 @@ class Translation(Task):
         detokenize: Callable[[list[str]], str],
         device: torch.device,
     ) -> Translation:
-        """With batch size, beam, seed, smoothing and limits of a run's config (``nmrun.settings.config.Config``)."""
+        """With batch size, beam, seed, smoothing and limits of a run's config
+        (``nmrun.settings.config.Config``).
+        """
         keys = config.dataset.as_kind(Translated)
         return cls(
             splits,
@@ -151,12 +168,19 @@ class Translation(Task):
             device=device,
         )
 
-    def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
-        return [self._batch("train", rows) for rows in picked(self._pieces(epoch, index, parts), mine)]
+    def micro_batches(
+        self, epoch: int, index: int, parts: int, mine: range | None = None
+    ) -> list[Batch]:
+        return [
+            self._batch("train", rows) for rows in picked(self._pieces(epoch, index, parts), mine)
+        ]
 
     def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
         starts = self.splits["train"][1].starts
-        return [int((starts[rows + 1] - starts[rows]).sum()) for rows in self._pieces(epoch, index, parts)]
+        return [
+            int((starts[rows + 1] - starts[rows]).sum())
+            for rows in self._pieces(epoch, index, parts)
+        ]
 
     def _pieces(self, epoch: int, index: int, parts: int) -> list[Rows]:
         """The sentences of each micro-batch of a whole batch."""
@@ -173,7 +197,9 @@ class Translation(Task):
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         *inputs, target = batch
-        return functional.cross_entropy(_logits(model, *inputs), target, label_smoothing=self.smoothing)
+        return functional.cross_entropy(
+            _logits(model, *inputs), target, label_smoothing=self.smoothing
+        )
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
@@ -190,12 +216,20 @@ class Translation(Task):
         return {"loss": float(total), "translations": translations}
 
     def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
-        """``loss`` (nats a token, without smoothing), ``perplexity`` (e to it) and ``bleu`` (0 to 100), whose signature goes to ``notes``."""
+        """``loss`` (nats a token, without smoothing), ``perplexity`` (e to it) and ``bleu`` (0 to
+        100), whose signature goes to ``notes``.
+        """
         loss = sum(tally["loss"] for tally in tallies) / int(self.splits[split][1].starts[-1])
         found = {row: text for tally in tallies for row, text in tally["translations"].items()}
-        bleu, signature = corpus_bleu([found[row] for row in range(len(found))], self.references[split])
+        bleu, signature = corpus_bleu(
+            [found[row] for row in range(len(found))], self.references[split]
+        )
         self.notes = {"bleu": signature}
-        return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf, "bleu": bleu}
+        return {
+            "loss": loss,
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "bleu": bleu,
+        }
 
     def _evaluated(self, split: str, rank: int, world: int) -> Iterator[tuple[Rows, Batch, bool]]:
         """A rank's batches of a split: rows, what they hold, and whether they count."""
@@ -217,20 +251,33 @@ class Translation(Task):
         arrays = source, previous, np.flatnonzero(inside), target[inside]
         batch = tuple(torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays)
         if self.device.type == "cuda":
-            batch = tuple(tensor.pin_memory().to(self.device, non_blocking=True) for tensor in batch)
+            batch = tuple(
+                tensor.pin_memory().to(self.device, non_blocking=True) for tensor in batch
+            )
         return batch
 
     def _generator(self, model: nn.Module) -> Any:
-        options = {"beam_size": self.beam, "len_penalty": self.length_penalty, "max_len_a": LONGEST[0], "max_len_b": LONGEST[1]}
+        options = {
+            "beam_size": self.beam,
+            "len_penalty": self.length_penalty,
+            "max_len_a": LONGEST[0],
+            "max_len_b": LONGEST[1],
+        }
         return fairseq("sequence_generator").SequenceGenerator([model], self.target, **options)
 
     def _translated(self, generator: Any, source: Tensor) -> Iterator[list[str]]:
         """The symbols of the best translation of each sentence."""
         lengths = source.ne(self.source.pad()).sum(1)
-        found = generator.generate([], {"net_input": {"src_tokens": source, "src_lengths": lengths}})
+        found = generator.generate(
+            [], {"net_input": {"src_tokens": source, "src_lengths": lengths}}
+        )
         for hypotheses in found:
             tokens = hypotheses[0]["tokens"].tolist()
-            yield [self.target.symbols[token] for token in tokens if token not in (self.target.eos(), self.target.pad())]
+            yield [
+                self.target.symbols[token]
+                for token in tokens
+                if token not in (self.target.eos(), self.target.pad())
+            ]
 
 
 def _logits(model: Any, source: Tensor, previous: Tensor, where: Tensor) -> Tensor:
@@ -239,7 +286,9 @@ def _logits(model: Any, source: Tensor, previous: Tensor, where: Tensor) -> Tens
 
 
 def bucketed(pair: Pair, max_tokens: int) -> tuple[Rows, Rows]:
-    """The sentences ordered by length, and where to cut them into batches: batch i is ``rows[cuts[i] : cuts[i + 1]]``."""
+    """The sentences ordered by length, and where to cut them into batches: batch i is
+    ``rows[cuts[i] : cuts[i + 1]]``.
+    """
     source, target = (corpus.lengths for corpus in pair)
     rows = np.lexsort((target, source))
     cuts, widest = [0], 0
@@ -252,7 +301,9 @@ def bucketed(pair: Pair, max_tokens: int) -> tuple[Rows, Rows]:
 
 
 def shuffled_within(rows: Rows, pair: Pair, random: np.random.Generator) -> Rows:
-    """``rows`` of :func:`bucketed` in another order that it could have been as well: sentences of equal lengths change places."""
+    """``rows`` of :func:`bucketed` in another order that it could have been as well: sentences of
+    equal lengths change places.
+    """
     mixed = random.permutation(rows)
     source, target = (corpus.lengths[mixed] for corpus in pair)
     return mixed[np.lexsort((target, source))]
@@ -268,7 +319,9 @@ def corpus_bleu(translations: Sequence[str], references: Sequence[str]) -> tuple
 
 
 def check(name: str, pair: Pair, dictionaries: tuple[Dictionary, Dictionary]) -> None:
-    """Raise ConfigError, in one line, if the two sides of a split do not fit each other or their dictionaries."""
+    """Raise ConfigError, in one line, if the two sides of a split do not fit each other or their
+    dictionaries.
+    """
     if len(pair[0]) != len(pair[1]):
         raise ConfigError(
             f"{name}: {len(pair[0])} source sentences, but {len(pair[1])} target sentences; it takes as many of both"
@@ -283,7 +336,9 @@ def check(name: str, pair: Pair, dictionaries: tuple[Dictionary, Dictionary]) ->
             raise ConfigError(
                 f"{name}: sentence {row} of the {side} has the token {token}, outside its dictionary of {len(dictionary)} tokens"
             )
-        endless = np.flatnonzero((corpus.lengths == 0) | (corpus.tokens[corpus.starts[1:] - 1] != dictionary.eos()))
+        endless = np.flatnonzero(
+            (corpus.lengths == 0) | (corpus.tokens[corpus.starts[1:] - 1] != dictionary.eos())
+        )
         if len(endless):
             raise ConfigError(
                 f"{name}: sentence {endless[0] + 1} of the {side} does not end with the end mark {dictionary.symbols[dictionary.eos()]}"

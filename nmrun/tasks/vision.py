@@ -24,12 +24,13 @@ PIXELS_AT_ONCE = 2**20  # of an evaluation; bounds its memory
 class Classification(Task):
     """Cross entropy over classes; see :class:`nmrun.tasks.base.Task`.
 
-    ``splits`` has images (N, C, H, W) and labels (N,) of ``train``, ``val`` and ``test``. Images in uint8 are normalised by mean
-    and standard deviation of each channel over the training images, batch by batch, and the training images augmented.
+    ``splits`` has images (N, C, H, W) and labels (N,) of ``train``, ``val`` and ``test``. Images in
+    uint8 are normalised by mean and standard deviation of each channel over the training images,
+    batch by batch, and the training images augmented.
 
-    Each epoch is a fresh permutation of the training images, a pure function of (seed, epoch), and augmentation one of (seed,
-    epoch, index). A last batch that would be smaller than ``batch_size`` is left out; which images that hits changes from epoch
-    to epoch.
+    Each epoch is a fresh permutation of the training images, a pure function of (seed, epoch), and
+    augmentation one of (seed, epoch, index). A last batch that would be smaller than ``batch_size``
+    is left out; which images that hits changes from epoch to epoch.
     """
 
     metric = "accuracy"
@@ -47,7 +48,10 @@ class Classification(Task):
         about: str = "",
     ) -> None:
         self.normalise = Normalise.of(splits["train"][0], device)
-        self.splits = {name: (images.to(device), labels.to(device)) for name, (images, labels) in splits.items()}
+        self.splits = {
+            name: (images.to(device), labels.to(device))
+            for name, (images, labels) in splits.items()
+        }
         self.images, self.labels = self.splits["train"]
         self.classes = classes
         self.inputs: dict[str, Any] = {"shape": tuple(self.images.shape[1:]), "classes": classes}
@@ -55,15 +59,26 @@ class Classification(Task):
         self.about = about
         self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
         if batch_size > len(self.images):
-            raise ConfigError(f"trainer.batch_size={batch_size}: there are only {len(self.images)} training images")
-        self.batches_per_epoch = min(len(self.images) // batch_size, limit_batches or len(self.images))
+            raise ConfigError(
+                f"trainer.batch_size={batch_size}: there are only {len(self.images)} training images"
+            )
+        self.batches_per_epoch = min(
+            len(self.images) // batch_size, limit_batches or len(self.images)
+        )
         self._order: tuple[int, Tensor] = (-1, torch.empty(0))
 
     @classmethod
     def of(
-        cls, config: Config, splits: dict[str, tuple[Tensor, Tensor]], classes: int, device: torch.device, about: str = ""
+        cls,
+        config: Config,
+        splits: dict[str, tuple[Tensor, Tensor]],
+        classes: int,
+        device: torch.device,
+        about: str = "",
     ) -> Classification:
-        """With batch size, seed, smoothing, limits and augmentation of a run's config (``nmrun.settings.config.Config``)."""
+        """With batch size, seed, smoothing, limits and augmentation of a run's config
+        (``nmrun.settings.config.Config``).
+        """
         return cls(
             splits,
             classes,
@@ -76,7 +91,9 @@ class Classification(Task):
             about=about,
         )
 
-    def micro_batches(self, epoch: int, index: int, parts: int, mine: range | None = None) -> list[Batch]:
+    def micro_batches(
+        self, epoch: int, index: int, parts: int, mine: range | None = None
+    ) -> list[Batch]:
         pieces = picked(chunks(self.batch_size, parts), mine)
         if not pieces:
             return []
@@ -96,9 +113,13 @@ class Classification(Task):
     def _read_share(self, epoch: int, index: int, share: Share) -> Batch:
         """The images at hand of a share of a training batch, as they are stored, with their labels."""
         if self._order[0] != epoch:
-            # torch's CPU generator looks at the low 32 bits of a seed only, so the pair must be mixed into them
+            # torch's CPU generator looks at the low 32 bits of a seed only, so the pair must be
+            # mixed into them
             order = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
-            self._order = (epoch, torch.randperm(len(self.images), generator=order).to(self.images.device))
+            self._order = (
+                epoch,
+                torch.randperm(len(self.images), generator=order).to(self.images.device),
+            )
         chosen = self._order[1][index * self.batch_size + share.rows.to(self.images.device)]
         return self.images[chosen], self.labels[chosen]
 
@@ -107,7 +128,9 @@ class Classification(Task):
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         images, labels = batch
-        return functional.cross_entropy(model(images).float(), labels, label_smoothing=self.label_smoothing)
+        return functional.cross_entropy(
+            model(images).float(), labels, label_smoothing=self.label_smoothing
+        )
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
@@ -123,11 +146,17 @@ class Classification(Task):
         return {"loss": float(loss), "right": int(right), "count": count}
 
     def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
-        loss, right, count = (sum(tally[key] for tally in tallies) for key in ("loss", "right", "count"))
+        loss, right, count = (
+            sum(tally[key] for tally in tallies) for key in ("loss", "right", "count")
+        )
         return {"loss": loss / count, "accuracy": right / count}
 
-    def _evaluated(self, split: str, rank: int = 0, world: int = 1) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """A rank's batches of a split: images, normalised, with their labels, and whether they count."""
+    def _evaluated(
+        self, split: str, rank: int = 0, world: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """A rank's batches of a split: images, normalised, with their labels, and whether they
+        count.
+        """
         images, labels = self.splits[split]
         at_once = max(1, min(1024, PIXELS_AT_ONCE // math.prod(images.shape[2:])))
         for number, counts in turns(-(-len(labels) // at_once), rank, world):
@@ -139,8 +168,8 @@ class Classification(Task):
 
 
 class Normalise:
-    """uint8 images to float32, less ``mean`` and divided by ``std`` of each channel (on the scale of 0 to 255); float images stay as
-    they are."""
+    """uint8 images to float32, less ``mean`` and divided by ``std`` of each channel (on the scale
+    of 0 to 255); float images stay as they are."""
 
     def __init__(self, mean: Tensor, std: Tensor, device: torch.device | str) -> None:
         self.mean, self.std = (value.float().view(-1, 1, 1).to(device) for value in (mean, std))
@@ -150,17 +179,29 @@ class Normalise:
         """By mean and standard deviation of the training images."""
         if train.dtype != torch.uint8:
             return cls(torch.zeros(1), torch.ones(1), device)
-        counts = torch.stack([torch.bincount(channel.reshape(-1), minlength=256) for channel in train.unbind(1)]).double()
-        shares, values = counts / counts.sum(1, keepdim=True), torch.arange(256, dtype=torch.float64)
+        counts = torch.stack(
+            [torch.bincount(channel.reshape(-1), minlength=256) for channel in train.unbind(1)]
+        ).double()
+        shares, values = (
+            counts / counts.sum(1, keepdim=True),
+            torch.arange(256, dtype=torch.float64),
+        )
         mean = (shares * values).sum(1, keepdim=True)
-        std = (shares * (values - mean) ** 2).sum(1).sqrt().clamp(min=1.0)  # a channel may be constant
+        std = (
+            (shares * (values - mean) ** 2).sum(1).sqrt().clamp(min=1.0)
+        )  # a channel may be constant
         return cls(mean, std, device)
 
     def __call__(self, images: Tensor) -> Tensor:
         if images.dtype != torch.uint8:
             return images
-        # convolutions take the layout of their input, and are faster with the channels last, on GPUs by far
+        # convolutions take the layout of their input, and are faster with the channels last, on
+        # GPUs by far
         pixels = images.permute(0, 2, 3, 1).to(torch.float32, memory_format=torch.contiguous_format)
-        lines = pixels.flatten(2)  # arithmetic on whole lines is several times faster than on three channels at a time
-        lines.sub_(self.mean.flatten().repeat(pixels.shape[2])).div_(self.std.flatten().repeat(pixels.shape[2]))
+        lines = pixels.flatten(
+            2
+        )  # arithmetic on whole lines is several times faster than on three channels at a time
+        lines.sub_(self.mean.flatten().repeat(pixels.shape[2])).div_(
+            self.std.flatten().repeat(pixels.shape[2])
+        )
         return pixels.permute(0, 3, 1, 2)

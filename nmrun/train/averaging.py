@@ -1,4 +1,6 @@
-"""The mean of a model's weights over the last epochs (Vaswani et al. 2017, arXiv 1706.03762, section 6.1: averaged checkpoints)."""
+"""The mean of a model's weights over the last epochs (Vaswani et al. 2017, arXiv 1706.03762,
+section 6.1: averaged checkpoints).
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ from nmrun.handle import Handle
 
 
 class Average:
-    """Adds up what is saved of ``model``, parameters and running statistics, at the ends of the ``last`` epochs; 1 does nothing.
+    """Adds up what is saved of ``model``, parameters and running statistics, at the ends of the
+    ``last`` epochs; 1 does nothing.
 
-    Of a sparse weight it is the dense one that is averaged; the mask is that of the mean (or the recipe's, where it is fixed).
+    Of a sparse weight it is the dense one that is averaged; the mask is that of the mean (or the
+    recipe's, where it is fixed).
     """
 
     def __init__(self, model: nn.Module, handle: Handle, last: int) -> None:
@@ -41,16 +45,24 @@ class Average:
             for name, tensor in self._tensors().items():
                 tensor.copy_(self.sums[name] / self.count)
 
-    def state_dict(self, gathered: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict) -> dict[str, Any]:
+    def state_dict(
+        self, gathered: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+    ) -> dict[str, Any]:
         """The sums; ``gathered`` makes whole tensors of what each process has of them."""
         return {"sums": gathered(self.sums), "count": self.count}
 
     def load_state_dict(
-        self, state: dict[str, Any], handed_out: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
+        self,
+        state: dict[str, Any],
+        handed_out: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
     ) -> None:
         """Restore :meth:`state_dict`; ``handed_out`` is the inverse of its ``gathered``."""
         sums = handed_out(state["sums"]) if state["count"] else {}
-        self.sums = {name: sums[name].to(tensor.device) for name, tensor in self._tensors().items() if state["count"]}
+        self.sums = {
+            name: sums[name].to(tensor.device)
+            for name, tensor in self._tensors().items()
+            if state["count"]
+        }
         self.count = state["count"]
 
     def _tensors(self) -> dict[str, Tensor]:

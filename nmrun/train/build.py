@@ -26,14 +26,15 @@ from nmrun.tasks.base import Task
 from nmrun.train import flops
 from nmrun.train.checkpoint import seed_everything
 
-LARGE = 1_000_000  # parameters; smaller networks on a CPU keep the bits of torch's defaults, larger ones the time
+# parameters; smaller networks on a CPU keep the bits of torch's defaults, larger ones the time
+LARGE = 1_000_000
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a loop trains with. ``precision`` is fp32, bf16 or fp16; ``cost`` is that of one item; ``accelerated`` is by which products the
-    sparse layers are computed."""
+    """What a loop trains with. ``precision`` is fp32, bf16 or fp16; ``cost`` is that of one item;
+    ``accelerated`` is by which products the sparse layers are computed."""
 
     task: Task
     model: nn.Module
@@ -47,13 +48,18 @@ class Parts:
 
 
 def build(config: Config) -> Parts:
-    """Seed everything, choose device and precision, and build. Raises ConfigError for what only the built model shows."""
+    """Seed everything, choose device and precision, and build. Raises ConfigError for what only the
+    built model shows.
+    """
     trainer = config.trainer
     if trainer.threads is not None:
         torch.set_num_threads(trainer.threads)
-    # The same bits again, where torch has a way to: always on a CPU (with the same number of threads), mostly on a GPU.
+    # The same bits again, where torch has a way to: always on a CPU (with the same number of
+    # threads), mostly on a GPU.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms does the same and imports the compiler
+    torch.set_deterministic_debug_mode(
+        "warn"
+    )  # use_deterministic_algorithms does the same and imports the compiler
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over new tensors
     seed_everything(config.seed)
 
@@ -90,16 +96,24 @@ def build(config: Config) -> Parts:
 
     try:
         if trainer.budget is not None:
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):  # a trial, which leaves no trace
+            with torch.random.fork_rng(
+                [device] if device.type == "cuda" else []
+            ):  # a trial, which leaves no trace
                 twin = copy.deepcopy(whole)
                 trial = made_sparse(twin, _optimizer(config.optimizer, twin), total_steps)
             items = sum(task.sizes(0, 0, 1))
             total_steps = flops.steps_in(
-                trainer.budget, flops.count(twin, task, trial.sparse), trial.recipe, total_steps, items
+                trainer.budget,
+                flops.count(twin, task, trial.sparse),
+                trial.recipe,
+                total_steps,
+                items,
             )
             if total_steps < task.batches_per_epoch:
                 epochs = total_steps / task.batches_per_epoch
-                raise ConfigError(f"trainer.budget={trainer.budget}: that is {epochs:.2g} epochs; it takes one epoch or more")
+                raise ConfigError(
+                    f"trainer.budget={trainer.budget}: that is {epochs:.2g} epochs; it takes one epoch or more"
+                )
         handle = made_sparse(model, optimizer, total_steps)
         if in_shards:
             from nmrun.train import sharded  # half a second that others need not wait for
@@ -136,20 +150,26 @@ def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Modul
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
     """The context of every forward pass."""
-    return contextlib.nullcontext() if precision == "fp32" else torch.autocast(device.type, DTYPES[precision])
+    return (
+        contextlib.nullcontext()
+        if precision == "fp32"
+        else torch.autocast(device.type, DTYPES[precision])
+    )
 
 
 def lay_out(model: nn.Module, device: torch.device, precision: str) -> None:
-    """Store the weights of convolutions with channels last where convolutions are faster so: on GPUs in 16 bits, and on CPUs. It also puts
-    the groups of a mask into one piece of memory. Sums run in another order, so small networks on a CPU are left alone."""
+    """Store the weights of convolutions with channels last where convolutions are faster so: on
+    GPUs in 16 bits, and on CPUs. It also puts the groups of a mask into one piece of memory. Sums
+    run in another order, so small networks on a CPU are left alone."""
     faster = device.type == "cpu" or precision != "fp32"
     if faster and not _left_alone(model.parameters(), device):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def fuse(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Let one kernel do the whole step, where a step's time is worth it: torch's, and for sparse weights nmrun's own where it can
-    (``nmrun.kernels.adam``). It rounds differently, so small networks on a CPU are left alone."""
+    """Let one kernel do the whole step, where a step's time is worth it: torch's, and for sparse
+    weights nmrun's own where it can (``nmrun.kernels.adam``). It rounds differently, so small
+    networks on a CPU are left alone."""
     if _left_alone((p for group in optimizer.param_groups for p in group["params"]), device):
         return
     for group in optimizer.param_groups:
@@ -161,7 +181,12 @@ def _left_alone(parameters: Iterable[nn.Parameter], device: torch.device) -> boo
 
 
 def _accelerated(
-    trainer: Trainer, model: nn.Module, task: Task, handle: Handle, device: torch.device, precision: str
+    trainer: Trainer,
+    model: nn.Module,
+    task: Task,
+    handle: Handle,
+    device: torch.device,
+    precision: str,
 ) -> list[Choice]:
     """2:4 products where they pay."""
     accumulate = trainer.accumulate * ranks.world()
@@ -178,11 +203,15 @@ def _accelerated(
 
 def _device(asked: str) -> torch.device:
     if asked in ("cuda", "free") and not torch.cuda.is_available():
-        raise ConfigError(f"trainer.device={asked}: torch sees no CUDA device here; auto takes what there is")
+        raise ConfigError(
+            f"trainer.device={asked}: torch sees no CUDA device here; auto takes what there is"
+        )
     if asked == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     number = free_gpu(torch.cuda.device_count()) if asked == "free" else ranks.local_rank()
-    torch.cuda.set_device(number)  # clocks, and libraries that take the current device for the right one
+    torch.cuda.set_device(
+        number
+    )  # clocks, and libraries that take the current device for the right one
     return torch.device("cuda", number)
 
 
@@ -199,7 +228,9 @@ def _optimizer(options: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
     if options.head_lr is not None:
         head = getattr(model, "head", None)
         if not isinstance(head, nn.Module):
-            raise ConfigError(f"optimizer.head_lr={options.head_lr}: this model has no layer named head")
+            raise ConfigError(
+                f"optimizer.head_lr={options.head_lr}: this model has no layer named head"
+            )
         own = {id(p) for p in head.parameters()}
         rest = [p for p in model.parameters() if id(p) not in own]
         parameters = [{"params": rest}, {"params": list(head.parameters()), "lr": options.head_lr}]

@@ -1,4 +1,6 @@
-"""Files that are either whole or not there, the checkpoint of a run, and the states of the random number generators."""
+"""Files that are either whole or not there, the checkpoint of a run, and the states of the random
+number generators.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 
 
 def write(path: Path, content: bytes | str) -> None:
-    """Write a file so that a kill or a power cut at any moment leaves the old content or the new, never a part."""
+    """Write a file so that a kill or a power cut at any moment leaves the old content or the new,
+    never a part.
+    """
     data = content.encode() if isinstance(content, str) else content
     partial = path.with_name(path.name + ".partial")
     try:
@@ -27,7 +31,9 @@ def write(path: Path, content: bytes | str) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError:  # a full disk: what could be written is of no use and takes the place of what is
+    except (
+        OSError
+    ):  # a full disk: what could be written is of no use and takes the place of what is
         partial.unlink(missing_ok=True)
         raise
 
@@ -46,7 +52,8 @@ def save_next(folder: Path, state: dict[str, Any]) -> None:
 
 
 def load_last(folder: Path, mapped: bool = False) -> tuple[dict[str, Any] | None, list[str]]:
-    """The run's newest checkpoint that is whole, None if there is none, and what is to be said of those that are not.
+    """The run's newest checkpoint that is whole, None if there is none, and what is to be said of
+    those that are not.
 
     ``mapped`` leaves its tensors on the disk until they are looked at.
     """
@@ -63,7 +70,9 @@ def load_last(folder: Path, mapped: bool = False) -> tuple[dict[str, Any] | None
 
 
 def _keep(path: Path, previous: Path) -> None:
-    """Let ``previous`` be what is at ``path`` now, if anything is, while ``path`` stays as it is at every moment."""
+    """Let ``previous`` be what is at ``path`` now, if anything is, while ``path`` stays as it is at
+    every moment.
+    """
     partial = previous.with_name(previous.name + ".partial")
     partial.unlink(missing_ok=True)
     with contextlib.suppress(FileNotFoundError):
@@ -74,12 +83,14 @@ def _keep(path: Path, previous: Path) -> None:
         except OSError:  # a file system without hard links
             shutil.copyfile(path, partial)
         os.replace(partial, previous)
-        # after a kill between this and the next save, the two are one file already, and replacing did nothing
+        # after a kill between this and the next save, the two are one file already, and replacing
+        # did nothing
         partial.unlink(missing_ok=True)
 
 
 def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
-    """What :func:`save` wrote, on the CPU. None if there is no file. Raises ValueError if it is damaged, be it by one bit.
+    """What :func:`save` wrote, on the CPU. None if there is no file. Raises ValueError if it is
+    damaged, be it by one bit.
 
     torch writes a checksum of every record and never looks at it again.
     """
@@ -119,7 +130,9 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Restore :func:`random_state`. CUDA generators are left alone where the number of devices has changed."""
+    """Restore :func:`random_state`. CUDA generators are left alone where the number of devices has
+    changed.
+    """
     version, numbers, pending = state["python"]
     random.setstate((version, tuple(numbers.tolist()), pending))
     keys, position, has_gauss, gauss = state["numpy"]

@@ -1,4 +1,6 @@
-"""What a run says: on the screen, with a live line where that is a terminal, and as plain text in ``run.log``."""
+"""What a run says: on the screen, with a live line where that is a terminal, and as plain text in
+``run.log``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ REFRESH = 0.1  # seconds between two drawings of the live line
 
 
 class Console:
-    """Lines for the reader. ``brief`` keeps details off the screen (in a sweep); ``run.log`` has them always.
+    """Lines for the reader. ``brief`` keeps details off the screen (in a sweep); ``run.log`` has
+    them always.
 
     ``log`` is opened at the first line, so a run that is refused leaves no file; None writes none.
     """
@@ -42,11 +45,17 @@ class Console:
             with self.log.open("a", encoding="utf-8") as file:
                 file.write(text.rstrip("\n") + "\n")
         except OSError as error:  # a full disk must not keep a run from ending in order
-            print(f"nmrun: {self.log} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+            print(
+                f"nmrun: {self.log} cannot be written: {error.strerror}",
+                file=sys.stderr,
+                flush=True,
+            )
             self.log = None
 
     def progress(self, step: int, total: int, status: Callable[[], str]) -> None:
-        """Redraw the live line, at most every ``REFRESH`` seconds; does nothing where there is no terminal."""
+        """Redraw the live line, at most every ``REFRESH`` seconds; does nothing where there is no
+        terminal.
+        """
         now = time.monotonic()
         if not self.on_terminal or now - self._drawn < REFRESH:
             return
@@ -68,8 +77,12 @@ def _live_line(step: int, total: int, text: str) -> Any:
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.table import Column
 
-    bar = BarColumn(16, table_column=Column(min_width=16))  # it is the text that a narrow terminal cuts
-    live = Progress(bar, TextColumn("{task.fields[status]}", markup=False), transient=True, auto_refresh=False)
+    bar = BarColumn(
+        16, table_column=Column(min_width=16)
+    )  # it is the text that a narrow terminal cuts
+    live = Progress(
+        bar, TextColumn("{task.fields[status]}", markup=False), transient=True, auto_refresh=False
+    )
     live.add_task("", total=total, completed=step, status=text)
     live.start()
     return live

@@ -1,7 +1,9 @@
-"""T-SR-STE's decay factor by the flip-rate ratio (Hu et al. 2024, arXiv 2404.01847, the search in the warm-up stage).
+"""T-SR-STE's decay factor by the flip-rate ratio (Hu et al. 2024, arXiv 2404.01847, the search in
+the warm-up stage).
 
-Masks of a sparse run that is going well flip a little less often than the virtual masks of a dense run: the ratio mu of the two
-rates should lie in [0.60, 0.95]. Above, the decay is too weak and masks keep oscillating; below, it holds them too fast.
+Masks of a sparse run that is going well flip a little less often than the virtual masks of a dense
+run: the ratio mu of the two rates should lie in [0.60, 0.95]. Above, the decay is too weak and
+masks keep oscillating; below, it holds them too fast.
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ PROBE = 0.1  # of the run's steps; never fewer than two mask intervals
 
 
 def find_decay(config: Config) -> tuple[float, list[str]]:
-    """The first decay, searching up or down from 2e-4 by half powers of ten, whose mu is in range; and sentences for the log.
+    """The first decay, searching up or down from 2e-4 by half powers of ten, whose mu is in range;
+    and sentences for the log.
 
-    Every probe trains from the initial weights for a tenth of the run; ``config`` is of recipe t_sr_ste. If no value is in
-    range, the one nearest to it in the direction of the search is taken, and said.
+    Every probe trains from the initial weights for a tenth of the run; ``config`` is of recipe
+    t_sr_ste. If no value is in range, the one nearest to it in the direction of the search is
+    taken, and said.
     """
     dense = _flip_rate(config, 0.0, dense=True)
     if dense == 0:
-        return 2e-4, ["decay search: no mask flips in the dense probe; decay 2e-4 is as good as any"]
+        return 2e-4, [
+            "decay search: no mask flips in the dense probe; decay 2e-4 is as good as any"
+        ]
     tried: dict[int, float] = {}
     at = GRID.index(2e-4)
     while 0 <= at < len(GRID) and at not in tried:
@@ -36,8 +42,12 @@ def find_decay(config: Config) -> tuple[float, list[str]]:
         at += 1 if tried[at] > HIGH else -1
     best = min(tried, key=lambda i: max(LOW - tried[i], tried[i] - HIGH, 0.0))
     shown = ", ".join(f"{GRID[i]:g}: {mu:.2f}" for i, mu in sorted(tried.items()))
-    verdict = "" if LOW <= tried[best] <= HIGH else f"; none is in [{LOW}, {HIGH}], this is the nearest"
-    return GRID[best], [f"decay search: flip rate over that of a dense probe {shown}; decay {GRID[best]:g}{verdict}"]
+    verdict = (
+        "" if LOW <= tried[best] <= HIGH else f"; none is in [{LOW}, {HIGH}], this is the nearest"
+    )
+    return GRID[best], [
+        f"decay search: flip rate over that of a dense probe {shown}; decay {GRID[best]:g}{verdict}"
+    ]
 
 
 def _flip_rate(config: Config, decay: float, dense: bool) -> float:

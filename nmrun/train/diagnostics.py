@@ -1,7 +1,9 @@
-"""The curves by which S-STE shows what a discontinuous pruning function does to training (Hu et al. 2024, arXiv 2409.09099).
+"""The curves by which S-STE shows what a discontinuous pruning function does to training (Hu et al.
+2024, arXiv 2409.09099).
 
-They cost several passes and a copy of the model, so they are computed on request (``trainer.diagnose_every``). All losses F are
-of one fixed micro-batch, in evaluation mode and full precision, on a plain copy of the model: training is not touched.
+They cost several passes and a copy of the model, so they are computed on request
+(``trainer.diagnose_every``). All losses F are of one fixed micro-batch, in evaluation mode and full
+precision, on a plain copy of the model: training is not touched.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ Weights = dict[str, Tensor]  # by the names that parameters have in the plain mo
 
 
 class Diagnostics:
-    """Call :meth:`before` and :meth:`after` around a training step; ``batch`` is what all losses are of.
+    """Call :meth:`before` and :meth:`after` around a training step; ``batch`` is what all losses
+    are of.
 
-    Masks are compared from one such step to the next: :meth:`state_dict` has the flips so far, for a run that is resumed.
+    Masks are compared from one such step to the next: :meth:`state_dict` has the flips so far, for
+    a run that is resumed.
     """
 
     def __init__(self, model: nn.Module, handle: Handle, task: Task, batch: Batch) -> None:
@@ -41,26 +45,45 @@ class Diagnostics:
         self._dense, self._used = self._weights()
 
     def after(self) -> dict[str, float]:
-        """The step's numbers. w are all dense weights, mw the weights as the forward pass uses them, primes are after the step.
+        """The step's numbers. w are all dense weights, mw the weights as the forward pass uses
+        them, primes are after the step.
 
-        Figure 1: ``diagnose/loss_change`` = F(m'w') - F(mw) and ``diagnose/loss_change_fixed_mask`` = F(mw') - F(mw). Where the first
-        is positive and the second is not, the change of masks spoilt the step. m is the factor between the used and the dense
-        weight: 0 or 1 for a hard mask, 1 in a dense phase, ``beta * S(w) / w`` for S-STE.
-        Figure 2: ``diagnose/descent_actual`` = F(mw) - F(m'w'), and what the gradient at mw predicts for it to first order:
-        ``diagnose/descent_predicted_projected`` from the difference mw - m'w', ``diagnose/descent_predicted_dense`` from w - w'.
-        Figure 4: ``diagnose/flipped`` and ``diagnose/flipped_again``, the shares of mask entries that have changed at least once and more
-        than once so far, and ``diagnose/flips``, their changes on average; the last two masks are ``diagnose/flip_interval`` steps apart.
+        Figure 1: ``diagnose/loss_change`` = F(m'w') - F(mw) and ``diagnose/loss_change_fixed_mask``
+        = F(mw') - F(mw). Where the first is positive and the second is not, the change of masks
+        spoilt the step. m is the factor between the used and the dense weight: 0 or 1 for a hard
+        mask, 1 in a dense phase, ``beta * S(w) / w`` for S-STE. Figure 2:
+        ``diagnose/descent_actual`` = F(mw) - F(m'w'), and what the gradient at mw predicts for it
+        to first order:
+        ``diagnose/descent_predicted_projected`` from the difference mw - m'w',
+        ``diagnose/descent_predicted_dense`` from w - w'. Figure 4: ``diagnose/flipped`` and
+        ``diagnose/flipped_again``, the shares of mask entries that have changed at least once and
+        more than once so far, and ``diagnose/flips``, their changes on average; the last two masks
+        are ``diagnose/flip_interval`` steps apart.
         """
         dense, used = self._weights()
-        fixed = {name: _factor(self._used[name], self._dense[name]) * dense[name] for name in self.sparse}
+        fixed = {
+            name: _factor(self._used[name], self._dense[name]) * dense[name] for name in self.sparse
+        }
         with torch.no_grad():
-            for name, buffer in self.twin.named_buffers():  # running statistics are no part of the question: one for all losses
+            for (
+                name,
+                buffer,
+            ) in (
+                self.twin.named_buffers()
+            ):  # running statistics are no part of the question: one for all losses
                 buffer.copy_(self.model.get_buffer(name))
         with self._random_state_kept():
             loss = self._loss(self._used)
-            start, trained = loss.detach(), {name: p for name, p in self.twin.named_parameters() if p.requires_grad}
+            start, trained = (
+                loss.detach(),
+                {name: p for name, p in self.twin.named_parameters() if p.requires_grad},
+            )
             slopes = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-            gradient = {name: slope for name, slope in zip(trained, slopes, strict=True) if slope is not None}
+            gradient = {
+                name: slope
+                for name, slope in zip(trained, slopes, strict=True)
+                if slope is not None
+            }
             end, held = self._loss(used).detach(), self._loss(dense | fixed).detach()
         found = {
             "diagnose/loss_change": end - start,
@@ -77,7 +100,9 @@ class Diagnostics:
         return {"masks": list(self.masks), "flips": list(self.flips), "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Restore :meth:`state_dict`; None begins to count here. The handle's state has to be back already."""
+        """Restore :meth:`state_dict`; None begins to count here. The handle's state has to be back
+        already.
+        """
         weights = self.sparse.values()
         if state is None:
             zeros = [torch.zeros(w.shape, dtype=torch.int32) for w in weights]
@@ -87,7 +112,8 @@ class Diagnostics:
                 "step": self.handle.recipe.step,
             }
         self.masks, self.flips = (
-            [kept.to(w.dense.device) for kept, w in zip(state[key], weights, strict=True)] for key in ("masks", "flips")
+            [kept.to(w.dense.device) for kept, w in zip(state[key], weights, strict=True)]
+            for key in ("masks", "flips")
         )
         self.step = int(state["step"])
 
@@ -124,8 +150,13 @@ class Diagnostics:
             flips += unpack(before, mask.shape) ^ mask
         interval, self.step = self.handle.recipe.step - self.step, self.handle.recipe.step
         self.masks = [pack(mask) for mask in masks]
-        counts = [torch.stack([(flips > 0).sum(), (flips > 1).sum(), flips.sum()]) for flips in self.flips]
-        once, again, flips = (count / sum(mask.numel() for mask in masks) for count in torch.stack(counts).sum(0).tolist())
+        counts = [
+            torch.stack([(flips > 0).sum(), (flips > 1).sum(), flips.sum()]) for flips in self.flips
+        ]
+        once, again, flips = (
+            count / sum(mask.numel() for mask in masks)
+            for count in torch.stack(counts).sum(0).tolist()
+        )
         return {
             "diagnose/flipped": once,
             "diagnose/flipped_again": again,
@@ -143,4 +174,6 @@ def _factor(used: Tensor, dense: Tensor) -> Tensor:
 
 
 def _product(gradient: Weights, before: Weights, after: Weights) -> Tensor:
-    return torch.stack([(slope * (before[name] - after[name])).sum() for name, slope in gradient.items()]).sum()
+    return torch.stack(
+        [(slope * (before[name] - after[name])).sum() for name, slope in gradient.items()]
+    ).sum()

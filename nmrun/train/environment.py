@@ -19,7 +19,9 @@ PACKAGES = ("torch", "torchvision", "numpy", "scikit-learn", "hydra-core", "wand
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Plain data: ``commit`` and ``dirty`` (null outside a checkout), versions, ``device``, ``threads`` and ``ranks``, ``command``."""
+    """Plain data: ``commit`` and ``dirty`` (null outside a checkout), versions, ``device``,
+    ``threads`` and ``ranks``, ``command``.
+    """
     commit, dirty = _checkout()
     return {
         "commit": commit,
@@ -27,7 +29,9 @@ def describe(device: torch.device) -> dict[str, Any]:
         "nmrun": _version("nmrun"),
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({_processor()})",
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu ({_processor()})",
         "threads": torch.get_num_threads(),
         "ranks": ranks.world(),
         "command": shlex.join(["nmrun", *sys.argv[1:]]),
@@ -51,7 +55,11 @@ def _checkout() -> tuple[str | None, bool | None]:
     try:
         commit, changes = (
             subprocess.run(
-                ["git", "--no-optional-locks", "-C", str(root), *words], capture_output=True, text=True, check=True, timeout=10
+                ["git", "--no-optional-locks", "-C", str(root), *words],
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=10,
             ).stdout.strip()
             for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         )
@@ -64,6 +72,8 @@ def _checkout() -> tuple[str | None, bool | None]:
 def _processor() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        return next(
+            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+        )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()

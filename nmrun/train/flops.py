@@ -1,4 +1,6 @@
-"""How much training and inference cost, dense and with the zeros of sparse weights left out. Counted, not measured."""
+"""How much training and inference cost, dense and with the zeros of sparse weights left out.
+Counted, not measured.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from nmrun.recipes.base import Recipe
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.tasks.base import Task
 
-# Dense products of 16-bit numbers on tensor cores, as NVIDIA's data sheets have them, by part of the device's name; the first that fits counts.
+# Dense products of 16-bit numbers on tensor cores, as NVIDIA's data sheets have them, by part of
+# the device's name; the first that fits counts.
 PEAKS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -28,7 +31,9 @@ PEAKS = {
     "L40S": 362e12,
     "RTX 4090": 165e12,
 }
-PLANNED = 10_000  # steps at most that a plan looks at, evenly spaced: a phase is then off by a ten-thousandth of the run
+# steps at most that a plan looks at, evenly spaced: a phase is then off by a ten-thousandth of the
+# run
+PLANNED = 10_000
 
 
 class Densities(NamedTuple):
@@ -40,39 +45,50 @@ class Densities(NamedTuple):
 
 
 def hardware_density(pattern: Pattern) -> float:
-    """What 2:4 sparse tensor cores make of a product with a weight that is N:M along the dimension that is summed over.
+    """What 2:4 sparse tensor cores make of a product with a weight that is N:M along the dimension
+    that is summed over.
 
-    They halve it where the weight is 2:4 as well. All else they compute as dense: 1.0 for 4:8 or 2:6. A dimension that four do not
-    divide is filled up with zeros.
+    They halve it where the weight is 2:4 as well. All else they compute as dense: 1.0 for 4:8 or
+    2:6. A dimension that four do not divide is filled up with zeros.
     """
     computed = -(-pattern.length // 4) * 4 / pattern.length if pattern.length else 1.0
     return min(1.0, 0.5 * computed) if pattern.fits_2_4 else 1.0
 
 
-def densities(recipe: Recipe, weight: SparseWeight, step: int | None = None, hardware: bool = False) -> Densities:
-    """What the products of a sparse layer cost: in the next step, or in step ``step`` (from 0) as planned.
+def densities(
+    recipe: Recipe, weight: SparseWeight, step: int | None = None, hardware: bool = False
+) -> Densities:
+    """What the products of a sparse layer cost: in the next step, or in step ``step`` (from 0) as
+    planned.
 
-    Arithmetically, products with the weight have N/M of their multiplications once the weight is N:M, and so has the weight's
-    gradient if the rule masks it. On ``hardware`` see :func:`hardware_density`: only a sparse operand counts, so the weight's gradient
-    is dense, and the input's, which sums over the outputs, as well unless its weight is N:M along those too.
+    Arithmetically, products with the weight have N/M of their multiplications once the weight is
+    N:M, and so has the weight's gradient if the rule masks it. On ``hardware`` see
+    :func:`hardware_density`: only a sparse operand counts, so the weight's gradient is dense, and
+    the input's, which sums over the outputs, as well unless its weight is N:M along those too.
     """
     if recipe.dense_forward if step is None else recipe.planned_dense(step):
         return Densities()
     with recipe.at(recipe.step if step is None else step):
         rule = recipe.rule(weight)
-        if rule.pruned_weight_factor or (step is None and not recipe.is_sparse and rule.pattern is None):
+        if rule.pruned_weight_factor or (
+            step is None and not recipe.is_sparse and rule.pattern is None
+        ):
             return Densities()
     pattern = rule.pattern or weight.pattern
     if hardware:
         halved = hardware_density(pattern)
-        again = recipe.transposable or (weight.layer is not None and weight.layer.input_weight is not None)
+        again = recipe.transposable or (
+            weight.layer is not None and weight.layer.input_weight is not None
+        )
         return Densities(halved, halved if again else 1.0)
     masked = rule.pruned_gradient_factor == 0 and not rule.pruned_gradient_decay
     return Densities(pattern.density, pattern.density, pattern.density if masked else 1.0)
 
 
 class Products(NamedTuple):
-    """Dense FLOPs of the three products of layers, for one item. The weight's gradient takes as many as the forward product."""
+    """Dense FLOPs of the three products of layers, for one item. The weight's gradient takes as
+    many as the forward product.
+    """
 
     forward: float
     input_gradient: float
@@ -85,10 +101,12 @@ class Products(NamedTuple):
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations for one training item (a multiplication and its addition are two), as a dense network.
+    """Floating-point operations for one training item (a multiplication and its addition are two),
+    as a dense network.
 
-    Matrix products, convolutions and attention are counted, by torch's formulas; activations, norms, the projection and the
-    optimizer are not. ``sparse`` is the part in layers with N:M weights: for each kind of them a weight that stands for all, and their products.
+    Matrix products, convolutions and attention are counted, by torch's formulas; activations,
+    norms, the projection and the optimizer are not. ``sparse`` is the part in layers with N:M
+    weights: for each kind of them a weight that stands for all, and their products.
     """
 
     forward: float
@@ -102,21 +120,29 @@ class Flops:
 
     @property
     def forward_sparse(self) -> float:
-        """Inference with the final weights: N/M of each product with a sparse weight, what leaving out every zero would reach."""
+        """Inference with the final weights: N/M of each product with a sparse weight, what leaving
+        out every zero would reach.
+        """
         return self.forward - sum(p.forward * (1.0 - w.pattern.density) for w, p in self.sparse)
 
     @property
     def forward_hardware(self) -> float:
         """Inference on 2:4 sparse tensor cores; see :func:`hardware_density`."""
-        return self.forward - sum(p.forward * (1.0 - hardware_density(w.pattern)) for w, p in self.sparse)
+        return self.forward - sum(
+            p.forward * (1.0 - hardware_density(w.pattern)) for w, p in self.sparse
+        )
 
     def training(self, recipe: Recipe, step: int | None = None, hardware: bool = False) -> float:
-        """Forward and backward pass in the recipe's next step, or in step ``step`` (from 0) as planned."""
+        """Forward and backward pass in the recipe's next step, or in step ``step`` (from 0) as
+        planned.
+        """
         saved = sum(p.saved(densities(recipe, w, step, hardware)) for w, p in self.sparse)
         return self.dense - saved
 
     def planned(self, recipe: Recipe, total_steps: int, hardware: bool = False) -> float:
-        """The mean of :meth:`training` over a run as planned; a switch that is found on the way counts where it is at the latest."""
+        """The mean of :meth:`training` over a run as planned; a switch that is found on the way
+        counts where it is at the latest.
+        """
         steps = range(0, total_steps, -(-total_steps // PLANNED))
         return sum(self.training(recipe, step, hardware) for step in steps) / len(steps)
 
@@ -130,15 +156,17 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: int) -> int:
-    """How many steps of ``items`` each use up the budget, arithmetically: ``flops:<number>``, or ``flops:dense`` for what
-    ``total_steps`` dense steps would use. ``recipe`` is the one for ``total_steps``; its phases are taken as fractions of the run."""
+    """How many steps of ``items`` each use up the budget, arithmetically: ``flops:<number>``, or
+    ``flops:dense`` for what ``total_steps`` dense steps would use. ``recipe`` is the one for
+    ``total_steps``; its phases are taken as fractions of the run."""
     target = budget.removeprefix("flops:")
     wanted = cost.dense * total_steps if target == "dense" else float(target) / items
     return round(wanted / cost.planned(recipe, total_steps))
 
 
 def count(model: nn.Module, task: Task, weights: Sequence[SparseWeight] = ()) -> Flops:
-    """Count one item of ``task`` through a copy of ``model`` on the meta device: nothing is computed, and no state changes.
+    """Count one item of ``task`` through a copy of ``model`` on the meta device: nothing is
+    computed, and no state changes.
 
     ``weights`` are the model's sparse ones.
     """
@@ -158,14 +186,19 @@ def count(model: nn.Module, task: Task, weights: Sequence[SparseWeight] = ()) ->
             loss.backward()
     items = task.size(batch)
     sparse = [
-        (kinds[kind], Products(flops / items, backward.with_weight.get(kind, 0) / items, flops / items))
+        (
+            kinds[kind],
+            Products(flops / items, backward.with_weight.get(kind, 0) / items, flops / items),
+        )
         for kind, flops in forward.with_weight.items()
     ]
     return Flops(forward.total / items, backward.total / items, sparse)
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up torch's own FLOP formulas: of all products, and of those with a weight at a known place as an operand."""
+    """Adds up torch's own FLOP formulas: of all products, and of those with a weight at a known
+    place as an operand.
+    """
 
     def __init__(self, places: dict[int, tuple[Pattern, bool]]) -> None:
         super().__init__()
@@ -179,7 +212,8 @@ class _Counter(TorchDispatchMode):
         if formula is None:
             return out
         if func._overloadpacket is torch.ops.aten.convolution_backward:
-            # Two products in one call, of the same size. The formula for the weight's gradient is too large for grouped convolutions.
+            # Two products in one call, of the same size. The formula for the weight's gradient is
+            # too large for grouped convolutions.
             *others, wanted = args
             flops = formula(*others, [True, False, False], out_val=(args[1], None, None))
             self.total += flops * sum(wanted[:2])
@@ -188,7 +222,10 @@ class _Counter(TorchDispatchMode):
             flops = formula(*args, **kwargs, out_val=out)
             self.total += flops
         for operand in tree_iter(args):
-            if isinstance(operand, Tensor) and (kind := self.places.get(_storage(operand))) is not None:
+            if (
+                isinstance(operand, Tensor)
+                and (kind := self.places.get(_storage(operand))) is not None
+            ):
                 self.with_weight[kind] = self.with_weight.get(kind, 0) + flops
                 break
         return out

@@ -43,7 +43,9 @@ def main(argv: list[str]) -> int:
     if asked.help or asked.hydra_help or asked.shell_completion:
         _hydra(flags, asked.overrides)
         return 0
-    sweeps = [precheck.own_recipe(words) for words in experiment.expand(asked.overrides, asked.multirun)]
+    sweeps = [
+        precheck.own_recipe(words) for words in experiment.expand(asked.overrides, asked.multirun)
+    ]
     composed: precheck.Done = {}
     looks = [precheck.look(words, asked.multirun, asked.config_dir, composed) for words in sweeps]
     if problems := list(dict.fromkeys(problem for found in looks for problem in found.problems)):
@@ -64,7 +66,9 @@ def main(argv: list[str]) -> int:
         with locks.hold(folder):  # shows that the sweep is alive
             together = sweeps if _one_launch(sweeps, counts) else []
             sweep.begin(folder, total, shlex.join(["nmrun", *argv]), output_dir, together)
-            status = _launch(flags, [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True)))
+            status = _launch(
+                flags, [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True))
+            )
         if not leads():
             return status
         lines, bad = sweep.summary(folder)
@@ -100,7 +104,7 @@ def _hydra(flags: list[str], overrides: list[str]) -> None:
     _job()
 
 
-# --- one job -----------------------------------------------------------------------------------------------------------------
+# --- one job --------------------------------------------------------------------------------------
 
 _outcomes: list[dict[str, Any]] = []
 
@@ -112,8 +116,13 @@ def _job(composed: DictConfig) -> float | None:
     overrides = [sweep.typed(word) for word in job.overrides.task]
     with verbs.ends_quietly():  # once more, as jobs may run in other processes
         if folder:
-            print(sweep.title(folder, int(os.environ[BEFORE]) + job.job.num + 1, overrides), flush=True)
-        outcome, values = _outcomes_of(composed, folder.name if folder else None, _command(job, overrides))
+            print(
+                sweep.title(folder, int(os.environ[BEFORE]) + job.job.num + 1, overrides),
+                flush=True,
+            )
+        outcome, values = _outcomes_of(
+            composed, folder.name if folder else None, _command(job, overrides)
+        )
     _outcomes.append(outcome)
     if folder and leads():
         sweep.add(folder, outcome, overrides, time.monotonic() - began)
@@ -124,14 +133,20 @@ def _job(composed: DictConfig) -> float | None:
 
 def _command(job: Any, overrides: list[str]) -> str:
     """What asks for this job alone; in a sweep that is not what was typed."""
-    words = [word for word in job.overrides.hydra if word.lstrip("+").startswith("hydra.searchpath")]
+    words = [
+        word for word in job.overrides.hydra if word.lstrip("+").startswith("hydra.searchpath")
+    ]
     for place in job.runtime.config_sources:
         words += ["--config-dir", place.path] if place.provider == "command-line" else []
     return shlex.join(["nmrun", *words, *overrides])
 
 
-def _outcomes_of(composed: DictConfig, sweep: str | None, command: str = "") -> tuple[dict[str, Any], list[float]]:
-    """A job is one run, or one for each of ``seeds``: the outcome that matters most, and what a Hydra sweeper minimises, by seed."""
+def _outcomes_of(
+    composed: DictConfig, sweep: str | None, command: str = ""
+) -> tuple[dict[str, Any], list[float]]:
+    """A job is one run, or one for each of ``seeds``: the outcome that matters most, and what a
+    Hydra sweeper minimises, by seed.
+    """
     seeds = composed.get("seeds")
     found = []
     for seed in [composed.seed] if seeds is None else seeds:
@@ -139,7 +154,9 @@ def _outcomes_of(composed: DictConfig, sweep: str | None, command: str = "") -> 
         found.append(_outcome(composed, sweep, command))
         if found[-1]["status"] == "interrupted":
             break
-    finals = [(one.get("metrics", {}).get("final", {}), f"eval/{one.get('metric')}") for one in found]
+    finals = [
+        (one.get("metrics", {}).get("final", {}), f"eval/{one.get('metric')}") for one in found
+    ]
     values = [
         -float(final[metric]) if higher_is_better(metric) else float(final[metric])
         for final, metric in finals
@@ -154,7 +171,9 @@ def _outcome(composed: DictConfig, sweep: str | None, command: str) -> dict[str,
         config = schema.check(composed)
         folder = run_folder(config)
         if not config.force and not config.dry and (result := _finished(folder)):
-            metrics = "  ".join(f"{key} {value:.4g}" for key, value in result["metrics"]["final"].items())
+            metrics = "  ".join(
+                f"{key} {value:.4g}" for key, value in result["metrics"]["final"].items()
+            )
             print(f"finished already: {metrics}\n  {folder} (force=true runs it again)", flush=True)
             return {**result, "status": "skipped", "folder": str(folder)}
         if not config.dry:

@@ -1,7 +1,8 @@
-"""The training loop, the only one: micro-batches, precision, clipping, schedule, evaluation, checkpoints.
+"""The training loop, the only one: micro-batches, precision, clipping, schedule, evaluation,
+checkpoints.
 
-Recipes do not appear here. Their hooks hang on ``optimizer.step``, which sees the gradient of the whole batch, unscaled and
-clipped.
+Recipes do not appear here. Their hooks hang on ``optimizer.step``, which sees the gradient of the
+whole batch, unscaled and clipped.
 """
 
 from __future__ import annotations
@@ -40,20 +41,36 @@ SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succ
 class Loop:
     """The training of one run; what changes while it goes on is in :meth:`state_dict`.
 
-    ``step`` counts batches, ``updates`` the optimizer steps done (loss scaling may skip some). ``best`` is the evaluation with
-    the best ``task.metric`` while the forward weights held the pattern (for dense training: of all), with its ``epoch``;
-    ``best_weights`` are the plain weights of that moment. ``accumulate`` is how many micro-batches a batch is cut into.
-    ``seconds`` and ``flops`` (of training) count all sittings.
+    ``step`` counts batches, ``updates`` the optimizer steps done (loss scaling may skip some).
+    ``best`` is the evaluation with the best ``task.metric`` while the forward weights held the
+    pattern (for dense training: of all), with its ``epoch``; ``best_weights`` are the plain weights
+    of that moment. ``accumulate`` is how many micro-batches a batch is cut into. ``seconds`` and
+    ``flops`` (of training) count all sittings.
     """
 
     def __init__(self, config: Config, parts: Parts, console: Console) -> None:
-        self.trainer, self.console, self.accumulate = config.trainer, console, config.trainer.accumulate
-        self.task, self.model, self.optimizer, self.handle = parts.task, parts.model, parts.optimizer, parts.handle
-        self.device, self.precision, self.total_steps = parts.device, parts.precision, parts.total_steps
+        self.trainer, self.console, self.accumulate = (
+            config.trainer,
+            console,
+            config.trainer.accumulate,
+        )
+        self.task, self.model, self.optimizer, self.handle = (
+            parts.task,
+            parts.model,
+            parts.optimizer,
+            parts.handle,
+        )
+        self.device, self.precision, self.total_steps = (
+            parts.device,
+            parts.precision,
+            parts.total_steps,
+        )
         self.epochs = -(-self.total_steps // self.task.batches_per_epoch)
         self.forward: Any = self.model
         if how := self.trainer.compile:
-            self.forward = torch.compile(self.model, fullgraph=True, mode=None if how is True else how)
+            self.forward = torch.compile(
+                self.model, fullgraph=True, mode=None if how is True else how
+            )
         self.held: Replicated | Sharded = Replicated(self.model, self.optimizer, self.handle)
         # with FSDP no rank can pass through the model without the others
         self.in_step = ranks.world() > 1 and self.trainer.distributed == "fsdp"
@@ -63,13 +80,17 @@ class Loop:
             self.held = Sharded(self.model, self.optimizer, self.handle)
         self.forward = self.held.forward(self.forward)
         if ranks.world() > 1:
-            torch.manual_seed(config.seed + 1_000_003 * ranks.rank())  # dropout differs between ranks, the weights do not
+            torch.manual_seed(
+                config.seed + 1_000_003 * ranks.rank()
+            )  # dropout differs between ranks, the weights do not
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
         self.lr_factor = scheduled(config.schedule.mapping(), config.optimizer.lr, self.total_steps)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
 
         self.step = self.updates = self.logged_step = 0
-        self.losses: list[Tensor] = []  # of the steps since ``logged_step``, left on the device until they are logged
+        self.losses: list[
+            Tensor
+        ] = []  # of the steps since ``logged_step``, left on the device until they are logged
         self.best: dict[str, float] = {}
         self.best_weights: dict[str, Tensor] = {}
         self.average = Average(self.model, self.handle, self.trainer.average)
@@ -86,7 +107,9 @@ class Loop:
         self._shown: dict[str, float] = {}
 
     def train(self, folder: Path, tracker: Tracker | None, stopped: Callable[[], bool]) -> bool:
-        """Train to the last step and return True, or False as soon as ``stopped()``; ``checkpoint.pt`` has the state then."""
+        """Train to the last step and return True, or False as soon as ``stopped()``;
+        ``checkpoint.pt`` has the state then.
+        """
         earlier, began = self.seconds, time.perf_counter()
         window_began, window_step, window_items = began, self.step, self.items
         self.model.train()
@@ -98,7 +121,11 @@ class Loop:
             evaluate_due = last or (epoch_ends and (epoch + 1) % self.trainer.eval_every == 0)
             save_due = last or (epoch_ends and (epoch + 1) % self.trainer.checkpoint_every == 0)
 
-            diagnostics = None if (self.step + 1) % (self.trainer.diagnose_every or math.inf) else self.diagnostics
+            diagnostics = (
+                None
+                if (self.step + 1) % (self.trainer.diagnose_every or math.inf)
+                else self.diagnostics
+            )
             if diagnostics is not None:
                 diagnostics.before()
             self._train_step(epoch, index, measure_flips=log_due)
@@ -110,7 +137,11 @@ class Loop:
             row: dict[str, float] = {}
             if log_due:
                 row |= self._training_row()
-                row |= self._speed(self.step - window_step, self.items - window_items, time.perf_counter() - window_began)
+                row |= self._speed(
+                    self.step - window_step,
+                    self.items - window_items,
+                    time.perf_counter() - window_began,
+                )
             if diagnostics is not None:
                 row |= diagnostics.after()
             if evaluate_due:
@@ -144,8 +175,12 @@ class Loop:
         items = sum(sizes)
         self._count_flops(items)
         mine = ranks.share(len(sizes), self.accumulate)
-        batches = ranks.together(lambda: self.task.micro_batches(epoch, index, parts, mine or range(1)))
-        shares = [(batch, sizes[number] / items) for number, batch in zip(mine, batches, strict=False)]
+        batches = ranks.together(
+            lambda: self.task.micro_batches(epoch, index, parts, mine or range(1))
+        )
+        shares = [
+            (batch, sizes[number] / items) for number, batch in zip(mine, batches, strict=False)
+        ]
         total = torch.zeros((), device=self.device)
         rounds = min(self.accumulate, len(sizes)) if self.in_step else 1
         shares += [(batches[0], 0.0)] * (rounds - len(shares))
@@ -159,7 +194,9 @@ class Loop:
             total += loss.detach()
         self.step += 1
         self.losses.append(ranks.total(total))
-        if self.device.type == "cpu":  # elsewhere it would wait for the device: there losses are read when a row is logged
+        if (
+            self.device.type == "cpu"
+        ):  # elsewhere it would wait for the device: there losses are read when a row is logged
             self._check_losses()
 
         self.scaler.unscale_(self.optimizer)
@@ -172,7 +209,9 @@ class Loop:
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.updates += int(self.scaler.get_scale() >= scale)  # a lower scale: this step was skipped
+        self.updates += int(
+            self.scaler.get_scale() >= scale
+        )  # a lower scale: this step was skipped
         self.optimizer.zero_grad(set_to_none=True)
 
     def _averaged_over_ranks(self, now: bool) -> contextlib.AbstractContextManager[Any]:
@@ -189,44 +228,64 @@ class Loop:
 
     @property
     def flops_used(self) -> dict[str, int]:
-        """FLOPs of the training steps so far, and of inference with the final weights on one item; see ``nmrun.train.flops.Flops``.
+        """FLOPs of the training steps so far, and of inference with the final weights on one item;
+        see ``nmrun.train.flops.Flops``.
 
-        ``..._arithmetic`` leaves out every multiplication with a zero that the recipe puts there, ``..._hardware`` what 2:4 sparse
-        tensor cores can leave out, ``training_dense`` is the same number of dense steps.
+        ``..._arithmetic`` leaves out every multiplication with a zero that the recipe puts there,
+        ``..._hardware`` what 2:4 sparse tensor cores can leave out, ``training_dense`` is the same
+        number of dense steps.
         """
         inference = {"arithmetic": self.cost.forward_sparse, "hardware": self.cost.forward_hardware}
-        return {**self.flops, **{f"inference_{kind}": round(flops) for kind, flops in inference.items()}}
+        return {
+            **self.flops,
+            **{f"inference_{kind}": round(flops) for kind, flops in inference.items()},
+        }
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of every forward pass."""
         return autocast(self.device, self.precision)
 
-    # --- what is logged -----------------------------------------------------------------------------------------------------
+    # --- what is logged ---------------------------------------------------------------------------
 
     def _training_row(self) -> dict[str, float]:
         losses = self._check_losses()
         self.losses, self.logged_step = [], self.step
-        row = {"train/loss": sum(losses) / len(losses), "lr": float(self.optimizer.param_groups[0]["lr"])}
+        row = {
+            "train/loss": sum(losses) / len(losses),
+            "lr": float(self.optimizer.param_groups[0]["lr"]),
+        }
         if self.scaler.is_enabled():
             row["loss_scale"] = self.scaler.get_scale()
         return row | self.handle.metrics()
 
     def _speed(self, steps: int, items: int, seconds: float) -> dict[str, float]:
-        """Steps and items (images, tokens) a second and, where the device's peak is known, ``mfu``: the share of it that a dense network's
-        FLOPs take up (model FLOPs utilisation, Chowdhery et al. 2022, appendix B)."""
+        """Steps and items (images, tokens) a second and, where the device's peak is known, ``mfu``:
+        the share of it that a dense network's FLOPs take up (model FLOPs utilisation, Chowdhery et
+        al. 2022, appendix B)."""
         row = {"steps_per_second": steps / seconds, "items_per_second": items / seconds}
         peak = peak_flops(self.device, self.precision)
-        return row if peak is None else {**row, "mfu": row["items_per_second"] * self.cost.dense / (peak * ranks.world())}
+        return (
+            row
+            if peak is None
+            else {**row, "mfu": row["items_per_second"] * self.cost.dense / (peak * ranks.world())}
+        )
 
     def _evaluation_row(self, epoch: int) -> dict[str, float]:
         row = self.evaluate("val")
         if self.handle.sparse:
-            report = self.handle.report()  # of the projected weights; in a dense phase the forward pass uses others
+            report = (
+                self.handle.report()
+            )  # of the projected weights; in a dense phase the forward pass uses others
             row["sparsity/density"] = report["density"] if self.handle.is_sparse else 1.0
             row |= layer_metrics(self.handle.sparse, self.handle.recipe)
-            row["sparsity/holds"] = float(self.handle.is_sparse and all(layer["holds"] for layer in report["layers"]))
+            row["sparsity/holds"] = float(
+                self.handle.is_sparse and all(layer["holds"] for layer in report["layers"])
+            )
         if (self.handle.is_sparse or not self.handle.sparse) and self._is_best(row):
-            self.best = {**{key: value for key, value in row.items() if key.startswith("eval/")}, "epoch": epoch}
+            self.best = {
+                **{key: value for key, value in row.items() if key.startswith("eval/")},
+                "epoch": epoch,
+            }
             self.best_weights = self.held.final_state_dict()
         return row
 
@@ -236,13 +295,17 @@ class Loop:
         return not self.best or sign * row[metric] > sign * self.best[metric]
 
     def evaluate(self, split: str) -> dict[str, float]:
-        """The task's metrics with the weights as they are: ``eval/...`` for split ``"val"``, ``test/...`` for ``"test"``."""
+        """The task's metrics with the weights as they are: ``eval/...`` for split ``"val"``,
+        ``test/...`` for ``"test"``.
+        """
         ranks.share_statistics(self.model)
         self.model.eval()
         with torch.no_grad(), self.autocast():
             metrics = ranks.from_leader(self.task.evaluate(self.model, split))
         self.model.train()
-        return {f"{'eval' if split == 'val' else split}/{key}": value for key, value in metrics.items()}
+        return {
+            f"{'eval' if split == 'val' else split}/{key}": value for key, value in metrics.items()
+        }
 
     def _status(self) -> str:
         epoch = -(-self.step // self.task.batches_per_epoch)
@@ -252,19 +315,33 @@ class Loop:
             ("lr", "lr", ".2e"),
             ("steps/s", "steps_per_second", ".0f"),
         ]
-        parts = [f"epoch {epoch}/{self.epochs}", *([f"{self.handle.phase} phase"] if self.handle.sparse else [])]
-        return "  ".join(parts + [f"{word} {self._shown[key]:{form}}" for word, key, form in shown if key in self._shown])
+        parts = [
+            f"epoch {epoch}/{self.epochs}",
+            *([f"{self.handle.phase} phase"] if self.handle.sparse else []),
+        ]
+        return "  ".join(
+            parts
+            + [
+                f"{word} {self._shown[key]:{form}}"
+                for word, key, form in shown
+                if key in self._shown
+            ]
+        )
 
-    # --- what can go wrong --------------------------------------------------------------------------------------------------
+    # --- what can go wrong ------------------------------------------------------------------------
 
     def _check_losses(self) -> list[float]:
-        """The losses since the last training row. Raises RunError, with what is known, if one is not finite."""
+        """The losses since the last training row. Raises RunError, with what is known, if one is
+        not finite.
+        """
         losses: list[float] = torch.stack(self.losses).tolist() if self.losses else []
         for step, loss in enumerate(losses, self.logged_step + 1):
             if not math.isfinite(loss):
                 raise RunError(self._diagnosis(step, f"the loss is {loss}"))
         if self.scaler.is_enabled() and self.scaler.get_scale() < SMALLEST_SCALE:
-            raise RunError(self._diagnosis(self.step, "no gradient is finite, however small the loss scale"))
+            raise RunError(
+                self._diagnosis(self.step, "no gradient is finite, however small the loss scale")
+            )
         return losses
 
     def _diagnosis(self, step: int, what: str) -> str:
@@ -273,19 +350,25 @@ class Loop:
         where = "looked for with trainer.distributed=ddp only"
         if not self.in_step:
             where = nonfinite.culprit(self.model, self.task, batches, self.autocast)
-        advice = [f"a lower optimizer.lr (it was {self.base_lrs[0] * self.lr_factor(self.updates):.3g})"]
+        advice = [
+            f"a lower optimizer.lr (it was {self.base_lrs[0] * self.lr_factor(self.updates):.3g})"
+        ]
         advice += ["trainer.clip=1"] if self.trainer.clip is None else []
         advice += ["trainer.precision=bf16 or fp32"] if self.precision == "fp16" else []
         advice += ["trainer.precision=fp32"] if self.precision == "bf16" else []
-        return f"step {step}: {what}; the first non-finite value is {where}. Try {', '.join(advice)}"
+        return (
+            f"step {step}: {what}; the first non-finite value is {where}. Try {', '.join(advice)}"
+        )
 
     def finalize(self) -> dict[str, Tensor]:
-        """Training is over: the weights that are left (the leader has them), exactly N:M, which evaluations use from here on."""
+        """Training is over: the weights that are left (the leader has them), exactly N:M, which
+        evaluations use from here on.
+        """
         weights = self.held.final_state_dict()
         self.handle.finalize()
         return weights
 
-    # --- saving -------------------------------------------------------------------------------------------------------------
+    # --- saving -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs to end with the same bits: tensors and plain data."""
@@ -314,7 +397,9 @@ class Loop:
         self.held.load_state_dict(state)
         self.scaler.load_state_dict(state["scaler"])
         self.average.load_state_dict(state["average"], self.held.handed_out)
-        if ranks.rank() < len(state["random"]):  # more ranks than before: the new ones draw from where they are
+        if ranks.rank() < len(
+            state["random"]
+        ):  # more ranks than before: the new ones draw from where they are
             checkpoint.restore_random_state(state["random"][ranks.rank()])
         for name, value in state["loop"].items():
             setattr(self, name, value)

@@ -13,10 +13,17 @@ from torch.utils._pytree import tree_iter
 from nmrun.tasks.base import Batch, Task
 
 
-def culprit(model: nn.Module, task: Task, batches: list[Batch], autocast: Callable[[], AbstractContextManager[Any]]) -> str:
-    """Words for the first non-finite value on the way through one batch: its input, a parameter, a layer's output, a gradient.
+def culprit(
+    model: nn.Module,
+    task: Task,
+    batches: list[Batch],
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> str:
+    """Words for the first non-finite value on the way through one batch: its input, a parameter, a
+    layer's output, a gradient.
 
-    ``batches`` are its micro-batches, ``autocast`` makes the context of the forward pass. Gradients are overwritten.
+    ``batches`` are its micro-batches, ``autocast`` makes the context of the forward pass. Gradients
+    are overwritten.
     """
     for batch in batches:
         if not all(_finite(tensor) for tensor in batch):
@@ -27,7 +34,11 @@ def culprit(model: nn.Module, task: Task, batches: list[Batch], autocast: Callab
         return f"parameter {broken[0]}{others} (an earlier update broke it)"
     model.zero_grad()
     outputs: list[str] = []
-    hooks = [module.register_forward_hook(_recorder(name, outputs)) for name, module in model.named_modules() if name]
+    hooks = [
+        module.register_forward_hook(_recorder(name, outputs))
+        for name, module in model.named_modules()
+        if name
+    ]
     try:
         for batch in batches:
             with autocast():
@@ -40,7 +51,11 @@ def culprit(model: nn.Module, task: Task, batches: list[Batch], autocast: Callab
     finally:
         for hook in hooks:
             hook.remove()
-    backwards = [name for name, p in reversed(list(model.named_parameters())) if p.grad is not None and not _finite(p.grad)]
+    backwards = [
+        name
+        for name, p in reversed(list(model.named_parameters()))
+        if p.grad is not None and not _finite(p.grad)
+    ]
     return f"the gradient of {backwards[0]}" if backwards else "not found again in a second pass"
 
 

@@ -15,7 +15,9 @@ def title(config: Config) -> str:
 
 
 def lines(config: Config, parts: Parts) -> list[str]:
-    """How long and on what, which weights are sparse, which are left dense and why, density and FLOPs of the whole."""
+    """How long and on what, which weights are sparse, which are left dense and why, density and
+    FLOPs of the whole.
+    """
     trainer, handle = config.trainer, parts.handle
     epochs = parts.total_steps / parts.task.batches_per_epoch
     budget = "" if trainer.budget is None else f" (trainer.budget={trainer.budget})"
@@ -29,12 +31,16 @@ def lines(config: Config, parts: Parts) -> list[str]:
     if not config.is_dense:
         rows += [("dense", left.name, left.shape, left.reason) for left in handle.left_dense]
     shapes = ["x".join(map(str, shape)) for _, _, shape, _ in rows]
-    widths = [max(map(len, column), default=0) for column in ([name for _, name, _, _ in rows], shapes)]
+    widths = [
+        max(map(len, column), default=0) for column in ([name for _, name, _, _ in rows], shapes)
+    ]
     for (kind, name, _, note), shape in zip(rows, shapes, strict=True):
         said.append(f"  {kind:<6}  {name:<{widths[0]}}  {shape:<{widths[1]}}  {note}")
 
     total = sum(parameter.numel() for parameter in parts.model.parameters())
-    kept = total - sum(weight.dense.numel() * (1 - weight.pattern.density) for weight in handle.sparse)
+    kept = total - sum(
+        weight.dense.numel() * (1 - weight.pattern.density) for weight in handle.sparse
+    )
     cost, steps = parts.cost, parts.total_steps
     items = steps * sum(parts.task.sizes(0, 0, 1))
     if handle.sparse:
@@ -43,14 +49,18 @@ def lines(config: Config, parts: Parts) -> list[str]:
             f"  FLOPs an item: inference {_short(cost.forward)} dense, {_short(cost.forward_sparse)} without the zeros, "
             f"{_short(cost.forward_hardware)} on 2:4 tensor cores"
         )
-        arithmetic, hardware = (items * cost.planned(handle.recipe, steps, on_hardware) for on_hardware in (False, True))
+        arithmetic, hardware = (
+            items * cost.planned(handle.recipe, steps, on_hardware) for on_hardware in (False, True)
+        )
         said.append(
             f"  FLOPs of the training as planned: {_short(items * cost.dense)} dense, {_short(arithmetic)} without the zeros, "
             f"{_short(hardware)} on 2:4 tensor cores"
         )
         said += [f"  {line}" for line in acceleration.lines(parts.accelerated)]
     else:
-        said.append(f"  {total:,} parameters; FLOPs an item: inference {_short(cost.forward)}, training {_short(cost.dense)}")
+        said.append(
+            f"  {total:,} parameters; FLOPs an item: inference {_short(cost.forward)}, training {_short(cost.dense)}"
+        )
         said.append(f"  FLOPs of the training: {_short(items * cost.dense)}")
     return said
 

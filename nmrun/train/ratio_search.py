@@ -1,10 +1,12 @@
-"""Layer-wise ratios under a budget: ``nmrun search RUN --density 0.125`` reads a trained model and proposes N for every layer.
+"""Layer-wise ratios under a budget: ``nmrun search RUN --density 0.125`` reads a trained model and
+proposes N for every layer.
 
-In the spirit of DominoSearch (Sun et al. 2021, NeurIPS): M is fixed, every layer starts dense (N = M), and N is halved where it hurts least
-until the budget is met. DominoSearch finds out what hurts by training with penalties for hours; here it is the share of a layer's
-squared weights that the halving would prune, for each unit of cost that it saves. What the last halving saved too much goes back to the
-layers that gain most. Each halving hurts more than the one before, so where the budget is met exactly no other choice keeps more.
-Then train with the proposed ratios.
+In the spirit of DominoSearch (Sun et al. 2021, NeurIPS): M is fixed, every layer starts dense (N =
+M), and N is halved where it hurts least until the budget is met. DominoSearch finds out what hurts
+by training with penalties for hours; here it is the share of a layer's squared weights that the
+halving would prune, for each unit of cost that it saves. What the last halving saved too much goes
+back to the layers that gain most. Each halving hurts more than the one before, so where the budget
+is met exactly no other choice keeps more. Then train with the proposed ratios.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Proposal:
-    """``ratios`` by module name (N = M means dense), with the share of squared weights each layer keeps, and the density over all."""
+    """``ratios`` by module name (N = M means dense), with the share of squared weights each layer
+    keeps, and the density over all.
+    """
 
     ratios: dict[str, Pattern]
     kept: dict[str, float]
@@ -50,22 +54,31 @@ def search_ratios(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
 ) -> Proposal:
-    """Choose N from m, m/2, m/4, ..., 1 for every layer that can hold groups of ``m`` (a power of two), so that at most ``density`` is left.
+    """Choose N from m, m/2, m/4, ..., 1 for every layer that can hold groups of ``m`` (a power of
+    two), so that at most ``density`` is left.
 
-    ``density`` is the sum of cost * N / m over the sum of cost of these layers; ``costs`` by module name (such as FLOPs) is the
-    number of weights by default. ``include`` and ``exclude`` as in :func:`nmrun.sparsify`. Raises ConfigError for a density that no
-    choice reaches, and ValueError for an m that is no power of two.
+    ``density`` is the sum of cost * N / m over the sum of cost of these layers; ``costs`` by module
+    name (such as FLOPs) is the number of weights by default. ``include`` and ``exclude`` as in
+    :func:`nmrun.sparsify`. Raises ConfigError for a density that no choice reaches, and ValueError
+    for an m that is no power of two.
     """
     if m < 2 or m & (m - 1):
         raise ValueError(f"m={m} must be a power of two, 2 or more: N is halved")
     if not 1 / m <= density < 1:
-        raise ConfigError(f"density {density:g} cannot be had with M = {m}: from 1:{m}, which is {1 / m:g}, to below 1")
+        raise ConfigError(
+            f"density {density:g} cannot be had with M = {m}: from 1:{m}, which is {1 / m:g}, to below 1"
+        )
     layers: dict[str, list[Tensor]] = {}  # by module, as overrides are; some have several weights
     for c in select(model, Pattern(1, m), include, exclude)[0]:
-        layers.setdefault(c.module_name, []).append(by_group(c.tensor, Pattern(1, m), c.dim).reshape(-1, m))
+        layers.setdefault(c.module_name, []).append(
+            by_group(c.tensor, Pattern(1, m), c.dim).reshape(-1, m)
+        )
     if not layers:
         raise ConfigError(f"no layer of this model can hold groups of {m}")
-    cost, energy = {}, {}  # energy[name][n]: the share of squared weights in the n largest of every group
+    cost, energy = (
+        {},
+        {},
+    )  # energy[name][n]: the share of squared weights in the n largest of every group
     for name, weights in layers.items():
         groups = torch.cat(weights).double().square()
         cost[name] = float((costs or {}).get(name, groups.numel()))
@@ -79,7 +92,10 @@ def search_ratios(
 
     while used() > most:
         halved = [name for name in n if n[name] > 1]
-        least = min(halved, key=lambda k: (energy[k][n[k]] - energy[k][n[k] // 2]) / (cost[k] * n[k] / (2 * m)))
+        least = min(
+            halved,
+            key=lambda k: (energy[k][n[k]] - energy[k][n[k] // 2]) / (cost[k] * n[k] / (2 * m)),
+        )
         n[least] //= 2
     while fitting := [name for name in n if n[name] < m and used(more=name) <= most]:
         n[max(fitting, key=lambda k: energy[k][2 * n[k]] - energy[k][n[k]])] *= 2
@@ -95,19 +111,38 @@ def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task) -> dict[s
     found: dict[str, float] = {}
     for name in names:
         own = (c for c in candidates(model) if c.module_name == name)
-        weights = [SparseWeight(c.module_name, c.module, c.attribute, every, c.dim, c.outputs) for c in own]
+        weights = [
+            SparseWeight(c.module_name, c.module, c.attribute, every, c.dim, c.outputs) for c in own
+        ]
         found[name] = sum(p.forward for _, p in flops.count(model, task, weights).sparse)
     return found
 
 
 def main(argv: Sequence[str]) -> int:
     """``nmrun search RUN``: print a ratio for every layer, and the overrides that train with them."""
-    parser = Parser(prog="nmrun search", description="Propose layer-wise ratios for the model of a finished run.")
-    parser.add_argument("run", type=Path, help="a run folder, dense as a rule (holds config.yaml and model.safetensors)")
-    parser.add_argument("--density", type=float, default=0.125, help="what is left of the sparse layers' cost (default 0.125)")
-    parser.add_argument("--m", type=int, default=16, help="M of all ratios, a power of two (default 16)")
+    parser = Parser(
+        prog="nmrun search",
+        description="Propose layer-wise ratios for the model of a finished run.",
+    )
     parser.add_argument(
-        "--cost", choices=("weights", "flops"), default="weights", help="what the density is of (default weights)"
+        "run",
+        type=Path,
+        help="a run folder, dense as a rule (holds config.yaml and model.safetensors)",
+    )
+    parser.add_argument(
+        "--density",
+        type=float,
+        default=0.125,
+        help="what is left of the sparse layers' cost (default 0.125)",
+    )
+    parser.add_argument(
+        "--m", type=int, default=16, help="M of all ratios, a power of two (default 16)"
+    )
+    parser.add_argument(
+        "--cost",
+        choices=("weights", "flops"),
+        default="weights",
+        help="what the density is of (default weights)",
     )
     options = parser.parse_args(argv)
     from omegaconf import OmegaConf
@@ -122,7 +157,10 @@ def main(argv: Sequence[str]) -> int:
         task = tasks.build(config, torch.device("cpu"))
         model = models.build(config.model.mapping(), task.inputs)
         model.load_state_dict(load_file(options.run / "model.safetensors"))
-        limits: dict[str, Any] = {"include": config.model.include, "exclude": config.model.exclude or ()}
+        limits: dict[str, Any] = {
+            "include": config.model.include,
+            "exclude": config.model.exclude or (),
+        }
         names = [c.module_name for c in select(model, Pattern(1, options.m), **limits)[0]]
         costs = flops_by_layer(model, names, task) if options.cost == "flops" else None
         proposal = search_ratios(model, options.density, options.m, costs, **limits)
@@ -133,9 +171,13 @@ def main(argv: Sequence[str]) -> int:
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     width = max(map(len, proposal.ratios))
     for name, ratio in proposal.ratios.items():
-        print(f"  {name:<{width}}  {ratio!s:>7}  keeps {proposal.kept[name]:.1%} of the squared weights")
+        print(
+            f"  {name:<{width}}  {ratio!s:>7}  keeps {proposal.kept[name]:.1%} of the squared weights"
+        )
     print(f"  density {proposal.density:.3f} of {options.cost}")
-    ratios = ", ".join(f"{name}: {'dense' if r.n == r.m else r}" for name, r in proposal.ratios.items())
+    ratios = ", ".join(
+        f"{name}: {'dense' if r.n == r.m else r}" for name, r in proposal.ratios.items()
+    )
     base = Pattern(max(1, round(options.density * options.m)), options.m)
     words = [*_settings(config), f"sparsity={base}", f"sparsity.overrides={{{ratios}}}"]
     print(f"  nmrun {' '.join(map(shlex.quote, words))}")
@@ -155,7 +197,11 @@ def _settings(config: Config) -> list[str]:
         default = schema.check(compose("nmrun", words))
     for group in (*named, "trainer"):
         before = schema.flatten(default.plain[group])
-        words += [f"{group}.{k}={_word(v)}" for k, v in schema.flatten(config.plain[group]).items() if v != before.get(k)]
+        words += [
+            f"{group}.{k}={_word(v)}"
+            for k, v in schema.flatten(config.plain[group]).items()
+            if v != before.get(k)
+        ]
     return words
 
 

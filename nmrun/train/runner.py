@@ -32,23 +32,41 @@ from nmrun.train.loop import Loop
 from nmrun.train.track import Tracker
 
 FILES = (
-    *(checkpoint.CHECKPOINT, checkpoint.PREVIOUS, "result.json", "metrics.jsonl", "run.log", "config.yaml"),
+    *(
+        checkpoint.CHECKPOINT,
+        checkpoint.PREVIOUS,
+        "result.json",
+        "metrics.jsonl",
+        "run.log",
+        "config.yaml",
+    ),
     *("model.safetensors", "best.safetensors"),
 )
 
 
-def run(config: Config, folder: Path, sweep: str | None = None, command: str = "") -> dict[str, Any]:
-    """Train what ``config`` asks for in ``folder``; returns what is in ``result.json``, and the ``folder``.
+def run(
+    config: Config, folder: Path, sweep: str | None = None, command: str = ""
+) -> dict[str, Any]:
+    """Train what ``config`` asks for in ``folder``; returns what is in ``result.json``, and the
+    ``folder``.
 
-    ``status`` is ``finished``, ``failed`` (with ``error``), ``interrupted`` (with ``signal``), or, without a file, ``planned``
-    for a dry run and ``skipped`` where another process has just finished the same run. ``sweep`` names the sweep it belongs
-    to: its W&B group, and fewer lines on the screen. ``command`` is what asks for this run alone, for ``result.json`` and the top
-    of ``config.yaml``. Raises ConfigError for a mistake that only the built model or the file system shows.
+    ``status`` is ``finished``, ``failed`` (with ``error``), ``interrupted`` (with ``signal``), or,
+    without a file, ``planned`` for a dry run and ``skipped`` where another process has just
+    finished the same run. ``sweep`` names the sweep it belongs to: its W&B group, and fewer lines
+    on the screen. ``command`` is what asks for this run alone, for ``result.json`` and the top of
+    ``config.yaml``. Raises ConfigError for a mistake that only the built model or the file system
+    shows.
     """
     if config.dry:
         parts, _ = _build(config, search=False)
         print(
-            "\n".join([plan.title(config), *plan.lines(config, parts), *(f"  {event}" for event in parts.handle.pop_events())]),
+            "\n".join(
+                [
+                    plan.title(config),
+                    *plan.lines(config, parts),
+                    *(f"  {event}" for event in parts.handle.pop_events()),
+                ]
+            ),
             flush=True,
         )
         return {"status": "planned", "id": identity(config), "folder": str(folder)}
@@ -62,7 +80,11 @@ def run(config: Config, folder: Path, sweep: str | None = None, command: str = "
     with locks.hold(folder) if ranks.leads() else contextlib.nullcontext(True) as ours:
         outcome = None
         if not ours:
-            print(f"nmrun: another process is at work on this very run: {folder}", file=sys.stderr, flush=True)
+            print(
+                f"nmrun: another process is at work on this very run: {folder}",
+                file=sys.stderr,
+                flush=True,
+            )
             outcome = {"status": "failed", "error": "another process is at work on this very run"}
         elif not config.force and (done := _finished(folder)):
             outcome = {**done, "status": "skipped"}
@@ -71,7 +93,9 @@ def run(config: Config, folder: Path, sweep: str | None = None, command: str = "
 
 
 def _build(config: Config, search: bool) -> tuple[Parts, list[str]]:
-    """The parts of a run, and what was found beforehand: ``recipe.decay=auto`` is a search, whose result a checkpoint has."""
+    """The parts of a run, and what was found beforehand: ``recipe.decay=auto`` is a search, whose
+    result a checkpoint has.
+    """
     if config.recipe.options.get("decay") != "auto":
         return build(config), []
     decay, said = find_decay(config) if search else (0.0, [])
@@ -84,14 +108,18 @@ class _Run:
 
     def __init__(self, config: Config, folder: Path, sweep: str | None, command: str) -> None:
         self.config, self.folder, self.sweep, self.command = config, folder, sweep, command
-        self.console = Console(folder / "run.log" if ranks.leads() else None, brief=sweep is not None)
+        self.console = Console(
+            folder / "run.log" if ranks.leads() else None, brief=sweep is not None
+        )
         self.signals = Signals()
         self.alone = False  # a failure that the other ranks do not know of, and wait
         self.loop: Loop | None = None
         self.tracker: Tracker | None = None
 
     def result(self) -> dict[str, Any]:
-        """Train, and write ``result.json`` whatever happens (but for a configuration error, which leaves nothing)."""
+        """Train, and write ``result.json`` whatever happens (but for a configuration error, which
+        leaves nothing).
+        """
         outcome: dict[str, Any]
         try:
             outcome = self._train()
@@ -106,7 +134,9 @@ class _Run:
             lines = str(error).strip().splitlines() or [""]
             outcome = {
                 "status": "failed",
-                "error": lines[0] if isinstance(error, RunError) else f"{type(error).__name__}: {lines[0]}",
+                "error": lines[0]
+                if isinstance(error, RunError)
+                else f"{type(error).__name__}: {lines[0]}",
             }
             self.alone = not isinstance(error, RunError)
         result = _strict(
@@ -118,7 +148,9 @@ class _Run:
                 "sparsity": {},
                 "flops": self.loop.flops_used if self.loop else {},
                 "events": self.loop.events if self.loop else [],
-                "environment": environment.describe(self.loop.device if self.loop else torch.device("cpu"))
+                "environment": environment.describe(
+                    self.loop.device if self.loop else torch.device("cpu")
+                )
                 | ({"command": self.command} if self.command else {}),
                 "seconds": round(self.loop.seconds, 3) if self.loop else 0.0,
                 **outcome,
@@ -128,20 +160,31 @@ class _Run:
             if ranks.leads():
                 checkpoint.write(self.folder / "result.json", json.dumps(result, indent=2) + "\n")
         except OSError as error:  # a full disk, say
-            result |= {"status": "failed", "error": f"result.json cannot be written: {error.strerror}"}
+            result |= {
+                "status": "failed",
+                "error": f"result.json cannot be written: {error.strerror}",
+            }
         if self.tracker is not None:
             summary = {key: value for key, value in result.items() if key not in ("id", "config")}
             self.tracker.finish(summary, 0 if result["status"] == "finished" else 1)
         self._say_result(result)
         if self.alone and ranks.world() > 1:
             raise SystemExit(1)  # torchrun ends them
-        if result["status"] == "finished" and self.signals.caught is not None:  # too late for this run, but a sweep has to stop
+        if (
+            result["status"] == "finished" and self.signals.caught is not None
+        ):  # too late for this run, but a sweep has to stop
             return {**result, "status": "interrupted", "signal": self.signals.caught}
         return result
 
     def _train(self) -> dict[str, Any]:
-        """Train to the end, with smaller and smaller micro-batches where memory runs out and ``trainer.on_oom=halve``."""
-        outcome, accumulate, fresh = None, self.config.trainer.accumulate, self.config.force or not self.config.resume
+        """Train to the end, with smaller and smaller micro-batches where memory runs out and
+        ``trainer.on_oom=halve``.
+        """
+        outcome, accumulate, fresh = (
+            None,
+            self.config.trainer.accumulate,
+            self.config.force or not self.config.resume,
+        )
         while outcome is None:
             try:
                 outcome = self._sitting(accumulate, fresh)
@@ -150,10 +193,20 @@ class _Run:
                     raise
                 accumulate, fresh = 2 * self.loop.accumulate, False
                 told = f"step {self.loop.step + 1}: out of memory ({str(error).strip().splitlines()[0]})"
-                alone = ranks.world() == 1  # else the other ranks wait for a gradient that never comes
-                if self.config.trainer.on_oom != "halve" or accumulate > self.config.trainer.batch_size or not alone:
-                    raise RunError(f"{told}. Try trainer.accumulate={accumulate} or trainer.on_oom=halve") from error
-            if outcome is None:  # out of the handler, so that nothing holds on to the tensors of the failed step
+                alone = (
+                    ranks.world() == 1
+                )  # else the other ranks wait for a gradient that never comes
+                if (
+                    self.config.trainer.on_oom != "halve"
+                    or accumulate > self.config.trainer.batch_size
+                    or not alone
+                ):
+                    raise RunError(
+                        f"{told}. Try trainer.accumulate={accumulate} or trainer.on_oom=halve"
+                    ) from error
+            if (
+                outcome is None
+            ):  # out of the handler, so that nothing holds on to the tensors of the failed step
                 self._free()
                 self.console.say(f"  {told}; on with trainer.accumulate={accumulate}")
         return outcome
@@ -169,7 +222,9 @@ class _Run:
 
     def _sitting(self, accumulate: int, fresh: bool) -> dict[str, Any]:
         config, folder = self.config, self.folder
-        state, complaints = (None, []) if fresh else checkpoint.load_last(folder, mapped=not ranks.leads())
+        state, complaints = (
+            (None, []) if fresh else checkpoint.load_last(folder, mapped=not ranks.leads())
+        )
         parts, found = _build(config, search=state is None)
         if ranks.leads():
             if state is None:
@@ -178,7 +233,9 @@ class _Run:
                 shutil.rmtree(folder / "wandb", ignore_errors=True)
             (folder / "result.json").unlink(missing_ok=True)
             said = f"# {self.command}\n" if self.command else ""
-            checkpoint.write(folder / "config.yaml", said + OmegaConf.to_yaml(OmegaConf.create(config.plain)))
+            checkpoint.write(
+                folder / "config.yaml", said + OmegaConf.to_yaml(OmegaConf.create(config.plain))
+            )
         self.console.say(plan.title(config))
         if complaints:
             self.console.say(f"  {'; '.join(complaints)}")
@@ -203,11 +260,16 @@ class _Run:
             self.console.say(f"  goes on at step {loop.step} of {loop.total_steps}")
         loop.accumulate = max(accumulate, loop.accumulate)
         if ranks.leads():
-            self.tracker = Tracker(folder, config.plain, identity(config), self.sweep, loop.step, self.console.say)
+            self.tracker = Tracker(
+                folder, config.plain, identity(config), self.sweep, loop.step, self.console.say
+            )
 
         with self.signals:
             if not loop.train(folder, self.tracker, lambda: self.signals.caught is not None):
-                return {"status": "interrupted", "signal": self.signals.caught or int(signal.SIGTERM)}  # another rank's
+                return {
+                    "status": "interrupted",
+                    "signal": self.signals.caught or int(signal.SIGTERM),
+                }  # another rank's
             report = parts.handle.report()
             weights = loop.finalize()  # from here on, what is evaluated is what is saved
             final, best = loop.evaluate("val") | loop.evaluate("test"), dict(loop.best)
@@ -221,35 +283,60 @@ class _Run:
         metrics = {"final": final, "best": best}
         (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)
         notes = dict(parts.task.notes)
-        return {"status": "finished", "metric": parts.task.metric, "metrics": metrics, "notes": notes, "sparsity": report}
+        return {
+            "status": "finished",
+            "metric": parts.task.metric,
+            "metrics": metrics,
+            "notes": notes,
+            "sparsity": report,
+        }
 
     def _say_result(self, result: dict[str, Any]) -> None:
         say = self.console.say
         if result["status"] == "failed":
-            say(f"nmrun: failed: {result['error']}\n  {self.folder} (run.log has the traceback)", error=True)
+            say(
+                f"nmrun: failed: {result['error']}\n  {self.folder} (run.log has the traceback)",
+                error=True,
+            )
         elif result["status"] == "interrupted":
             at = f" at step {self.loop.step} of {self.loop.total_steps}" if self.loop else ""
-            say(f"  interrupted{at}; the same command goes on from the last checkpoint\n  {self.folder}")
+            say(
+                f"  interrupted{at}; the same command goes on from the last checkpoint\n  {self.folder}"
+            )
         else:
-            final, best, layers = result["metrics"]["final"], result["metrics"]["best"], result["sparsity"]["layers"]
+            final, best, layers = (
+                result["metrics"]["final"],
+                result["metrics"]["best"],
+                result["sparsity"]["layers"],
+            )
             held = sum(layer["holds"] for layer in layers)
-            pattern = f"; {result['sparsity']['pattern']} holds in {held} of {len(layers)} sparse layers" if layers else ""
+            pattern = (
+                f"; {result['sparsity']['pattern']} holds in {held} of {len(layers)} sparse layers"
+                if layers
+                else ""
+            )
             metric = result["metric"]
             say(f"  {metric}: {_both(final, metric)}{pattern}; {result['seconds']:.1f} s")
             if best:
-                self.console.detail(f"  best epoch by validation, {best['epoch']}: {_both(best, metric)}")
+                self.console.detail(
+                    f"  best epoch by validation, {best['epoch']}: {_both(best, metric)}"
+                )
             say(f"  {self.folder}")
 
 
 class Signals:
-    """While entered, the first SIGINT or SIGTERM is noted in ``caught``, for training to stop; a second one acts at once."""
+    """While entered, the first SIGINT or SIGTERM is noted in ``caught``, for training to stop; a
+    second one acts at once.
+    """
 
     def __init__(self) -> None:
         self.caught: int | None = None
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        with contextlib.suppress(ValueError):  # not in the main thread: whoever runs us there handles signals
+        with contextlib.suppress(
+            ValueError
+        ):  # not in the main thread: whoever runs us there handles signals
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._former[number] = signal.signal(number, self._catch)
         return self
@@ -264,7 +351,9 @@ class Signals:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(
+        error
+    )
 
 
 def _finished(folder: Path) -> dict[str, Any] | None:
@@ -281,7 +370,10 @@ def _both(metrics: dict[str, float], metric: str) -> str:
 
 def _save_weights(path: Path, weights: dict[str, Tensor]) -> None:
     checkpoint.write(
-        path, safetensors_bytes({name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()})
+        path,
+        safetensors_bytes(
+            {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
+        ),
     )
 
 

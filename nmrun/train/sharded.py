@@ -53,7 +53,9 @@ def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
     elif task.metric == "bleu":
         found = "beam search calls parts of the model"
     if found:
-        raise ConfigError(f"trainer.distributed=fsdp keeps shards of each weight, and {found}: {HINT}")
+        raise ConfigError(
+            f"trainer.distributed=fsdp keeps shards of each weight, and {found}: {HINT}"
+        )
 
 
 def built(make: Callable[[], nn.Module]) -> nn.Module:
@@ -96,7 +98,9 @@ def shard(model: nn.Module, device: torch.device, transposed: Collection[str] = 
     along = {}
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
-            raise ConfigError(f"trainer.distributed=fsdp cannot cut {name}, a single number: {HINT}")
+            raise ConfigError(
+                f"trainer.distributed=fsdp cannot cut {name}, a single number: {HINT}"
+            )
         if name in transposed:
             along[id(parameter)] = 1
             if parameter.shape[1] % ranks.world():
@@ -180,7 +184,9 @@ class Sharded:
     def _load_model(self, state: Mapping[str, Tensor]) -> None:
         names = ranks.from_leader(list(state))
         if missing := self.model.state_dict().keys() ^ set(names):
-            raise ValueError(f"not both in the model and in what is loaded: {', '.join(sorted(missing))}")
+            raise ValueError(
+                f"not both in the model and in what is loaded: {', '.join(sorted(missing))}"
+            )
         set_model_state_dict(self.model, dict(state) if ranks.leads() else {}, options=FROM_LEADER)
 
 
@@ -188,7 +194,11 @@ def _on_leader(value: Any) -> Any:
     """Copies of whole tensors on the CPU, made one after the other; the leader alone has some."""
     if isinstance(value, dict):
         every = {key: (each, _on_leader(each)) for key, each in value.items()}
-        return {k: new for k, (each, new) in every.items() if ranks.leads() or not isinstance(each, Tensor)}
+        return {
+            k: new
+            for k, (each, new) in every.items()
+            if ranks.leads() or not isinstance(each, Tensor)
+        }
     if not isinstance(value, Tensor):
         return value
     whole = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
@@ -216,6 +226,8 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
             outer.append(name)
             for part, child in module.named_children():
                 own = list(child.parameters())
-                if own and all(user.startswith(f"{name}.{part}.") for p in own for user in users[id(p)]):
+                if own and all(
+                    user.startswith(f"{name}.{part}.") for p in own for user in users[id(p)]
+                ):
                     found.append(child)
     return found

@@ -1,4 +1,6 @@
-"""Where the numbers go: ``metrics.jsonl`` always, and Weights & Biases, which must never stop or delay a run."""
+"""Where the numbers go: ``metrics.jsonl`` always, and Weights & Biases, which must never stop or
+delay a run.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,30 @@ from urllib.parse import urlparse
 from nmrun.train import checkpoint
 
 INIT_TIMEOUT = 10.0  # seconds that an online W&B may take to answer, once a process
-FINISH_TIMEOUT = 60.0  # seconds that it may take to upload the rest at the end; what is left stays on disk for wandb sync
-_unreachable = False  # W&B did not answer in this process: do not wait for it again in the next run of a sweep
+# seconds that it may take to upload the rest at the end; what is left stays on disk for wandb sync
+FINISH_TIMEOUT = 60.0
+_unreachable = (
+    False  # W&B did not answer in this process: do not wait for it again in the next run of a sweep
+)
 
 
 class Tracker:
-    """One run's metrics. Rows are dictionaries with ``step`` and ``epoch``; a resumed run goes on where its checkpoint was."""
+    """One run's metrics. Rows are dictionaries with ``step`` and ``epoch``; a resumed run goes on
+    where its checkpoint was.
+    """
 
     def __init__(
-        self, folder: Path, config: dict[str, Any], run_id: str, group: str | None, step: int, say: Callable[[str], None]
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        run_id: str,
+        group: str | None,
+        step: int,
+        say: Callable[[str], None],
     ) -> None:
-        """``step``: where training begins, 0 unless resumed. Rows of later steps are dropped, since they will come again."""
+        """``step``: where training begins, 0 unless resumed. Rows of later steps are dropped, since
+        they will come again.
+        """
         path = folder / "metrics.jsonl"
         self._history = _rows_up_to(path, step)
         checkpoint.write(path, "".join(f"{json.dumps(row)}\n" for row in self._history))
@@ -38,7 +53,10 @@ class Tracker:
 
     def log(self, row: dict[str, Any]) -> None:
         """Write one row. Numbers that are not finite become null, which every JSON reader knows."""
-        row = {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+        row = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in row.items()
+        }
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
         if self._run is not None:
@@ -56,15 +74,19 @@ class Tracker:
             self._wandb(lambda: self._run.summary.update(summary))
             self._wandb(lambda: self._run.finish(exit_code=exit_code))
 
-    # --- Weights & Biases ---------------------------------------------------------------------------------------------------
+    # --- Weights & Biases -------------------------------------------------------------------------
 
     def _wandb(self, action: Callable[[], Any]) -> None:
         try:
             action()
-        except Exception as error:  # a missing, broken or unreachable wandb costs one line, not the run
+        except (
+            Exception
+        ) as error:  # a missing, broken or unreachable wandb costs one line, not the run
             self._run = None
             reason = (str(error).strip().splitlines() or [""])[0]
-            self._say(f"W&B is off for this run ({type(error).__name__}: {reason}); metrics.jsonl has everything")
+            self._say(
+                f"W&B is off for this run ({type(error).__name__}: {reason}); metrics.jsonl has everything"
+            )
 
     def _start(self, folder: Path, config: dict[str, Any], run_id: str, group: str | None) -> None:
         global _unreachable
@@ -77,7 +99,8 @@ class Tracker:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        # Only what is logged here is sent: no console capture, machine statistics, git state or source code.
+        # Only what is logged here is sent: no console capture, machine statistics, git state or
+        # source code.
         wanted: dict[str, Any] = {
             "silent": True,
             "console": "off",
@@ -85,7 +108,14 @@ class Tracker:
             "finish_timeout": FINISH_TIMEOUT,
         }
         wanted |= dict.fromkeys(
-            ("disable_code", "disable_git", "x_disable_stats", "x_disable_meta", "x_disable_machine_info"), True
+            (
+                "disable_code",
+                "disable_git",
+                "x_disable_stats",
+                "x_disable_meta",
+                "x_disable_machine_info",
+            ),
+            True,
         )
         wanted["x_save_requirements"] = False
         known = wandb.Settings.model_fields  # these differ between versions
@@ -104,12 +134,16 @@ class Tracker:
         if online and not _unreachable:
             try:
                 # without resume, a run of the same id is replaced: that is force=true
-                self._run = wandb.init(mode="online", resume="allow" if self._history else None, **arguments)
+                self._run = wandb.init(
+                    mode="online", resume="allow" if self._history else None, **arguments
+                )
                 return
             except Exception as error:
                 _unreachable = True
                 wandb.teardown(exit_code=1)  # its service would hold the run's id
-                self._say(f"W&B cannot be reached ({type(error).__name__}): tracking offline, wandb sync uploads it later")
+                self._say(
+                    f"W&B cannot be reached ({type(error).__name__}): tracking offline, wandb sync uploads it later"
+                )
         # An offline run cannot be taken up again: replace it by one with the whole history.
         for old in (folder / "wandb").glob("*run-*"):
             shutil.rmtree(old, ignore_errors=True)

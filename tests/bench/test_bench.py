@@ -1,4 +1,6 @@
-"""The benchmarks: what they time is what they say, and their output is well-formed. No timing is asserted. The GPU is played on a CPU."""
+"""The benchmarks: what they time is what they say, and their output is well-formed. No timing is
+asserted. The GPU is played on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,19 @@ from torch.nn import functional
 from verbs import verb
 
 from nmrun import bench, models
-from nmrun.bench import arms, infer, layer, machine, masks, networks, output, recipes, timing, train, update
+from nmrun.bench import (
+    arms,
+    infer,
+    layer,
+    machine,
+    masks,
+    networks,
+    output,
+    recipes,
+    timing,
+    train,
+    update,
+)
 from nmrun.kernels import adam, cpu
 from nmrun.patterns import Pattern
 from nmrun.products import backends24
@@ -46,7 +60,11 @@ def test_every_arm_trains_and_is_in_its_phase(recipe: str) -> None:
     used = arm.model[0].weight.detach()
     assert not torch.equal(used, first)
     kept = int((used.reshape(-1, 4) != 0).sum(1).max())
-    fading = recipe.startswith(("mdgf", "sdgf")) or recipe in ("decay_mask", "lbc", "maskllm")  # on the way to the pattern
+    fading = recipe.startswith(("mdgf", "sdgf")) or recipe in (
+        "decay_mask",
+        "lbc",
+        "maskllm",
+    )  # on the way to the pattern
     assert (kept > 2) == (fading or recipe in ("dense_again", "step_phase_one"))
 
 
@@ -67,7 +85,17 @@ def test_workloads_leave_out_layers_that_exist() -> None:
 def test_command_writes_table_and_json(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(recipes, "SHORTEST", 1e-3)
     names = ["dense_again", "sr_ste"]
-    options = ["--models", "tiny", "--patterns", "2:4", "1:16", "--rounds", "4", "--out", str(tmp_path / "new")]
+    options = [
+        "--models",
+        "tiny",
+        "--patterns",
+        "2:4",
+        "1:16",
+        "--rounds",
+        "4",
+        "--out",
+        str(tmp_path / "new"),
+    ]
     assert bench.main([*options, "--recipes", *names]) == 0
     printed = capsys.readouterr().out
     assert printed.strip() == (tmp_path / "new" / "recipe_overhead.md").read_text().strip()
@@ -76,7 +104,9 @@ def test_command_writes_table_and_json(tmp_path, capsys, monkeypatch) -> None:
     assert [line.split("|")[1].strip() for line in table[2:]] == ["dense", *names]
     record = json.loads((tmp_path / "new" / "recipe_overhead.json").read_text())
     assert record["hardware"]["threads"] == torch.get_num_threads()
-    assert [(row["pattern"], row["recipe"]) for row in record["rows"]] == [(p, r) for p in ("2:4", "1:16") for r in names]
+    assert [(row["pattern"], row["recipe"]) for row in record["rows"]] == [
+        (p, r) for p in ("2:4", "1:16") for r in names
+    ]
     for row in record["rows"]:
         assert 0 < row["q1"] <= row["ratio"] <= row["q3"]
         assert row["n"] == 4
@@ -100,7 +130,7 @@ def test_mistakes_get_one_line_and_status_two(argv: list[str], said: str, capsys
     assert said in error
 
 
-# --- the command ----------------------------------------------------------------------------------------------------------------
+# --- the command ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -112,7 +142,10 @@ def test_mistakes_get_one_line_and_status_two(argv: list[str], said: str, capsys
         (["masks", "--patterns", "5:4"], "5:4"),
         (["masks", "--rounds", "0"], "0: a whole number"),
         (["masks", "--out", "/dev/null/here"], "--out /dev/null/here"),
-        (["update", "--patterns", "3:7", "--weights", "3"], "no weight of this model can be 3:7 sparse"),
+        (
+            ["update", "--patterns", "3:7", "--weights", "3"],
+            "no weight of this model can be 3:7 sparse",
+        ),
         (["update", "--recipes", "dense"], "dense"),
         (["gemm", "--shapes", "768"], "768: inputs x outputs"),
         (["layer", "--shapes", "64x12"], "64x12: inputs x outputs, multiples of 16"),
@@ -123,14 +156,18 @@ def test_mistakes_get_one_line_and_status_two(argv: list[str], said: str, capsys
         (["infer", "--batches", "x"], "x: a whole number"),
     ],
 )
-def test_mistakes_in_the_others(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_in_the_others(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert verb("bench", *argv) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("nmrun: ")
     assert said in error
 
 
-def test_an_unknown_benchmark_and_the_list_of_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_benchmark_and_the_list_of_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert verb("bench", "layers") == 2
     (said,) = capsys.readouterr().err.splitlines()
     kinds = "recipes, masks, update, gemm, layer, train, infer"
@@ -142,7 +179,9 @@ def test_an_unknown_benchmark_and_the_list_of_those_there_are(capsys: pytest.Cap
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 @pytest.mark.parametrize("what", ["gemm", "infer"])
-def test_without_a_gpu_one_line_and_status_two(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_one_line_and_status_two(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert verb("bench", what) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -165,19 +204,30 @@ def written(folder: Path, name: str, printed: str) -> list[dict[str, Any]]:
     return list(record["rows"])
 
 
-# --- timing and tables ----------------------------------------------------------------------------------------------------------
+# --- timing and tables ----------------------------------------------------------------------------
 
 
 def test_quartiles_and_paired_ratios() -> None:
-    assert timing.quartiles("ms", [4.0, 1.0, 3.0, 2.0, 5.0]) == {"ms": 3.0, "ms_q1": 2.0, "ms_q3": 4.0}
+    assert timing.quartiles("ms", [4.0, 1.0, 3.0, 2.0, 5.0]) == {
+        "ms": 3.0,
+        "ms_q1": 2.0,
+        "ms_q3": 4.0,
+    }
     assert timing.quartiles("ms", [7.0]) == {"ms": 7.0, "ms_q1": 7.0, "ms_q3": 7.0}
-    found = timing.speedup([1.0, 10.0, 2.0], [2.0, 40.0, 2.0])  # 2, 4 and 1 times as fast, whatever the medians are
+    found = timing.speedup(
+        [1.0, 10.0, 2.0], [2.0, 40.0, 2.0]
+    )  # 2, 4 and 1 times as fast, whatever the medians are
     assert (found["n"], found["ms"], found["speedup"]) == (3, 2.0, 2.0)
 
 
 def test_a_round_runs_every_arm_once() -> None:
     seen: list[str] = []
-    times = timing.rounds({name: lambda name=name: seen.append(name) for name in "abc"}, 20, timing.Clock(CPU), warm_up=1)
+    times = timing.rounds(
+        {name: lambda name=name: seen.append(name) for name in "abc"},
+        20,
+        timing.Clock(CPU),
+        warm_up=1,
+    )
     assert {name: len(values) for name, values in times.items()} == {"a": 20, "b": 20, "c": 20}
     rounds = ["".join(seen[i : i + 3]) for i in range(3, len(seen), 3)]
     assert {"".join(sorted(one)) for one in rounds} == {"abc"}
@@ -203,7 +253,11 @@ def test_what_is_wrong_with_a_product() -> None:
 
 
 def test_tables() -> None:
-    rows = [{"a": 1, "b": "x", "ms": 2.0}, {"a": 1, "b": "y", "wrong": "out of memory"}, {"a": 20, "b": "x", "ms": 3.5}]
+    rows = [
+        {"a": 1, "b": "x", "ms": 2.0},
+        {"a": 1, "b": "y", "wrong": "out of memory"},
+        {"a": 20, "b": "x", "ms": 3.5},
+    ]
     assert output.grid(rows, "a", "b", lambda row: f"{row['ms']} ms").splitlines() == [
         "| a  | x      | y             |",
         "|----|--------|---------------|",
@@ -214,22 +268,34 @@ def test_tables() -> None:
 
 
 def test_a_gpu_on_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    about = SimpleNamespace(name="Test GPU", major=9, minor=0, total_memory=141 * 2**30, uuid="1-2-3")
+    about = SimpleNamespace(
+        name="Test GPU", major=9, minor=0, total_memory=141 * 2**30, uuid="1-2-3"
+    )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
-    monkeypatch.setattr(machine, "loaded_cusparselt", lambda: ((0, 8, 1), "/usr/lib/libcusparseLt.so.0"))
+    monkeypatch.setattr(
+        machine, "loaded_cusparselt", lambda: ((0, 8, 1), "/usr/lib/libcusparseLt.so.0")
+    )
     monkeypatch.setattr(machine.shutil, "which", lambda name: "/bin/nvidia-smi")
     said = SimpleNamespace(stdout="700.00 W, 1980 MHz, 580.65.06\n")
     asked: list[str] = []
-    monkeypatch.setattr(machine.subprocess, "run", lambda words, **options: asked.extend(words) or said)
+    monkeypatch.setattr(
+        machine.subprocess, "run", lambda words, **options: asked.extend(words) or said
+    )
     found = machine.hardware("cuda")
-    expected = {"gpu": "Test GPU", "compute_capability": "9.0", "memory_gib": 141, "cusparselt": "0.8.1", "power": "700.00 W"}
+    expected = {
+        "gpu": "Test GPU",
+        "compute_capability": "9.0",
+        "memory_gib": 141,
+        "cusparselt": "0.8.1",
+        "power": "700.00 W",
+    }
     assert expected.items() <= found.items()
     assert (found["clock"], found["driver"]) == ("1980 MHz", "580.65.06")
     assert asked[-1] == "--id=GPU-1-2-3"
     assert machine.machine_line(found).startswith("Test GPU (700.00 W, 1980 MHz), torch")
 
 
-# --- masks ----------------------------------------------------------------------------------------------------------------------
+# --- masks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ratio", ["2:4", "1:16", "8:32", "4:4"])
@@ -243,7 +309,18 @@ def test_each_way_finds_the_same_masks(arm: str, ratio: str) -> None:
 
 
 def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--patterns", "2:4", "3:7", "--weights", "0.01", "0.02", "--rounds", "2", "--out", str(tmp_path / "new")]
+    words = [
+        "--patterns",
+        "2:4",
+        "3:7",
+        "--weights",
+        "0.01",
+        "0.02",
+        "--rounds",
+        "2",
+        "--out",
+        str(tmp_path / "new"),
+    ]
     assert bench.main(["masks", *words]) == 0
     rows = written(tmp_path / "new", "masks", printed := capsys.readouterr().out)
     assert len(rows) == 2 * 2 * 5
@@ -260,7 +337,11 @@ def test_an_update_in_one_pass_and_apart(recipe: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(update, "SHAPE", (64, 64))
     passes: list[int] = []
     step = adam.OnePass.step
-    monkeypatch.setattr(adam.OnePass, "step", lambda self, group, ps: (passes.append(len(ps)), step(self, group, ps))[1])
+    monkeypatch.setattr(
+        adam.OnePass,
+        "step",
+        lambda self, group, ps: (passes.append(len(ps)), step(self, group, ps))[1],
+    )
     left = []
     for in_one_pass in (True, False):
         call = update.stepped(recipe, 2, Pattern(2, 4), torch.device("cpu"), in_one_pass)
@@ -271,20 +352,36 @@ def test_an_update_in_one_pass_and_apart(recipe: str, monkeypatch: pytest.Monkey
             call()
         left.append([p.detach() for group in call.__self__.param_groups for p in group["params"]])
     if cpu.find_compiler():
-        assert passes == ([2] * 2 if recipe.startswith("step") else [2] * 3)  # STEP's first step is dense
+        assert passes == (
+            [2] * 2 if recipe.startswith("step") else [2] * 3
+        )  # STEP's first step is dense
     torch.testing.assert_close(*left, rtol=1e-5, atol=1e-7)
 
 
 def test_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--weights", "0.1", "--recipes", "sr_ste", "asp", "--rounds", "2", "--out", str(tmp_path)]
+    words = [
+        "--weights",
+        "0.1",
+        "--recipes",
+        "sr_ste",
+        "asp",
+        "--rounds",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     assert bench.main(["update", *words]) == 0
     rows = written(tmp_path, "update", printed := capsys.readouterr().out)
-    assert [(row["recipe"], row["arm"]) for row in rows] == [(r, a) for r in ("sr_ste", "asp") for a in ("one pass", "apart")]
+    assert [(row["recipe"], row["arm"]) for row in rows] == [
+        (r, a) for r in ("sr_ste", "asp") for a in ("one pass", "apart")
+    ]
     assert "| recipe | 2:4 one pass" in printed
     assert all(row["ratio"] > 0 for row in rows)
 
 
-def test_one_size_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_size_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     real = torch.randn
 
     def randn(rows: int, *others: Any, **options: Any) -> Tensor:
@@ -293,19 +390,38 @@ def test_one_size_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         return real(rows, *others, **options)
 
     monkeypatch.setattr(torch, "randn", randn)
-    assert bench.main(["masks", "--patterns", "2:4", "--weights", "0.02", "1", "0.03", "--arms", "nmrun", "--rounds", "1"]) == 0
+    assert (
+        bench.main(
+            [
+                "masks",
+                "--patterns",
+                "2:4",
+                "--weights",
+                "0.02",
+                "1",
+                "0.03",
+                "--arms",
+                "nmrun",
+                "--rounds",
+                "1",
+            ]
+        )
+        == 0
+    )
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 2:4")]
     assert ["out of memory" in line for line in lines] == [False, True, False]
 
 
-# --- with a GPU that is played ----------------------------------------------------------------------------------------------------
+# --- with a GPU that is played --------------------------------------------------------------------
 
 
 def rounded(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
     """As a tensor core: sums in float32, rounded once."""
     values, where = parts
     weight = values.new_zeros(*values.shape[:2], 4).scatter(2, where, values).flatten(1)
-    return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+    return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(
+        x.dtype
+    )
 
 
 @pytest.fixture
@@ -314,7 +430,9 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> played24.Machine:
     right = backends24.Path(backends24._separately(played24.two_values), rounded)
     wrong = backends24.Path(right.pack, lambda x, parts, bias: rounded(x, parts, bias) * 1.1)
     monkeypatch.setattr(
-        backends24, "PATHS", {"compressed": right, "broken": wrong, "cusparselt_fp8": backends24.CUSPARSELT_FP8}
+        backends24,
+        "PATHS",
+        {"compressed": right, "broken": wrong, "cusparselt_fp8": backends24.CUSPARSELT_FP8},
     )
     return made
 
@@ -326,12 +444,25 @@ def test_the_weight_of_the_products_is_2_of_4_both_ways() -> None:
 
 
 def test_gemm(gpu: played24.Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--shapes", "32x64", "32x32", "--tokens", "16", "40", "--rounds", "2", "--out", str(tmp_path / "out")]
+    words = [
+        "--shapes",
+        "32x64",
+        "32x32",
+        "--tokens",
+        "16",
+        "40",
+        "--rounds",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert bench.main(["gemm", *words]) == 0
     rows = written(tmp_path / "out", "gemm", printed := capsys.readouterr().out)
-    assert [(row["shape"], row["tokens"]) for row in rows if row["path"] == "compressed" and row["speedup"] > 0] == [
-        (shape, tokens) for shape in ("32 to 64", "64 to 32", "32 to 32") for tokens in (16, 40)
-    ]
+    assert [
+        (row["shape"], row["tokens"])
+        for row in rows
+        if row["path"] == "compressed" and row["speedup"] > 0
+    ] == [(shape, tokens) for shape in ("32 to 64", "64 to 32", "32 to 32") for tokens in (16, 40)]
     assert [row.get("wrong") for row in rows if row["path"] == "broken"] == ["WRONG results"] * 6
     assert "broken:\n\nWRONG results, at all sizes" in printed
     dense = next(row for row in rows if row["path"] == "dense")
@@ -339,7 +470,9 @@ def test_gemm(gpu: played24.Machine, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "out" / "gemm_cpu.png").exists()
 
 
-def test_layer_by_products(gpu: played24.Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_by_products(
+    gpu: played24.Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(layer.Arm, "dtype", torch.bfloat16)
     words = ["--shapes", "32x64", "--tokens", "16", "--rounds", "2", "--out", str(tmp_path / "out")]
     assert bench.main(["layer", *words]) == 0
@@ -351,7 +484,9 @@ def test_layer_by_products(gpu: played24.Machine, tmp_path: Path, monkeypatch: p
     assert (tmp_path / "out" / "layer_cpu.png").exists()
     monkeypatch.setattr(backends24, "PATHS", {"broken": backends24.PATHS["broken"]})
     rows = layer.measure(32, 64, 16, 1, 1, CPU)
-    assert {row["arm"] for row in rows if "broken: WRONG results" in row.get("wrong", "")} == set(layer.ARMS) - {
+    assert {row["arm"] for row in rows if "broken: WRONG results" in row.get("wrong", "")} == set(
+        layer.ARMS
+    ) - {
         "masked",
         "2:4, FP8",
     }
@@ -381,7 +516,18 @@ def test_a_step_of_a_layer(name: str, accumulate: int, monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_layer_on_a_cpu_has_masks_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--shapes", "32x64", "--tokens", "16", "--rounds", "1", "--accumulate", "2", "--out", str(tmp_path)]
+    words = [
+        "--shapes",
+        "32x64",
+        "--tokens",
+        "16",
+        "--rounds",
+        "1",
+        "--accumulate",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     assert bench.main(["layer", *words]) == 0
     rows = written(tmp_path, "layer", capsys.readouterr().out)
     assert [row["arm"] for row in rows] == ["dense", *(arm for arm in layer.ARMS if arm != "2:4")]
@@ -389,11 +535,26 @@ def test_layer_on_a_cpu_has_masks_alone(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_infer(gpu: played24.Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--models", "gpt_tiny", "vit_small_32", "--batches", "1", "3", "--rounds", "1", "--out", str(tmp_path / "out")]
+    words = [
+        "--models",
+        "gpt_tiny",
+        "vit_small_32",
+        "--batches",
+        "1",
+        "3",
+        "--rounds",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert bench.main(["infer", *words]) == 0
     rows = written(tmp_path / "out", "infer", printed := capsys.readouterr().out)
-    found = [(row["model"], row["batch"], row["layers"]) for row in rows if row["arm"] == "compressed"]
-    assert found == [(m, b, n) for m, n in (("gpt_tiny", "8 of 8"), ("vit_small_32", "4 of 4")) for b in (1, 3)]
+    found = [
+        (row["model"], row["batch"], row["layers"]) for row in rows if row["arm"] == "compressed"
+    ]
+    assert found == [
+        (m, b, n) for m, n in (("gpt_tiny", "8 of 8"), ("vit_small_32", "4 of 4")) for b in (1, 3)
+    ]
     assert "broken: WRONG results" in printed
 
 
@@ -408,26 +569,50 @@ def test_a_compressed_network_computes_what_the_masked_one_does(gpu: played24.Ma
     torch.testing.assert_close(twin(x), model(x))
 
 
-# --- train ------------------------------------------------------------------------------------------------------------------------
+# --- train ----------------------------------------------------------------------------------------
 
 
 def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--models", "gpt_tiny", "vit_small_32", "--device", "cpu", "--rounds", "1", "--steps", "1", "--out", str(tmp_path)]
+    words = [
+        "--models",
+        "gpt_tiny",
+        "vit_small_32",
+        "--device",
+        "cpu",
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
     assert bench.main(["train", *words, "trainer.batch_size=4", "trainer.threads=1"]) == 0
     rows = written(tmp_path, "train", capsys.readouterr().out)
-    assert [(row["model"], row["arm"]) for row in rows] == [(m, a) for m in ("gpt_tiny", "vit_small_32") for a in train.ARMS]
+    assert [(row["model"], row["arm"]) for row in rows] == [
+        (m, a) for m in ("gpt_tiny", "vit_small_32") for a in train.ARMS
+    ]
     items = {"gpt_tiny": 4 * 64, "vit_small_32": 4}
     for row in rows:
-        assert row["items_per_second"] == pytest.approx(1e3 * items[row["model"]] / row["ms"], rel=1e-3)
+        assert row["items_per_second"] == pytest.approx(
+            1e3 * items[row["model"]] / row["ms"], rel=1e-3
+        )
         sparse = {"gpt_tiny": 8, "vit_small_32": 4}[row["model"]]
-        assert row.get("layers") == (f"0 of {sparse}" if row["arm"] in ("masked", "accelerated") else None)
+        assert row.get("layers") == (
+            f"0 of {sparse}" if row["arm"] in ("masked", "accelerated") else None
+        )
 
 
 def test_the_bare_loop_takes_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(train, "build", lambda config: made.append(build(config)) or made[-1])
     networks.random_text(tmp_path)
-    words = [*networks.NETWORKS["gpt_tiny"], "recipe=dense", "trainer.device=cpu", "trainer.threads=1", "trainer.batch_size=4"]
+    words = [
+        *networks.NETWORKS["gpt_tiny"],
+        "recipe=dense",
+        "trainer.device=cpu",
+        "trainer.threads=1",
+        "trainer.batch_size=4",
+    ]
     config = networks.composed(tmp_path, [*words, "trainer.accumulate=2"])
     (ours, about), (bare, _) = train.ours(config, 1), train.bare(config, 1)
     assert (about["items"], about["peak"], "layers" in about) == (256, None, False)
@@ -440,9 +625,18 @@ def test_the_bare_loop_takes_the_same_step(tmp_path: Path, monkeypatch: pytest.M
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in networks.NETWORKS if name not in ("gpt_tiny", "vit_small_32")])
+@pytest.mark.parametrize(
+    "name", [name for name in networks.NETWORKS if name not in ("gpt_tiny", "vit_small_32")]
+)
 def test_the_large_networks_are_what_their_names_say(name: str, tmp_path: Path) -> None:
-    millions = {"gpt2": 124, "gpt2_medium": 355, "gpt2_large": 774, "vit_large": 304, "vit_huge": 632, "resnet18": 11.7}[name]
+    millions = {
+        "gpt2": 124,
+        "gpt2_medium": 355,
+        "gpt2_large": 774,
+        "vit_large": 304,
+        "vit_huge": 632,
+        "resnet18": 11.7,
+    }[name]
     config = networks.composed(tmp_path, ["recipe=dense", *networks.NETWORKS[name]])
     keys = config.dataset.values()
     inputs = (

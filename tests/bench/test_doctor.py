@@ -33,7 +33,9 @@ def exact(weight: Tensor) -> backends24.Product:
 
 
 def path(product: Callable[[Tensor], backends24.Product]) -> backends24.Path:
-    return backends24.Path(lambda weight, other: ([weight], []), lambda x, parts, bias: product(parts[0])(x))
+    return backends24.Path(
+        lambda weight, other: ([weight], []), lambda x, parts, bias: product(parts[0])(x)
+    )
 
 
 def test_the_verdict_on_a_product():
@@ -54,9 +56,13 @@ def test_the_verdict_on_a_product():
     assert backends24.verdict(path(exact), "cpu") == "right"
     assert backends24.verdict(path(changing), "cpu").startswith("results CHANGE")
     assert backends24.verdict(path(refusing), "cpu") == "not on this machine"
-    assert backends24.verdict(path(lambda weight: exact(weight.roll(1, 0))), "cpu").startswith("WRONG")
+    assert backends24.verdict(path(lambda weight: exact(weight.roll(1, 0))), "cpu").startswith(
+        "WRONG"
+    )
     assert backends24.verdict(path(lambda weight: exact(weight * 1.02)), "cpu").startswith("WRONG")
-    assert backends24.verdict(path(lambda weight: lambda x: exact(weight)(x).t()), "cpu").startswith("WRONG")
+    assert backends24.verdict(
+        path(lambda weight: lambda x: exact(weight)(x).t()), "cpu"
+    ).startswith("WRONG")
 
 
 def test_what_packs_for_ampere_is_not_tried_elsewhere(monkeypatch: pytest.MonkeyPatch):
@@ -77,10 +83,14 @@ def test_what_packs_for_ampere_is_not_tried_elsewhere(monkeypatch: pytest.Monkey
     assert packed == ["largest_abs_values_greedy"]  # by default it would compare signed values
 
 
-def test_what_prunes_both_ways_is_for_weights_that_are_2_of_4_both_ways(monkeypatch: pytest.MonkeyPatch):
+def test_what_prunes_both_ways_is_for_weights_that_are_2_of_4_both_ways(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """It would drop a part of what a row-wise mask keeps, without a word."""
     gpu(monkeypatch, 8)
-    monkeypatch.setattr(torch, "_sparse_semi_structured_tile", lambda *args, **options: pytest.fail("it was pruned"))
+    monkeypatch.setattr(
+        torch, "_sparse_semi_structured_tile", lambda *args, **options: pytest.fail("it was pruned")
+    )
     weight = backends24.transposable(16, 32, "cpu")
     for other in (None, weight.clone()):
         with pytest.raises(NotImplementedError, match="one weight for both products"):
@@ -90,16 +100,29 @@ def test_what_prunes_both_ways_is_for_weights_that_are_2_of_4_both_ways(monkeypa
 @pytest.mark.parametrize(
     ("version", "major", "said", "unsaid"),
     [
-        ((0, 8, 0), 9, ("0.8.0", "slow on Hopper, which this machine has", "--no-deps nvidia-cusparselt-cu13==0.8.1"), ""),
+        (
+            (0, 8, 0),
+            9,
+            (
+                "0.8.0",
+                "slow on Hopper, which this machine has",
+                "--no-deps nvidia-cusparselt-cu13==0.8.1",
+            ),
+            "",
+        ),
         ((0, 8, 0), 8, ("0.8.0", "slow on Hopper: "), "this machine"),
         ((0, 8, 1), 9, ("0.8.1",), "slow"),
         (None, 9, ("not loaded",), "slow"),
     ],
 )
-def test_cusparselt(version: Any, major: int, said: tuple[str, ...], unsaid: str, monkeypatch: pytest.MonkeyPatch):
+def test_cusparselt(
+    version: Any, major: int, said: tuple[str, ...], unsaid: str, monkeypatch: pytest.MonkeyPatch
+):
     gpu(monkeypatch, major)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(doctor, "loaded_cusparselt", lambda: version and (version, "/lib/libcusparseLt.so.0"))
+    monkeypatch.setattr(
+        doctor, "loaded_cusparselt", lambda: version and (version, "/lib/libcusparseLt.so.0")
+    )
     line = doctor.cusparselt()
     assert all(words in line for words in said)
     assert not unsaid or unsaid not in line
@@ -107,7 +130,9 @@ def test_cusparselt(version: Any, major: int, said: tuple[str, ...], unsaid: str
 
 def test_the_loaded_version_is_the_one_torch_knows():
     found = doctor.loaded_cusparselt()
-    number = torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
+    number = (
+        torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
+    )
     if not number:
         pytest.skip("this torch has no cuSPARSELt")
     assert found is not None
@@ -119,10 +144,22 @@ def test_only_right_paths_are_timed(monkeypatch: pytest.MonkeyPatch):
     gpu(monkeypatch, 9)
     monkeypatch.setattr(doctor, "SHAPES", ((8, 16),))
     monkeypatch.setattr(doctor, "TOKENS", 4)
-    monkeypatch.setattr(backends24, "PATHS", {"good": path(exact), "bad": path(lambda weight: exact(-weight))})
-    monkeypatch.setattr(backends24, "verdict", lambda path, made=backends24.verdict: made(path, "cpu"))
-    monkeypatch.setattr(backends24, "transposable", lambda *shape, made=backends24.transposable: made(*shape[:2], "cpu"))
-    monkeypatch.setattr(torch, "randn", lambda *size, made=torch.randn, **options: made(*size, **{**options, "device": "cpu"}))
+    monkeypatch.setattr(
+        backends24, "PATHS", {"good": path(exact), "bad": path(lambda weight: exact(-weight))}
+    )
+    monkeypatch.setattr(
+        backends24, "verdict", lambda path, made=backends24.verdict: made(path, "cpu")
+    )
+    monkeypatch.setattr(
+        backends24,
+        "transposable",
+        lambda *shape, made=backends24.transposable: made(*shape[:2], "cpu"),
+    )
+    monkeypatch.setattr(
+        torch,
+        "randn",
+        lambda *size, made=torch.randn, **options: made(*size, **{**options, "device": "cpu"}),
+    )
     times = iter([3.0, 2.0])
     monkeypatch.setattr(backends24, "milliseconds", lambda call: [call(), next(times)][1])
     assert list(doctor.accelerated()) == [
@@ -134,9 +171,14 @@ def test_only_right_paths_are_timed(monkeypatch: pytest.MonkeyPatch):
 
 def test_gpus_without_sparse_tensor_cores_and_none(monkeypatch: pytest.MonkeyPatch):
     gpu(monkeypatch, 7, 5)
-    assert [words for _, words in doctor.accelerated()] == ["none: this GPU has no sparse tensor cores; masks train anywhere"]
+    assert [words for _, words in doctor.accelerated()] == [
+        "none: this GPU has no sparse tensor cores; masks train anywhere"
+    ]
     monkeypatch.setattr(doctor, "driver", lambda: "999.1")
-    assert list(doctor.gpus()) == [("GPU", "Test GPU, compute capability 7.5, 80 GiB"), ("driver", "999.1")]
+    assert list(doctor.gpus()) == [
+        ("GPU", "Test GPU, compute capability 7.5, 80 GiB"),
+        ("driver", "999.1"),
+    ]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert [words[:5] for _, words in doctor.accelerated()] == ["none:"]
@@ -144,7 +186,9 @@ def test_gpus_without_sparse_tensor_cores_and_none(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("compiler", [True, False])
-def test_the_whole_of_it_on_a_cpu(compiler: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_the_whole_of_it_on_a_cpu(
+    compiler: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     from nmrun.kernels import cpu
 
     if not compiler:
@@ -152,7 +196,9 @@ def test_the_whole_of_it_on_a_cpu(compiler: bool, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(cpu, "load", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(backends24, "bandwidth", lambda measure=backends24.bandwidth: measure(1 << 16))
+    monkeypatch.setattr(
+        backends24, "bandwidth", lambda measure=backends24.bandwidth: measure(1 << 16)
+    )
     assert doctor.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line[:15].strip() for line in lines]
@@ -163,10 +209,17 @@ def test_the_whole_of_it_on_a_cpu(compiler: bool, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_torch_is_asked_to_multiply(monkeypatch: pytest.MonkeyPatch):
-    """Its operators, played: compressed operand first, dense one as columns of tokens filled up to 16, transposed result, bias."""
+    """Its operators, played: compressed operand first, dense one as columns of tokens filled up to
+    16, transposed result, bias.
+    """
     seen: list[tuple[int, ...]] = []
 
-    def sparse_mm(compressed: Tensor, dense: Tensor, bias: Tensor | None = None, transpose_result: bool = False) -> Tensor:
+    def sparse_mm(
+        compressed: Tensor,
+        dense: Tensor,
+        bias: Tensor | None = None,
+        transpose_result: bool = False,
+    ) -> Tensor:
         assert transpose_result
         seen.append(tuple(dense.shape))
         product = (compressed.double() @ dense.double()).t()
@@ -181,7 +234,10 @@ def test_what_torch_is_asked_to_multiply(monkeypatch: pytest.MonkeyPatch):
         backends24.CUSPARSELT.multiply(x, parts, bias),
         torch.nn.functional.linear(x.double(), weight.double(), bias.double()).bfloat16(),
     )
-    torch.testing.assert_close(backends24.CUSPARSELT.multiply(dz, parts_t, None), (dz.double() @ weight.double()).bfloat16())
+    torch.testing.assert_close(
+        backends24.CUSPARSELT.multiply(dz, parts_t, None),
+        (dz.double() @ weight.double()).bfloat16(),
+    )
     assert seen == [(64, 48), (32, 48)]
 
 
@@ -190,8 +246,14 @@ def test_cutlass_packs_what_torch_can_unpack():
 
     weight = backends24.transposable(32, 128, "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends24.Cutlass, "_validate_device_dim_dtype_shape", lambda weight: None)  # which asks for a GPU
-        (packed, meta), (packed_t, meta_t) = backends24.CUTLASS.pack(weight.repeat(4, 1), weight.repeat(4, 1))
+        patch.setattr(
+            backends24.Cutlass, "_validate_device_dim_dtype_shape", lambda weight: None
+        )  # which asks for a GPU
+        (packed, meta), (packed_t, meta_t) = backends24.CUTLASS.pack(
+            weight.repeat(4, 1), weight.repeat(4, 1)
+        )
     assert packed.shape == (128, 64)
     assert torch.equal(sparse_semi_structured_to_dense_cutlass(packed, meta), weight.repeat(4, 1))
-    assert torch.equal(sparse_semi_structured_to_dense_cutlass(packed_t, meta_t), weight.repeat(4, 1).t())
+    assert torch.equal(
+        sparse_semi_structured_to_dense_cutlass(packed_t, meta_t), weight.repeat(4, 1).t()
+    )

@@ -1,4 +1,6 @@
-"""What only a GPU can show: 2:4 products on sparse tensor cores, training through them, CUDA graphs, kernels against the CPU's reference."""
+"""What only a GPU can show: 2:4 products on sparse tensor cores, training through them, CUDA
+graphs, kernels against the CPU's reference.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def right(found: dict[str, probe24.Times]) -> list[str]:
     """The paths that compute the right thing here; without any the test is skipped, and says why."""
     names = [name for name, times in found.items() if name != "dense" and not times.wrong]
     if not names:
-        pytest.skip("; ".join(f"{name}: {times.wrong}" for name, times in found.items() if name != "dense"))
+        pytest.skip(
+            "; ".join(f"{name}: {times.wrong}" for name, times in found.items() if name != "dense")
+        )
     return names
 
 
@@ -73,26 +77,41 @@ def test_fp8_products_are_right_or_say_why_not() -> None:
         assert "WRONG" not in found.wrong, "refused, and nobody knows why"
         pytest.skip(found.wrong)
     dense = normal(512, 256)
-    weight, x = (dense * transposable_mask(dense, "2:4")).bfloat16(), normal(1024, 256, seed=1).bfloat16()
-    z = Packed("cusparselt_fp8", weight, None, torch.bfloat16, both=True)(x, weight, None).cpu().float()
+    weight, x = (
+        (dense * transposable_mask(dense, "2:4")).bfloat16(),
+        normal(1024, 256, seed=1).bfloat16(),
+    )
+    z = (
+        Packed("cusparselt_fp8", weight, None, torch.bfloat16, both=True)(x, weight, None)
+        .cpu()
+        .float()
+    )
     expected = simulated.linear(x.cpu().float(), weight.cpu().float(), fp8=True)
     torch.testing.assert_close(z, expected, rtol=2**-7, atol=2**-7 * float(expected.std()))
 
 
-def test_one_pass_packing_is_for_compute_capability_8_alone(found: dict[str, probe24.Times]) -> None:
+def test_one_pass_packing_is_for_compute_capability_8_alone(
+    found: dict[str, probe24.Times],
+) -> None:
     if torch.cuda.get_device_capability(DEVICE)[0] == 8:
         pytest.skip("this GPU is of compute capability 8")
     assert found["one_pass"].wrong.startswith("not tried")
     assert backends24.verdict(backends24.ONE_PASS, DEVICE).startswith("not tried")
 
 
-@pytest.mark.parametrize(("rows", "columns", "tokens"), [(256, 512, 384), (1024, 256, 1000), (768, 3072, 2048)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "tokens"), [(256, 512, 384), (1024, 256, 1000), (768, 3072, 2048)]
+)
 def test_products_are_those_of_the_masked_layer_and_the_same_bits_every_time(
     right: list[str], rows: int, columns: int, tokens: int
 ) -> None:
     dense = normal(rows, columns)
     weight = (dense * transposable_mask(dense, "2:4")).bfloat16().requires_grad_()
-    x, dz, bias = normal(tokens, columns, seed=1).bfloat16(), normal(tokens, rows, seed=2).bfloat16(), normal(rows).bfloat16()
+    x, dz, bias = (
+        normal(tokens, columns, seed=1).bfloat16(),
+        normal(tokens, rows, seed=2).bfloat16(),
+        normal(rows).bfloat16(),
+    )
     x.requires_grad_()
     expected = functional.linear(x.double(), weight.double(), bias.double())
     gradients = dz.double() @ weight.double(), dz.double().t() @ x.double()
@@ -100,9 +119,15 @@ def test_products_are_those_of_the_masked_layer_and_the_same_bits_every_time(
         packed = Packed(path, weight, None, torch.bfloat16, both=True)
         z = packed(x, weight, bias)
         got = torch.autograd.grad(z, (x, weight), dz)
-        for name, value, truth in zip(("z", "dx", "dw"), (z, *got), (expected, *gradients), strict=True):
+        for name, value, truth in zip(
+            ("z", "dx", "dw"), (z, *got), (expected, *gradients), strict=True
+        ):
             error = (value.double() - truth).abs()
-            assert bool((error <= 2**-7 * truth.abs() + 2**-7 * truth.std()).all()), (path, name, float(error.max()))
+            assert bool((error <= 2**-7 * truth.abs() + 2**-7 * truth.std()).all()), (
+                path,
+                name,
+                float(error.max()),
+            )
         for _ in range(100):
             again = packed(x, weight, bias)
             assert torch.equal(again, z), path
@@ -110,18 +135,37 @@ def test_products_are_those_of_the_masked_layer_and_the_same_bits_every_time(
 
 
 GPT = (
-    *("dataset=stdlib_text", "dataset.context=128", "model=gpt_tiny", "model.width=256", "trainer.batch_size=16"),
-    *("optimizer=adamw", "trainer.precision=bf16", f"trainer.device={DEVICE.type}", "trainer.epochs=100"),
+    *(
+        "dataset=stdlib_text",
+        "dataset.context=128",
+        "model=gpt_tiny",
+        "model.width=256",
+        "trainer.batch_size=16",
+    ),
+    *(
+        "optimizer=adamw",
+        "trainer.precision=bf16",
+        f"trainer.device={DEVICE.type}",
+        "trainer.epochs=100",
+    ),
 )
 
 
-@pytest.mark.parametrize(("recipe", "compiled"), [("sr_ste", False), ("t_sr_ste", False), ("step", False), ("sr_ste", True)])
+@pytest.mark.parametrize(
+    ("recipe", "compiled"),
+    [("sr_ste", False), ("t_sr_ste", False), ("step", False), ("sr_ste", True)],
+)
 def test_a_gpt_trains_by_2_4_products_as_it_does_with_masks_alone(
     right: list[str], tmp_path: Path, recipe: str, compiled: bool
 ) -> None:
     losses: dict[str, Tensor] = {}
     for mode in ("off", "force"):
-        words = (f"recipe={recipe}", f"trainer.acceleration={mode}", f"trainer.compile={compiled}", f"output_dir={tmp_path}")
+        words = (
+            f"recipe={recipe}",
+            f"trainer.acceleration={mode}",
+            f"trainer.compile={compiled}",
+            f"output_dir={tmp_path}",
+        )
         extra = ("recipe.switch=0.02",) if recipe == "step" else ()  # of 300 steps: sparse after 6
         settings = config(tmp_path, *GPT, *words, *extra)
         loop = Loop(settings, parts := build(settings), Console(None))
@@ -129,13 +173,20 @@ def test_a_gpt_trains_by_2_4_products_as_it_does_with_masks_alone(
         for _ in range(30):
             loop._train_step(*divmod(loop.step, loop.task.batches_per_epoch), measure_flips=False)
         losses[mode] = torch.stack(loop.losses).float().cpu()
-        packed = [weight.layer is not None and weight.layer.packed is not None for weight in loop.handle.sparse]
-        assert all(packed) if mode == "force" else not any(packed), [choice.reason for choice in parts.accelerated]
+        packed = [
+            weight.layer is not None and weight.layer.packed is not None
+            for weight in loop.handle.sparse
+        ]
+        assert all(packed) if mode == "force" else not any(packed), [
+            choice.reason for choice in parts.accelerated
+        ]
     off, force = losses["off"], losses["force"]
     assert off[-1] < off[0] - 0.5  # it learns
     assert float((off - force).abs().max()) < 0.1
     assert float((off - force).abs().mean()) < 0.03
-    assert not torch.equal(off, force)  # the products are rounded in another order: it was not the same code
+    assert not torch.equal(
+        off, force
+    )  # the products are rounded in another order: it was not the same code
 
 
 def losses_of(graphs: bool) -> Tensor:
@@ -151,7 +202,9 @@ def losses_of(graphs: bool) -> Tensor:
             return functional.mse_loss(call(x), y)
 
     accelerate(handle, lambda: loss(model), "force")
-    assert all(weight.layer is not None and weight.layer.packed is not None for weight in handle.sparse)
+    assert all(
+        weight.layer is not None and weight.layer.packed is not None for weight in handle.sparse
+    )
     forward = torch.compile(model, mode="reduce-overhead", fullgraph=True) if graphs else model
     for _ in range(20):
         torch.compiler.cudagraph_mark_step_begin()
@@ -205,7 +258,9 @@ def test_the_compiled_projection_has_the_bits_of_the_cpus_reference(
     ],
     ids=lambda words: words[0],
 )
-def test_benchmarks_run(found: dict[str, probe24.Times], words: tuple[str, ...], tmp_path: Path) -> None:
+def test_benchmarks_run(
+    found: dict[str, probe24.Times], words: tuple[str, ...], tmp_path: Path
+) -> None:
     assert bench.main([*words, "--rounds", "2", "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / f"{words[0]}_gpu.json").read_text())
     assert record["hardware"]["gpu"] == torch.cuda.get_device_name()

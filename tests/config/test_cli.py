@@ -57,7 +57,13 @@ MISTAKES = {
 
 
 def probe(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", PROBE, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 @pytest.mark.parametrize("line", MISTAKES)
@@ -101,7 +107,9 @@ def test_help_config_and_completion_stay_light(tmp_path, line):
         assert "sparsity=2:8" in done.stdout
 
 
-@pytest.mark.parametrize(("ratio", "n", "m"), [("3:16", 3, 16), ("7:32", 7, 32), ("2:8", 2, 8), ("dense", None, None)])
+@pytest.mark.parametrize(
+    ("ratio", "n", "m"), [("3:16", 3, 16), ("7:32", 7, 32), ("2:8", 2, 8), ("dense", None, None)]
+)
 def test_any_ratio_composes(ratio, n, m):
     from hydra import compose, initialize_config_module
 
@@ -122,8 +130,14 @@ def test_a_run_its_folder_and_the_second_time(tmp_path, nmrun_cli):
     result = json.loads((folder / "result.json").read_text())
     assert result["status"] == "finished"
     assert result["sparsity"]["pattern"] == "2:8"
-    assert all(layer["holds"] and layer["nonzeros"] == layer["numel"] // 4 for layer in result["sparsity"]["layers"])
-    assert {left["name"] for left in result["sparsity"]["left_dense"]} == {"stem.weight", "head.weight"}
+    assert all(
+        layer["holds"] and layer["nonzeros"] == layer["numel"] // 4
+        for layer in result["sparsity"]["layers"]
+    )
+    assert {left["name"] for left in result["sparsity"]["left_dense"]} == {
+        "stem.weight",
+        "head.weight",
+    }
     for name in ("config.yaml", "run.log", "metrics.jsonl", "checkpoint.pt", "model.safetensors"):
         assert (folder / name).stat().st_size > 0
     assert "STEP freezes the second moment" in first.stdout
@@ -143,7 +157,14 @@ def test_a_run_its_folder_and_the_second_time(tmp_path, nmrun_cli):
 
 def test_a_sweep_goes_on_past_a_failure_and_does_only_what_is_missing(tmp_path, nmrun_cli):
     # a learning rate that overflows fails, its neighbours do not
-    line = ("-m", "recipe=ste", "optimizer.lr=1e-3,1e25", "seed=0,1", "debug=fast", "output_dir=out")
+    line = (
+        "-m",
+        "recipe=ste",
+        "optimizer.lr=1e-3,1e25",
+        "seed=0,1",
+        "debug=fast",
+        "output_dir=out",
+    )
     done = nmrun_cli(*line)
     assert done.returncode == 1
     assert "sweep of 4: 2 finished, 2 not done" in done.stdout
@@ -183,7 +204,9 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
         "track=local",
         "output_dir=out",
     ]
-    process = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     deadline = time.time() + 60
     while time.time() < deadline and not list(tmp_path.rglob("checkpoint.pt")):
         time.sleep(0.05)
@@ -202,7 +225,9 @@ def test_several_seeds_in_one_job_and_what_a_sweeper_minimises(tmp_path: Path) -
     with initialize_config_module("nmrun.conf", version_base="1.3"):
         outcome, values = jobs._outcomes_of(compose("nmrun", words), None)
         again, same = jobs._outcomes_of(compose("nmrun", words), None)
-    assert sorted(p.name.partition("-")[0] for p in tmp_path.glob("digits/small_conv/ste/2of4/*")) == ["s3", "s5"]
+    assert sorted(
+        p.name.partition("-")[0] for p in tmp_path.glob("digits/small_conv/ste/2of4/*")
+    ) == ["s3", "s5"]
     results = [json.loads(p.read_text()) for p in sorted(tmp_path.rglob("result.json"))]
     assert values == same == [-result["metrics"]["final"]["eval/accuracy"] for result in results]
     assert (outcome["status"], again["status"]) == ("finished", "skipped")
@@ -220,15 +245,25 @@ def test_seeds_that_are_none(nmrun_cli, seeds: str) -> None:
 def test_help_is_what_hydra_would_say(tmp_path: Path) -> None:
     """It is put together without Hydra, which is not even imported."""
     code = "import sys; from nmrun import cli; cli.main(); print([m for m in ('hydra', 'omegaconf') if m in sys.modules], file=sys.stderr)"
-    quick = subprocess.run([sys.executable, "-c", code, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    quick = subprocess.run(
+        [sys.executable, "-c", code, "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     code = "from nmrun.train import jobs; jobs._hydra(['--help'], [])"
-    whole = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    whole = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
     assert quick.stderr == "[]\n"
     assert quick.stdout == whole.stdout
     assert "recipe: asp" in quick.stdout
 
 
-def test_a_verb_that_raises_gets_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_verb_that_raises_gets_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Status 2 for a mistake, 1 for work that failed."""
     for error, status in ((ConfigError(["no", "never"]), 2), (RunError("it broke\n  here"), 1)):
 

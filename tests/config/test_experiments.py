@@ -1,4 +1,6 @@
-"""Experiments: every file composes at every scale, the published figures have their place, and one smoke goes from nothing to the table."""
+"""Experiments: every file composes at every scale, the published figures have their place, and one
+smoke goes from nothing to the table.
+"""
 
 from __future__ import annotations
 
@@ -55,11 +57,15 @@ def label(config: schema.Config, key: str) -> str:
     """A config's value as tables show it."""
     if key == "sparsity":
         return str(config.pattern) if config.pattern else "dense"
-    value = config.plain[key] if "." not in key else config.plain[key.partition(".")[0]].get(key.partition(".")[2], "-")
+    value = (
+        config.plain[key]
+        if "." not in key
+        else config.plain[key.partition(".")[0]].get(key.partition(".")[2], "-")
+    )
     return str(value["name"] if isinstance(value, dict) else value)
 
 
-# --- the files --------------------------------------------------------------------------------------------------------------
+# --- the files ------------------------------------------------------------------------------------
 
 
 def test_there_is_a_file_for_each_table_and_figure():
@@ -83,7 +89,10 @@ def test_every_job_is_accepted(name, scale):
 def test_published_figures_have_their_place_in_the_sweep(name):
     asked = experiment.load(name)
     there = {
-        tuple(" ".join(label(config, key) for key in keys.split(",")) for keys in (asked.rows, asked.cols))
+        tuple(
+            " ".join(label(config, key) for key in keys.split(","))
+            for keys in (asked.rows, asked.cols)
+        )
         for config in made(name, "paper")
     }
     for row, cells in asked.paper.items():
@@ -105,11 +114,15 @@ def test_rows_and_columns_are_keys_of_the_runs(name, scale):
 
 @pytest.mark.slow
 def test_what_is_measured_while_training_is_no_run_of_another_experiment():
-    """How often a run is looked into is not part of its identity: shared with an experiment that does not, nothing would be logged."""
+    """How often a run is looked into is not part of its identity: shared with an experiment that
+    does not, nothing would be logged.
+    """
     every = [config for name, scale in EVERY for config in made(name, scale)]
     measured = {identity.run_folder(config) for config in every if config.trainer.diagnose_every}
     assert measured
-    assert not measured & {identity.run_folder(config) for config in every if not config.trainer.diagnose_every}
+    assert not measured & {
+        identity.run_folder(config) for config in every if not config.trainer.diagnose_every
+    }
 
 
 def test_smokes_share_runs():
@@ -121,7 +134,7 @@ def test_smokes_share_runs():
     assert not folders[0] & folders[2]
 
 
-# --- overrides --------------------------------------------------------------------------------------------------------------
+# --- overrides ------------------------------------------------------------------------------------
 
 
 def test_the_scale_wins_over_the_sweep_and_the_command_line_over_both():
@@ -136,23 +149,38 @@ def test_the_scale_wins_over_the_sweep_and_the_command_line_over_both():
 
 def test_small_is_the_default_and_several_run_one_after_the_other():
     both = experiment.expand(["experiment=step_cifar10,step_glue", "seed=5"], multirun=True)
-    assert both == experiment.load("step_cifar10").overrides("small", ["seed=5"]) + experiment.load("step_glue").overrides(
-        "small", ["seed=5"]
-    )
+    assert both == experiment.load("step_cifar10").overrides("small", ["seed=5"]) + experiment.load(
+        "step_glue"
+    ).overrides("small", ["seed=5"])
     assert experiment.expand(["recipe=ste"], multirun=False) == [["recipe=ste"]]
 
 
 @pytest.mark.parametrize(
     ("line", "starts"),
     [
-        ("-m experiment=step_cifar100 scale=smal", "scale=smal: no such scale; did you mean small?"),
-        ("-m experiment=step_cifar11", "experiment=step_cifar11: no such experiment; did you mean step_cifar1"),
+        (
+            "-m experiment=step_cifar100 scale=smal",
+            "scale=smal: no such scale; did you mean small?",
+        ),
+        (
+            "-m experiment=step_cifar11",
+            "experiment=step_cifar11: no such experiment; did you mean step_cifar1",
+        ),
         ("experiment=step_cifar10 scale=smoke", "experiment=step_cifar10 is a sweep: add -m"),
         ("scale=smoke", "scale=smoke: of which experiment?"),
-        ("-m experiment=step_cifar10 optimizer.lrr=1", "optimizer.lrr: no such key; did you mean optimizer.lr?"),
+        (
+            "-m experiment=step_cifar10 optimizer.lrr=1",
+            "optimizer.lrr: no such key; did you mean optimizer.lr?",
+        ),
         ("-m experiment=nowhere.yaml", "experiment=nowhere.yaml: No such file"),
-        ("table --experiment step_cifar", "experiment=step_cifar: no such experiment; did you mean step_cifar10?"),
-        ("table --experiment step_cifar10 --scale tiny", "scale=tiny: no such scale (there are smoke, small, paper)"),
+        (
+            "table --experiment step_cifar",
+            "experiment=step_cifar: no such experiment; did you mean step_cifar10?",
+        ),
+        (
+            "table --experiment step_cifar10 --scale tiny",
+            "scale=tiny: no such scale (there are smoke, small, paper)",
+        ),
         (
             "table --experiment step_cifar10 --scale smoke",
             "experiment=step_cifar10 scale=smoke: none of its 16 runs is finished; nmrun -m",
@@ -183,19 +211,27 @@ def test_a_file_that_is_no_experiment(old, new, says, tmp_path):
         experiment.load(str(tmp_path / "own.yaml"))
 
 
-# --- from nothing to the table ----------------------------------------------------------------------------------------------
+# --- from nothing to the table --------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory) -> Path:
-    """A folder with an experiment of one's own whose three runs are made: the command line in a process of its own, as users do."""
+    """A folder with an experiment of one's own whose three runs are made: the command line in a
+    process of its own, as users do.
+    """
     import subprocess
     import sys
 
     folder = tmp_path_factory.mktemp("swept")
     (folder / "own.yaml").write_text(OWN)
     line = ["-m", "experiment=own.yaml", "scale=smoke", "track=local", "trainer.threads=1"]
-    done = subprocess.run([sys.executable, "-m", "nmrun.cli", *line], cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "nmrun.cli", *line],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     assert [f"[{i}/3]" in done.stdout for i in (1, 2, 3)] == [True] * 3
     assert "sweep of 3: 3 finished" in done.stdout
@@ -204,14 +240,25 @@ def swept(tmp_path_factory) -> Path:
 
 def show(swept: Path, monkeypatch, capsys, *options: str) -> tuple[int, str, str]:
     monkeypatch.chdir(swept)
-    status = report.table(["--experiment", "own.yaml", "--scale", "smoke", "track=local", "trainer.threads=1", *options])
+    status = report.table(
+        [
+            "--experiment",
+            "own.yaml",
+            "--scale",
+            "smoke",
+            "track=local",
+            "trainer.threads=1",
+            *options,
+        ]
+    )
     return status, *capsys.readouterr()
 
 
 def test_the_folders_are_those_that_the_table_looks_for(swept, monkeypatch):
     monkeypatch.chdir(swept)
     expected = {
-        str(identity.run_folder(c)) for c in experiment.configs(experiment.load("own.yaml"), "smoke", ["trainer.threads=1"])
+        str(identity.run_folder(c))
+        for c in experiment.configs(experiment.load("own.yaml"), "smoke", ["trainer.threads=1"])
     }
     assert {str(path.parent) for path in Path("outputs").rglob("result.json")} == expected
 
@@ -220,11 +267,23 @@ def test_our_figures_and_the_papers(swept, monkeypatch, capsys):
     status, out, err = show(swept, monkeypatch, capsys)
     assert (status, err) == (0, "")
     assert "(paper): page 3 of a book" in out
-    lines = [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
+    lines = [
+        [cell.strip(" *") for cell in line.strip("|").split("|")]
+        for line in out.splitlines()
+        if line.startswith("| ")
+    ]
     table = lines[: [line[0] for line in lines].index("recipe", 1)]
     results = [json.loads(path.read_text()) for path in (swept / "outputs").rglob("result.json")]
-    ours = {r["config"]["recipe"]["name"]: f"{100 * r['metrics']['final']['test/accuracy']:.1f} (1)" for r in results}
-    assert table[:4] == [["recipe", "2:4"], ["dense", ours["dense"]], ["ste", ours["ste"]], ["ste (paper)", "77.1"]]
+    ours = {
+        r["config"]["recipe"]["name"]: f"{100 * r['metrics']['final']['test/accuracy']:.1f} (1)"
+        for r in results
+    }
+    assert table[:4] == [
+        ["recipe", "2:4"],
+        ["dense", ours["dense"]],
+        ["ste", ours["ste"]],
+        ["ste (paper)", "77.1"],
+    ]
     assert table[4:] == [["sr_ste", ours["sr_ste"]], ["nowhere (paper)", "1"]]
     assert "Difference to dense" in out
 
@@ -239,7 +298,9 @@ def test_an_unknown_metric_is_one_line(swept, monkeypatch, capsys):
     (swept / "other.yaml").write_text(OWN.replace("test/accuracy", "test/acuracy"))
     assert verb("table", "--experiment", "other.yaml", "--scale", "smoke", "trainer.threads=1") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("nmrun: no metric 'test/acuracy' in these runs; did you mean test/accuracy?")
+    assert line.startswith(
+        "nmrun: no metric 'test/acuracy' in these runs; did you mean test/accuracy?"
+    )
 
 
 def test_means_and_shares_of_what_was_logged(swept, monkeypatch, capsys):
@@ -254,9 +315,15 @@ def test_means_and_shares_of_what_was_logged(swept, monkeypatch, capsys):
         "--format",
         "csv",
     )[1]
-    (folder,) = (path.parent for path in (swept / "outputs").rglob("result.json") if path.parts[-4] == "sr_ste")
+    (folder,) = (
+        path.parent
+        for path in (swept / "outputs").rglob("result.json")
+        if path.parts[-4] == "sr_ste"
+    )
     losses = [
-        row["train/loss"] for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "train/loss" in row
+        row["train/loss"]
+        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        if "train/loss" in row
     ]
     cells = {tuple(line.split(",")[2:4]): line.split(",")[5] for line in out.splitlines()}
     assert float(cells["sr_ste", "mean/train/loss"]) == pytest.approx(sum(losses) / len(losses))
@@ -265,7 +332,17 @@ def test_means_and_shares_of_what_was_logged(swept, monkeypatch, capsys):
 
 
 def test_one_page_with_tables_and_figures(swept, monkeypatch, capsys):
-    status, out, _ = show(swept, monkeypatch, capsys, "--format", "html", "--out", "pages/tables.html", "--figures", "pictures")
+    status, out, _ = show(
+        swept,
+        monkeypatch,
+        capsys,
+        "--format",
+        "html",
+        "--out",
+        "pages/tables.html",
+        "--figures",
+        "pictures",
+    )
     page = (swept / "pages" / "tables.html").read_text()
     assert status == 0
     assert page.count("<table>") == 2
@@ -279,10 +356,17 @@ def test_one_page_with_tables_and_figures(swept, monkeypatch, capsys):
 
 def test_what_is_unfinished_is_left_out_of_a_page_and_named(swept, monkeypatch, capsys):
     monkeypatch.chdir(swept)
-    assert report.table(["--experiment", "own.yaml,step_cifar10", "--scale", "smoke", "trainer.threads=1"]) == 0
+    assert (
+        report.table(
+            ["--experiment", "own.yaml,step_cifar10", "--scale", "smoke", "trainer.threads=1"]
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert out.startswith("# Own (nobody), scale smoke")
-    assert err.startswith("nmrun: left out: experiment=step_cifar10 scale=smoke: none of its 16 runs is finished")
+    assert err.startswith(
+        "nmrun: left out: experiment=step_cifar10 scale=smoke: none of its 16 runs is finished"
+    )
 
 
 def test_make_takes_dashes_for_underscores():
@@ -291,7 +375,12 @@ def test_make_takes_dashes_for_underscores():
     import subprocess
 
     root = Path(__file__).parents[2]
-    said = subprocess.run(["make", "-n", "table-step-cifar10", "SCALE=paper"], cwd=root, capture_output=True, text=True).stdout
+    said = subprocess.run(
+        ["make", "-n", "table-step-cifar10", "SCALE=paper"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+    ).stdout
     assert "nmrun -m experiment=step_cifar10 scale=paper" in said
     assert "nmrun table --experiment step_cifar10 --scale paper" in said
 
@@ -301,10 +390,21 @@ def smoke(name: str, folder: Path, nmrun_cli, *overrides: str) -> None:
     overrides = ("track=local", f"output_dir={folder}", *overrides)
     done = nmrun_cli("-m", f"experiment={name}", "scale=smoke", *overrides, timeout=3600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    table = nmrun_cli("table", "--experiment", name, "--scale", "smoke", *overrides, "--figures", str(folder / "figures"))
+    table = nmrun_cli(
+        "table",
+        "--experiment",
+        name,
+        "--scale",
+        "smoke",
+        *overrides,
+        "--figures",
+        str(folder / "figures"),
+    )
     assert table.returncode == 0, table.stderr
     assert "missing" not in table.stdout
-    assert table.stdout.count("no value") == (name == "s_ste_continuity")  # a dense run has no masks that flip
+    assert table.stdout.count("no value") == (
+        name == "s_ste_continuity"
+    )  # a dense run has no masks that flip
     drawn = {path.name.split("-")[2] for path in (folder / "figures").glob(f"{name}-*")}
     assert drawn == {str(i + 1) for i in range(len(experiment.load(name).figures))}
 

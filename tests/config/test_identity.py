@@ -18,7 +18,8 @@ from test_schema import EACH, VALUES, changed
 from nmrun.config import schema
 from nmrun.config.identity import identity, run_folder
 
-# Where and how a run is done and what it tells of itself. How often it is evaluated does count: it decides which epoch is the best.
+# Where and how a run is done and what it tells of itself. How often it is evaluated does count: it
+# decides which epoch is the best.
 IRRELEVANT = {
     "output_dir", "resume", "force", "dry", "track.mode", "track.project", "trainer.device", "trainer.threads",
     "trainer.log_every", "trainer.diagnose_every", "trainer.checkpoint_every", "trainer.acceleration",
@@ -41,7 +42,15 @@ def test_every_key_counts_but_those_that_change_no_result(options: str, key: str
 
 
 @pytest.mark.parametrize(
-    "options", ["model=mlp", "recipe=ste", "sparsity=2:8", "sparsity=1:4", "optimizer=adamw", "schedule=cosine"]
+    "options",
+    [
+        "model=mlp",
+        "recipe=ste",
+        "sparsity=2:8",
+        "sparsity=1:4",
+        "optimizer=adamw",
+        "schedule=cosine",
+    ],
 )
 def test_every_group_counts(options: str) -> None:
     assert not same(checked(), checked(options))
@@ -61,7 +70,9 @@ def test_all_seeds_and_ratios_are_apart() -> None:
 def test_the_order_of_overrides_counts() -> None:
     """The first that matches does."""
     one, other = {"inner.1": "1:8", "inner.*": "2:8"}, {"inner.*": "2:8", "inner.1": "1:8"}
-    assert not same(checked(**{"sparsity.overrides": one}), checked(**{"sparsity.overrides": other}))
+    assert not same(
+        checked(**{"sparsity.overrides": one}), checked(**{"sparsity.overrides": other})
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +95,9 @@ def test_two_ways_to_write_the_same(one: dict[str, Any], other: dict[str, Any]) 
 
 
 def test_the_dense_run_is_one_run() -> None:
-    """Whatever the ratio and the recipe's hyperparameters; the same training with a ratio is another."""
+    """Whatever the ratio and the recipe's hyperparameters; the same training with a ratio is
+    another.
+    """
     options = [
         "recipe=dense",
         "recipe=dense,sparsity=1:8",
@@ -108,7 +121,11 @@ def test_a_class_of_ones_own_counts_with_its_module_and_hyperparameters() -> Non
     first = checked("recipe=custom", **own)
     assert same(first, checked("recipe=custom", **own))
     assert first.recipe.name == "mine"
-    for change in ({"recipe._target_": "other.Mine"}, {"recipe.strength": 2.0}, {"recipe.more": None}):
+    for change in (
+        {"recipe._target_": "other.Mine"},
+        {"recipe.strength": 2.0},
+        {"recipe.more": None},
+    ):
         assert not same(first, checked("recipe=custom", **{**own, **change}))
 
 
@@ -131,7 +148,11 @@ from nmrun.patterns import Pattern
 print(identity.identity(schema.Config(json.loads({json.dumps(plain)!r}), Pattern(2, 4))))"""
     for seed in "12":
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed}
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
         )
         assert done.stdout.strip() == identity(config)
     assert len(identity(config)) == 10
@@ -142,9 +163,15 @@ def test_the_folder_says_what_it_is_and_goes_on_any_file_system() -> None:
     config = checked("recipe=ste,model=mlp,sparsity=3:16", seed=7, output_dir="some/out")
     assert run_folder(config).parts[:-1] == ("some", "out", "digits", "mlp", "ste", "3of16")
     assert run_folder(config).name == f"s7-{identity(config)}"
-    assert run_folder(checked("sparsity=dense,recipe=asp")).parts[-4:-1] == ("small_conv", "dense", "dense")
+    assert run_folder(checked("sparsity=dense,recipe=asp")).parts[-4:-1] == (
+        "small_conv",
+        "dense",
+        "dense",
+    )
     assert not set(str(run_folder(config))) & set(': \\*?"<>|')
-    assert same(config, checked("recipe=ste,model=mlp,sparsity=3:16", seed=7, output_dir="elsewhere"))
+    assert same(
+        config, checked("recipe=ste,model=mlp,sparsity=3:16", seed=7, output_dir="elsewhere")
+    )
 
 
 IDS = {  # of commands, as they have been from the first: finished runs are found again

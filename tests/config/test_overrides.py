@@ -1,4 +1,6 @@
-"""Ratios by layer: every way to write them on the command line and in a file, and the line for what cannot be read."""
+"""Ratios by layer: every way to write them on the command line and in a file, and the line for what
+cannot be read.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ ACCEPTED = {  # a line as it stands in a shell, and what is meant
 REFUSED = {  # a line whose meaning is plain, and the word that it should have been
     '\'sparsity.overrides={"layer3.*": "1:8"}\'': "sparsity.overrides={layer3.*: 1:8}",
     "\"sparsity.overrides={'layer3.*': 1:8, 'fc': dense}\"": "sparsity.overrides={layer3.*: 1:8, fc: dense}",
-    'sparsity.overrides={"layer3.*": "1:8"}': "sparsity.overrides={layer3.*: 1:8}",  # the shell takes the quotes and cuts it
+    # the shell takes the quotes and cuts it
+    'sparsity.overrides={"layer3.*": "1:8"}': "sparsity.overrides={layer3.*: 1:8}",
     "sparsity.overrides={layer3.*: 1:8, fc: dense}": "sparsity.overrides={layer3.*: 1:8, fc: dense}",
     "'sparsity.overrides={layer[34].*: 1:8}'": r"sparsity.overrides={layer\[34\].*: 1:8}",
     "'sparsity.overrides={(layer3|fc).*: 1:8}'": r"sparsity.overrides={\(layer3|fc\).*: 1:8}",
@@ -83,8 +86,14 @@ def test_what_cannot_be_guessed_gets_the_rule(line: str) -> None:
 
 def test_the_rest_of_the_line_is_read_all_the_same() -> None:
     for ratios in ('{"layer3.*": "1:8"}', "{layer3.*: 1:8"):
-        found = precheck.look(shlex.split(f"sparsity.overrides={ratios} recipe=stpe seed=-1")).problems
-        assert [line.partition("=")[0] for line in sorted(found)] == ["recipe", "seed", "sparsity.overrides"]
+        found = precheck.look(
+            shlex.split(f"sparsity.overrides={ratios} recipe=stpe seed=-1")
+        ).problems
+        assert [line.partition("=")[0] for line in sorted(found)] == [
+            "recipe",
+            "seed",
+            "sparsity.overrides",
+        ]
 
 
 def test_a_sweep_over_ratios_by_layer() -> None:
@@ -102,13 +111,23 @@ def test_the_exit_status_is_2_and_nothing_is_left(nmrun_cli, tmp_path) -> None:
 
 
 def test_a_file_can_say_them_and_the_weights_follow(nmrun_cli, tmp_path) -> None:
-    """The first expression that fits counts, and more than model.exclude; a ratio in a file needs quotes."""
+    """The first expression that fits counts, and more than model.exclude; a ratio in a file needs
+    quotes.
+    """
     (tmp_path / "mine" / "debug").mkdir(parents=True)
     file = tmp_path / "mine" / "debug" / "mixed.yaml"
     text = 'sparsity:\n  overrides: {{"inner\\\\.1": {}, "inner.*": "2:8", head: "1:4"}}\n'
     begin = "# @package _global_\ntrainer: {epochs: 1, limit_batches: 2}\n"
     file.write_text(begin + text.format("1:8"))  # YAML reads 1:8 as 68
-    words = ("--config-dir", "mine", "debug=mixed", "recipe=ste", "sparsity=4:8", "track=local", "output_dir=out")
+    words = (
+        "--config-dir",
+        "mine",
+        "debug=mixed",
+        "recipe=ste",
+        "sparsity=4:8",
+        "track=local",
+        "output_dir=out",
+    )
     refused = nmrun_cli(*words)
     assert refused.returncode == 2
     assert "'sparsity.overrides={inner.1: 1:8, head: dense}'" in refused.stderr

@@ -1,4 +1,6 @@
-"""The command line, looked at before anything begins: each job of a sweep, Hydra's own options, folders and classes of one's own."""
+"""The command line, looked at before anything begins: each job of a sweep, Hydra's own options,
+folders and classes of one's own.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_a_command_line(line: str, starts: list[str]) -> None:
     multirun, words = line.startswith("-m "), line.removeprefix("-m ").split()
     found = precheck.look(words, multirun)
     assert len(found.problems) == len(starts), found.problems
-    assert all(any(problem.startswith(start) for problem in found.problems) for start in starts), found.problems
+    assert all(any(problem.startswith(start) for problem in found.problems) for start in starts), (
+        found.problems
+    )
     assert all("\n" not in problem for problem in found.problems)
 
 
@@ -66,19 +70,31 @@ def test_each_job_of_a_sweep_is_looked_at_as_hydra_composes_it(
     axes: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(schema, "problems", lambda plain, unsure: seen.append(copy.deepcopy(plain)) or [])
-    found = precheck.look([f"{key}={','.join(values)}" for key, values in axes.items()], multirun=True)
-    jobs = [[f"{key}={value}" for key, value in zip(axes, job, strict=True)] for job in product(*axes.values())]
+    monkeypatch.setattr(
+        schema, "problems", lambda plain, unsure: seen.append(copy.deepcopy(plain)) or []
+    )
+    found = precheck.look(
+        [f"{key}={','.join(values)}" for key, values in axes.items()], multirun=True
+    )
+    jobs = [
+        [f"{key}={value}" for key, value in zip(axes, job, strict=True)]
+        for job in product(*axes.values())
+    ]
     wanted = [composed(*[word.replace("2:4", "'2:4'") for word in job]) for job in jobs]
     assert (found.problems, found.jobs) == ([], len(jobs))
-    assert sorted(json.dumps(one, sort_keys=True) for one in seen) == sorted(json.dumps(one, sort_keys=True) for one in wanted)
+    assert sorted(json.dumps(one, sort_keys=True) for one in seen) == sorted(
+        json.dumps(one, sort_keys=True) for one in wanted
+    )
 
 
 def test_options_that_are_none() -> None:
     for words, said in {
         ("--multirn", "seed=1"): "--multirn: no such option; did you mean --multirun?",
         ("--seed=3",): "--seed=3: no such option (keys are written without dashes: seed=3)",
-        ("--config-path", "x"): "--config-path: not for nmrun; --config-dir adds a folder of configs",
+        (
+            "--config-path",
+            "x",
+        ): "--config-path: not for nmrun; --config-dir adds a folder of configs",
         ("--config-name=x",): "--config-name: not for nmrun",
         ("--cfg",): "argument --cfg/-c: expected one argument",
     }.items():
@@ -89,9 +105,13 @@ def test_options_that_are_none() -> None:
 
 
 def test_a_folder_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recipe's hyperparameters in a file of one's own, and an overlay that several groups and keys of the command line meet."""
+    """A recipe's hyperparameters in a file of one's own, and an overlay that several groups and
+    keys of the command line meet.
+    """
     nowhere = tmp_path / "nowhere"
-    assert precheck.look([], config_dir=str(nowhere)).problems == [f"--config-dir {nowhere}: no such folder"]
+    assert precheck.look([], config_dir=str(nowhere)).problems == [
+        f"--config-dir {nowhere}: no such folder"
+    ]
     for name, text in {
         "recipe/mine": "name: ste_periodic\ninterval: 3\ngradient: sts\n",
         "debug/slow": "# @package _global_\ndefaults:\n  - override /track: local\ntrainer:\n  epochs: 99\n  eval_every: 9\n",
@@ -101,11 +121,24 @@ def test_a_folder_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (problem,) = precheck.look(["recipe=mine"], config_dir=str(tmp_path)).problems
     assert problem == "recipe.gradient=sts: it takes one of ste, masked; did you mean ste?"
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(schema, "problems", lambda plain, unsure: seen.append(copy.deepcopy(plain)) or [])
+    monkeypatch.setattr(
+        schema, "problems", lambda plain, unsure: seen.append(copy.deepcopy(plain)) or []
+    )
     words = ["debug=fast,slow", "track=wandb,local", "trainer.epochs=5,7"]
     assert precheck.look(words, True, str(tmp_path)).problems == []
-    told = {(c["track"]["name"], *(c["trainer"][key] for key in ("epochs", "eval_every", "limit_batches"))) for c in seen}
-    assert told == {(track, epochs, *rest) for track in ("wandb", "local") for epochs in (5, 7) for rest in ((1, 3), (9, None))}
+    told = {
+        (
+            c["track"]["name"],
+            *(c["trainer"][key] for key in ("epochs", "eval_every", "limit_batches")),
+        )
+        for c in seen
+    }
+    assert told == {
+        (track, epochs, *rest)
+        for track in ("wandb", "local")
+        for epochs in (5, 7)
+        for rest in ((1, 3), (9, None))
+    }
 
 
 def test_a_class_of_ones_own_has_keys_of_its_own() -> None:
@@ -113,4 +146,7 @@ def test_a_class_of_ones_own_has_keys_of_its_own() -> None:
     assert precheck.look(words).problems == []
     (problem,) = precheck.look([*words, "optimizer.strength=3"]).problems
     assert problem.startswith("optimizer.strength: no such key")
-    assert precheck.own_recipe(["recipe=ste", "recipe.strength=3"]) == ["recipe=ste", "recipe.strength=3"]
+    assert precheck.own_recipe(["recipe=ste", "recipe.strength=3"]) == [
+        "recipe=ste",
+        "recipe.strength=3",
+    ]

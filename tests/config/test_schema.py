@@ -1,4 +1,6 @@
-"""What a config may hold: every value, key and combination that is refused, with what is allowed, and all at once."""
+"""What a config may hold: every value, key and combination that is refused, with what is allowed,
+and all at once.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ NO_NUMBER, NO_SHARE = (
     [-0.1, 1.0, 2, "half", None, False, float("nan")],
 )
 NO_COUNT, NO_FLAG = [0, -1, 1.0, 1.5, "one", None, True, [1]], ["yes", 0, 1, None]
-VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {  # which options a key is of: values that are right, and wrong ones
+# which options a key is of: values that are right, and wrong ones
+VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
     "": {
         "seed": ([0, 7, 10**9], [-1, 1.5, "one", None, True]),
         "output_dir": (["out", "a/b"], ["", 3, None]),
@@ -108,7 +111,9 @@ def composed(*options: str) -> dict[str, Any]:
 
 
 def changed(options: str, **values: Any) -> dict[str, Any]:
-    """The config with these options of groups (joined by commas), then these values, set whatever the config is."""
+    """The config with these options of groups (joined by commas), then these values, set whatever
+    the config is.
+    """
     plain = copy.deepcopy(composed(*options.split(",") if options else ()))
     for key, value in values.items():
         group, _, leaf = key.rpartition(".")
@@ -116,12 +121,14 @@ def changed(options: str, **values: Any) -> dict[str, Any]:
     return plain
 
 
-# --- values ---------------------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("options", "key"), EACH)
 def test_values(options: str, key: str) -> None:
-    """A right one is no problem; a wrong one is one problem that names it, with what is allowed, and nothing follows from it."""
+    """A right one is no problem; a wrong one is one problem that names it, with what is allowed,
+    and nothing follows from it.
+    """
     right, wrong = VALUES[options][key]
     for value in right:
         assert schema.problems(changed(options, **{key: value})) == []
@@ -154,7 +161,12 @@ def test_each_file_has_the_keys_of_its_class(group: str, name: str) -> None:
 
 def test_every_key_has_a_range() -> None:
     """But for names, the ratio, which is checked as a pattern, and two labels."""
-    free = {f"{group}.{key}" for group, name in KINDS for key, allowed in ranges(group, name).items() if allowed is None}
+    free = {
+        f"{group}.{key}"
+        for group, name in KINDS
+        for key, allowed in ranges(group, name).items()
+        if allowed is None
+    }
     labels = {"sparsity.n", "sparsity.m", "track.entity", "track.group"}
     assert free == labels | {f"{group}.name" for group in schema.KINDS}
 
@@ -162,16 +174,26 @@ def test_every_key_has_a_range() -> None:
 def test_every_kind_has_a_file() -> None:
     for group in schema.NAMED:
         there = {path.stem for path in (CONF / group).glob("*.yaml")}
-        assert there | (set(RECIPES) if group == "recipe" else set()) == set(schema.options_of(group))
+        assert there | (set(RECIPES) if group == "recipe" else set()) == set(
+            schema.options_of(group)
+        )
 
 
 def test_no_class_states_a_default() -> None:
-    kinds = {kind for group in schema.KINDS.values() for kind in group.values()} | {Run, *schema.UNNAMED.values()}
+    kinds = {kind for group in schema.KINDS.values() for kind in group.values()} | {
+        Run,
+        *schema.UNNAMED.values(),
+    }
     for kind in kinds:
-        assert all(key.default is key.default_factory is dataclasses.MISSING for key in dataclasses.fields(kind))
+        assert all(
+            key.default is key.default_factory is dataclasses.MISSING
+            for key in dataclasses.fields(kind)
+        )
 
 
-@pytest.mark.parametrize(("n", "m"), [(5, 4), (0, 4), (-1, 4), (None, 4), (2, None), ("two", 4), (2.0, 4), (True, 4)])
+@pytest.mark.parametrize(
+    ("n", "m"), [(5, 4), (0, 4), (-1, 4), (None, 4), (2, None), ("two", 4), (2.0, 4), (True, 4)]
+)
 def test_a_ratio_given_as_numbers(n: Any, m: Any) -> None:
     (problem,) = schema.problems(changed("", **{"sparsity.n": n, "sparsity.m": m}))
     assert problem.startswith(f"sparsity={n}:{m}: ")
@@ -180,7 +202,10 @@ def test_a_ratio_given_as_numbers(n: Any, m: Any) -> None:
 
 def test_all_problems_at_once() -> None:
     plain = changed(
-        "", seed=-1, sede=1, **{"optimizer.lr": "abc", "optimizer.lrr": 1, "model.name": "smal_conv", "sparsity.m": 1}
+        "",
+        seed=-1,
+        sede=1,
+        **{"optimizer.lr": "abc", "optimizer.lrr": 1, "model.name": "smal_conv", "sparsity.m": 1},
     )
     del plain["trainer"]["epochs"], plain["schedule"], plain["dry"]
     wanted = [
@@ -188,32 +213,55 @@ def test_all_problems_at_once() -> None:
         "dry: missing",
         "model.name=smal_conv: no such model; did you mean small_conv?",
     ]
-    wanted += ["optimizer.lrr: no such key; did you mean optimizer.lr?", "schedule: missing", "trainer.epochs: missing"]
-    wanted += ["seed=-1: it takes a whole number, 0 or more", "optimizer.lr=abc: it takes a number above 0", "sparsity=2:1: "]
+    wanted += [
+        "optimizer.lrr: no such key; did you mean optimizer.lr?",
+        "schedule: missing",
+        "trainer.epochs: missing",
+    ]
+    wanted += [
+        "seed=-1: it takes a whole number, 0 or more",
+        "optimizer.lr=abc: it takes a number above 0",
+        "sparsity=2:1: ",
+    ]
     with pytest.raises(ConfigError) as raised:
         schema.check(OmegaConf.create(plain))
     assert len(raised.value.problems) == len(wanted)
-    assert all(any(problem.startswith(start) for problem in raised.value.problems) for start in wanted)
+    assert all(
+        any(problem.startswith(start) for problem in raised.value.problems) for start in wanted
+    )
     assert str(raised.value).splitlines() == raised.value.problems
 
 
 def test_the_nearest_match() -> None:
-    """Swapped letters beat what differs in fewer places otherwise; nothing is proposed for what is like nothing."""
+    """Swapped letters beat what differs in fewer places otherwise; nothing is proposed for what is
+    like nothing.
+    """
     options = ["ste", "step", "sr_ste", "s_ste", "t_sr_ste", "dense", "decay_mask"]
-    meant = {"stpe": "step", "set": "ste", "sr-ste": "sr_ste", "dens": "dense", "decaymask": "decay_mask", "tsrste": "t_sr_ste"}
+    meant = {
+        "stpe": "step",
+        "set": "ste",
+        "sr-ste": "sr_ste",
+        "dens": "dense",
+        "decaymask": "decay_mask",
+        "tsrste": "t_sr_ste",
+    }
     assert {word: did_you_mean(word, options) for word in meant} == {
         word: f"; did you mean {best}?" for word, best in meant.items()
     }
     assert did_you_mean("banana", options) == did_you_mean("step", []) == ""
 
 
-# --- combinations ---------------------------------------------------------------------------------------------------------------
+# --- combinations ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "values", "said"),
     [
-        ("optimizer=sgd", {}, "recipe=step freezes Adam's second moment, which sgd has not: use optimizer=adam or adamw"),
+        (
+            "optimizer=sgd",
+            {},
+            "recipe=step freezes Adam's second moment, which sgd has not: use optimizer=adam or adamw",
+        ),
         ("", {"recipe.t_min": 0.6}, "recipe.t_min=0.6 is above recipe.t_max=0.5"),
         ("recipe=lbc", {"recipe.t_i": 0.7}, "recipe.t_i=0.7 is above recipe.t_f=0.5"),
         (
@@ -221,16 +269,52 @@ def test_the_nearest_match() -> None:
             {"recipe.dense": 0.5, "recipe.final": 0.6},
             "recipe.dense=0.5 and recipe.final=0.6 are fractions of",
         ),
-        ("recipe=sr_ste", {"recipe.decay": "auto"}, "recipe.decay=auto: it takes a number at least 0"),
-        ("recipe=sdgf_stepwise,sparsity=3:8", {}, "recipe=sdgf_stepwise sparsity=3:8: stepwise structure decay halves M"),
-        ("recipe=sdgf_geometric,sparsity=1:16", {}, "recipe=sdgf_geometric sparsity=1:16: its first pattern, 8:128, does not"),
-        ("recipe=asp,optimizer=sgd", {"optimizer.nesterov": True, "optimizer.momentum": 0}, "optimizer.nesterov=true needs"),
-        ("", {"trainer.accumulate": 3}, "trainer.batch_size=64 cannot be split into trainer.accumulate=3 equal micro-batches"),
-        ("sparsity=1:128", {}, "sparsity=1:128: model small_conv has no layer whose inputs are a multiple of 128"),
-        ("model=mlp,sparsity=1:16", {"model.hidden": [24, 8, 16]}, "sparsity=1:16: model mlp has no layer whose inputs are a"),
+        (
+            "recipe=sr_ste",
+            {"recipe.decay": "auto"},
+            "recipe.decay=auto: it takes a number at least 0",
+        ),
+        (
+            "recipe=sdgf_stepwise,sparsity=3:8",
+            {},
+            "recipe=sdgf_stepwise sparsity=3:8: stepwise structure decay halves M",
+        ),
+        (
+            "recipe=sdgf_geometric,sparsity=1:16",
+            {},
+            "recipe=sdgf_geometric sparsity=1:16: its first pattern, 8:128, does not",
+        ),
+        (
+            "recipe=asp,optimizer=sgd",
+            {"optimizer.nesterov": True, "optimizer.momentum": 0},
+            "optimizer.nesterov=true needs",
+        ),
+        (
+            "",
+            {"trainer.accumulate": 3},
+            "trainer.batch_size=64 cannot be split into trainer.accumulate=3 equal micro-batches",
+        ),
+        (
+            "sparsity=1:128",
+            {},
+            "sparsity=1:128: model small_conv has no layer whose inputs are a multiple of 128",
+        ),
+        (
+            "model=mlp,sparsity=1:16",
+            {"model.hidden": [24, 8, 16]},
+            "sparsity=1:16: model mlp has no layer whose inputs are a",
+        ),
         ("recipe=custom", {}, "recipe=custom needs recipe._target_=package.Class"),
-        ("recipe=custom", {"recipe._target_": "a.B", "recipe.name": "a/b"}, "recipe.name=a/b: it names a folder"),
-        ("", {"output_dir": f"{__file__}/below"}, f"output_dir={__file__}/below: {__file__} is not a folder"),
+        (
+            "recipe=custom",
+            {"recipe._target_": "a.B", "recipe.name": "a/b"},
+            "recipe.name=a/b: it names a folder",
+        ),
+        (
+            "",
+            {"output_dir": f"{__file__}/below"},
+            f"output_dir={__file__}/below: {__file__} is not a folder",
+        ),
     ],
 )
 def test_what_does_not_go_together(options: str, values: dict[str, Any], said: str) -> None:
@@ -241,13 +325,19 @@ def test_what_does_not_go_together(options: str, values: dict[str, Any], said: s
 @pytest.mark.parametrize(
     ("options", "values"),
     [
-        ("sparsity=dense,optimizer=sgd", {"recipe.t_min": 0.9}),  # the dense run: what the recipe says does not matter
+        (
+            "sparsity=dense,optimizer=sgd",
+            {"recipe.t_min": 0.9},
+        ),  # the dense run: what the recipe says does not matter
         ("recipe=dense,sparsity=1:128,optimizer=sgd", {}),
         ("model=mlp,sparsity=1:16", {"model.hidden": [24, 16, 8]}),  # one layer that fits is enough
         ("sparsity=1:128", {"sparsity.overrides": {"inner.1": "1:8"}}),
         ("recipe=sdgf_stepwise,sparsity=1:16", {}),
         ("recipe=sdgf_geometric,sparsity=1:16", {"recipe.frames": 2}),
-        ("recipe=custom", {"recipe._target_": "a.B", "recipe.decay": "what it likes", "recipe.t_min": "none"}),
+        (
+            "recipe=custom",
+            {"recipe._target_": "a.B", "recipe.decay": "what it likes", "recipe.t_min": "none"},
+        ),
         ("trainer=default", {"trainer.accumulate": 4}),
     ],
 )
@@ -261,8 +351,19 @@ def test_nothing_is_concluded_from_what_stands_in(unsure: str) -> None:
 
 
 def test_equal_values_get_one_form() -> None:
-    given = {"optimizer.lr": 1, "optimizer.betas": [0, 0.5], "model.exclude": "stem", "trainer.mvue": "2of4", "trainer.clip": 2}
-    given |= {"trainer.budget": "flops:1e9", "sparsity.overrides": {"inner.1": "1of8"}, "recipe.decay": 0, "seed": 3}
+    given = {
+        "optimizer.lr": 1,
+        "optimizer.betas": [0, 0.5],
+        "model.exclude": "stem",
+        "trainer.mvue": "2of4",
+        "trainer.clip": 2,
+    }
+    given |= {
+        "trainer.budget": "flops:1e9",
+        "sparsity.overrides": {"inner.1": "1of8"},
+        "recipe.decay": 0,
+        "seed": 3,
+    }
     wanted = {
         "optimizer.lr": 1.0,
         "optimizer.betas": [0.0, 0.5],
@@ -270,12 +371,22 @@ def test_equal_values_get_one_form() -> None:
         "trainer.mvue": "2:4",
         "trainer.clip": 2.0,
     }
-    wanted |= {"trainer.budget": "flops:1000000000.0", "sparsity.overrides": {"inner.1": "1:8"}, "recipe.decay": 0.0, "seed": 3}
-    config = schema.check(OmegaConf.create(changed("", **given)))
-    assert {key: repr(value) for key, value in schema.flatten(config.plain).items() if key in wanted} == {
-        key: repr(value) for key, value in wanted.items()
+    wanted |= {
+        "trainer.budget": "flops:1000000000.0",
+        "sparsity.overrides": {"inner.1": "1:8"},
+        "recipe.decay": 0.0,
+        "seed": 3,
     }
-    assert (str(config.pattern), config.is_dense, config.optimizer.lr, config.seed) == ("2:4", False, 1.0, 3)
+    config = schema.check(OmegaConf.create(changed("", **given)))
+    assert {
+        key: repr(value) for key, value in schema.flatten(config.plain).items() if key in wanted
+    } == {key: repr(value) for key, value in wanted.items()}
+    assert (str(config.pattern), config.is_dense, config.optimizer.lr, config.seed) == (
+        "2:4",
+        False,
+        1.0,
+        3,
+    )
     with pytest.raises(AttributeError, match="optimiser"):
         config.optimiser  # noqa: B018
 
@@ -285,7 +396,11 @@ def test_groups_are_typed() -> None:
     assert isinstance(config.trainer, Trainer)
     assert isinstance(config.optimizer, Adam)
     assert (config.trainer.epochs, config.optimizer.betas, config.seed) == (12, [0.9, 0.999], 0)
-    assert (config.recipe.name, config.recipe.target, config.recipe.options) == ("sr_ste", None, {"decay": 2e-4})
+    assert (config.recipe.name, config.recipe.target, config.recipe.options) == (
+        "sr_ste",
+        None,
+        {"decay": 2e-4},
+    )
     assert config.dataset.as_kind(Digits).val_fraction == 0.15
     assert config.model.mapping() == config.plain["model"]
     with pytest.raises(ConfigError, match=r"dataset\.context: missing"):

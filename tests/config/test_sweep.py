@@ -1,4 +1,6 @@
-"""Sweeps: what is recorded of them and guessed from it, keys that go together, and output that nobody reads to its end."""
+"""Sweeps: what is recorded of them and guessed from it, keys that go together, and output that
+nobody reads to its end.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,15 @@ from nmrun.train import jobs
 NOW = 1_000_000.0
 
 
-def record(folder: Path, begun: float, jobs: int | None, done: list[tuple[str, float]]) -> sweep.Record:
+def record(
+    folder: Path, begun: float, jobs: int | None, done: list[tuple[str, float]]
+) -> sweep.Record:
     head = {"begun": begun, "jobs": jobs, "command": "nmrun -m", "output_dir": "out"}
     (folder / "sweep.json").write_text(json.dumps(head))
-    lines = [{"status": status, "seconds": seconds, "ended": begun + 9, "overrides": []} for status, seconds in done]
+    lines = [
+        {"status": status, "seconds": seconds, "ended": begun + 9, "overrides": []}
+        for status, seconds in done
+    ]
     (folder / "jobs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return sweep.read(folder)
 
@@ -41,8 +48,24 @@ def record(folder: Path, begun: float, jobs: int | None, done: list[tuple[str, f
 @pytest.mark.parametrize(
     ("begun", "jobs", "done", "left"),
     [
-        (NOW - 100, 10, [("finished", 10), ("skipped", 0.1), ("failed", 20), ("skipped", 0.1), ("skipped", 0.1)], 15 * 5),
-        (NOW - 50, 12, [("finished", 40)] * 4, 50 / 4 * 8),  # several at a time: one each 12.5 s, though it takes 40
+        (
+            NOW - 100,
+            10,
+            [
+                ("finished", 10),
+                ("skipped", 0.1),
+                ("failed", 20),
+                ("skipped", 0.1),
+                ("skipped", 0.1),
+            ],
+            15 * 5,
+        ),
+        (
+            NOW - 50,
+            12,
+            [("finished", 40)] * 4,
+            50 / 4 * 8,
+        ),  # several at a time: one each 12.5 s, though it takes 40
         (NOW - 41, 12, [("finished", 40)], 40 * 11),
         (NOW - 50, 4, [("finished", 12)] * 4, 0),
         (NOW - 50, 10, [], None),
@@ -52,10 +75,17 @@ def record(folder: Path, begun: float, jobs: int | None, done: list[tuple[str, f
     ],
 )
 def test_the_time_left(
-    begun: float, jobs: int | None, done: Any, left: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begun: float,
+    jobs: int | None,
+    done: Any,
+    left: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sweep.time, "time", lambda: NOW)
-    assert record(tmp_path, begun, jobs, done).left() == (left if left is None else pytest.approx(left))
+    assert record(tmp_path, begun, jobs, done).left() == (
+        left if left is None else pytest.approx(left)
+    )
 
 
 def test_a_record_that_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,34 +102,60 @@ def test_a_record_that_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("seconds", "said"),
-    [(0.4, "0 s"), (59.4, "59 s"), (59.6, "1 min"), (720, "12 min"), (3570, "1 h 0 min"), (12_000, "3 h 20 min")],
+    [
+        (0.4, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min"),
+        (720, "12 min"),
+        (3570, "1 h 0 min"),
+        (12_000, "3 h 20 min"),
+    ],
 )
 def test_times_in_words(seconds: float, said: str) -> None:
     assert sweep.span(seconds) == said
 
 
-def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(nmrun_cli, tmp_path: Path) -> None:
+def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(
+    nmrun_cli, tmp_path: Path
+) -> None:
     assert nmrun_cli("recipe=ste", "debug=fast", "sparsity=2:4", "seed=0").returncode == 0
-    done = nmrun_cli("-m", "recipe=ste", "debug=fast", "sparsity=2:4,1:4,1:8", "seed=0,1,2", "zip=sparsity,seed")
+    done = nmrun_cli(
+        "-m", "recipe=ste", "debug=fast", "sparsity=2:4,1:4,1:8", "seed=0,1,2", "zip=sparsity,seed"
+    )
     *_, last = done.stdout.splitlines()
-    told = [re.sub(r" \(\d+ s left\)$", " (?)", line) for line in done.stdout.splitlines() if line.startswith("[")]
-    jobs = [f"[{i + 1}/3] recipe=ste debug=fast sparsity={ratio} seed={i}" for i, ratio in enumerate(("2:4", "1:4", "1:8"))]
-    assert told == [*jobs[:2], f"{jobs[2]} (?)"]  # nothing is guessed from the first, which was skipped
+    told = [
+        re.sub(r" \(\d+ s left\)$", " (?)", line)
+        for line in done.stdout.splitlines()
+        if line.startswith("[")
+    ]
+    jobs = [
+        f"[{i + 1}/3] recipe=ste debug=fast sparsity={ratio} seed={i}"
+        for i, ratio in enumerate(("2:4", "1:4", "1:8"))
+    ]
+    assert told == [
+        *jobs[:2],
+        f"{jobs[2]} (?)",
+    ]  # nothing is guessed from the first, which was skipped
     assert re.fullmatch(r"sweep of 3: 2 finished, 1 skipped; \d+ s", last)
     (record,) = (tmp_path / "outputs" / ".sweeps").glob("*/jobs.jsonl")
     seconds = [json.loads(line)["seconds"] for line in record.read_text().splitlines()]
     assert seconds[0] < seconds[1]  # the second loads torch
     results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
-    wanted = {f"nmrun recipe=ste debug=fast sparsity={ratio} seed={i}" for i, ratio in enumerate(("2:4", "1:4", "1:8"))}
+    wanted = {
+        f"nmrun recipe=ste debug=fast sparsity={ratio} seed={i}"
+        for i, ratio in enumerate(("2:4", "1:4", "1:8"))
+    }
     assert {result["environment"]["command"] for result in results} == wanted
 
 
-# --- keys that go together -------------------------------------------------------------------------------------------------------
+# --- keys that go together ------------------------------------------------------------------------
 
 
 @pytest.fixture
 def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """``nmrun -m ...`` up to the launcher: what that is given, call by call, as plain values; nothing is trained."""
+    """``nmrun -m ...`` up to the launcher: what that is given, call by call, as plain values;
+    nothing is trained.
+    """
     got: list[list[dict[str, Any]]] = []
 
     def launch(_: object, jobs: list[list[str]], initial_job_idx: int) -> list[object]:
@@ -111,7 +167,10 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         got.clear()
         monkeypatch.setattr(sys, "argv", ["nmrun", "-m", *words, "output_dir=out"])
         cli.main()
-        return [[{key: value for key, value in job.items() if key != "output_dir"} for job in jobs] for jobs in got]
+        return [
+            [{key: value for key, value in job.items() if key != "output_dir"} for job in jobs]
+            for jobs in got
+        ]
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(basic_launcher.BasicLauncher, "launch", launch)
@@ -120,7 +179,13 @@ def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_zipped_keys_are_one_axis_of_the_product(launches) -> None:
     ratios, rates, seeds = ["2:4", "1:4", "1:8"], [1e-3, 3e-3, 1e-3], [0, 1]
-    words = ("recipe=ste", "sparsity=2:4,1:4,1:8", "optimizer.lr=1e-3,3e-3,1e-3", "zip=optimizer.lr,sparsity", "seed=0,1")
+    words = (
+        "recipe=ste",
+        "sparsity=2:4,1:4,1:8",
+        "optimizer.lr=1e-3,3e-3,1e-3",
+        "zip=optimizer.lr,sparsity",
+        "seed=0,1",
+    )
     (jobs,) = launches(*words)
     assert jobs == [
         {"recipe": "ste", "sparsity": ratio, "optimizer.lr": rate, "seed": seed}
@@ -132,7 +197,10 @@ def test_two_zips_ranges_lists_and_texts(launches) -> None:
     words = ("seed=range(3)", "model.exclude=[stem],[stem,head],[]", "zip=seed,model.exclude")
     (jobs,) = launches(*words, "recipe=step,sr_ste", "optimizer=adam,sgd", "zip=recipe,optimizer")
     seeds = list(zip([0, 1, 2], [["stem"], ["stem", "head"], []], strict=True))
-    pairs = [("step", "adam"), ("sr_ste", "sgd")]  # the product of these two has step with sgd, which is refused
+    pairs = [
+        ("step", "adam"),
+        ("sr_ste", "sgd"),
+    ]  # the product of these two has step with sgd, which is refused
     wanted = [
         {"seed": seed, "model.exclude": names, "recipe": recipe, "optimizer": optimizer}
         for (seed, names), (recipe, optimizer) in itertools.product(seeds, pairs)
@@ -158,7 +226,9 @@ def _sortable(job: dict[str, Any]) -> str:
         ("seed=0,1 sparsity=2:4,1:4 zip=seed,sparsity hydra/sweeper=optuna", "leave one of them out"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_zipped(line: str, said: str, launches, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_cannot_be_zipped(
+    line: str, said: str, launches, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert launches(*line.split()) == []
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith("nmrun: zip")
@@ -168,10 +238,15 @@ def test_what_cannot_be_zipped(line: str, said: str, launches, capsys: pytest.Ca
 
 def test_zipping_is_for_sweeps(nmrun_cli) -> None:
     done = nmrun_cli("recipe=ste,asp", "seed=0,1", "zip=recipe,seed")
-    assert (done.returncode, done.stderr) == (2, "nmrun: zip=recipe,seed: several values make a sweep; add -m\n")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "nmrun: zip=recipe,seed: several values make a sweep; add -m\n",
+    )
 
 
-def test_a_word_that_cannot_be_read_is_told_as_ever(launches, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_word_that_cannot_be_read_is_told_as_ever(
+    launches, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert launches("seed=0,1", "recipe=[a,b", "zip=seed,recipe") == []
     assert capsys.readouterr().err.startswith("nmrun: recipe=[a,b: cannot be read as key=value")
 
@@ -190,23 +265,39 @@ scales:
 def test_an_experiment_may_zip(launches, tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra=""))
     (jobs,) = launches("experiment=own.yaml", "scale=smoke")  # both sweeps in one launch
-    assert [(job["recipe"], job.get("sparsity"), job.get("optimizer.lr"), job["seed"]) for job in jobs] == [
-        *(("ste", "2:4", 1e-3, 0), ("ste", "2:4", 1e-3, 1), ("ste", "1:4", 3e-3, 0), ("ste", "1:4", 3e-3, 1)),
+    assert [
+        (job["recipe"], job.get("sparsity"), job.get("optimizer.lr"), job["seed"]) for job in jobs
+    ] == [
+        *(
+            ("ste", "2:4", 1e-3, 0),
+            ("ste", "2:4", 1e-3, 1),
+            ("ste", "1:4", 3e-3, 0),
+            ("ste", "1:4", 3e-3, 1),
+        ),
         *(("dense", None, None, 0), ("dense", None, None, 1)),
     ]
     made = experiment.configs(experiment.load("own.yaml"), "smoke")
     assert [(c.recipe.name, str(c.pattern), c.optimizer.lr, c.seed) for c in made][:4] == [
-        *(("ste", "2:4", 1e-3, 0), ("ste", "2:4", 1e-3, 1), ("ste", "1:4", 3e-3, 0), ("ste", "1:4", 3e-3, 1)),
+        *(
+            ("ste", "2:4", 1e-3, 0),
+            ("ste", "2:4", 1e-3, 1),
+            ("ste", "1:4", 3e-3, 0),
+            ("ste", "1:4", 3e-3, 1),
+        ),
     ]
     with pytest.raises(ConfigError, match=r"optimizer\.lr has no list of values"):
         experiment.expand(["experiment=own.yaml", "scale=smoke", "optimizer.lr=1"], multirun=True)
 
 
-def test_sweeps_for_different_launchers_are_launched_apart(launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweeps_for_different_launchers_are_launched_apart(
+    launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra="hydra.launcher={}"))
     before: list[str] = []
     hydra = jobs._hydra
-    monkeypatch.setattr(jobs, "_hydra", lambda *words: (before.append(os.environ[jobs.BEFORE]), hydra(*words)))
+    monkeypatch.setattr(
+        jobs, "_hydra", lambda *words: (before.append(os.environ[jobs.BEFORE]), hydra(*words))
+    )
     assert [len(jobs) for jobs in launches("experiment=own.yaml", "scale=smoke")] == [2, 2, 2]
     assert before == ["0", "2", "4"]
 
@@ -215,9 +306,15 @@ def test_sweeps_for_different_launchers_are_launched_apart(launches, tmp_path: P
     ("word", "as_typed"),
     [
         (r"sparsity=2\:4", "sparsity=2:4"),
-        (r"sparsity.overrides={inner.1:1\:8,head:dense}", "sparsity.overrides={inner.1:1:8,head:dense}"),
+        (
+            r"sparsity.overrides={inner.1:1\:8,head:dense}",
+            "sparsity.overrides={inner.1:1:8,head:dense}",
+        ),
         (r"sparsity.overrides={a\:b:1\:8}", r"sparsity.overrides={a\:b:1:8}"),
-        (r"sparsity.overrides={a1\:2b:1\:8}", r"sparsity.overrides={a1\:2b:1\:8}"),  # there it matters
+        (
+            r"sparsity.overrides={a1\:2b:1\:8}",
+            r"sparsity.overrides={a1\:2b:1\:8}",
+        ),  # there it matters
         (r"track.project=a\(b\)", r"track.project=a\(b\)"),
     ],
 )
@@ -225,7 +322,7 @@ def test_overrides_as_one_types_them(word: str, as_typed: str) -> None:
     assert sweep.typed(word) == as_typed
 
 
-# --- locks and pipes -------------------------------------------------------------------------------------------------------------
+# --- locks and pipes ------------------------------------------------------------------------------
 
 
 def test_asking_for_a_lock_keeps_nobody_from_it(tmp_path: Path) -> None:
@@ -251,7 +348,8 @@ def test_a_stream_of_somebody_else_s_need_not_count(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "line", ["--version", "--help", "recipe=ste dry=true", "status out", "-m recipe=ste seed=0,1 dry=true"]
+    "line",
+    ["--version", "--help", "recipe=ste dry=true", "status out", "-m recipe=ste seed=0,1 dry=true"],
 )
 def test_a_reader_who_leaves_ends_it_quietly(line: str, tmp_path: Path, write) -> None:
     write("ste", "2:4", 0, 0.5, root="out")
@@ -283,14 +381,17 @@ def started(folder: Path, line: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "nmrun.cli", *shlex.split(line)],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"},  # a buffer is what is hard about it
+        # a buffer is what is hard about it
+        env={key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"},
     )  # fmt: skip
 
 
-# --- the sweeper -----------------------------------------------------------------------------------------------------------------
+# --- the sweeper ----------------------------------------------------------------------------------
 
 
-def test_the_sweeper_takes_zip_and_experiments_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sweeper_takes_zip_and_experiments_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the record of a command line that has expanded them."""
     monkeypatch.delenv(sweep.SWEEP, raising=False)
     (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra=""))
@@ -299,10 +400,14 @@ def test_the_sweeper_takes_zip_and_experiments_by_itself(tmp_path: Path, monkeyp
     def jobs(*words: str, size: int | None = None) -> list[list[list[str]]]:
         plugin = NMSweeper(size, {"seed": "3"})
         plugin.hydra_context = SimpleNamespace(config_loader=None)  # type: ignore[assignment]
-        return plugin.split_arguments(OverridesParser.create().parse_overrides(["seed=3", *words]), size)
+        return plugin.split_arguments(
+            OverridesParser.create().parse_overrides(["seed=3", *words]), size
+        )
 
     words = ("recipe=ste,asp", "trainer.epochs=1,2", "zip=recipe,trainer.epochs")
-    assert jobs(*words) == [[["seed=3", "recipe=ste", "trainer.epochs=1"], ["seed=3", "recipe=asp", "trainer.epochs=2"]]]
+    assert jobs(*words) == [
+        [["seed=3", "recipe=ste", "trainer.epochs=1"], ["seed=3", "recipe=asp", "trainer.epochs=2"]]
+    ]
     assert jobs(*words, size=1) == [[job] for job in jobs(*words)[0]]
     (all_at_once,) = jobs("experiment=own.yaml", "scale=smoke")
     assert len(all_at_once) == 6
@@ -319,6 +424,9 @@ def test_the_jobs_are_those_that_were_checked(launches, tmp_path: Path) -> None:
     """The sweeper reads them from the record."""
     (jobs,) = launches("recipe=ste", "sparsity=2:4,1:4", "seed=0,1", "zip=sparsity,seed")
     (record,) = (tmp_path / "out" / ".sweeps").glob("*/sweep.json")
-    rows = [["recipe=ste", f"sparsity={ratio}", f"seed={seed}", "output_dir=out"] for ratio, seed in (("2:4", 0), ("1:4", 1))]
+    rows = [
+        ["recipe=ste", f"sparsity={ratio}", f"seed={seed}", "output_dir=out"]
+        for ratio, seed in (("2:4", 0), ("1:4", 1))
+    ]
     assert sweep.read(record.parent).sweeps == rows
     assert len(jobs) == 2

@@ -1,4 +1,6 @@
-"""Augmentation in batches: every image gets what the definition allows, as often as it should, and the same again."""
+"""Augmentation in batches: every image gets what the definition allows, as often as it should, and
+the same again.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from nmrun.tasks.vision import Classification, Normalise
 
 def images(count: int, channels: int = 3, side: int = 8, seed: int = 0) -> Tensor:
     random = torch.Generator().manual_seed(seed)
-    return torch.randint(1, 256, (count, channels, side, side + 2), dtype=torch.uint8, generator=random)
+    return torch.randint(
+        1, 256, (count, channels, side, side + 2), dtype=torch.uint8, generator=random
+    )
 
 
 def test_crops_are_shifts_with_black_and_half_of_them_are_mirrored() -> None:
@@ -41,7 +45,8 @@ def test_padding_and_flipping_are_independent_options() -> None:
     whole = images(64)
     flipped = crop_and_flip(whole, 0, True, Share(generator(1), 64))
     assert all(
-        torch.equal(after, before) or torch.equal(after, before.flip(-1)) for before, after in zip(whole, flipped, strict=True)
+        torch.equal(after, before) or torch.equal(after, before.flip(-1))
+        for before, after in zip(whole, flipped, strict=True)
     )
     assert not torch.equal(flipped, whole)
     assert torch.equal(crop_and_flip(whole, 0, False, Share(generator(1), 64)), whole)
@@ -63,14 +68,22 @@ def test_randaugment_does_what_torchvision_does_to_single_images(channels: int) 
             expected[name, number] = torch.stack(
                 [
                     theirs._apply_image_or_video_transform(
-                        image, name, factor * value, interpolation=InterpolationMode.NEAREST, fill={torch.Tensor: None}
+                        image,
+                        name,
+                        factor * value,
+                        interpolation=InterpolationMode.NEAREST,
+                        fill={torch.Tensor: None},
                     )
                     for image in whole
                 ]
             )
     found: dict[str, int] = {}
     for row in range(count):  # a mean over a batch may be rounded to the other side of a half
-        fits = [name for (name, _), results in expected.items() if (results[row].int() - out[row]).abs().max() <= 1]
+        fits = [
+            name
+            for (name, _), results in expected.items()
+            if (results[row].int() - out[row]).abs().max() <= 1
+        ]
         assert fits, row
         for name in set(fits):
             found[name] = found.get(name, 0) + 1
@@ -101,7 +114,9 @@ def test_erased_boxes_have_the_sizes_and_the_frequency_of_the_definition() -> No
     slack = 0.02  # half a pixel of each side
     assert 0.02 - slack < min(areas) < 0.05
     assert 0.30 < max(areas) < 0.33 + slack
-    assert sum(areas) / len(areas) == pytest.approx(0.175, abs=4 * 0.31 / math.sqrt(12 * len(areas)))
+    assert sum(areas) / len(areas) == pytest.approx(
+        0.175, abs=4 * 0.31 / math.sqrt(12 * len(areas))
+    )
     assert sum(ratios) / len(ratios) == pytest.approx(0.0, abs=0.1)
     assert abs(max(ratios)) < math.log(3.3) + 0.25
 
@@ -121,7 +136,9 @@ def test_mixup_is_the_mean_that_its_labels_say() -> None:
             expected[partner[row]] += 1 - share
             assert torch.allclose(soft[row], expected, atol=1e-6)
         shares.append(share)
-    assert sum(shares) / 200 == pytest.approx(0.5, abs=4 / math.sqrt(12 * 200))  # beta(1, 1) is uniform
+    assert sum(shares) / 200 == pytest.approx(
+        0.5, abs=4 / math.sqrt(12 * 200)
+    )  # beta(1, 1) is uniform
     assert min(shares) < 0.1
     assert max(shares) > 0.9
 
@@ -146,12 +163,22 @@ def test_with_both_every_batch_has_one_of_them() -> None:
     assert abs(pasted - 100) < 4 * math.sqrt(50)
 
 
-EVERYTHING = Augment(crop_padding=2, flip=True, randaugment=2, randaugment_magnitude=9, erasing=0.5, mixup=0.8, cutmix=1.0)
+EVERYTHING = Augment(
+    crop_padding=2,
+    flip=True,
+    randaugment=2,
+    randaugment_magnitude=9,
+    erasing=0.5,
+    mixup=0.8,
+    cutmix=1.0,
+)
 
 
 def task(seed: int, augment: Augment) -> Classification:
     whole, labels = images(60), torch.arange(60) % 10
-    return Classification(dict.fromkeys(("train", "val", "test"), (whole, labels)), 10, 12, seed, augment=augment)
+    return Classification(
+        dict.fromkeys(("train", "val", "test"), (whole, labels)), 10, 12, seed, augment=augment
+    )
 
 
 def test_augmented_batches_are_a_function_of_seed_epoch_and_index() -> None:
@@ -195,7 +222,11 @@ def test_without_augmentation_images_are_normalised_and_nothing_else() -> None:
 )  # fmt: skip
 def test_every_option_does_something_of_its_own(options: dict[str, float]) -> None:
     others = ({}, {"randaugment": 1}, {"flip": True}, {"mixup": 1.0})
-    results = [task(0, Augment(**other)).micro_batches(0, 0, 1)[0][0] for other in others if other != options]  # type: ignore[arg-type]
+    results = [
+        task(0, Augment(**other)).micro_batches(0, 0, 1)[0][0]
+        for other in others
+        if other != options
+    ]  # type: ignore[arg-type]
     found = task(0, Augment(**options)).micro_batches(0, 0, 1)[0][0]  # type: ignore[arg-type]
     assert not any(torch.equal(found, other) for other in results)
 

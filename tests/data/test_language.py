@@ -1,4 +1,6 @@
-"""Language modelling: the objective and its metrics, windows, tokens, files, and what is wrong with them."""
+"""Language modelling: the objective and its metrics, windows, tokens, files, and what is wrong with
+them.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,16 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def numbered(
-    train: int = 1000, val: int = 103, test: int = 57, context: int = 10, batch_size: int = 6, **options
+    train: int = 1000,
+    val: int = 103,
+    test: int = 57,
+    context: int = 10,
+    batch_size: int = 6,
+    **options,
 ) -> LanguageModelling:
-    """Splits that are stretches of one count: a token is its own position, so a window tells where it is from."""
+    """Splits that are stretches of one count: a token is its own position, so a window tells where
+    it is from.
+    """
     ends = list(itertools.accumulate((train, val, test), initial=0))
     splits = {
         n: np.arange(a, b, dtype=np.uint16)
@@ -56,7 +65,7 @@ class Table(nn.Module):
         return self.logits[tokens]
 
 
-# --- objective and metrics ---------------------------------------------------------------------------------------------------
+# --- objective and metrics ------------------------------------------------------------------------
 
 
 def test_the_perplexity_of_a_uniform_model_is_the_vocabulary():
@@ -67,7 +76,9 @@ def test_the_perplexity_of_a_uniform_model_is_the_vocabulary():
         assert found["perplexity"] == pytest.approx(1160, rel=1e-5)
         assert found["bits_per_token"] == pytest.approx(math.log2(1160), rel=1e-6)
         assert found["loss"] == pytest.approx(math.log(1160), rel=1e-6)
-    assert task.loss(model, task.micro_batches(0, 0, 1)[0]).item() == pytest.approx(math.log(1160), rel=1e-5)
+    assert task.loss(model, task.micro_batches(0, 0, 1)[0]).item() == pytest.approx(
+        math.log(1160), rel=1e-5
+    )
     assert set(task.evaluate(model, "val")) == {"loss", "perplexity", "bits_per_token"}
     assert not any(map(higher_is_better, found))
 
@@ -104,7 +115,9 @@ def test_label_smoothing_is_for_training_alone():
 
 
 def test_the_compiled_loss_is_the_same(monkeypatch):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    )
     task, model = numbered(compiled=True, label_smoothing=0.1), Table(torch.randn(1160, 1160))
     (batch,) = task.micro_batches(0, 0, 1)
     losses = [one.loss(model, batch) for one in (task, numbered(label_smoothing=0.1))]
@@ -122,7 +135,7 @@ def test_an_evaluation_predicts_every_token_but_the_first_once():
         assert all(batch.shape[0] <= 6 and batch.shape[1] <= 10 for batch in model.seen)
 
 
-# --- batches -------------------------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def test_windows_are_stretches_of_the_training_text_and_targets_come_next():
@@ -147,7 +160,9 @@ def test_every_start_is_as_likely():
     starts = [task.micro_batches(epoch, 0, 1)[0][0][0, 0].item() for epoch in range(600)]
     counts = np.bincount(starts)
     assert len(counts) == 6  # 0 to 5
-    assert ((counts - 100) ** 2 / 100).sum() < 20.5  # chi-squared with 5 degrees of freedom, p = 0.001
+    assert (
+        (counts - 100) ** 2 / 100
+    ).sum() < 20.5  # chi-squared with 5 degrees of freedom, p = 0.001
 
 
 def test_batches_depend_on_seed_epoch_and_index_alone():
@@ -180,7 +195,9 @@ def test_micro_batches_are_the_batch_in_parts(parts):
 
 
 def test_an_epoch_is_the_windows_that_fit_side_by_side():
-    assert numbered(train=1000, context=10, batch_size=6).batches_per_epoch == 16  # 999 targets, 60 a batch
+    assert (
+        numbered(train=1000, context=10, batch_size=6).batches_per_epoch == 16
+    )  # 999 targets, 60 a batch
     assert numbered(train=601, context=10, batch_size=6).batches_per_epoch == 10
     assert numbered(limit_batches=3).batches_per_epoch == 3
 
@@ -188,8 +205,12 @@ def test_an_epoch_is_the_windows_that_fit_side_by_side():
 def test_too_short_a_text_is_refused():
     with pytest.raises(ConfigError, match=r"dataset\.context=10: the val text has only 10 tokens"):
         numbered(val=10)
-    assert numbered(val=11).evaluate(Table(torch.zeros(1068, 1068)), "val")["loss"] == pytest.approx(math.log(1068), rel=1e-5)
-    with pytest.raises(ConfigError, match=r"trainer\.batch_size=6: the training text has 60 tokens"):
+    assert numbered(val=11).evaluate(Table(torch.zeros(1068, 1068)), "val")[
+        "loss"
+    ] == pytest.approx(math.log(1068), rel=1e-5)
+    with pytest.raises(
+        ConfigError, match=r"trainer\.batch_size=6: the training text has 60 tokens"
+    ):
         numbered(train=60)
     assert numbered(train=61).batches_per_epoch == 1
 
@@ -197,17 +218,22 @@ def test_too_short_a_text_is_refused():
 def test_a_token_outside_the_vocabulary_stops_the_run():
     task = numbered()
     task.splits["val"][50] = 1160
-    with pytest.raises(RunError, match="the val text has the token 1160, outside the vocabulary of 1160"):
+    with pytest.raises(
+        RunError, match="the val text has the token 1160, outside the vocabulary of 1160"
+    ):
         task.evaluate(Table(torch.zeros(1160, 1160)), "val")
 
 
-# --- tokens ----------------------------------------------------------------------------------------------------------------------
+# --- tokens ---------------------------------------------------------------------------------------
 
 
 def test_bytes_are_themselves():
     arrays, size = corpus.encode({"train": b"\x00a\xff", "val": "ä".encode()}, "byte")
     assert size == 256
-    assert {name: array.tolist() for name, array in arrays.items()} == {"train": [0, 97, 255], "val": [0xC3, 0xA4]}
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "train": [0, 97, 255],
+        "val": [0xC3, 0xA4],
+    }
 
 
 def test_characters_of_all_splits_are_numbered_in_order():
@@ -224,18 +250,26 @@ def test_words_by_the_training_text_with_an_end_to_each_line():
     words = ["the", "cat", "<unk>", "<eos>", "dog"]
     assert size == 5
     read = {name: " ".join(words[i] for i in array) for name, array in arrays.items()}
-    assert read == {"train": "the cat <unk> <eos> <eos> the dog <eos>", "val": "the <unk> <eos> dog <eos>", "test": "cat <eos>"}
+    assert read == {
+        "train": "the cat <unk> <eos> <eos> the dog <eos>",
+        "val": "the <unk> <eos> dog <eos>",
+        "test": "cat <eos>",
+    }
 
 
 def test_a_word_that_nothing_stands_for():
     with pytest.raises(
-        ConfigError, match=r"^line 2 of the val text has the word 'bird', which the training text has not[^\n]*$"
+        ConfigError,
+        match=r"^line 2 of the val text has the word 'bird', which the training text has not[^\n]*$",
     ):
         corpus.encode({"train": b"the cat\n", "val": b"the\ncat bird", "test": b""}, "word")
 
 
 def test_text_that_is_not_utf8():
-    with pytest.raises(ConfigError, match=r"the val text is not UTF-8 \(byte 2 of it is 0xff\); dataset\.tokenizer=byte"):
+    with pytest.raises(
+        ConfigError,
+        match=r"the val text is not UTF-8 \(byte 2 of it is 0xff\); dataset\.tokenizer=byte",
+    ):
         corpus.encode({"train": b"ab", "val": b"ab\xff"}, "character")
 
 
@@ -247,14 +281,19 @@ def test_a_hugging_face_tokenizer_loses_nothing(tmp_path, monkeypatch):
     sentence = "to be or not to be, that is the question\n\n"
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(
-        [sentence] * 9, tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
+        [sentence] * 9,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=300, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     bpe.enable_truncation(3)
     bpe.save(str(tmp_path / "tokenizer.json"))
     monkeypatch.setattr(corpus, "PIECE", 100)  # so that the text is cut
     texts = {"train": sentence * 20 + "or not", "val": "not ä question\n", "test": ""}
     for name in (tmp_path, tmp_path / "tokenizer.json"):
-        arrays, size = corpus.encode({split: some.encode() for split, some in texts.items()}, str(name))
+        arrays, size = corpus.encode(
+            {split: some.encode() for split, some in texts.items()}, str(name)
+        )
         assert size == bpe.get_vocab_size() > 256
         assert {split: bpe.decode(array.tolist()) for split, array in arrays.items()} == texts
         assert len(arrays["train"]) < len(texts["train"]) / 2
@@ -263,7 +302,7 @@ def test_a_hugging_face_tokenizer_loses_nothing(tmp_path, monkeypatch):
         corpus.encode({"train": b"a"}, str(tmp_path))
 
 
-# --- files -----------------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def build(tmp_path: Path, *overrides: str) -> LanguageModelling:
@@ -275,11 +314,19 @@ def test_splits_are_cut_from_the_end_after_white_space(tmp_path):
     words = [f"word{i}" for i in range(500)]
     file = tmp_path / "all.txt"
     file.write_text(" ".join(words))
-    task = build(tmp_path, "dataset=text", f"dataset.train={file}", "dataset.val_fraction=0.1", "dataset.test_fraction=0.2")
+    task = build(
+        tmp_path,
+        "dataset=text",
+        f"dataset.train={file}",
+        "dataset.val_fraction=0.1",
+        "dataset.test_fraction=0.2",
+    )
     parts = [task.splits[split].tobytes().decode() for split in ("train", "val", "test")]
     assert "".join(parts) == " ".join(words)
     assert [word for part in parts for word in part.split()] == words  # none is cut
-    assert [len(part) / file.stat().st_size for part in parts] == pytest.approx([0.7, 0.1, 0.2], abs=0.005)
+    assert [len(part) / file.stat().st_size for part in parts] == pytest.approx(
+        [0.7, 0.1, 0.2], abs=0.005
+    )
 
 
 def test_files_of_their_own_are_taken_whole(tmp_path):
@@ -303,7 +350,9 @@ def test_words_are_encoded_once_until_a_file_changes(tmp_path, monkeypatch):
     first, again = build(tmp_path, *options), build(tmp_path, *options)
     assert len(calls) == 1
     assert again.vocabulary == first.vocabulary == 4
-    assert all(np.array_equal(first.splits[name], again.splits[name]) for name in ("train", "val", "test"))
+    assert all(
+        np.array_equal(first.splits[name], again.splits[name]) for name in ("train", "val", "test")
+    )
     file.write_text("one two three <unk>\n" * 100)
     assert build(tmp_path, *options).vocabulary == 5
     assert len(calls) == 2
@@ -320,19 +369,25 @@ def test_a_failed_encoding_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="no space"):
         local.cached("what", [file], lambda: {"train": np.arange(3), "val": Unwritable()})
     assert list((tmp_path / "cache").iterdir()) == []
-    assert local.cached("what", [file], lambda: {"train": np.arange(3)})["train"].tolist() == [0, 1, 2]
+    assert local.cached("what", [file], lambda: {"train": np.arange(3)})["train"].tolist() == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_missing_data_says_where_it_was_looked_for(tmp_path, monkeypatch):
     monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
     with pytest.raises(
-        ConfigError, match=rf"^dataset=shakespeare: there is no tinyshakespeare/input\.txt [^\n]*{tmp_path}[^\n]*char-rnn$"
+        ConfigError,
+        match=rf"^dataset=shakespeare: there is no tinyshakespeare/input\.txt [^\n]*{tmp_path}[^\n]*char-rnn$",
     ):
         build(tmp_path, "dataset=shakespeare")
     (tmp_path / "wikitext-2").mkdir()
     (tmp_path / "wikitext-2/valid.txt").write_text("x")
     with pytest.raises(
-        ConfigError, match=rf"^dataset=wikitext2: there is no wikitext-2/wiki\.train\.tokens [^\n]*{tmp_path}[^\n]*$"
+        ConfigError,
+        match=rf"^dataset=wikitext2: there is no wikitext-2/wiki\.train\.tokens [^\n]*{tmp_path}[^\n]*$",
     ):
         build(tmp_path, "dataset=wikitext2")
 
@@ -342,7 +397,9 @@ def test_wikitext_as_published(tmp_path, monkeypatch, form):
     monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
     (tmp_path / "wikitext-103").mkdir()
     for split in ("train", "valid", "test"):
-        (tmp_path / "wikitext-103" / form.format(split)).write_text(f" \n = {split} <unk> = \n \n" * 30)
+        (tmp_path / "wikitext-103" / form.format(split)).write_text(
+            f" \n = {split} <unk> = \n \n" * 30
+        )
     with pytest.raises(ConfigError, match="no wikitext-2/"):
         build(tmp_path, "dataset=wikitext2")
     task = build(tmp_path, "dataset=wikitext103")
@@ -354,17 +411,23 @@ def test_wikitext_as_published(tmp_path, monkeypatch, form):
 
 def test_the_library_is_one_text_on_one_machine(tmp_path):
     texts = stdlib_text.read()
-    assert {name: len(some) > 20_000 for name, some in texts.items()} == {"train": True, "val": True, "test": True}
+    assert {name: len(some) > 20_000 for name, some in texts.items()} == {
+        "train": True,
+        "val": True,
+        "test": True,
+    }
     assert b"class ArgumentParser" in texts["train"]
     config = runs.config(tmp_path, "model=gpt_tiny", "dataset=stdlib_text")
     assert config.dataset.as_kind(StdlibText).sha256 == stdlib_text.digest()
     task = tasks.build(config, DEVICE)
     assert {name: task.splits[name].tobytes() for name in texts} == texts
-    with pytest.raises(ConfigError, match=r"dataset\.sha256=0123: the library of this Python has another text"):
+    with pytest.raises(
+        ConfigError, match=r"dataset\.sha256=0123: the library of this Python has another text"
+    ):
         build(tmp_path, "dataset=stdlib_text", "dataset.sha256='0123'")
 
 
-# --- nanoGPT's files -------------------------------------------------------------------------------------------------------------
+# --- nanoGPT's files ------------------------------------------------------------------------------
 
 
 def write(path: Path, tokens, dtype: type = np.uint16) -> Path:
@@ -388,11 +451,18 @@ def test_token_files_are_mapped(tmp_path):
 
 def test_what_is_wrong_with_a_token_file(tmp_path):
     for wrong, message in {
-        write(tmp_path / "odd.bin", [1, 2, 3], np.uint8): "has 3 bytes: tokens of 16 bits take an even number",
+        write(
+            tmp_path / "odd.bin", [1, 2, 3], np.uint8
+        ): "has 3 bytes: tokens of 16 bits take an even number",
         write(tmp_path / "empty.bin", []): "has 0 bytes",
-        write(tmp_path / "wide.bin", range(50), np.uint32): "every second number is 0, so its tokens probably have 32 bits",
-        write(tmp_path / "large.bin", [0, 1, 50257]): r"has the token 50257, outside dataset\.vocabulary=50257",
-        tmp_path / "missing.bin": r"there is no .*missing\.bin; dataset\.folder has train\.bin and val\.bin",
+        write(
+            tmp_path / "wide.bin", range(50), np.uint32
+        ): "every second number is 0, so its tokens probably have 32 bits",
+        write(
+            tmp_path / "large.bin", [0, 1, 50257]
+        ): r"has the token 50257, outside dataset\.vocabulary=50257",
+        tmp_path
+        / "missing.bin": r"there is no .*missing\.bin; dataset\.folder has train\.bin and val\.bin",
     }.items():
         with pytest.raises(ConfigError, match=message):
             token_bin.read(wrong, 50257)
@@ -402,7 +472,7 @@ def test_what_is_wrong_with_a_token_file(tmp_path):
     assert token_bin.read(write(tmp_path / "good.bin", [0, 50256]), 50257).tolist() == [0, 50256]
 
 
-# --- whole runs ------------------------------------------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------------------
 
 TEXT = (
     "model=gpt_tiny",
@@ -432,7 +502,9 @@ def alternating(tmp_path):
 def test_runs_learn(tmp_path, alternating, recipe):
     file = Path(alternating[1].partition("=")[2])
     file.write_text(file.read_text().replace("z", "\n"))  # somewhere to cut
-    config = runs.config(tmp_path / "out", *TEXT, *alternating, f"recipe={recipe}", "trainer.epochs=10")
+    config = runs.config(
+        tmp_path / "out", *TEXT, *alternating, f"recipe={recipe}", "trainer.epochs=10"
+    )
     result = runner.run(config, tmp_path / "run")
     assert result["status"] == "finished"
     assert result["metric"] == "perplexity"
@@ -441,7 +513,9 @@ def test_runs_learn(tmp_path, alternating, recipe):
         math.log2(result["metrics"]["final"]["test/perplexity"]), abs=1e-6
     )
     best = result["metrics"]["best"]["eval/perplexity"]
-    of_epochs = [row["eval/perplexity"] for row in runs.rows(tmp_path / "run") if "eval/perplexity" in row]
+    of_epochs = [
+        row["eval/perplexity"] for row in runs.rows(tmp_path / "run") if "eval/perplexity" in row
+    ]
     if recipe == "dense":
         assert best == min(of_epochs)
     else:
@@ -452,7 +526,13 @@ def test_runs_learn(tmp_path, alternating, recipe):
 def test_resumed_in_the_middle_the_bits_are_the_same(tmp_path, monkeypatch):
     for name, length in (("train", 3000), ("val", 200)):
         write(tmp_path / f"{name}.bin", np.random.default_rng(0).integers(60, size=length))
-    data = ("dataset=token_bin", f"dataset.folder={tmp_path}", "dataset.vocabulary=64", "model.dropout=0.1", "recipe=step")
+    data = (
+        "dataset=token_bin",
+        f"dataset.folder={tmp_path}",
+        "dataset.vocabulary=64",
+        "model.dropout=0.1",
+        "recipe=step",
+    )
     config = runs.config(tmp_path / "out", *TEXT, *data, "trainer.epochs=2")
     runner.run(config, tmp_path / "whole")
 
@@ -475,8 +555,13 @@ def test_resumed_in_the_middle_the_bits_are_the_same(tmp_path, monkeypatch):
     torch.manual_seed(99)
     assert runner.run(config, tmp_path / "cut")["status"] == "finished"
     assert "goes on at step 7 of 20" in (tmp_path / "cut/run.log").read_text()
-    assert (tmp_path / "cut/model.safetensors").read_bytes() == (tmp_path / "whole/model.safetensors").read_bytes()
-    whole, cut = (json.loads((tmp_path / name / "result.json").read_text())["metrics"] for name in ("whole", "cut"))
+    assert (tmp_path / "cut/model.safetensors").read_bytes() == (
+        tmp_path / "whole/model.safetensors"
+    ).read_bytes()
+    whole, cut = (
+        json.loads((tmp_path / name / "result.json").read_text())["metrics"]
+        for name in ("whole", "cut")
+    )
     assert whole == cut
 
 
@@ -484,13 +569,17 @@ def test_speed_is_logged_in_tokens(tmp_path, alternating, monkeypatch):
     file = Path(alternating[1].partition("=")[2])
     file.write_text(file.read_text().replace("z", "\n"))
     config = runs.config(tmp_path / "out", *TEXT, *alternating, "recipe=dense", "trainer.epochs=1")
-    monkeypatch.setattr("nmrun.train.loop.peak_flops", lambda device, precision: 1e12 if precision == "fp32" else None)
+    monkeypatch.setattr(
+        "nmrun.train.loop.peak_flops",
+        lambda device, precision: 1e12 if precision == "fp32" else None,
+    )
     result = runner.run(config, tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 5
     for line in lines:
         assert line["items_per_second"] == pytest.approx(line["steps_per_second"] * 8 * 16)
-        # 2 layers of width 16 and a head of 26 tokens: 6 FLOPs a weight and token, and attention's two products, thrice as well
+        # 2 layers of width 16 and a head of 26 tokens: 6 FLOPs a weight and token, and attention's
+        # two products, thrice as well
         each = 6 * (2 * 12 * 16**2 + 26 * 16) + 3 * 2 * 2 * 2 * 16 * 16
         assert line["mfu"] == pytest.approx(line["items_per_second"] * each / 1e12, rel=1e-6)
     assert result["flops"]["training_dense"] == 10 * 8 * 16 * each
@@ -509,7 +598,8 @@ def test_peaks_of_devices(monkeypatch, name, precision, peak):
 
 def test_a_model_for_images_is_refused(tmp_path):
     with pytest.raises(
-        ConfigError, match="model=mlp is made from shape and classes, where this data set has vocabulary and context"
+        ConfigError,
+        match="model=mlp is made from shape and classes, where this data set has vocabulary and context",
     ):
         runner.run(runs.config(tmp_path, "model=mlp", "dataset=stdlib_text"), tmp_path / "run")
 
@@ -517,7 +607,10 @@ def test_a_model_for_images_is_refused(tmp_path):
 DATA = Path(os.environ.get("NMRUN_DATA", "~/.cache/nmrun")).expanduser()
 
 
-@pytest.mark.skipif(not (DATA / "tinyshakespeare/input.txt").exists(), reason="tiny Shakespeare is not in NMRUN_DATA")
+@pytest.mark.skipif(
+    not (DATA / "tinyshakespeare/input.txt").exists(),
+    reason="tiny Shakespeare is not in NMRUN_DATA",
+)
 def test_tiny_shakespeare(tmp_path):
     task = build(tmp_path, "dataset=shakespeare")
     assert sum(len(task.splits[name]) for name in ("train", "val", "test")) == 1_115_394

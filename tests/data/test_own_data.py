@@ -1,4 +1,6 @@
-"""The data set and the model of the README's section on one's own: its very text, run by its very command."""
+"""The data set and the model of the README's section on one's own: its very text, run by its very
+command.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,10 @@ def test_it_trains_and_is_sparse(folder: Path, nmrun_cli) -> None:
     ("word", "said"),
     [
         ("dataset._target_=tumours.biuld", "dataset._target_=tumours.biuld cannot be imported"),
-        ("model._target_=nowhere.build", "model._target_=nowhere.build cannot be imported: No module named 'nowhere'"),
+        (
+            "model._target_=nowhere.build",
+            "model._target_=nowhere.build cannot be imported: No module named 'nowhere'",
+        ),
         ("model._target_=build", "model._target_=build: it takes package.function"),
         ("dataset.name=a/b", "dataset.name=a/b: it names a folder"),
     ],

@@ -23,7 +23,17 @@ from nmrun.tasks.text_classification import TextClassification, scores
 from nmrun.train import runner
 from nmrun.train.loop import Loop
 
-TEXTS = [("a",), ("b c",), ("d e f g",), ("h i",), ("j k l",), ("m n o p q",), ("r",), ("s t",), ("u v w",)]
+TEXTS = [
+    ("a",),
+    ("b c",),
+    ("d e f g",),
+    ("h i",),
+    ("j k l",),
+    ("m n o p q",),
+    ("r",),
+    ("s t",),
+    ("u v w",),
+]
 LABELS = [0, 1, 1, 0, 1, 0, 0, 1, 1]
 
 
@@ -31,7 +41,9 @@ def task(classes: int = 2, **options: Any) -> TextClassification:
     labels = [label / 4 for label in LABELS] if classes == 1 else LABELS
     splits = dict.fromkeys(("train", "val", "test"), (TEXTS, labels))
     metrics = ("spearman", "pearson") if classes == 1 else ("accuracy", "f1")
-    return TextClassification(splits, Words(64, 16), classes, metrics, **{"batch_size": 4, "seed": 3, **options})
+    return TextClassification(
+        splits, Words(64, 16), classes, metrics, **{"batch_size": 4, "seed": 3, **options}
+    )
 
 
 def tiny(task: TextClassification) -> text_encoder.TextEncoder:
@@ -39,7 +51,7 @@ def tiny(task: TextClassification) -> text_encoder.TextEncoder:
     return text_encoder.build(**task.inputs, layers=2, heads=2, width=8, dropout=0.0)
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 def test_metrics_of_classes_from_the_table_of_errors():
@@ -67,7 +79,10 @@ def test_correlations_of_scores_with_ties():
     assert found["pearson"] == pytest.approx(pearson(guess.tolist(), truth.tolist()))
 
     def ranks(values: list[float]) -> list[float]:  # ties share the mean of their places
-        return [sum(v < value for v in values) + (sum(v == value for v in values) + 1) / 2 for value in values]
+        return [
+            sum(v < value for v in values) + (sum(v == value for v in values) + 1) / 2
+            for value in values
+        ]
 
     assert found["spearman"] == pytest.approx(pearson(ranks(guess.tolist()), ranks(truth.tolist())))
 
@@ -75,10 +90,13 @@ def test_correlations_of_scores_with_ties():
 def test_metrics_that_are_undefined_are_zero():
     same, labels = torch.zeros(5, dtype=torch.int64), torch.tensor([0, 1, 1, 0, 1])
     assert scores(("f1", "matthews"), same, labels) == {"f1": 0.0, "matthews": 0.0}
-    assert scores(("pearson", "spearman"), same.float(), labels.float()) == {"pearson": 0.0, "spearman": 0.0}
+    assert scores(("pearson", "spearman"), same.float(), labels.float()) == {
+        "pearson": 0.0,
+        "spearman": 0.0,
+    }
 
 
-# --- tokens and batches -----------------------------------------------------------------------------------------------------
+# --- tokens and batches ---------------------------------------------------------------------------
 
 
 def number(word: str) -> int:
@@ -110,7 +128,9 @@ def test_a_batch_is_padded_to_its_longest_text():
         assert tokens.shape == (4, max(map(len, expected)))
         for row, text in enumerate(expected):
             assert tokens[row].tolist() == text + [0] * (tokens.shape[1] - len(text))
-            assert mask[row].tolist() == [True] * len(text) + [False] * (tokens.shape[1] - len(text))
+            assert mask[row].tolist() == [True] * len(text) + [False] * (
+                tokens.shape[1] - len(text)
+            )
         assert labels.tolist() == [LABELS[row] for row in chosen]
         assert not segments.any()
 
@@ -121,7 +141,9 @@ def test_batches_depend_on_seed_epoch_and_index_alone():
         one.micro_batches(*place, 1)
     for a, b in zip(one.micro_batches(0, 1, 1)[0], other.micro_batches(0, 1, 1)[0], strict=True):
         assert torch.equal(a, b)
-    orders = [made._permutation(epoch).tolist() for made, epoch in ((one, 0), (one, 1), (task(seed=4), 0))]
+    orders = [
+        made._permutation(epoch).tolist() for made, epoch in ((one, 0), (one, 1), (task(seed=4), 0))
+    ]
     assert len({tuple(order) for order in orders}) == 3
     assert all(sorted(order) == list(range(9)) for order in orders)
 
@@ -130,7 +152,9 @@ def test_micro_batches_make_up_the_batch():
     made, model = task(), tiny(task())
     (whole,), parts = made.micro_batches(0, 0, 1), made.micro_batches(0, 0, 3)
     assert torch.cat([part[3] for part in parts]).tolist() == whole[3].tolist()
-    means = sum(made.loss(model, part).item() * made.size(part) for part in parts) / made.size(whole)
+    means = sum(made.loss(model, part).item() * made.size(part) for part in parts) / made.size(
+        whole
+    )
     assert means == pytest.approx(made.loss(model, whole).item(), rel=1e-5)
 
 
@@ -141,7 +165,9 @@ def test_padding_changes_no_answer():
     together = model(tokens, mask, segments)
     for row in range(4):
         n = int(mask[row].sum())
-        alone = model(tokens[row : row + 1, :n], mask[row : row + 1, :n], segments[row : row + 1, :n])
+        alone = model(
+            tokens[row : row + 1, :n], mask[row : row + 1, :n], segments[row : row + 1, :n]
+        )
         torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-6)
 
 
@@ -152,7 +178,9 @@ def test_an_example_has_the_length_of_a_batch():
 
 
 class ByFirstWord(nn.Module):
-    """The logit of class 1 (or the score) from the number of the first word, and the number of tokens."""
+    """The logit of class 1 (or the score) from the number of the first word, and the number of
+    tokens.
+    """
 
     def __init__(self, classes: int) -> None:
         super().__init__()
@@ -172,7 +200,9 @@ def test_evaluation_of_classes_one_by_one():
     found = task().evaluate(ByFirstWord(2), "val")
     answers = [by_first_word(text) for (text,) in TEXTS]
     chances = [1 / (1 + math.exp(-score)) for score in answers]
-    loss = -sum(math.log(p if label else 1 - p) for p, label in zip(chances, LABELS, strict=True)) / 9
+    loss = (
+        -sum(math.log(p if label else 1 - p) for p, label in zip(chances, LABELS, strict=True)) / 9
+    )
     right = sum((score > 0) == label for score, label in zip(answers, LABELS, strict=True)) / 9
     assert found["loss"] == pytest.approx(loss, rel=1e-5)
     assert found["accuracy"] == pytest.approx(right)
@@ -188,7 +218,9 @@ def test_scores_are_fitted_by_squares():
     assert found["pearson"] == pytest.approx(pearson(answers, labels), rel=1e-4)
     chosen = made._permutation(0)[:4].tolist()
     (batch,) = made.micro_batches(0, 0, 1)
-    assert float(made.loss(ByFirstWord(1), batch)) == pytest.approx(sum(squares[row] for row in chosen) / 4, rel=1e-5)
+    assert float(made.loss(ByFirstWord(1), batch)) == pytest.approx(
+        sum(squares[row] for row in chosen) / 4, rel=1e-5
+    )
     assert made.metric == "spearman"
 
 
@@ -201,7 +233,7 @@ def test_what_cannot_be_is_said():
         text_encoder.build(64, 16, 2, width=10)
 
 
-# --- the generated task and the small encoder -------------------------------------------------------------------------------
+# --- the generated task and the small encoder -----------------------------------------------------
 
 
 def test_generated_sentences_are_labelled_by_their_words():
@@ -212,7 +244,10 @@ def test_generated_sentences_are_labelled_by_their_words():
     for texts, labels in splits.values():
         assert 0.4 < sum(labels) / len(labels) < 0.6
         for (text,), label in zip(texts, labels, strict=True):
-            verdicts = re.findall(rf"(not )?\b({'|'.join(generated_text.GOOD)}|{'|'.join(generated_text.BAD)})\b", text)
+            verdicts = re.findall(
+                rf"(not )?\b({'|'.join(generated_text.GOOD)}|{'|'.join(generated_text.BAD)})\b",
+                text,
+            )
             votes = [(word in generated_text.GOOD) != bool(turned) for turned, word in verdicts]
             assert len(votes) in (1, 3)
             assert label == (sum(votes) > len(votes) / 2)
@@ -223,22 +258,39 @@ def test_attention_and_feed_forward_layers_are_sparse():
     model = tiny(task())
     optimizer = nmrun.optim.AdamW(model.parameters())
     handle = nmrun.sparsify(model, optimizer, "ste", "2:4", exclude="head")
-    names = ("self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight")
-    assert {w.name for w in handle.sparse} == {f"encoder.layers.{layer}.{name}" for layer in (0, 1) for name in names}
+    names = (
+        "self_attn.in_proj_weight",
+        "self_attn.out_proj.weight",
+        "linear1.weight",
+        "linear2.weight",
+    )
+    assert {w.name for w in handle.sparse} == {
+        f"encoder.layers.{layer}.{name}" for layer in (0, 1) for name in names
+    }
     model.eval()
     tokens, mask, segments, _ = task().micro_batches(0, 0, 1)[0]
     with torch.no_grad():
-        fast = model(tokens, mask, segments)  # torch's fused path reads the weights past the modules
+        fast = model(
+            tokens, mask, segments
+        )  # torch's fused path reads the weights past the modules
     torch.testing.assert_close(fast, model(tokens, mask, segments).detach(), rtol=1e-5, atol=1e-6)
     handle.finalize()
     torch.testing.assert_close(fast, model(tokens, mask, segments).detach(), rtol=1e-5, atol=1e-6)
 
 
-SMALL = ("dataset=generated_text", "dataset.size=200", "model=text_encoder", "model.width=16", "model.heads=2")
+SMALL = (
+    "dataset=generated_text",
+    "dataset.size=200",
+    "model=text_encoder",
+    "model.width=16",
+    "model.heads=2",
+)
 
 
 @pytest.mark.parametrize("recipe", ["dense", "step", "asp"])
-def test_a_run_that_was_cut_off_ends_with_the_same_bits(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_was_cut_off_ends_with_the_same_bits(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     overrides = (*SMALL, f"recipe={recipe}", "trainer.accumulate=2")
     alone, cut = config(tmp_path / "alone", *overrides), config(tmp_path / "cut", *overrides)
     assert runner.run(alone, run_folder(alone))["status"] == "finished"
@@ -259,8 +311,16 @@ def test_a_run_that_was_cut_off_ends_with_the_same_bits(recipe: str, tmp_path: P
 
 
 def test_the_small_encoder_learns(tmp_path: Path):
-    overrides = ("dataset=generated_text", "model=text_encoder", "model.layers=1", "recipe=sr_ste", "optimizer.lr=3e-3")
-    made = config(tmp_path, *overrides, "trainer.limit_batches=75", "trainer.epochs=2", "trainer.eval_every=2")
+    overrides = (
+        "dataset=generated_text",
+        "model=text_encoder",
+        "model.layers=1",
+        "recipe=sr_ste",
+        "optimizer.lr=3e-3",
+    )
+    made = config(
+        tmp_path, *overrides, "trainer.limit_batches=75", "trainer.epochs=2", "trainer.eval_every=2"
+    )
     result = runner.run(made, run_folder(made))
     assert result["metrics"]["final"]["test/accuracy"] > 0.65
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])

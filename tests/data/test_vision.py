@@ -1,4 +1,6 @@
-"""Images from the disk: what is read, how it is split, cached, streamed and resumed, and what is said of data that are not right."""
+"""Images from the disk: what is read, how it is split, cached, streamed and resumed, and what is
+said of data that are not right.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +46,21 @@ def picture(split: str, label: int, number: int, shape: tuple[int, int] = (8, 8)
     return (random.integers(0, 100, (*shape, 3)) + 60 * label).astype(np.uint8)
 
 
-def make_folder(place: Path, shape: tuple[int, int] = (8, 8), splits: dict[str, int] = COUNTS) -> Path:
+def make_folder(
+    place: Path, shape: tuple[int, int] = (8, 8), splits: dict[str, int] = COUNTS
+) -> Path:
     for split, count in splits.items():
         for label, name in enumerate(("ant", "bee", "cat")):
             folder = place / split / name
             folder.mkdir(parents=True)
             for number in range(count):
-                Image.fromarray(picture(split, label, number, shape)).save(folder / f"{number:02}.png")
+                Image.fromarray(picture(split, label, number, shape)).save(
+                    folder / f"{number:02}.png"
+                )
     return place
 
 
-# --- image folders -------------------------------------------------------------------------------------------------------------
+# --- image folders --------------------------------------------------------------------------------
 
 
 def test_a_folder_is_read_pixel_by_pixel(tmp_path: Path) -> None:
@@ -65,22 +71,33 @@ def test_a_folder_is_read_pixel_by_pixel(tmp_path: Path) -> None:
         pixels, labels = loaded.splits[split]
         assert labels.tolist() == [0] * count + [1] * count + [2] * count
         for row, image in enumerate(pixels):
-            assert np.array_equal(image.permute(1, 2, 0).numpy(), picture(split, row // count, row % count))
+            assert np.array_equal(
+                image.permute(1, 2, 0).numpy(), picture(split, row // count, row % count)
+            )
 
 
 def test_an_archive_holds_the_same_as_the_folder(tmp_path: Path) -> None:
     place = make_folder(tmp_path / "some")
     with tarfile.open(tmp_path / "some.tar.xz", "w:xz") as tar:
         tar.add(place, "some")
-    one, other = (image_folder.load("image_folder", path, size=8) for path in (place, tmp_path / "some.tar.xz"))
+    one, other = (
+        image_folder.load("image_folder", path, size=8)
+        for path in (place, tmp_path / "some.tar.xz")
+    )
     assert one.classes == other.classes
     for split in COUNTS:
-        assert all(torch.equal(a, b) for a, b in zip(one.splits[split], other.splits[split], strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(one.splits[split], other.splits[split], strict=True)
+        )
 
 
-def test_images_are_decoded_once_unless_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_decoded_once_unless_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place, decoded, original = make_folder(tmp_path / "some"), [], image_folder.decode
-    monkeypatch.setattr(image_folder, "decode", lambda path, size: decoded.append(path) or original(path, size))
+    monkeypatch.setattr(
+        image_folder, "decode", lambda path, size: decoded.append(path) or original(path, size)
+    )
     first = image_folder.load("image_folder", place, size=8)
     assert len(decoded) == 48
     again = image_folder.load("image_folder", place, size=8)
@@ -112,7 +129,12 @@ def dataset_config(tmp_path: Path, name: str, *overrides: str) -> Any:
 
 def folder_config(tmp_path: Path, *overrides: str) -> Any:
     return dataset_config(
-        tmp_path, "image_folder", "dataset.path=some", "dataset.resolution=8", "trainer.batch_size=8", *overrides
+        tmp_path,
+        "image_folder",
+        "dataset.path=some",
+        "dataset.resolution=8",
+        "trainer.batch_size=8",
+        *overrides,
     )
 
 
@@ -125,13 +147,21 @@ def test_a_folder_without_splits_is_split_evenly(tmp_path: Path) -> None:
     assert len(every.flatten(1).unique(dim=0)) == 60  # no image twice
 
 
-@pytest.mark.parametrize(("splits", "test"), [({"train": 20, "val": 4}, 12), ({"train": 20, "val": 4, "test": 5}, 15)])
-def test_val_is_for_testing_unless_there_is_a_test_folder(splits: dict[str, int], test: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("splits", "test"), [({"train": 20, "val": 4}, 12), ({"train": 20, "val": 4, "test": 5}, 15)]
+)
+def test_val_is_for_testing_unless_there_is_a_test_folder(
+    splits: dict[str, int], test: int, tmp_path: Path
+) -> None:
     make_folder(tmp_path / "data" / "some", splits=splits)
     made = folder_config(tmp_path)
     parts = build.build(made)
     counts = {name: len(labels) for name, (_, labels) in parts.task.splits.items()}  # type: ignore[attr-defined]
-    assert counts == {"test": test, "val": 6 if test == 12 else 12, "train": 54 if test == 12 else 60}
+    assert counts == {
+        "test": test,
+        "val": 6 if test == 12 else 12,
+        "train": 54 if test == 12 else 60,
+    }
     said = f"images of 3x8x8 in 3 classes ({counts['train']} train, {counts['val']} val, {test} test) from {tmp_path}/data/some"
     assert f"  {said}" in plan.lines(made, parts)
 
@@ -159,13 +189,16 @@ def test_what_is_wrong_with_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert f"{damaged} is damaged, or not an image (" in complaint()
     damaged.write_bytes(whole)
     monkeypatch.setattr(os, "sysconf", lambda name: 32)
-    assert "dataset.resolution=8 do not fit into memory; dataset=imagenet reads as it trains" in complaint()
+    assert (
+        "dataset.resolution=8 do not fit into memory; dataset=imagenet reads as it trains"
+        in complaint()
+    )
     shutil.rmtree(place)
     place.write_bytes(b"not an archive")
     assert "some is damaged, or not a tar archive" in complaint()
 
 
-# --- splits ------------------------------------------------------------------------------------------------------------------
+# --- splits ---------------------------------------------------------------------------------------
 
 
 def numbered(count: int, classes: int, first: int = 0) -> tuple[Tensor, Tensor]:
@@ -187,8 +220,14 @@ def test_splits_are_balanced_disjoint_and_nested() -> None:
     assert torch.bincount(smaller["train"][1]).tolist() == [11, 11, 10, 10, 10]
     assert torch.bincount(smaller["test"][1]).tolist() == [2, 2, 1, 1, 1]
     assert torch.equal(smaller["val"][0], whole["val"][0])
-    larger = splits.split(pool, test, 5, split_seed=0, train_size=100, val_size=None, test_size=None)
-    assert {*smaller["train"][0].tolist()} < {*larger["train"][0].tolist()} < {*whole["train"][0].tolist()}
+    larger = splits.split(
+        pool, test, 5, split_seed=0, train_size=100, val_size=None, test_size=None
+    )
+    assert (
+        {*smaller["train"][0].tolist()}
+        < {*larger["train"][0].tolist()}
+        < {*whole["train"][0].tolist()}
+    )
     for name, (numbers, labels) in larger.items():
         assert torch.equal(labels, (numbers - (1000 if name == "test" else 0)) % 5)
     other = splits.split(pool, test, 5, split_seed=1, **NONE)
@@ -198,13 +237,17 @@ def test_splits_are_balanced_disjoint_and_nested() -> None:
 def test_sizes_that_the_data_do_not_have() -> None:
     labels = torch.tensor([0] * 30 + [1] * 4)
     pool = (torch.arange(34), labels)
-    with pytest.raises(ConfigError, match=r"dataset.train_size=20: 10 images of class 1, of which there are 4"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.train_size=20: 10 images of class 1, of which there are 4"
+    ):
         splits.split(pool, pool, 2, split_seed=0, **{**NONE, "train_size": 20})
-    with pytest.raises(ConfigError, match=r"dataset.train_size: no image is left for it of the 8 that there are"):
+    with pytest.raises(
+        ConfigError, match=r"dataset.train_size: no image is left for it of the 8 that there are"
+    ):
         splits.split(numbered(8, 2), pool, 2, split_seed=0, **{**NONE, "val_size": 8})
 
 
-# --- torchvision's data sets -------------------------------------------------------------------------------------------------
+# --- torchvision's data sets ----------------------------------------------------------------------
 
 
 def fake_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
@@ -217,21 +260,29 @@ def fake_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     for number, (name, _) in enumerate([*datasets.CIFAR10.train_list, *datasets.CIFAR10.test_list]):
         content = {"data": pixels[10 * number : 10 * number + 10], "labels": list(range(10))}
         (folder / name).write_bytes(pickle.dumps(content))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class {number}" for number in range(10)]}))
+    (folder / "batches.meta").write_bytes(
+        pickle.dumps({"label_names": [f"class {number}" for number in range(10)]})
+    )
     for part in ("train_list", "test_list"):
-        monkeypatch.setattr(datasets.CIFAR10, part, [[name, None] for name, _ in getattr(datasets.CIFAR10, part)])
+        monkeypatch.setattr(
+            datasets.CIFAR10, part, [[name, None] for name, _ in getattr(datasets.CIFAR10, part)]
+        )
     monkeypatch.setitem(datasets.CIFAR10.meta, "md5", None)
     return pixels.reshape(60, 3, 32, 32)
 
 
 @pytest.mark.parametrize("folder", ["", "cifar10"])
-def test_cifar_as_torchvision_stores_it(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cifar_as_torchvision_stores_it(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pixels = fake_cifar(tmp_path / "data" / folder, monkeypatch)
     made = dataset_config(tmp_path, "cifar10", "dataset.val_size=10", "trainer.batch_size=8")
     task = tasks.build(made, CPU)
     assert task.inputs == {"shape": (3, 32, 32), "classes": 10}
     every = torch.cat([task.splits[split][0] for split in ("train", "val")])  # type: ignore[attr-defined]
-    assert {image.numpy().tobytes() for image in every} == {image.tobytes() for image in pixels[:50]}
+    assert {image.numpy().tobytes() for image in every} == {
+        image.tobytes() for image in pixels[:50]
+    }
     found, labels = task.splits["test"]  # type: ignore[attr-defined]
     for image, label in zip(found, labels, strict=True):
         assert np.array_equal(image.numpy(), pixels[50 + int(label)])
@@ -245,7 +296,9 @@ def test_fashion_mnist_as_torchvision_stores_it(tmp_path: Path) -> None:
         count = len(pixels[part]).to_bytes(4, "big")
         side = (28).to_bytes(4, "big")
         labels = (np.arange(len(pixels[part])) % 10).astype(np.uint8)
-        (raw / f"{name}-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03" + count + side + side + pixels[part].tobytes())
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(
+            b"\0\0\x08\x03" + count + side + side + pixels[part].tobytes()
+        )
         (raw / f"{name}-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01" + count + labels.tobytes())
     (train, labels), (test, _), _ = images.read("fashion_mnist")
     assert train.shape == (30, 1, 28, 28)
@@ -266,7 +319,9 @@ def test_cifar_from_its_archive_of_images(tmp_path: Path) -> None:
     assert torch.bincount(labels).tolist() == [12] * 3
 
 
-def test_without_data_and_network_it_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_data_and_network_it_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def offline(*_: Any, **__: Any) -> Any:
         raise urllib.error.URLError("no network")
 
@@ -285,7 +340,8 @@ def test_damaged_files_of_torchvision(tmp_path: Path, monkeypatch: pytest.Monkey
     fake_cifar(tmp_path / "data", monkeypatch)
     (tmp_path / "data" / "cifar-10-batches-py" / "data_batch_3").unlink()
     with pytest.raises(
-        ConfigError, match=r"cifar-10-batches-py: Dataset not found or corrupted; remove it, and it is downloaded anew"
+        ConfigError,
+        match=r"cifar-10-batches-py: Dataset not found or corrupted; remove it, and it is downloaded anew",
     ):
         tasks.build(dataset_config(tmp_path, "cifar10"), CPU)
 
@@ -295,7 +351,9 @@ def test_a_truncated_file_of_fashion_mnist(tmp_path: Path) -> None:
     raw.mkdir(parents=True)
     for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
         (raw / f"{name}-ubyte").write_bytes(b"\0\0\x08\x01" + (5).to_bytes(4, "big") + b"\0\0")
-    with pytest.raises(ConfigError, match=r"data/FashionMNIST: .*; remove it, and it is downloaded anew") as caught:
+    with pytest.raises(
+        ConfigError, match=r"data/FashionMNIST: .*; remove it, and it is downloaded anew"
+    ) as caught:
         images.read("fashion_mnist")
     assert "\n" not in caught.value.problems[0]
 
@@ -331,12 +389,15 @@ def test_the_real_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     task = tasks.build(dataset_config(tmp_path, "cifar10"), CPU)
     counts = {name: torch.bincount(labels).tolist() for name, (_, labels) in task.splits.items()}  # type: ignore[attr-defined]
     assert counts == {"train": [4500] * 10, "val": [500] * 10, "test": [1000] * 10}
-    known = torch.tensor([0.4914, 0.4822, 0.4465]) * 255, torch.tensor([0.2470, 0.2435, 0.2616]) * 255
+    known = (
+        torch.tensor([0.4914, 0.4822, 0.4465]) * 255,
+        torch.tensor([0.2470, 0.2435, 0.2616]) * 255,
+    )
     for found, published in zip((task.normalise.mean, task.normalise.std), known, strict=True):  # type: ignore[attr-defined]
         assert torch.allclose(found.flatten(), published, atol=0.5)
 
 
-# --- training ----------------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 ALL = (
     "dataset.crop_padding=1", "dataset.flip=true", "dataset.randaugment=1", "dataset.erasing=0.3", "dataset.mixup=0.2",
@@ -345,9 +406,13 @@ ALL = (
 
 
 @pytest.mark.parametrize("dataset", ["image_folder", "imagenet"])
-def test_a_run_cut_off_ends_with_the_same_bits(dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_cut_off_ends_with_the_same_bits(
+    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_folder(tmp_path / "data" / "some", (10, 12))
-    options = [option for option in ALL if dataset == "image_folder" or "crop_padding" not in option]
+    options = [
+        option for option in ALL if dataset == "image_folder" or "crop_padding" not in option
+    ]
     options += [
         "dataset.path=some",
         "dataset.resolution=8",
@@ -356,7 +421,9 @@ def test_a_run_cut_off_ends_with_the_same_bits(dataset: str, tmp_path: Path, mon
         "trainer.limit_batches=2",
     ]
     options += ["dataset.workers=0"] if dataset == "imagenet" else []
-    alone, broken = (config(tmp_path / name, f"dataset={dataset}", *options) for name in ("alone", "broken"))
+    alone, broken = (
+        config(tmp_path / name, f"dataset={dataset}", *options) for name in ("alone", "broken")
+    )
     assert runner.run(alone, run_folder(alone))["status"] == "finished"
     original, calls = Loop._train_step, []
 
@@ -392,7 +459,12 @@ class Brightness(nn.Module):
 @pytest.mark.parametrize("dataset", ["image_folder", "imagenet"])
 def test_evaluation_is_over_all_images_in_the_middle(dataset: str, tmp_path: Path) -> None:
     make_folder(tmp_path / "data" / "some")
-    options = ["dataset.path=some", "dataset.resolution=8", "dataset.val_size=9", "trainer.batch_size=5"]
+    options = [
+        "dataset.path=some",
+        "dataset.resolution=8",
+        "dataset.val_size=9",
+        "trainer.batch_size=5",
+    ]
     task = tasks.build(dataset_config(tmp_path, dataset, *options), CPU)
     found = task.evaluate(Brightness().eval(), "test")
     assert found["accuracy"] == 1.0
@@ -401,11 +473,17 @@ def test_evaluation_is_over_all_images_in_the_middle(dataset: str, tmp_path: Pat
     assert wrong["accuracy"] == pytest.approx(1 / 3)
 
 
-# --- images that are read while training ---------------------------------------------------------------------------------------
+# --- images that are read while training ----------------------------------------------------------
 
 
 def stream(tmp_path: Path, *overrides: str) -> ImageStream:
-    options = ("dataset.path=some", "dataset.resolution=8", "dataset.val_size=6", "trainer.batch_size=5", *overrides)
+    options = (
+        "dataset.path=some",
+        "dataset.resolution=8",
+        "dataset.val_size=6",
+        "trainer.batch_size=5",
+        *overrides,
+    )
     task = tasks.build(dataset_config(tmp_path, "imagenet", *options), CPU)
     assert isinstance(task, ImageStream)
     return task
@@ -417,13 +495,19 @@ def test_a_stream_goes_on_anywhere(workers: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     state = torch.get_rng_state()
     task = stream(tmp_path, f"dataset.workers={workers}", "trainer.limit_batches=3")
-    in_order = {(epoch, index): task.micro_batches(epoch, index, 1)[0] for epoch in range(3) for index in range(3)}
+    in_order = {
+        (epoch, index): task.micro_batches(epoch, index, 1)[0]
+        for epoch in range(3)
+        for index in range(3)
+    }
     assert torch.equal(state, torch.get_rng_state())
     fresh = stream(tmp_path, "dataset.workers=0", "trainer.limit_batches=3")
     for place in ((1, 2), (2, 0), (0, 1)):
         torch.manual_seed(5)
         again = [torch.cat(parts) for parts in zip(*fresh.micro_batches(*place, 2), strict=True)]
-        assert all(torch.equal(one, other) for one, other in zip(in_order[place], again, strict=True))
+        assert all(
+            torch.equal(one, other) for one, other in zip(in_order[place], again, strict=True)
+        )
     assert not torch.equal(in_order[0, 0][0], in_order[1, 0][0])
     other = stream(tmp_path, "seed=1", "dataset.workers=0")
     assert not torch.equal(other.micro_batches(0, 0, 1)[0][0], in_order[0, 0][0])
@@ -447,8 +531,12 @@ def test_another_part_of_an_image_in_every_epoch(tmp_path: Path) -> None:
     parts = [task.files[epoch, 3][0] for epoch in range(20)]
     assert len({part.numpy().tobytes() for part in parts}) > 15
     assert torch.equal(parts[7], task.files[7, 3][0])
-    assert not torch.equal(parts[7], stream(tmp_path, "seed=1", "dataset.resolution=30").files[7, 3][0])
-    whole = stream(tmp_path, "dataset.resolution=30", "dataset.crop_scale=1.0", "dataset.flip=false").files
+    assert not torch.equal(
+        parts[7], stream(tmp_path, "seed=1", "dataset.resolution=30").files[7, 3][0]
+    )
+    whole = stream(
+        tmp_path, "dataset.resolution=30", "dataset.crop_scale=1.0", "dataset.flip=false"
+    ).files
     assert np.array_equal(whole[7, 3][0].numpy(), picture("train", 0, 3, (30, 30)))
 
 
@@ -465,7 +553,10 @@ def test_a_part_of_an_image_is_that_of_torchvision(tmp_path: Path) -> None:
 
 def test_every_second_image_of_a_stream_is_mirrored(tmp_path: Path) -> None:
     make_folder(tmp_path / "data" / "some", (20, 20))
-    task, plain = (stream(tmp_path, "dataset.resolution=10", f"dataset.flip={flip}").files for flip in ("true", "false"))
+    task, plain = (
+        stream(tmp_path, "dataset.resolution=10", f"dataset.flip={flip}").files
+        for flip in ("true", "false")
+    )
     mirrored = 0
     for epoch in range(200):
         image, as_it_is = task[epoch, 2][0], plain[epoch, 2][0]
@@ -488,11 +579,19 @@ def test_a_batch_of_a_stream_is_its_images_normalised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [(400, 330), (333, 1201)])
-def test_parts_of_a_large_jpeg_are_where_they_should_be(shape: tuple[int, int], tmp_path: Path, monkeypatch: Any) -> None:
+def test_parts_of_a_large_jpeg_are_where_they_should_be(
+    shape: tuple[int, int], tmp_path: Path, monkeypatch: Any
+) -> None:
     make_folder(tmp_path / "data" / "some")
-    row, column = np.meshgrid(np.linspace(0, 255, shape[0]), np.linspace(0, 255, shape[1]), indexing="ij")
-    path = tmp_path / "ramps.jpg"  # red says where a pixel is from, from top to bottom, green from left to right
-    Image.fromarray(np.stack([row, column, row], 2).round().astype(np.uint8)).save(path, quality=100, subsampling=0)
+    row, column = np.meshgrid(
+        np.linspace(0, 255, shape[0]), np.linspace(0, 255, shape[1]), indexing="ij"
+    )
+    path = (
+        tmp_path / "ramps.jpg"
+    )  # red says where a pixel is from, from top to bottom, green from left to right
+    Image.fromarray(np.stack([row, column, row], 2).round().astype(np.uint8)).save(
+        path, quality=100, subsampling=0
+    )
     files = stream(tmp_path, "dataset.resolution=16", "dataset.flip=false").files
     files.paths = np.array([str(path).encode()])
     reduced, boxes, draft, parameters = [], [], JpegImageFile.draft, RandomResizedCrop.get_params
@@ -501,7 +600,10 @@ def test_parts_of_a_large_jpeg_are_where_they_should_be(shape: tuple[int, int], 
         found = draft(image, *asked)
         reduced.append(image.size != shape[::-1])
         _, _, tall, wide = boxes[-1]
-        assert not reduced[-1] or min(tall * image.height / shape[0], wide * image.width / shape[1]) >= 2 * 16
+        assert (
+            not reduced[-1]
+            or min(tall * image.height / shape[0], wide * image.width / shape[1]) >= 2 * 16
+        )
         return found
 
     def watched_parameters(*given: Any) -> Any:
@@ -511,12 +613,18 @@ def test_parts_of_a_large_jpeg_are_where_they_should_be(shape: tuple[int, int], 
     monkeypatch.setattr(JpegImageFile, "draft", watched_draft)
     monkeypatch.setattr(RandomResizedCrop, "get_params", watched_parameters)
     for epoch in range(20):
-        found = files[epoch, 0][0].double()[1:-1, 1:-1]  # at the borders the filter sees one side only
+        found = files[epoch, 0][0].double()[
+            1:-1, 1:-1
+        ]  # at the borders the filter sees one side only
         top, left, tall, wide = boxes[-1]
         centres = (torch.arange(1, 15) + 0.5) / 16
-        for channel, (begin, length, whole) in enumerate(((top, tall, shape[0]), (left, wide, shape[1]))):
+        for channel, (begin, length, whole) in enumerate(
+            ((top, tall, shape[0]), (left, wide, shape[1]))
+        ):
             expected = (begin + length * centres - 0.5) / (whole - 1) * 255
-            near = 0.25 * length / 16 / (whole - 1) * 255 + 1.5  # a quarter of a pixel, and JPEG's own errors
+            near = (
+                0.25 * length / 16 / (whole - 1) * 255 + 1.5
+            )  # a quarter of a pixel, and JPEG's own errors
             assert ((found[..., channel].mean(1 - channel) - expected).abs() < near).all()
     assert any(reduced)
 

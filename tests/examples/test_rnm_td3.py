@@ -1,4 +1,6 @@
-"""TD3 with N:M sparse networks: which weights learn, when masks change, and what the targets compute with."""
+"""TD3 with N:M sparse networks: which weights learn, when masks change, and what the targets
+compute with.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def nonzeros(weight: Tensor, m: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("pattern", "n", "m"), [("2:4", 2, 4), ("1:4", 1, 4)])
-def test_masks_gradients_and_targets(monkeypatch: pytest.MonkeyPatch, pattern: str, n: int, m: int) -> None:
+def test_masks_gradients_and_targets(
+    monkeypatch: pytest.MonkeyPatch, pattern: str, n: int, m: int
+) -> None:
     masks: dict[Any, list[Tensor]] = {}  # by learner, as they should be
     steps: dict[Any, int] = {}
     seen = {"refreshed": 0, "followed": 0, "would not be N:M": 0}
@@ -56,7 +60,9 @@ def test_masks_gradients_and_targets(monkeypatch: pytest.MonkeyPatch, pattern: s
         for layer, dense, mask in zip(layers, dense_weights(self), mine, strict=True):
             assert torch.equal(layer.weight, dense * mask)
         descend(self, loss)
-        for layer, mask in zip(layers, mine, strict=True):  # the gradients of this step are still there
+        for layer, mask in zip(
+            layers, mine, strict=True
+        ):  # the gradients of this step are still there
             gradient = layer.weight.grad
             assert torch.all(gradient[~mask] == 0)
             assert torch.any(gradient[mask] != 0)
@@ -79,7 +85,9 @@ def test_masks_gradients_and_targets(monkeypatch: pytest.MonkeyPatch, pattern: s
         for target, average, model, old, mask in zip(*layers, served, masks[self], strict=True):
             assert torch.all(nonzeros(target.weight, m) == n)
             assert torch.equal(target.weight, average.weight * mask)
-            seen["would not be N:M"] += bool((nonzeros(0.995 * old + 0.005 * model.weight, m) > n).any())
+            seen["would not be N:M"] += bool(
+                (nonzeros(0.995 * old + 0.005 * model.weight, m) > n).any()
+            )
         seen["followed"] += 1
 
     monkeypatch.setattr(rnm_td3.Learner, "descend", watched_descend)
@@ -89,11 +97,15 @@ def test_masks_gradients_and_targets(monkeypatch: pytest.MonkeyPatch, pattern: s
     assert [steps[learner] for learner in learners] == [60, 120, 120]
     assert seen["refreshed"] >= 10
     assert seen["followed"] == 3 * 60
-    assert seen["would not be N:M"] > 0  # averaging what they compute with, without projecting it anew
+    assert (
+        seen["would not be N:M"] > 0
+    )  # averaging what they compute with, without projecting it anew
 
     for learner in learners:
         for model in (learner.model, learner.target):
-            pruned = [bool((layer.weight == 0).any()) for layer in model if isinstance(layer, nn.Linear)]
+            pruned = [
+                bool((layer.weight == 0).any()) for layer in model if isinstance(layer, nn.Linear)
+            ]
             assert pruned == [
                 learner is not actor,
                 True,
@@ -122,7 +134,9 @@ def test_a_dense_agent_is_plain_td3() -> None:
     _, learners = rnm_td3.train(None, 60, seed=0, interval=INTERVAL)
     for learner in learners:
         assert learner.handle is None
-        assert all((layer.weight != 0).all() for layer in learner.model if isinstance(layer, nn.Linear))
+        assert all(
+            (layer.weight != 0).all() for layer in learner.model if isinstance(layer, nn.Linear)
+        )
 
 
 def test_what_is_printed_and_that_a_seed_decides_it(
@@ -131,10 +145,14 @@ def test_what_is_printed_and_that_a_seed_decides_it(
     monkeypatch.setattr(rnm_td3, "WARM_UP", 220)
 
     def printed(seed: int) -> str:
-        monkeypatch.setattr(sys, "argv", ["rnm_td3", "--pattern", "1:4", "--steps", "250", "--seed", str(seed)])
+        monkeypatch.setattr(
+            sys, "argv", ["rnm_td3", "--pattern", "1:4", "--steps", "250", "--seed", str(seed)]
+        )
         rnm_td3.main()
         return capsys.readouterr().out
 
     first = printed(0)
-    assert first.startswith("1:4: mean return of the last 1 of 1 episodes -")  # 200 steps an episode
+    assert first.startswith(
+        "1:4: mean return of the last 1 of 1 episodes -"
+    )  # 200 steps an episode
     assert printed(0) == first != printed(1)

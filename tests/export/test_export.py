@@ -1,4 +1,6 @@
-"""Proof of N:M and plain weights: counted by brute force, loaded into models that know nothing of sparsity."""
+"""Proof of N:M and plain weights: counted by brute force, loaded into models that know nothing of
+sparsity.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +26,44 @@ from nmrun.sparsity.check import layer_report
 from nmrun.train.replicated import Replicated
 
 TOTAL = 8
-OPTIONS: dict[str, dict[str, Any]] = {"asp": {"prune_at": 0.5}, "step": {"switch": 0.5}, "maskllm": {"dense": 0.25}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "asp": {"prune_at": 0.5},
+    "step": {"switch": 0.5},
+    "maskllm": {"dense": 0.25},
+}
 
 
 def groups_of(weight: Tensor, m: int, dim: int) -> Iterator[tuple[list[int | slice], int]]:
     """Each group as an index, with the number of its non-zeros, one after the other."""
     dim = dim % weight.dim()
-    sizes = [range(0, size, m) if axis == dim else range(size) for axis, size in enumerate(weight.shape)]
+    sizes = [
+        range(0, size, m) if axis == dim else range(size) for axis, size in enumerate(weight.shape)
+    ]
     for place in product(*sizes):
-        index: list[int | slice] = [slice(i, i + m) if axis == dim else i for axis, i in enumerate(place)]
+        index: list[int | slice] = [
+            slice(i, i + m) if axis == dim else i for axis, i in enumerate(place)
+        ]
         yield index, sum(value != 0 for value in weight[tuple(index)].tolist())
 
 
 def net(seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(
-        nn.Conv2d(8, 8, 2), nn.BatchNorm2d(8), nn.Tanh(), nn.Conv2d(8, 16, 2, groups=2), nn.Flatten(), nn.Linear(16, 4)
+        nn.Conv2d(8, 8, 2),
+        nn.BatchNorm2d(8),
+        nn.Tanh(),
+        nn.Conv2d(8, 16, 2, groups=2),
+        nn.Flatten(),
+        nn.Linear(16, 4),
     )
 
 
 def trained(recipe: str, steps: int, **options: Any) -> tuple[nn.Sequential, nmrun.Handle]:
     model = net()
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.05)
-    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **OPTIONS.get(recipe, {}), **options)
+    handle = nmrun.sparsify(
+        model, optimizer, recipe, "2:4", TOTAL, **OPTIONS.get(recipe, {}), **options
+    )
     for _ in range(steps):
         model(torch.randn(4, 8, 3, 3)).square().mean().backward()
         optimizer.step()
@@ -54,28 +71,42 @@ def trained(recipe: str, steps: int, **options: Any) -> tuple[nn.Sequential, nmr
     return model.eval(), handle
 
 
-# --- tensors --------------------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pattern", ["1:2", "2:4", "3:4", "1:8", "4:8"])
-@pytest.mark.parametrize(("shape", "dim"), [((8,), 0), ((3, 16), 1), ((16, 3), 0), ((2, 8, 3, 2), 1), ((2, 3, 8), -1)])
-def test_a_tensor_holds_exactly_if_no_group_has_more(shape: tuple[int, ...], dim: int, pattern: str) -> None:
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((8,), 0), ((3, 16), 1), ((16, 3), 0), ((2, 8, 3, 2), 1), ((2, 3, 8), -1)]
+)
+def test_a_tensor_holds_exactly_if_no_group_has_more(
+    shape: tuple[int, ...], dim: int, pattern: str
+) -> None:
     n, m = map(int, pattern.split(":"))
     generator, seen = torch.Generator().manual_seed(0), set()
     for density in (0.05, 0.1, 0.3, 0.5, 0.7, 1.0) * 6:
-        weight = torch.randn(shape, generator=generator) * (torch.rand(shape, generator=generator) < density)
+        weight = torch.randn(shape, generator=generator) * (
+            torch.rand(shape, generator=generator) < density
+        )
         counts = list(groups_of(weight, m, dim))
         wrong = [(index, count) for index, count in counts if count > n]
         seen.add(bool(wrong))
         report = layer_report("w", weight, nmrun.Pattern(n, m), dim)
-        assert (report["holds"], report["nonzeros"]) == (not wrong, sum(count for _, count in counts))
+        assert (report["holds"], report["nonzeros"]) == (
+            not wrong,
+            sum(count for _, count in counts),
+        )
         if not wrong:
             assert check_nm(weight, pattern, dim) == ["tensor"]
             continue
         with pytest.raises(ValueError, match=f"^tensor is not {pattern}: ") as raised:
             check_nm(weight, pattern, dim)
-        count, size, place = re.findall(r"(\d+) of (\d+) weights at \[(.*)\] are non-zero$", str(raised.value))[0]
-        index = [slice(int(i.split("-")[0]), int(i.split("-")[1]) + 1) if "-" in i else int(i) for i in place.split(", ")]
+        count, size, place = re.findall(
+            r"(\d+) of (\d+) weights at \[(.*)\] are non-zero$", str(raised.value)
+        )[0]
+        index = [
+            slice(int(i.split("-")[0]), int(i.split("-")[1]) + 1) if "-" in i else int(i)
+            for i in place.split(", ")
+        ]
         assert (index, int(count), int(size)) == (*wrong[0], m)
     assert seen == {False, True}
 
@@ -91,7 +122,7 @@ def test_zeros_and_what_is_not_a_number() -> None:
         check_nm(torch.zeros(4, 4), "5:4")
 
 
-# --- models ---------------------------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
 def test_of_a_plain_model_every_weight_that_could_hold_is_checked() -> None:
@@ -99,15 +130,22 @@ def test_of_a_plain_model_every_weight_that_could_hold_is_checked() -> None:
     with torch.no_grad():
         model[0].weight[:, [0, 1, 4, 5]] = 0.0
         model[3].weight[:, :3] = 0.0
-    with pytest.raises(ValueError, match=r"^5.weight is not 2:4: 4 of 4 weights at \[0, 0-3\] are non-zero$"):
+    with pytest.raises(
+        ValueError, match=r"^5.weight is not 2:4: 4 of 4 weights at \[0, 0-3\] are non-zero$"
+    ):
         check_nm(model, "2:4")
     assert check_nm(model, "2:4", exclude="5") == ["0.weight", "3.weight"]
     assert check_nm(model, "2:4", include=["0", "3"]) == ["0.weight", "3.weight"]
     assert check_nm(model, "2:4", overrides={"3": "1:4", "5": "dense"}) == ["0.weight", "3.weight"]
-    assert check_nm(model, "2:8", overrides={"0": "4:8", "5": "8:8"}) == ["0.weight", "5.weight"]  # 3 has four inputs
+    assert check_nm(model, "2:8", overrides={"0": "4:8", "5": "8:8"}) == [
+        "0.weight",
+        "5.weight",
+    ]  # 3 has four inputs
     with pytest.raises(ValueError, match=r"^0.weight is not 1:4"):
         check_nm(model, "2:4", overrides={"0": "1:4", "5": "dense"})
-    with pytest.raises(ValueError, match="no weight of this model could hold 1:64: nothing to check"):
+    with pytest.raises(
+        ValueError, match="no weight of this model could hold 1:64: nothing to check"
+    ):
         check_nm(model, "1:64")
     with pytest.raises(ValueError, match="exclude: 'head' matches no layer"):
         check_nm(model, "2:4", exclude="head")
@@ -127,14 +165,20 @@ def test_of_a_sparse_model_the_weights_in_use_are_checked() -> None:
         assert check_nm(model, "3:4", overrides=ratios) == ["0.weight", "3.weight"]
         with pytest.raises(ValueError, match=r"^3.weight is not 1:4"):
             check_nm(model, "1:4", overrides=ratios)
-        with pytest.raises(ValueError, match=r"^5.weight is not 2:4"):  # it does not know what was dense by choice
+        with pytest.raises(
+            ValueError, match=r"^5.weight is not 2:4"
+        ):  # it does not know what was dense by choice
             check_nm(model, "2:4")
 
 
 @pytest.mark.parametrize("steps", [0, 3, TOTAL])
-@pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "asp", "step", "bi_mask", "lbc", "maskllm", "mdgf_linear"])
+@pytest.mark.parametrize(
+    "recipe", ["sr_ste", "s_ste", "asp", "step", "bi_mask", "lbc", "maskllm", "mdgf_linear"]
+)
 def test_the_final_state_is_what_finalize_leaves_under_plain_names(recipe: str, steps: int) -> None:
-    """In every phase, and the model trains on untouched. Without a step, or in an unfinished phase, finalize leaves nothing."""
+    """In every phase, and the model trains on untouched. Without a step, or in an unfinished phase,
+    finalize leaves nothing.
+    """
     model, handle = trained(recipe, steps, exclude="5")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain, x = net(1).eval(), torch.randn(2, 8, 3, 3)
@@ -142,7 +186,9 @@ def test_the_final_state_is_what_finalize_leaves_under_plain_names(recipe: str, 
     assert list(final) == sorted(plain.state_dict())
     check_nm(final["0.weight"], "2:4")
     check_nm(final["3.weight"], "2:4")
-    assert not any((t[t == 0]).signbit().any() for name, t in final.items() if name in ("0.weight", "3.weight"))
+    assert not any(
+        (t[t == 0]).signbit().any() for name, t in final.items() if name in ("0.weight", "3.weight")
+    )
     plain.load_state_dict(final)
     if handle.is_sparse:
         assert torch.equal(plain(x), model(x))
@@ -152,15 +198,23 @@ def test_the_final_state_is_what_finalize_leaves_under_plain_names(recipe: str, 
     assert list(model.state_dict()) == list(before)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     if steps == 0 or not handle.is_sparse:
-        with pytest.raises(RunError, match="never stepped" if steps == 0 else "dense phase|is not 2:4"):
+        with pytest.raises(
+            RunError, match="never stepped" if steps == 0 else "dense phase|is not 2:4"
+        ):
             handle.finalize()
         assert len(handle.sparse) == 2
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
         return
     handle.finalize()
     assert sorted(model.state_dict()) == list(final)
-    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in plain.state_dict().items())
-    assert not any((t[t == 0]).signbit().any() for name, t in model.state_dict().items() if name in ("0.weight", "3.weight"))
+    assert all(
+        torch.equal(tensor, model.state_dict()[name]) for name, tensor in plain.state_dict().items()
+    )
+    assert not any(
+        (t[t == 0]).signbit().any()
+        for name, t in model.state_dict().items()
+        if name in ("0.weight", "3.weight")
+    )
 
 
 def test_the_final_state_of_a_dense_phase_is_pruned_by_magnitude() -> None:
@@ -171,7 +225,9 @@ def test_the_final_state_of_a_dense_phase_is_pruned_by_magnitude() -> None:
     wanted = layer.weight.detach() * top(layer.weight.detach(), 2, 4)
     assert handle.phase == "dense"
     assert torch.equal(Replicated(layer, optimizer, handle).final_state_dict()["weight"], wanted)
-    with pytest.raises(RunError, match=r"training ended in a dense phase of step, after step 1 of total_steps=8"):
+    with pytest.raises(
+        RunError, match=r"training ended in a dense phase of step, after step 1 of total_steps=8"
+    ):
         handle.finalize()
     handle.finalize(layer)
     assert torch.equal(layer.weight, wanted)
@@ -194,7 +250,7 @@ def test_a_model_that_is_one_layer_and_one_that_is_attention() -> None:
         check_nm(model, "1:4")
 
 
-# --- a model in training is exported as it is -----------------------------------------------------------------------------------
+# --- a model in training is exported as it is -----------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "step", "bi_mask"])
@@ -214,15 +270,23 @@ def test_torch_exports_the_live_model(recipe: str) -> None:
 
 
 def test_onnx_takes_the_live_model(tmp_path: Path) -> None:
-    onnx, runtime = pytest.importorskip("onnx", reason="needs nmrun[onnx]"), pytest.importorskip("onnxruntime")
+    onnx, runtime = (
+        pytest.importorskip("onnx", reason="needs nmrun[onnx]"),
+        pytest.importorskip("onnxruntime"),
+    )
     pytest.importorskip("onnxscript")
     model, _ = trained("sr_ste", TOTAL - 1, exclude="5")
     x, place = torch.randn(2, 8, 3, 3), tmp_path / "live.onnx"
-    torch.onnx.export(model, (x,), str(place), dynamo=True, verbose=False, input_names=["x"], external_data=False)
+    torch.onnx.export(
+        model, (x,), str(place), dynamo=True, verbose=False, input_names=["x"], external_data=False
+    )
     session = runtime.InferenceSession(str(place), providers=["CPUExecutionProvider"])
     (found,) = session.run(None, {"x": x.numpy()})
     torch.testing.assert_close(torch.from_numpy(found), model(x).detach(), rtol=1e-4, atol=1e-5)
-    stored = {t.name: torch.tensor(onnx.numpy_helper.to_array(t)) for t in onnx.load(str(place)).graph.initializer}
+    stored = {
+        t.name: torch.tensor(onnx.numpy_helper.to_array(t))
+        for t in onnx.load(str(place)).graph.initializer
+    }
     convolutions = [t for t in stored.values() if t.dim() == 4]
     assert len(convolutions) == 2
     for weight in convolutions:
@@ -230,11 +294,13 @@ def test_onnx_takes_the_live_model(tmp_path: Path) -> None:
         assert weight.any()
 
 
-# --- nmrun export ---------------------------------------------------------------------------------------------------------------
+# --- nmrun export ---------------------------------------------------------------------------------
 
 
 def folder(place: Path, status: str = "finished", **changes: Tensor) -> Path:
-    """A run folder, as far as the verb reads it: two sparse layers, one of them grouped along dimension 0 at a ratio of its own."""
+    """A run folder, as far as the verb reads it: two sparse layers, one of them grouped along
+    dimension 0 at a ratio of its own.
+    """
     a, b = torch.tensor([[1.0, 0, 0, 2, 0, 3, 4, 0]] * 4), torch.zeros(16, 2)
     b[[0, 15]] = 5.0  # along the other dimension no 1:8
     layers = [
@@ -243,20 +309,31 @@ def folder(place: Path, status: str = "finished", **changes: Tensor) -> Path:
     ]
     result = {"status": status, "id": "0123456789", "config": {"recipe": {"name": "ste"}}}
     place.mkdir()
-    (place / "result.json").write_text(json.dumps({**result, "sparsity": {"pattern": "2:4", "layers": layers}}))
+    (place / "result.json").write_text(
+        json.dumps({**result, "sparsity": {"pattern": "2:4", "layers": layers}})
+    )
     save_file({"a": a, "b": b, "bias": torch.ones(3), **changes}, place / "model.safetensors")
     return place
 
 
-def test_a_finished_run_is_copied_with_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_copied_with_what_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, to = folder(tmp_path / "run"), tmp_path / "deep" / "to"
     assert main([str(run), "--to", str(to)]) == 0
     assert capsys.readouterr().out == f"{to / 'model.safetensors'}: 2:4 holds in 2 layers\n"
     assert sorted(load_file(to / "model.safetensors")) == ["a", "b", "bias"]
     assert (to / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
     about = json.loads((to / "sparsity.json").read_text())
-    assert (about["pattern"], about["recipe"], about["id"]) == ("2:4", {"name": "ste"}, "0123456789")
-    assert [(layer["name"], layer["pattern"], layer["dim"]) for layer in about["layers"]] == [("a", "2:4", 1), ("b", "1:8", 0)]
+    assert (about["pattern"], about["recipe"], about["id"]) == (
+        "2:4",
+        {"name": "ste"},
+        "0123456789",
+    )
+    assert [(layer["name"], layer["pattern"], layer["dim"]) for layer in about["layers"]] == [
+        ("a", "2:4", 1),
+        ("b", "1:8", 0),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -264,20 +341,26 @@ def test_a_finished_run_is_copied_with_what_it_is(tmp_path: Path, capsys: pytest
     [
         ({"a": torch.ones(4, 8)}, "is not 2:4"),  # whatever result.json says
         ({"b": torch.ones(16, 2)}, "is not 1:8"),
-        ({"b": torch.eye(16)[:, :2] + torch.eye(16)[:, 1:3]}, "is not 1:8"),  # two of a column's first eight
+        (
+            {"b": torch.eye(16)[:, :2] + torch.eye(16)[:, 1:3]},
+            "is not 1:8",
+        ),  # two of a column's first eight
     ],
 )
 def test_what_does_not_hold_is_not_copied(
     changes: dict[str, Tensor], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert verb("export", str(folder(tmp_path / "run", **changes)), "--to", str(tmp_path / "to")) == 1
+    assert (
+        verb("export", str(folder(tmp_path / "run", **changes)), "--to", str(tmp_path / "to")) == 1
+    )
     assert re.search(said, capsys.readouterr().err)
     assert not (tmp_path / "to").exists()
 
 
 def test_only_finished_runs_are_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     failed, bare, garbled = (
-        folder(tmp_path / name, "failed" if name == "failed" else "finished") for name in ("failed", "b", "g")
+        folder(tmp_path / name, "failed" if name == "failed" else "finished")
+        for name in ("failed", "b", "g")
     )
     (bare / "model.safetensors").unlink()
     (garbled / "result.json").write_text("{")

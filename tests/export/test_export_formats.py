@@ -1,4 +1,6 @@
-"""Exports in every format: decoded and recomputed here, or loaded by libraries that know nothing of nmrun."""
+"""Exports in every format: decoded and recomputed here, or loaded by libraries that know nothing of
+nmrun.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,16 @@ from nmrun.sparsity import nm_mask
 LAST = "model.packed.safetensors"
 
 
-def sparse(shape: tuple[int, ...], pattern: str, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def sparse(
+    shape: tuple[int, ...], pattern: str, dim: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(7))
     return torch.where(nm_mask(weight, pattern, dim, pad=True), weight, 0.0).to(dtype)
 
 
-def finished(place: Path, state: dict[str, Tensor], layers: list[dict[str, Any]], run_config: dict[str, Any]) -> Path:
+def finished(
+    place: Path, state: dict[str, Tensor], layers: list[dict[str, Any]], run_config: dict[str, Any]
+) -> Path:
     place.mkdir()
     result = {
         "status": "finished",
@@ -39,28 +45,48 @@ def finished(place: Path, state: dict[str, Tensor], layers: list[dict[str, Any]]
         "sparsity": {"pattern": "2:4", "layers": layers},
     }
     (place / "result.json").write_text(json.dumps(result))
-    save_file({name: tensor.contiguous().clone() for name, tensor in state.items()}, place / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in state.items()},
+        place / "model.safetensors",
+    )
     return place
 
 
 def small(place: Path) -> Path:
-    state = {"a.weight": sparse((8, 16), "2:4", 1), "b.weight": sparse((10, 3), "1:4", 0), "a.bias": torch.randn(8)}
-    layers = [{"name": "a.weight", "pattern": "2:4", "dim": 1}, {"name": "b.weight", "pattern": "1:4", "dim": 0}]
+    state = {
+        "a.weight": sparse((8, 16), "2:4", 1),
+        "b.weight": sparse((10, 3), "1:4", 0),
+        "a.bias": torch.randn(8),
+    }
+    layers = [
+        {"name": "a.weight", "pattern": "2:4", "dim": 1},
+        {"name": "b.weight", "pattern": "1:4", "dim": 0},
+    ]
     return finished(place, state, layers, {})
 
 
 def run_of(place: Path, model: nn.Module, run_config: dict[str, Any], **options: Any) -> Path:
-    """A run that ended with this model at 2:4, which itself stays as it is in training: its parameters are 2:4."""
-    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), lr=0.1), "ste", "2:4", 8, **options)
+    """A run that ended with this model at 2:4, which itself stays as it is in training: its
+    parameters are 2:4.
+    """
+    handle = nmrun.sparsify(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "ste", "2:4", 8, **options
+    )
     model.eval()
     return finished(place, model.state_dict(), handle.report()["layers"], run_config)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and a.numpy(force=True).tobytes() == b.numpy(force=True).tobytes()
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.numpy(force=True).tobytes() == b.numpy(force=True).tobytes()
+    )
 
 
-def refused(run: Path, to: Path, capsys: pytest.CaptureFixture[str], *words: str, status: int = 1) -> str:
+def refused(
+    run: Path, to: Path, capsys: pytest.CaptureFixture[str], *words: str, status: int = 1
+) -> str:
     before = sorted(to.parent.iterdir())
     assert verb("export", str(run), "--to", str(to), *words) == status
     (line,) = capsys.readouterr().err.splitlines()
@@ -68,13 +94,19 @@ def refused(run: Path, to: Path, capsys: pytest.CaptureFixture[str], *words: str
     return line
 
 
-# --- packed ---------------------------------------------------------------------------------------------------------------------
+# --- packed ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "1:4", "3:4", "1:8", "4:8", "1:16", "3:5", "2:2", "1:1"])
-@pytest.mark.parametrize(("shape", "dim"), [((6, 16), 1), ((6, 18), 1), ((11, 3), 0), ((2, 10, 3, 3), 1), ((4, 3), 1)])
+@pytest.mark.parametrize(
+    "pattern", ["2:4", "1:4", "3:4", "1:8", "4:8", "1:16", "3:5", "2:2", "1:1"]
+)
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((6, 16), 1), ((6, 18), 1), ((11, 3), 0), ((2, 10, 3, 3), 1), ((4, 3), 1)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_packed_comes_back_with_the_same_bits(pattern: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> None:
+def test_packed_comes_back_with_the_same_bits(
+    pattern: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype
+) -> None:
     weight, ratio = sparse(shape, pattern, dim, dtype), Pattern.parse(pattern)
     values, places = packed.pack(weight, ratio, dim)
     assert same_bits(packed.unpack(values, places, ratio, dim, list(shape)), weight)
@@ -91,11 +123,15 @@ def test_the_documented_layout_is_read_by_hand() -> None:
     positions = [bits >> 2 * i & 3 for i in range(6)]
     assert positions == [1, 3, 0, 1, 0, 3]
     assert values.tolist() == [[5, 6], [7, 8], [0, 9]]
-    _, mask = packed.pack(torch.tensor([[1.0, 0, 2, 3], [0, 4, 5, 6]]), Pattern(3, 4), 1)  # 4 bits rather than 3 x 2
+    _, mask = packed.pack(
+        torch.tensor([[1.0, 0, 2, 3], [0, 4, 5, 6]]), Pattern(3, 4), 1
+    )  # 4 bits rather than 3 x 2
     assert mask.tolist() == [0b1110_1101]
 
 
-def test_the_packed_file_has_what_the_run_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_packed_file_has_what_the_run_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, to = small(tmp_path / "run"), tmp_path / "to"
     assert cli.main([str(run), "--to", str(to), "--format", "packed"]) == 0
     assert capsys.readouterr().out.startswith(f"{to / LAST}: 2:4 in 2 layers, ")
@@ -111,7 +147,9 @@ def test_the_packed_file_has_what_the_run_has(tmp_path: Path, capsys: pytest.Cap
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     place = tmp_path_factory.mktemp("packed")
-    assert cli.main([str(small(place / "run")), "--to", str(place / "to"), "--format", "packed"]) == 0
+    assert (
+        cli.main([str(small(place / "run")), "--to", str(place / "to"), "--format", "packed"]) == 0
+    )
     return (place / "to" / LAST).read_bytes()
 
 
@@ -130,7 +168,10 @@ def test_a_file_that_was_cut_off(share: float, whole: bytes, tmp_path: Path) -> 
         packed.load(tmp_path / LAST)
 
 
-@pytest.mark.parametrize(("old", "new"), [(b"2:4", b"1:4"), (b"a.weight.places", b"a.weight.plaxes"), (b"[8, 16]", b"[4, 32]")])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"2:4", b"1:4"), (b"a.weight.places", b"a.weight.plaxes"), (b"[8, 16]", b"[4, 32]")],
+)
 def test_a_changed_header(old: bytes, new: bytes, whole: bytes, tmp_path: Path) -> None:
     (tmp_path / LAST).write_bytes(whole.replace(old, new, 1))
     with pytest.raises(ValueError, match=r"was changed|not those of its header"):
@@ -145,7 +186,7 @@ def test_other_files(tmp_path: Path) -> None:
         packed.load(tmp_path / "nothing")
 
 
-# --- what is refused leaves nothing -------------------------------------------------------------------------------------------
+# --- what is refused leaves nothing ---------------------------------------------------------------
 
 
 def test_a_damaged_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +197,9 @@ def test_a_damaged_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert "is damaged or cut off" in refused(run, tmp_path / "to", capsys)
 
 
-def test_a_dense_run_and_a_run_without_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dense_run_and_a_run_without_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     dense = finished(tmp_path / "dense", {"a": torch.ones(2, 4)}, [], {})
     assert "is a dense run" in refused(dense, tmp_path / "to", capsys)
     run = small(tmp_path / "run")
@@ -173,7 +216,9 @@ def test_where_it_cannot_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "file").write_text("mine")
     assert "is a file" in refused(run, tmp_path / "file", capsys)
     assert "the run's own folder" in refused(run, run, capsys)
-    assert "needs a CUDA GPU" in refused(run, tmp_path / "to", capsys, "--format", "semi_structured")
+    assert "needs a CUDA GPU" in refused(
+        run, tmp_path / "to", capsys, "--format", "semi_structured"
+    )
 
 
 def test_a_failure_half_way_leaves_what_was_there(
@@ -188,16 +233,21 @@ def test_a_failure_half_way_leaves_what_was_there(
     (to / "notes.txt").write_text("mine")
     monkeypatch.setattr(packed, "write_about", full)  # when the weights are written already
     assert "No space left" in refused(run, to, capsys, "--format", "packed")
-    assert verb("export", str(run), "--to", str(tmp_path / "deep" / "er"), "--format", "packed") == 1
+    assert (
+        verb("export", str(run), "--to", str(tmp_path / "deep" / "er"), "--format", "packed") == 1
+    )
     assert not (tmp_path / "deep").exists()
-    assert {path.name: path.read_text() for path in to.iterdir()} == {"sparsity.json": "older", "notes.txt": "mine"}
+    assert {path.name: path.read_text() for path in to.iterdir()} == {
+        "sparsity.json": "older",
+        "notes.txt": "mine",
+    }
     monkeypatch.undo()
     assert cli.main([str(run), "--to", str(to), "--format", "packed"]) == 0
     assert sorted(path.name for path in to.iterdir()) == [LAST, "notes.txt", "sparsity.json"]
     assert "older" not in (to / "sparsity.json").read_text()
 
 
-# --- others load it -------------------------------------------------------------------------------------------------------------
+# --- others load it -------------------------------------------------------------------------------
 
 ALONE = """
 import sys
@@ -222,9 +272,20 @@ def test_torchvision_loads_the_weights_without_nmrun(tmp_path: Path) -> None:
     assert cli.main([str(run), "--to", str(tmp_path / "to")]) == 0
     file = tmp_path / "to" / "model.safetensors"
     weights = load_file(file)
-    zeros = {name: tensor[tensor == 0] for name, tensor in weights.items() if tensor.dim() > 1 and name != "conv1.weight"}
-    assert all(len(zero) >= weights[name].numel() // 2 and not zero.signbit().any() for name, zero in zeros.items())
-    subprocess.run([sys.executable, "-c", ALONE, str(file), str(tmp_path / "logits.pt")], check=True, timeout=300)
+    zeros = {
+        name: tensor[tensor == 0]
+        for name, tensor in weights.items()
+        if tensor.dim() > 1 and name != "conv1.weight"
+    }
+    assert all(
+        len(zero) >= weights[name].numel() // 2 and not zero.signbit().any()
+        for name, zero in zeros.items()
+    )
+    subprocess.run(
+        [sys.executable, "-c", ALONE, str(file), str(tmp_path / "logits.pt")],
+        check=True,
+        timeout=300,
+    )
     torch.set_num_threads(1)
     try:
         with torch.no_grad():
@@ -253,7 +314,9 @@ def bert(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_transformers_loads_an_encoder(pooling: str, bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers_loads_an_encoder(
+    pooling: str, bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import transformers
 
     options = {
@@ -265,20 +328,34 @@ def test_transformers_loads_an_encoder(pooling: str, bert: Path, tmp_path: Path,
         "exclude": [],
     }
     model = models.build(options, {"vocabulary": len(WORDS), "max_length": 16, "classes": 3})
-    run = run_of(tmp_path / "run", model, {"model": options, "dataset": {"tokenizer": str(bert)}}, exclude=[".*pooler.*|head"])
+    run = run_of(
+        tmp_path / "run",
+        model,
+        {"model": options, "dataset": {"tokenizer": str(bert)}},
+        exclude=[".*pooler.*|head"],
+    )
     to = tmp_path / "to"
     assert cli.main([str(run), "--to", str(to), "--format", "hf"]) == 0, capsys.readouterr().err
     tokenizer = transformers.AutoTokenizer.from_pretrained(to)
     texts = tokenizer(["it was good", "badly"], padding=True, return_tensors="pt")
     assert texts["input_ids"].shape == (2, 5)
     with torch.no_grad():
-        expected = model(texts["input_ids"], texts["attention_mask"].bool(), texts["token_type_ids"])
+        expected = model(
+            texts["input_ids"], texts["attention_mask"].bool(), texts["token_type_ids"]
+        )
         if pooling == "cls":
-            found = transformers.AutoModelForSequenceClassification.from_pretrained(to)(**texts).logits
+            found = transformers.AutoModelForSequenceClassification.from_pretrained(to)(
+                **texts
+            ).logits
         else:
-            head, states = load_file(to / "head.safetensors"), transformers.AutoModel.from_pretrained(to)(**texts)[0]
+            head, states = (
+                load_file(to / "head.safetensors"),
+                transformers.AutoModel.from_pretrained(to)(**texts)[0],
+            )
             kept = texts["attention_mask"][:, :, None].float()
-            found = nn.functional.linear((states * kept).sum(1) / kept.sum(1), head["weight"], head["bias"])
+            found = nn.functional.linear(
+                (states * kept).sum(1) / kept.sum(1), head["weight"], head["bias"]
+            )
     assert same_bits(found, expected)
     weights = load_file(to / "model.safetensors")
     lines = json.loads((to / "sparsity.json").read_text())["layers"]
@@ -291,17 +368,36 @@ def test_transformers_loads_a_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture
     transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
     torch.manual_seed(1)
     made = transformers.GPT2Config(
-        vocab_size=31, n_positions=16, n_embd=12, n_layer=2, n_head=3, bos_token_id=0, eos_token_id=0
+        vocab_size=31,
+        n_positions=16,
+        n_embd=12,
+        n_layer=2,
+        n_head=3,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     theirs = transformers.GPT2LMHeadModel(made).eval()
     theirs.save_pretrained(tmp_path / "gpt2")
-    options = {"name": "hf_gpt2", "pretrained": str(tmp_path / "gpt2"), "dropout": 0.1, "include": None, "exclude": ["lm_head"]}
+    options = {
+        "name": "hf_gpt2",
+        "pretrained": str(tmp_path / "gpt2"),
+        "dropout": 0.1,
+        "include": None,
+        "exclude": ["lm_head"],
+    }
     model = models.build(options, {"vocabulary": 31, "context": 16})
-    run = run_of(tmp_path / "run", model, {"model": options, "dataset": {"tokenizer": "byte"}}, exclude=["lm_head"])
+    run = run_of(
+        tmp_path / "run",
+        model,
+        {"model": options, "dataset": {"tokenizer": "byte"}},
+        exclude=["lm_head"],
+    )
     to, tokens = tmp_path / "to", torch.randint(31, (3, 16))
     assert cli.main([str(run), "--to", str(to), "--format", "hf"]) == 0, capsys.readouterr().err
     assert "without a tokenizer" in capsys.readouterr().out
-    for block, own in zip(theirs.transformer.h, model.h, strict=True):  # their network, with our masked weights put in by hand
+    for block, own in zip(
+        theirs.transformer.h, model.h, strict=True
+    ):  # their network, with our masked weights put in by hand
         for layer, ours in (
             (block.attn.c_attn, own.attn.c_attn), (block.attn.c_proj, own.attn.c_proj),
             (block.mlp.c_fc, own.mlp.c_fc), (block.mlp.c_proj, own.mlp.c_proj),
@@ -314,20 +410,36 @@ def test_transformers_loads_a_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture
     lines = json.loads((to / "sparsity.json").read_text())["layers"]
     assert {line["dim"] for line in lines} == {0}
     weights = load_file(to / "model.safetensors")
-    assert max(int((weights[line["name"]].T.reshape(-1, 4) != 0).sum(1).max()) for line in lines) == 2
+    assert (
+        max(int((weights[line["name"]].T.reshape(-1, 4) != 0).sum(1).max()) for line in lines) == 2
+    )
 
 
-def test_models_that_are_not_hugging_faces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_are_not_hugging_faces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     state = {"a": sparse((4, 8), "2:4", 1)}
-    run = finished(tmp_path / "run", state, [{"name": "a", "pattern": "2:4", "dim": 1}], {"model": {"name": "mlp"}})
-    assert "model=mlp does not come from Hugging Face" in refused(run, tmp_path / "to", capsys, "--format", "hf")
+    run = finished(
+        tmp_path / "run",
+        state,
+        [{"name": "a", "pattern": "2:4", "dim": 1}],
+        {"model": {"name": "mlp"}},
+    )
+    assert "model=mlp does not come from Hugging Face" in refused(
+        run, tmp_path / "to", capsys, "--format", "hf"
+    )
 
 
-# --- onnx -----------------------------------------------------------------------------------------------------------------------
+# --- onnx -----------------------------------------------------------------------------------------
 
 
-def test_onnx_computes_the_same_with_zeros_where_tensorrt_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    onnx, runtime = pytest.importorskip("onnx", reason="needs nmrun[onnx]"), pytest.importorskip("onnxruntime")
+def test_onnx_computes_the_same_with_zeros_where_tensorrt_looks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    onnx, runtime = (
+        pytest.importorskip("onnx", reason="needs nmrun[onnx]"),
+        pytest.importorskip("onnxruntime"),
+    )
     pytest.importorskip("onnxscript")
     made = config(tmp_path, "model=vit_tiny", "model.layers=1", "model.heads=2", "model.width=16")
     model = models.build(made.model.mapping(), {"shape": (1, 8, 8), "classes": 10})
@@ -365,11 +477,19 @@ def test_folded_and_transposed_weights_are_found_in_the_graph() -> None:
         onnx.numpy_helper.from_array(folded.numpy(), "c"),
         onnx.numpy_helper.from_array(linear.T.numpy().copy(), "val_3"),
     ]
-    nodes = [onnx.helper.make_node("Conv", ["x", "c"], ["y"]), onnx.helper.make_node("MatMul", ["z", "val_3"], ["u"])]
+    nodes = [
+        onnx.helper.make_node("Conv", ["x", "c"], ["y"]),
+        onnx.helper.make_node("MatMul", ["z", "val_3"], ["u"]),
+    ]
     graph = onnx.helper.make_graph(nodes, "g", [], [], tensors)
     layers = [Layer("c", Pattern(2, 4), 1), Layer("l", Pattern(2, 4), 1)]
-    lines = _located(graph, Finished(Path(), {}, {"c": conv, "l": linear}, layers), onnx.numpy_helper)
-    assert [(line["name"], line["dim"], line["tensorrt"]) for line in lines] == [("c", 1, True), ("l", 0, True)]
+    lines = _located(
+        graph, Finished(Path(), {}, {"c": conv, "l": linear}, layers), onnx.numpy_helper
+    )
+    assert [(line["name"], line["dim"], line["tensorrt"]) for line in lines] == [
+        ("c", 1, True),
+        ("l", 0, True),
+    ]
     assert list(graph.node[1].input) == ["z", "l"]
     stored = torch.from_numpy(onnx.numpy_helper.to_array(graph.initializer[0]).copy())
     assert folded.signbit()[folded == 0].any()
@@ -386,15 +506,25 @@ def test_folded_and_transposed_weights_are_found_in_the_graph() -> None:
 def test_onnx_is_for_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("onnxscript", reason="needs nmrun[onnx]")
     made = config(tmp_path, "model=gpt_tiny", "dataset=stdlib_text")
-    run = finished(tmp_path / "run", {"a": sparse((4, 8), "2:4", 1)}, [{"name": "a", "pattern": "2:4", "dim": 1}], made.plain)
+    run = finished(
+        tmp_path / "run",
+        {"a": sparse((4, 8), "2:4", 1)},
+        [{"name": "a", "pattern": "2:4", "dim": 1}],
+        made.plain,
+    )
     line = refused(run, tmp_path / "to", capsys, "--format", "onnx")
-    assert "--format onnx takes models for images; model=gpt_tiny is made from vocabulary and context" in line
+    assert (
+        "--format onnx takes models for images; model=gpt_tiny is made from vocabulary and context"
+        in line
+    )
 
 
-# --- semi-structured, with the GPU played by the CPU ----------------------------------------------------------------------------
+# --- semi-structured, with the GPU played by the CPU ----------------------------------------------
 
 
-def test_semi_structured_keeps_what_is_right_and_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_semi_structured_keeps_what_is_right_and_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from nmrun.export import semi_structured
 
     monkeypatch.setattr(semi_structured, "TOKENS", 8)
@@ -407,7 +537,10 @@ def test_semi_structured_keeps_what_is_right_and_faster(tmp_path: Path, monkeypa
     assert told == "faster: 1.000 ms with 8 tokens, dense 2.000 ms"
     assert semi_structured.best(weight)[0] is None  # slower
     monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda dense: dense.roll(1, 0))
-    assert semi_structured.best(weight) == (None, "dense, since the compressed product is not to be used here: WRONG results")
+    assert semi_structured.best(weight) == (
+        None,
+        "dense, since the compressed product is not to be used here: WRONG results",
+    )
     monkeypatch.undo()
     monkeypatch.setattr(semi_structured, "TOKENS", 8)
     found, told = semi_structured.best(weight)  # torch's own, which takes no tensor of a CPU

@@ -1,4 +1,6 @@
-"""Adam on the CPU with the recipe's part in one pass: the bits of torch's fused Adam between the recipe's own steps."""
+"""Adam on the CPU with the recipe's part in one pass: the bits of torch's fused Adam between the
+recipe's own steps.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ TOTAL = 12
 
 def assert_same(found: Tensor, wanted: Tensor) -> None:
     if EXACT:
-        assert torch.equal(found.contiguous().view(torch.int32), wanted.contiguous().view(torch.int32))
+        assert torch.equal(
+            found.contiguous().view(torch.int32), wanted.contiguous().view(torch.int32)
+        )
     else:
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
 
@@ -45,7 +49,9 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    "layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"]
+)
 @pytest.mark.parametrize(("decoupled", "beta1"), [(True, 0.8), (False, 0.9), (True, 0.3)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
@@ -55,7 +61,10 @@ def test_a_step_is_torchs_with_the_recipe_s_part_before_and_after(
     params = [nn.Parameter(torch.randn(shape)) for shape, _, _ in SHAPES]
     for p in params:
         p.data = p.contiguous(memory_format=layout) if p.dim() == 4 else p.data
-    copies = [update_of(kind, p.detach(), Pattern.parse(r), dim) for p, (_, dim, r) in zip(params, SHAPES, strict=True)]
+    copies = [
+        update_of(kind, p.detach(), Pattern.parse(r), dim)
+        for p, (_, dim, r) in zip(params, SHAPES, strict=True)
+    ]
     theirs = [p.detach().clone().requires_grad_() for p in params]
     options = {"lr": 3e-3, "betas": (beta1, 0.95), "eps": 1e-7, "weight_decay": 0.1, "fused": True}
     own = (optim.AdamW if decoupled else optim.Adam)(params, **options)
@@ -107,19 +116,32 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def begin(recipe: str, options: dict[str, Any]) -> tuple[nn.Module, optim.Adam, nmrun.handle.Handle]:
+def begin(
+    recipe: str, options: dict[str, Any]
+) -> tuple[nn.Module, optim.Adam, nmrun.handle.Handle]:
     torch.manual_seed(0)
-    layers = nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 32), nn.ReLU(), nn.Linear(32, 64)
+    layers = (
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(256, 32),
+        nn.ReLU(),
+        nn.Linear(32, 64),
+    )
     model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     return model, optimizer, nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **options)
 
 
-def train(model: nn.Module, optimizer: optim.Adam, handle: nmrun.handle.Handle, steps: range) -> list[Any]:
+def train(
+    model: nn.Module, optimizer: optim.Adam, handle: nmrun.handle.Handle, steps: range
+) -> list[Any]:
     """What is to be seen after each step."""
     seen: list[Any] = []
     for step in steps:
-        model(torch.randn(4, 16, 4, 4, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        model(
+            torch.randn(4, 16, 4, 4, generator=torch.Generator().manual_seed(step))
+        ).square().mean().backward()
         handle.measure_flips = step % 3 != 1
         if step == 8:
             with torch.no_grad(), handle.dense_weights():
@@ -131,7 +153,9 @@ def train(model: nn.Module, optimizer: optim.Adam, handle: nmrun.handle.Handle, 
 
 
 @pytest.mark.parametrize(("recipe", "options"), RUNS, ids=lambda x: str(x))
-def test_a_run_in_one_pass_is_one_with_hooks(recipe: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_one_pass_is_one_with_hooks(
+    recipe: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     steps: list[Operands] = []
     step = cpu_adam.step
     monkeypatch.setattr(cpu_adam, "step", lambda p, scalars: (steps.append(p), step(p, scalars)))
@@ -161,7 +185,9 @@ def test_transposable_masks_that_follow_the_weight_are_chosen_after_the_step() -
             assert torch.equal(w.parameter, wanted)
 
 
-@pytest.mark.parametrize(("recipe", "options"), [RUNS[i] for i in (3, 4, 6, 9, 11)], ids=lambda x: str(x))
+@pytest.mark.parametrize(
+    ("recipe", "options"), [RUNS[i] for i in (3, 4, 6, 9, 11)], ids=lambda x: str(x)
+)
 @pytest.mark.parametrize("stop", [2, 7])
 def test_a_run_goes_on_with_the_same_bits(recipe: str, options: dict[str, Any], stop: int) -> None:
     whole = begin(recipe, options)
@@ -176,11 +202,16 @@ def test_a_run_goes_on_with_the_same_bits(recipe: str, options: dict[str, Any], 
         assert torch.equal(p, q)
     for p, q in zip(whole[0].parameters(), second[0].parameters(), strict=True):
         assert whole[1].state[p].keys() == second[1].state[q].keys()
-        assert all(torch.equal(whole[1].state[p][name], second[1].state[q][name]) for name in whole[1].state[p])
+        assert all(
+            torch.equal(whole[1].state[p][name], second[1].state[q][name])
+            for name in whole[1].state[p]
+        )
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_threads_share_the_work_without_a_gap(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_the_work_without_a_gap(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = []
     for number in (1, threads):
         monkeypatch.setattr(torch, "get_num_threads", lambda number=number: number)
@@ -188,7 +219,10 @@ def test_threads_share_the_work_without_a_gap(threads: int, monkeypatch: pytest.
         torch.manual_seed(0)
         p = nn.Parameter(torch.randn(101, 204))
         p.grad = torch.randn_like(p)
-        optimizer, kept = optim.Adam([p], fused=True), update_of("decayed", p.detach(), Pattern(2, 4), 1)
+        optimizer, kept = (
+            optim.Adam([p], fused=True),
+            update_of("decayed", p.detach(), Pattern(2, 4), 1),
+        )
         assert optimizer.plan({p: kept}) == [p]
         optimizer.step()
         results.append([p, kept.projected, *optimizer.state[p].values()])
@@ -226,7 +260,10 @@ def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_for_which_nothing_was_asked_is_torchs() -> None:
     p = nn.Parameter(torch.randn(8, 16))
-    optimizer, kept = optim.Adam([p], fused=True), update_of("nothing", p.detach(), Pattern(2, 4), 1)
+    optimizer, kept = (
+        optim.Adam([p], fused=True),
+        update_of("nothing", p.detach(), Pattern(2, 4), 1),
+    )
     q = p.detach().clone().requires_grad_()
     stock = torch.optim.Adam([q], fused=True)
     before = kept.projected
@@ -238,7 +275,9 @@ def test_a_step_for_which_nothing_was_asked_is_torchs() -> None:
         stock.step()
         assert_same(p, q)
         assert optimizer.state[p]["step"] == step
-        assert torch.equal(kept.projected, nmrun.sparsity.hard_threshold(p.detach(), "2:4") if asked else before)
+        assert torch.equal(
+            kept.projected, nmrun.sparsity.hard_threshold(p.detach(), "2:4") if asked else before
+        )
         before = kept.projected.clone()
 
 

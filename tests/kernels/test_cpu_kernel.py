@@ -39,7 +39,9 @@ def both(weight: Tensor, ratio: str, dim: int, scale: float | None) -> tuple[Ten
     """(compiled, reference); scale None: hard threshold."""
     out = torch.full_like(weight, 7.0)
     assert cpu.project(weight, out, Pattern.parse(ratio), dim, scale is not None, scale or 1.0)
-    return out, hard_threshold(weight, ratio, dim) if scale is None else soft_threshold(weight, ratio, dim) * scale
+    return out, hard_threshold(weight, ratio, dim) if scale is None else soft_threshold(
+        weight, ratio, dim
+    ) * scale
 
 
 @needs_compiler
@@ -65,10 +67,14 @@ def both(weight: Tensor, ratio: str, dim: int, scale: float | None) -> tuple[Ten
         ("255:256", (2, 512), 1),
     ],
 )
-def test_bits_equal_the_reference(ratio: str, shape: tuple[int, ...], dim: int, scale: float | None) -> None:
+def test_bits_equal_the_reference(
+    ratio: str, shape: tuple[int, ...], dim: int, scale: float | None
+) -> None:
     weight = nasty(shape)
     if scale is not None:
-        weight = weight.nan_to_num(nan=torch.nan, posinf=3.0)  # infinity minus infinity has no right answer
+        weight = weight.nan_to_num(
+            nan=torch.nan, posinf=3.0
+        )  # infinity minus infinity has no right answer
     before = weight.clone()
     compiled, reference = both(weight, ratio, dim, scale)
     assert torch.equal(bits(compiled), bits(reference))
@@ -85,7 +91,9 @@ def test_bits_equal_the_reference(ratio: str, shape: tuple[int, ...], dim: int, 
         ("2:4", (4, 10, 3, 3), 1, True),
     ],
 )
-def test_weights_with_channels_last(ratio: str, shape: tuple[int, ...], dim: int, padded: bool) -> None:
+def test_weights_with_channels_last(
+    ratio: str, shape: tuple[int, ...], dim: int, padded: bool
+) -> None:
     weight = nasty(shape)
     pattern = Pattern.parse(ratio).over(shape[dim]) if padded else Pattern.parse(ratio)
     last = weight.to(memory_format=torch.channels_last)
@@ -97,14 +105,19 @@ def test_weights_with_channels_last(ratio: str, shape: tuple[int, ...], dim: int
 
 
 @needs_compiler
-@pytest.mark.parametrize(("ratio", "shape", "dim"), [("2:4", (7, 36), 1), ("1:8", (3, 16, 3, 3), 1), ("3:16", (32, 50), 0)])
+@pytest.mark.parametrize(
+    ("ratio", "shape", "dim"),
+    [("2:4", (7, 36), 1), ("1:8", (3, 16, 3, 3), 1), ("3:16", (32, 50), 0)],
+)
 @pytest.mark.parametrize("factor", [0.7, 1e-3, 1.0])
 def test_pruned_weights_fade(ratio: str, shape: tuple[int, ...], dim: int, factor: float) -> None:
     weight = nasty(shape)
     out = torch.full_like(weight, 7.0)
     assert cpu.project(weight, out, Pattern.parse(ratio), dim, factor=factor)
     mask = nm_mask(weight, ratio, dim)
-    assert torch.equal(bits(out), bits(torch.where(mask, weight, weight * torch.tensor(factor)) + 0.0))
+    assert torch.equal(
+        bits(out), bits(torch.where(mask, weight, weight * torch.tensor(factor)) + 0.0)
+    )
     assert cpu.project(weight, out, Pattern.parse(ratio), dim)  # without a factor, code of its own
     assert torch.equal(bits(out), bits(hard_threshold(weight, ratio, dim)))
 
@@ -147,7 +160,9 @@ def test_an_infinite_weight_shows_after_the_soft_threshold() -> None:
 @needs_compiler
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("shape", [(1024, 204), (101, 68, 3, 3)])
-def test_threads_share_the_work_without_a_gap(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], threads: int) -> None:
+def test_threads_share_the_work_without_a_gap(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], threads: int
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(cpu, "CHUNK", 1000)
     compiled, reference = both(nasty(shape), "2:4", 1, None)
@@ -197,17 +212,24 @@ def _project(recipe: type[STE] | type[SSTE], weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("recipe", [STE, SSTE])
-@pytest.mark.parametrize("trouble", ["no compiler", "broken compiler", "crashing compiler", "not a library"])
+@pytest.mark.parametrize(
+    "trouble", ["no compiler", "broken compiler", "crashing compiler", "not a library"]
+)
 def test_without_a_working_compiler_the_result_is_the_same(
     trouble: str, recipe: type[STE] | type[SSTE], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = nasty((16, 64)).nan_to_num(nan=torch.nan, posinf=3.0)
     wanted = _project(recipe, weight.T.contiguous().T)  # this layout goes to the reference
-    script = {"crashing compiler": "kill -9 $$", "not a library": 'for last; do :; done; echo no > "${@: -2:1}"'}
+    script = {
+        "crashing compiler": "kill -9 $$",
+        "not a library": 'for last; do :; done; echo no > "${@: -2:1}"',
+    }
     compiler = tmp_path / "cc"
     compiler.write_text(f"#!/bin/bash\n{script.get(trouble, 'echo error >&2; exit 1')}\n")
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(cpu, "find_compiler", lambda: None if trouble == "no compiler" else str(compiler))
+    monkeypatch.setattr(
+        cpu, "find_compiler", lambda: None if trouble == "no compiler" else str(compiler)
+    )
     cpu.load.cache_clear()
     assert cpu.load(Pattern(2, 4)) is None
     assert torch.equal(bits(_project(recipe, weight)), bits(wanted))
@@ -215,10 +237,16 @@ def test_without_a_working_compiler_the_result_is_the_same(
 
 @needs_compiler
 @pytest.mark.parametrize("trouble", ["a file in the way", "no home"])
-def test_without_a_cache_folder_it_still_compiles(trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cache_folder_it_still_compiles(
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if trouble == "no home":
         monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")))
+        monkeypatch.setattr(
+            Path,
+            "home",
+            lambda: (_ for _ in ()).throw(RuntimeError("Could not determine home directory.")),
+        )
     else:
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
@@ -228,7 +256,9 @@ def test_without_a_cache_folder_it_still_compiles(trouble: str, tmp_path: Path, 
 
 
 @needs_compiler
-def test_the_cache_is_used_and_knows_what_it_was_built_from(shared_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_used_and_knows_what_it_was_built_from(
+    shared_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built: list[Path] = []
     build = cpu._build
     monkeypatch.setattr(cpu, "_build", lambda *args: (built.append(args[-1]), build(*args)))
@@ -243,7 +273,9 @@ def test_the_cache_is_used_and_knows_what_it_was_built_from(shared_cache: Path, 
     assert {path.parent for path in built} == {shared_cache / "nmrun" / "kernels"}
 
 
-def test_compiler_of_the_environment_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiler_of_the_environment_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (mine := tmp_path / "my-cc").write_text("#!/bin/sh\n")
     mine.chmod(0o755)
     monkeypatch.setenv("CC", str(mine))

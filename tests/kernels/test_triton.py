@@ -1,4 +1,6 @@
-"""Triton's kernels without a GPU: right in the interpreter, and good machine code for the GPUs that have sparse tensor cores."""
+"""Triton's kernels without a GPU: right in the interpreter, and good machine code for the GPUs that
+have sparse tensor cores.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ CODE = sorted(Path(kernels.__file__).parent.glob("triton_*.py"))
     [
         "interpreter",
         pytest.param(
-            "device", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+            "device",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
         ),
     ],
 )
@@ -45,10 +51,18 @@ def test_against_the_reference(where: str) -> None:
 
 
 class Compiled:
-    """One kernel, compiled for an architecture without a device: its global memory instructions, by kind, and what it needs."""
+    """One kernel, compiled for an architecture without a device: its global memory instructions, by
+    kind, and what it needs.
+    """
 
     def __init__(
-        self, kernel: Any, architecture: int, ratio: str, strided: bool = False, short: bool = False, **constants: Any
+        self,
+        kernel: Any,
+        architecture: int,
+        ratio: str,
+        strided: bool = False,
+        short: bool = False,
+        **constants: Any,
     ) -> None:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -65,10 +79,18 @@ class Compiled:
         }  # fmt: skip
         types |= fixed.pop("types", {})
         names = kernel.arg_names
-        fixed |= {n: None for n, needed in (("cast", "CAST"), ("flips", "FLIPS"), ("scale", "SCALED")) if not fixed.get(needed)}
+        fixed |= {
+            n: None
+            for n, needed in (("cast", "CAST"), ("flips", "FLIPS"), ("scale", "SCALED"))
+            if not fixed.get(needed)
+        }
         fixed = {n: v for n, v in fixed.items() if n in names}
         signature = {n: "constexpr" if n in fixed else types[n] for n in names}
-        attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
+        attributes = {
+            (i,): [["tt.divisibility", 16]]
+            for i, n in enumerate(names)
+            if signature[n].startswith("*")
+        }
         built = triton.compile(
             ASTSource(kernel, signature, fixed, attributes),
             target=GPUTarget("cuda", architecture, 32),
@@ -89,7 +111,13 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def project_one(architecture: int, ratio: str, mode: int = 0, **options: Any) -> Compiled:
     from nmrun.kernels import triton_projection
 
-    return Compiled(triton_projection.project_one, architecture, ratio, MODE=mode, **{"SCALED": False, **options})
+    return Compiled(
+        triton_projection.project_one,
+        architecture,
+        ratio,
+        MODE=mode,
+        **{"SCALED": False, **options},
+    )
 
 
 def many(kernel: Any, architecture: int, weight: Any, fields: int, **options: Any) -> Compiled:
@@ -101,7 +129,9 @@ def many(kernel: Any, architecture: int, weight: Any, fields: int, **options: An
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("mode", [0, 1, 2], ids=["hard", "soft", "decayed"])
-def test_2_of_4_goes_16_bytes_at_a_time_and_through_registers_alone(architecture: int, mode: int) -> None:
+def test_2_of_4_goes_16_bytes_at_a_time_and_through_registers_alone(
+    architecture: int, mode: int
+) -> None:
     """2,048 weights for 128 threads: four vectors of four each."""
     built = project_one(architecture, "2:4", mode)
     assert built.loads == built.stores == {"v4.b32": 4}
@@ -114,7 +144,9 @@ def test_2_of_4_from_a_table_with_a_cast_copy_and_flips(architecture: int) -> No
 
     from nmrun.kernels.triton_projection import project_many
 
-    built = many(project_many, architecture, tl.float32, 8, MODE=0, SCALED=False, CAST=True, FLIPS=True)
+    built = many(
+        project_many, architecture, tl.float32, 8, MODE=0, SCALED=False, CAST=True, FLIPS=True
+    )
     assert built.loads["v4.b32"] == 8  # the weights and the old working copy
     assert built.stores == {"v4.b32": 4, "v2.b32": 4}  # four float32, four bfloat16
     assert built.loads.keys() <= {"v4.b32", "b64", "b32"}  # besides, the table
@@ -134,19 +166,32 @@ def test_the_step_of_adam(architecture: int) -> None:
 
     from nmrun.kernels.triton_adamw import adam_many
 
-    plainly = {"DECAYED": False, "SPARED": False, "HELD": False, "MODE": 0, "COUPLED": False, "FROZEN": False}
+    plainly = {
+        "DECAYED": False,
+        "SPARED": False,
+        "HELD": False,
+        "MODE": 0,
+        "COUPLED": False,
+        "FROZEN": False,
+    }
     built = many(adam_many, architecture, tl.float32, 12, **{**plainly, "DECAYED": True}, CAST=True)
     assert built.loads["v4.b32"] == 5 * 4  # weight, gradient, two moments, old working copy
     assert built.stores == {"v4.b32": 4 * 4, "v2.b32": 4}
     assert built.shared == 0
     assert re.search(r"\bsqrt\.rn\.f32", built.ptx)
     assert re.search(r"\bdiv\.rn\.f32", built.ptx)
-    assert not re.search(r"\bfma|\.ftz|\.approx", built.ptx)  # operation by operation, and subnormals stay
+    assert not re.search(
+        r"\bfma|\.ftz|\.approx", built.ptx
+    )  # operation by operation, and subnormals stay
     plain = many(adam_many, architecture, tl.float32, 12, **plainly)
     assert plain.loads["v4.b32"] == 4 * 4  # without decay nobody asks for the old working copy
-    held = many(adam_many, architecture, tl.float32, 12, **{**plainly, "HELD": True, "SPARED": True})
+    held = many(
+        adam_many, architecture, tl.float32, 12, **{**plainly, "HELD": True, "SPARED": True}
+    )
     assert held.loads["v4.b32"] == 4 * 4
-    assert held.loads["b32"] == 4 + 1 + plain.loads["b32"]  # the mask, four bytes at a time, and ``spared``
+    assert (
+        held.loads["b32"] == 4 + 1 + plain.loads["b32"]
+    )  # the mask, four bytes at a time, and ``spared``
     frozen = many(adam_many, architecture, tl.float32, 12, **{**plainly, "FROZEN": True})
     assert frozen.stores == {"v4.b32": 3 * 4}  # weight, first moment, working copy
     for mode in (1, 2):
@@ -182,7 +227,8 @@ def test_other_patterns_are_vectors_too(ratio: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "options"), [("2:4", {"strided": True}), ("1:16", {"strided": True}), ("2:4", {"short": True})]
+    ("ratio", "options"),
+    [("2:4", {"strided": True}), ("1:16", {"strided": True}), ("2:4", {"short": True})],
 )
 def test_strided_and_short_groups_compile(ratio: str, options: dict[str, bool]) -> None:
     built = project_one(90, ratio, **options)
@@ -191,11 +237,15 @@ def test_strided_and_short_groups_compile(ratio: str, options: dict[str, bool]) 
 
 
 def _loads(tree: ast.AST) -> list[tuple[str, str]]:
-    """(what is loaded from, what the value is made right away) of every tl.load; the latter empty if it is left as it is."""
+    """(what is loaded from, what the value is made right away) of every tl.load; the latter empty
+    if it is left as it is.
+    """
     made = {
         node.func.value: ast.unparse(node.args[0])
         for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "to"
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "to"
     }
     return [
         (re.split(r"\W", ast.unparse(node.args[0]))[0], made.get(node, ""))
@@ -208,12 +258,21 @@ def test_what_may_have_16_bits_is_made_float32_as_soon_as_it_is_read() -> None:
     loads = [load for path in CODE for load in _loads(ast.parse(path.read_text()))]
     wide = {"table", "owner", "row", "scalars", "seed"}  # int64, int32, float32
     narrow = [(name, to) for name, to in loads if name not in wide]
-    assert {name for name, _ in narrow} == {"weight", "out", "scale", "mask", "grad", "first", "second", "x"}
+    assert {name for name, _ in narrow} == {
+        "weight",
+        "out",
+        "scale",
+        "mask",
+        "grad",
+        "first",
+        "second",
+        "x",
+    }
     assert all(to == "tl.float32" for _, to in narrow)
     assert _loads(ast.parse("a = tl.load(weight + x) * 2")) == [("weight", "")]
 
 
-# --- who calls them --------------------------------------------------------------------------------------------------------
+# --- who calls them -------------------------------------------------------------------------------
 
 
 def test_neither_cpu_nor_other_devices_are_triton_s(monkeypatch: pytest.MonkeyPatch) -> None:

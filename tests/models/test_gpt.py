@@ -1,4 +1,6 @@
-"""GPT-2: the published sizes, a second implementation, causality, tying, which layers are sparse, pretrained weights."""
+"""GPT-2: the published sizes, a second implementation, causality, tying, which layers are sparse,
+pretrained weights.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,19 @@ from nmrun.errors import ConfigError
 from nmrun.models.gpt import GPT
 from nmrun.train import runner
 
-SIZES = {"gpt2": 124_439_808, "gpt2_medium": 354_823_168, "gpt2_large": 774_030_080, "gpt2_xl": 1_557_611_200}
+SIZES = {
+    "gpt2": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+}
 GPT2_DATA = {"vocabulary": 50257, "context": 1024}
 
 
 def config(name: str) -> dict:
-    return OmegaConf.to_container(OmegaConf.create((files("nmrun.conf") / "model" / f"{name}.yaml").read_text()))
+    return OmegaConf.to_container(
+        OmegaConf.create((files("nmrun.conf") / "model" / f"{name}.yaml").read_text())
+    )
 
 
 def tiny(dropout: float = 0.0) -> GPT:
@@ -62,12 +71,21 @@ def by_hand(model: GPT, tokens: list[int]) -> torch.Tensor:
             mixed = []
             for head in range(heads):
                 part = slice(head * size, (head + 1) * size)
-                scores = torch.stack([three[place][0][part] @ three[j][1][part] / size**0.5 for j in range(place + 1)])
+                scores = torch.stack(
+                    [
+                        three[place][0][part] @ three[j][1][part] / size**0.5
+                        for j in range(place + 1)
+                    ]
+                )
                 share = scores.exp() / scores.exp().sum()
                 mixed.append(sum(share[j] * three[j][2][part] for j in range(place + 1)))
             x = stream[place] + linear(torch.cat(mixed), f"{h}.attn.c_proj")
             inner = linear(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc")
-            inner = 0.5 * inner * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (inner + 0.044715 * inner**3)))
+            inner = (
+                0.5
+                * inner
+                * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (inner + 0.044715 * inner**3)))
+            )
             stream[place] = x + linear(inner, f"{h}.mlp.c_proj")
     return torch.stack([w["wte.weight"] @ norm(x, "ln_f") for x in stream])
 
@@ -75,7 +93,9 @@ def by_hand(model: GPT, tokens: list[int]) -> torch.Tensor:
 def test_logits_equal_those_by_hand():
     model = tiny()
     tokens = [3, 1, 4, 1, 5, 9, 2, 6]
-    torch.testing.assert_close(model(torch.tensor([tokens]))[0].double(), by_hand(model, tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(torch.tensor([tokens]))[0].double(), by_hand(model, tokens), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_no_logit_depends_on_a_later_token():
@@ -94,7 +114,9 @@ def test_initial_weights():
     for name in ("wte.weight", "wpe.weight", "h.3.attn.c_attn.weight", "h.7.mlp.c_fc.weight"):
         assert weights[name].std().item() == pytest.approx(0.02, rel=0.06), name
     for name in ("h.0.attn.c_proj.weight", "h.5.mlp.c_proj.weight"):
-        assert weights[name].std().item() == pytest.approx(0.02 / 4, rel=0.06), name  # sqrt(2 * 8 layers)
+        assert weights[name].std().item() == pytest.approx(0.02 / 4, rel=0.06), (
+            name
+        )  # sqrt(2 * 8 layers)
     assert not any(tensor.any() for name, tensor in weights.items() if name.endswith("bias"))
 
 
@@ -113,14 +135,21 @@ def test_dropout_is_for_training_alone():
     assert not torch.equal(model.train()(tokens), model(tokens))
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
-    torch.testing.assert_close(model(tokens)[0].double(), by_hand(model, list(range(8))), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(tokens)[0].double(), by_hand(model, list(range(8))), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(("include", "layers"), [(None, 4), (r"h\.\d+\.mlp\..*", 2)])
 def test_which_layers_are_sparse(include, layers):
     model = tiny()
     handle = nmrun.sparsify(
-        model, torch.optim.Adam(model.parameters()), "ste", "2:4", include=include, exclude=config("gpt_tiny")["exclude"]
+        model,
+        torch.optim.Adam(model.parameters()),
+        "ste",
+        "2:4",
+        include=include,
+        exclude=config("gpt_tiny")["exclude"],
     )
     names = {weight.name.split(".", 2)[2] for weight in handle.sparse}
     ffn = {"mlp.c_fc.weight", "mlp.c_proj.weight"}
@@ -142,14 +171,16 @@ def test_heads_must_divide_the_width():
         GPT(19, 12, layers=1, heads=3, width=8)
 
 
-# --- pretrained, against Hugging Face's own network ------------------------------------------------------------------------
+# --- pretrained, against Hugging Face's own network -----------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
     transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
     torch.manual_seed(1)
-    options = transformers.GPT2Config(vocab_size=31, n_positions=16, n_embd=12, n_layer=2, n_head=3, n_inner=48)
+    options = transformers.GPT2Config(
+        vocab_size=31, n_positions=16, n_embd=12, n_layer=2, n_head=3, n_inner=48
+    )
     theirs = transformers.GPT2LMHeadModel(options).eval()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
@@ -159,7 +190,10 @@ def pretrained(tmp_path_factory):
 
 
 def load(folder, vocabulary=31, context=10):
-    return models.build({**config("hf_gpt2"), "pretrained": str(folder)}, {"vocabulary": vocabulary, "context": context})
+    return models.build(
+        {**config("hf_gpt2"), "pretrained": str(folder)},
+        {"vocabulary": vocabulary, "context": context},
+    )
 
 
 def test_pretrained_gives_hugging_faces_logits(pretrained):
@@ -184,10 +218,20 @@ def test_groups_of_pretrained_weights_run_along_the_inputs(pretrained):
 
 def test_pretrained_is_fine_tuned(tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
-    options = transformers.GPT2Config(vocab_size=256, n_positions=64, n_embd=16, n_layer=1, n_head=2)
+    options = transformers.GPT2Config(
+        vocab_size=256, n_positions=64, n_embd=16, n_layer=1, n_head=2
+    )
     transformers.GPT2LMHeadModel(options).save_pretrained(tmp_path / "hf")
-    words = ("model=hf_gpt2", f"model.pretrained={tmp_path / 'hf'}", "dataset=stdlib_text", "recipe=asp", "recipe.prune_at=0")
-    result = runner.run(runs.config(tmp_path, *words, "trainer.epochs=1", "dataset.context=16"), tmp_path / "run")
+    words = (
+        "model=hf_gpt2",
+        f"model.pretrained={tmp_path / 'hf'}",
+        "dataset=stdlib_text",
+        "recipe=asp",
+        "recipe.prune_at=0",
+    )
+    result = runner.run(
+        runs.config(tmp_path, *words, "trainer.epochs=1", "dataset.context=16"), tmp_path / "run"
+    )
     assert result["status"] == "finished"
     assert [layer["holds"] for layer in result["sparsity"]["layers"]] == [True] * 4
 
@@ -200,11 +244,19 @@ def test_what_pretrained_refuses(pretrained, tmp_path):
         load(folder, context=17)
     with pytest.raises(ConfigError, match=r"model\.pretrained=.*/nothing: "):
         load(tmp_path / "nothing")
-    for key, value in {"activation_function": "relu", "scale_attn_by_inverse_layer_idx": True, "n_inner": 7}.items():
+    for key, value in {
+        "activation_function": "relu",
+        "scale_attn_by_inverse_layer_idx": True,
+        "n_inner": 7,
+    }.items():
         other = tmp_path / key
         other.mkdir()
-        (other / "config.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text()), key: value}))
-        with pytest.raises(ConfigError, match=rf"another architecture than GPT-2's: {key} is {value}"):
+        (other / "config.json").write_text(
+            json.dumps({**json.loads((folder / "config.json").read_text()), key: value})
+        )
+        with pytest.raises(
+            ConfigError, match=rf"another architecture than GPT-2's: {key} is {value}"
+        ):
             load(other)
 
 
@@ -215,10 +267,16 @@ def test_weights_that_do_not_fit_are_named(pretrained, tmp_path):
     weights = load_file(folder / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
     (name,) = [name for name in weights if name.endswith("h.1.mlp.c_fc.weight")]
-    save_file({n: t for n, t in weights.items() if n != name}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: t for n, t in weights.items() if n != name},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
     with pytest.raises(ConfigError, match=r"there is no transformer\.h\.1\.mlp\.c_fc\.weight"):
         load(tmp_path)
-    save_file({**weights, name: torch.zeros(5, 5)}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {**weights, name: torch.zeros(5, 5)}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
     with pytest.raises(ConfigError, match=r"there is no transformer\.h\.1\.mlp\.c_fc\.weight"):
         load(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"half a file")

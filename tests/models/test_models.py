@@ -1,4 +1,6 @@
-"""Networks for images: the parameters of the papers, the layers that are sparse, and the sizes of images they take."""
+"""Networks for images: the parameters of the papers, the layers that are sparse, and the sizes of
+images they take.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from nmrun.patterns import Pattern
 from nmrun.sparsity.select import candidates, select
 from nmrun.train import build
 
-IMAGENET = {  # parameters with 1,000 classes, as published by torchvision and timm, and sparse layers of all that are eligible at 2:4
+# parameters with 1,000 classes, as published by torchvision and timm, and sparse layers of all that
+# are eligible at 2:4
+IMAGENET = {
     "resnet18": (11_689_512, 19),
     "resnet34": (21_797_672, 35),
     "resnet50": (25_557_032, 52),
@@ -36,13 +40,17 @@ IMAGENET = {  # parameters with 1,000 classes, as published by torchvision and t
 
 
 def options(name: str, **changed: Any) -> dict[str, Any]:
-    plain: Any = OmegaConf.to_container(OmegaConf.create((files("nmrun.conf") / "model" / f"{name}.yaml").read_text()))
+    plain: Any = OmegaConf.to_container(
+        OmegaConf.create((files("nmrun.conf") / "model" / f"{name}.yaml").read_text())
+    )
     return {**plain, **changed}
 
 
 def built(name: str, side: int, classes: int, channels: int = 3, **changed: Any) -> nn.Module:
     with torch.device("meta"):
-        return models.build(options(name, **changed), {"shape": (channels, side, side), "classes": classes})
+        return models.build(
+            options(name, **changed), {"shape": (channels, side, side), "classes": classes}
+        )
 
 
 def parameters(model: nn.Module) -> int:
@@ -65,7 +73,9 @@ def test_for_imagenet(name: str) -> None:
 @pytest.mark.parametrize("name", [*IMAGENET, "resnet20"])
 def test_for_small_images(name: str, side: int) -> None:
     if name == "vgg16_bn" and side == 28:
-        with pytest.raises(ConfigError, match="vgg16_bn takes images of 32 pixels or more; these have 28"):
+        with pytest.raises(
+            ConfigError, match="vgg16_bn takes images of 32 pixels or more; these have 28"
+        ):
             built(name, side, 10)
         return
     channels, chosen = (1 if side == 28 else 3), options(name)
@@ -110,10 +120,14 @@ def test_the_shortcut_without_parameters_takes_every_second_pixel() -> None:
         ("swin_v2_t", "features.0", (16, 16), (8, 8)),  # (B, H, W, C)
     ],
 )
-def test_forms_differ_in_the_resolution_of_the_maps(name: str, module: str, small: Any, large: Any) -> None:
+def test_forms_differ_in_the_resolution_of_the_maps(
+    name: str, module: str, small: Any, large: Any
+) -> None:
     for form, expected in (("auto", small), ("cifar", small), ("imagenet", large)):
         model, seen = built(name, 32, 10, form=form), []
-        model.get_submodule(module).register_forward_hook(lambda m, i, out, seen=seen: seen.append(tuple(out.shape)))
+        model.get_submodule(module).register_forward_hook(
+            lambda m, i, out, seen=seen: seen.append(tuple(out.shape))
+        )
         model(torch.zeros(2, 3, 32, 32, device="meta"))
         shape = seen[0][1:3] if name == "swin_v2_t" else seen[0][2:]
         assert shape == expected, form
@@ -123,7 +137,9 @@ def test_forms_differ_in_the_resolution_of_the_maps(name: str, module: str, smal
 def test_depthwise_convolutions_cannot_be_sparse() -> None:
     model, chosen = built("mobilenet_v2", 32, 10), options("mobilenet_v2")
     modules = dict(model.named_modules())
-    depthwise = {f"{name}.weight" for name, m in modules.items() if isinstance(m, nn.Conv2d) and m.groups > 1}
+    depthwise = {
+        f"{name}.weight" for name, m in modules.items() if isinstance(m, nn.Conv2d) and m.groups > 1
+    }
     for pattern in ("2:4", "1:4", "1:16"):
         _, dense = select(model, Pattern.parse(pattern), chosen["include"], chosen["exclude"])
         assert depthwise <= {left.name for left in dense}
@@ -150,12 +166,17 @@ def test_queries_and_keys_can_be_chosen(tmp_path: Path) -> None:
         f"self_attention.{name}.weight" for _ in range(2) for name in ("query", "key")
     ]
     feed_forward = build.build(config(tmp_path, *tiny))
-    assert [weight.name.split(".", 3)[3] for weight in feed_forward.handle.sparse] == ["mlp.0.weight", "mlp.3.weight"] * 2
+    assert [weight.name.split(".", 3)[3] for weight in feed_forward.handle.sparse] == [
+        "mlp.0.weight",
+        "mlp.3.weight",
+    ] * 2
 
 
 def test_stochastic_depth_leaves_out_whole_branches_and_more_of_later_layers() -> None:
     sizes = {"layers": 3, "heads": 1, "width": 8, "patch": 4}
-    model = models.build(options("deit_tiny", **sizes, stochastic_depth=0.9), {"shape": (3, 8, 8), "classes": 2})
+    model = models.build(
+        options("deit_tiny", **sizes, stochastic_depth=0.9), {"shape": (3, 8, 8), "classes": 2}
+    )
     blocks: Any = model.encoder.layers  # type: ignore[union-attr]
     x, unchanged = torch.randn(400, 5, 8), []
     model.train()
@@ -188,13 +209,20 @@ def test_timm_networks() -> None:
     model = built("timm", 224, 1000, name_in_timm="vit_tiny_patch16_224")
     assert parameters(model) == 5_717_416
     sparse, dense = select(model, Pattern(2, 4), chosen["include"], chosen["exclude"])
-    assert [left.name for left in dense] == ["cls_token", "pos_embed", "patch_embed.proj.weight", "head.weight"]
+    assert [left.name for left in dense] == [
+        "cls_token",
+        "pos_embed",
+        "patch_embed.proj.weight",
+        "head.weight",
+    ]
     assert len(sparse) == 12 * 4
     small = built("timm", 32, 10, 1, name_in_timm="vit_tiny_patch16_224", options={"patch_size": 4})
     assert small(torch.zeros(2, 1, 32, 32, device="meta")).shape == (2, 10)
     convolutional = built("timm", 32, 10, name_in_timm="resnet18")
     assert parameters(convolutional) == 11_689_512 - 513 * 990
-    with pytest.raises(ConfigError, match=r"model.name_in_timm=resnet1: timm has no such model; it has .*resnet1"):
+    with pytest.raises(
+        ConfigError, match=r"model.name_in_timm=resnet1: timm has no such model; it has .*resnet1"
+    ):
         built("timm", 32, 10, name_in_timm="resnet1")
     with pytest.raises(ConfigError, match=r"with model.options=.*nonsense"):
         built("timm", 32, 10, name_in_timm="resnet18", options={"nonsense": 1})
@@ -209,6 +237,8 @@ def test_without_timm_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) 
 
 def test_every_model_file_has_its_builder() -> None:
     names = {
-        path.name.removesuffix(".yaml") for path in (files("nmrun.conf") / "model").iterdir() if path.name.endswith(".yaml")
+        path.name.removesuffix(".yaml")
+        for path in (files("nmrun.conf") / "model").iterdir()
+        if path.name.endswith(".yaml")
     }
     assert {*IMAGENET, "resnet20", "resnet32", "timm"} <= names & set(models.MODELS)

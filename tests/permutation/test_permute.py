@@ -1,4 +1,6 @@
-"""Channel permutation: the search against brute force, the reordered network against itself, ASP around the pruning."""
+"""Channel permutation: the search against brute force, the reordered network against itself, ASP
+around the pruning.
+"""
 
 from __future__ import annotations
 
@@ -40,31 +42,41 @@ def kept_by_hand(matrix: Tensor, pattern: Pattern, order: list[int]) -> float:
     return total
 
 
-def layers_of(*parts: tuple[int, str], channels: int, seed: int = 0, pad: bool = False) -> list[tuple[Tensor, Pattern]]:
+def layers_of(
+    *parts: tuple[int, str], channels: int, seed: int = 0, pad: bool = False
+) -> list[tuple[Tensor, Pattern]]:
     generator = torch.Generator().manual_seed(seed)
     found = []
     for row_count, text in parts:
         pattern = Pattern.parse(text)
         pattern = pattern.over(channels) if pad else pattern
-        found.append((torch.randn(row_count, channels, generator=generator, dtype=torch.float64), pattern))
+        found.append(
+            (torch.randn(row_count, channels, generator=generator, dtype=torch.float64), pattern)
+        )
     return found
 
 
-# --- the search -------------------------------------------------------------------------------------------------------------------
+# --- the search -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "parts", [[(3, "1:2")], [(4, "2:3")], [(2, "1:3")], [(3, "1:3"), (2, "2:3")], [(5, "1:2"), (3, "2:2")]]
+    "parts",
+    [[(3, "1:2")], [(4, "2:3")], [(2, "1:3")], [(3, "1:3"), (2, "2:3")], [(5, "1:2"), (3, "2:2")]],
 )
 def test_few_channels_are_searched_exactly(parts: list[tuple[int, str]]) -> None:
     """Against all 720 permutations of 6 channels."""
     for seed in range(3):
         layers = layers_of(*parts, channels=6, seed=seed)
-        every = (sum(kept_by_hand(w, p, list(order)) for w, p in layers) for order in itertools.permutations(range(6)))
+        every = (
+            sum(kept_by_hand(w, p, list(order)) for w, p in layers)
+            for order in itertools.permutations(range(6))
+        )
         best = max(every)
         order = best_order(layers)
         assert sorted(order.tolist()) == list(range(6))
-        assert sum(kept_by_hand(w, p, order.tolist()) for w, p in layers) == pytest.approx(best, rel=1e-12)
+        assert sum(kept_by_hand(w, p, order.tolist()) for w, p in layers) == pytest.approx(
+            best, rel=1e-12
+        )
         assert kept_magnitude(layers, order) == pytest.approx(best, rel=1e-12)
 
 
@@ -79,7 +91,9 @@ SEARCHES = [
 
 
 @pytest.mark.parametrize(("parts", "channels", "pad"), SEARCHES)
-def test_no_swap_of_two_channels_is_missed(parts: list[tuple[int, str]], channels: int, pad: bool) -> None:
+def test_no_swap_of_two_channels_is_missed(
+    parts: list[tuple[int, str]], channels: int, pad: bool
+) -> None:
     layers = layers_of(*parts, channels=channels, pad=pad)
 
     def kept(order: list[int]) -> float:
@@ -97,9 +111,13 @@ def test_no_swap_of_two_channels_is_missed(parts: list[tuple[int, str]], channel
 
 @pytest.mark.parametrize(("n", "m", "groups"), [(1, 4, 6), (2, 4, 5), (2, 8, 3), (1, 8, 4)])
 def test_a_hidden_perfect_order_is_found(n: int, m: int, groups: int) -> None:
-    """m / n kinds of channels, each alone in its own rows: with n of every kind to a group, all magnitude is kept."""
+    """m / n kinds of channels, each alone in its own rows: with n of every kind to a group, all
+    magnitude is kept.
+    """
     kinds, channels = m // n, groups * m
-    kind = torch.arange(channels) // (channels // kinds)  # all of a kind side by side: the worst order there is
+    kind = torch.arange(channels) // (
+        channels // kinds
+    )  # all of a kind side by side: the worst order there is
     matrix = torch.rand(40, channels, generator=torch.Generator().manual_seed(1)) + 0.5
     matrix[torch.arange(40).unsqueeze(1) % kinds != kind] = 0.0
     layers = [(matrix, Pattern(n, m))]
@@ -133,17 +151,21 @@ def test_what_no_order_improves_stays() -> None:
         assert torch.equal(best_order([(weight, Pattern.parse(text))]), torch.arange(16))
 
 
-# --- the network ------------------------------------------------------------------------------------------------------------------
+# --- the network ----------------------------------------------------------------------------------
 
 
 class Residual(nn.Module):
-    """Two stages of torchvision's residual blocks, the first of them with the trunk's channels tied through all its layers."""
+    """Two stages of torchvision's residual blocks, the first of them with the trunk's channels tied
+    through all its layers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.conv1, self.bn1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
         down = nn.Sequential(nn.Conv2d(8, 16, 1, 2, bias=False), nn.BatchNorm2d(16))
-        self.blocks = nn.Sequential(BasicBlock(8, 8), BasicBlock(8, 8), BasicBlock(8, 16, 2, down), BasicBlock(16, 16))
+        self.blocks = nn.Sequential(
+            BasicBlock(8, 8), BasicBlock(8, 8), BasicBlock(8, 16, 2, down), BasicBlock(16, 16)
+        )
         self.fc = nn.Linear(16, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -151,13 +173,19 @@ class Residual(nn.Module):
 
 
 class Branches(nn.Module):
-    """One trunk read by two branches, whose outputs are concatenated; behind that a map that is read both as it is and flattened."""
+    """One trunk read by two branches, whose outputs are concatenated; behind that a map that is
+    read both as it is and flattened.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 3)
         self.left, self.right = nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 1)
-        self.after, self.last, self.fc = nn.Conv2d(16, 8, 1), nn.Conv2d(8, 5, 1), nn.Linear(8 * 4, 5)
+        self.after, self.last, self.fc = (
+            nn.Conv2d(16, 8, 1),
+            nn.Conv2d(8, 5, 1),
+            nn.Linear(8 * 4, 5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x).relu()
@@ -167,14 +195,24 @@ class Branches(nn.Module):
 
 
 class Assorted(nn.Module):
-    """Depthwise, squeeze and excitation, group norms, a layer called twice, a grouped convolution, norms over flattened maps."""
+    """Depthwise, squeeze and excitation, group norms, a layer called twice, a grouped convolution,
+    norms over flattened maps.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.one_group, self.depthwise = nn.Conv2d(3, 8, 3), nn.GroupNorm(1, 8), nn.Conv2d(8, 8, 3, groups=8)
+        self.stem, self.one_group, self.depthwise = (
+            nn.Conv2d(3, 8, 3),
+            nn.GroupNorm(1, 8),
+            nn.Conv2d(8, 8, 3, groups=8),
+        )
         self.squeeze, self.excite = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
         self.twice, self.narrow = nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)
-        self.two_groups, self.grouped, self.pool = nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 1, groups=2), nn.AdaptiveMaxPool2d(2)
+        self.two_groups, self.grouped, self.pool = (
+            nn.GroupNorm(2, 8),
+            nn.Conv2d(8, 8, 1, groups=2),
+            nn.AdaptiveMaxPool2d(2),
+        )
         self.mix = nn.Conv2d(8, 8, 1)
         self.norm, self.wide = nn.BatchNorm1d(32), nn.Linear(32, 16)
         self.layer_norm, self.fc = nn.LayerNorm(16), nn.Linear(16, 5)
@@ -189,7 +227,10 @@ class Assorted(nn.Module):
         return self.fc(F.dropout(self.layer_norm(self.wide(x)), 0.0, self.training))
 
 
-IMAGES, TOKENS = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(9)), torch.arange(24).view(3, 8) % 11
+IMAGES, TOKENS = (
+    torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(9)),
+    torch.arange(24).view(3, 8) % 11,
+)
 # the network, its input, which layers' inputs can be reordered, and why others cannot
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Tensor, set[str], dict[str, str]]] = {
     "small_conv": (
@@ -250,8 +291,12 @@ def test_what_can_be_reordered_and_what_cannot(name: str) -> None:
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())
 
 
-def sparsified(model: nn.Module, optimizer: torch.optim.Optimizer, pattern: str = "2:4", **options: Any) -> nmrun.Handle:
-    return nmrun.sparsify(model, optimizer, "asp", pattern, total_steps=1000, permute=True, **options)
+def sparsified(
+    model: nn.Module, optimizer: torch.optim.Optimizer, pattern: str = "2:4", **options: Any
+) -> nmrun.Handle:
+    return nmrun.sparsify(
+        model, optimizer, "asp", pattern, total_steps=1000, permute=True, **options
+    )
 
 
 def shuffled(layers: Any) -> Tensor:
@@ -261,7 +306,9 @@ def shuffled(layers: Any) -> Tensor:
 
 @pytest.mark.parametrize("search", [best_order, shuffled])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_the_network_computes_the_same(name: str, search: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_network_computes_the_same(
+    name: str, search: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, x = network(name)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     handle = sparsified(model, optimizer, "1:4")
@@ -271,20 +318,37 @@ def test_the_network_computes_the_same(name: str, search: Any, monkeypatch: pyte
     said = permute_inputs(handle.sparse, handle.recipe.channels, optimizer, [])
     for now, then in zip(outputs(model, x), before, strict=True):
         torch.testing.assert_close(now, then, rtol=1e-10, atol=1e-12)
-    moved = {w.module_name for w, old in zip(handle.sparse, weights, strict=True) if not torch.equal(w.dense, old)}
+    moved = {
+        w.module_name
+        for w, old in zip(handle.sparse, weights, strict=True)
+        if not torch.equal(w.dense, old)
+    }
     told = said[0].removeprefix("input channels permuted of ").partition(": ")[0]
-    assert {reader.removesuffix(".weight") for reader in told.split(", ")} <= moved & NETWORKS[name][2]
+    assert {reader.removesuffix(".weight") for reader in told.split(", ")} <= moved & NETWORKS[
+        name
+    ][2]
     if search is shuffled:
         sizes = {key: channels.size for key, channels in handle.recipe.channels.items()}
-        assert moved >= {w.module_name for w in handle.sparse if sizes.get(w.module_name) == w.shape[1]} & NETWORKS[name][2]
+        assert (
+            moved
+            >= {w.module_name for w in handle.sparse if sizes.get(w.module_name) == w.shape[1]}
+            & NETWORKS[name][2]
+        )
     else:
-        new = [kept_magnitude([(w.dense.movedim(1, -1).flatten(0, -2), Pattern(1, 4))]) for w in handle.sparse]
+        new = [
+            kept_magnitude([(w.dense.movedim(1, -1).flatten(0, -2), Pattern(1, 4))])
+            for w in handle.sparse
+        ]
         assert sum(new) > sum(kept)
 
 
 @pytest.mark.parametrize("update", ["sgd", "adam", "adamw"])
-def test_the_next_updates_are_the_same_reordered(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Train three steps; then one network is reordered, its twin is not, and both train on with the same batches."""
+def test_the_next_updates_are_the_same_reordered(
+    update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Train three steps; then one network is reordered, its twin is not, and both train on with the
+    same batches.
+    """
     monkeypatch.setattr(permute, "best_order", shuffled)
     make = {
         "sgd": lambda p: torch.optim.SGD(p, 0.02, momentum=0.9, weight_decay=0.1),
@@ -307,7 +371,9 @@ def test_the_next_updates_are_the_same_reordered(update: str, monkeypatch: pytes
     plain = make(other.parameters())
     plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     named = dict(other.named_parameters()) | dict(other.named_buffers())
-    dense = dict(model.named_parameters()) | dict(model.named_buffers())  # a dense phase: ASP prunes much later
+    dense = dict(model.named_parameters()) | dict(
+        model.named_buffers()
+    )  # a dense phase: ASP prunes much later
     for name, tensor in named.items():
         tensor.data.copy_(dense[name])
         tensor.grad = None if dense[name].grad is None else dense[name].grad.clone()
@@ -325,7 +391,9 @@ def test_the_next_updates_are_the_same_reordered(update: str, monkeypatch: pytes
             if gradient is not None:
                 torch.testing.assert_close(dense[name].grad, gradient, rtol=1e-6, atol=1e-9)
 
-    assert {"blocks.0.bn1.running_var", "blocks.0.bn1.bias", "conv1.weight", "fc.weight"} <= {name for name, *_ in moves}
+    assert {"blocks.0.bn1.running_var", "blocks.0.bn1.bias", "conv1.weight", "fc.weight"} <= {
+        name for name, *_ in moves
+    }
     check()
     train(model, optimizer, 3)
     train(other, plain, 3)
@@ -343,7 +411,9 @@ class Factored(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p]["rows"] = p.detach().flatten(1).sum(1) if p.dim() > 1 else torch.zeros(())
+                self.state[p]["rows"] = (
+                    p.detach().flatten(1).sum(1) if p.dim() > 1 else torch.zeros(())
+                )
         super().step()
 
 
@@ -359,7 +429,9 @@ class Flips(nn.Sequential):
 
 
 def trained_at(model: nn.Module, *names: str) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for name, p in model.named_parameters() if name not in names], 0.1, momentum=0.9)
+    return torch.optim.SGD(
+        [p for name, p in model.named_parameters() if name not in names], 0.1, momentum=0.9
+    )
 
 
 def tie(model: nn.Sequential) -> nn.Module:
@@ -415,15 +487,25 @@ def test_what_is_not_understood_is_left_alone_and_said(
     said = permute_inputs(handle.sparse, handle.recipe.channels, optimizer, [])
     torch.testing.assert_close(model(x), y)
     assert any(f"input channels not permuted of {sentence}" in line for line in said), said
-    columns_moved = {w.module_name for w in handle.sparse if moved_columns(weights[w.module_name], w.dense)}
+    columns_moved = {
+        w.module_name for w in handle.sparse if moved_columns(weights[w.module_name], w.dense)
+    }
     assert columns_moved == moving
 
 
 def test_a_group_with_positions_of_several_channels_is_left_alone() -> None:
-    """Two positions a channel: at M = 8 a group has four channels, at M = 2 one, and then its place does not matter."""
+    """Two positions a channel: at M = 8 a group has four channels, at M = 2 one, and then its place
+    does not matter.
+    """
     for pattern, moves in [("1:8", False), ("1:2", True)]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveMaxPool2d((2, 1)), nn.Flatten(), nn.Linear(16, 8), nn.Linear(8, 8))
+        model = nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.AdaptiveMaxPool2d((2, 1)),
+            nn.Flatten(),
+            nn.Linear(16, 8),
+            nn.Linear(8, 8),
+        )
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         handle = sparsified(model, optimizer, pattern, include=["3", "4"])
         said = permute_inputs(handle.sparse, handle.recipe.channels, optimizer, [])
@@ -442,12 +524,21 @@ def test_a_model_that_cannot_be_traced_is_pruned_as_without(wrap: Any) -> None:
     for option in (True, False):
         model = wrap(chain())
         handle = nmrun.sparsify(
-            model, torch.optim.SGD(model.parameters(), 0.1), "asp", "2:4", prune_at=0, include=".*[24]", permute=option
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            "asp",
+            "2:4",
+            prune_at=0,
+            include=".*[24]",
+            permute=option,
         )
         found.append(list(model.state_dict().values()))
         events = [event for event in handle.pop_events() if "permute" in event]
         assert len(events) == option
-        assert not option or (events[0].startswith("no channels will be permuted: the model ") and "\n" not in events[0])
+        assert not option or (
+            events[0].startswith("no channels will be permuted: the model ")
+            and "\n" not in events[0]
+        )
     assert all(map(torch.equal, *found))
 
 
@@ -456,16 +547,22 @@ def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     model = chain()
     handle = sparsified(model, torch.optim.SGD(model.parameters(), 0.1))
-    assert handle.pop_events() == ["no channels will be permuted: several processes train the model"]
+    assert handle.pop_events() == [
+        "no channels will be permuted: several processes train the model"
+    ]
 
 
-# --- ASP --------------------------------------------------------------------------------------------------------------------------
+# --- ASP ------------------------------------------------------------------------------------------
 
 
-def asp(permuting: bool, steps: int, total: int = 10, watch: Any = None) -> tuple[nn.Module, nmrun.Handle, list[str]]:
+def asp(
+    permuting: bool, steps: int, total: int = 10, watch: Any = None
+) -> tuple[nn.Module, nmrun.Handle, list[str]]:
     model, x = network("small_conv")
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    handle = nmrun.sparsify(model, optimizer, "asp", "1:4", total, permute=permuting, include="inner.*")
+    handle = nmrun.sparsify(
+        model, optimizer, "asp", "1:4", total, permute=permuting, include="inner.*"
+    )
     said: list[str] = []
     for step in range(steps):
         if watch:
@@ -484,18 +581,27 @@ def test_pruning_keeps_more_and_the_pattern_holds() -> None:
         dense.append([w.dense.detach().clone() for w in handle.sparse])
         model, handle, said = asp(permuting, 5)
         kept.append([float(w.weight.abs().sum()) for w in handle.sparse])
-        asp_says = [sentence for sentence in said if "input channels permuted of inner.0.weight, inner.1.weight" in sentence]
+        asp_says = [
+            sentence
+            for sentence in said
+            if "input channels permuted of inner.0.weight, inner.1.weight" in sentence
+        ]
         assert len(asp_says) == permuting
         assert not permuting or asp_says[0].startswith("step 5: ")
         model, handle, _ = asp(permuting, 8)
         handle.finalize()
-        assert nmrun.sparsity.check_nm(model, "1:4", include="inner.*") == ["inner.0.weight", "inner.1.weight"]
+        assert nmrun.sparsity.check_nm(model, "1:4", include="inner.*") == [
+            "inner.0.weight",
+            "inner.1.weight",
+        ]
     assert all(map(torch.equal, *dense))  # up to the pruning it makes no difference
     assert all(more > less for less, more in zip(*kept, strict=True))
 
 
 def test_a_copy_of_the_model_is_plain_and_computes_what_the_model_did() -> None:
-    """Whenever it is made; an average of weights is of channels in one order where it begins after the pruning."""
+    """Whenever it is made; an average of weights is of channels in one order where it begins after
+    the pruning.
+    """
     copies, said = {}, {}
     x = network("small_conv")[1]
 
@@ -515,7 +621,9 @@ def test_a_copy_of_the_model_is_plain_and_computes_what_the_model_did() -> None:
 
 
 def test_masks_that_are_remembered_follow() -> None:
-    """With a learning rate of 0 the pruning alone changes masks: those before, reordered, against those after, counted by hand."""
+    """With a learning rate of 0 the pruning alone changes masks: those before, reordered, against
+    those after, counted by hand.
+    """
     model, x = network("small_conv")
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     handle = nmrun.sparsify(model, optimizer, "asp", "1:4", 2, permute=True, include="inner.*")
@@ -542,9 +650,13 @@ def test_masks_that_are_remembered_follow() -> None:
     assert handle.metrics()["sparsity/sad_since_first"] == pytest.approx(flips / entries)
     assert found["diagnose/flipped"] == found["diagnose/flips"] == pytest.approx(flips / entries)
     reordered.eval()
-    _Task().loss(reordered, x).backward()  # what the pruning took away, times the gradient before it
+    _Task().loss(
+        reordered, x
+    ).backward()  # what the pruning took away, times the gradient before it
     full = {w.name: reordered.get_parameter(w.name) for w in handle.sparse}
-    slopes = [float((full[w.name].grad * (full[w.name] - w.dense).detach()).sum()) for w in handle.sparse]
+    slopes = [
+        float((full[w.name].grad * (full[w.name] - w.dense).detach()).sum()) for w in handle.sparse
+    ]
     assert found["diagnose/descent_predicted_dense"] == pytest.approx(sum(slopes), rel=1e-9)
 
 
@@ -565,9 +677,15 @@ class Noisy(SmallConv):
         self.head = nn.Sequential(nn.BatchNorm1d(self.head.in_features), nn.Dropout(0.2), self.head)
 
 
-def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pruned after step 7, checkpoints after 3, 6, 9 and 12: killed before the pruning, right after it, and later."""
-    monkeypatch.setattr(models, "build", lambda options, inputs: Noisy(**inputs, channels=options["channels"]))
+def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pruned after step 7, checkpoints after 3, 6, 9 and 12: killed before the pruning, right after
+    it, and later.
+    """
+    monkeypatch.setattr(
+        models, "build", lambda options, inputs: Noisy(**inputs, channels=options["channels"])
+    )
     overrides = (
         "recipe=asp",
         "recipe.prune_at=0.58",
@@ -580,7 +698,9 @@ def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(tmp_path: Path,
         made = config(folder, *overrides)
         result = runner.run(made, run_folder(made))
         assert result["status"] == "finished", result
-        assert any("input channels permuted of inner.0.weight" in event for event in result["events"])
+        assert any(
+            "input channels permuted of inner.0.weight" in event for event in result["events"]
+        )
         return (
             (run_folder(made) / "model.safetensors").read_bytes(),
             rows(run_folder(made)),

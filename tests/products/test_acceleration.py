@@ -1,4 +1,6 @@
-"""2:4 products in training: which path a layer gets, and that training is the same with it. Paths are played on the CPU."""
+"""2:4 products in training: which path a layer gets, and that training is the same with it. Paths
+are played on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def mlp() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).bfloat16()
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)
+    ).bfloat16()
 
 
-def sparse(model: nn.Module, recipe: str = "ste", **options: Any) -> tuple[torch.optim.Optimizer, nmrun.handle.Handle]:
+def sparse(
+    model: nn.Module, recipe: str = "ste", **options: Any
+) -> tuple[torch.optim.Optimizer, nmrun.handle.Handle]:
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-2)
     options = {"pattern": "2:4", "total_steps": 8, **options}
     return optimizer, nmrun.sparsify(model, optimizer, recipe, **options)
@@ -58,21 +64,34 @@ def passing(model: nn.Module, tokens: int = 16) -> Any:
     return lambda: model(x)
 
 
-# --- which path -----------------------------------------------------------------------------------------------------------------
+# --- which path -----------------------------------------------------------------------------------
 
 
-def test_the_fastest_right_path_is_taken_where_it_beats_dense(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fastest_right_path_is_taken_where_it_beats_dense(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = mlp()
     _, handle = sparse(model)
     choices = accelerate(handle, passing(model))
-    assert [(c.name, c.path) for c in choices] == [("0.weight", "compressed"), ("2.weight", "compressed"), ("4.weight", None)]
+    assert [(c.name, c.path) for c in choices] == [
+        ("0.weight", "compressed"),
+        ("2.weight", "compressed"),
+        ("4.weight", None),
+    ]
     assert "10 outputs are not multiples of 16" in choices[2].reason
     # forward 1, input gradient stays dense 3, packing 0: 4 against 6
     assert choices[0].reason == "dense 6.000 ms, compressed 4.000 ms (1.50x)"
-    assert [w.layer is not None and isinstance(w.layer.packed, Packed) for w in handle.sparse] == [True, True, False]
+    assert [w.layer is not None and isinstance(w.layer.packed, Packed) for w in handle.sparse] == [
+        True,
+        True,
+        False,
+    ]
     said = acceleration.lines(choices)
     assert said[0] == "2:4 products in 2 of 3 sparse layers"
-    assert said[1] == "  compressed: 0.weight, 32 to 64, 16 tokens, bfloat16: dense 6.000 ms, compressed 4.000 ms (1.50x)"
+    assert (
+        said[1]
+        == "  compressed: 0.weight, 32 to 64, 16 tokens, bfloat16: dense 6.000 ms, compressed 4.000 ms (1.50x)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +100,10 @@ def test_the_fastest_right_path_is_taken_where_it_beats_dense(machine: Machine, 
         (backends24.Path(COMPRESSED.pack, wrong), "WRONG results"),
         (backends24.Path(refusing, wrong), "not on this machine"),
         (
-            backends24.Path(MASKED.pack, lambda x, p, b: F.linear(x, p[0], b) * (1 + (next(CALLS) % 3 == 2) / 128)),
+            backends24.Path(
+                MASKED.pack,
+                lambda x, p, b: F.linear(x, p[0], b) * (1 + (next(CALLS) % 3 == 2) / 128),
+            ),
             "results CHANGE from call to call",
         ),
     ],
@@ -93,7 +115,11 @@ def test_a_path_that_is_not_right_is_never_taken(
     model = mlp()
     _, handle = sparse(model)
     monkeypatch.setattr(backends24, "PATHS", {"broken": path, "compressed": COMPRESSED})
-    assert [c.path for c in accelerate(handle, passing(model), mode)] == ["compressed", "compressed", None]
+    assert [c.path for c in accelerate(handle, passing(model), mode)] == [
+        "compressed",
+        "compressed",
+        None,
+    ]
     monkeypatch.setattr(backends24, "PATHS", {"broken": path})
     if mode == "auto":
         choices = accelerate(handle, passing(model))
@@ -112,16 +138,31 @@ def test_slower_than_dense(machine: Machine) -> None:
     assert [c.path for c in choices] == [None] * 3
     assert acceleration.lines(choices)[0] == "masks only: no 2:4 product is faster than dense"
     assert "dense 6.000 ms, compressed 7.000 ms (0.86x)" in choices[0].reason
-    assert [c.path for c in accelerate(handle, passing(model), "force")] == ["compressed", "compressed", None]
+    assert [c.path for c in accelerate(handle, passing(model), "force")] == [
+        "compressed",
+        "compressed",
+        None,
+    ]
 
 
 def test_a_path_by_name(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even where another is faster, but never where it is wrong."""
     model = mlp()
     _, handle = sparse(model)
-    monkeypatch.setattr(backends24, "PATHS", {"cutlass": COMPRESSED, "cusparselt": backends24.Path(COMPRESSED.pack, wrong)})
-    assert [c.path for c in accelerate(handle, passing(model), "cutlass")] == ["cutlass", "cutlass", None]
-    with pytest.raises(ConfigError, match=r"acceleration=cusparselt: no layer can be accelerated here .*WRONG results"):
+    monkeypatch.setattr(
+        backends24,
+        "PATHS",
+        {"cutlass": COMPRESSED, "cusparselt": backends24.Path(COMPRESSED.pack, wrong)},
+    )
+    assert [c.path for c in accelerate(handle, passing(model), "cutlass")] == [
+        "cutlass",
+        "cutlass",
+        None,
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=r"acceleration=cusparselt: no layer can be accelerated here .*WRONG results",
+    ):
         accelerate(handle, passing(model), "cusparselt")
 
 
@@ -131,10 +172,15 @@ def test_packing_is_shared_by_the_micro_batches_of_a_step(machine: Machine) -> N
     _, handle = sparse(model)
     assert accelerate(handle, passing(model))[0].path is None
     chosen = accelerate(handle, passing(model), accumulate=4)[0]
-    assert (chosen.path, chosen.reason) == ("compressed", "dense 6.000 ms, compressed 5.250 ms (1.14x)")
+    assert (chosen.path, chosen.reason) == (
+        "compressed",
+        "dense 6.000 ms, compressed 5.250 ms (1.14x)",
+    )
 
 
-def test_measured_once_a_shape_and_remembered(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_once_a_shape_and_remembered(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = mlp()
     _, handle = sparse(model)
     accelerate(handle, passing(model))
@@ -208,7 +254,7 @@ def test_machines_without_sparse_tensor_cores(monkeypatch: pytest.MonkeyPatch) -
     assert acceleration.obstacle(torch.device("cuda")) == ""
 
 
-# --- training -------------------------------------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 RECIPES: dict[str, dict[str, Any]] = {
     "ste": {}, "sr_ste": {"decay": 1e-2}, "s_ste": {}, "asp": {}, "step": {"switch": 0.5}, "t_sr_ste": {"interval": 3}, "bi_mask": {"interval": 3},
@@ -216,7 +262,9 @@ RECIPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def train(model: nn.Module, optimizer: Any, handle: Any, steps: int = 8, accumulate: int = 2) -> tuple[list[float], list[bool]]:
+def train(
+    model: nn.Module, optimizer: Any, handle: Any, steps: int = 8, accumulate: int = 2
+) -> tuple[list[float], list[bool]]:
     """The losses, and for each step whether its weights were 2:4."""
     losses, were = [], []
     for step in range(steps):
@@ -233,19 +281,26 @@ def train(model: nn.Module, optimizer: Any, handle: Any, steps: int = 8, accumul
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_trains_as_it_does_with_masks_alone(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The played path computes what the dense product does, so nothing but the order of sums may differ; the packed weight is
-    written once per optimizer step at most, however many micro-batches there are, and used in every pass once weights are 2:4."""
+def test_every_recipe_trains_as_it_does_with_masks_alone(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The played path computes what the dense product does, so nothing but the order of sums may
+    differ; the packed weight is written once per optimizer step at most, however many micro-batches
+    there are, and used in every pass once weights are 2:4."""
     passes: list[str] = []
     writes: list[int] = []
-    played = backends24.Path(COMPRESSED.pack, lambda *args: (passes.append(""), COMPRESSED.multiply(*args))[1])
+    played = backends24.Path(
+        COMPRESSED.pack, lambda *args: (passes.append(""), COMPRESSED.multiply(*args))[1]
+    )
     monkeypatch.setattr(backends24, "PATHS", {"compressed": played})
     made, wrote = {}, Packed.write
     for mode in ("off", "auto"):
         model = mlp().float()
         optimizer, handle = sparse(model, recipe, exclude="4", **RECIPES[recipe])
         monkeypatch.setattr(
-            Packed, "write", lambda self, *args, h=handle: (writes.append(h.recipe.step), wrote(self, *args))[1]
+            Packed,
+            "write",
+            lambda self, *args, h=handle: (writes.append(h.recipe.step), wrote(self, *args))[1],
         )
         with torch.autocast("cpu", torch.bfloat16):
             choices = accelerate(handle, passing(model), mode)
@@ -259,12 +314,16 @@ def test_every_recipe_trains_as_it_does_with_masks_alone(recipe: str, monkeypatc
     input_gradients = recipe == "t_sr_ste"  # of the second layer: nobody asks for the first one's
     assert any(were)
     assert counted[0] == sum(were[:-1]) * 2 * (2 + input_gradients)
-    once_a_step = [step for step, sparse in enumerate(were) if sparse and step > 0 for _ in range(2)]
+    once_a_step = [
+        step for step, sparse in enumerate(were) if sparse and step > 0 for _ in range(2)
+    ]
     assert counted[1] == once_a_step
     assert all("forward" not in vars(layer) for layer in model)
 
 
-def test_transposable_masks_make_the_input_gradient_sparse_and_others_do_not(machine: Machine) -> None:
+def test_transposable_masks_make_the_input_gradient_sparse_and_others_do_not(
+    machine: Machine,
+) -> None:
     for recipe, options, both in (
         ("t_sr_ste", {}, True),
         ("bi_mask", {}, False),
@@ -280,7 +339,9 @@ def test_transposable_masks_make_the_input_gradient_sparse_and_others_do_not(mac
         assert chosen.reason.startswith(f"dense 6.000 ms, compressed {2 if both else 4}.000 ms")
 
 
-def test_evaluation_reads_the_masked_weights_and_checkpoints_know_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_reads_the_masked_weights_and_checkpoints_know_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = mlp()
     optimizer, handle = sparse(model)
     keys = list(model.state_dict())
@@ -288,7 +349,9 @@ def test_evaluation_reads_the_masked_weights_and_checkpoints_know_nothing(monkey
     accelerate(handle, passing(model))
     assert list(model.state_dict()) == keys
     forward = Packed.forward
-    monkeypatch.setattr(Packed, "forward", lambda *args: pytest.fail("packed weights in evaluation"))
+    monkeypatch.setattr(
+        Packed, "forward", lambda *args: pytest.fail("packed weights in evaluation")
+    )
     model.eval()
     h = F.relu(F.linear(x, handle.sparse[0].weight, model[0].bias))
     assert torch.equal(model[:2](x), h)
@@ -304,8 +367,12 @@ def test_evaluation_reads_the_masked_weights_and_checkpoints_know_nothing(monkey
     assert torch.equal(model[0](x), F.linear(x, model[0].weight, model[0].bias))
 
 
-@pytest.mark.parametrize("options", [{}, {"input_gradient": "double_prune"}], ids=["packed", "pruned again"])
-def test_weights_loaded_or_changed_by_hand_are_used_at_once_and_packed_with_the_next_step(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"input_gradient": "double_prune"}], ids=["packed", "pruned again"]
+)
+def test_weights_loaded_or_changed_by_hand_are_used_at_once_and_packed_with_the_next_step(
+    options: dict[str, Any],
+) -> None:
     model = mlp()
     optimizer, handle = sparse(model, **options)
     accelerate(handle, passing(model))
@@ -330,7 +397,10 @@ def test_weights_loaded_or_changed_by_hand_are_used_at_once_and_packed_with_the_
         used = nmrun.sparsity.hard_threshold(written, "2:4")
         assert torch.equal(model[0].weight, used)
         torch.testing.assert_close(model[0](x), F.linear(x, used, model[0].bias))
-        assert all(torch.equal(part, new) for part, new in zip(weight.layer.packed.buffers(), two_values(used), strict=False))
+        assert all(
+            torch.equal(part, new)
+            for part, new in zip(weight.layer.packed.buffers(), two_values(used), strict=False)
+        )
 
 
 def test_conv1d_of_hugging_face_stores_the_transpose() -> None:
@@ -372,20 +442,24 @@ def test_compiled_as_one_graph(recipe: str) -> None:
     torch.testing.assert_close(results[0], results[1], rtol=2e-3, atol=2e-3)
 
 
-# --- double pruning -------------------------------------------------------------------------------------------------------------
+# --- double pruning -------------------------------------------------------------------------------
 
 
 def test_double_pruning_changes_the_input_gradient_alone() -> None:
     model = mlp().double()
     _, handle = sparse(model, input_gradient="double_prune")
-    assert handle.pop_events() == ["double pruning does not apply to 4.weight: their input gradient is exact"]
+    assert handle.pop_events() == [
+        "double pruning does not apply to 4.weight: their input gradient is exact"
+    ]
     x, weight = normal(5, 32).requires_grad_(), handle.sparse[0]
     dz = normal(5, 64, seed=1)
     dx, dw = torch.autograd.grad(model[0](x), (x, weight.parameter), dz)
     twice = weight.weight.clone()
     for column in range(32):  # of every four outputs the two largest of what is left
         for group in range(0, 64, 4):
-            smallest = twice[group : group + 4, column].abs().argsort(descending=True, stable=True)[2:]
+            smallest = (
+                twice[group : group + 4, column].abs().argsort(descending=True, stable=True)[2:]
+            )
             twice[group + smallest, column] = 0.0
     torch.testing.assert_close(dx, dz @ twice)
     torch.testing.assert_close(dw, dz.t() @ x)
@@ -398,11 +472,13 @@ def test_double_pruning_is_refused_where_it_makes_no_sense() -> None:
     for recipe in ("bi_mask", "t_sr_ste"):
         with pytest.raises(ConfigError, match=f"{recipe} makes the input gradient N:M by itself"):
             sparse(mlp(), recipe, input_gradient="double_prune")
-    with pytest.raises(ConfigError, match="needs a layer whose number of outputs is a multiple of M"):
+    with pytest.raises(
+        ConfigError, match="needs a layer whose number of outputs is a multiple of M"
+    ):
         sparse(nn.Sequential(nn.Linear(16, 6)), input_gradient="double_prune")
 
 
-# --- on the command line --------------------------------------------------------------------------------------------------------
+# --- on the command line --------------------------------------------------------------------------
 
 
 def test_runs(tmp_path: Path) -> None:
@@ -415,8 +491,17 @@ def test_runs(tmp_path: Path) -> None:
     assert build.build(config(tmp_path, *network, "trainer.acceleration=off")).accelerated == []
     pruned = config(tmp_path, *network, "trainer.input_gradient=double_prune")
     assert identity(pruned) != identity(plain)
-    assert all(weight.layer.prune_again in weight.dependents for weight in build.build(pruned).handle.sparse)
-    with pytest.raises(ConfigError, match=r"acceleration=force: 2:4 products take 2:4 weights .* not 4:8"):
+    assert all(
+        weight.layer.prune_again in weight.dependents
+        for weight in build.build(pruned).handle.sparse
+    )
+    with pytest.raises(
+        ConfigError, match=r"acceleration=force: 2:4 products take 2:4 weights .* not 4:8"
+    ):
         config(tmp_path, *network, "sparsity=4:8", "trainer.acceleration=force")
-    with pytest.raises(ConfigError, match=r"acceleration=force: no layer can be accelerated here \(float32"):
-        build.build(config(tmp_path, *network, "trainer.precision=fp32", "trainer.acceleration=force"))
+    with pytest.raises(
+        ConfigError, match=r"acceleration=force: no layer can be accelerated here \(float32"
+    ):
+        build.build(
+            config(tmp_path, *network, "trainer.precision=fp32", "trainer.acceleration=force")
+        )

@@ -1,4 +1,6 @@
-"""FP8 products of 2:4 weights: against products that are rounded and dense, with cuSPARSELt's two functions played on the CPU."""
+"""FP8 products of 2:4 weights: against products that are rounded and dense, with cuSPARSELt's two
+functions played on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -39,23 +41,34 @@ def near(found: Tensor, expected: Tensor, *dtypes: torch.dtype) -> None:
     """Within one rounding to each dtype, and float32's of the sum."""
     allowed = sum({torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype] for dtype in dtypes)
     expected = expected.detach()
-    torch.testing.assert_close(found.double(), expected.double(), rtol=allowed, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        found.double(), expected.double(), rtol=allowed, atol=1e-5 * float(expected.abs().max())
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("both", [True, False])
 @pytest.mark.parametrize(("tokens", "bias"), [(48, True), (5, True), (21, False)])
 def test_products_and_gradients(dtype: torch.dtype, both: bool, tokens: int, bias: bool) -> None:
-    x, dz = normal(tokens, 64, dtype=torch.float32).to(dtype), normal(tokens, 32, seed=1, dtype=torch.float32).to(dtype) * 8
+    x, dz = (
+        normal(tokens, 64, dtype=torch.float32).to(dtype),
+        normal(tokens, 32, seed=1, dtype=torch.float32).to(dtype) * 8,
+    )
     weight = (both_ways if both else along_inputs)(32, 64).to(dtype) / 8
     b = normal(32, seed=2, dtype=torch.float32).to(dtype) if bias else None
     leaves = [t.requires_grad_() for t in (x, weight, b) if t is not None]
     packed = Packed("cusparselt_fp8", weight, None, dtype, both)
     z = packed(x, weight, b)
     forward, backward = torch.float8_e4m3fn, torch.float8_e5m2
-    near(z, F.linear(rounded(x, forward), rounded(weight, forward), None if b is None else b.double()), dtype)
+    near(
+        z,
+        F.linear(rounded(x, forward), rounded(weight, forward), None if b is None else b.double()),
+        dtype,
+    )
     dx, dw, *db = torch.autograd.grad(z, leaves, dz)
-    between = [torch.bfloat16] * both  # what the product of bfloat16 numbers gives, before it is scaled
+    between = [
+        torch.bfloat16
+    ] * both  # what the product of bfloat16 numbers gives, before it is scaled
     near(dx, rounded(dz, backward) @ rounded(weight, backward), *between, dtype)
     near(dw, rounded(dz, backward).t() @ rounded(x, backward), dtype)
     assert not bias or torch.equal(db[0], dz.sum(0))
@@ -79,7 +92,11 @@ def test_a_wrong_product_is_never_taken(what: str, monkeypatch: pytest.MonkeyPat
     right = torch._cslt_sparse_mm
     only = torch.float8_e4m3fn if what == "forward" else torch.bfloat16
     monkeypatch.setattr(
-        torch, "_cslt_sparse_mm", lambda packed, x, **options: right(packed, x, **options) * (1 + (packed.dtype == only) / 20)
+        torch,
+        "_cslt_sparse_mm",
+        lambda packed, x, **options: (
+            right(packed, x, **options) * (1 + (packed.dtype == only) / 20)
+        ),
     )
     shape = probe24.Shape(32, 64, 16, torch.bfloat16, both=what == "both", fp8=True)
     assert probe24.measure(shape, torch.device("cpu"))["cusparselt_fp8"].wrong == "WRONG results"
@@ -87,13 +104,19 @@ def test_a_wrong_product_is_never_taken(what: str, monkeypatch: pytest.MonkeyPat
 
 def test_the_verdict() -> None:
     assert backends24.verdict(backends24.CUSPARSELT_FP8, "cpu") == "right"
-    plain = backends24.Path(backends24.MASKED.pack, backends24.MASKED.multiply, fp8=True)  # which rounds nothing
+    plain = backends24.Path(
+        backends24.MASKED.pack, backends24.MASKED.multiply, fp8=True
+    )  # which rounds nothing
     assert backends24.verdict(plain, "cpu").startswith("WRONG results")
 
 
-def trained(mode: str, compiled: bool = False, **options: Any) -> tuple[list[float], nn.Module, list[str | None]]:
+def trained(
+    mode: str, compiled: bool = False, **options: Any
+) -> tuple[list[float], nn.Module, list[str | None]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16))
+    model = nn.Sequential(
+        nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)
+    )
     optimizer, forward = nmrun.optim.AdamW(model.parameters(), lr=1e-2), model
     handle = nmrun.sparsify(model, optimizer, pattern="2:4", total_steps=8, fp8=True, **options)
 
@@ -117,10 +140,14 @@ def trained(mode: str, compiled: bool = False, **options: Any) -> tuple[list[flo
 
 
 @pytest.mark.parametrize(
-    ("recipe", "options"), [("sr_ste", {}), ("t_sr_ste", {}), ("s_ste", {"input_gradient": "double_prune"})]
+    ("recipe", "options"),
+    [("sr_ste", {}), ("t_sr_ste", {}), ("s_ste", {"input_gradient": "double_prune"})],
 )
 def test_training_is_that_of_the_simulation(recipe: str, options: dict[str, Any]) -> None:
-    products, simulated = trained("auto", recipe=recipe, **options), trained("off", recipe=recipe, **options)
+    products, simulated = (
+        trained("auto", recipe=recipe, **options),
+        trained("off", recipe=recipe, **options),
+    )
     assert products[2] == ["cusparselt_fp8", "cusparselt_fp8", None]  # 16 outputs are too few
     assert products[0] == pytest.approx(simulated[0], rel=2e-2)
     assert products[0] != trained("off", recipe="ste")[0]
@@ -134,16 +161,28 @@ def test_compiled_as_one_graph(recipe: str) -> None:
 
 
 def test_operators_by_torchs_own_check() -> None:
-    weight, x = both_ways(32, 64).bfloat16().requires_grad_(), normal(16, 64, dtype=torch.float32).bfloat16().requires_grad_()
+    weight, x = (
+        both_ways(32, 64).bfloat16().requires_grad_(),
+        normal(16, 64, dtype=torch.float32).bfloat16().requires_grad_(),
+    )
     for both in (True, False):
         packed = Packed("cusparselt_fp8", weight, None, torch.bfloat16, both)
         parts, (forward, backward) = list(packed.buffers()), packed.counts
-        arguments = (x, weight, None, parts[:forward], parts[forward : forward + backward], parts[forward + backward :])
+        arguments = (
+            x,
+            weight,
+            None,
+            parts[:forward],
+            parts[forward : forward + backward],
+            parts[forward + backward :],
+        )
         known = (
             "test_autograd_registration",
             "test_faketensor",
         )  # the others compute with the operands, which FP8 does not allow
-        torch.library.opcheck(linear24.linear24, (*arguments, "cusparselt_fp8", None, None), test_utils=known)
+        torch.library.opcheck(
+            linear24.linear24, (*arguments, "cusparselt_fp8", None, None), test_utils=known
+        )
         if both:
             dz = normal(16, 32, dtype=torch.float32).bfloat16()
             torch.library.opcheck(linear24.multiply24, (dz, parts[forward:], 64, "cusparselt_fp8"))
@@ -157,7 +196,13 @@ def test_estimates_stay_dense() -> None:
 
 
 def test_what_is_said(tmp_path: Path) -> None:
-    network = ("model=mlp", "model.hidden=[32,64,32]", "trainer.precision=bf16", "recipe=ste", "trainer.fp8=true")
+    network = (
+        "model=mlp",
+        "model.hidden=[32,64,32]",
+        "trainer.precision=bf16",
+        "recipe=ste",
+        "trainer.fp8=true",
+    )
     found = config(tmp_path, *network)
     said = plan.lines(found, build.build(found))
     assert "  2:4 products in 2 of 2 sparse layers" in said
@@ -166,22 +211,45 @@ def test_what_is_said(tmp_path: Path) -> None:
     assert [choice.path for choice in by_name.accelerated] == ["cusparselt_fp8"] * 2
     narrow = build.build(config(tmp_path, *network, "model.hidden=[48,48]"))
     assert narrow.accelerated[0].reason == "48 inputs and 48 outputs are not multiples of 32"
-    with pytest.raises(ConfigError, match=r"cusparselt: 2:4 products by it go with trainer\.fp8=false"):
+    with pytest.raises(
+        ConfigError, match=r"cusparselt: 2:4 products by it go with trainer\.fp8=false"
+    ):
         config(tmp_path, *network, "trainer.acceleration=cusparselt")
-    with pytest.raises(ConfigError, match=r"cusparselt_fp8: 2:4 products by it go with trainer\.fp8=true"):
+    with pytest.raises(
+        ConfigError, match=r"cusparselt_fp8: 2:4 products by it go with trainer\.fp8=true"
+    ):
         config(tmp_path, *network[:-1], "trainer.acceleration=cusparselt_fp8")
 
 
-def test_the_benchmark_is_against_dense_products_of_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["gemm", "--fp8", "--shapes", "32x64", "--tokens", "16", "--rounds", "2", "--out", str(tmp_path)]
+def test_the_benchmark_is_against_dense_products_of_fp8(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "gemm",
+        "--fp8",
+        "--shapes",
+        "32x64",
+        "--tokens",
+        "16",
+        "--rounds",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
     assert bench.main(words) == 0
     printed = capsys.readouterr().out
     assert "bfloat16 rounded to FP8" in printed
     assert "cusparselt_fp8:\n\n| shape" in printed
-    assert {path.name for path in tmp_path.glob("gemm*")} == {"gemm_fp8_cpu.md", "gemm_fp8_cpu.json", "gemm_fp8_cpu.png"}
+    assert {path.name for path in tmp_path.glob("gemm*")} == {
+        "gemm_fp8_cpu.md",
+        "gemm_fp8_cpu.json",
+        "gemm_fp8_cpu.png",
+    }
 
 
-def test_the_benchmark_refuses_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_benchmark_refuses_a_gpu_without_fp8(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(output, "begin", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert verb("bench", "gemm", "--fp8") == 2
@@ -191,7 +259,12 @@ def test_the_benchmark_refuses_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch
 def test_the_dense_product_of_the_benchmark_is_that_of_rounded_numbers() -> None:
     from nmrun.bench import gemm
 
-    x, weight = normal(16, 32, dtype=torch.float32).bfloat16(), normal(48, 32, seed=1, dtype=torch.float32).bfloat16()
+    x, weight = (
+        normal(16, 32, dtype=torch.float32).bfloat16(),
+        normal(48, 32, seed=1, dtype=torch.float32).bfloat16(),
+    )
     near(
-        gemm.dense_fp8(weight, x)(), rounded(x, torch.float8_e4m3fn) @ rounded(weight, torch.float8_e4m3fn).t(), torch.bfloat16
+        gemm.dense_fp8(weight, x)(),
+        rounded(x, torch.float8_e4m3fn) @ rounded(weight, torch.float8_e4m3fn).t(),
+        torch.bfloat16,
     )

@@ -1,4 +1,6 @@
-"""The 2:4 linear layer as operators: products and gradients against F.linear, torch's own check of operators, compiled graphs."""
+"""The 2:4 linear layer as operators: products and gradients against F.linear, torch's own check of
+operators, compiled graphs.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def compressed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def both_ways(rows: int, columns: int) -> Tensor:
-    return normal(rows, columns, seed=3) * nmrun.sparsity.transposable_mask(normal(rows, columns, seed=3), "2:4")
+    return normal(rows, columns, seed=3) * nmrun.sparsity.transposable_mask(
+        normal(rows, columns, seed=3), "2:4"
+    )
 
 
 def along_inputs(rows: int, columns: int) -> Tensor:
@@ -42,28 +46,41 @@ def along_inputs(rows: int, columns: int) -> Tensor:
 @pytest.mark.parametrize("path", ["masked", "compressed"])
 def test_products_and_gradients(shape: tuple[int, ...], bias: bool, both: bool, path: str) -> None:
     weight = (both_ways if both else along_inputs)(8, 16).requires_grad_()
-    leaves = [normal(*shape).requires_grad_(), weight] + ([normal(8, seed=2).requires_grad_()] if bias else [])
+    leaves = [normal(*shape).requires_grad_(), weight] + (
+        [normal(8, seed=2).requires_grad_()] if bias else []
+    )
     b = leaves[2] if bias else None
     packed = Packed(path, weight, None, torch.float64, both)
     z, expected = packed(leaves[0], weight, b), F.linear(leaves[0], weight, b)
     torch.testing.assert_close(z, expected)
     dz = normal(*z.shape, seed=5)
-    torch.testing.assert_close(torch.autograd.grad(z, leaves, dz), torch.autograd.grad(expected, leaves, dz))
+    torch.testing.assert_close(
+        torch.autograd.grad(z, leaves, dz), torch.autograd.grad(expected, leaves, dz)
+    )
     assert packed.counts == (1 if path == "masked" else 2, (1 if path == "masked" else 2) * both)
 
 
 def test_half_the_values_are_all_that_is_read() -> None:
-    """The path of these tests is no disguise of the dense product: of a weight that is not 2:4 it loses values."""
+    """The path of these tests is no disguise of the dense product: of a weight that is not 2:4 it
+    loses values.
+    """
     weight = normal(8, 16)
     assert not torch.allclose(COMPRESSED(weight)(normal(3, 16)), normal(3, 16) @ weight.t())
 
 
 def test_another_weight_for_the_input_gradient() -> None:
-    weight, other, x, dz = along_inputs(8, 16), both_ways(8, 16), normal(5, 16).requires_grad_(), normal(5, 8, seed=1)
+    weight, other, x, dz = (
+        along_inputs(8, 16),
+        both_ways(8, 16),
+        normal(5, 16).requires_grad_(),
+        normal(5, 8, seed=1),
+    )
     for both in (True, False):
         packed = Packed("compressed", weight, other, torch.float64, both)
         torch.testing.assert_close(packed(x, weight, None), x @ weight.t())
-        torch.testing.assert_close(torch.autograd.grad(packed(x, weight, None), x, dz)[0], dz @ other)
+        torch.testing.assert_close(
+            torch.autograd.grad(packed(x, weight, None), x, dz)[0], dz @ other
+        )
 
 
 def test_what_is_written_is_what_is_used_in_the_same_memory() -> None:
@@ -88,7 +105,15 @@ def test_the_operator_keeps_what_it_promises(both: bool, mvue: str | None) -> No
     packed = Packed("compressed", weight, None, torch.float64, both)
     parts = list(packed.buffers())
     leaves = [t.clone().requires_grad_() for t in (normal(4, 16), weight, normal(8))]
-    arguments = (*leaves, parts[:2], parts[2:] if both else [], [] if both else parts[2:], "compressed", None, mvue)
+    arguments = (
+        *leaves,
+        parts[:2],
+        parts[2:] if both else [],
+        [] if both else parts[2:],
+        "compressed",
+        None,
+        mvue,
+    )
     utils = ("test_schema", "test_autograd_registration", "test_faketensor") + (
         ("test_aot_dispatch_dynamic",) if not mvue else ()
     )
@@ -100,8 +125,14 @@ def test_the_operator_keeps_what_it_promises(both: bool, mvue: str | None) -> No
 @pytest.mark.parametrize("path", ["compressed", None])
 @pytest.mark.parametrize("tokens", [16, 10])
 def test_estimated_weight_gradient(path: str | None, tokens: int) -> None:
-    """The same draws of the estimate as the simulation, whose tests show that it is unbiased; the last group is filled with zeros."""
-    weight, x, dz = along_inputs(8, 16).requires_grad_(), normal(tokens, 16), normal(tokens, 8, seed=1)
+    """The same draws of the estimate as the simulation, whose tests show that it is unbiased; the
+    last group is filled with zeros.
+    """
+    weight, x, dz = (
+        along_inputs(8, 16).requires_grad_(),
+        normal(tokens, 16),
+        normal(tokens, 8, seed=1),
+    )
     packed = Packed("compressed", weight, None, torch.float64, False, path)
     torch.manual_seed(0)
     (found,) = torch.autograd.grad(packed(x, weight, None, PAIRS), weight, dz)
@@ -112,9 +143,14 @@ def test_estimated_weight_gradient(path: str | None, tokens: int) -> None:
 
 
 def test_rounding_is_that_of_the_layer_it_replaces() -> None:
-    """float32 parameters under autocast: the products of bfloat16, gradients in the dtypes of their tensors."""
+    """float32 parameters under autocast: the products of bfloat16, gradients in the dtypes of their
+    tensors.
+    """
     weight = both_ways(16, 32).float().requires_grad_()
-    x, bias = normal(8, 32, dtype=torch.float32).requires_grad_(), normal(16, dtype=torch.float32).requires_grad_()
+    x, bias = (
+        normal(8, 32, dtype=torch.float32).requires_grad_(),
+        normal(16, dtype=torch.float32).requires_grad_(),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         for both in (True, False):
             z = Packed("masked", weight, None, torch.bfloat16, both)(x, weight, bias)
@@ -122,7 +158,9 @@ def test_rounding_is_that_of_the_layer_it_replaces() -> None:
             assert z.dtype == torch.bfloat16
             assert torch.equal(z, expected)
             dz = normal(8, 16, seed=1).bfloat16()
-            for found, wanted in zip(*(torch.autograd.grad(y, (x, weight, bias), dz) for y in (z, expected)), strict=True):
+            for found, wanted in zip(
+                *(torch.autograd.grad(y, (x, weight, bias), dz) for y in (z, expected)), strict=True
+            ):
                 assert found.dtype == wanted.dtype == torch.float32
                 torch.testing.assert_close(found, wanted, rtol=2**-7, atol=2**-7)
 
@@ -137,11 +175,15 @@ def test_recomputed_activations_share_the_packed_weight(monkeypatch: pytest.Monk
     assert calls == []
 
 
-def test_pruned_weights_are_plain_zeros_when_they_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pruned_weights_are_plain_zeros_when_they_are_packed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A compressor that looks at bits sees a number in -0.0, as a product with a mask leaves it."""
     seen = []
     monkeypatch.setitem(
-        backends24.PATHS, "looking", backends24.Path(lambda w, v: (seen.append(w) or [w.clone()], []), multiply)
+        backends24.PATHS,
+        "looking",
+        backends24.Path(lambda w, v: (seen.append(w) or [w.clone()], []), multiply),
     )
     weight = -normal(8, 16, dtype=torch.float32).abs() * (along_inputs(8, 16) != 0)
     assert ((weight == 0) & weight.signbit()).any()

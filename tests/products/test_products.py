@@ -1,4 +1,6 @@
-"""The three products of a linear layer: finite differences, statistics of the estimate, FP8 by torch's own casts, and on layers."""
+"""The three products of a linear layer: finite differences, statistics of the estimate, FP8 by
+torch's own casts, and on layers.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,20 @@ from nmrun.products import simulated
 from nmrun.train import build, plan
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-OPTIONS: dict[str, dict[str, Any]] = {"mvue": {"mvue": "2:4"}, "fp8": {"fp8": True}, "both": {"mvue": "1:4", "fp8": True}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mvue": {"mvue": "2:4"},
+    "fp8": {"fp8": True},
+    "both": {"mvue": "1:4", "fp8": True},
+}
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def gradients(dz: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+def gradients(
+    dz: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any
+) -> tuple[Tensor, ...]:
     """dX, dW and db (or None) of ``simulated.linear``."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias) if t is not None]
     z = simulated.linear(leaves[0], leaves[1], leaves[2] if bias is not None else None, *options)
@@ -35,7 +43,7 @@ def gradients(dz: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *optio
     return grads if bias is not None else (*grads, None)
 
 
-# --- plain, and with another weight for the input gradient ----------------------------------------------------------------------
+# --- plain, and with another weight for the input gradient ----------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 3, 6), (0, 6)], ids=str)
@@ -48,7 +56,12 @@ def test_finite_differences(shape: tuple[int, ...], bias: bool) -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_input_gradient_with_the_weight_given(bias: bool) -> None:
-    x, w, v, dz = normal(2, 3, 6), normal(4, 6, seed=1), normal(4, 6, seed=2), normal(2, 3, 4, seed=3)
+    x, w, v, dz = (
+        normal(2, 3, 6),
+        normal(4, 6, seed=1),
+        normal(4, 6, seed=2),
+        normal(2, 3, 4, seed=3),
+    )
     b = normal(4, seed=4) if bias else None
     dx, dw, db = gradients(dz, x, w, b, v)
     torch.testing.assert_close(dx, torch.einsum("bto,oi->bti", dz, v))
@@ -58,7 +71,9 @@ def test_input_gradient_with_the_weight_given(bias: bool) -> None:
     simulated.linear(x.requires_grad_(), w, b, v).sum().backward()
     assert v.grad is None
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        torch.autograd.grad(simulated.linear(x, w).square().sum(), x, create_graph=True)[0].sum().backward()
+        torch.autograd.grad(simulated.linear(x, w).square().sum(), x, create_graph=True)[
+            0
+        ].sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -71,25 +86,40 @@ def test_input_gradient_with_the_weight_given(bias: bool) -> None:
     ],
 )
 @pytest.mark.parametrize("bias", [True, False])
-def test_convolutions(shape: tuple[int, ...], kernel: tuple[int, ...], geometry: tuple[Any, ...], bias: bool) -> None:
+def test_convolutions(
+    shape: tuple[int, ...], kernel: tuple[int, ...], geometry: tuple[Any, ...], bias: bool
+) -> None:
     plain = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[len(shape)]
-    x, w, v = normal(*shape).requires_grad_(), normal(*kernel, seed=1).requires_grad_(), normal(*kernel, seed=2)
+    x, w, v = (
+        normal(*shape).requires_grad_(),
+        normal(*kernel, seed=1).requires_grad_(),
+        normal(*kernel, seed=2),
+    )
     leaves = [x, w] + ([normal(kernel[0], seed=3).requires_grad_()] if bias else [])
     b = leaves[2] if bias else None
-    z, at_w, at_v = simulated.convolution(x, w, b, v, *geometry), plain(x, w, b, *geometry), plain(x, v, None, *geometry)
+    z, at_w, at_v = (
+        simulated.convolution(x, w, b, v, *geometry),
+        plain(x, w, b, *geometry),
+        plain(x, v, None, *geometry),
+    )
     torch.testing.assert_close(z, at_w)
     dz = normal(*z.shape, seed=4)
-    got, wanted = torch.autograd.grad(z, leaves, dz), torch.autograd.grad(at_w, leaves, dz, retain_graph=True)
+    got, wanted = (
+        torch.autograd.grad(z, leaves, dz),
+        torch.autograd.grad(at_w, leaves, dz, retain_graph=True),
+    )
     torch.testing.assert_close(got[1:], wanted[1:])
     torch.testing.assert_close(got[0], torch.autograd.grad(at_v, x, dz)[0])
     assert not torch.allclose(got[0], wanted[0])
 
 
-# --- the estimate in the weight gradient ----------------------------------------------------------------------------------------
+# --- the estimate in the weight gradient ----------------------------------------------------------
 
 
 def probabilities(column: list[float], n: int) -> list[float]:
-    """min(1, c |x|) with c such that they sum to n: a growing set of certain entries, the rest in proportion."""
+    """min(1, c |x|) with c such that they sum to n: a growing set of certain entries, the rest in
+    proportion.
+    """
     size, certain = [abs(x) for x in column], set[int]()
     while True:
         rest = sum(s for i, s in enumerate(size) if i not in certain)
@@ -101,14 +131,24 @@ def probabilities(column: list[float], n: int) -> list[float]:
 
 @pytest.mark.parametrize(("n", "m"), [(1, 4), (2, 4), (3, 4), (2, 8)])
 def test_weight_gradient_is_unbiased_with_the_variance_of_the_closed_form(n: int, m: int) -> None:
-    """With the identity as input the weight gradient is the estimate itself; equal columns of dZ are independent draws of it."""
+    """With the identity as input the weight gradient is the estimate itself; equal columns of dZ
+    are independent draws of it.
+    """
     draws, tokens = 5000, 2 * m
     column = normal(tokens, seed=m) ** 3
     dw = gradients(
-        column[:, None].expand(-1, draws), torch.eye(tokens).double(), normal(draws, tokens), None, None, Pattern(n, m)
+        column[:, None].expand(-1, draws),
+        torch.eye(tokens).double(),
+        normal(draws, tokens),
+        None,
+        None,
+        Pattern(n, m),
     )[1]
     assert ((dw != 0).reshape(draws, 2, m).sum(2) == n).all()
-    p = torch.tensor([q for group in column.split(m) for q in probabilities(group.tolist(), n)], dtype=torch.float64)
+    p = torch.tensor(
+        [q for group in column.split(m) for q in probabilities(group.tolist(), n)],
+        dtype=torch.float64,
+    )
     variance = column**2 * (1 / p - 1)
     assert ((dw.mean(0) - column).abs() <= 5 * (variance / draws).sqrt() + 1e-12).all()
     assert variance.max() > 0
@@ -118,7 +158,9 @@ def test_weight_gradient_is_unbiased_with_the_variance_of_the_closed_form(n: int
 def test_weight_gradient_is_unbiased_for_any_input() -> None:
     draws, x, dz, w = 2000, normal(3, 6, 5), normal(3, 6, 4, seed=1), normal(4, 5)
     generator = torch.Generator().manual_seed(0)
-    found = torch.stack([gradients(dz, x, w, None, None, Pattern(2, 4), False, generator)[1] for _ in range(draws)])
+    found = torch.stack(
+        [gradients(dz, x, w, None, None, Pattern(2, 4), False, generator)[1] for _ in range(draws)]
+    )
     exact = torch.einsum("bto,bti->oi", dz, x)
     assert ((found.mean(0) - exact).abs() <= 5 * found.std(0) / math.sqrt(draws)).all()
     assert (found.std(0) > 0.1).all()
@@ -147,7 +189,7 @@ def test_random_numbers_come_from_the_generator() -> None:
     assert not torch.equal(one, other)
 
 
-# --- FP8 ------------------------------------------------------------------------------------------------------------------------
+# --- FP8 ------------------------------------------------------------------------------------------
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -158,20 +200,34 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("size", [1.0, 1e-20, 1e15])
 def test_fp8_products_by_hand(size: float) -> None:
-    x, w, b = normal(6, 8, dtype=torch.float32) * size, normal(5, 8, seed=1).float(), normal(5, seed=2).float() * size
+    x, w, b = (
+        normal(6, 8, dtype=torch.float32) * size,
+        normal(5, 8, seed=1).float(),
+        normal(5, seed=2).float() * size,
+    )
     dz = normal(6, 5, seed=3, dtype=torch.float32)
     z = simulated.linear(x, w, b, fp8=True)
-    torch.testing.assert_close(z.double(), rounded(x, E4M3) @ rounded(w, E4M3).T + b.double(), rtol=1e-5, atol=1e-5 * size)
+    torch.testing.assert_close(
+        z.double(), rounded(x, E4M3) @ rounded(w, E4M3).T + b.double(), rtol=1e-5, atol=1e-5 * size
+    )
     dx, dw, db = gradients(dz, x, w, b, None, None, True)
-    torch.testing.assert_close(dx.double(), rounded(dz, E5M2) @ rounded(w, E5M2), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(dw.double(), rounded(dz, E5M2).T @ rounded(x, E5M2), rtol=1e-5, atol=1e-5 * size)
+    torch.testing.assert_close(
+        dx.double(), rounded(dz, E5M2) @ rounded(w, E5M2), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        dw.double(), rounded(dz, E5M2).T @ rounded(x, E5M2), rtol=1e-5, atol=1e-5 * size
+    )
     torch.testing.assert_close(db, dz.sum(0), rtol=0, atol=0)
     assert z.dtype == dx.dtype == dw.dtype == torch.float32
 
 
 def test_fp8_error_is_within_half_a_unit_in_the_last_place() -> None:
     """e4m3 has 3 bits behind the point and steps of 2^-9 near zero, e5m2 2 bits and 2^-16."""
-    x, w, dz = normal(6, 8, dtype=torch.float32), normal(5, 8, seed=1).float(), normal(6, 5, seed=2).float()
+    x, w, dz = (
+        normal(6, 8, dtype=torch.float32),
+        normal(5, 8, seed=1).float(),
+        normal(6, 5, seed=2).float(),
+    )
 
     def off(t: Tensor, u: float, step: float, top: float) -> Tensor:
         return torch.maximum(t.abs() * u, step / 2 * t.abs().max() / top)
@@ -196,7 +252,9 @@ def test_estimate_first_then_the_cast() -> None:
     assert estimate.abs().max() > 1.5 * dz.abs().max()
     dx, dw, _ = gradients(dz, eye, w, None, None, pattern, True, seed(1))
     torch.testing.assert_close(dw.T.double(), rounded(estimate, E5M2))
-    torch.testing.assert_close(dx.double(), rounded(dz, E5M2) @ rounded(w, E5M2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        dx.double(), rounded(dz, E5M2) @ rounded(w, E5M2), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_fp8_of_zeros_and_extremes_is_finite() -> None:
@@ -204,7 +262,11 @@ def test_fp8_of_zeros_and_extremes_is_finite() -> None:
         values, scale = simulated.quantize(torch.zeros(3, 4), dtype)
         assert (values.float() == 0).all()
         assert scale == 1
-        for x in (torch.tensor([1e-45, 0.0]), torch.tensor([3.4e38, -1.0]), torch.tensor([1e-38, -1e-40])):
+        for x in (
+            torch.tensor([1e-45, 0.0]),
+            torch.tensor([3.4e38, -1.0]),
+            torch.tensor([1e-38, -1e-40]),
+        ):
             values, scale = simulated.quantize(x, dtype)
             assert values.float().isfinite().all()
             assert math.isfinite(scale)
@@ -235,17 +297,26 @@ def test_autocast_casts_as_linear_does(fp8: bool, backward_too: bool) -> None:
     grads = grads or torch.autograd.grad(z, (x, w, b), dz)
     assert z.dtype == plain.dtype == low
     assert {g.dtype for g in grads} == {torch.float32}
-    round_to, back = (rounded, rounded) if fp8 else (lambda t, _: t.double(), lambda t, _: t.double())
-    by_hand = round_to(x.detach().to(low), E4M3) @ round_to(w.detach().to(low), E4M3).T + b.detach().to(low).double()
+    round_to, back = (
+        (rounded, rounded) if fp8 else (lambda t, _: t.double(), lambda t, _: t.double())
+    )
+    by_hand = (
+        round_to(x.detach().to(low), E4M3) @ round_to(w.detach().to(low), E4M3).T
+        + b.detach().to(low).double()
+    )
     torch.testing.assert_close(z.double(), by_hand, rtol=2**-8, atol=2**-8)
-    torch.testing.assert_close(grads[0].double(), back(dz, E5M2) @ back(v.to(low), E5M2), rtol=2**-8, atol=2**-8)
-    torch.testing.assert_close(grads[1].double(), back(dz, E5M2).T @ back(x.detach().to(low), E5M2), rtol=2**-8, atol=2**-8)
+    torch.testing.assert_close(
+        grads[0].double(), back(dz, E5M2) @ back(v.to(low), E5M2), rtol=2**-8, atol=2**-8
+    )
+    torch.testing.assert_close(
+        grads[1].double(), back(dz, E5M2).T @ back(x.detach().to(low), E5M2), rtol=2**-8, atol=2**-8
+    )
     doubles = x.detach().double(), w.detach().double()
     with torch.autocast("cpu", low):  # which leaves double precision alone
         torch.testing.assert_close(simulated.linear(*doubles), F.linear(*doubles), rtol=0, atol=0)
 
 
-# --- on layers ------------------------------------------------------------------------------------------------------------------
+# --- on layers ------------------------------------------------------------------------------------
 
 
 def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -253,7 +324,9 @@ def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4, bias=False)).to(dtype)
 
 
-def sparsify(model: nn.Module, recipe: str = "ste", **options: Any) -> tuple[torch.optim.Optimizer, nmrun.Handle]:
+def sparsify(
+    model: nn.Module, recipe: str = "ste", **options: Any
+) -> tuple[torch.optim.Optimizer, nmrun.Handle]:
     optimizer = nmrun.optim.Adam(model.parameters(), lr=0.01)
     return optimizer, nmrun.sparsify(model, optimizer, recipe, "2:4", total_steps=8, **options)
 
@@ -274,7 +347,9 @@ def grads_of(model: nn.Module, x: Tensor, seed: int = 0) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("recipe", ["ste", "s_ste"])
 def test_a_layer_computes_so_by_hand(recipe: str) -> None:
-    """Both layers by hand: the projected weight in all three products, the gradient straight through to the dense weight."""
+    """Both layers by hand: the projected weight in all three products, the gradient straight
+    through to the dense weight.
+    """
     model, x = mlp(), normal(6, 8, dtype=torch.float32)
     _, handle = sparsify(model, recipe, mvue="2:4", fp8=True)
     first, last = (w.weight.clone() for w in handle.sparse)
@@ -292,16 +367,25 @@ def test_a_layer_computes_so_by_hand(recipe: str) -> None:
     z = model(x)
     torch.testing.assert_close(z, out, rtol=1e-5, atol=1e-5)
     z.square().sum().backward()
-    torch.testing.assert_close(handle.sparse[1].parameter.grad, d_last.float(), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(handle.sparse[0].parameter.grad, d_first.float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        handle.sparse[1].parameter.grad, d_last.float(), rtol=1e-4, atol=1e-4
+    )
+    torch.testing.assert_close(
+        handle.sparse[0].parameter.grad, d_first.float(), rtol=1e-4, atol=1e-4
+    )
     torch.testing.assert_close(model[0].bias.grad, dz.sum(0), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize(("recipe", "hyper"), [("step", {"switch": 0.5}), ("asp", {})])
-def test_evaluation_and_dense_phases_are_as_they_were(recipe: str, hyper: dict[str, Any], options: dict[str, Any]) -> None:
+def test_evaluation_and_dense_phases_are_as_they_were(
+    recipe: str, hyper: dict[str, Any], options: dict[str, Any]
+) -> None:
     model, plain = mlp(), mlp()
-    (optimizer, handle), (other, plain_handle) = sparsify(model, recipe, **hyper, **options), sparsify(plain, recipe, **hyper)
+    (optimizer, handle), (other, plain_handle) = (
+        sparsify(model, recipe, **hyper, **options),
+        sparsify(plain, recipe, **hyper),
+    )
     x = normal(6, 8, dtype=torch.float32)
     for step in range(8):
         torch.manual_seed(step)
@@ -376,8 +460,12 @@ def test_the_weight_of_the_input_gradient_follows_every_step(products: str) -> N
         train(model, optimizer, 1)
         other, used = weight.layer.input_weight, weight.weight
         assert other.data_ptr() == place
-        assert torch.equal(other, torch.where(other != 0, used, 0.0))  # pruned once more, of these values
-        order = weight["permutation"].view(torch.int64) if products == "bi_mask" else torch.arange(16)
+        assert torch.equal(
+            other, torch.where(other != 0, used, 0.0)
+        )  # pruned once more, of these values
+        order = (
+            weight["permutation"].view(torch.int64) if products == "bi_mask" else torch.arange(16)
+        )
         assert ((other[order] != 0).reshape(4, 4, 8).sum(1) <= 2).all()
         assert other.any()
         seen.append(other.clone())
@@ -397,7 +485,10 @@ def test_resumed_from_a_state_with_the_generators(options: dict[str, Any]) -> No
     optimizer, handle = sparsify(model, **options)
     torch.manual_seed(5)
     train(model, optimizer, 3)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict())), torch.get_rng_state()
+    saved = (
+        copy.deepcopy((model.state_dict(), optimizer.state_dict(), handle.state_dict())),
+        torch.get_rng_state(),
+    )
     other = mlp()
     optimizer, handle = sparsify(other, **options)
     train(other, optimizer, 1)
@@ -417,7 +508,9 @@ class Conv1D(nn.Module):
         self.weight, self.bias = nn.Parameter(normal(nx, nf).float()), nn.Parameter(torch.zeros(nf))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(*x.shape[:-1], self.nf)
+        return torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight).view(
+            *x.shape[:-1], self.nf
+        )
 
 
 def test_weights_stored_the_other_way_round() -> None:
@@ -427,14 +520,20 @@ def test_weights_stored_the_other_way_round() -> None:
     used = handle.sparse[0].weight
     assert ((used != 0).reshape(2, 4, 5).sum(1) == 2).all()
     z = model(x)
-    torch.testing.assert_close(z.double(), rounded(x.detach(), E4M3) @ rounded(used, E4M3), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        z.double(), rounded(x.detach(), E4M3) @ rounded(used, E4M3), rtol=1e-5, atol=1e-5
+    )
     dz = normal(2, 4, 5, seed=1, dtype=torch.float32)
     torch.manual_seed(2)
     z.backward(dz)
     estimate = nmrun.sparsity.mvue(dz.reshape(8, 5), "2:4", 0, torch.Generator().manual_seed(2))
     wanted = rounded(x.detach().reshape(8, 8), E5M2).T @ rounded(estimate, E5M2)
-    torch.testing.assert_close(handle.sparse[0].parameter.grad.double(), wanted, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(x.grad.double(), rounded(dz, E5M2) @ rounded(used, E5M2).T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        handle.sparse[0].parameter.grad.double(), wanted, rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        x.grad.double(), rounded(dz, E5M2) @ rounded(used, E5M2).T, rtol=1e-5, atol=1e-5
+    )
 
 
 class Scaled(nn.Linear):
@@ -446,7 +545,10 @@ def test_what_is_no_plain_linear_layer_is_named_and_left_alone() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.attention, self.scaled = nn.MultiheadAttention(8, 2, batch_first=True), Scaled(8, 8)
+            self.attention, self.scaled = (
+                nn.MultiheadAttention(8, 2, batch_first=True),
+                Scaled(8, 8),
+            )
             self.conv, self.fc, self.patched = nn.Conv1d(8, 8, 1), nn.Linear(8, 8), nn.Linear(8, 8)
             self.patched.forward = lambda x: -F.linear(x, self.patched.weight)
 
@@ -473,7 +575,10 @@ def test_what_is_no_plain_linear_layer_is_named_and_left_alone() -> None:
 
 def test_a_model_without_sparse_linear_layers_is_refused_and_left_as_it_was() -> None:
     model = nn.Sequential(nn.Conv2d(8, 8, 3))
-    with pytest.raises(ConfigError, match=r"mvue and fp8 are for sparse linear layers; the sparse ones here are 0\.weight"):
+    with pytest.raises(
+        ConfigError,
+        match=r"mvue and fp8 are for sparse linear layers; the sparse ones here are 0\.weight",
+    ):
         sparsify(model, fp8=True)
     assert list(model.state_dict()) == ["0.weight", "0.bias"]
     with pytest.raises(ValueError, match="4:2 is not an N:M pattern"):
@@ -483,7 +588,9 @@ def test_a_model_without_sparse_linear_layers_is_refused_and_left_as_it_was() ->
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_compiled_in_one_graph(options: dict[str, Any], precision: torch.dtype) -> None:
-    """aot_eager compiles the backward pass too, and draws the same random numbers as without compilation."""
+    """aot_eager compiles the backward pass too, and draws the same random numbers as without
+    compilation.
+    """
     torch._dynamo.reset()
     model, eager = mlp(), mlp()
     (optimizer, _), (eager_optimizer, _) = sparsify(model, **options), sparsify(eager, **options)
@@ -499,14 +606,21 @@ def test_compiled_in_one_graph(options: dict[str, Any], precision: torch.dtype) 
         torch.testing.assert_close(list(model.parameters()), list(eager.parameters()))
 
 
-# --- on the command line --------------------------------------------------------------------------------------------------------
+# --- on the command line --------------------------------------------------------------------------
 
 
 def test_config_keys(tmp_path: Any) -> None:
     mlps = ("model=mlp", "model.hidden=[16,16,16]", "recipe=s_ste")
-    plain, both = config(tmp_path, *mlps), config(tmp_path, *mlps, "trainer.mvue=2of4", "trainer.fp8=true")
+    plain, both = (
+        config(tmp_path, *mlps),
+        config(tmp_path, *mlps, "trainer.mvue=2of4", "trainer.fp8=true"),
+    )
     assert both.trainer.mvue == "2:4"
-    assert identity(both) == identity(config(tmp_path, *mlps, "trainer.mvue=2:4", "trainer.fp8=true")) != identity(plain)
+    assert (
+        identity(both)
+        == identity(config(tmp_path, *mlps, "trainer.mvue=2:4", "trainer.fp8=true"))
+        != identity(plain)
+    )
     parts = build.build(both)
     assert plan.lines(both, parts)  # which counts FLOPs on the meta device
     batch = parts.task.micro_batches(0, 0, 1)[0]
@@ -514,7 +628,9 @@ def test_config_keys(tmp_path: Any) -> None:
     installed = [w.module for w in parts.handle.sparse]
     assert installed
     assert all(module.forward.__module__ == "nmrun.products.layer" for module in installed)
-    with pytest.raises(ConfigError, match=r"trainer.mvue=4:2: it takes an N:M pattern such as 2:4 .*or null"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.mvue=4:2: it takes an N:M pattern such as 2:4 .*or null"
+    ):
         config(tmp_path, *mlps, "trainer.mvue=4:2")
     with pytest.raises(ConfigError, match=r"trainer\.fp8=1: it takes true or false"):
         config(tmp_path, *mlps, "trainer.fp8=1")

@@ -1,4 +1,6 @@
-"""AutoSwitch against a plain-Python oracle that follows v itself, and STEP's switch driven by synthetic gradients."""
+"""AutoSwitch against a plain-Python oracle that follows v itself, and STEP's switch driven by
+synthetic gradients.
+"""
 
 import math
 from collections.abc import Callable
@@ -17,7 +19,9 @@ Rms = Callable[[int], float]
 
 
 class Two(nn.Module):
-    """Two sparse weights of different size, 48 coordinates in all, and a bias that AutoSwitch must not look at."""
+    """Two sparse weights of different size, 48 coordinates in all, and a bias that AutoSwitch must
+    not look at.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +37,9 @@ def gradients(rms: Rms, dead: int = 0) -> list[list[float]]:
     return [(draws[t] * rms(t + 1)).tolist() for t in range(TOTAL)]
 
 
-def oracle(grads: list[list[float]], beta2: float, geometric: bool, t_min: int, t_max: int) -> tuple[int, str]:
+def oracle(
+    grads: list[list[float]], beta2: float, geometric: bool, t_min: int, t_max: int
+) -> tuple[int, str]:
     """The step after which phase two begins, and by which rule."""
     window, length = [], round(1 / (1 - beta2))
     v = [0.0] * 48
@@ -54,10 +60,16 @@ def oracle(grads: list[list[float]], beta2: float, geometric: bool, t_min: int, 
     return 0, "never"
 
 
-def begin(switch: str | float, beta2: float = 0.9, **hyper: float) -> tuple[Two, torch.optim.Optimizer, Handle]:
+def begin(
+    switch: str | float, beta2: float = 0.9, **hyper: float
+) -> tuple[Two, torch.optim.Optimizer, Handle]:
     model = Two()
     optimizer = nmrun.optim.Adam(model.parameters(), lr=1e-3, betas=(0.9, beta2), eps=EPS)
-    return model, optimizer, nmrun.sparsify(model, optimizer, "step", "2:4", TOTAL, switch=switch, **hyper)
+    return (
+        model,
+        optimizer,
+        nmrun.sparsify(model, optimizer, "step", "2:4", TOTAL, switch=switch, **hyper),
+    )
 
 
 def one_step(model: Two, optimizer: torch.optim.Optimizer, grads: list[float]) -> None:
@@ -67,14 +79,18 @@ def one_step(model: Two, optimizer: torch.optim.Optimizer, grads: list[float]) -
     optimizer.step()
 
 
-def run(grads: list[list[float]], switch: str | float, beta2: float = 0.9, **hyper: float) -> tuple[int, str]:
+def run(
+    grads: list[list[float]], switch: str | float, beta2: float = 0.9, **hyper: float
+) -> tuple[int, str]:
     model, optimizer, handle = begin(switch, beta2, **hyper)
     for t, g in enumerate(grads, 1):
         assert handle.phase == "dense"
         one_step(model, optimizer, g)
         if handle.phase == "sparse":
             (event,) = handle.pop_events()
-            assert event.startswith(f"step {t}: STEP freezes the second moment and starts learning masks")
+            assert event.startswith(
+                f"step {t}: STEP freezes the second moment and starts learning masks"
+            )
             return t, event
     return 0, ""
 
@@ -120,7 +136,10 @@ def test_the_window_must_be_full() -> None:
     assert run(gradients(lambda t: 0.0), "auto_geometric", 0.95, t_min=0.0)[0] == 20
 
 
-@pytest.mark.parametrize(("beta2", "length"), [(0.9, 10), (0.95, 20), (0.98, 50), (0.99, 100), (0.999, 1000), (0.9999, 10_000)])
+@pytest.mark.parametrize(
+    ("beta2", "length"),
+    [(0.9, 10), (0.95, 20), (0.98, 50), (0.99, 100), (0.999, 1000), (0.9999, 10_000)],
+)
 def test_window_length(beta2: float, length: int) -> None:
     switch = AutoSwitch("auto", 0.1, 0.5, 100_000)
     assert switch.prepare(beta2, EPS, torch.device("cpu")) == []
@@ -165,13 +184,19 @@ def test_resume_at_any_moment(stop: int) -> None:
         assert (other_handle.phase == "sparse") == (t == wanted)
 
 
-@pytest.mark.parametrize("curve", ["settles", "settles late", "never settles", "settled from the start"])
+@pytest.mark.parametrize(
+    "curve", ["settles", "settles late", "never settles", "settled from the start"]
+)
 @pytest.mark.parametrize("stop", [None, 33, "before"])
-def test_where_no_step_waits_the_threshold_fires_one_step_later(curve: str, stop: int | str | None) -> None:
+def test_where_no_step_waits_the_threshold_fires_one_step_later(
+    curve: str, stop: int | str | None
+) -> None:
     """As on a GPU, also when the run was resumed on the way, be it just before."""
     grads = gradients(CURVES[curve])
     wanted, rule = oracle(grads, 0.95, False, 20, 100)
-    late = wanted + (rule == "settled" and wanted > 21)  # where t_min decides, the mean was known before
+    late = wanted + (
+        rule == "settled" and wanted > 21
+    )  # where t_min decides, the mean was known before
     resumed = {None: 0, "before": late - 1}.get(stop, stop)
     model, optimizer, handle = begin("auto", 0.95)
     handle.recipe.autoswitch.waits = False

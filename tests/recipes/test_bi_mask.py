@@ -1,4 +1,6 @@
-"""Bi-Mask against the paper's steps by hand: the second mask, the search for the order of the outputs, whole trajectories."""
+"""Bi-Mask against the paper's steps by hand: the second mask, the search for the order of the
+outputs, whole trajectories.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def net(dtype: torch.dtype = torch.float64, seed: int = 3) -> nn.Sequential:
     return model
 
 
-def sparsify(model: nn.Module, pattern: str = "2:4", lr: float = 0.05, **options: Any) -> tuple[torch.optim.Optimizer, Handle]:
+def sparsify(
+    model: nn.Module, pattern: str = "2:4", lr: float = 0.05, **options: Any
+) -> tuple[torch.optim.Optimizer, Handle]:
     optimizer = torch.optim.SGD(model.parameters(), lr)
     return optimizer, nmrun.sparsify(model, optimizer, "bi_mask", pattern, **options)
 
@@ -45,7 +49,9 @@ def order_of(weight: SparseWeight) -> list[int]:
 
 
 def used(model: nn.Sequential) -> Weights:
-    return [t.detach().clone() for layer in (model[0], model[2]) for t in (layer.weight, layer.bias)]
+    return [
+        t.detach().clone() for layer in (model[0], model[2]) for t in (layer.weight, layer.bias)
+    ]
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, steps: range) -> None:
@@ -56,14 +62,18 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, step
         optimizer.zero_grad()
 
 
-# --- the second mask ------------------------------------------------------------------------------------------------------------
+# --- the second mask ------------------------------------------------------------------------------
 
 
 def test_four_by_four_by_hand() -> None:
-    """One group of outputs, so their order does not matter but for ties: 4 and -4 tie, and 5 goes before both."""
+    """One group of outputs, so their order does not matter but for ties: 4 and -4 tie, and 5 goes
+    before both.
+    """
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     with torch.no_grad():
-        model[0].weight.copy_(torch.tensor([[4.0, 3, 1, 2], [-4.5, 1, 3, 2], [5, -2, 1, 3], [1, 2, -6, 3]]))
+        model[0].weight.copy_(
+            torch.tensor([[4.0, 3, 1, 2], [-4.5, 1, 3, 2], [5, -2, 1, 3], [1, 2, -6, 3]])
+        )
     sparsify(model)
     x = torch.ones(1, 4, requires_grad=True)
     z = model(x)
@@ -71,11 +81,16 @@ def test_four_by_four_by_hand() -> None:
     for output, row in enumerate([[0.0, 3, 0, 0], [-4.5, 0, 3, 0], [5, 0, 0, 3], [0, 0, -6, 3]]):
         assert torch.autograd.grad(z[0, output], x, retain_graph=True)[0].tolist() == [row]
     z[0, 0].backward()
-    assert model[0].weight.grad.tolist() == [[1.0] * 4, *[[0.0] * 4] * 3]  # the weight gradient is dense
+    assert model[0].weight.grad.tolist() == [
+        [1.0] * 4,
+        *[[0.0] * 4] * 3,
+    ]  # the weight gradient is dense
 
 
 def second_mask(forward: Tensor, order: list[int], n: int, m: int) -> Tensor:
-    """Entry by entry, for a matrix (outputs, columns): within m outputs that follow each other in ``order``, the n largest."""
+    """Entry by entry, for a matrix (outputs, columns): within m outputs that follow each other in
+    ``order``, the n largest.
+    """
     kept = torch.zeros_like(forward, dtype=torch.bool)
     for start, column in itertools.product(range(0, len(order), m), range(forward.shape[1])):
         group = [row for row in order[start : start + m] if row < len(forward)]
@@ -101,7 +116,9 @@ LAYERS = {
 @pytest.mark.parametrize("pattern", ["1:4", "2:4", "2:8"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_input_gradient_of_every_layer(layer: str, pattern: str) -> None:
-    """The input gradient is that of a plain layer with the weight masked twice; weight and bias gradients are SR-STE's."""
+    """The input gradient is that of a plain layer with the weight masked twice; weight and bias
+    gradients are SR-STE's.
+    """
     make, shape = LAYERS[layer]
     torch.manual_seed(0)
     model, n, m = nn.Sequential(make().double()), *map(int, pattern.split(":"))
@@ -121,14 +138,18 @@ def test_input_gradient_of_every_layer(layer: str, pattern: str) -> None:
     z, at_forward, at_backward = model(x), forward(x), backward(x)
     dz = torch.randn_like(z)
     torch.testing.assert_close(z, at_forward)
-    torch.testing.assert_close(torch.autograd.grad(z, x, dz, retain_graph=True), torch.autograd.grad(at_backward, x, dz))
+    torch.testing.assert_close(
+        torch.autograd.grad(z, x, dz, retain_graph=True), torch.autograd.grad(at_backward, x, dz)
+    )
     z.backward(dz)
     at_forward.backward(dz)
     torch.testing.assert_close(model[0].weight.grad, forward[0].weight.grad)
     if forward[0].bias is not None:
         torch.testing.assert_close(model[0].bias.grad, forward[0].bias.grad)
     exact = torch.autograd.grad(forward(x), x, dz)[0]
-    assert torch.equal(torch.autograd.grad(model.eval()(x), x, dz)[0], exact)  # evaluation has no reason to prune it
+    assert torch.equal(
+        torch.autograd.grad(model.eval()(x), x, dz)[0], exact
+    )  # evaluation has no reason to prune it
 
 
 def test_without_sparsity_it_is_exact() -> None:
@@ -139,14 +160,21 @@ def test_without_sparsity_it_is_exact() -> None:
     assert torch.equal(*(torch.autograd.grad(m(x).square().sum(), x)[0] for m in (model, plain)))
 
 
-# --- the search -----------------------------------------------------------------------------------------------------------------
+# --- the search -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("layer", "pattern"), [("linear", "2:4"), ("conv2d", "1:4"), ("outputs that fill no group", "2:8")])
-def test_the_best_of_the_candidates_is_taken(layer: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("layer", "pattern"),
+    [("linear", "2:4"), ("conv2d", "1:4"), ("outputs that fill no group", "2:8")],
+)
+def test_the_best_of_the_candidates_is_taken(
+    layer: str, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn: list[list[int]] = []
     randperm = torch.randperm
-    monkeypatch.setattr(torch, "randperm", lambda *a, **k: (drawn.append((p := randperm(*a, **k)).tolist()), p)[1])
+    monkeypatch.setattr(
+        torch, "randperm", lambda *a, **k: (drawn.append((p := randperm(*a, **k)).tolist()), p)[1]
+    )
     torch.manual_seed(1)
     model, n, m = nn.Sequential(LAYERS[layer][0]()), *map(int, pattern.split(":"))
     state = torch.get_rng_state()
@@ -195,11 +223,13 @@ def test_resumed_with_the_same_bits(at: int) -> None:
     assert all(map(torch.equal, used(other), used(alone)))
 
 
-# --- whole runs -----------------------------------------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------------------
 
 
 class BiMaskReference(Reference):
-    """SR-STE with the gradients by the chain rule, in which the last layer passes the gradient on by another weight."""
+    """SR-STE with the gradients by the chain rule, in which the last layer passes the gradient on
+    by another weight.
+    """
 
     def gradients(self, x: Tensor, y: Tensor, order: list[int]) -> Weights:
         w = self.forward
@@ -208,7 +238,9 @@ class BiMaskReference(Reference):
         dh = dz @ (w[2] * second_mask(w[2], order, 2, 4)) * (1 - hidden**2)
         return [dh.T @ x, dh.sum(0), dz.T @ hidden, dz.sum(0)]
 
-    def step_with(self, batches: list[tuple[Tensor, Tensor]], order: list[int], clip: float | None) -> None:
+    def step_with(
+        self, batches: list[tuple[Tensor, Tensor]], order: list[int], clip: float | None
+    ) -> None:
         of_batches = [self.gradients(x, y, order) for x, y in batches]
         grads = [torch.stack(g).mean(0) for g in zip(*of_batches, strict=True)]
         if clip is not None:
@@ -228,7 +260,9 @@ def test_trajectory(update: str, wd: float, accumulate: int, clip: float | None)
     model = net()
     reference = BiMaskReference("sr_ste", update, used(model), wd)
     optimizer = UPDATES[update](model.parameters(), wd)
-    handle = nmrun.sparsify(model, optimizer, "bi_mask", "2:4", TOTAL, decay=DECAY, interval=4, candidates=3)
+    handle = nmrun.sparsify(
+        model, optimizer, "bi_mask", "2:4", TOTAL, decay=DECAY, interval=4, candidates=3
+    )
     batches = data(accumulate)
     for t in range(TOTAL):
         assert (handle.phase, handle.is_sparse) == ("sparse", True)
@@ -240,7 +274,13 @@ def test_trajectory(update: str, wd: float, accumulate: int, clip: float | None)
         optimizer.step()
         optimizer.zero_grad()
         reference.step_with(batches(t), order, clip)
-        torch.testing.assert_close(used(model), reference.forward, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}")
+        torch.testing.assert_close(
+            used(model),
+            reference.forward,
+            rtol=1e-9,
+            atol=1e-12,
+            msg=lambda m, t=t: f"step {t}: {m}",
+        )
     handle.finalize()
     torch.testing.assert_close(used(model), reference.forward, rtol=1e-9, atol=1e-12)
     assert [type(layer) for layer in model] == [nn.Linear, nn.Tanh, nn.Linear]
@@ -281,7 +321,10 @@ def test_what_keeps_the_exact_input_gradient_is_told() -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.attention, self.conv = nn.MultiheadAttention(8, 2, batch_first=True), nn.Conv1d(8, 8, 1, groups=2)
+            self.attention, self.conv = (
+                nn.MultiheadAttention(8, 2, batch_first=True),
+                nn.Conv1d(8, 8, 1, groups=2),
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             return self.conv(self.attention(x, x, x)[0].mT)
@@ -294,11 +337,15 @@ def test_what_keeps_the_exact_input_gradient_is_told() -> None:
     plain = copy.deepcopy(model)
     handle.finalize(plain)
     x = torch.randn(2, 3, 8, requires_grad=True)
-    torch.testing.assert_close(*(torch.autograd.grad(m(x).square().sum(), x)[0] for m in (model, plain)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(m(x).square().sum(), x)[0] for m in (model, plain))
+    )
 
 
 def test_with_estimates_and_fp8_besides() -> None:
-    """The estimate is for the weight gradient, the second mask for the input gradient: both hold at once."""
+    """The estimate is for the weight gradient, the second mask for the input gradient: both hold at
+    once.
+    """
     model = net(torch.float32)
     _, handle = sparsify(model, mvue="1:4")
     x, dz = torch.randn(8, 8, requires_grad=True), torch.randn(8, 8)
@@ -316,7 +363,11 @@ def test_compiled_in_one_graph(convolution: bool) -> None:
 
     def make() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Conv1d(8, 8, 1), nn.Tanh(), nn.Conv1d(8, 4, 1)) if convolution else net(torch.float32)
+        return (
+            nn.Sequential(nn.Conv1d(8, 8, 1), nn.Tanh(), nn.Conv1d(8, 4, 1))
+            if convolution
+            else net(torch.float32)
+        )
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         compiles.append(1)
@@ -327,7 +378,11 @@ def test_compiled_in_one_graph(convolution: bool) -> None:
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     for step in range(5):
         torch.manual_seed(step)
-        x = torch.randn(3, 8, 6).requires_grad_() if convolution else torch.randn(3, 8).requires_grad_()
+        x = (
+            torch.randn(3, 8, 6).requires_grad_()
+            if convolution
+            else torch.randn(3, 8).requires_grad_()
+        )
         grads = []
         for run, update in ((compiled, optimizer), (eager, eager_optimizer)):
             x.grad = None

@@ -1,4 +1,6 @@
-"""LBC and MaskLLM, which learn a choice among all masks of a group, against loops over groups written by hand."""
+"""LBC and MaskLLM, which learn a choice among all masks of a group, against loops over groups
+written by hand.
+"""
 
 import itertools
 import math
@@ -11,7 +13,13 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun.patterns import Pattern
-from nmrun.sparsity.candidates import by_group, candidates, from_groups, gumbel_softmax, softmax_gradient
+from nmrun.sparsity.candidates import (
+    by_group,
+    candidates,
+    from_groups,
+    gumbel_softmax,
+    softmax_gradient,
+)
 
 MASKS = [list(c) for c in itertools.combinations(range(4), 2)]  # of 2:4, in order
 
@@ -52,7 +60,7 @@ def test_gumbel_noise_samples_the_softmax() -> None:
     assert not torch.equal(gumbel_softmax(logits, 1.0, 7), gumbel_softmax(logits, 1.0, 8))
 
 
-# --- LBC --------------------------------------------------------------------------------------------------------------------
+# --- LBC ------------------------------------------------------------------------------------------
 
 
 class LBCByHand:
@@ -80,7 +88,9 @@ class LBCByHand:
         for (j, r, c), scores in self.scores.items():
             if j == i and len(scores) > 1:
                 for k in scores:
-                    scores[k] -= LR * sum(float(g[r, c + member] * w[r, c + member]) for member in MASKS[k])
+                    scores[k] -= LR * sum(
+                        float(g[r, c + member] * w[r, c + member]) for member in MASKS[k]
+                    )
 
     def drop(self, t: int) -> None:
         left = 1 + math.ceil(5 * max(0.0, 1 - t / self.t_f) ** 3)
@@ -103,7 +113,9 @@ def test_lbc() -> None:
     batches = data(2)
     left = []
     for t in range(TOTAL):
-        torch.testing.assert_close(model.used, reference.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}")
+        torch.testing.assert_close(
+            model.used, reference.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}"
+        )
         left.append(handle.metrics()["lbc/candidates"])
         assert handle.is_sparse == (left[-1] == 1)
         for x, y in batches(t):
@@ -123,7 +135,9 @@ def test_lbc_ends_early_with_its_best_candidate() -> None:
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "lbc", "2:4", 10)
     (weight,) = handle.sparse
     with torch.no_grad():
-        handle.recipe.scores(weight).copy_(torch.tensor([[[0.0, 0.1, 0.9, 0.2, 0.3, 0.4]]]))  # the third is {0, 3}
+        handle.recipe.scores(weight).copy_(
+            torch.tensor([[[0.0, 0.1, 0.9, 0.2, 0.3, 0.4]]])
+        )  # the third is {0, 3}
     dense = model[0].weight.detach().clone()
     assert torch.equal(model[0].weight, dense)  # all candidates: nothing pruned
     assert torch.equal(handle.final_weight(weight), dense * torch.tensor([1.0, 0, 0, 1.0]))
@@ -136,7 +150,7 @@ def test_too_many_candidates(recipe: str) -> None:
         nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), recipe, "4:16", 10)
 
 
-# --- MaskLLM ----------------------------------------------------------------------------------------------------------------
+# --- MaskLLM --------------------------------------------------------------------------------------
 
 
 def maskllm(total: int = 6, **options: float) -> tuple[Net, torch.optim.Optimizer, nmrun.Handle]:
@@ -146,9 +160,13 @@ def maskllm(total: int = 6, **options: float) -> tuple[Net, torch.optim.Optimize
 
 
 def test_maskllm_s_logits_get_the_gradient_of_its_objective() -> None:
-    """Autograd through softmax((kappa * logits + noise) / temperature), with the noise recovered from the mask that was used."""
+    """Autograd through softmax((kappa * logits + noise) / temperature), with the noise recovered
+    from the mask that was used.
+    """
     kappa, temperature, reg = 2.0, 1.5, 0.1
-    model, optimizer, handle = maskllm(dense=0.0, kappa=(kappa, kappa), temperature=(temperature,) * 2, reg=reg, prior=0.0)
+    model, optimizer, handle = maskllm(
+        dense=0.0, kappa=(kappa, kappa), temperature=(temperature,) * 2, reg=reg, prior=0.0
+    )
     x, y = data(1)(0)[0]
     biases = [layer.bias.detach().clone() for layer in (model[0], model[2])]
     logits, used, dense, wanted = [], [], [], []
@@ -205,4 +223,7 @@ def test_the_prior_prefers_large_weights() -> None:
         dense, logits = weight.dense, handle.recipe.scores(weight)
         kept = top(dense, 2, 4).reshape(*logits.shape[:-1], 4)
         for place in itertools.product(*map(range, logits.shape[:-1])):
-            assert sorted(MASKS[int(logits[place].argmax())]) == kept[place].nonzero().flatten().tolist()
+            assert (
+                sorted(MASKS[int(logits[place].argmax())])
+                == kept[place].nonzero().flatten().tolist()
+            )

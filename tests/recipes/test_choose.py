@@ -110,7 +110,8 @@ def test_one_object_serves_two_models() -> None:
     models = [net(), net(1)]
     optimizers = [nmrun.optim.AdamW(m.parameters(), lr=0.02) for m in models]
     handles = [
-        nmrun.sparsify(m, o, recipe, ratio, TOTAL) for m, o, ratio in zip(models, optimizers, ("2:4", "1:4"), strict=True)
+        nmrun.sparsify(m, o, recipe, ratio, TOTAL)
+        for m, o, ratio in zip(models, optimizers, ("2:4", "1:4"), strict=True)
     ]
     train(models[0], optimizers[0], range(7))
     train(models[1], optimizers[1], range(3))

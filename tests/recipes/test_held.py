@@ -1,4 +1,6 @@
-"""Masks that stay for a while: STE with an interval, RNM-TD3's gradient, and T-SR-STE, against loops written by hand."""
+"""Masks that stay for a while: STE with an interval, RNM-TD3's gradient, and T-SR-STE, against
+loops written by hand.
+"""
 
 import copy
 import itertools
@@ -20,7 +22,9 @@ def follow(recipe: str, hand: ByHand, **hyperparameters: Any) -> nn.Module:
     handle = nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **hyperparameters)
     batches = data(2)
     for t in range(TOTAL):
-        torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}")
+        torch.testing.assert_close(
+            model.used, hand.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}"
+        )
         for x, y in batches(t):
             ((model(x) - y).square().mean() / 2).backward()
         optimizer.step()
@@ -32,7 +36,9 @@ def follow(recipe: str, hand: ByHand, **hyperparameters: Any) -> nn.Module:
 
 
 def best_block(w: Tensor) -> Tensor:
-    """The 4 x 4 block mask with rows and columns of two that keeps the most, by trying all choices of rows."""
+    """The 4 x 4 block mask with rows and columns of two that keeps the most, by trying all choices
+    of rows.
+    """
     rows = [r for r in itertools.product((0, 1), repeat=4) if sum(r) == 2]
     choices = [torch.tensor(c, dtype=w.dtype) for c in itertools.product(rows, repeat=4)]
     valid = [c for c in choices if (c.sum(0) == 2).all()]
@@ -65,7 +71,10 @@ def test_ste(interval: int, gradient: str) -> None:
     mask = Held(lambda w: top(w, 2, 4), interval)
     edit = lambda t, i, w, g: g * mask(t, i, w) if gradient == "masked" else g  # noqa: E731
     model = follow(
-        "ste_periodic", ByHand(Net().used, lambda t, i, w: w * mask(t, i, w), edit), interval=interval, gradient=gradient
+        "ste_periodic",
+        ByHand(Net().used, lambda t, i, w: w * mask(t, i, w), edit),
+        interval=interval,
+        gradient=gradient,
     )
     nmrun.sparsity.check_nm(model, "2:4")
 
@@ -77,7 +86,12 @@ def test_t_sr_ste(interval: int) -> None:
     def edit(t: int, i: int, w: Tensor, g: Tensor) -> Tensor:
         return g + 0.3 * (1 - mask(t, i, w)) * w
 
-    model = follow("t_sr_ste", ByHand(Net().used, lambda t, i, w: w * mask(t, i, w), edit), interval=interval, decay=0.3)
+    model = follow(
+        "t_sr_ste",
+        ByHand(Net().used, lambda t, i, w: w * mask(t, i, w), edit),
+        interval=interval,
+        decay=0.3,
+    )
     nmrun.sparsity.check_nm(model, "2:4")
     for layer in (model[0], model[2]):
         nmrun.sparsity.check_nm(layer.weight.detach().T, "2:4")  # along the outputs too
@@ -94,7 +108,9 @@ def test_t_sr_ste(interval: int) -> None:
     ],
     ids=str,
 )
-def test_transposable_masks_for_recipes_that_keep_the_largest(recipe: str, hyperparameters: dict[str, Any]) -> None:
+def test_transposable_masks_for_recipes_that_keep_the_largest(
+    recipe: str, hyperparameters: dict[str, Any]
+) -> None:
     mask, pruned_at = Held(transposable, hyperparameters.get("interval", 1)), TOTAL // 2
     fixed = Held(transposable, TOTAL + 1)
 
@@ -122,12 +138,21 @@ def test_transposable_masks_for_recipes_that_keep_the_largest(recipe: str, hyper
 def test_step_learns_transposable_masks() -> None:
     model = Net()
     optimizer = nmrun.optim.Adam(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, "step", "2:4", 6, switch=0.5, input_gradient="transposable")
+    handle = nmrun.sparsify(
+        model, optimizer, "step", "2:4", 6, switch=0.5, input_gradient="transposable"
+    )
     for t in range(6):
-        assert densities(handle.recipe, handle.sparse[0], t, hardware=True)[:2] == ((1.0, 1.0), (0.5, 0.5))[t >= 3]
+        assert (
+            densities(handle.recipe, handle.sparse[0], t, hardware=True)[:2]
+            == ((1.0, 1.0), (0.5, 0.5))[t >= 3]
+        )
         for w in handle.sparse:
-            assert torch.equal(w.weight, w.dense * transposable(w.dense.detach()) if t >= 3 else w.dense)
-            assert torch.equal(nmrun.sparsity.metrics.mask_of(w, handle.recipe), transposable(w.dense).bool())
+            assert torch.equal(
+                w.weight, w.dense * transposable(w.dense.detach()) if t >= 3 else w.dense
+            )
+            assert torch.equal(
+                nmrun.sparsity.metrics.mask_of(w, handle.recipe), transposable(w.dense).bool()
+            )
         model(data(1)(t)[0][0]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -138,14 +163,17 @@ def test_who_has_masks_of_its_own_keeps_them(recipe: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     optimizer = nmrun.optim.Adam(model.parameters())
     with pytest.raises(
-        ValueError, match=rf"^{recipe} has masks of its own: transposable ones are for .*\(asp, sr_ste, ste, step, t_sr_ste\)"
+        ValueError,
+        match=rf"^{recipe} has masks of its own: transposable ones are for .*\(asp, sr_ste, ste, step, t_sr_ste\)",
     ):
         nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient="transposable")
     assert type(model[0].weight) is nn.Parameter
     assert not optimizer.state
     assert list(optimizer.param_groups[0]["params"]) == list(model.parameters())
     assert len(optimizer.param_groups) == 1
-    with pytest.raises(ValueError, match="input_gradient='dense': it takes exact, transposable, double_prune"):
+    with pytest.raises(
+        ValueError, match="input_gradient='dense': it takes exact, transposable, double_prune"
+    ):
         nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient="dense")
 
 
@@ -181,14 +209,18 @@ def test_transposable_at_every_kernel_position() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "input_gradient"), [("t_sr_ste", "exact"), ("t_sr_ste", "transposable"), ("ste", "transposable")]
+    ("recipe", "input_gradient"),
+    [("t_sr_ste", "exact"), ("t_sr_ste", "transposable"), ("ste", "transposable")],
 )
 def test_a_layer_whose_outputs_do_not_fit_stays_dense(recipe: str, input_gradient: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     handle = nmrun.sparsify(model, optimizer, recipe, "2:4", 10, input_gradient=input_gradient)
     assert [w.name for w in handle.sparse] == ["0.weight"]
-    assert handle.left_dense[0].reason == "6 outputs are not a multiple of 4, which a transposable mask needs"
+    assert (
+        handle.left_dense[0].reason
+        == "6 outputs are not a multiple of 4, which a transposable mask needs"
+    )
 
 
 def test_one_of_m_is_the_best_permutation() -> None:
@@ -228,4 +260,6 @@ def test_a_copy_keeps_the_mask_of_what_it_averages() -> None:
 def test_refused(recipe: str, options: dict[str, Any], words: str) -> None:
     model = Net()
     with pytest.raises(ValueError, match=words):
-        nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), recipe, "2:4", 10, **options)
+        nmrun.sparsify(
+            model, torch.optim.SGD(model.parameters(), 0.1), recipe, "2:4", 10, **options
+        )

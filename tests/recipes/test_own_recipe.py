@@ -1,4 +1,6 @@
-"""The recipe of the README's section on one's own: its text, its commands, its entry point, and what it computes."""
+"""The recipe of the README's section on one's own: its text, its commands, its entry point, and
+what it computes.
+"""
 
 from __future__ import annotations
 
@@ -47,14 +49,18 @@ def module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def install(folder: Path) -> dict[str, str]:
-    """What installing a package with the README's entry point leaves: its metadata on the path. Returns the environment for it."""
+    """What installing a package with the README's entry point leaves: its metadata on the path.
+    Returns the environment for it.
+    """
     (text,) = blocks("toml")
     group = tomllib.loads(text)["project"]["entry-points"]["nmrun.recipes"]
     site = folder / "site"
     metadata = site / "saliency-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: saliency\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[nmrun.recipes]\n" + "".join(f"{k} = {v}\n" for k, v in group.items()))
+    (metadata / "entry_points.txt").write_text(
+        "[nmrun.recipes]\n" + "".join(f"{k} = {v}\n" for k, v in group.items())
+    )
     (folder / "saliency.py").rename(site / "saliency.py")
     before = os.environ.get("PYTHONPATH", "")
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(site), before]))}
@@ -75,7 +81,9 @@ def test_the_commands_are_accepted(number):
 
 
 def test_all_three_ways_to_name_it_are_the_same_run(folder, nmrun_cli):
-    """A class of the current folder, with and without recipe=custom, and the name that an installed package registers."""
+    """A class of the current folder, with and without recipe=custom, and the name that an installed
+    package registers.
+    """
     first = nmrun_cli("recipe._target_=saliency.Saliency", "recipe.beta=0.9", *QUICK)
     assert first.returncode == 0, first.stderr
     (run,) = [file.parent for file in folder.rglob("result.json")]
@@ -85,13 +93,17 @@ def test_all_three_ways_to_name_it_are_the_same_run(folder, nmrun_cli):
     bits = (run / "model.safetensors").read_bytes()
     weights = load_file(run / "model.safetensors")
     assert set(weights) == {
-        f"{layer}.{kind}" for layer in ("stem", "inner.0", "inner.1", "head") for kind in ("weight", "bias")
+        f"{layer}.{kind}"
+        for layer in ("stem", "inner.0", "inner.1", "head")
+        for kind in ("weight", "bias")
     }
     for name in ("inner.0.weight", "inner.1.weight"):
         groups = weights[name].movedim(1, -1).reshape(-1, 8)
         assert torch.all((groups != 0).sum(1) == 2)
 
-    second = nmrun_cli("recipe=custom", "recipe._target_=saliency.Saliency", "recipe.beta=0.9", *QUICK)
+    second = nmrun_cli(
+        "recipe=custom", "recipe._target_=saliency.Saliency", "recipe.beta=0.9", *QUICK
+    )
     assert (second.returncode, "finished already" in second.stdout) == (0, True), second.stderr
 
     third = nmrun_cli("recipe=saliency", "recipe.beta=0.9", "force=true", *QUICK, **install(folder))
@@ -102,29 +114,47 @@ def test_all_three_ways_to_name_it_are_the_same_run(folder, nmrun_cli):
 
 def test_a_registered_name_takes_part_in_sweeps_and_is_told_in_help(folder, nmrun_cli):
     path = install(folder)
-    swept = nmrun_cli("-m", "recipe=ste,saliency", "sparsity=2:8", "dry=true", "track=local", **path)
+    swept = nmrun_cli(
+        "-m", "recipe=ste,saliency", "sparsity=2:8", "dry=true", "track=local", **path
+    )
     assert swept.returncode == 0, swept.stderr
     assert "sweep of 2: 2 planned" in swept.stdout
     assert "saliency" in nmrun_cli("--help", **path).stdout
     typo = nmrun_cli("recipe=salincey", **path)
     assert typo.returncode == 2
-    assert typo.stderr.startswith("nmrun: recipe=salincey: no such recipe; did you mean saliency? (there are ")
+    assert typo.stderr.startswith(
+        "nmrun: recipe=salincey: no such recipe; did you mean saliency? (there are "
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("recipe.bta=0.9",), "saliency.Saliency has no hyperparameter bta; did you mean beta? (it has beta)"),
+        (
+            ("recipe.bta=0.9",),
+            "saliency.Saliency has no hyperparameter bta; did you mean beta? (it has beta)",
+        ),
         (("recipe.beta=1.5",), "saliency: beta=1.5 must be a number at least 0 and below 1"),
         (("recipe._target_=saliency.Salience",), "recipe=saliency.Salience cannot be imported: "),
-        (("recipe._target_=salience.Saliency",), "recipe=salience.Saliency cannot be imported: No module named 'salience'"),
-        (("recipe._target_=saliency.torch",), "recipe=saliency.torch is not a subclass of nmrun.recipes.base.Recipe"),
-        (("recipe._target_=saliency:Saliency",), "recipe._target_=saliency:Saliency: it takes package.Class"),
+        (
+            ("recipe._target_=salience.Saliency",),
+            "recipe=salience.Saliency cannot be imported: No module named 'salience'",
+        ),
+        (
+            ("recipe._target_=saliency.torch",),
+            "recipe=saliency.torch is not a subclass of nmrun.recipes.base.Recipe",
+        ),
+        (
+            ("recipe._target_=saliency:Saliency",),
+            "recipe._target_=saliency:Saliency: it takes package.Class",
+        ),
         (("recipe._target_=",), "recipe._target_=: it takes package.Class"),
     ],
 )
 def test_a_mistake_gets_a_line(module, monkeypatch, words, said):
-    """In this process: what the command line looks at first, and then what only the built run shows."""
+    """In this process: what the command line looks at first, and then what only the built run
+    shows.
+    """
     from hydra import compose, initialize_config_module
 
     from nmrun.config import schema
@@ -134,7 +164,10 @@ def test_a_mistake_gets_a_line(module, monkeypatch, words, said):
     words = precheck.own_recipe(["recipe._target_=saliency.Saliency", "track=local", *words])
     problems = precheck.look(words).problems
     if not problems:
-        with initialize_config_module("nmrun.conf", version_base="1.3"), pytest.raises(ConfigError) as raised:
+        with (
+            initialize_config_module("nmrun.conf", version_base="1.3"),
+            pytest.raises(ConfigError) as raised,
+        ):
             build.build(schema.check(compose("nmrun", words)))
         problems = raised.value.problems
     (problem,) = problems
@@ -150,15 +183,20 @@ def test_a_name_of_nmruns_own_is_not_for_others_to_take(monkeypatch):
     assert recipes.installed.__wrapped__() == {"mine": "saliency.Saliency"}
 
 
-# --- what it computes -----------------------------------------------------------------------------------------------------------
+# --- what it computes -----------------------------------------------------------------------------
 
 
 def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     random = torch.Generator().manual_seed(1)
-    return [(torch.randn(6, 8, generator=random), torch.randn(6, 4, generator=random)) for _ in range(count)]
+    return [
+        (torch.randn(6, 8, generator=random), torch.randn(6, 4, generator=random))
+        for _ in range(count)
+    ]
 
 
-def trained(model: torch.nn.Linear, handle: nmrun.Handle, optimizer: torch.optim.Optimizer, some: list) -> None:
+def trained(
+    model: torch.nn.Linear, handle: nmrun.Handle, optimizer: torch.optim.Optimizer, some: list
+) -> None:
     for x, y in some:
         (model(x) - y).square().mean().backward()
         optimizer.step()
@@ -166,7 +204,9 @@ def trained(model: torch.nn.Linear, handle: nmrun.Handle, optimizer: torch.optim
 
 
 def test_it_is_what_a_scalar_loop_gives(module):
-    """w and the running mean by hand, with SGD: the mask of each step is of the two largest |w| * rms(g) of every four."""
+    """w and the running mean by hand, with SGD: the mask of each step is of the two largest |w| *
+    rms(g) of every four.
+    """
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4, bias=False)
     w = model.weight.detach().double().clone()
@@ -177,7 +217,10 @@ def test_it_is_what_a_scalar_loop_gives(module):
         mask, largest = torch.zeros_like(w), torch.zeros_like(w)
         for i in range(4):
             for begin in (0, 4):
-                by_score = sorted(range(begin, begin + 4), key=lambda j: -abs(w[i, j]) * (squares[i, j].sqrt() + 1e-12))
+                by_score = sorted(
+                    range(begin, begin + 4),
+                    key=lambda j: -abs(w[i, j]) * (squares[i, j].sqrt() + 1e-12),
+                )
                 by_size = sorted(range(begin, begin + 4), key=lambda j: -abs(w[i, j]))
                 mask[i, by_score[:2]] = largest[i, by_size[:2]] = 1.0
         magnitude_differs += int((mask != largest).any())
@@ -197,12 +240,18 @@ def test_its_state_is_saved_with_the_model(module):
         torch.manual_seed(0)
         model = torch.nn.Linear(8, 4)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        return model, nmrun.sparsify(model, optimizer, recipe="saliency.Saliency", pattern="2:4"), optimizer
+        return (
+            model,
+            nmrun.sparsify(model, optimizer, recipe="saliency.Saliency", pattern="2:4"),
+            optimizer,
+        )
 
     whole, half, resumed = fresh(), fresh(), fresh()
     trained(*whole, batches(6))
     trained(*half, batches(6)[:3])
-    for new, old in zip(resumed[:1] + resumed[2:] + resumed[1:2], half[:1] + half[2:] + half[1:2], strict=True):
+    for new, old in zip(
+        resumed[:1] + resumed[2:] + resumed[1:2], half[:1] + half[2:] + half[1:2], strict=True
+    ):
         new.load_state_dict(copy.deepcopy(old.state_dict()))
     trained(*resumed, batches(6)[3:])
     assert torch.equal(whole[0].weight, resumed[0].weight)

@@ -1,4 +1,6 @@
-"""Mask decay and structure decay against loops written by hand, and the ways they can be asked for wrongly."""
+"""Mask decay and structure decay against loops written by hand, and the ways they can be asked for
+wrongly.
+"""
 
 import math
 from typing import Any
@@ -28,10 +30,14 @@ def factor(shape: str, tau: float | None, t: int) -> float:
 def follow(recipe: str, hand: ByHand, pattern: str = "2:4", **hyperparameters: Any) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, dense=DENSE, final=FINAL, **hyperparameters)
+    handle = nmrun.sparsify(
+        model, optimizer, recipe, pattern, TOTAL, dense=DENSE, final=FINAL, **hyperparameters
+    )
     batches = data(2)
     for t in range(TOTAL):
-        torch.testing.assert_close(model.used, hand.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}")
+        torch.testing.assert_close(
+            model.used, hand.used, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}"
+        )
         for x, y in batches(t):
             ((model(x) - y).square().mean() / 2).backward()
         optimizer.step()
@@ -64,7 +70,9 @@ def test_mask_decay(mode: str, shape: str, tau: float | None) -> None:
         ("mdgf_exponential", {"grad_mode": "ste"}, "exponential"),
     ],
 )
-def test_the_decaying_mask_passes_the_gradient_on(recipe: str, options: dict[str, Any], shape: str) -> None:
+def test_the_decaying_mask_passes_the_gradient_on(
+    recipe: str, options: dict[str, Any], shape: str
+) -> None:
     def forward(t: int, i: int, w: Tensor) -> Tensor:
         m = top(w, 2, 4)
         return w * (m + (1 - m) * factor(shape, 0.25, t))
@@ -148,7 +156,12 @@ def test_the_weight_a_run_would_leave_is_always_nm() -> None:
 @pytest.mark.parametrize(
     ("recipe", "pattern", "options", "words"),
     [
-        ("mdgf_linear", "2:4", {"dense": 0.5, "final": 0.6}, "fractions of one run: at most 1 together"),
+        (
+            "mdgf_linear",
+            "2:4",
+            {"dense": 0.5, "final": 0.6},
+            "fractions of one run: at most 1 together",
+        ),
         ("mdgf_linear", "2:4", {"final": 0.0}, "final=0.0 must be a number above 0"),
         ("mdgf_exponential", "2:4", {"tau": -1.0}, "tau"),
         ("mdgf_exponential", "2:4", {"grad_mode": "scale"}, "scaled, ste"),
@@ -163,5 +176,7 @@ def test_refused(recipe: str, pattern: str, options: dict[str, Any], words: str)
     model = Net()
     before = model.state_dict()
     with pytest.raises(ValueError, match=words):
-        nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), recipe, pattern, 10, **options)
+        nmrun.sparsify(
+            model, torch.optim.SGD(model.parameters(), 0.1), recipe, pattern, 10, **options
+        )
     assert model.state_dict().keys() == before.keys()

@@ -1,4 +1,6 @@
-"""Every recipe's whole trajectory against a reference written by hand, in the training loops people really write."""
+"""Every recipe's whole trajectory against a reference written by hand, in the training loops people
+really write.
+"""
 
 import math
 from typing import Any
@@ -11,7 +13,9 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.handle import Handle
 
-SETTINGS: dict[str, tuple[str, dict[str, Any], int]] = {  # name: recipe, hyperparameters, step of the switch
+SETTINGS: dict[
+    str, tuple[str, dict[str, Any], int]
+] = {  # name: recipe, hyperparameters, step of the switch
     "dense": ("dense", {}, 0),
     "ste": ("ste", {}, 0),
     "sr_ste": ("sr_ste", {"decay": DECAY}, 0),
@@ -21,7 +25,9 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], int]] = {  # name: recipe, hyperp
     "step": ("step", {"switch": 0.4, "decay": DECAY}, 4),
 }
 UPDATES = {
-    "sgd": lambda p, wd, **options: torch.optim.SGD(p, LR, momentum=0.9, weight_decay=wd, **options),
+    "sgd": lambda p, wd, **options: torch.optim.SGD(
+        p, LR, momentum=0.9, weight_decay=wd, **options
+    ),
     "adam": lambda p, wd, **options: nmrun.optim.Adam(p, LR, weight_decay=wd, **options),
     "adamw": lambda p, wd, **options: nmrun.optim.AdamW(p, LR, weight_decay=wd, **options),
 }
@@ -38,20 +44,30 @@ class Net(nn.Sequential):
 
     @property
     def used(self) -> list[Tensor]:
-        return [t.detach().clone() for layer in (self[0], self[2]) for t in (layer.weight, layer.bias)]
+        return [
+            t.detach().clone() for layer in (self[0], self[2]) for t in (layer.weight, layer.bias)
+        ]
 
 
-def start(setting: str, update: str, wd: float, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[Net, Any, Handle]:
+def start(
+    setting: str, update: str, wd: float, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[Net, Any, Handle]:
     recipe, hyperparameters, _ = SETTINGS[setting]
     model = Net(dtype)
     optimizer = UPDATES[update](model.parameters(), wd, **options)
-    return model, optimizer, nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **hyperparameters)
+    return (
+        model,
+        optimizer,
+        nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **hyperparameters),
+    )
 
 
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (3, None), (3, 0.05)])
 @pytest.mark.parametrize("wd", [0.0, 0.2])
 @pytest.mark.parametrize(("setting", "update"), COMBINATIONS)
-def test_trajectory(setting: str, update: str, wd: float, accumulate: int, clip: float | None) -> None:
+def test_trajectory(
+    setting: str, update: str, wd: float, accumulate: int, clip: float | None
+) -> None:
     recipe, _, switch = SETTINGS[setting]
     reference = Reference(recipe, update, Net().used, wd, switch)
     model, optimizer, handle = start(setting, update, wd)
@@ -66,7 +82,13 @@ def test_trajectory(setting: str, update: str, wd: float, accumulate: int, clip:
         optimizer.step()
         optimizer.zero_grad()
         reference.step(batches(t), clip)
-        torch.testing.assert_close(model.used, reference.forward, rtol=1e-9, atol=1e-12, msg=lambda m, t=t: f"step {t}: {m}")
+        torch.testing.assert_close(
+            model.used,
+            reference.forward,
+            rtol=1e-9,
+            atol=1e-12,
+            msg=lambda m, t=t: f"step {t}: {m}",
+        )
     handle.finalize()
     torch.testing.assert_close(model.used, reference.forward, rtol=1e-9, atol=1e-12)
 
@@ -74,11 +96,19 @@ def test_trajectory(setting: str, update: str, wd: float, accumulate: int, clip:
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize(
     ("setting", "update", "options"),
-    [(s, u, {}) for s, u in COMBINATIONS if u != "adamw"] + [(s, "adamw", {"fused": True}) for s in SETTINGS],
+    [(s, u, {}) for s, u in COMBINATIONS if u != "adamw"]
+    + [(s, "adamw", {"fused": True}) for s in SETTINGS],
 )
-def test_loss_scaling_and_a_skipped_step(setting: str, update: str, options: dict[str, Any], clip: float | None) -> None:
-    """A power of two as loss scale changes no bit, and the step that overflows leaves neither weights nor clock changed."""
-    steps, scaler = [*range(5), -1, *range(5, TOTAL)], torch.amp.GradScaler("cpu", init_scale=2.0**10)
+def test_loss_scaling_and_a_skipped_step(
+    setting: str, update: str, options: dict[str, Any], clip: float | None
+) -> None:
+    """A power of two as loss scale changes no bit, and the step that overflows leaves neither
+    weights nor clock changed.
+    """
+    steps, scaler = (
+        [*range(5), -1, *range(5, TOTAL)],
+        torch.amp.GradScaler("cpu", init_scale=2.0**10),
+    )
     plain, optimizer, plain_handle = start(setting, update, 0.1, torch.float32, **options)
     batches = data(1, torch.float32)
     scaled, scaled_optimizer, handle = start(setting, update, 0.1, torch.float32, **options)
@@ -110,11 +140,15 @@ def test_loss_scaling_and_a_skipped_step(setting: str, update: str, options: dic
 
 @pytest.mark.parametrize("setting", ["ste", "sr_ste", "s_ste", "asp at once"])
 def test_gradient_at_the_projected_weight(setting: str) -> None:
-    """Before the optimizer: the dense gradient at the weight that the network uses, for pruned weights as well."""
+    """Before the optimizer: the dense gradient at the weight that the network uses, for pruned
+    weights as well.
+    """
     model, _, handle = start(setting, "sgd", 0.0)
     x, y = data(1)(0)[0]
     leaves = [w.requires_grad_() for w in model.used]
-    (torch.tanh(x @ leaves[0].T + leaves[1]) @ leaves[2].T + leaves[3] - y).square().mean().backward()
+    (
+        torch.tanh(x @ leaves[0].T + leaves[1]) @ leaves[2].T + leaves[3] - y
+    ).square().mean().backward()
     (model(x) - y).square().mean().backward()
     for weight, i in zip(handle.sparse, SPARSE, strict=True):
         assert leaves[i].grad[~mask_of(weight.dense)].any()
@@ -172,20 +206,31 @@ def test_dense_leaves_everything_alone(recipe: str) -> None:
             update.zero_grad()
     assert all(map(torch.equal, model.used, plain.used))
     assert list(model.state_dict()) == list(plain.state_dict())
-    assert (handle.sparse, handle.phase, handle.is_sparse, handle.metrics()) == ([], "dense", False, {})
+    assert (handle.sparse, handle.phase, handle.is_sparse, handle.metrics()) == (
+        [],
+        "dense",
+        False,
+        {},
+    )
     report = handle.report()
     assert (report["pattern"], report["density"], report["layers"]) == ("dense", 1.0, [])
     assert [layer["reason"] for layer in report["left_dense"]] == ["recipe dense"] * 2
 
 
-# --- what a recipe refuses ----------------------------------------------------------------------------------------------------
+# --- what a recipe refuses ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("optimizer", "instead"),
     [
-        (torch.optim.AdamW, r"torch.optim.adamw.AdamW cannot: use nmrun.optim.AdamW, a drop-in with the same arguments"),
-        (torch.optim.Adam, r"torch.optim.adam.Adam cannot: use nmrun.optim.Adam or nmrun.optim.AdamW"),
+        (
+            torch.optim.AdamW,
+            r"torch.optim.adamw.AdamW cannot: use nmrun.optim.AdamW, a drop-in with the same arguments",
+        ),
+        (
+            torch.optim.Adam,
+            r"torch.optim.adam.Adam cannot: use nmrun.optim.Adam or nmrun.optim.AdamW",
+        ),
         (torch.optim.SGD, r"torch.optim.sgd.SGD cannot: use nmrun.optim.Adam or nmrun.optim.AdamW"),
     ],
 )
@@ -204,13 +249,33 @@ def test_step_names_the_optimizer_it_needs(optimizer: type, instead: str) -> Non
     [
         ("step", {}, "step needs total_steps"),
         ("asp", {}, "asp needs total_steps.*prune_at=0"),
-        ("asp", {"prune_at": 1.0, "total_steps": 9}, "asp: prune_at=1.0 must be a number at least 0 and below 1"),
-        ("asp", {"prune_at": math.nan, "total_steps": 9}, "asp: prune_at=nan must be a number at least 0 and below 1"),
+        (
+            "asp",
+            {"prune_at": 1.0, "total_steps": 9},
+            "asp: prune_at=1.0 must be a number at least 0 and below 1",
+        ),
+        (
+            "asp",
+            {"prune_at": math.nan, "total_steps": 9},
+            "asp: prune_at=nan must be a number at least 0 and below 1",
+        ),
         ("sr_ste", {"decay": -1.0}, "sr_ste: decay=-1.0 must be a number at least 0"),
-        ("step", {"total_steps": 9, "eps_mode": "in"}, "step: eps_mode=in must be one of inside, outside, floor"),
+        (
+            "step",
+            {"total_steps": 9, "eps_mode": "in"},
+            "step: eps_mode=in must be one of inside, outside, floor",
+        ),
         ("step", {"total_steps": 9, "switch": "auto_geometrc"}, "did you mean auto_geometric"),
-        ("step", {"total_steps": 9, "switch": 1.0}, "step: switch=1.0 must be auto, auto_geometric or a fraction"),
-        ("step", {"total_steps": 9, "switch": "0.5"}, "switch=0.5 must be auto, auto_geometric or a fraction"),
+        (
+            "step",
+            {"total_steps": 9, "switch": 1.0},
+            "step: switch=1.0 must be auto, auto_geometric or a fraction",
+        ),
+        (
+            "step",
+            {"total_steps": 9, "switch": "0.5"},
+            "switch=0.5 must be auto, auto_geometric or a fraction",
+        ),
         ("step", {"total_steps": 9, "t_min": 0.6}, "t_min=0.6, t_max=0.5 must be"),
         ("step", {"total_steps": 9, "decay": -1.0}, "step: decay=-1.0 must be a number at least 0"),
     ],
@@ -218,7 +283,9 @@ def test_step_names_the_optimizer_it_needs(optimizer: type, instead: str) -> Non
 def test_values_out_of_range(recipe: str, hyperparameters: dict[str, Any], message: str) -> None:
     model = Net()
     with pytest.raises(ValueError, match=message):
-        nmrun.sparsify(model, nmrun.optim.Adam(model.parameters()), recipe, "2:4", **hyperparameters)
+        nmrun.sparsify(
+            model, nmrun.optim.Adam(model.parameters()), recipe, "2:4", **hyperparameters
+        )
 
 
 def test_step_wants_one_beta2_and_eps_for_what_it_pools() -> None:

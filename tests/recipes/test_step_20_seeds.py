@@ -1,4 +1,6 @@
-"""STEP's trap: a coordinate whose frozen second moment is almost zero blows up the update. It must not, at any of 20 seeds."""
+"""STEP's trap: a coordinate whose frozen second moment is almost zero blows up the update. It must
+not, at any of 20 seeds.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,18 @@ OVER_PIXELS = (
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("overrides", [DEFAULT, OVER_PIXELS], ids=["default", "mlp"])
 @pytest.mark.parametrize("ratio", ["2:4", "1:16"])
-def test_no_seed_diverges(ratio: str, overrides: tuple[str, ...], seed: int, tmp_path: Path) -> None:
+def test_no_seed_diverges(
+    ratio: str, overrides: tuple[str, ...], seed: int, tmp_path: Path
+) -> None:
     source.register()
     with initialize_config_module("nmrun.conf", version_base="1.3"):
-        words = ["recipe=step", f"sparsity='{ratio}'", f"seed={seed}", f"output_dir={tmp_path}", *overrides]
+        words = [
+            "recipe=step",
+            f"sparsity='{ratio}'",
+            f"seed={seed}",
+            f"output_dir={tmp_path}",
+            *overrides,
+        ]
         config = schema.check(compose("nmrun", words))
     folder = run_folder(config)
     result = runner.run(config, folder)
@@ -36,4 +46,6 @@ def test_no_seed_diverges(ratio: str, overrides: tuple[str, ...], seed: int, tmp
     assert result["metrics"]["final"]["test/accuracy"] > 0.8
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     sparse = [row["train/loss"] for row in rows if "train/loss" in row][len(rows) // 2 :]
-    assert max(sparse) < 2.5  # a blow-up shows in the loss first, even where training recovers; chance is ln(10)
+    assert (
+        max(sparse) < 2.5
+    )  # a blow-up shows in the loss first, even where training recovers; chance is ln(10)

@@ -28,7 +28,11 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.addresses += [value or "" for name, value in attributes if name in ("src", "href", "srcset", "data", "action")]
+        self.addresses += [
+            value or ""
+            for name, value in attributes
+            if name in ("src", "href", "srcset", "data", "action")
+        ]
         if tag == "table":
             self.tables.append([])
         elif tag == "tr":
@@ -49,7 +53,9 @@ class Page(HTMLParser):
 @pytest.fixture
 def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     def call(*arguments: str) -> tuple[int, str, str]:
-        status = verb("report", str(tmp_path / "outputs"), "--to", str(tmp_path / "report.html"), *arguments)
+        status = verb(
+            "report", str(tmp_path / "outputs"), "--to", str(tmp_path / "report.html"), *arguments
+        )
         return status, *capsys.readouterr()
 
     return call
@@ -60,11 +66,16 @@ def page(tmp_path: Path) -> Page:
 
 
 def curve(folder: Path, *accuracies: float) -> None:
-    lines = [{"step": 10 * (i + 1), "epoch": i + 1, "eval/accuracy": value} for i, value in enumerate(accuracies)]
+    lines = [
+        {"step": 10 * (i + 1), "epoch": i + 1, "eval/accuracy": value}
+        for i, value in enumerate(accuracies)
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_the_page_has_all_of_it_and_needs_nothing_else(write: Any, report: Any, tmp_path: Path) -> None:
+def test_the_page_has_all_of_it_and_needs_nothing_else(
+    write: Any, report: Any, tmp_path: Path
+) -> None:
     values = {
         ("step", "2:4"): [0.98, 0.97],
         ("step", "1:8"): [0.95, 0.93],
@@ -81,25 +92,36 @@ def test_the_page_has_all_of_it_and_needs_nothing_else(write: Any, report: Any, 
     assert found.tables[0][0] == ["recipe", "2:4", "1:8"]
     for name, *cells in found.tables[0][1:]:
         for ratio, cell in zip(("2:4", "1:8"), cells, strict=True):
-            expected = values.get((name, ratio), values["dense", "dense"] if name == "dense" else None)
+            expected = values.get(
+                (name, ratio), values["dense", "dense"] if name == "dense" else None
+            )
             if expected is None:
                 assert cell == "-"
             else:
                 mean, sd = 100 * statistics.mean(expected), 100 * statistics.stdev(expected)
                 assert cell == f"{mean:.1f} ± {sd:.1f} (2)"
-    pictures = [address for address in found.addresses if address.startswith("data:image/png;base64,")]
-    assert len(pictures) == 2 == found.tags.count("img")  # against the ratio, and over steps: nothing else was logged
+    pictures = [
+        address for address in found.addresses if address.startswith("data:image/png;base64,")
+    ]
+    assert (
+        len(pictures) == 2 == found.tags.count("img")
+    )  # against the ratio, and over steps: nothing else was logged
     assert found.addresses == pictures
     assert not {"script", "link", "iframe"} & set(found.tags)
     assert "url(" not in (tmp_path / "report.html").read_text()
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".report")] == []
 
 
-def test_what_did_not_finish_with_its_error_and_command(write: Any, report: Any, tmp_path: Path) -> None:
+def test_what_did_not_finish_with_its_error_and_command(
+    write: Any, report: Any, tmp_path: Path
+) -> None:
     write("step", "2:4", 0, 0.98)
     failed = write("step", "2:4", 1, status="failed")
     result = json.loads((failed / "result.json").read_text())
-    result |= {"error": "step 7: the loss is nan", "environment": {"command": "nmrun recipe=step seed=1 'model.exclude=[a,b]'"}}
+    result |= {
+        "error": "step 7: the loss is nan",
+        "environment": {"command": "nmrun recipe=step seed=1 'model.exclude=[a,b]'"},
+    }
     (failed / "result.json").write_text(json.dumps(result))
     curve(failed, 0.1)
     killed = tmp_path / "outputs/digits/small_conv/ste/2of4/s0-0123456789"
@@ -121,7 +143,9 @@ def test_configurations_and_environments(write: Any, report: Any, tmp_path: Path
         write("step", "2:4", seed, 0.98)
         other = write("step", "2:4", seed, 0.97, optimizer__lr=0.01)
     result = json.loads((other / "result.json").read_text())
-    (other / "result.json").write_text(json.dumps(result | {"environment": {"commit": "fff", "torch": "9.9"}}))
+    (other / "result.json").write_text(
+        json.dumps(result | {"environment": {"commit": "fff", "torch": "9.9"}})
+    )
     assert report("--rows", "recipe,optimizer.lr")[0] == 0
     found = page(tmp_path)
     assert found.tables[1] == [["optimizer.lr", "seeds"], ["0.001", "0, 1"], ["0.01", "0, 1"]]
@@ -148,7 +172,9 @@ def test_what_users_wrote_is_text(write: Any, report: Any, tmp_path: Path) -> No
     assert "<img src=http://x/y>" in found.text
 
 
-def test_one_line_for_a_mistake_and_no_half_a_page(write: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_line_for_a_mistake_and_no_half_a_page(
+    write: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "report.html"
 
     def said(*arguments: str) -> str:

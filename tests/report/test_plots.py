@@ -34,7 +34,9 @@ def log(folder: Path, lines: list[dict[str, float]], **other: Any) -> None:
     (folder / "result.json").write_text(json.dumps(result | other))
 
 
-def drawn(kind: str, tmp_path: Path, metric: str = "test/accuracy", logged: str = "eval/accuracy") -> Figure | None:
+def drawn(
+    kind: str, tmp_path: Path, metric: str = "test/accuracy", logged: str = "eval/accuracy"
+) -> Figure | None:
     runs = collect([tmp_path])
     return plots.draw(kind, build(runs, metric, ["recipe"], ["sparsity"], "mean"), runs, logged)
 
@@ -71,8 +73,14 @@ def test_metric_against_ratio(write: Any, tmp_path: Path) -> None:
     assert set(found) == {"ste (1 not finished)", "step"}
     for name, container in found.items():
         data, _, (bars,) = container
-        cells = [values[name.split()[0], ratio] for ratio in ("2:4", "1:8") if (name.split()[0], ratio) in values]
-        assert list(data.get_ydata()) == pytest.approx([100 * statistics.mean(cell) for cell in cells])
+        cells = [
+            values[name.split()[0], ratio]
+            for ratio in ("2:4", "1:8")
+            if (name.split()[0], ratio) in values
+        ]
+        assert list(data.get_ydata()) == pytest.approx(
+            [100 * statistics.mean(cell) for cell in cells]
+        )
         assert [round(x) for x in data.get_xdata()] == list(range(len(cells)))
         lengths = [segment[1, 1] - segment[0, 1] for segment in bars.get_segments()]
         assert lengths == pytest.approx([2 * 100 * statistics.stdev(cell) for cell in cells])
@@ -89,7 +97,11 @@ def test_learning_curves_with_step_s_switch(write: Any, tmp_path: Path) -> None:
     curves = {0: [0.5, 0.7, 0.8, 0.9], 1: [0.3, 0.7, 0.9, 0.95]}
     for seed, accuracies in curves.items():
         event = f"step {21 + seed}: STEP freezes the second moment and starts learning masks (fixed switch point, 20 steps)"
-        log(write("step", "2:4", seed, accuracies[-1]), [{"eval/accuracy": a} for a in accuracies], events=[event])
+        log(
+            write("step", "2:4", seed, accuracies[-1]),
+            [{"eval/accuracy": a} for a in accuracies],
+            events=[event],
+        )
         log(write("ste", "1:8", seed, 0.5), [{"eval/accuracy": 0.5}] * 4)
     figure = drawn("curves", tmp_path)
     assert figure is not None
@@ -97,13 +109,17 @@ def test_learning_curves_with_step_s_switch(write: Any, tmp_path: Path) -> None:
     assert set(both) == {"2:4", "1:8"}
     steps, means = line(both["2:4"], "step")
     assert steps == list(STEPS)
-    assert means == pytest.approx([100 * (a + b) / 2 for a, b in zip(*curves.values(), strict=True)])
+    assert means == pytest.approx(
+        [100 * (a + b) / 2 for a, b in zip(*curves.values(), strict=True)]
+    )
     (band,) = bands(both["2:4"])
     for step, a, b in zip(STEPS, *curves.values(), strict=True):
         mean, sd = 50 * (a + b), 100 * statistics.stdev([a, b])
         at = band[band[:, 0] == step, 1]
         assert (at.min(), at.max()) == pytest.approx((mean - sd, mean + sd))
-    switches = [each.get_xdata()[0] for each in both["2:4"].lines if each.get_label() == "STEP's switch"]
+    switches = [
+        each.get_xdata()[0] for each in both["2:4"].lines if each.get_label() == "STEP's switch"
+    ]
     assert switches == [21, 22]
     assert not [each for each in both["1:8"].lines if each.get_label() == "STEP's switch"]
     names = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -112,10 +128,15 @@ def test_learning_curves_with_step_s_switch(write: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("largest", "how"), [(0.02, "linear"), (0.4, "symlog")])
-def test_flip_rates_small_ones_beside_large_ones(write: Any, tmp_path: Path, largest: float, how: str) -> None:
+def test_flip_rates_small_ones_beside_large_ones(
+    write: Any, tmp_path: Path, largest: float, how: str
+) -> None:
     rates = [0.01, 0.005, 0.001, 0.0005]
     log(write("ste", "2:4", 0, 0.9), [{"sparsity/flip_rate": rate} for rate in rates])
-    log(write("t_sr_ste", "2:4", 0, 0.9), [{"sparsity/flip_rate": rate} for rate in (0.0, largest, 0.0, 0.0)])
+    log(
+        write("t_sr_ste", "2:4", 0, 0.9),
+        [{"sparsity/flip_rate": rate} for rate in (0.0, largest, 0.0, 0.0)],
+    )
     figure = drawn("flips", tmp_path)
     assert figure is not None
     (axes,) = figure.axes
@@ -125,13 +146,27 @@ def test_flip_rates_small_ones_beside_large_ones(write: Any, tmp_path: Path, lar
     place = axes.transData.transform
     figure.canvas.draw()
     height = axes.get_window_extent().height
-    assert (place((10, 1.0))[1] - place((10, 0.0))[1]) / height > 0.15  # a rate of 1 % is far from none
+    assert (
+        place((10, 1.0))[1] - place((10, 0.0))[1]
+    ) / height > 0.15  # a rate of 1 % is far from none
 
 
 def test_autoswitch(write: Any, tmp_path: Path) -> None:
     samples, means = [4e-8, 2e-8, 1e-8, 5e-9], [4e-8, 3e-8, 2e-8, 1e-8]
-    lines = [{"step/variance_change": a, "step/variance_change_window": b} for a, b in zip(samples, means, strict=True)]
-    folder = write("step", "2:4", 0, 0.9, optimizer__eps=1e-8, recipe__t_min=0.1, recipe__t_max=0.5, recipe__switch="auto")
+    lines = [
+        {"step/variance_change": a, "step/variance_change_window": b}
+        for a, b in zip(samples, means, strict=True)
+    ]
+    folder = write(
+        "step",
+        "2:4",
+        0,
+        0.9,
+        optimizer__eps=1e-8,
+        recipe__t_min=0.1,
+        recipe__t_max=0.5,
+        recipe__switch="auto",
+    )
     log(folder, lines, steps=40)
     figure = drawn("autoswitch", tmp_path)
     assert figure is not None
@@ -148,7 +183,9 @@ def test_metric_against_flops(factor: int, how: str, write: Any, tmp_path: Path)
     for ratio, flops in spent.items():
         for seed in (0, 1):
             folder = write("ste", ratio, seed, 0.9 + 0.02 * seed)
-            result = json.loads((folder / "result.json").read_text()) | {"flops": {"training_arithmetic": flops}}
+            result = json.loads((folder / "result.json").read_text()) | {
+                "flops": {"training_arithmetic": flops}
+            }
             (folder / "result.json").write_text(json.dumps(result))
     figure = drawn("flops", tmp_path)
     assert figure is not None
@@ -160,7 +197,9 @@ def test_metric_against_flops(factor: int, how: str, write: Any, tmp_path: Path)
     assert axes.get_xscale() == how
     names = {text.get_text() for text in axes.texts}
     assert "2:4" in names
-    assert len(names & {"1:8", "1:16"}) == 1  # they stand on the same spot: one name, not two over each other
+    assert (
+        len(names & {"1:8", "1:16"}) == 1
+    )  # they stand on the same spot: one name, not two over each other
     boxes = [text.get_window_extent() for text in axes.texts]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
@@ -173,7 +212,9 @@ def test_nothing_to_draw(kind: str, write: Any, tmp_path: Path) -> None:
 
 
 def test_lines_are_told_apart_without_colour(write: Any, tmp_path: Path) -> None:
-    """In grey: no two of fifteen recipes with the same marker and line, and no line too pale to see on white."""
+    """In grey: no two of fifteen recipes with the same marker and line, and no line too pale to see
+    on white.
+    """
     names = [f"recipe{i:02}" for i in range(15)]
     for name in names:
         write(name, "2:4", 0, 0.9)

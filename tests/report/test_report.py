@@ -21,12 +21,18 @@ from nmrun.report.statistics import summarise
 
 def cells(markdown: str) -> dict[str, dict[str, str]]:
     """A Markdown table as {row: {column: cell}}."""
-    lines = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in markdown.splitlines() if line.startswith("| ")]
+    lines = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in markdown.splitlines()
+        if line.startswith("| ")
+    ]
     return {line[0]: dict(zip(lines[0][1:], line[1:], strict=True)) for line in lines[1:]}
 
 
 def comparison(write) -> None:
-    """STEP: mean 98, deviation 1 (n = 3). STE: mean 97, deviation sqrt(2) (n = 2). SR-STE: a single run. Dense: mean 99, deviation 0.5."""
+    """STEP: mean 98, deviation 1 (n = 3). STE: mean 97, deviation sqrt(2) (n = 2). SR-STE: a single
+    run. Dense: mean 99, deviation 0.5.
+    """
     for seed, (step, dense) in enumerate([(0.97, 0.985), (0.98, 0.99), (0.99, 0.995)]):
         write("step", "1:8", seed, step, recipe__switch="auto")
         write("dense", "dense", seed, dense)
@@ -36,7 +42,7 @@ def comparison(write) -> None:
     write("ste", "2:4", 0, 0.985)
 
 
-# --- collect and statistics -------------------------------------------------------------------------------------------------
+# --- collect and statistics -----------------------------------------------------------------------
 
 
 def test_a_run_is_a_row(write, tmp_path: Path) -> None:
@@ -52,19 +58,33 @@ def test_a_run_is_a_row(write, tmp_path: Path) -> None:
     assert {key: runs[key][0] for key in expected} == expected
 
 
-def test_any_depth_and_each_run_once(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_depth_and_each_run_once(
+    write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = write("ste", "2:4", 0, 0.9)
     write("dense", "dense", 0, 0.9)
     write("dense", "dense", 1, 0.9)
     monkeypatch.chdir(tmp_path)
     assert len(collect([one])) == 1
     assert len(collect(["outputs/digits/small_conv/dense"])) == 2
-    assert sorted(collect(["outputs", tmp_path / "outputs", one])["sparsity"]) == ["2:4", "dense", "dense"]
+    assert sorted(collect(["outputs", tmp_path / "outputs", one])["sparsity"]) == [
+        "2:4",
+        "dense",
+        "dense",
+    ]
     assert collect([tmp_path / "outputs/digits/small_conv/ste/1of8"]).empty
 
 
 @pytest.mark.parametrize(
-    "content", ['{"status": "fini', "[]", "null", "{}", '{"status": "finished", "id": "a", "config": {}}', "\xff"]
+    "content",
+    [
+        '{"status": "fini',
+        "[]",
+        "null",
+        "{}",
+        '{"status": "finished", "id": "a", "config": {}}',
+        "\xff",
+    ],
 )
 def test_a_damaged_file_is_named_and_left_out(write, table, tmp_path: Path, content: str) -> None:
     write("ste", "2:4", 0, 0.9)
@@ -78,20 +98,32 @@ def test_a_damaged_file_is_named_and_left_out(write, table, tmp_path: Path, cont
 
 
 def test_the_deviation_is_that_of_a_sample() -> None:
-    cell = summarise([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0])  # squared distances from 5 add up to 32
+    cell = summarise(
+        [2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]
+    )  # squared distances from 5 add up to 32
     assert (cell.mean, cell.n) == (5.0, 8)
     assert cell.sd == pytest.approx((32 / 7) ** 0.5, rel=1e-12)
     assert (summarise([3.0]).mean, summarise([3.0]).sd) == (3.0, None)
     nothing = summarise([], ["failed", "interrupted", "failed"])
-    assert (nothing.mean, nothing.sd, nothing.n, nothing.without) == (None, None, 0, {"failed": 2, "interrupted": 1})
+    assert (nothing.mean, nothing.sd, nothing.n, nothing.without) == (
+        None,
+        None,
+        0,
+        {"failed": 2, "interrupted": 1},
+    )
 
 
 def test_the_direction_follows_the_name() -> None:
     assert all(map(higher_is_better, ["test/accuracy", "best/test/bleu", "eval/f1"]))
-    assert not any(map(higher_is_better, ["test/loss", "test/perplexity", "seconds", "eval/error_rate", "test/NLL"]))
+    assert not any(
+        map(
+            higher_is_better,
+            ["test/loss", "test/perplexity", "seconds", "eval/error_rate", "test/NLL"],
+        )
+    )
 
 
-# --- what the table says -----------------------------------------------------------------------------------------------------
+# --- what the table says --------------------------------------------------------------------------
 
 
 def test_mean_deviation_n_best_and_the_dense_reference(write, table) -> None:
@@ -105,7 +137,10 @@ def test_mean_deviation_n_best_and_the_dense_reference(write, table) -> None:
         "step": {"2:4": "-", "1:8": "**98.0 +- 1.0 (3)**"},
     }
     assert "dense has no ratio and stands in every column" in out.splitlines()[0]
-    assert "small_conv on digits, adam lr 0.001, 12 epochs: accuracy on the test split in %" in out.splitlines()[0]
+    assert (
+        "small_conv on digits, adam lr 0.001, 12 epochs: accuracy on the test split in %"
+        in out.splitlines()[0]
+    )
     lines = out.splitlines()[2:]
     assert len({len(line) for line in lines}) == 1, "aligned in a terminal"
     assert out.isascii()
@@ -115,7 +150,10 @@ def test_best_weights_and_other_metrics(write, table) -> None:
     for seed, loss in enumerate([0.1, 0.2, 0.3, 0.6]):  # mean 0.3; squared distances add up to 0.14
         write("ste", "2:4", seed, 0.9, loss=loss)
     write("asp", "2:4", 0, 0.9, loss=12345.6)
-    assert cells(table("--metric", "test/loss")[1]) == {"asp": {"2:4": "12346 (1)"}, "ste": {"2:4": "**0.3 +- 0.22 (4)**"}}
+    assert cells(table("--metric", "test/loss")[1]) == {
+        "asp": {"2:4": "12346 (1)"},
+        "ste": {"2:4": "**0.3 +- 0.22 (4)**"},
+    }
     assert cells(table("--metric", "best/test/accuracy")[1])["asp"]["2:4"] == "**90.5 (1)**"
     assert cells(table("--metric", "seconds")[1])["asp"]["2:4"] == "**2.5 (1)**"
 
@@ -135,7 +173,13 @@ def test_order_of_rows_and_columns(write, table) -> None:
 def test_numbers_sort_as_numbers(write, table) -> None:
     for lr in (0.01, 1e-05, 0.1, 10.0, 2.0):
         write("ste", "2:4", 0, 0.9, optimizer__lr=lr)
-    assert list(cells(table("--rows", "optimizer.lr")[1])) == ["1e-05", "0.01", "0.1", "2.0", "10.0"]
+    assert list(cells(table("--rows", "optimizer.lr")[1])) == [
+        "1e-05",
+        "0.01",
+        "0.1",
+        "2.0",
+        "10.0",
+    ]
 
 
 def test_ties_at_the_printed_precision_are_all_marked(write, table) -> None:
@@ -144,7 +188,12 @@ def test_ties_at_the_printed_precision_are_all_marked(write, table) -> None:
     write("asp", "2:4", 0, 0.98049)
     write("dense", "dense", 0, 0.99)
     found = {row: cell["2:4"] for row, cell in cells(table()[1]).items()}
-    assert found == {"dense": "99.0 (1)", "asp": "98.0 (1)", "ste": "**98.1 (1)**", "step": "**98.1 (1)**"}
+    assert found == {
+        "dense": "99.0 (1)",
+        "asp": "98.0 (1)",
+        "ste": "**98.1 (1)**",
+        "step": "**98.1 (1)**",
+    }
 
 
 def test_runs_without_a_value_are_told(write, table) -> None:
@@ -164,7 +213,10 @@ def test_nothing_but_failures_is_a_table_too(write, table) -> None:
     write("ste", "2:4", 0, status="failed")
     write("dense", "dense", 0, status="interrupted")
     status, out, _ = table()
-    assert (status, cells(out)) == (0, {"dense": {"2:4": "interrupted (1)"}, "ste": {"2:4": "failed (1)"}})
+    assert (status, cells(out)) == (
+        0,
+        {"dense": {"2:4": "interrupted (1)"}, "ste": {"2:4": "failed (1)"}},
+    )
 
 
 def test_dense_alone(write, table) -> None:
@@ -179,14 +231,22 @@ def test_rows_and_columns_of_any_keys(write, table) -> None:
         write("ste", "2:4", 0, 0.9 + lr / 10, optimizer__lr=lr)
         write("dense", "dense", 0, 0.95 + lr / 10, optimizer__lr=lr)
     lines = [
-        [c.strip() for c in line.strip("|").split("|")] for line in table("--rows", "recipe,optimizer.lr")[1].splitlines()[4:]
+        [c.strip() for c in line.strip("|").split("|")]
+        for line in table("--rows", "recipe,optimizer.lr")[1].splitlines()[4:]
     ]
     assert lines == [
         ["dense", "0.01", "95.1 (1)"], ["dense", "0.1", "96.0 (1)"], ["ste", "0.01", "90.1 (1)"], ["ste", "0.1", "**91.0 (1)**"],
     ]  # fmt: skip
     turned = cells(table("--rows", "sparsity", "--cols", "recipe,optimizer.lr")[1])
-    assert turned["2:4"] == {"dense 0.01": "-", "dense 0.1": "-", "ste 0.01": "90.1 (1)", "ste 0.1": "91.0 (1)"}
-    by_rate = cells(table("--rows", "optimizer.lr")[1])  # dense and sparse runs share a row: dense is then a column
+    assert turned["2:4"] == {
+        "dense 0.01": "-",
+        "dense 0.1": "-",
+        "ste 0.01": "90.1 (1)",
+        "ste 0.1": "91.0 (1)",
+    }
+    by_rate = cells(
+        table("--rows", "optimizer.lr")[1]
+    )  # dense and sparse runs share a row: dense is then a column
     assert by_rate == {
         "0.01": {"dense": "95.1 (1)", "2:4": "90.1 (1)"},
         "0.1": {"dense": "**96.0 (1)**", "2:4": "**91.0 (1)**"},
@@ -197,13 +257,19 @@ def test_one_table_for_each_model_and_data_set(write, table) -> None:
     write("ste", "2:4", 0, 0.9)
     write("ste", "2:4", 0, 0.8, model__name="mlp")
     out = table()[1]
-    assert [line.split(",")[0] for line in out.splitlines() if " on " in line] == ["mlp on digits", "small_conv on digits"]
+    assert [line.split(",")[0] for line in out.splitlines() if " on " in line] == [
+        "mlp on digits",
+        "small_conv on digits",
+    ]
     assert "80.0 (1)" in out
     assert "90.0 (1)" in out
-    assert cells(table("--rows", "model")[1]) == {"mlp": {"2:4": "80.0 (1)"}, "small_conv": {"2:4": "**90.0 (1)**"}}
+    assert cells(table("--rows", "model")[1]) == {
+        "mlp": {"2:4": "80.0 (1)"},
+        "small_conv": {"2:4": "**90.0 (1)**"},
+    }
 
 
-# --- what is not averaged -----------------------------------------------------------------------------------------------------
+# --- what is not averaged -------------------------------------------------------------------------
 
 
 def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(write, table) -> None:
@@ -213,12 +279,17 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(write, table) -
     write("ste", "2:4", 2, 0.1, trainer__epochs=1, trainer__limit_batches=3)
     status, out, err = table()
     assert (status, out) == (2, "")
-    assert err.startswith("nmrun: ste at 2:4 would average over runs that differ in trainer.epochs, trainer.limit_batches;")
+    assert err.startswith(
+        "nmrun: ste at 2:4 would average over runs that differ in trainer.epochs, trainer.limit_batches;"
+    )
     assert "--rows recipe,trainer.epochs,trainer.limit_batches" in err
     assert err.count("\n") == 1
     choice = err.split("--filter ")[1].split()
     assert choice == ["trainer.epochs=12"]
-    assert cells(table("--filter", *choice)[1]) == {"asp": {"2:4": "80.0 +- 0.0 (2)"}, "ste": {"2:4": "**90.0 +- 0.0 (2)**"}}
+    assert cells(table("--filter", *choice)[1]) == {
+        "asp": {"2:4": "80.0 +- 0.0 (2)"},
+        "ste": {"2:4": "**90.0 +- 0.0 (2)**"},
+    }
     assert len(table("--rows", "recipe,trainer.epochs")[1].splitlines()) == 7
 
 
@@ -262,17 +333,19 @@ def test_filters(write, table) -> None:
     write("ste", "2:4", 1, 0.8, optimizer__lr=0.01)
     write("asp", "1:4", 0, 0.7, optimizer__lr=0.01)
     assert cells(table("--filter", "optimizer.lr=1e-3")[1]) == {"ste": {"2:4": "90.0 (1)"}}
-    assert cells(table("--filter", "optimizer.lr=0.01", "sparsity=1:4")[1]) == {"asp": {"1:4": "70.0 (1)"}}
-    assert cells(table("--filter", "optimizer.lr=0.01", "--filter", "trainer.clip=null", "recipe=ste")[1]) == {
-        "ste": {"2:4": "80.0 (1)"}
+    assert cells(table("--filter", "optimizer.lr=0.01", "sparsity=1:4")[1]) == {
+        "asp": {"1:4": "70.0 (1)"}
     }
+    assert cells(
+        table("--filter", "optimizer.lr=0.01", "--filter", "trainer.clip=null", "recipe=ste")[1]
+    ) == {"ste": {"2:4": "80.0 (1)"}}
     assert table("--filter", "optimizer.lr=5")[::2] == (
         2, "nmrun: --filter optimizer.lr=5 leaves no run; optimizer.lr is 0.001, 0.01\n",
     )  # fmt: skip
     assert "write KEY=VALUE" in table("--filter", "optimizer.lr")[2]
 
 
-# --- formats ------------------------------------------------------------------------------------------------------------------
+# --- formats --------------------------------------------------------------------------------------
 
 
 def test_csv_is_long_and_exact(write, table, tmp_path: Path) -> None:
@@ -283,7 +356,19 @@ def test_csv_is_long_and_exact(write, table, tmp_path: Path) -> None:
     assert table("--format", "csv", "--out", str(target))[1] == f"{target}\n"
     rows = list(csv.DictReader(target.open()))
     assert list(rows[0]) == [
-        *("dataset", "model", "recipe", "sparsity", "metric", "mean", "sd", "n", "best", "without", "median")
+        *(
+            "dataset",
+            "model",
+            "recipe",
+            "sparsity",
+            "metric",
+            "mean",
+            "sd",
+            "n",
+            "best",
+            "without",
+            "median",
+        )
     ]
     by_cell = {(row["model"], row["recipe"], row["sparsity"]): row for row in rows}
     assert len(by_cell) == len(rows) == 6
@@ -291,9 +376,19 @@ def test_csv_is_long_and_exact(write, table, tmp_path: Path) -> None:
     assert float(ste["mean"]) == pytest.approx(0.97, rel=1e-12)
     assert float(ste["sd"]) == pytest.approx(0.02 / 2**0.5, rel=1e-12)
     assert [ste[key] for key in ("n", "best", "without")] == ["2", "0", "1"]
-    assert [step[key] for key in ("metric", "n", "best", "without")] == ["test/accuracy", "3", "1", "0"]
+    assert [step[key] for key in ("metric", "n", "best", "without")] == [
+        "test/accuracy",
+        "3",
+        "1",
+        "0",
+    ]
     assert by_cell["small_conv", "dense", "dense"]["n"] == "3"
-    assert [by_cell["mlp", "ste", "2:4"][key] for key in ("mean", "sd", "n", "best")] == ["0.25", "", "1", "0"]
+    assert [by_cell["mlp", "ste", "2:4"][key] for key in ("mean", "sd", "n", "best")] == [
+        "0.25",
+        "",
+        "1",
+        "0",
+    ]
 
 
 def test_latex_is_escaped_and_marks_the_best(write, table) -> None:
@@ -317,7 +412,11 @@ def test_latex_compiles(write, table, tmp_path: Path) -> None:
         table("--format", "latex", "--rows", "recipe,model.channels")[1]
         + table("--format", "latex", "--rows", "model.channels,recipe")[1]
     )
-    document = "\\documentclass{article}\\usepackage{booktabs}\\begin{document}\n" + text + "\\end{document}\n"
+    document = (
+        "\\documentclass{article}\\usepackage{booktabs}\\begin{document}\n"
+        + text
+        + "\\end{document}\n"
+    )
     (tmp_path / "t.tex").write_text(document)
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
@@ -370,11 +469,15 @@ class Page(HTMLParser):
             self.bold.append(data)
 
 
-# --- pictures -----------------------------------------------------------------------------------------------------------------
+# --- pictures -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG\r\n\x1a\n"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
-def test_plot_by_suffix(write, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str, start: bytes) -> None:
+@pytest.mark.parametrize(
+    ("suffix", "start"), [(".png", b"\x89PNG\r\n\x1a\n"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
+)
+def test_plot_by_suffix(
+    write, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str, start: bytes
+) -> None:
     comparison(write)
     write("asp", "1:8", 0, status="failed")
     target = tmp_path / f"picture{suffix}"
@@ -384,14 +487,18 @@ def test_plot_by_suffix(write, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert target.stat().st_size > 5000
 
 
-def test_plots_of_two_models_go_below_the_path(write, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plots_of_two_models_go_below_the_path(
+    write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write("ste", "2:4", 0, 0.9)
     write("dense", "dense", 0, 0.9, model__name="mlp")
     assert cli.plot([str(tmp_path / "outputs")]) == 0
-    assert capsys.readouterr().out.split() == [str(tmp_path / "outputs" / f"plot-{i}.png") for i in (1, 2)]
+    assert capsys.readouterr().out.split() == [
+        str(tmp_path / "outputs" / f"plot-{i}.png") for i in (1, 2)
+    ]
 
 
-# --- mistakes -----------------------------------------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -399,7 +506,11 @@ def test_plots_of_two_models_go_below_the_path(write, tmp_path: Path, capsys: py
     [
         (
             ["--metric", "test/acuracy"],
-            ["test/acuracy", "did you mean test/accuracy?", "best/test/accuracy, seconds, test/accuracy"],
+            [
+                "test/acuracy",
+                "did you mean test/accuracy?",
+                "best/test/accuracy, seconds, test/accuracy",
+            ],
         ),
         (["--rows", "recipe,optimizer.lrr"], ["'optimizer.lrr'", "did you mean optimizer.lr?"]),
         (["--cols", "sparsty"], ["did you mean sparsity?", "recipe, "]),
@@ -424,7 +535,10 @@ def test_no_path_and_no_runs(table, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert table()[2].startswith(f"nmrun: no run below {tmp_path / 'outputs'}")
     assert table(paths=())[::2] == (2, "nmrun: the following arguments are required: PATH\n")
     assert verb("plot", str(tmp_path / "outputs"), "--out", "x.jpg") == 2
-    assert capsys.readouterr().err == "nmrun: --out x.jpg: the suffix must be one of .png, .svg, .pdf\n"
+    assert (
+        capsys.readouterr().err
+        == "nmrun: --out x.jpg: the suffix must be one of .png, .svg, .pdf\n"
+    )
 
 
 def test_a_reader_that_stops_early_is_no_error(write, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Differences between recipes: pairing by seed, tests, intervals, corrections; and where runs come from besides folders."""
+"""Differences between recipes: pairing by seed, tests, intervals, corrections; and where runs come
+from besides folders.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,10 @@ def wilcoxon(gaps: list[float]) -> float:
     """Two-sided, by all sign patterns."""
     ranks = [sorted(map(abs, gaps)).index(abs(g)) + 1 for g in gaps]
     observed = sum(r for r, g in zip(ranks, gaps, strict=True) if g > 0)
-    sums = [sum(r for r, s in zip(ranks, signs, strict=True) if s) for signs in itertools.product([0, 1], repeat=len(gaps))]
+    sums = [
+        sum(r for r, s in zip(ranks, signs, strict=True) if s)
+        for signs in itertools.product([0, 1], repeat=len(gaps))
+    ]
     low = sum(s <= min(observed, sum(ranks) - observed) for s in sums)
     return min(1.0, 2 * low / len(sums))
 
@@ -51,7 +56,9 @@ def test_pairs_are_those_of_common_seeds() -> None:
 def test_the_interval_holds_95_percent_of_resampled_means() -> None:
     gap = paired(summarise(OURS), summarise(BASE))
     assert gap is not None
-    means = sorted(statistics.fmean(drawn) for drawn in itertools.product(GAPS, repeat=4))  # all 256 resamples
+    means = sorted(
+        statistics.fmean(drawn) for drawn in itertools.product(GAPS, repeat=4)
+    )  # all 256 resamples
     assert gap.low == pytest.approx(means[int(0.025 * 256)], abs=2e-3)
     assert gap.high == pytest.approx(means[int(0.975 * 256)], abs=2e-3)
 
@@ -152,7 +159,7 @@ def test_versions_of_the_code_are_told(write, table) -> None:
     assert "made by 2 versions of the code: 0123456, abc" in table()[1]
 
 
-# --- Weights & Biases -----------------------------------------------------------------------------------------------------------
+# --- Weights & Biases -----------------------------------------------------------------------------
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, runs: object) -> None:
@@ -162,7 +169,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, runs: object) -> None:
         assert project == "me/sparse"
         return runs
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(Api=lambda timeout: SimpleNamespace(runs=listed)))
+    monkeypatch.setitem(
+        sys.modules, "wandb", SimpleNamespace(Api=lambda timeout: SimpleNamespace(runs=listed))
+    )
 
 
 def test_runs_from_wandb_are_those_of_the_folders(
@@ -172,12 +181,22 @@ def test_runs_from_wandb_are_those_of_the_folders(
     tmp_path: Path,
 ) -> None:
     result = json.loads((write("ste", "2:4", 3, 0.9) / "result.json").read_text())
-    summary = {key: value for key, value in result.items() if key not in ("id", "config")} | {"_step": 9, "_wandb": {"x": 1}}
-    ours = SimpleNamespace(config=result["config"], summary=summary, id=result["id"], url="https://wandb.ai/me/sparse/runs/1")
+    summary = {key: value for key, value in result.items() if key not in ("id", "config")} | {
+        "_step": 9,
+        "_wandb": {"x": 1},
+    }
+    ours = SimpleNamespace(
+        config=result["config"],
+        summary=summary,
+        id=result["id"],
+        url="https://wandb.ai/me/sparse/runs/1",
+    )
     other = SimpleNamespace(config={"lr": 1}, summary={}, id="x", url="u")
     pretend(monkeypatch, [ours, other])
     there, here = collect(["wandb://me/sparse"]), collect([tmp_path / "outputs"])
-    assert there.drop(columns="folder").to_dict("records") == here.drop(columns="folder").to_dict("records")
+    assert there.drop(columns="folder").to_dict("records") == here.drop(columns="folder").to_dict(
+        "records"
+    )
     assert "1 runs left out" in capsys.readouterr().err
 
 

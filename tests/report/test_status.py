@@ -1,4 +1,6 @@
-"""``nmrun status`` on folders made by hand, and on a real sweep that fails, runs and is killed while it is watched."""
+"""``nmrun status`` on folders made by hand, and on a real sweep that fails, runs and is killed
+while it is watched.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,17 @@ Place = Callable[..., Path]
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    """A run folder in ``outputs`` of the current folder, as a run leaves it; without a status, as a kill leaves it."""
+    """A run folder in ``outputs`` of the current folder, as a run leaves it; without a status, as a
+    kill leaves it.
+    """
     monkeypatch.chdir(tmp_path)
 
     def call(
-        name: str, state: str | None = None, command: str | None = "nmrun recipe=ste", steps: int = 0, **more: Any
+        name: str,
+        state: str | None = None,
+        command: str | None = "nmrun recipe=ste",
+        steps: int = 0,
+        **more: Any,
     ) -> Path:
         output_dir = more.pop("output_dir", "outputs")
         folder = Path(output_dir) / "digits" / "small_conv" / "ste" / "2of4" / name
@@ -41,11 +49,18 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
         head = f"# {command}\n" if command else ""
         (folder / "config.yaml").write_text(head + yaml.safe_dump(config))
         if state:
-            result = {"status": state, "config": config, "environment": {"command": "nmrun -m all of it"}, **more}
+            result = {
+                "status": state,
+                "config": config,
+                "environment": {"command": "nmrun -m all of it"},
+                **more,
+            }
             (folder / "result.json").write_text(json.dumps(result))
         if steps:
             rows = "".join(json.dumps({"step": step}) + "\n" for step in range(10, steps + 1, 10))
-            (folder / "metrics.jsonl").write_text(rows + '{"step": 99')  # a kill in the middle of a line
+            (folder / "metrics.jsonl").write_text(
+                rows + '{"step": 99'
+            )  # a kill in the middle of a line
         return folder
 
     return call
@@ -58,10 +73,10 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def locked(folder: Path) -> subprocess.Popen[str]:
     """A live process that works in the folder."""
-    code = (
-        f"import fcntl, os, sys; fcntl.flock(os.open({str(folder)!r}, 0), fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    code = f"import fcntl, os, sys; fcntl.flock(os.open({str(folder)!r}, 0), fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()
     return process
@@ -98,7 +113,10 @@ def test_every_state(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
         f"killed, step 20: {here}/s4-e",
         "  nmrun recipe=ste 'sparsity.overrides={inner.1: 1:8}'",
     ]
-    assert told(capsys).splitlines()[0] == "runs in outputs: 3 finished, 1 interrupted, 1 failed, 1 killed"
+    assert (
+        told(capsys).splitlines()[0]
+        == "runs in outputs: 3 finished, 1 interrupted, 1 failed, 1 killed"
+    )
     data = json.loads(told(capsys, "--json"))
     assert data["runs"] == {"finished": 3, "interrupted": 1, "failed": 1, "killed": 1}
     assert [(run["state"], run["step"]) for run in data["unfinished"]] == [
@@ -111,19 +129,34 @@ def test_every_state(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("state", [None, "failed"])
 def test_the_command_fits_the_folder_it_is_asked_from(
-    state: str | None, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    state: str | None,
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Run by a shell that has ``nmrun`` say where it is and with what it was called."""
     home = tmp_path / "it's here"
     home.mkdir()
     monkeypatch.chdir(home)
-    place("s0-a", state, "nmrun recipe=ste output_dir=deep/out 'track.project=a b'", output_dir="deep/out")
+    place(
+        "s0-a",
+        state,
+        "nmrun recipe=ste output_dir=deep/out 'track.project=a b'",
+        output_dir="deep/out",
+    )
 
     def shell() -> list[str]:
-        line = told(capsys, "--json", str(home)) if (home / "deep").exists() else told(capsys, "--json", str(tmp_path))
+        line = (
+            told(capsys, "--json", str(home))
+            if (home / "deep").exists()
+            else told(capsys, "--json", str(tmp_path))
+        )
         (run,) = json.loads(line)["unfinished"]
         script = f'nmrun() {{ pwd; printf "%s\\n" "$@"; }}; {run["command"]}'
-        return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+        return subprocess.run(
+            ["bash", "-c", script], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
 
     words = ["recipe=ste", "output_dir=deep/out", "track.project=a b"]
     assert shell() == [str(home), *words]
@@ -138,15 +171,26 @@ def test_the_command_fits_the_folder_it_is_asked_from(
     assert OverridesParser.create().parse_override(word).value() == f"{tmp_path}/it's moved/out"
 
 
-def test_sweeps(place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweeps(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 5_000_000.0
     monkeypatch.setattr(sweep.time, "time", lambda: now)
     folders = [Path("outputs/.sweeps") / name for name in ("1-first", "2-second", "3-third")]
-    for folder, statuses in zip(folders, (["finished"] * 2, ["skipped", "finished", "failed"], ["finished"]), strict=True):
+    for folder, statuses in zip(
+        folders, (["finished"] * 2, ["skipped", "finished", "failed"], ["finished"]), strict=True
+    ):
         folder.mkdir(parents=True)
-        head = {"begun": now - 600, "jobs": 8, "command": f"nmrun -m {folder.name}", "output_dir": "outputs"}
+        head = {
+            "begun": now - 600,
+            "jobs": 8,
+            "command": f"nmrun -m {folder.name}",
+            "output_dir": "outputs",
+        }
         (folder / "sweep.json").write_text(json.dumps(head))
-        jobs = [{"status": one, "seconds": 120, "ended": now - 60, "overrides": []} for one in statuses]
+        jobs = [
+            {"status": one, "seconds": 120, "ended": now - 60, "overrides": []} for one in statuses
+        ]
         (folder / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
     cut = "sweep 3-third, cut off: 1 of 8 jobs done (1 finished); 9 min"
     assert told(capsys).splitlines() == [cut, "  nmrun -m 3-third", "runs in outputs: none yet"]
@@ -166,7 +210,9 @@ def test_sweeps(place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: p
     ]
     done = [{"status": "finished", "seconds": 1, "ended": now - 540, "overrides": []}] * 8
     (folders[2] / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in done))
-    assert told(capsys).splitlines()[0] == "sweep 3-third, ended: 8 of 8 jobs done (8 finished); 1 min"
+    assert (
+        told(capsys).splitlines()[0] == "sweep 3-third, ended: 8 of 8 jobs done (8 finished); 1 min"
+    )
 
 
 def test_asking_is_not_in_the_way(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
@@ -194,19 +240,27 @@ def test_where_there_is_nothing(tmp_path: Path, nmrun_cli) -> None:
 
 def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> None:
     words = "-m recipe=ste optimizer.lr=1e25,1e-3 seed=0,3 zip=optimizer.lr,seed trainer.limit_batches=1 trainer.epochs=3000 track=local"
-    process = subprocess.Popen([sys.executable, "-m", "nmrun.cli", *words.split()], cwd=tmp_path, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nmrun.cli", *words.split()], cwd=tmp_path, stdout=subprocess.DEVNULL
+    )
     deadline = time.time() + 60
-    while time.time() < deadline and not list(tmp_path.glob("outputs/digits/*/*/*/s3-*/checkpoint.pt")):
+    while time.time() < deadline and not list(
+        tmp_path.glob("outputs/digits/*/*/*/s3-*/checkpoint.pt")
+    ):
         assert process.poll() is None
         time.sleep(0.05)
     watched = json.loads(nmrun_cli("status", "--json").stdout)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert watched["runs"] == {"running": 1, "failed": 1}
-    assert [(one["running"], one["jobs"], one["done"]) for one in watched["sweeps"]] == [(True, 2, {"failed": 1})]
+    assert [(one["running"], one["jobs"], one["done"]) for one in watched["sweeps"]] == [
+        (True, 2, {"failed": 1})
+    ]
     assert watched["sweeps"][0]["left"] > 0
     light = "import sys; from nmrun import cli; status = cli.main(); print('torch' in sys.modules); sys.exit(status)"
-    done = subprocess.run([sys.executable, "-c", light, "status"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", light, "status"], cwd=tmp_path, capture_output=True, text=True
+    )
     lines = done.stdout.splitlines()
     assert (done.returncode, done.stderr, lines[-1]) == (0, "", "False")
     assert "cut off: 1 of 2 jobs done (1 failed)" in lines[0]
@@ -221,7 +275,10 @@ def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> No
     folder = tmp_path / lines[killed].partition(": ")[2]
     saved = (folder / "checkpoint.pt").stat().st_mtime_ns
     again = subprocess.Popen(  # it goes on in the same folder
-        [sys.executable, "-m", "nmrun.cli", *repeat[1:]], cwd=tmp_path, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "nmrun.cli", *repeat[1:]],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert again.stdout is not None
     for line in again.stdout:

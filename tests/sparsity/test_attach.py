@@ -29,13 +29,19 @@ def mlp(seed: int = 0) -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
 
 
-def start(model: nn.Module, maker: str = "ste", **options: Any) -> tuple[torch.optim.Optimizer, Handle]:
+def start(
+    model: nn.Module, maker: str = "ste", **options: Any
+) -> tuple[torch.optim.Optimizer, Handle]:
     recipe, hyper = MAKERS[maker]
     optimizer = nmrun.optim.Adam(model.parameters(), lr=0.05)
-    return optimizer, nmrun.sparsify(model, optimizer, recipe, "2:4", total_steps=8, **hyper, **options)
+    return optimizer, nmrun.sparsify(
+        model, optimizer, recipe, "2:4", total_steps=8, **hyper, **options
+    )
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, x: Tensor | None = None) -> None:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, x: Tensor | None = None
+) -> None:
     for _ in range(steps):
         model(torch.randn(4, 8) if x is None else x).square().mean().backward()
         optimizer.step()
@@ -76,7 +82,9 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_values_that_are_written_from_outside_are_the_new_dense_weight(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_are_written_from_outside_are_the_new_dense_weight(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the next step at the latest; what ``.data`` hides is found when all weights are compared."""
     if "data" in change:
         monkeypatch.setattr(handles, "COMPARED_EVERY", 1)
@@ -154,7 +162,9 @@ def test_projected_once_a_step_however_often_it_is_read(monkeypatch: pytest.Monk
     optimizer, handle = start(model)
     projected: list[str] = []
     project = handle.recipe.project
-    monkeypatch.setattr(handle.recipe, "project", lambda w, out: (projected.append(w.name), project(w, out)))
+    monkeypatch.setattr(
+        handle.recipe, "project", lambda w, out: (projected.append(w.name), project(w, out))
+    )
     for _ in range(3):
         for _ in range(4):
             model(torch.randn(4, 8)).sum().backward()
@@ -194,7 +204,9 @@ def mlp_of(state: dict[str, Tensor]) -> nn.Module:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("torchs_own", [True, False], ids=["AveragedModel", "by hand"])
 @pytest.mark.parametrize("maker", MAKERS)
-def test_average_of_dense_weights_is_projected_in_the_end(maker: str, torchs_own: bool, compiled: bool) -> None:
+def test_average_of_dense_weights_is_projected_in_the_end(
+    maker: str, torchs_own: bool, compiled: bool
+) -> None:
     model = mlp()
     optimizer, handle = start(model, maker)
     with handle.dense_weights():

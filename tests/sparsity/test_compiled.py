@@ -34,7 +34,9 @@ def afresh(kernels_for_small_weights: None) -> None:
     torch._dynamo.reset()
 
 
-def start(recipe: str, optimizer: str = "nmrun") -> tuple[nn.Sequential, torch.optim.Optimizer, Handle]:
+def start(
+    recipe: str, optimizer: str = "nmrun"
+) -> tuple[nn.Sequential, torch.optim.Optimizer, Handle]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     made = OPTIMIZERS[optimizer](model.parameters())
@@ -45,18 +47,23 @@ def batch(step: int) -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
 
 
-def train(forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, step: Any, at: int) -> None:
+def train(
+    forward: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, step: Any, at: int
+) -> None:
     forward(batch(at)).square().mean().backward()
     step()
     optimizer.zero_grad()
 
 
-def same(found: tuple[nn.Module, Any, Handle], wanted: tuple[nn.Module, Any, Handle], exact: bool) -> None:
+def same(
+    found: tuple[nn.Module, Any, Handle], wanted: tuple[nn.Module, Any, Handle], exact: bool
+) -> None:
     """Parameters, dense weights and phases."""
     assert found[2].phase == wanted[2].phase
     assert found[2].recipe.step == wanted[2].recipe.step
     tensors = [
-        [p.detach() for p in model.parameters()] + [w.dense for w in handle.sparse] for model, _, handle in (found, wanted)
+        [p.detach() for p in model.parameters()] + [w.dense for w in handle.sparse]
+        for model, _, handle in (found, wanted)
     ]
     # torch's own compiled AdamW is as far from its uncompiled one, in a dense training of this size
     close: dict[str, float] = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-3, "atol": 1e-5}

@@ -13,7 +13,11 @@ from nmrun.handle import Handle
 from nmrun.recipes import RECIPES
 
 TOTAL = 12
-OPTIONS: dict[str, dict[str, Any]] = {"sdgf_geometric": {"frames": 2}, "t_sr_ste": {"interval": 3}, "step": {"switch": 0.4}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sdgf_geometric": {"frames": 2},
+    "t_sr_ste": {"interval": 3},
+    "step": {"switch": 0.4},
+}
 SPARSE = [name for name in RECIPES if name != "dense"]
 
 
@@ -27,7 +31,13 @@ def start(recipe: str, pattern: str = "2:4") -> tuple[Net, torch.optim.Optimizer
     model = Net()
     optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(2)
-    return model, optimizer, nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, exclude="4", **OPTIONS.get(recipe, {}))
+    return (
+        model,
+        optimizer,
+        nmrun.sparsify(
+            model, optimizer, recipe, pattern, TOTAL, exclude="4", **OPTIONS.get(recipe, {})
+        ),
+    )
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -35,7 +45,9 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, forward: Any, scale: float = 1.0) -> list[Tensor]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, forward: Any, scale: float = 1.0
+) -> list[Tensor]:
     losses = []
     for step in range(TOTAL):
         x, y = batch(step)
@@ -64,12 +76,16 @@ def test_ends_exactly_nm(recipe: str, pattern: str) -> None:
     assert list(model.state_dict()) == keys
     assert torch.equal(model[0].weight, used[0])  # what was evaluated is what is left
     assert torch.equal(model[2].weight, used[1])
-    assert all((w.count_nonzero() > 0.5 * w.numel() * nmrun.Pattern.parse(pattern).density) for w in used)
+    assert all(
+        (w.count_nonzero() > 0.5 * w.numel() * nmrun.Pattern.parse(pattern).density) for w in used
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_learns(recipe: str) -> None:
-    """On one batch the loss falls. MaskLLM's weights are frozen half the time, so it must not rise much."""
+    """On one batch the loss falls. MaskLLM's weights are frozen half the time, so it must not rise
+    much.
+    """
     model, optimizer, _ = start(recipe)
     x, y = batch(0)
     losses = []
@@ -102,8 +118,8 @@ def test_compiled_equals_eager(recipe: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-# bytes of one float32 weight at 2:4 beside parameter and the optimizer's own state: the dense weight,
-# then what the docstring says
+# bytes of one float32 weight at 2:4 beside parameter and the optimizer's own state: the dense
+# weight, then what the docstring says
 PER_WEIGHT = {
     "dense": 0,
     "asp": 4 + 1,  # the mask

@@ -1,4 +1,6 @@
-"""Transposable masks against exhaustive and assignment optima; the minimum-variance estimate against its closed form."""
+"""Transposable masks against exhaustive and assignment optima; the minimum-variance estimate
+against its closed form.
+"""
 
 import itertools
 import math
@@ -20,7 +22,9 @@ def kept(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 def best_by_search(block: Tensor, n: int) -> float:
-    """The optimum of one block by trying the rows one after the other, with the column sums as the state."""
+    """The optimum of one block by trying the rows one after the other, with the column sums as the
+    state.
+    """
     m, best = block.shape[0], {(0,) * block.shape[0]: 0.0}
     for row in block.abs().double().tolist():
         grown: dict[tuple[int, ...], float] = {}
@@ -33,7 +37,9 @@ def best_by_search(block: Tensor, n: int) -> float:
     return best[(n,) * m]
 
 
-@pytest.mark.parametrize(("n", "m", "count"), [(1, 2, 2), (1, 3, 6), (1, 4, 24), (2, 4, 90), (3, 4, 24), (4, 4, 1)])
+@pytest.mark.parametrize(
+    ("n", "m", "count"), [(1, 2, 2), (1, 3, 6), (1, 4, 24), (2, 4, 90), (3, 4, 24), (4, 4, 1)]
+)
 def test_number_of_block_patterns(n: int, m: int, count: int) -> None:
     blocks = block_patterns(n, m)
     assert blocks.shape == (count, m, m)
@@ -42,7 +48,9 @@ def test_number_of_block_patterns(n: int, m: int, count: int) -> None:
     assert (blocks.sum(2) == n).all()
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 3), (1, 4), (2, 4), (3, 4), (2, 5), (3, 6), (2, 8)])
+@pytest.mark.parametrize(
+    ("n", "m"), [(1, 2), (2, 3), (1, 4), (2, 4), (3, 4), (2, 5), (3, 6), (2, 8)]
+)
 @pytest.mark.parametrize("size", [1.0, 1e-9, 1e9])
 def test_transposable_mask_is_optimal_in_every_block(n: int, m: int, size: float) -> None:
     torch.manual_seed(0)
@@ -52,7 +60,9 @@ def test_transposable_mask_is_optimal_in_every_block(n: int, m: int, size: float
     assert mask.dtype == torch.bool
     assert (mask.sum(1) == n).all()
     assert (mask.reshape(count, m, m).sum(1) == n).all()
-    optimum = torch.tensor([best_by_search(b, n) for b in weight.reshape(count, m, m)], dtype=torch.float64)
+    optimum = torch.tensor(
+        [best_by_search(b, n) for b in weight.reshape(count, m, m)], dtype=torch.float64
+    )
     torch.testing.assert_close(kept(weight, mask), optimum, rtol=1e-12, atol=0)
 
 
@@ -71,12 +81,17 @@ def test_blocks_are_where_they_should_be() -> None:
     weight = torch.randn(8, 12)
     mask = transposable_mask(weight, "2:4")
     for i, j in itertools.product(range(0, 8, 4), range(0, 12, 4)):
-        assert torch.equal(mask[i : i + 4, j : j + 4], transposable_mask(weight[i : i + 4, j : j + 4], "2:4"))
-    with pytest.raises(ValueError, match=r"transposable 2:4 mask needs a matrix with both sides multiples of 4, not \(8, 6\)"):
+        assert torch.equal(
+            mask[i : i + 4, j : j + 4], transposable_mask(weight[i : i + 4, j : j + 4], "2:4")
+        )
+    with pytest.raises(
+        ValueError,
+        match=r"transposable 2:4 mask needs a matrix with both sides multiples of 4, not \(8, 6\)",
+    ):
         transposable_mask(torch.ones(8, 6), "2:4")
 
 
-# --- the minimum-variance unbiased estimate -----------------------------------------------------------------------------------
+# --- the minimum-variance unbiased estimate -------------------------------------------------------
 
 
 def water_filling(group: list[float], n: int) -> list[float]:
@@ -92,22 +107,39 @@ def water_filling(group: list[float], n: int) -> list[float]:
 
 def groups(m: int) -> Tensor:
     torch.manual_seed(m)
-    special = [torch.ones(m), torch.zeros(m), torch.eye(m)[1], torch.arange(m), 10.0 ** -torch.arange(m), -torch.ones(m)]
-    return torch.cat([torch.randn(8, m), torch.randn(4, m).exp() ** 2, torch.stack([s.float() for s in special])])
+    special = [
+        torch.ones(m),
+        torch.zeros(m),
+        torch.eye(m)[1],
+        torch.arange(m),
+        10.0 ** -torch.arange(m),
+        -torch.ones(m),
+    ]
+    return torch.cat(
+        [torch.randn(8, m), torch.randn(4, m).exp() ** 2, torch.stack([s.float() for s in special])]
+    )
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 2), (1, 4), (2, 4), (3, 4), (4, 4), (2, 8), (4, 8), (3, 16)])
+@pytest.mark.parametrize(
+    ("n", "m"), [(1, 2), (1, 4), (2, 4), (3, 4), (4, 4), (2, 8), (4, 8), (3, 16)]
+)
 def test_inclusion_probabilities_fill_up_to_n(n: int, m: int) -> None:
     x = groups(m)
     wanted = torch.tensor([water_filling(g, n) for g in x.tolist()], dtype=torch.float64)
-    torch.testing.assert_close(inclusion_probabilities(x, f"{n}:{m}", 1), wanted, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        inclusion_probabilities(x, f"{n}:{m}", 1), wanted, rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 4), (2, 4), (3, 4), (4, 4), (2, 8), (3, 16)])
-def test_estimate_is_unbiased_with_exactly_n_picks_and_the_smallest_variance(n: int, m: int) -> None:
+def test_estimate_is_unbiased_with_exactly_n_picks_and_the_smallest_variance(
+    n: int, m: int
+) -> None:
     draws = 4000
     x = groups(m).double()
-    estimates = mvue(x.expand(draws, *x.shape), f"{n}:{m}", dim=-1, generator=torch.Generator().manual_seed(1))
+    estimates = mvue(
+        x.expand(draws, *x.shape), f"{n}:{m}", dim=-1, generator=torch.Generator().manual_seed(1)
+    )
     picks = (estimates != 0).sum(-1)
     assert (picks == (x != 0).sum(1).clamp_max(n)).all()
 
@@ -122,7 +154,9 @@ def test_estimate_is_unbiased_with_exactly_n_picks_and_the_smallest_variance(n: 
 
 
 def test_two_of_four_by_hand() -> None:
-    """A dominant entry is kept as it is; otherwise all kept values have the same magnitude, half the sum."""
+    """A dominant entry is kept as it is; otherwise all kept values have the same magnitude, half
+    the sum.
+    """
     generator = torch.Generator().manual_seed(0)
     dominant = mvue(torch.tensor([[10.0, -1.0, 2.0, 3.0]]).expand(50, 4), "2:4", 1, generator)
     assert (dominant[:, 0] == 10.0).all()
@@ -161,9 +195,13 @@ def test_what_is_not_finite_shows(bad: float) -> None:
 
 
 def test_on_a_device_it_is_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which Triton's kernel may stand behind; where it does not apply it is the reference, with the device's own generator."""
+    """Which Triton's kernel may stand behind; where it does not apply it is the reference, with the
+    device's own generator.
+    """
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
-    torch.library.opcheck(torch.ops.nmrun.mvue.default, (x, 2, 4, 0), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.nmrun.mvue.default, (x, 2, 4, 0), test_utils=("test_schema", "test_faketensor")
+    )
     torch.manual_seed(3)
     found = torch.ops.nmrun.mvue(x, 2, 4, 0)
     assert torch.equal(found, mvue(x, "2:4", 0, torch.Generator().manual_seed(3)))

@@ -1,4 +1,6 @@
-"""Masks and projections against brute force over all subsets, and S-STE's projection against its definition."""
+"""Masks and projections against brute force over all subsets, and S-STE's projection against its
+definition.
+"""
 
 import itertools
 import math
@@ -14,8 +16,12 @@ ALL_RATIOS = [(n, m) for m in range(1, 9) for n in range(1, m + 1)]
 
 
 def brute_force(group: list[float], n: int) -> list[bool]:
-    """The subset of n with the largest sum of magnitudes; of equals the one whose kept indices come first."""
-    subsets = itertools.combinations(range(len(group)), n)  # in lexicographic order, so max() takes the lowest indices
+    """The subset of n with the largest sum of magnitudes; of equals the one whose kept indices come
+    first.
+    """
+    subsets = itertools.combinations(
+        range(len(group)), n
+    )  # in lexicographic order, so max() takes the lowest indices
     kept = max(subsets, key=lambda subset: math.fsum(abs(group[i]) for i in subset))
     return [i in kept for i in range(len(group))]
 
@@ -23,8 +29,18 @@ def brute_force(group: list[float], n: int) -> list[bool]:
 def hard_groups(m: int, dtype: torch.dtype) -> Tensor:
     """Groups of m (rows): ties, zeros of both signs, constants, single values, and random ones."""
     generator = torch.Generator().manual_seed(m)
-    few = torch.randint(-2, 3, (24, m), generator=generator).to(dtype) / 2  # multiples of a half: sums are exact
-    special = torch.stack([torch.zeros(m), -torch.zeros(m), torch.ones(m), torch.arange(m) % 2 * -1.0, -torch.arange(m) / 8.0])
+    few = (
+        torch.randint(-2, 3, (24, m), generator=generator).to(dtype) / 2
+    )  # multiples of a half: sums are exact
+    special = torch.stack(
+        [
+            torch.zeros(m),
+            -torch.zeros(m),
+            torch.ones(m),
+            torch.arange(m) % 2 * -1.0,
+            -torch.arange(m) / 8.0,
+        ]
+    )
     spread = torch.randn(12, m, generator=generator).mul(64).round() / 64
     return torch.cat([few, special.to(dtype), spread.to(dtype), torch.where(few == 0, -0.0, few)])
 
@@ -44,19 +60,29 @@ def test_mask_is_the_best_subset(n: int, m: int, dtype: torch.dtype) -> None:
     assert not projected[projected == 0].signbit().any()  # +0.0 everywhere
 
 
-@pytest.mark.parametrize("kernel", [(), (3,), (3, 2), (2, 1, 2)], ids=["linear", "conv1d", "conv2d", "conv3d"])
+@pytest.mark.parametrize(
+    "kernel", [(), (3,), (3, 2), (2, 1, 2)], ids=["linear", "conv1d", "conv2d", "conv3d"]
+)
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 8), (5, 6)])
-def test_groups_run_along_input_channels_at_one_kernel_position(n: int, m: int, kernel: tuple[int, ...]) -> None:
+def test_groups_run_along_input_channels_at_one_kernel_position(
+    n: int, m: int, kernel: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
     weight = torch.randn(3, 2 * m, *kernel)
     mask = nm_mask(weight, f"{n}:{m}")
     assert mask.shape == weight.shape
-    for out, start, position in itertools.product(range(3), (0, m), itertools.product(*map(range, kernel))):
+    for out, start, position in itertools.product(
+        range(3), (0, m), itertools.product(*map(range, kernel))
+    ):
         group = weight[(out, slice(start, start + m), *position)]
-        assert mask[(out, slice(start, start + m), *position)].tolist() == brute_force(group.tolist(), n)
+        assert mask[(out, slice(start, start + m), *position)].tolist() == brute_force(
+            group.tolist(), n
+        )
 
 
-@pytest.mark.parametrize("strided", [lambda w: w.T.contiguous().T, lambda w: w.repeat_interleave(2, 1)[:, ::2]])
+@pytest.mark.parametrize(
+    "strided", [lambda w: w.T.contiguous().T, lambda w: w.repeat_interleave(2, 1)[:, ::2]]
+)
 def test_memory_layout_does_not_matter(strided) -> None:
     weight = torch.randn(6, 16)
     view = strided(weight)
@@ -86,7 +112,7 @@ def test_masks_take_no_part_in_autograd() -> None:
         assert not function(weight, "2:4").requires_grad
 
 
-# --- S-STE ------------------------------------------------------------------------------------------------------------------
+# --- S-STE ----------------------------------------------------------------------------------------
 
 
 def soft_by_definition(group: list[float], n: int) -> list[float]:
@@ -99,7 +125,10 @@ def soft_by_definition(group: list[float], n: int) -> list[float]:
 def test_soft_threshold_is_its_definition(n: int, m: int) -> None:
     groups = hard_groups(m, torch.float64)
     projected = soft_threshold(groups, f"{n}:{m}")
-    assert torch.equal(projected, torch.tensor([soft_by_definition(g, n) for g in groups.tolist()], dtype=torch.float64))
+    assert torch.equal(
+        projected,
+        torch.tensor([soft_by_definition(g, n) for g in groups.tolist()], dtype=torch.float64),
+    )
     assert ((projected != 0).sum(1) <= n).all()
     assert not projected[projected == 0].signbit().any()
     assert torch.equal(soft_threshold(groups.T, f"{n}:{m}", dim=0), projected.T)
@@ -113,7 +142,12 @@ def test_soft_threshold_is_continuous_and_homogeneous(n: int, m: int) -> None:
     moved = weight + 1e-6 * torch.empty_like(weight).uniform_(-1, 1)
     change = (soft_threshold(moved, f"{n}:{m}") - soft_threshold(weight, f"{n}:{m}")).abs().max()
     assert change <= 2e-6  # Lipschitz constant 2 in the maximum norm
-    torch.testing.assert_close(soft_threshold(8 * weight, f"{n}:{m}"), 8 * soft_threshold(weight, f"{n}:{m}"), rtol=0, atol=0)
+    torch.testing.assert_close(
+        soft_threshold(8 * weight, f"{n}:{m}"),
+        8 * soft_threshold(weight, f"{n}:{m}"),
+        rtol=0,
+        atol=0,
+    )
     assert torch.equal(soft_threshold(-weight, f"{n}:{m}"), -soft_threshold(weight, f"{n}:{m}"))
 
 
@@ -132,14 +166,24 @@ def test_scale_is_the_least_squares_fit(shape: tuple[int, ...], dim: int, ratio:
 
 @pytest.mark.parametrize(
     ("ratio", "normal", "uniform"),
-    [("1:2", 1.376, 1.500), ("2:4", 1.483, 1.751), ("4:8", 1.563, 2.001), ("1:4", 1.888, 2.503), ("1:16", 3.124, 8.520)],
+    [
+        ("1:2", 1.376, 1.500),
+        ("2:4", 1.483, 1.751),
+        ("4:8", 1.563, 2.001),
+        ("1:4", 1.888, 2.503),
+        ("1:16", 3.124, 8.520),
+    ],
 )
 def test_scale_at_initialisation(ratio: str, normal: float, uniform: float) -> None:
-    """The known values for Gaussian and uniform weights; in closed form the uniform 1:2 has 3/2 and 1:4 has 5/2."""
+    """The known values for Gaussian and uniform weights; in closed form the uniform 1:2 has 3/2 and
+    1:4 has 5/2.
+    """
     torch.manual_seed(0)
     size = (1 << 10, 1 << 10)
     assert soft_threshold_scale(torch.randn(size), ratio).item() == pytest.approx(normal, rel=0.01)
-    assert soft_threshold_scale(torch.rand(size) * 2 - 1, ratio).item() == pytest.approx(uniform, rel=0.01)
+    assert soft_threshold_scale(torch.rand(size) * 2 - 1, ratio).item() == pytest.approx(
+        uniform, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(2, 8), torch.ones(2, 8)], ids=["zeros", "all tied"])

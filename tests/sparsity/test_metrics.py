@@ -13,7 +13,8 @@ import nmrun
 from nmrun.handle import Handle
 from nmrun.sparsity.metrics import gradient_variance, layer_metrics, mask_of, pack, unpack
 
-# three weights (2, 4), with 2:4 masks that can be read off: 1100 0011, then 1001 0011, then the first again
+# three weights (2, 4), with 2:4 masks that can be read off: 1100 0011, then 1001 0011, then the
+# first again
 FIRST = [[4.0, 3.0, 2.0, 1.0], [-1.0, 2.0, -3.0, 4.0]]
 SECOND = [[4.0, 1.0, 2.0, 3.0], [-1.0, 2.0, -3.0, 4.0]]
 
@@ -26,7 +27,9 @@ def start(recipe: str, **hyperparameters: Any) -> tuple[nn.Module, Any, Handle]:
     return model, optimizer, nmrun.sparsify(model, optimizer, recipe, "2:4", **hyperparameters)
 
 
-def move(handle: Handle, optimizer: Any, target: list[list[float]], measure: bool = True) -> dict[str, float]:
+def move(
+    handle: Handle, optimizer: Any, target: list[list[float]], measure: bool = True
+) -> dict[str, float]:
     """One step of SGD that ends at ``target``."""
     weight = handle.sparse[0]
     weight.parameter.grad = weight.dense - torch.tensor(target)
@@ -39,7 +42,12 @@ def move(handle: Handle, optimizer: Any, target: list[list[float]], measure: boo
 RECIPES = {
     "ste": {},
     "asp": {"prune_at": 0.9, "total_steps": 10},  # dense: the mask is a virtual one
-    "mdgf_linear": {"tau": 0.01, "dense": 0.0, "total_steps": 10, "grad_mode": "ste"},  # faded, not pruned: a virtual one too
+    "mdgf_linear": {
+        "tau": 0.01,
+        "dense": 0.0,
+        "total_steps": 10,
+        "grad_mode": "ste",
+    },  # faded, not pruned: a virtual one too
 }
 
 
@@ -47,13 +55,25 @@ RECIPES = {
 def test_flips_and_divergence_of_hand_made_masks(recipe: str) -> None:
     _, optimizer, handle = start(recipe, **RECIPES[recipe])
     there = move(handle, optimizer, SECOND)
-    assert (there["sparsity/flip_rate"], there["sparsity/flip_interval"], there["sparsity/sad"]) == (2 / 8, 1, 2)
+    assert (
+        there["sparsity/flip_rate"],
+        there["sparsity/flip_interval"],
+        there["sparsity/sad"],
+    ) == (2 / 8, 1, 2)
     assert there["sparsity/sad_since_first"] == 2 / 8
     assert handle.flip_rate == 2 / 8
     stay = move(handle, optimizer, SECOND)
-    assert (stay["sparsity/flip_rate"], stay["sparsity/sad"], stay["sparsity/sad_since_first"]) == (0, 0, 2 / 8)
+    assert (stay["sparsity/flip_rate"], stay["sparsity/sad"], stay["sparsity/sad_since_first"]) == (
+        0,
+        0,
+        2 / 8,
+    )
     back = move(handle, optimizer, FIRST)
-    assert (back["sparsity/flip_rate"], back["sparsity/sad"], back["sparsity/sad_since_first"]) == (2 / 8, 2, 0)
+    assert (back["sparsity/flip_rate"], back["sparsity/sad"], back["sparsity/sad_since_first"]) == (
+        2 / 8,
+        2,
+        0,
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -78,26 +98,34 @@ def test_the_first_masks_are_those_of_the_beginning_and_are_saved() -> None:
     with torch.no_grad():
         other_handle.sparse[0].dense.copy_(torch.tensor(SECOND))
         other_handle.refresh()
-    other_handle.mask_metrics.begin()  # a resumed process begins too, from whatever it was built with
+    # a resumed process begins too, from whatever it was built with
+    other_handle.mask_metrics.begin()
     other_handle.load_state_dict(handle.state_dict())
     assert move(other_handle, other_optimizer, SECOND)["sparsity/sad_since_first"] == 2 / 8
 
 
 def test_a_soft_threshold_keeps_what_it_does_not_shrink_to_zero() -> None:
     _, optimizer, handle = start("s_ste")
-    assert mask_of(handle.sparse[0], handle.recipe).tolist() == [[True, True, False, False], [False, False, True, True]]
+    assert mask_of(handle.sparse[0], handle.recipe).tolist() == [
+        [True, True, False, False],
+        [False, False, True, True],
+    ]
     assert move(handle, optimizer, SECOND)["sparsity/sad"] == 2
 
 
 def test_layers_with_patterns_of_their_own() -> None:
     model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8), nn.Linear(8, 3))
     options = {"exclude": ["1"], "overrides": {"2": "1:8"}}
-    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "sr_ste", "2:4", **options)
+    handle = nmrun.sparsify(
+        model, torch.optim.SGD(model.parameters(), 0.1), "sr_ste", "2:4", **options
+    )
     found = layer_metrics(handle.sparse, handle.recipe)
     assert (found["layer/0.weight/density"], found["layer/2.weight/density"]) == (1 / 2, 1 / 8)
     largest = handle.sparse[1].dense.abs().max(1).values
     total = handle.sparse[1].dense.square().sum()
-    assert found["layer/2.weight/kept_energy"] == pytest.approx(float(largest.square().sum() / total), rel=1e-5)
+    assert found["layer/2.weight/kept_energy"] == pytest.approx(
+        float(largest.square().sum() / total), rel=1e-5
+    )
 
 
 def test_nothing_is_measured_in_dense_training() -> None:
@@ -111,12 +139,14 @@ def test_nothing_is_measured_in_dense_training() -> None:
     assert (handle.metrics(), layer_metrics(handle.sparse, handle.recipe)) == ({}, {})
 
 
-# --- gradient noise -------------------------------------------------------------------------------------------------------------
+# --- gradient noise -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, nmrun.optim.Adam])
 def test_gradient_noise_is_the_spread_of_the_last_gradients(kind: Any) -> None:
-    """Variance with Adam's weights, by hand, apart for kept and pruned weights: noise of size 3 goes to the pruned ones."""
+    """Variance with Adam's weights, by hand, apart for kept and pruned weights: noise of size 3
+    goes to the pruned ones.
+    """
     torch.manual_seed(0)
     beta1, beta2, steps = 0.8, 0.9, 12
     model = nn.Sequential(nn.Linear(4, 50, bias=False))
@@ -125,19 +155,28 @@ def test_gradient_noise_is_the_spread_of_the_last_gradients(kind: Any) -> None:
     optimizer = kind(model.parameters(), lr=1e-9, betas=(beta1, beta2), weight_decay=0.0)
     handle = nmrun.sparsify(model, optimizer, "ste", "2:4")
     handle.measure_flips = True
-    gradients = [0.5 + torch.tensor([0.1, 0.1, 3.0, 3.0]) * torch.randn(50, 4) for _ in range(steps)]
+    gradients = [
+        0.5 + torch.tensor([0.1, 0.1, 3.0, 3.0]) * torch.randn(50, 4) for _ in range(steps)
+    ]
     for gradient in gradients:
         handle.sparse[0].parameter.grad = gradient.clone()
         optimizer.step()
-    weights = [[(1 - beta) * beta ** (steps - 1 - t) / (1 - beta**steps) for t in range(steps)] for beta in (beta1, beta2)]
+    weights = [
+        [(1 - beta) * beta ** (steps - 1 - t) / (1 - beta**steps) for t in range(steps)]
+        for beta in (beta1, beta2)
+    ]
     mean, square = (
         sum(w * g.double() ** power for w, g in zip(some, gradients, strict=True))
         for some, power in zip(weights, (1, 2), strict=True)
     )
     expected = square - mean**2
     found = handle.metrics()
-    assert found["sparsity/gradient_noise_kept"] == pytest.approx(float(expected[:, :2].mean()), rel=1e-4)
-    assert found["sparsity/gradient_noise_pruned"] == pytest.approx(float(expected[:, 2:].mean()), rel=1e-4)
+    assert found["sparsity/gradient_noise_kept"] == pytest.approx(
+        float(expected[:, :2].mean()), rel=1e-4
+    )
+    assert found["sparsity/gradient_noise_pruned"] == pytest.approx(
+        float(expected[:, 2:].mean()), rel=1e-4
+    )
     assert found["sparsity/gradient_noise_pruned"] > 100 * found["sparsity/gradient_noise_kept"]
     estimate = gradient_variance([handle.sparse[0].parameter], optimizer)
     assert estimate is not None
@@ -159,7 +198,7 @@ def test_without_moments_there_is_no_noise() -> None:
     assert seen == [True, False, False, False]  # frozen with the second step
 
 
-# --- at no price ----------------------------------------------------------------------------------------------------------------
+# --- at no price ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "step", "asp", "mdgf_linear", "t_sr_ste"])

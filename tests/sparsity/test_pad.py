@@ -1,4 +1,6 @@
-"""Dimensions that M does not divide (``pad``): all as if zeros filled up the last group. And high ratios, for every recipe."""
+"""Dimensions that M does not divide (``pad``): all as if zeros filled up the last group. And high
+ratios, for every recipe.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,35 @@ from nmrun.config.identity import run_folder
 from nmrun.kernels import cpu
 from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
-from nmrun.sparsity import check_nm, hard_threshold, nm_mask, soft_threshold, soft_threshold_scale, transposable_mask
+from nmrun.sparsity import (
+    check_nm,
+    hard_threshold,
+    nm_mask,
+    soft_threshold,
+    soft_threshold_scale,
+    transposable_mask,
+)
 from nmrun.sparsity.select import select
 from nmrun.train import build, plan, runner
 from nmrun.train.flops import Flops, Products
 from nmrun.train.loop import Loop
 
 TOTAL = 8
-OPTIONS: dict[str, dict[str, Any]] = {"sdgf_geometric": {"frames": 2}, "t_sr_ste": {"interval": 3}, "step": {"switch": 0.4}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sdgf_geometric": {"frames": 2},
+    "t_sr_ste": {"interval": 3},
+    "step": {"switch": 0.4},
+}
 SPARSE = [name for name in RECIPES if name != "dense"]
-AT_MOST = ("s_ste", "t_sr_ste", "lbc", "maskllm")  # may keep fewer than N of a short group, or shrink one to zero
+AT_MOST = (
+    "s_ste",
+    "t_sr_ste",
+    "lbc",
+    "maskllm",
+)  # may keep fewer than N of a short group, or shrink one to zero
 
 
-# --- masks ----------------------------------------------------------------------------------------------------------------------
+# --- masks ----------------------------------------------------------------------------------------
 
 
 def rows(x: Tensor, dim: int) -> list[list[float]]:
@@ -54,7 +72,10 @@ def shrunk(group: list[float], n: int) -> list[float]:
 def nasty(*shape: int) -> Tensor:
     """A quarter zeros, and most magnitudes several times."""
     generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randint(-3, 4, shape, generator=generator) * torch.randint(0, 4, shape, generator=generator).bool().float()
+    return (
+        torch.randint(-3, 4, shape, generator=generator)
+        * torch.randint(0, 4, shape, generator=generator).bool().float()
+    )
 
 
 CASES = [
@@ -69,16 +90,23 @@ CASES = [
 
 @pytest.mark.parametrize("m", [4, 8, 16])
 @pytest.mark.parametrize(
-    ("shape", "dim"), [((5, 0), 1), ((2, 0, 3), 1), ((0, 4), 0)], ids=["linear", "conv", "stored (in, out)"]
+    ("shape", "dim"),
+    [((5, 0), 1), ((2, 0, 3), 1), ((0, 4), 0)],
+    ids=["linear", "conv", "stored (in, out)"],
 )
-def test_projections_by_brute_force(m: int, shape: tuple[int, ...], dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_projections_by_brute_force(
+    m: int, shape: tuple[int, ...], dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cpu, "SMALLEST", 1)
     for n, _, size in (case for case in CASES if case[1] == m):
         pattern = Pattern(n, m)
         weight = nasty(*(size if at == dim else other for at, other in enumerate(shape)))
         split = [groups(row, m) for row in rows(weight, dim)]
         mask = [[k for g in row for k in kept(g, n)] for row in split]
-        hard = [[x if k else 0.0 for g in row for x, k in zip(g, kept(g, n), strict=True)] for row in split]
+        hard = [
+            [x if k else 0.0 for g in row for x, k in zip(g, kept(g, n), strict=True)]
+            for row in split
+        ]
         soft = [[x for g in row for x in shrunk(g, n)] for row in split]
         found = nm_mask(weight, pattern, dim, pad=True)
         assert found.dtype == torch.bool
@@ -89,7 +117,9 @@ def test_projections_by_brute_force(m: int, shape: tuple[int, ...], dim: int, mo
         assert rows(soft_threshold(weight, pattern, dim, pad=True), dim) == soft
         energy = sum(x * x for row in soft for x in row)
         product = sum(
-            x * y for row, plain in zip(soft, rows(weight, dim), strict=True) for x, y in zip(row, plain, strict=True)
+            x * y
+            for row, plain in zip(soft, rows(weight, dim), strict=True)
+            for x, y in zip(row, plain, strict=True)
         )
         scale = float(soft_threshold_scale(weight, pattern, dim, pad=True))
         assert scale == pytest.approx(product / energy if energy else 1.0)
@@ -105,10 +135,14 @@ def test_projections_by_brute_force(m: int, shape: tuple[int, ...], dim: int, mo
 
 def test_a_nan_of_a_short_group_is_kept() -> None:
     weight = torch.tensor([[1.0, 2.0, 3.0, 4.0, torch.nan, 1.0, 2.0]])
-    assert nm_mask(weight, "1:4", pad=True).tolist() == [[False, False, False, True, True, False, True]]
+    assert nm_mask(weight, "1:4", pad=True).tolist() == [
+        [False, False, False, True, True, False, True]
+    ]
 
 
-@pytest.mark.parametrize("function", [nm_mask, hard_threshold, soft_threshold, soft_threshold_scale, check_nm])
+@pytest.mark.parametrize(
+    "function", [nm_mask, hard_threshold, soft_threshold, soft_threshold_scale, check_nm]
+)
 @pytest.mark.parametrize("pattern", ["2:4", Pattern(2, 4, length=9)])
 def test_without_the_option_m_must_divide(function: Any, pattern: str | Pattern) -> None:
     with pytest.raises(ValueError, match="2:4 needs dimension 1 to be a multiple of 4; it is 6"):
@@ -128,7 +162,9 @@ def test_check_nm_counts_the_short_group() -> None:
     weight[1, 4:6] = 1.0
     assert check_nm(weight, "2:4", pad=True) == ["tensor"]
     weight[1, 6] = 1.0
-    with pytest.raises(ValueError, match=re.escape("tensor is not 2:4: 3 of 3 weights at [1, 4-6] are non-zero")):
+    with pytest.raises(
+        ValueError, match=re.escape("tensor is not 2:4: 3 of 3 weights at [1, 4-6] are non-zero")
+    ):
         check_nm(weight, "2:4", pad=True)
 
 
@@ -136,14 +172,20 @@ def test_check_nm_takes_the_option_that_sparsify_had() -> None:
     model = nn.Linear(10, 4)
     nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", "2:4", pad=True)
     assert check_nm(model, "2:4", pad=True) == ["weight"]
-    with pytest.raises(ValueError, match=re.escape("weight is not 1:4: 2 of 4 weights at [0, 0-3] are non-zero")):
+    with pytest.raises(
+        ValueError, match=re.escape("weight is not 1:4: 2 of 4 weights at [0, 0-3] are non-zero")
+    ):
         check_nm(model, "1:4", pad=True)
-    with pytest.raises(ValueError, match="no weight of this model could hold 2:4: nothing to check"):
+    with pytest.raises(
+        ValueError, match="no weight of this model could hold 2:4: nothing to check"
+    ):
         check_nm(model, "2:4")
 
 
 def test_transposable_by_brute_force() -> None:
-    """Of all masks with N in each row and column of the filled-up block, the one that keeps most of what is there."""
+    """Of all masks with N in each row and column of the filled-up block, the one that keeps most of
+    what is there.
+    """
     from itertools import combinations, product
 
     torch.manual_seed(0)
@@ -157,7 +199,17 @@ def test_transposable_by_brute_force() -> None:
             best = 0.0
             for lines in product(combinations(range(4), 2), repeat=4):
                 if all(sum(column in line for line in lines) == 2 for column in range(4)):
-                    best = max(best, float(sum(block[i, j] for i, line in enumerate(lines) for j in line if j < width)))
+                    best = max(
+                        best,
+                        float(
+                            sum(
+                                block[i, j]
+                                for i, line in enumerate(lines)
+                                for j in line
+                                if j < width
+                            )
+                        ),
+                    )
             part = found[:, start : start + 4]
             assert (part.sum(0) == 2).all()
             assert (part.sum(1) <= 2).all()
@@ -166,7 +218,7 @@ def test_transposable_by_brute_force() -> None:
         transposable_mask(torch.ones(6, 8), "2:4", pad=True)
 
 
-# --- which layers, and what is said of them ---------------------------------------------------------------------------------------
+# --- which layers, and what is said of them -------------------------------------------------------
 
 
 def test_which_layers_and_why() -> None:
@@ -181,12 +233,19 @@ def test_which_layers_and_why() -> None:
         "2 inputs are not a multiple of 4, and 2:4 would prune none of them",
     ]
     sparse, dense = select(model, Pattern(2, 4), pad=True, overrides={"0": "1:16"})
-    assert [(c.name, str(c.pattern)) for c in sparse] == [("0.weight", "1:16"), ("1.weight", "2:4"), ("2.weight", "2:4")]
-    assert [d.reason for d in dense] == ["2 inputs are not a multiple of 4, and 2:4 would prune none of them"]
+    assert [(c.name, str(c.pattern)) for c in sparse] == [
+        ("0.weight", "1:16"),
+        ("1.weight", "2:4"),
+        ("2.weight", "2:4"),
+    ]
+    assert [d.reason for d in dense] == [
+        "2 inputs are not a multiple of 4, and 2:4 would prune none of them"
+    ]
 
 
 @pytest.mark.parametrize(
-    ("inputs", "ratio", "left", "stored"), [(10, "2:4", 6, 12), (9, "2:4", 5, 12), (9, "1:4", 3, 12), (7, "1:8", 1, 8)]
+    ("inputs", "ratio", "left", "stored"),
+    [(10, "2:4", 6, 12), (9, "2:4", 5, 12), (9, "1:4", 3, 12), (7, "1:8", 1, 8)],
 )
 def test_flops_count_what_is_pruned(inputs: int, ratio: str, left: int, stored: int) -> None:
     """``left`` of the inputs are multiplied; tensor cores compute half of what four divide."""
@@ -201,11 +260,13 @@ def test_flops_count_what_is_pruned(inputs: int, ratio: str, left: int, stored: 
     assert handle.report()["pattern"] == handle.report()["layers"][0]["pattern"] == ratio
 
 
-# --- every recipe -----------------------------------------------------------------------------------------------------------------
+# --- every recipe ---------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
-    """Inputs that four and eight do not divide; with ``filled`` the same network, and zeros that fill up groups of so many."""
+    """Inputs that four and eight do not divide; with ``filled`` the same network, and zeros that
+    fill up groups of so many.
+    """
 
     def __init__(self, filled: int = 0) -> None:
         super().__init__()
@@ -217,7 +278,9 @@ class Net(nn.Module):
             for name in ("a", "b", "conv"):
                 old = getattr(self, name)
                 inputs = old.weight.shape[1] + -old.weight.shape[1] % filled
-                wide = nn.Conv1d(inputs, 8, 3, padding=1) if name == "conv" else nn.Linear(inputs, 8)
+                wide = (
+                    nn.Conv1d(inputs, 8, 3, padding=1) if name == "conv" else nn.Linear(inputs, 8)
+                )
                 with torch.no_grad():
                     wide.weight.zero_()[:, : old.weight.shape[1]] = old.weight
                     wide.bias.copy_(old.bias)
@@ -226,19 +289,33 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         parts = [x, x[:, :7], x.unflatten(1, (5, 2))]
         if self.filled:
-            parts = [torch.cat([p, p.new_zeros(len(p), -p.shape[1] % self.filled, *p.shape[2:])], 1) for p in parts]
-        return self.out(torch.tanh(self.a(parts[0])) * torch.tanh(self.b(parts[1])) + torch.tanh(self.conv(parts[2]).mean(-1)))
+            parts = [
+                torch.cat([p, p.new_zeros(len(p), -p.shape[1] % self.filled, *p.shape[2:])], 1)
+                for p in parts
+            ]
+        return self.out(
+            torch.tanh(self.a(parts[0])) * torch.tanh(self.b(parts[1]))
+            + torch.tanh(self.conv(parts[2]).mean(-1))
+        )
 
 
-def start(recipe: str, pattern: str, model: nn.Module, pad: bool, exclude: str = "out") -> tuple[torch.optim.Optimizer, Any]:
+def start(
+    recipe: str, pattern: str, model: nn.Module, pad: bool, exclude: str = "out"
+) -> tuple[torch.optim.Optimizer, Any]:
     optimizer = nmrun.optim.Adam(model.parameters(), lr=1e-2)
     torch.manual_seed(2)
     options = OPTIONS.get(recipe, {})
-    return optimizer, nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, exclude=exclude, pad=pad, **options)
+    return optimizer, nmrun.sparsify(
+        model, optimizer, recipe, pattern, TOTAL, exclude=exclude, pad=pad, **options
+    )
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, inputs: int, dtype: torch.dtype = torch.float32
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    inputs: int,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     for step in steps:
         x = torch.randn(8, inputs, generator=torch.Generator().manual_seed(step)).to(dtype)
@@ -249,7 +326,11 @@ def train(
 
 def counts(weight: Tensor, m: int) -> list[tuple[int, int]]:
     """(non-zeros, members) of every group along dimension 1."""
-    return [(sum(x != 0 for x in group), len(group)) for row in rows(weight, 1) for group in groups(row, m)]
+    return [
+        (sum(x != 0 for x in group), len(group))
+        for row in rows(weight, 1)
+        for group in groups(row, m)
+    ]
 
 
 @pytest.mark.parametrize("recipe", SPARSE)
@@ -260,13 +341,21 @@ def test_ends_exactly_nm(recipe: str, pattern: str) -> None:
     train(model, optimizer, range(TOTAL), 10)
     assert handle.is_sparse
     assert all(layer["holds"] for layer in handle.report()["layers"])
-    assert check_nm(model, pattern, exclude="out", pad=True) == ["a.weight", "b.weight", "conv.weight"]
+    assert check_nm(model, pattern, exclude="out", pad=True) == [
+        "a.weight",
+        "b.weight",
+        "conv.weight",
+    ]
     handle.finalize()
     for layer in (model.a, model.b, model.conv):
         assert layer.weight.count_nonzero() > 0
         for nonzeros, members in counts(layer.weight.detach(), parsed.m):
             assert nonzeros <= parsed.n if recipe in AT_MOST else nonzeros == min(parsed.n, members)
-    assert check_nm(model, pattern, exclude="out", pad=True) == ["a.weight", "b.weight", "conv.weight"]
+    assert check_nm(model, pattern, exclude="out", pad=True) == [
+        "a.weight",
+        "b.weight",
+        "conv.weight",
+    ]
 
 
 @pytest.mark.parametrize("recipe", SPARSE)
@@ -293,7 +382,10 @@ class Conv1D(nn.Module):
     def __init__(self, outputs: int, inputs: int) -> None:
         super().__init__()
         self.nf = outputs
-        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.zeros(outputs))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(inputs, outputs)),
+            nn.Parameter(torch.zeros(outputs)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.bias
@@ -307,8 +399,12 @@ def test_stored_the_other_way_round(recipe: str) -> None:
     with torch.no_grad():
         linear.weight.copy_(stored.weight.T)
         linear.bias.zero_()
-    (optimizer, _), (other, _) = (start(recipe, "2:4", model, pad=True, exclude=()) for model in (stored, linear))
-    if recipe == "maskllm":  # its noise is drawn in the order of storage: only the pattern can be compared
+    (optimizer, _), (other, _) = (
+        start(recipe, "2:4", model, pad=True, exclude=()) for model in (stored, linear)
+    )
+    if (
+        recipe == "maskllm"
+    ):  # its noise is drawn in the order of storage: only the pattern can be compared
         train(stored, optimizer, range(TOTAL), 10, torch.float64)
         return check_holds(stored.weight.detach().T)
     for step in range(TOTAL):
@@ -351,31 +447,40 @@ def test_goes_on_with_the_same_bits(recipe: str) -> None:
 
 
 def test_t_sr_ste_needs_whole_groups_of_outputs() -> None:
-    with pytest.raises(ValueError, match="6 outputs are not a multiple of 4, which a transposable mask needs"):
+    with pytest.raises(
+        ValueError, match="6 outputs are not a multiple of 4, which a transposable mask needs"
+    ):
         start("t_sr_ste", "2:4", nn.Linear(10, 6), pad=True, exclude=())
 
 
 def test_geometric_says_what_would_help() -> None:
     model = nn.Linear(12, 4)
     with pytest.raises(
-        ValueError, match=r"12 inputs, not a multiple of the 8 of its coarsest pattern 4:8 \(fewer frames, the option pad"
+        ValueError,
+        match=r"12 inputs, not a multiple of the 8 of its coarsest pattern 4:8 \(fewer frames, the option pad",
     ):
         start("sdgf_geometric", "2:4", model, pad=False, exclude=())
     _, handle = start("sdgf_geometric", "2:4", nn.Linear(12, 4), pad=True, exclude=())
-    train(handle.sparse[0].module, handle._optimizer, range(2), 12)  # the dense phase is one step long
+    train(
+        handle.sparse[0].module, handle._optimizer, range(2), 12
+    )  # the dense phase is one step long
     assert set(counts(handle.sparse[0].weight, 8)) == {(4, 8), (4, 4)}
 
 
-# --- high ratios --------------------------------------------------------------------------------------------------------------------
+# --- high ratios ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", SPARSE)
 @pytest.mark.parametrize("pattern", ["1:16", "1:32", "2:32", "1:128"])
 def test_high_ratios(recipe: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few steps of a layer with 256 inputs: exactly N:M at the end, with and without the compiled projection, to the same bits."""
+    """A few steps of a layer with 256 inputs: exactly N:M at the end, with and without the compiled
+    projection, to the same bits.
+    """
     parsed = Pattern.parse(pattern)
     if pattern == "2:32" and recipe in ("lbc", "maskllm"):
-        with pytest.raises(ValueError, match="2:32 has 496 possible masks a group, more than the 256"):
+        with pytest.raises(
+            ValueError, match="2:32 has 496 possible masks a group, more than the 256"
+        ):
             start(recipe, pattern, nn.Linear(256, 128), pad=False, exclude=())
         return
     ends = []
@@ -401,36 +506,55 @@ def test_high_ratios(recipe: str, pattern: str, monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(*ends)
 
 
-# --- on the command line ------------------------------------------------------------------------------------------------------------
+# --- on the command line --------------------------------------------------------------------------
 
 ODD = ("model.channels=[10,8,9]", "sparsity='2:6'")
 
 
 def test_plan() -> None:
-    said = "\n".join(plan.lines(made := config("out", *ODD, "sparsity.pad=true", "recipe=sr_ste"), build.build(made)))
+    said = "\n".join(
+        plan.lines(
+            made := config("out", *ODD, "sparsity.pad=true", "recipe=sr_ste"), build.build(made)
+        )
+    )
     assert re.search(r"sparse +inner.0.weight +8x10x3x3 +2:6, the last group of 4\n", said)
     assert re.search(r"sparse +inner.1.weight +9x8x3x3 +2:6, the last group of 2\n", said)
-    # 100 in the stem, 8 * 10 * 9 + 8 and 9 * 8 * 9 + 9 within, of which 4 of 10 and 4 of 8 are left, and 10 * 36 + 10 in the head
+    # 100 in the stem, 8 * 10 * 9 + 8 and 9 * 8 * 9 + 9 within, of which 4 of 10 and 4 of 8 are
+    # left, and 10 * 36 + 10 in the head
     kept = 100 + (8 * 4 * 9 + 8) + (9 * 4 * 9 + 9) + 370
     assert f"density {kept / 1855:.1%} of 1,855 parameters" in said
 
 
 def test_the_config_says_what_would_help() -> None:
     with pytest.raises(
-        nmrun.errors.ConfigError, match=r"multiple of 6 \(its inner layers have 10, 8 inputs\); sparsity.pad=true"
+        nmrun.errors.ConfigError,
+        match=r"multiple of 6 \(its inner layers have 10, 8 inputs\); sparsity.pad=true",
     ):
         config("out", *ODD)
-    with pytest.raises(nmrun.errors.ConfigError, match=r"16:32, does not divide all layers' inputs .*sparsity.pad=true"):
+    with pytest.raises(
+        nmrun.errors.ConfigError,
+        match=r"16:32, does not divide all layers' inputs .*sparsity.pad=true",
+    ):
         config("out", "model.channels=[8,12,8]", "recipe=sdgf_geometric", "recipe.frames=4")
     with pytest.raises(nmrun.errors.ConfigError, match=r"sparsity\.pad=1: it takes true or false"):
         config("out", "sparsity.pad=1")
-    plain, padded = (config("out", "recipe=dense", *extra) for extra in ((), ("sparsity.pad=true",)))
+    plain, padded = (
+        config("out", "recipe=dense", *extra) for extra in ((), ("sparsity.pad=true",))
+    )
     assert run_folder(plain) == run_folder(padded)
 
 
-def test_a_run_that_is_cut_off_ends_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_cut_off_ends_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def make(place: str) -> Any:
-        return config(tmp_path / place, *ODD, "sparsity.pad=true", "recipe=sr_ste", "trainer.checkpoint_every=1")
+        return config(
+            tmp_path / place,
+            *ODD,
+            "sparsity.pad=true",
+            "recipe=sr_ste",
+            "trainer.checkpoint_every=1",
+        )
 
     class Killed(BaseException):
         pass

@@ -10,7 +10,15 @@ from nmrun.patterns import PatternError
 
 
 @pytest.mark.parametrize(
-    ("text", "n", "m"), [("2:4", 2, 4), ("2of4", 2, 4), (" 1:16 ", 1, 16), ("3:16", 3, 16), ("4:4", 4, 4), ("1:1", 1, 1)]
+    ("text", "n", "m"),
+    [
+        ("2:4", 2, 4),
+        ("2of4", 2, 4),
+        (" 1:16 ", 1, 16),
+        ("3:16", 3, 16),
+        ("4:4", 4, 4),
+        ("1:1", 1, 1),
+    ],
 )
 def test_parse(text: str, n: int, m: int) -> None:
     pattern = Pattern.parse(text)
@@ -19,7 +27,10 @@ def test_parse(text: str, n: int, m: int) -> None:
     assert Pattern.parse(str(pattern)) == Pattern.parse(pattern.slug) == pattern
 
 
-@pytest.mark.parametrize("text", ["5:4", "0:4", "28", "2:4:8", "", ":", "2:", "-2:4", "2.0:4", "2;4", "a:b", "124", "0:0"])
+@pytest.mark.parametrize(
+    "text",
+    ["5:4", "0:4", "28", "2:4:8", "", ":", "2:", "-2:4", "2.0:4", "2;4", "a:b", "124", "0:0"],
+)
 def test_what_is_no_pattern_is_named_with_what_would_be(text: str) -> None:
     with pytest.raises(PatternError, match=r"is not an N:M pattern.*2:4") as raised:
         Pattern.parse(text)

@@ -21,7 +21,11 @@ class Conv1D(nn.Module):
 
     def __init__(self, nf: int, nx: int) -> None:
         super().__init__()
-        self.nf, self.weight, self.bias = nf, nn.Parameter(torch.randn(nx, nf)), nn.Parameter(torch.zeros(nf))
+        self.nf, self.weight, self.bias = (
+            nf,
+            nn.Parameter(torch.randn(nx, nf)),
+            nn.Parameter(torch.zeros(nf)),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.bias
@@ -39,10 +43,12 @@ def reasons(model: nn.Module, pattern: str = "2:4", **options: Any) -> dict[str,
     return {d.name: d.reason for d in select(model, Pattern.parse(pattern), **options)[1]}
 
 
-# --- what can be sparse ---------------------------------------------------------------------------------------------------------
+# --- what can be sparse ---------------------------------------------------------------------------
 
 
-KINDS: dict[str, tuple[nn.Module, dict[str, int]]] = {  # attributes, each with the dimension that it sums over the input
+KINDS: dict[
+    str, tuple[nn.Module, dict[str, int]]
+] = {  # attributes, each with the dimension that it sums over the input
     "linear": (nn.Linear(8, 4), {"weight": 1}),
     "conv1d": (nn.Conv1d(8, 4, 3), {"weight": 1}),
     "conv2d": (nn.Conv2d(8, 4, 3), {"weight": 1}),
@@ -61,7 +67,12 @@ KINDS: dict[str, tuple[nn.Module, dict[str, int]]] = {  # attributes, each with 
     "transposed 3d": (nn.ConvTranspose3d(8, 4, 1), {"weight": 0}),
     "lstm": (
         nn.LSTM(8, 12, 2, proj_size=4, bidirectional=True),
-        {f"weight_{kind}_l{i}{way}": 1 for i in (0, 1) for way in ("", "_reverse") for kind in ("ih", "hh", "hr")},
+        {
+            f"weight_{kind}_l{i}{way}": 1
+            for i in (0, 1)
+            for way in ("", "_reverse")
+            for kind in ("ih", "hh", "hr")
+        },
     ),
     "gru": (nn.GRU(8, 12), {"weight_ih_l0": 1, "weight_hh_l0": 1}),
     "rnn": (nn.RNN(8, 12), {"weight_ih_l0": 1, "weight_hh_l0": 1}),
@@ -77,7 +88,10 @@ def test_what_multiplies_an_input_can_be_sparse(kind: str) -> None:
     found = list(candidates(layers(layer=module)))
     assert {c.name: c.dim for c in found} == {f"layer.{name}": dim for name, dim in wanted.items()}
     for candidate in found:
-        assert candidate.tensor is dict(module.named_parameters())[candidate.name.removeprefix("layer.")]
+        assert (
+            candidate.tensor
+            is dict(module.named_parameters())[candidate.name.removeprefix("layer.")]
+        )
 
 
 @pytest.mark.parametrize(
@@ -89,7 +103,9 @@ def test_what_multiplies_an_input_can_be_sparse(kind: str) -> None:
     ],
 )  # fmt: skip
 def test_groups_run_along_what_a_product_sums_over(module: nn.Module, x: Tensor) -> None:
-    """Without the weights' slice i along ``dim``, input i (of each group of channels) counts for nothing in the output."""
+    """Without the weights' slice i along ``dim``, input i (of each group of channels) counts for
+    nothing in the output.
+    """
     (candidate,) = candidates(module)
     with torch.no_grad():
         candidate.tensor.select(candidate.dim, 3).zero_()
@@ -103,7 +119,9 @@ def test_groups_run_along_what_a_product_sums_over(module: nn.Module, x: Tensor)
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("embedding", "normalisation")])
 def test_a_slice_of_the_outputs_makes_one_output(kind: str) -> None:
-    """Weights of one index along ``outputs`` make one output, so that their number is the bias's, for all that has one."""
+    """Weights of one index along ``outputs`` make one output, so that their number is the bias's,
+    for all that has one.
+    """
     module = KINDS[kind][0]
     for candidate in candidates(module):
         per_group = getattr(module, "groups", 1) if "transposed" in kind else 1
@@ -142,7 +160,9 @@ def test_bilinear_sums_over_its_second_input() -> None:
 
 
 def test_a_group_of_a_transposed_convolution_has_whole_groups_of_m() -> None:
-    model = layers(a=nn.ConvTranspose2d(16, 8, 3, groups=2), b=nn.ConvTranspose2d(16, 8, 3, groups=8))
+    model = layers(
+        a=nn.ConvTranspose2d(16, 8, 3, groups=2), b=nn.ConvTranspose2d(16, 8, 3, groups=8)
+    )
     depthwise = nn.ConvTranspose1d(8, 8, 3, groups=8)
     assert names(model) == ["a.weight"]
     assert reasons(model, pad=True) == {"b.weight": "2 inputs of one group are not a multiple of 4"}
@@ -150,14 +170,16 @@ def test_a_group_of_a_transposed_convolution_has_whole_groups_of_m() -> None:
 
 
 def test_in_the_order_of_the_modules_and_of_the_model_itself() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Conv2d(4, 4, 1), nn.Linear(4, 4)), nn.Linear(4, 4))
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Sequential(nn.Conv2d(4, 4, 1), nn.Linear(4, 4)), nn.Linear(4, 4)
+    )
     assert names(model) == ["0.weight", "1.0.weight", "1.1.weight", "2.weight"]
     assert names(nn.Linear(4, 4)) == ["weight"]
     assert names(nn.Linear(4, 4), include="") == ["weight"]
     assert names(nn.Embedding(4, 4)) == []
 
 
-# --- which are chosen -----------------------------------------------------------------------------------------------------------
+# --- which are chosen -----------------------------------------------------------------------------
 
 
 def tower() -> nn.ModuleDict:
@@ -185,33 +207,52 @@ def tower() -> nn.ModuleDict:
 def test_expressions_match_whole_names(options: dict[str, Any], wanted: list[str]) -> None:
     sparse, dense = select(tower(), Pattern(2, 4), **options)
     assert [c.module_name for c in sparse] == wanted
-    assert {c.name for c in sparse} | {d.name for d in dense} == {f"{name}.weight" for name in tower()}
+    assert {c.name for c in sparse} | {d.name for d in dense} == {
+        f"{name}.weight" for name in tower()
+    }
     assert len(sparse) + len(dense) == 4
 
 
 def test_the_first_override_that_matches_counts() -> None:
     ratios = {"layer10": "1:16", "layer1.*": Pattern(3, 8), "head": "dense", ".*": "4:8"}
     sparse, dense = select(tower(), Pattern(2, 4), exclude="stem", overrides=ratios)
-    assert {c.module_name: str(c.pattern) for c in sparse} == {"stem": "4:8", "layer1": "3:8", "layer10": "1:16"}
-    assert [(d.name, d.shape, d.reason) for d in dense] == [("head.weight", (4, 16), "dense by overrides")]
+    assert {c.module_name: str(c.pattern) for c in sparse} == {
+        "stem": "4:8",
+        "layer1": "3:8",
+        "layer10": "1:16",
+    }
+    assert [(d.name, d.shape, d.reason) for d in dense] == [
+        ("head.weight", (4, 16), "dense by overrides")
+    ]
     reverse = select(tower(), Pattern(2, 4), overrides=dict(reversed(ratios.items())))[0]
     assert {str(c.pattern) for c in reverse} == {"4:8"}
     assert {str(c.pattern) for c in select(tower(), Pattern(2, 4))[0]} == {"2:4"}
 
 
 def test_inputs_must_be_a_multiple_of_m() -> None:
-    model = layers(a=nn.Linear(12, 8), b=nn.Conv2d(24, 8, 4), c=nn.Conv2d(24, 8, 4, groups=4), d=Conv1D(16, 12))
+    model = layers(
+        a=nn.Linear(12, 8), b=nn.Conv2d(24, 8, 4), c=nn.Conv2d(24, 8, 4, groups=4), d=Conv1D(16, 12)
+    )
     inputs = {"a.weight": 12, "b.weight": 24, "c.weight": 6, "d.weight": 12}
     for m in (2, 3, 4, 6, 8, 12, 24):
         assert names(model, f"1:{m}") == [name for name, count in inputs.items() if count % m == 0]
     told = reasons(model, "1:8")
     assert list(told) == ["a.weight", "c.weight", "d.weight"]
-    assert all(reason.startswith(f"{inputs[name]} inputs are not a multiple of 8") for name, reason in told.items())
-    assert names(model, "1:8", overrides={"a": "1:6"}) == ["a.weight", "b.weight"]  # each by its own pattern
-    assert "12 inputs are not a multiple of 5" in reasons(model, "1:4", overrides={"a": "1:5"})["a.weight"]
+    assert all(
+        reason.startswith(f"{inputs[name]} inputs are not a multiple of 8")
+        for name, reason in told.items()
+    )
+    assert names(model, "1:8", overrides={"a": "1:6"}) == [
+        "a.weight",
+        "b.weight",
+    ]  # each by its own pattern
+    assert (
+        "12 inputs are not a multiple of 5"
+        in reasons(model, "1:4", overrides={"a": "1:5"})["a.weight"]
+    )
 
 
-# --- why the others stay dense --------------------------------------------------------------------------------------------------
+# --- why the others stay dense --------------------------------------------------------------------
 
 
 def test_every_reason_is_told() -> None:
@@ -219,8 +260,14 @@ def test_every_reason_is_told() -> None:
     owned = {id(p) for name, p in model.named_parameters() if name != "layer10.weight"}
     model["stem"].weight.requires_grad_(False)
     told = reasons(model, exclude="head", owned=owned)
-    assert told == {"stem.weight": "frozen", "layer10.weight": "not in the optimizer", "head.weight": "excluded"}
-    assert reasons(model, exclude="head") == {"head.weight": "excluded"}  # whoever only looks trains nothing
+    assert told == {
+        "stem.weight": "frozen",
+        "layer10.weight": "not in the optimizer",
+        "head.weight": "excluded",
+    }
+    assert reasons(model, exclude="head") == {
+        "head.weight": "excluded"
+    }  # whoever only looks trains nothing
     assert reasons(model, include="stem|layer1")["head.weight"] == "not in include"
 
 
@@ -228,10 +275,16 @@ def test_what_is_tied_to_an_embedding_stays_dense() -> None:
     model = layers(embedding=nn.Embedding(12, 8), free=nn.Linear(8, 12), head=nn.Linear(8, 12))
     model["head"].weight = model["embedding"].weight
     assert names(model) == ["free.weight"]
-    assert reasons(model) == {"embedding.weight": "an embedding", "head.weight": "tied to embedding.weight"}
+    assert reasons(model) == {
+        "embedding.weight": "an embedding",
+        "head.weight": "tied to embedding.weight",
+    }
     model = layers(head=nn.Linear(8, 12), embedding=nn.Embedding(12, 8))
     model["head"].weight = model["embedding"].weight
-    assert reasons(model) == {"head.weight": "tied to embedding.weight", "embedding.weight": "an embedding"}
+    assert reasons(model) == {
+        "head.weight": "tied to embedding.weight",
+        "embedding.weight": "an embedding",
+    }
 
 
 def test_shared_weights_are_sparse_once() -> None:
@@ -241,9 +294,16 @@ def test_shared_weights_are_sparse_once() -> None:
     assert names(model) == ["a.weight"]
     assert reasons(model) == {}
     assert names(model, include="c") == ["a.weight"]  # any of its names will do
-    assert reasons(model, exclude="b") == dict.fromkeys(["a.weight", "b.weight", "c.weight"], "excluded")
-    assert reasons(nn.ModuleList([nn.Sequential(shared, shared)]), "1:3")["0.1.weight"] == "tied to 0.0.weight"
-    assert [str(c.pattern) for c in select(model, Pattern(2, 4), overrides={"b": "1:4"})[0]] == ["1:4"]
+    assert reasons(model, exclude="b") == dict.fromkeys(
+        ["a.weight", "b.weight", "c.weight"], "excluded"
+    )
+    assert (
+        reasons(nn.ModuleList([nn.Sequential(shared, shared)]), "1:3")["0.1.weight"]
+        == "tied to 0.0.weight"
+    )
+    assert [str(c.pattern) for c in select(model, Pattern(2, 4), overrides={"b": "1:4"})[0]] == [
+        "1:4"
+    ]
     assert len(list(candidates(model))) == 1
 
 
@@ -263,7 +323,10 @@ COMPUTED = "its weight is computed (weight_norm, spectral_norm or another parame
 @pytest.mark.parametrize(
     ("norm", "held"),
     [
-        (parametrizations.weight_norm, ["parametrizations.weight.original0", "parametrizations.weight.original1"]),
+        (
+            parametrizations.weight_norm,
+            ["parametrizations.weight.original0", "parametrizations.weight.original1"],
+        ),
         (parametrizations.spectral_norm, ["parametrizations.weight.original"]),
         (nn.utils.weight_norm, ["weight_g", "weight_v"]),
         (nn.utils.spectral_norm, ["weight_orig"]),
@@ -310,30 +373,45 @@ def test_what_is_frozen_is_left_as_it_is_by_training() -> None:
     assert [w.name for w in handle.sparse] == ["1.weight"]
 
 
-# --- mistakes -------------------------------------------------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "lines"),
     [
-        ({"include": "layer"}, ["include: 'layer' matches no layer's whole name; there are stem, layer1, layer10, head"]),
-        ({"exclude": ["(", "haed"]}, ["exclude: '(' is not a regular expression: ", "exclude: 'haed' matches no layer's"]),
+        (
+            {"include": "layer"},
+            [
+                "include: 'layer' matches no layer's whole name; there are stem, layer1, layer10, head"
+            ],
+        ),
+        (
+            {"exclude": ["(", "haed"]},
+            ["exclude: '(' is not a regular expression: ", "exclude: 'haed' matches no layer's"],
+        ),
         (
             {"exclude": ["head", "hed", "[a"]},
             ["exclude: 'hed' matches no layer's", "exclude: '[a' is not a regular expression"],
         ),
-        ({"overrides": {"stem": "dense", "head.weight": "1:4"}}, ["overrides: 'head.weight' matches no layer's whole name"]),
+        (
+            {"overrides": {"stem": "dense", "head.weight": "1:4"}},
+            ["overrides: 'head.weight' matches no layer's whole name"],
+        ),
     ],
 )
 def test_an_expression_for_nothing_is_a_mistake(options: dict[str, Any], lines: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         select(tower(), Pattern(2, 4), **options)
     assert len(raised.value.problems) == len(lines)
-    assert all(problem.startswith(line) for problem, line in zip(raised.value.problems, lines, strict=True))
+    assert all(
+        problem.startswith(line) for problem, line in zip(raised.value.problems, lines, strict=True)
+    )
 
 
 def test_of_many_layers_the_line_names_a_dozen() -> None:
-    with pytest.raises(ConfigError, match=r"there are 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, \.\.\.$"):
+    with pytest.raises(
+        ConfigError, match=r"there are 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, \.\.\.$"
+    ):
         select(nn.Sequential(*[nn.Linear(4, 4) for _ in range(13)]), Pattern(2, 4), exclude="head")
     with pytest.raises(ConfigError, match=r"there are \(the model itself\)$"):
         select(nn.Linear(4, 4), Pattern(2, 4), exclude="head")
@@ -358,4 +436,6 @@ def test_mistakes_in_all_options_are_told_at_once() -> None:
         "overrides: 'stem': 5:4 is not an N:M pattern", "overrides: 'steam' matches no layer's",
     ]  # fmt: skip
     assert len(raised.value.problems) == len(starts)
-    assert all(p.startswith(start) for p, start in zip(raised.value.problems, starts, strict=True)), raised.value.problems
+    assert all(
+        p.startswith(start) for p, start in zip(raised.value.problems, starts, strict=True)
+    ), raised.value.problems

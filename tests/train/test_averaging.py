@@ -1,4 +1,6 @@
-"""Averaging the weights of the last epochs: against means taken by hand, through sparse layers and interruptions."""
+"""Averaging the weights of the last epochs: against means taken by hand, through sparse layers and
+interruptions.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def test_the_final_weights_are_the_mean_of_the_last_epochs(
             seen.append({name: tensor.detach().clone() for name, tensor in (plain | dense).items()})
 
     monkeypatch.setattr(Loop, "_train_step", watched)
-    made = config(tmp_path, f"recipe={recipe}", f"trainer.average={LAST}", f"trainer.epochs={EPOCHS}")
+    made = config(
+        tmp_path, f"recipe={recipe}", f"trainer.average={LAST}", f"trainer.epochs={EPOCHS}"
+    )
     assert runner.run(made, run_folder(made))["status"] == "finished"
     final = load_file(run_folder(made) / "model.safetensors")
     assert len(seen) == EPOCHS
@@ -49,7 +53,9 @@ def test_the_final_weights_are_the_mean_of_the_last_epochs(
     assert any(not torch.equal(seen[-1][name], final[name]) for name in final)
 
 
-def test_an_interrupted_run_has_the_same_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_has_the_same_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for name, cut in (("alone", 0), ("cut", 11)):  # in the last epoch, when one was added already
         made = config(tmp_path / name, "recipe=step", "recipe.switch=0.5", "trainer.average=2")
@@ -83,5 +89,10 @@ def test_running_statistics_are_averaged_and_one_epoch_is_left_alone() -> None:
     single.apply()
     assert float(model[1].running_mean[0]) == 6.0
     average.apply()
-    assert {float(value) for t in model.state_dict().values() if t.is_floating_point() for value in t.flatten()} == {4.0}
+    assert {
+        float(value)
+        for t in model.state_dict().values()
+        if t.is_floating_point()
+        for value in t.flatten()
+    } == {4.0}
     assert int(model[1].num_batches_tracked) == 0

@@ -1,4 +1,6 @@
-"""T-SR-STE's decay factor by the flip-rate ratio: the rates against a training loop of their own, the choice against brute force."""
+"""T-SR-STE's decay factor by the flip-rate ratio: the rates against a training loop of their own,
+the choice against brute force.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,15 @@ MODEL = ("model=mlp", "model.hidden=[16,16,16]", "optimizer.lr=0.02")
 AUTO = ("recipe=t_sr_ste", "recipe.decay=auto", *MODEL)
 ROWS = [row for row in itertools.product((0.0, 1.0), repeat=4) if sum(row) == 2]
 BLOCKS = torch.tensor(
-    [b for b in itertools.product(ROWS, repeat=4) if all(sum(column) == 2 for column in zip(*b, strict=True))]
+    [
+        b
+        for b in itertools.product(ROWS, repeat=4)
+        if all(sum(column) == 2 for column in zip(*b, strict=True))
+    ]
 )
 
 
-# --- the flip rate of a probe ---------------------------------------------------------------------------------------------------
+# --- the flip rate of a probe ---------------------------------------------------------------------
 
 
 def best_transposable(weight: Tensor) -> Tensor:
@@ -38,15 +44,21 @@ def best_transposable(weight: Tensor) -> Tensor:
     return mask
 
 
-def reference_rate(dense_config: schema.Config, decay: float | None, interval: int, steps: int) -> float:
-    """A plain loop with STE, ``grad + decay * (1 - m) * w`` and Adam; ``decay`` None trains densely, with the masks looking on."""
+def reference_rate(
+    dense_config: schema.Config, decay: float | None, interval: int, steps: int
+) -> float:
+    """A plain loop with STE, ``grad + decay * (1 - m) * w`` and Adam; ``decay`` None trains
+    densely, with the masks looking on.
+    """
     parts = build(dense_config)
     layers = list(parts.model.inner)
     adam = torch.optim.Adam(parts.model.parameters(), dense_config.optimizer.lr)
     masks = [best_transposable(layer.weight.detach()) for layer in layers]
     flips = refreshes = 0
     for step in range(steps):
-        ((images, labels),) = parts.task.micro_batches(*divmod(step, parts.task.batches_per_epoch), 1)
+        ((images, labels),) = parts.task.micro_batches(
+            *divmod(step, parts.task.batches_per_epoch), 1
+        )
         dense = [layer.weight.detach().clone() for layer in layers]
         if decay is not None:
             for layer, mask in zip(layers, masks, strict=True):
@@ -65,17 +77,21 @@ def reference_rate(dense_config: schema.Config, decay: float | None, interval: i
     return flips / refreshes / sum(layer.weight.numel() for layer in layers)
 
 
-@pytest.mark.parametrize(("epochs", "interval", "steps"), [(60, 3, 18), (4, 5, 10)])  # a tenth of the run, or two intervals
+@pytest.mark.parametrize(
+    ("epochs", "interval", "steps"), [(60, 3, 18), (4, 5, 10)]
+)  # a tenth of the run, or two intervals
 @pytest.mark.parametrize("decay", [None, 0.0, 6e-2])
 def test_the_rate_is_that_of_a_plain_loop(tmp_path, decay, epochs, interval, steps):
     words = (*MODEL, f"trainer.epochs={epochs}")
     made = config(tmp_path, *AUTO, words[-1], f"recipe.interval={interval}")
     rate = decay_search._flip_rate(made, decay or 0.0, dense=decay is None)
     assert rate > 0.01
-    assert rate == pytest.approx(reference_rate(config(tmp_path, "recipe=dense", *words), decay, interval, steps), rel=1e-9)
+    assert rate == pytest.approx(
+        reference_rate(config(tmp_path, "recipe=dense", *words), decay, interval, steps), rel=1e-9
+    )
 
 
-# --- which decay is taken -------------------------------------------------------------------------------------------------------
+# --- which decay is taken -------------------------------------------------------------------------
 
 
 def outside(mu: float) -> float:
@@ -85,7 +101,9 @@ def outside(mu: float) -> float:
 @pytest.mark.parametrize("slope", [0.05, 0.2, 0.5])
 @pytest.mark.parametrize("centre", range(-6, 15))
 def test_the_choice_is_that_of_trying_them_all(tmp_path, monkeypatch, centre, slope):
-    """The ratio falls as the decay grows. Of the decays in range the one nearest to 2e-4, else the one nearest to the range."""
+    """The ratio falls as the decay grows. Of the decays in range the one nearest to 2e-4, else the
+    one nearest to the range.
+    """
     mus = {decay: 0.8 * 2.0 ** (slope * (centre - i)) for i, decay in enumerate(GRID)}
     tried = []
 
@@ -114,7 +132,7 @@ def test_masks_that_never_flip_tell_nothing(tmp_path):
     assert "no mask flips" in said
 
 
-# --- the run --------------------------------------------------------------------------------------------------------------------
+# --- the run --------------------------------------------------------------------------------------
 
 
 def weights(folder: Path) -> bytes:
@@ -127,7 +145,9 @@ class Killed(BaseException):
 
 def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypatch):
     def made(name: str, decay: str) -> schema.Config:
-        return config(tmp_path / name, "recipe=t_sr_ste", f"recipe.decay={decay}", *MODEL, "recipe.interval=3")
+        return config(
+            tmp_path / name, "recipe=t_sr_ste", f"recipe.decay={decay}", *MODEL, "recipe.interval=3"
+        )
 
     auto = made("auto", "auto")
     decay, said = find_decay(auto)

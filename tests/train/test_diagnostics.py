@@ -1,4 +1,6 @@
-"""S-STE's three curves on a linear model, whose loss is a quadratic function that can be worked out by hand; and no trace of them."""
+"""S-STE's three curves on a linear model, whose loss is a quadratic function that can be worked out
+by hand; and no trace of them.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ def move(optimizer: Any, handle: Handle, weight: list[list[float]], bias: list[f
     """One step of SGD that ends there."""
     (sparse,) = handle.sparse
     bias_parameter = optimizer.param_groups[0]["params"][1]
-    for p, dense, target in ((sparse.parameter, sparse.dense, weight), (bias_parameter, bias_parameter.detach(), bias)):
+    for p, dense, target in (
+        (sparse.parameter, sparse.dense, weight),
+        (bias_parameter, bias_parameter.detach(), bias),
+    ):
         p.grad = dense - torch.tensor(target, dtype=torch.float64)
     optimizer.step()
 
@@ -99,18 +104,24 @@ def test_loss_change_and_descent_by_hand(recipe: str) -> None:
     found = diagnostics.after()
     start_loss, end_loss = task.by_hand(used, b), task.by_hand(used_later, b_later)
     assert found["diagnose/loss_change"] == pytest.approx(end_loss - start_loss)
-    assert found["diagnose/loss_change_fixed_mask"] == pytest.approx(task.by_hand(fixed, b_later) - start_loss)
+    assert found["diagnose/loss_change_fixed_mask"] == pytest.approx(
+        task.by_hand(fixed, b_later) - start_loss
+    )
     assert found["diagnose/descent_actual"] == pytest.approx(start_loss - end_loss)
     of_weight, of_bias = task.slope(used, b)
     of_bias = (of_bias * (b - b_later)).sum()
     assert found["diagnose/descent_predicted_projected"] == pytest.approx(
         float((of_weight * (used - used_later)).sum() + of_bias)
     )
-    assert found["diagnose/descent_predicted_dense"] == pytest.approx(float((of_weight * (w - later)).sum() + of_bias))
+    assert found["diagnose/descent_predicted_dense"] == pytest.approx(
+        float((of_weight * (w - later)).sum() + of_bias)
+    )
     # what the first order misses of a quadratic function is half its curvature along the way
     along = task.batch[0] @ (used_later - used).T + b_later - b
     curvature = float(along.square().sum() / 14)
-    assert found["diagnose/descent_predicted_projected"] - found["diagnose/descent_actual"] == pytest.approx(curvature)
+    assert found["diagnose/descent_predicted_projected"] - found[
+        "diagnose/descent_actual"
+    ] == pytest.approx(curvature)
 
 
 def test_a_change_of_masks_alone_spoils_the_step() -> None:
@@ -130,9 +141,20 @@ def test_oscillation_counts_flips_of_every_entry() -> None:
     for weight in (AFTER, BEFORE, BEFORE, AFTER):
         diagnostics.before()
         move(optimizer, handle, weight, BIAS)
-        seen.append({key.partition("/")[2]: value for key, value in diagnostics.after().items() if "flip" in key})
+        seen.append(
+            {
+                key.partition("/")[2]: value
+                for key, value in diagnostics.after().items()
+                if "flip" in key
+            }
+        )
     shares = [(row["flipped"], row["flipped_again"], row["flips"]) for row in seen]
-    assert shares == [(2 / 8, 0, 2 / 8), (2 / 8, 2 / 8, 4 / 8), (2 / 8, 2 / 8, 4 / 8), (2 / 8, 2 / 8, 6 / 8)]
+    assert shares == [
+        (2 / 8, 0, 2 / 8),
+        (2 / 8, 2 / 8, 4 / 8),
+        (2 / 8, 2 / 8, 4 / 8),
+        (2 / 8, 2 / 8, 6 / 8),
+    ]
     assert [row["flip_interval"] for row in seen] == [1, 1, 1, 1]
     move(optimizer, handle, BEFORE, BIAS)  # not looked at: the masks are compared across it
     diagnostics.before()
@@ -141,7 +163,7 @@ def test_oscillation_counts_flips_of_every_entry() -> None:
     assert (row["diagnose/flip_interval"], row["diagnose/flips"]) == (2, 1.0)
 
 
-# --- no trace -------------------------------------------------------------------------------------------------------------------
+# --- no trace -------------------------------------------------------------------------------------
 
 
 class Noisy(SmallConv):
@@ -154,25 +176,41 @@ class Noisy(SmallConv):
 
 @pytest.fixture
 def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "build", lambda options, inputs: Noisy(**inputs, channels=options["channels"]))
+    monkeypatch.setattr(
+        models, "build", lambda options, inputs: Noisy(**inputs, channels=options["channels"])
+    )
 
 
 SWITCH = {"step": ["recipe.switch=0.5"], "sdgf_geometric": ["recipe.frames=1"]}
 
 
-@pytest.mark.parametrize("recipe", ["dense", "sr_ste", "s_ste", "step", "asp", "bi_mask", "t_sr_ste", "lbc", "maskllm"])
+@pytest.mark.parametrize(
+    "recipe", ["dense", "sr_ste", "s_ste", "step", "asp", "bi_mask", "t_sr_ste", "lbc", "maskllm"]
+)
 def test_training_is_the_same_to_the_bit(recipe: str, tmp_path: Path, noisy: None) -> None:
     ends = []
     for every in ("null", "1"):
-        options = ["model.exclude=[stem,head.*]", "trainer.accumulate=2", f"trainer.diagnose_every={every}"]
+        options = [
+            "model.exclude=[stem,head.*]",
+            "trainer.accumulate=2",
+            f"trainer.diagnose_every={every}",
+        ]
         made = config(tmp_path / every, f"recipe={recipe}", *options, *SWITCH.get(recipe, []))
         assert runner.run(made, run_folder(made))["status"] == "finished"
         state = checkpoint.load(run_folder(made) / "checkpoint.pt")
         assert state is not None
-        logged = [{k: v for k, v in row.items() if not k.startswith("diagnose/")} for row in rows(run_folder(made))]
+        logged = [
+            {k: v for k, v in row.items() if not k.startswith("diagnose/")}
+            for row in rows(run_folder(made))
+        ]
         logged = [row for row in logged if set(row) > {"step", "epoch"}]
         ends.append(
-            (state["model"], state["random"][0]["torch"], logged, (run_folder(made) / "model.safetensors").read_bytes())
+            (
+                state["model"],
+                state["random"][0]["torch"],
+                logged,
+                (run_folder(made) / "model.safetensors").read_bytes(),
+            )
         )
         looked = [row for row in rows(run_folder(made)) if "diagnose/loss_change" in row]
         assert len(looked) == (0 if every == "null" else 12)
@@ -184,8 +222,12 @@ def test_training_is_the_same_to_the_bit(recipe: str, tmp_path: Path, noisy: Non
 
 
 def test_losses_are_of_one_batch_in_evaluation_mode(tmp_path: Path, noisy: None) -> None:
-    """Batch normalisation uses the running statistics of after the step in both losses; dropout is off."""
-    made = config(tmp_path, "recipe=sr_ste", "model.exclude=[stem,head.*]", "trainer.diagnose_every=1")
+    """Batch normalisation uses the running statistics of after the step in both losses; dropout is
+    off.
+    """
+    made = config(
+        tmp_path, "recipe=sr_ste", "model.exclude=[stem,head.*]", "trainer.diagnose_every=1"
+    )
     loop = Loop(made, build.build(made), Console(None))
     diagnostics = loop.diagnostics
     assert diagnostics is not None
@@ -199,7 +241,10 @@ def test_losses_are_of_one_batch_in_evaluation_mode(tmp_path: Path, noisy: None)
             former.get_buffer(name).copy_(buffer)
     first = loop.task.micro_batches(0, 0, 1)[0]
     with torch.no_grad():
-        start, end = (float(loop.task.loss(copy.deepcopy(model).eval(), first)) for model in (former, loop.model))
+        start, end = (
+            float(loop.task.loss(copy.deepcopy(model).eval(), first))
+            for model in (former, loop.model)
+        )
     assert found["diagnose/loss_change"] == pytest.approx(end - start, rel=1e-3)
     assert all(p.grad is None for p in loop.model.parameters())
 
@@ -209,7 +254,11 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path, monkeypatch: pytest.Monk
     alone, made = config(tmp_path / "alone", *options), config(tmp_path / "cut", *options)
     runner.run(alone, run_folder(alone))
     train = Loop.train
-    monkeypatch.setattr(Loop, "train", lambda self, folder, tracker, _: train(self, folder, tracker, lambda: self.step == 5))
+    monkeypatch.setattr(
+        Loop,
+        "train",
+        lambda self, folder, tracker, _: train(self, folder, tracker, lambda: self.step == 5),
+    )
     assert runner.run(made, run_folder(made))["status"] == "interrupted"
     monkeypatch.undo()
     assert runner.run(made, run_folder(made))["status"] == "finished"
@@ -218,6 +267,8 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_key(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trainer.diagnose_every=0: it takes a whole number, 1 or more, or null"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.diagnose_every=0: it takes a whole number, 1 or more, or null"
+    ):
         config(tmp_path, "trainer.diagnose_every=0")
     assert identity(config(tmp_path, "trainer.diagnose_every=5")) == identity(config(tmp_path))

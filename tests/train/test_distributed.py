@@ -26,17 +26,25 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("together")
     done = subprocess.run(
-        [*TORCHRUN, two_ranks.__file__, str(folder)], capture_output=True, text=True, cwd=Path(__file__).parents[1]
+        [*TORCHRUN, two_ranks.__file__, str(folder)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_two_processes_train_the_weights_of_one(recipe: str, together: Path, tmp_path: Path) -> None:
+def test_two_processes_train_the_weights_of_one(
+    recipe: str, together: Path, tmp_path: Path
+) -> None:
     alone = Path(two_ranks.run(str(tmp_path), recipe))
     other = together / alone.relative_to(tmp_path)
-    expected, weights = load_file(alone / "model.safetensors"), load_file(other / "model.safetensors")
+    expected, weights = (
+        load_file(alone / "model.safetensors"),
+        load_file(other / "model.safetensors"),
+    )
     assert expected.keys() == weights.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(weights[name], weight, rtol=1e-3, atol=1e-5)
@@ -47,25 +55,41 @@ def test_two_processes_train_the_weights_of_one(recipe: str, together: Path, tmp
     assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in alone.iterdir())
 
 
-def test_two_processes_take_the_same_2_4_products(together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_take_the_same_2_4_products(
+    together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     play(monkeypatch.setattr, tmp_path)
     alone = Path(two_ranks.run(str(tmp_path), "ste", *two_ranks.ACCELERATED))
     other = together / alone.relative_to(tmp_path)
     for folder in (alone, other):
         assert "2:4 products in 2 of 2 sparse layers" in (folder / "run.log").read_text()
-    expected, weights = load_file(alone / "model.safetensors"), load_file(other / "model.safetensors")
+    expected, weights = (
+        load_file(alone / "model.safetensors"),
+        load_file(other / "model.safetensors"),
+    )
     for name, weight in expected.items():
         torch.testing.assert_close(weights[name], weight, rtol=2e-2, atol=2e-3)
 
 
 def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path) -> None:
-    overrides = [*TINY, "recipe=step", "recipe.switch=0.5", "trainer.epochs=100", f"output_dir={tmp_path}"]
+    overrides = [
+        *TINY,
+        "recipe=step",
+        "recipe.switch=0.5",
+        "trainer.epochs=100",
+        f"output_dir={tmp_path}",
+    ]
     made = config(tmp_path, "recipe=step", "recipe.switch=0.5", "trainer.epochs=100")
     process = subprocess.Popen(
-        [*TORCHRUN, "-m", "nmrun.cli", *overrides], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*TORCHRUN, "-m", "nmrun.cli", *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     metrics = run_folder(made) / "metrics.jsonl"
-    while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 20):
+    while process.poll() is None and (
+        not metrics.exists() or metrics.read_bytes().count(b"\n") < 20
+    ):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     said, _ = process.communicate()
@@ -77,13 +101,21 @@ def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path) -> None:
     assert f"interrupted at step {state['loop']['step']} of 300" in said
     assert len(state["random"]) == 2
     assert not torch.equal(state["random"][0]["torch"], state["random"][1]["torch"])
-    alone = subprocess.run([sys.executable, "-m", "nmrun.cli", *overrides], capture_output=True, text=True)
+    alone = subprocess.run(
+        [sys.executable, "-m", "nmrun.cli", *overrides], capture_output=True, text=True
+    )
     assert alone.returncode == 0
     assert f"goes on at step {state['loop']['step']} of 300" in alone.stdout
 
 
 def test_a_sweep_in_two_processes(tmp_path: Path) -> None:
-    words = ["-m", *TINY, "recipe=dense,ste,sr_ste", "optimizer.lr=1e-3,1e30", f"output_dir={tmp_path}"]
+    words = [
+        "-m",
+        *TINY,
+        "recipe=dense,ste,sr_ste",
+        "optimizer.lr=1e-3,1e30",
+        f"output_dir={tmp_path}",
+    ]
     done = subprocess.run([*TORCHRUN, "-m", "nmrun.cli", *words], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stdout.count("sweep of 6: 3 finished, 3 not done") == 1
@@ -106,7 +138,9 @@ def test_a_rank_that_fails_alone_ends_the_run(tmp_path: Path) -> None:
         "sys.exit(cli.main())\n"
     )
     words = [*TINY, "recipe=ste", f"output_dir={tmp_path}"]
-    done = subprocess.run([*TORCHRUN, str(script), *words], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*TORCHRUN, str(script), *words], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1
     assert "ValueError: a broken disk" in done.stderr
     (folder,) = (path.parent for path in tmp_path.rglob("checkpoint.pt"))

@@ -23,16 +23,26 @@ from nmrun.train.loop import Loop
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        return (
+            isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        )
     if isinstance(one, dict):
-        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(same(one[key], other[key]) for key in one)
+        )
     if isinstance(one, list | tuple):
         return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
 
 
 def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
-    state = {"weights": {"w": torch.randn(50, 7)}, "random": checkpoint.random_state(), "loop": {"step": 3, "best": {"a": 0.5}}}
+    state = {
+        "weights": {"w": torch.randn(50, 7)},
+        "random": checkpoint.random_state(),
+        "loop": {"step": 3, "best": {"a": 0.5}},
+    }
     path = tmp_path / "checkpoint.pt"
     checkpoint.save(path, state)
     assert same(checkpoint.load(path), state)
@@ -67,12 +77,19 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     test_the_checkpoint_before_the_last_is_kept(tmp_path)
 
 
-# --- a full disk ----------------------------------------------------------------------------------------------------------------
+# --- a full disk ----------------------------------------------------------------------------------
 
 
 def test_a_file_that_does_not_fit(tmp_path: Path) -> None:
     """The kernel refuses to write more than 100 kB into one file; the checkpoint is larger."""
-    command = [sys.executable, "-m", "nmrun.cli", *TINY, "model.channels=[16,32,32]", f"output_dir={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "nmrun.cli",
+        *TINY,
+        "model.channels=[16,32,32]",
+        f"output_dir={tmp_path}",
+    ]
     limited = ["bash", "-c", 'ulimit -f 100; trap "" XFSZ; exec "$@"', "bash", *command]
     done = subprocess.run(limited, capture_output=True, text=True)
     assert done.returncode == 1
@@ -80,7 +97,12 @@ def test_a_file_that_does_not_fit(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr + done.stdout
     (result,) = tmp_path.rglob("result.json")
     assert json.loads(result.read_text())["status"] == "failed"
-    assert sorted(p.name for p in result.parent.iterdir()) == ["config.yaml", "metrics.jsonl", "result.json", "run.log"]
+    assert sorted(p.name for p in result.parent.iterdir()) == [
+        "config.yaml",
+        "metrics.jsonl",
+        "result.json",
+        "run.log",
+    ]
     assert subprocess.run(command, capture_output=True).returncode == 0
 
 
@@ -118,16 +140,20 @@ def test_a_disk_that_is_full_from_some_step_on(
     assert runner.run(made, run_folder(made))["status"] == "finished"
 
 
-# --- memory that runs out -------------------------------------------------------------------------------------------------------
+# --- memory that runs out -------------------------------------------------------------------------
 
 
 @pytest.fixture
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """From step 8 on, more than 8 images at once are too many; the sizes of the micro-batches that were tried."""
+    """From step 8 on, more than 8 images at once are too many; the sizes of the micro-batches that
+    were tried.
+    """
     loss, tried = Classification.loss, []
 
     def limited(task: Classification, model: Any, batch: Any) -> torch.Tensor:
-        tried.extend([len(batch[0])] if len(batch[0]) > 2 else [])  # two images: the example that FLOPs are counted with
+        tried.extend(
+            [len(batch[0])] if len(batch[0]) > 2 else []
+        )  # two images: the example that FLOPs are counted with
         if tried.count(32) > 7 and len(batch[0]) > 8:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
         return loss(task, model, batch)
@@ -154,12 +180,18 @@ def test_micro_batches_are_halved_until_they_fit(
     result = runner.run(made, run_folder(made))
     assert result["status"] == "finished"
     said = capsys.readouterr().out
-    assert "step 8: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.); on with trainer.accumulate=2" in said
+    assert (
+        "step 8: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.); on with trainer.accumulate=2"
+        in said
+    )
     assert "step 7: out of memory" in said  # from the checkpoint of step 6
     assert small_memory[:8] == [32] * 8
     assert small_memory[8:10] == [16, 8]  # step 7 again, at 2 and at 4 parts
     assert small_memory[9:] == [8] * 4 * 6
-    steps = [json.loads(line)["step"] for line in (run_folder(made) / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"]
+        for line in (run_folder(made) / "metrics.jsonl").read_text().splitlines()
+    ]
     assert steps == sorted(steps)
 
 

@@ -1,4 +1,6 @@
-"""FLOPs of layers against counts by hand, of runs against their plans, and runs that end with their budget."""
+"""FLOPs of layers against counts by hand, of runs against their plans, and runs that end with their
+budget.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,18 @@ class Sums:
         return model(batch[0]).sum()
 
 
-def counted(model: nn.Module, shape: tuple[int, ...], recipe: str = "ste", pattern: str = "2:4", **options: Any) -> Any:
+def counted(
+    model: nn.Module,
+    shape: tuple[int, ...],
+    recipe: str = "ste",
+    pattern: str = "2:4",
+    **options: Any,
+) -> Any:
     handle = nmrun.sparsify(model, nmrun.optim.Adam(model.parameters()), recipe, pattern, **options)
     return flops.count(model, Sums(*shape), handle.sparse), handle.recipe  # type: ignore[arg-type]
 
 
-# --- by hand --------------------------------------------------------------------------------------------------------------------
+# --- by hand --------------------------------------------------------------------------------------
 
 
 def test_a_linear_layer() -> None:
@@ -66,14 +74,19 @@ def test_a_linear_layer() -> None:
 
 def test_a_convolution() -> None:
     """Stride 2 and padding: 9 positions of 6 x 6; then two groups, which have half the inputs each."""
-    model = nn.Sequential(nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, groups=2))
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, groups=2)
+    )
     first, second = 2 * 4 * 8 * 9 * 9, 2 * 4 * 16 * 9 * 1
     cost, recipe = counted(model, (4, 6, 6), "ste_periodic", "1:4", gradient="masked")
     assert cost.forward == first + second
     assert cost.backward == first + 2 * second
     assert cost.training(recipe) == (2 * first + 3 * second) / 4
     assert cost.training(recipe, hardware=True) == first / 2 + first + second / 2 + 2 * second
-    assert (cost.forward_sparse, cost.forward_hardware) == ((first + second) / 4, (first + second) / 2)
+    assert (cost.forward_sparse, cost.forward_hardware) == (
+        (first + second) / 4,
+        (first + second) / 2,
+    )
 
 
 def test_layers_with_patterns_of_their_own() -> None:
@@ -85,25 +98,45 @@ def test_layers_with_patterns_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["1:1", "1:2", "1:3", "1:4", "1:5", "1:8", "2:3", "2:4", "3:4", "2:5", "2:6", "2:8", "3:8", "4:8", "2:12"]
+    "pattern",
+    [
+        "1:1",
+        "1:2",
+        "1:3",
+        "1:4",
+        "1:5",
+        "1:8",
+        "2:3",
+        "2:4",
+        "3:4",
+        "2:5",
+        "2:6",
+        "2:8",
+        "3:8",
+        "4:8",
+        "2:12",
+    ],
 )
 def test_tensor_cores_run_what_is_always_two_of_four(pattern: str) -> None:
     """Every mask of the pattern, over as many groups as fill a multiple of four."""
     p = Pattern.parse(pattern)
     length = math.lcm(p.m, 4)
     runs = all(
-        len({i * p.m + k for i, group in enumerate(kept) for k in group} & set(range(a, a + 4))) <= 2
+        len({i * p.m + k for i, group in enumerate(kept) for k in group} & set(range(a, a + 4)))
+        <= 2
         for kept in itertools.product(itertools.combinations(range(p.m), p.n), repeat=length // p.m)
         for a in range(0, length, 4)
     )
     assert hardware_density(p) == (0.5 if runs else 1.0)
 
 
-# --- schedules ------------------------------------------------------------------------------------------------------------------
+# --- schedules ------------------------------------------------------------------------------------
 
 PATTERN = Pattern(2, 8)
 DENSE, STE, MASKED = Densities(), Densities(0.25, 0.25, 1.0), Densities(0.25, 0.25, 0.25)
-SCHEDULES: dict[str, tuple[dict[str, Any], list[tuple[int, Densities]]]] = {  # steps of 20 in each phase
+SCHEDULES: dict[
+    str, tuple[dict[str, Any], list[tuple[int, Densities]]]
+] = {  # steps of 20 in each phase
     "dense": ({}, [(20, DENSE)]),
     "ste": ({}, [(20, STE)]),
     "ste_periodic": ({}, [(20, MASKED)]),
@@ -136,7 +169,9 @@ def test_every_recipe_has_its_schedule_here() -> None:
 
 @pytest.mark.parametrize("recipe", SCHEDULES)
 def test_planned_and_used(recipe: str) -> None:
-    """The densities of each step, asked for beforehand and met on the way, and their sum over the run."""
+    """The densities of each step, asked for beforehand and met on the way, and their sum over the
+    run.
+    """
     hyperparameters, phases = SCHEDULES[recipe]
     expected = [shares for steps, shares in phases for _ in range(steps)]
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
@@ -162,17 +197,25 @@ def test_planned_and_used(recipe: str) -> None:
 
 
 def test_both_products_on_hardware_where_both_operands_are_sparse() -> None:
-    for recipe, expected in (("sr_ste", (0.5, 1, 1)), ("t_sr_ste", (0.5, 0.5, 1)), ("bi_mask", (0.5, 0.5, 1))):
+    for recipe, expected in (
+        ("sr_ste", (0.5, 1, 1)),
+        ("t_sr_ste", (0.5, 0.5, 1)),
+        ("bi_mask", (0.5, 0.5, 1)),
+    ):
         cost, rule = counted(nn.Sequential(nn.Linear(16, 16)), (16,), recipe)
         assert densities(rule, cost.sparse[0][0], hardware=True) == expected
 
 
 def test_a_switch_found_on_the_way_is_planned_at_the_latest_and_counted_where_it_was() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
-    optimizer = nmrun.optim.Adam(model.parameters(), betas=(0.9, 0.5), eps=1e3)  # settled from the first full window on
+    optimizer = nmrun.optim.Adam(
+        model.parameters(), betas=(0.9, 0.5), eps=1e3
+    )  # settled from the first full window on
     handle = nmrun.sparsify(model, optimizer, "step", "2:4", 20, t_min=0.2, t_max=0.5)
     rule, weight = handle.recipe, handle.sparse[0]
-    assert [densities(rule, weight, step) == DENSE for step in range(20)] == [True] * 11 + [False] * 9
+    assert [densities(rule, weight, step) == DENSE for step in range(20)] == [True] * 11 + [
+        False
+    ] * 9
     met = []
     for _ in range(20):
         met.append(densities(rule, weight) == DENSE)
@@ -181,7 +224,7 @@ def test_a_switch_found_on_the_way_is_planned_at_the_latest_and_counted_where_it
     assert met == [True] * 5 + [False] * 15
 
 
-# --- runs -----------------------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 BATCH = 32
 WEIGHTS = 8 * 8 * 9  # of each sparse layer of the tiny network
@@ -198,7 +241,9 @@ def finished(*arguments: Any) -> dict[str, int]:
 
 
 def test_result_of_a_run_by_hand(tmp_path: Path) -> None:
-    """Stem 1 -> 8 at 8 x 8, two sparse layers 8 -> 8 at 8 x 8 and at 4 x 4, a head; ASP prunes after 3 of 12 steps."""
+    """Stem 1 -> 8 at 8 x 8, two sparse layers 8 -> 8 at 8 x 8 and at 4 x 4, a head; ASP prunes
+    after 3 of 12 steps.
+    """
     stem = 2 * 9 * 8 * 64
     inner = 2 * WEIGHTS * 64 + 2 * WEIGHTS * 16
     head = 2 * 10 * 8 * 4
@@ -213,11 +258,17 @@ def test_result_of_a_run_by_hand(tmp_path: Path) -> None:
     }
 
 
-def test_a_resumed_run_counts_all_its_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_counts_all_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = ["recipe=step", "recipe.switch=0.6"]
     alone = finished(tmp_path / "alone", *options)
     made, train = config(tmp_path / "cut", *options), Loop.train
-    monkeypatch.setattr(Loop, "train", lambda self, folder, tracker, _: train(self, folder, tracker, lambda: self.step == 5))
+    monkeypatch.setattr(
+        Loop,
+        "train",
+        lambda self, folder, tracker, _: train(self, folder, tracker, lambda: self.step == 5),
+    )
     assert runner.run(made, run_folder(made))["status"] == "interrupted"
     assert used(run_folder(made))["training_dense"] == alone["training_dense"] * 5 / 12
     monkeypatch.undo()
@@ -225,12 +276,16 @@ def test_a_resumed_run_counts_all_its_steps(tmp_path: Path, monkeypatch: pytest.
     assert used(run_folder(made)) == alone
 
 
-# --- budgets --------------------------------------------------------------------------------------------------------------------
+# --- budgets --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", ["dense", "ste", "asp", "step", "mdgf_linear", "sdgf_stepwise", "lbc"])
+@pytest.mark.parametrize(
+    "recipe", ["dense", "ste", "asp", "step", "mdgf_linear", "sdgf_stepwise", "lbc"]
+)
 def test_as_many_flops_as_dense_training(recipe: str, tmp_path: Path) -> None:
-    """Sparse steps are cheaper, so there are more of them, and the sums are equal to less than an epoch."""
+    """Sparse steps are cheaper, so there are more of them, and the sums are equal to less than an
+    epoch.
+    """
     found = finished(tmp_path, f"recipe={recipe}", "trainer.budget=flops:dense", "trainer.epochs=6")
     dense = finished(tmp_path, "recipe=dense", "trainer.epochs=6")["training_dense"]
     epoch = dense / 6
@@ -243,16 +298,24 @@ def test_as_many_flops_as_dense_training(recipe: str, tmp_path: Path) -> None:
 
 def test_a_number_of_flops(tmp_path: Path) -> None:
     step = finished(tmp_path, "recipe=ste", "trainer.epochs=1")["training_arithmetic"] / 3
-    long, short = (finished(tmp_path, "recipe=ste", f"trainer.budget=flops:{n * step}") for n in (20, 3.2))
+    long, short = (
+        finished(tmp_path, "recipe=ste", f"trainer.budget=flops:{n * step}") for n in (20, 3.2)
+    )
     assert long["training_arithmetic"] == 20 * step
     assert short["training_arithmetic"] == 3 * step
-    with pytest.raises(ConfigError, match=r"trainer.budget=flops:.*: that is 0.67 epochs; it takes one epoch or more"):
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer.budget=flops:.*: that is 0.67 epochs; it takes one epoch or more",
+    ):
         build.build(config(tmp_path, "recipe=ste", f"trainer.budget=flops:{2 * step}"))
 
 
 def test_the_trial_for_a_budget_leaves_no_trace(tmp_path: Path) -> None:
     """MaskLLM draws its logits at random, and the training draws on."""
-    options = ["recipe=maskllm", "trainer.epochs=4"]  # dense products throughout: the same number of steps
+    options = [
+        "recipe=maskllm",
+        "trainer.epochs=4",
+    ]  # dense products throughout: the same number of steps
     states = []
     for budget in ("null", "flops:dense"):
         parts = build.build(config(tmp_path, *options, f"trainer.budget={budget}"))
@@ -270,12 +333,19 @@ def test_schedule_and_phases_follow_the_budget(tmp_path: Path) -> None:
     assert loop.epochs == -(-loop.total_steps // 3)
 
 
-@pytest.mark.parametrize("value", ["dense", "flops:", "flops:-1", "flops:0", "flops:inf", "flops:many", "1e12", "0"])
+@pytest.mark.parametrize(
+    "value", ["dense", "flops:", "flops:-1", "flops:0", "flops:inf", "flops:many", "1e12", "0"]
+)
 def test_what_is_no_budget(value: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trainer.budget=.*: it takes flops:dense, flops:<number above 0>"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.budget=.*: it takes flops:dense, flops:<number above 0>"
+    ):
         config(tmp_path, f"trainer.budget={value}")
 
 
 def test_one_budget_in_two_spellings_is_one_run(tmp_path: Path) -> None:
-    made = [config(tmp_path, f"trainer.budget={value}") for value in ("flops:1e12", "flops:1000000000000", "flops:1e13")]
+    made = [
+        config(tmp_path, f"trainer.budget={value}")
+        for value in ("flops:1e12", "flops:1000000000000", "flops:1e13")
+    ]
     assert identity(made[0]) == identity(made[1]) != identity(made[2])

@@ -1,4 +1,6 @@
-"""Two processes that hold shards train what one process trains, and each goes on with what the other has left."""
+"""Two processes that hold shards train what one process trains, and each goes on with what the
+other has left.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for case in shards.RESUMED:
         assert shards.run(folder / "resumed", case, stop=shards.STOP)["status"] == "interrupted"
     done = subprocess.run(
-        [*TORCHRUN, shards.__file__, str(folder)], capture_output=True, text=True, cwd=Path(__file__).parents[1]
+        [*TORCHRUN, shards.__file__, str(folder)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     return folder
@@ -46,7 +51,9 @@ def compare(alone: Path, other: Path) -> None:
             torch.testing.assert_close(weights[key], weight, rtol=1e-3, atol=1e-4)
             assert torch.equal(weights[key] == 0, weight == 0), key
     for layer in results[0]["sparsity"]["layers"]:
-        check_nm(load_file(other / "model.safetensors")[layer["name"]], "2:4", layer["dim"], pad=True)
+        check_nm(
+            load_file(other / "model.safetensors")[layer["name"]], "2:4", layer["dim"], pad=True
+        )
     for one, two in zip(rows(alone), rows(other), strict=True):
         assert two == pytest.approx(one, rel=1e-3, abs=1e-6)
     assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in alone.iterdir())
@@ -66,13 +73,18 @@ def test_estimated_gradients_are_those_of_replicas(folder: Path) -> None:
 
 
 def test_the_cases_reach_what_they_are_for(folder: Path) -> None:
-    events = [" ".join(json.loads(path.read_text())["events"]) for path in (folder / "together").rglob("result.json")]
+    events = [
+        " ".join(json.loads(path.read_text())["events"])
+        for path in (folder / "together").rglob("result.json")
+    ]
     assert sum("the variance has settled" in text for text in events) == 1
     assert sum("step 0: ASP pruned" in text for text in events) == 1
 
 
 @pytest.mark.parametrize("case", shards.RESUMED)
-def test_checkpoints_go_from_one_process_to_two_and_back(case: str, folder: Path, tmp_path: Path) -> None:
+def test_checkpoints_go_from_one_process_to_two_and_back(
+    case: str, folder: Path, tmp_path: Path
+) -> None:
     alone = Path(shards.run(tmp_path, case)["folder"])
     place = alone.relative_to(tmp_path)
     assert "goes on at step 6 of 9" in (folder / "resumed" / place / "run.log").read_text()
@@ -94,14 +106,22 @@ def test_a_run_is_the_same_on_shards(tmp_path: Path) -> None:
         (("recipe=lbc",), "recipe lbc"),
         (("recipe=maskllm",), "recipe maskllm"),
         (("recipe=asp", "recipe.permute=true"), "recipe asp with permute=true"),
-        (("recipe=ste", "trainer.input_gradient=transposable"), "trainer.input_gradient=transposable needs whole weights"),
-        (("recipe=ste", "trainer.input_gradient=double_prune"), "trainer.input_gradient=double_prune needs whole weights"),
+        (
+            ("recipe=ste", "trainer.input_gradient=transposable"),
+            "trainer.input_gradient=transposable needs whole weights",
+        ),
+        (
+            ("recipe=ste", "trainer.input_gradient=double_prune"),
+            "trainer.input_gradient=double_prune needs whole weights",
+        ),
         (("trainer.compile=true",), "trainer.compile=True"),
         (("trainer.diagnose_every=5",), "trainer.diagnose_every=5"),
         (("trainer.precision=fp16",), "trainer.precision=fp16"),
     ],
 )
-def test_what_shards_cannot_do_is_refused(overrides: tuple[str, ...], complaint: str, tmp_path: Path) -> None:
+def test_what_shards_cannot_do_is_refused(
+    overrides: tuple[str, ...], complaint: str, tmp_path: Path
+) -> None:
     made = config(tmp_path, *overrides, "trainer.distributed=fsdp")
     with pytest.raises(ConfigError) as refused:
         build(made)
@@ -111,5 +131,7 @@ def test_what_shards_cannot_do_is_refused(overrides: tuple[str, ...], complaint:
 
 
 def test_another_word_than_ddp_or_fsdp_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trainer.distributed=fspd.*one of ddp, fsdp.*did you mean fsdp"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.distributed=fspd.*one of ddp, fsdp.*did you mean fsdp"
+    ):
         config(tmp_path, "trainer.distributed=fspd")

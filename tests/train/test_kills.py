@@ -1,4 +1,6 @@
-"""Kill -9 at random moments over a small sweep; ``benchmarks/kills.py`` does it a hundred times over a larger one."""
+"""Kill -9 at random moments over a small sweep; ``benchmarks/kills.py`` does it a hundred times
+over a larger one.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def test_a_sweep_killed_again_and_again(tmp_path: Path) -> None:
     fell, wrong = kills.trial(6, SWEEP, tmp_path)
     assert not wrong
     assert sum(fell.values()) == 6
-    assert fell["the sweep was done before"] < 6  # at least one fell where it hurts; which ones do, chance decides
+    assert (
+        fell["the sweep was done before"] < 6
+    )  # at least one fell where it hurts; which ones do, chance decides
     # and whatever is wrong with what came out is found
     output, alone = tmp_path / "killed", tmp_path / "alone"
     result = next(output.rglob("result.json"))
@@ -60,7 +64,10 @@ def test_a_kill_between_keeping_the_last_checkpoint_and_saving_the_next(
         patch.setattr(checkpoint, "save", killed)
         checkpoint.save_next(tmp_path, {"step": 2})
     checkpoint.save_next(tmp_path, {"step": 2})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint.previous.pt", "checkpoint.pt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint.previous.pt",
+        "checkpoint.pt",
+    ]
     assert checkpoint.load(tmp_path / "checkpoint.pt") == {"step": 2}
     assert checkpoint.load(tmp_path / "checkpoint.previous.pt") == {"step": 1}
 

@@ -1,4 +1,6 @@
-"""What the loop promises: one batch is one batch however it is cut, hooks see final gradients, clocks count real updates."""
+"""What the loop promises: one batch is one batch however it is cut, hooks see final gradients,
+clocks count real updates.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +53,19 @@ def with_trainer(made: Config, **values: Any) -> Config:
 def weights(loop: Loop) -> dict[str, Tensor]:
     """Copies of the parameters, of sparse weights the dense ones."""
     with loop.handle.dense_weights():
-        return {name: parameter.detach().clone() for name, parameter in loop.model.named_parameters()}
+        return {
+            name: parameter.detach().clone() for name, parameter in loop.model.named_parameters()
+        }
 
 
-# --- micro-batches, clipping, schedule -----------------------------------------------------------------------------------------
+# --- micro-batches, clipping, schedule ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_micro_batches_give_the_update_of_the_whole_batch(recipe: str, tmp_path: Path) -> None:
-    """Also when they are of unequal size (30 images in 4 parts), and with SR-STE's decay, which must not be added 4 times."""
+    """Also when they are of unequal size (30 images in 4 parts), and with SR-STE's decay, which
+    must not be added 4 times.
+    """
     results = []
     for parts in (1, 4):
         # eps = 1e-3 keeps Adam from blowing up the rounding of gradients that are almost zero
@@ -71,17 +77,32 @@ def test_micro_batches_give_the_update_of_the_whole_batch(recipe: str, tmp_path:
 
 
 def test_clipping_comes_before_the_recipe(tmp_path: Path) -> None:
-    """One step of SGD by hand: w - lr (clipped gradient + decay * pruned weight), the decay unclipped."""
+    """One step of SGD by hand: w - lr (clipped gradient + decay * pruned weight), the decay
+    unclipped.
+    """
     lr, clip, decay = 0.5, 0.01, 0.3
-    options = ["recipe=sr_ste", f"recipe.decay={decay}", "optimizer=sgd", "optimizer.momentum=0", "optimizer.weight_decay=0"]
-    options += [f"optimizer.lr={lr}", f"trainer.clip={clip}", "trainer.epochs=1", "trainer.limit_batches=1"]
+    options = [
+        "recipe=sr_ste",
+        f"recipe.decay={decay}",
+        "optimizer=sgd",
+        "optimizer.momentum=0",
+        "optimizer.weight_decay=0",
+    ]
+    options += [
+        f"optimizer.lr={lr}",
+        f"trainer.clip={clip}",
+        "trainer.epochs=1",
+        "trainer.limit_batches=1",
+    ]
     made = config(tmp_path, *options)
     parts = build.build(made)
     with parts.handle.dense_weights():
         before = {name: p.detach().clone() for name, p in parts.model.named_parameters()}
     sparse = {weight.name for weight in parts.handle.sparse}
     parts.task.loss(parts.model, parts.task.micro_batches(0, 0, 1)[0]).backward()
-    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in parts.model.parameters() if p.grad is not None))
+    norm = math.sqrt(
+        sum(float(p.grad.square().sum()) for p in parts.model.parameters() if p.grad is not None)
+    )
     assert norm > clip
     expected = {}
     for name, p in parts.model.named_parameters():
@@ -97,7 +118,13 @@ def test_clipping_comes_before_the_recipe(tmp_path: Path) -> None:
 
 
 def test_learning_rate_of_every_step(tmp_path: Path) -> None:
-    options = ["schedule=cosine", "schedule.warmup=0.25", "schedule.final=0.1", "optimizer.lr=0.01", "trainer.log_every=1"]
+    options = [
+        "schedule=cosine",
+        "schedule.warmup=0.25",
+        "schedule.final=0.1",
+        "optimizer.lr=0.01",
+        "trainer.log_every=1",
+    ]
     _, logged = trained(config(tmp_path, *options), tmp_path)
     warm = [0.01 * (step + 1) / 3 for step in range(3)]
     cosine = [0.01 * (0.1 + 0.9 * (1 + math.cos(math.pi * step / 9)) / 2) for step in range(9)]
@@ -114,7 +141,7 @@ def test_training_loss_is_the_mean_since_the_last_row(tmp_path: Path) -> None:
     assert means == pytest.approx([sum(losses[i : i + 4]) / 4 for i in (0, 4, 8)])
 
 
-# --- precision -----------------------------------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 
 def with_scale(scale: float) -> Any:
@@ -126,7 +153,13 @@ def with_scale(scale: float) -> Any:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_result_does_not_depend_on_the_loss_scale(optimizer: str, tmp_path: Path) -> None:
-    options = ["trainer.precision=fp16", "trainer.clip=0.5", "recipe=sr_ste", "recipe.decay=0.05", "trainer.epochs=1"]
+    options = [
+        "trainer.precision=fp16",
+        "trainer.clip=0.5",
+        "recipe=sr_ste",
+        "recipe.decay=0.05",
+        "trainer.epochs=1",
+    ]
     options += [f"optimizer={optimizer}"]
     options += ["optimizer.eps=1e-3"] if optimizer == "adam" else []
     made = config(tmp_path, *options)
@@ -138,8 +171,16 @@ def test_the_result_does_not_depend_on_the_loss_scale(optimizer: str, tmp_path: 
 
 
 def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path: Path) -> None:
-    """The first scale overflows fp16: no update, no tick of the recipe's clock or the schedule; then training goes on."""
-    options = ["trainer.precision=fp16", "recipe=step", "recipe.switch=0.5", "schedule=linear", "trainer.log_every=1"]
+    """The first scale overflows fp16: no update, no tick of the recipe's clock or the schedule;
+    then training goes on.
+    """
+    options = [
+        "trainer.precision=fp16",
+        "recipe=step",
+        "recipe.switch=0.5",
+        "schedule=linear",
+        "trainer.log_every=1",
+    ]
     made = config(tmp_path, *options)
     start = weights(Loop(made, build.build(made), Console(None)))
     seen: list[tuple[int, int, bool]] = []
@@ -163,7 +204,9 @@ def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path: Path) -> None:
     assert 18 <= loop.updates < 36
     assert all(number == clock and same == (number == 0) for number, clock, same in seen)
     factor = schedule_factor("linear", 0, 36)
-    assert [row["lr"] for row in logged] == pytest.approx([1e-3 * factor(number) for number in before_each])
+    assert [row["lr"] for row in logged] == pytest.approx(
+        [1e-3 * factor(number) for number in before_each]
+    )
     assert loop.handle.is_sparse
     assert logged[0]["loss_scale"] == 2.0**29
 
@@ -178,7 +221,10 @@ def test_bf16_autocast_keeps_fp32_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", ["step", "sr_ste"])
 def test_compiled(recipe: str, tmp_path: Path) -> None:
     eager, compiled = (
-        trained(config(tmp_path, f"recipe={recipe}", "optimizer.eps=1e-3", f"trainer.compile={flag}"), tmp_path)[1]
+        trained(
+            config(tmp_path, f"recipe={recipe}", "optimizer.eps=1e-3", f"trainer.compile={flag}"),
+            tmp_path,
+        )[1]
         for flag in (False, True)
     )
     assert [r["train/loss"] for r in compiled if "train/loss" in r] == pytest.approx(
@@ -188,25 +234,43 @@ def test_compiled(recipe: str, tmp_path: Path) -> None:
 
 def test_the_mode_of_compilation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(torch, "compile", lambda model, **options: (asked.append(options), model)[1])
+    monkeypatch.setattr(
+        torch, "compile", lambda model, **options: (asked.append(options), model)[1]
+    )
     for flag in ("true", "reduce-overhead", "max-autotune", "false"):
-        Loop(config(tmp_path, f"trainer.compile={flag}"), build.build(config(tmp_path)), Console(None, brief=True))
-    assert asked == [{"fullgraph": True, "mode": mode} for mode in (None, "reduce-overhead", "max-autotune")]
+        Loop(
+            config(tmp_path, f"trainer.compile={flag}"),
+            build.build(config(tmp_path)),
+            Console(None, brief=True),
+        )
+    assert asked == [
+        {"fullgraph": True, "mode": mode} for mode in (None, "reduce-overhead", "max-autotune")
+    ]
 
 
-# --- evaluation and best -------------------------------------------------------------------------------------------------------
+# --- evaluation and best --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("recipe", "expected"), [("dense", 1), ("ste", 1), ("step", 3), ("asp", 3)])
+@pytest.mark.parametrize(
+    ("recipe", "expected"), [("dense", 1), ("ste", 1), ("step", 3), ("asp", 3)]
+)
 def test_the_best_evaluation_counts_only_while_sparse(
     recipe: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Accuracy falls from epoch to epoch, so the best one is the first that counts: after the switch at step 7 of 12."""
+    """Accuracy falls from epoch to epoch, so the best one is the first that counts: after the
+    switch at step 7 of 12.
+    """
     falling = iter([0.9, 0.8, 0.7, 0.6])
-    monkeypatch.setattr(Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": next(falling)})
+    monkeypatch.setattr(
+        Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": next(falling)}
+    )
     switch = {"step": ["recipe.switch=0.58"], "asp": ["recipe.prune_at=0.58"]}.get(recipe, [])
     loop, logged = trained(config(tmp_path, f"recipe={recipe}", *switch), tmp_path)
-    assert loop.best == {"eval/loss": 1.0, "eval/accuracy": [0.9, 0.8, 0.7, 0.6][expected - 1], "epoch": expected}
+    assert loop.best == {
+        "eval/loss": 1.0,
+        "eval/accuracy": [0.9, 0.8, 0.7, 0.6][expected - 1],
+        "epoch": expected,
+    }
     if recipe != "dense":
         holds = [row["sparsity/holds"] for row in logged if "sparsity/holds" in row]
         assert holds == [0.0] * (expected - 1) + [1.0] * (5 - expected)
@@ -216,26 +280,45 @@ def test_the_best_evaluation_counts_only_while_sparse(
 
 def test_rows_hold_what_recipes_measure(tmp_path: Path) -> None:
     _, logged = trained(
-        config(tmp_path, "recipe=step", "recipe.t_max=0.5", "trainer.log_every=3", "optimizer.lr=0.01"), tmp_path
+        config(
+            tmp_path, "recipe=step", "recipe.t_max=0.5", "trainer.log_every=3", "optimizer.lr=0.01"
+        ),
+        tmp_path,
     )
-    assert {"step", "epoch", "train/loss", "lr", "steps_per_second", "step/phase", "step/variance_change"} <= set(logged[0])
+    assert {
+        "step",
+        "epoch",
+        "train/loss",
+        "lr",
+        "steps_per_second",
+        "step/phase",
+        "step/variance_change",
+    } <= set(logged[0])
     assert {"eval/loss", "eval/accuracy", "sparsity/density", "sparsity/holds"} <= set(logged[0])
-    assert all(0 <= row["sparsity/flip_rate"] < 1 for row in logged)  # in the dense phase that of a virtual mask
+    assert all(
+        0 <= row["sparsity/flip_rate"] < 1 for row in logged
+    )  # in the dense phase that of a virtual mask
     assert logged[0]["sparsity/flip_rate"] > 0
     assert logged[-1]["sparsity/flip_rate"] > 0
     assert [row["step/phase"] for row in logged] == [1.0, 1.0, 2.0, 2.0]
 
 
-def test_checkpoints_load_without_pickle_and_come_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_load_without_pickle_and_come_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved, original = [], checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda path, state: (saved.append(state["loop"]["step"]), original(path, state)))
+    monkeypatch.setattr(
+        checkpoint,
+        "save",
+        lambda path, state: (saved.append(state["loop"]["step"]), original(path, state)),
+    )
     trained(config(tmp_path, "recipe=asp", "trainer.checkpoint_every=3"), tmp_path)
     assert saved == [9, 12]
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert {"model", "optimizer", "scaler", "average", "random", "loop"} == set(state)
 
 
-# --- early failure -------------------------------------------------------------------------------------------------------------
+# --- early failure --------------------------------------------------------------------------------
 
 
 def failure(made: Config, folder: Path, prepare: Any = None) -> str:
@@ -265,7 +348,10 @@ def test_overflow_names_step_and_layer_and_says_what_to_try(tmp_path: Path) -> N
 
 
 def test_a_learning_rate_far_too_high(tmp_path: Path) -> None:
-    said = failure(config(tmp_path, "optimizer=sgd", "optimizer.lr=1e30", "recipe=ste", "trainer.clip=1.0"), tmp_path)
+    said = failure(
+        config(tmp_path, "optimizer=sgd", "optimizer.lr=1e30", "recipe=ste", "trainer.clip=1.0"),
+        tmp_path,
+    )
     assert said.startswith("step 2: ")
     assert "(it was 1e+30)" in said
     assert "trainer.clip" not in said
@@ -285,10 +371,14 @@ def test_a_broken_batch(tmp_path: Path) -> None:
         task.images = task.images.clone()
         task.images[:] = math.inf
 
-    assert "the first non-finite value is the batch itself" in failure(config(tmp_path), tmp_path, prepare)
+    assert "the first non-finite value is the batch itself" in failure(
+        config(tmp_path), tmp_path, prepare
+    )
 
 
-def test_a_gradient_that_no_loss_scale_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_no_loss_scale_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Root(nn.Module):
         """The slope of the root is infinite at zero, its value is not."""
 
@@ -300,7 +390,13 @@ def test_a_gradient_that_no_loss_scale_helps(tmp_path: Path, monkeypatch: pytest
             return self.head((self.inner(x.flatten(1)) * 0).abs().sqrt())
 
     monkeypatch.setattr(models, "build", lambda *_: Root())
-    made = config(tmp_path, "recipe=ste", "model.exclude=[head]", "trainer.precision=fp16", "trainer.epochs=40")
+    made = config(
+        tmp_path,
+        "recipe=ste",
+        "model.exclude=[head]",
+        "trainer.precision=fp16",
+        "trainer.epochs=40",
+    )
     said = failure(made, tmp_path)
     assert "however small the loss scale" in said
     assert "the gradient of inner" in said
@@ -324,7 +420,7 @@ def test_parts_of_the_build(tmp_path: Path) -> None:
     assert [w.name for w in parts.handle.sparse] == ["inner.0.weight", "inner.1.weight"]
 
 
-# --- memory layout -------------------------------------------------------------------------------------------------------------
+# --- memory layout --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -338,8 +434,16 @@ def test_with_channels_last_the_same_training_up_to_rounding(
         monkeypatch.setattr(build, "LARGE", least)
         monkeypatch.setattr(build, "fuse", lambda *_: None)  # which has a rounding of its own
         loop, _ = trained(made, tmp_path)
-        convolutions = [module.weight for module in loop.model.modules() if isinstance(module, nn.Conv2d)]
-        formats.append({w.is_contiguous(memory_format=torch.channels_last) for w in convolutions if w.shape[1] > 1})
+        convolutions = [
+            module.weight for module in loop.model.modules() if isinstance(module, nn.Conv2d)
+        ]
+        formats.append(
+            {
+                w.is_contiguous(memory_format=torch.channels_last)
+                for w in convolutions
+                if w.shape[1] > 1
+            }
+        )
         for weight in loop.handle.sparse:
             assert weight.weight.stride() == weight.dense.stride()
         ends.append(weights(loop))
@@ -348,12 +452,14 @@ def test_with_channels_last_the_same_training_up_to_rounding(
         torch.testing.assert_close(ends[1][name], weight, rtol=1e-3, atol=1e-4)
 
 
-# --- a learning rate of the head's own -------------------------------------------------------------------------------------------
+# --- a learning rate of the head's own ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
 def test_the_head_has_a_learning_rate_of_its_own(optimizer: str, tmp_path: Path) -> None:
-    """With a schedule too: of Adam's first step the size is the learning rate, of SGD's its multiple of the gradient."""
+    """With a schedule too: of Adam's first step the size is the learning rate, of SGD's its
+    multiple of the gradient.
+    """
     words = (
         f"optimizer={optimizer}",
         "optimizer.lr=1e-3",
@@ -363,7 +469,13 @@ def test_the_head_has_a_learning_rate_of_its_own(optimizer: str, tmp_path: Path)
     )
     moved = []
     for head_lr in ("null", "0.02"):
-        made = config(tmp_path, *words, f"optimizer.head_lr={head_lr}", "recipe=sr_ste", "trainer.limit_batches=1")
+        made = config(
+            tmp_path,
+            *words,
+            f"optimizer.head_lr={head_lr}",
+            "recipe=sr_ste",
+            "trainer.limit_batches=1",
+        )
         loop = Loop(made, build.build(made), Console(None))
         before = weights(loop)
         loop._train_step(0, 0, measure_flips=False)
@@ -376,5 +488,7 @@ def test_the_head_has_a_learning_rate_of_its_own(optimizer: str, tmp_path: Path)
 
 def test_a_network_without_a_head(tmp_path: Path) -> None:
     made = config(tmp_path, "model=resnet20", "optimizer.head_lr=0.1")
-    with pytest.raises(ConfigError, match=r"optimizer\.head_lr=0\.1: this model has no layer named head"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.head_lr=0\.1: this model has no layer named head"
+    ):
         build.build(made)

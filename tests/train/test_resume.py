@@ -26,7 +26,11 @@ from nmrun.train import checkpoint, runner
 from nmrun.train.loop import Loop
 
 # 12 steps, checkpoints after 3, 6, 9 and 12; STEP switches and ASP prunes after step 7
-SWITCH = {"step": ("recipe.switch=0.58",), "asp": ("recipe.prune_at=0.58",), "sr_ste": ("optimizer=sgd", "optimizer.lr=0.05")}
+SWITCH = {
+    "step": ("recipe.switch=0.58",),
+    "asp": ("recipe.prune_at=0.58",),
+    "sr_ste": ("optimizer=sgd", "optimizer.lr=0.05"),
+}
 EVERYTHING = (
     "trainer.accumulate=2",
     "trainer.clip=1.0",
@@ -59,7 +63,14 @@ def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(folder: Path, recipe: str, *overrides: str) -> Config:
-    return config(folder, f"recipe={recipe}", "model.exclude=[stem,head.*]", *EVERYTHING, *SWITCH.get(recipe, ()), *overrides)
+    return config(
+        folder,
+        f"recipe={recipe}",
+        "model.exclude=[stem,head.*]",
+        *EVERYTHING,
+        *SWITCH.get(recipe, ()),
+        *overrides,
+    )
 
 
 def outcome(made: Config) -> tuple[bytes, bytes, list[dict[str, Any]], dict[str, Any], list[str]]:
@@ -67,7 +78,10 @@ def outcome(made: Config) -> tuple[bytes, bytes, list[dict[str, Any]], dict[str,
     result = runner.run(made, run_folder(made))
     assert result["status"] == "finished", result
     folder = run_folder(made)
-    weights = (folder / "model.safetensors").read_bytes(), (folder / "best.safetensors").read_bytes()
+    weights = (
+        (folder / "model.safetensors").read_bytes(),
+        (folder / "best.safetensors").read_bytes(),
+    )
     return *weights, rows(folder), result["metrics"], result["events"]
 
 
@@ -80,7 +94,14 @@ def left_alone(tmp_path: Path, *arguments: str) -> Any:
     return _alone[arguments]
 
 
-def cut(monkeypatch: pytest.MonkeyPatch, made: Config, owner: Any, name: str, call: int, before: bool = False) -> None:
+def cut(
+    monkeypatch: pytest.MonkeyPatch,
+    made: Config,
+    owner: Any,
+    name: str,
+    call: int,
+    before: bool = False,
+) -> None:
     """Run until the given call of a function, and die right before or after it."""
     original, calls = getattr(owner, name), 0
 
@@ -103,14 +124,18 @@ def cut(monkeypatch: pytest.MonkeyPatch, made: Config, owner: Any, name: str, ca
 
 @pytest.mark.parametrize("step", [2, 5, 7, 8, 11, 12])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_killed_after_a_step(recipe: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_after_a_step(
+    recipe: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = make(tmp_path, recipe)
     cut(monkeypatch, made, Loop, "_train_step", step)
     assert outcome(made) == left_alone(tmp_path, recipe)
 
 
 @pytest.mark.parametrize("recipe", ["asp", "step"])
-def test_killed_again_and_again(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_again_and_again(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = make(tmp_path, recipe)
     for _ in range(3):
         cut(monkeypatch, made, Loop, "_train_step", 4)  # three steps forward, one back
@@ -189,7 +214,11 @@ def test_random_state_of_all_generators(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["empty", "text", "cut", "one bit"])
 @pytest.mark.parametrize("both", [False, True])
 def test_a_damaged_checkpoint_costs_a_line_and_the_steps_since_the_one_before(
-    damage: str, both: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    damage: str,
+    both: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     made = make(tmp_path, "ste")
     cut(monkeypatch, made, Loop, "_train_step", 8)
@@ -201,7 +230,11 @@ def test_a_damaged_checkpoint_costs_a_line_and_the_steps_since_the_one_before(
             content = records.read(largest)
         at = data.index(content) + len(content) // 2
         flipped = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
-        path.write_bytes({"empty": b"", "text": b"not a checkpoint", "cut": data[:2000], "one bit": flipped}[damage])
+        path.write_bytes(
+            {"empty": b"", "text": b"not a checkpoint", "cut": data[:2000], "one bit": flipped}[
+                damage
+            ]
+        )
     capsys.readouterr()
     assert outcome(made) == left_alone(tmp_path, "ste")
     said = capsys.readouterr().out
@@ -211,7 +244,9 @@ def test_a_damaged_checkpoint_costs_a_line_and_the_steps_since_the_one_before(
     assert not list(run_folder(made).glob("*previous*"))
 
 
-def test_resume_false_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_false_starts_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = make(tmp_path, "ste")
     cut(monkeypatch, made, Loop, "_train_step", 8)
     capsys.readouterr()
@@ -220,7 +255,9 @@ def test_resume_false_starts_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_killed_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGKILL at two random moments of a process that runs the command line, then the same command to its end."""
+    """SIGKILL at two random moments of a process that runs the command line, then the same command
+    to its end.
+    """
     monkeypatch.undo()  # the process knows nothing of the noisy model
     overrides = ("recipe=step", "recipe.switch=0.5", "trainer.epochs=60", "trainer.limit_batches=5")
     alone = config(tmp_path / "alone", *overrides)
@@ -233,7 +270,9 @@ def test_killed_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(2):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         reached += chance.randrange(20, 80)  # of 180 rows
-        while process.poll() is None and (not metrics.exists() or metrics.read_bytes().count(b"\n") < reached):
+        while process.poll() is None and (
+            not metrics.exists() or metrics.read_bytes().count(b"\n") < reached
+        ):
             time.sleep(0.002)
         process.kill()
         process.wait()

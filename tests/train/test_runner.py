@@ -31,18 +31,28 @@ from nmrun.tasks.vision import Classification
 from nmrun.train import build, flops, plan, runner
 from nmrun.train.loop import Loop
 
-FILES = {"config.yaml", "run.log", "metrics.jsonl", "checkpoint.pt", "model.safetensors", "best.safetensors", "result.json"}
+FILES = {
+    "config.yaml",
+    "run.log",
+    "metrics.jsonl",
+    "checkpoint.pt",
+    "model.safetensors",
+    "best.safetensors",
+    "result.json",
+}
 
 
 def run(made: Config, sweep: str | None = None) -> dict[str, Any]:
     return runner.run(made, run_folder(made), sweep)
 
 
-# --- a finished run ------------------------------------------------------------------------------------------------------------
+# --- a finished run -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_folder_of_a_finished_run(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_of_a_finished_run(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = config(tmp_path, f"recipe={recipe}", "sparsity='1:4'")
     folder = run_folder(made)
     returned = run(made)
@@ -50,7 +60,11 @@ def test_the_folder_of_a_finished_run(recipe: str, tmp_path: Path, capsys: pytes
     assert {path.name for path in folder.iterdir()} == FILES
     result = json.loads((folder / "result.json").read_text())
     assert returned == {**result, "folder": str(folder)}
-    assert (result["status"], result["id"], result["config"]) == ("finished", identity(made), made.plain)
+    assert (result["status"], result["id"], result["config"]) == (
+        "finished",
+        identity(made),
+        made.plain,
+    )
     assert OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")) == made.plain
     names = {"eval/accuracy", "eval/loss", "test/accuracy", "test/loss"}
     assert set(result["metrics"]["final"]) == names
@@ -65,14 +79,20 @@ def test_the_folder_of_a_finished_run(recipe: str, tmp_path: Path, capsys: pytes
     weights = load_file(folder / "model.safetensors")
     assert set(weights) == set(SmallConv((1, 8, 8), 10, [8, 8, 8]).state_dict())
     layers = result["sparsity"]["layers"]
-    assert [layer["name"] for layer in layers] == ([] if recipe == "dense" else ["inner.0.weight", "inner.1.weight"])
+    assert [layer["name"] for layer in layers] == (
+        [] if recipe == "dense" else ["inner.0.weight", "inner.1.weight"]
+    )
     for layer in layers:
         check_nm(weights[layer["name"]], "1:4")
         assert layer["holds"]
-        assert layer["nonzeros"] == int(weights[layer["name"]].count_nonzero()) <= layer["numel"] // 4
+        assert (
+            layer["nonzeros"] == int(weights[layer["name"]].count_nonzero()) <= layer["numel"] // 4
+        )
         zeros = weights[layer["name"]][weights[layer["name"]] == 0]
         assert not zeros.signbit().any()
-    assert all(reason in shown for reason in (() if recipe == "dense" else ("excluded", "inner.0.weight")))
+    assert all(
+        reason in shown for reason in (() if recipe == "dense" else ("excluded", "inner.0.weight"))
+    )
     assert str(folder) in shown
     assert (folder / "run.log").read_text() == shown
 
@@ -88,8 +108,12 @@ def test_saved_weights_give_the_metrics_that_were_told(recipe: str, tmp_path: Pa
         model.load_state_dict(load_file(run_folder(made) / f"{file}.safetensors"))
         with torch.no_grad():
             logits = model(images)
-        assert told["test/accuracy"] == pytest.approx(float((logits.argmax(1) == labels).double().mean()))
-        assert told["test/loss"] == pytest.approx(float(functional.cross_entropy(logits, labels)), rel=1e-5)
+        assert told["test/accuracy"] == pytest.approx(
+            float((logits.argmax(1) == labels).double().mean())
+        )
+        assert told["test/loss"] == pytest.approx(
+            float(functional.cross_entropy(logits, labels)), rel=1e-5
+        )
 
 
 def test_a_finished_run_is_not_touched_and_force_repeats_it(tmp_path: Path) -> None:
@@ -114,7 +138,9 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path: Path) -
     assert weights[0] == weights[1] != weights[2]
 
 
-def test_in_a_sweep_the_screen_has_less_and_the_log_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_sweep_the_screen_has_less_and_the_log_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = config(tmp_path, "recipe=ste")
     run(made, "some-sweep")
     shown, log = capsys.readouterr().out, (run_folder(made) / "run.log").read_text()
@@ -123,7 +149,9 @@ def test_in_a_sweep_the_screen_has_less_and_the_log_all(tmp_path: Path, capsys: 
     assert set(shown.splitlines()) < set(log.splitlines())
 
 
-def test_a_dry_run_tells_the_plan_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_tells_the_plan_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = config(tmp_path / "out", "sparsity='2:8'", "dry=true", "model=small_conv")
     assert run(made)["status"] == "planned"
     assert not (tmp_path / "out").exists()
@@ -136,7 +164,7 @@ def test_a_dry_run_tells_the_plan_and_leaves_nothing(tmp_path: Path, capsys: pyt
     assert f"{forward / 1e6:.3g}M dense" in shown
 
 
-# --- runs that do not finish ---------------------------------------------------------------------------------------------------
+# --- runs that do not finish ----------------------------------------------------------------------
 
 
 def test_a_failure_is_told_in_a_line_and_kept_in_full(
@@ -181,7 +209,9 @@ def test_what_only_the_built_model_shows_is_still_a_configuration_error(
     made = config(tmp_path / "out", "recipe=ste")
     for override in overrides:
         key, _, value = override.partition("=")
-        OmegaConf.update(plain := OmegaConf.create(made.plain), key, OmegaConf.create(f"x: {value}").x)
+        OmegaConf.update(
+            plain := OmegaConf.create(made.plain), key, OmegaConf.create(f"x: {value}").x
+        )
         made = Config(OmegaConf.to_container(plain), made.pattern)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
         run(made)
@@ -222,7 +252,9 @@ def test_a_second_signal_acts_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (result["status"], result["signal"]) == ("interrupted", 2)
 
 
-def test_a_signal_that_comes_too_late_still_stops_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_comes_too_late_still_stops_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original = runner._save_weights
 
     def late(*arguments: Any) -> None:
@@ -237,12 +269,16 @@ def test_a_signal_that_comes_too_late_still_stops_the_sweep(tmp_path: Path, monk
     assert json.loads((run_folder(made) / "result.json").read_text())["status"] == "finished"
 
 
-def test_two_processes_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_do_not_share_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made = config(tmp_path)
     folder = run_folder(made)
     folder.mkdir(parents=True)
     holder = f"import fcntl, os, sys; fcntl.flock(os.open({str(folder)!r}, 0), fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
         assert other.stdout is not None
         other.stdout.readline()
         assert run(made)["status"] == "failed"
@@ -253,7 +289,9 @@ def test_two_processes_do_not_share_a_folder(tmp_path: Path, capsys: pytest.Capt
     assert run(made)["status"] == "finished"
 
 
-def test_a_checkpoint_of_another_model_is_not_forced_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_another_model_is_not_forced_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: Any) -> None:
         raise RunError("stopped after training")
 
@@ -261,13 +299,17 @@ def test_a_checkpoint_of_another_model_is_not_forced_in(tmp_path: Path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(runner, "_save_weights", interrupted)
         run(made)
-    monkeypatch.setattr(models, "build", lambda config, inputs: SmallConv(**inputs, channels=[4, 4, 4, 4]))
+    monkeypatch.setattr(
+        models, "build", lambda config, inputs: SmallConv(**inputs, channels=[4, 4, 4, 4])
+    )
     result = run(made)
     assert result["status"] == "failed"
     assert "force=true starts over" in result["error"]
 
 
-def test_a_checkpoint_of_an_older_version_is_told_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_an_older_version_is_told_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of before, when the model had the dense weights, under parametrizations."""
 
     def interrupted(*_: Any) -> None:
@@ -289,16 +331,20 @@ def test_a_checkpoint_of_an_older_version_is_told_in_a_line(tmp_path: Path, monk
     assert run(config(tmp_path, "recipe=ste", "force=true"))["status"] == "finished"
 
 
-def test_a_run_that_ends_before_its_weights_are_sparse_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_before_its_weights_are_sparse_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ASP, "after_step", lambda *_: None)  # never prunes
     made = config(tmp_path, "recipe=asp")
     result = run(made)
     assert result["status"] == "failed"
-    assert result["error"].startswith("training ended in a dense phase of asp, after step 12 of total_steps=12")
+    assert result["error"].startswith(
+        "training ended in a dense phase of asp, after step 12 of total_steps=12"
+    )
     assert not (run_folder(made) / "model.safetensors").exists()
 
 
-# --- data, models, cost --------------------------------------------------------------------------------------------------------
+# --- data, models, cost ---------------------------------------------------------------------------
 
 
 def test_digits_are_those_of_scikit_learn() -> None:
@@ -310,12 +356,16 @@ def test_digits_are_those_of_scikit_learn() -> None:
 
 def test_splits_are_disjoint_complete_and_alike_in_every_class() -> None:
     splits = digits.load()
-    images = {name: {tuple(row.flatten().tolist()) for row in rows} for name, (rows, _) in splits.items()}
+    images = {
+        name: {tuple(row.flatten().tolist()) for row in rows} for name, (rows, _) in splits.items()
+    }
     sizes = {name: len(labels) for name, (_, labels) in splits.items()}
     assert sum(sizes.values()) == 1797
     assert len(images["train"] | images["val"] | images["test"]) == sum(map(len, images.values()))
     for name, fraction in (("val", 0.15), ("test", 0.2)):
-        per_class = torch.bincount(splits[name][1]).double() / sum(torch.bincount(labels) for _, labels in splits.values())
+        per_class = torch.bincount(splits[name][1]).double() / sum(
+            torch.bincount(labels) for _, labels in splits.values()
+        )
         assert per_class.numel() == 10
         assert (per_class - fraction).abs().max() < 0.01
     train = splits["train"][0]
@@ -331,7 +381,12 @@ def test_an_epoch_is_a_permutation_that_depends_on_seed_and_epoch_alone() -> Non
         task = Classification(splits, 100, batch_size=20, seed=seed)
         torch.manual_seed(epoch)  # the global generator must not matter
         task.micro_batches(epoch + 5, 3, 1)  # nor what was asked before
-        return [int(label) for index in range(5) for batch in task.micro_batches(epoch, index, 3) for label in batch[1]]
+        return [
+            int(label)
+            for index in range(5)
+            for batch in task.micro_batches(epoch, index, 3)
+            for label in batch[1]
+        ]
 
     assert sorted(order(0, 0)) == list(range(100))
     assert order(0, 0) == order(0, 0)
@@ -351,13 +406,17 @@ def test_models_classify_and_name_their_layers_for_the_configs(name: str, tmp_pa
 
 
 def test_flops_of_a_perceptron_by_hand(tmp_path: Path) -> None:
-    made = config(tmp_path, "model=mlp", "model.hidden=[32,16]", "model.exclude=[head]", "sparsity='1:4'")
+    made = config(
+        tmp_path, "model=mlp", "model.hidden=[32,16]", "model.exclude=[head]", "sparsity='1:4'"
+    )
     parts = build.build(made)
     before = torch.get_rng_state()
     cost = flops.count(parts.model, parts.task, parts.handle.sparse)
     products = [64 * 32, 32 * 16, 16 * 10]
     assert cost.forward == 2 * sum(products)
     assert cost.forward_sparse == 2 * (products[0] / 4 + products[1] / 4 + products[2])
-    assert cost.backward == 2 * (products[0] + 2 * products[1] + 2 * products[2])  # no gradient of the images
+    assert cost.backward == 2 * (
+        products[0] + 2 * products[1] + 2 * products[2]
+    )  # no gradient of the images
     assert torch.equal(before, torch.get_rng_state())
     assert all(p.grad is None for p in parts.model.parameters())

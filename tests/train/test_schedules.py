@@ -20,10 +20,14 @@ def test_schedules(warmup: int, final: float) -> None:
         }
         for name, factor in wanted.items():
             rising = (step + 1) / warmup if step < warmup else factor
-            assert schedule_factor(name, warmup, total, final)(step) == pytest.approx(rising, abs=1e-12)
+            assert schedule_factor(name, warmup, total, final)(step) == pytest.approx(
+                rising, abs=1e-12
+            )
 
 
 def test_schedule_names_and_short_runs() -> None:
     with pytest.raises(ValueError, match="schedule 'cosin': allowed are constant, linear, cosine"):
         schedule_factor("cosin", 0, 10)
-    assert [schedule_factor("cosine", 3, 3)(step) for step in range(3)] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert [schedule_factor("cosine", 3, 3)(step) for step in range(3)] == pytest.approx(
+        [1 / 3, 2 / 3, 1.0]
+    )

@@ -1,4 +1,6 @@
-"""Ranks share the work on the data: each prepares, decodes and evaluates its part, and together they find what one finds."""
+"""Ranks share the work on the data: each prepares, decodes and evaluates its part, and together
+they find what one finds.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,22 @@ def pictures(options: Augment | None = None, batch_size: int = 24) -> Classifica
     random = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (60, 3, 6, 6), dtype=torch.uint8, generator=random)
     return Classification(
-        dict.fromkeys(("train", "val", "test"), (pixels, torch.arange(60) % 5)), 5, batch_size, 3, augment=options
+        dict.fromkeys(("train", "val", "test"), (pixels, torch.arange(60) % 5)),
+        5,
+        batch_size,
+        3,
+        augment=options,
     )
 
 
 def stream(place: Path, *overrides: str) -> ImageStream:
     two_evaluate.folder(place)
-    options = (*two_evaluate.STREAM, f"dataset.path={place / 'some'}", "trainer.batch_size=8", *overrides)
+    options = (
+        *two_evaluate.STREAM,
+        f"dataset.path={place / 'some'}",
+        "trainer.batch_size=8",
+        *overrides,
+    )
     task = tasks.build(config(place, *options), torch.device("cpu"))
     assert isinstance(task, ImageStream)
     return task
@@ -60,10 +71,19 @@ def made(kind: str, place: Path) -> Task:
     }[kind]()
 
 
-KINDS = ("images", "augmented", "mixed", "stream", "mixed stream", "language", "sentences", "translation")
+KINDS = (
+    "images",
+    "augmented",
+    "mixed",
+    "stream",
+    "mixed stream",
+    "language",
+    "sentences",
+    "translation",
+)
 
 
-# --- training batches -------------------------------------------------------------------------------------------------------
+# --- training batches -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,16 +122,28 @@ def test_images_of_others_are_neither_augmented_nor_normalised(
     task.normalise = count("normalise", task.normalise)
     for rank in range(WORLD):
         seen.clear()
-        (images, _), (others, _) = task.micro_batches(0, 1, 2 * WORLD, range(2 * rank, 2 * rank + 2))
+        (images, _), (others, _) = task.micro_batches(
+            0, 1, 2 * WORLD, range(2 * rank, 2 * rank + 2)
+        )
         assert len(images) + len(others) == 24 / WORLD
         for name in (*steps, "normalise"):
-            assert seen[name] == (24 / WORLD + extra) * (options.randaugment if name == "rand_augment" else 1)
+            assert seen[name] == (24 / WORLD + extra) * (
+                options.randaugment if name == "rand_augment" else 1
+            )
 
 
 @pytest.mark.parametrize("extra", [0, 1])
-def test_images_of_others_are_not_decoded(extra: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task, keys, read = stream(tmp_path, f"dataset.mixup={extra}.0"), list[tuple[int, int]](), _Files.__getitem__
-    monkeypatch.setattr(_Files, "__getitem__", lambda files, key: keys.append(key) or read(files, key))
+def test_images_of_others_are_not_decoded(
+    extra: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, keys, read = (
+        stream(tmp_path, f"dataset.mixup={extra}.0"),
+        list[tuple[int, int]](),
+        _Files.__getitem__,
+    )
+    monkeypatch.setattr(
+        _Files, "__getitem__", lambda files, key: keys.append(key) or read(files, key)
+    )
     task.sizes(0, 0, WORLD)
     assert not keys
     everyones = []
@@ -124,7 +156,9 @@ def test_images_of_others_are_not_decoded(extra: int, tmp_path: Path, monkeypatc
     assert len(set(everyones)) == 24  # an epoch
 
 
-def test_windows_sentences_and_translations_of_others_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_sentences_and_translations_of_others_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Watched:
         """A text that knows how many of its tokens were read."""
 
@@ -151,9 +185,17 @@ def test_windows_sentences_and_translations_of_others_are_not_read(tmp_path: Pat
     assert batch[0].shape[0] == 8 / WORLD
     assert watched.read == batch[0].numel()
 
-    translation, padded, rows = two_evaluate.translation(50, max_tokens=40), Corpus.padded, list[int]()
+    translation, padded, rows = (
+        two_evaluate.translation(50, max_tokens=40),
+        Corpus.padded,
+        list[int](),
+    )
     monkeypatch.setattr(
-        Corpus, "padded", lambda corpus, some, *args, **more: rows.append(len(some)) or padded(corpus, some, *args, **more)
+        Corpus,
+        "padded",
+        lambda corpus, some, *args, **more: (
+            rows.append(len(some)) or padded(corpus, some, *args, **more)
+        ),
     )
     whole = len(translation._pieces(0, 0, 1)[0])
     for rank in range(WORLD):
@@ -163,7 +205,8 @@ def test_windows_sentences_and_translations_of_others_are_not_read(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("cores", "here", "asked", "workers"), [(16, 4, "null", 4), (2, 4, "null", 1), (16, 4, "3", 3), (16, 1, "null", 16)]
+    ("cores", "here", "asked", "workers"),
+    [(16, 4, "null", 4), (2, 4, "null", 1), (16, 4, "3", 3), (16, 1, "null", 16)],
 )
 def test_ranks_of_a_machine_share_its_cores(
     cores: int, here: int, asked: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -174,7 +217,9 @@ def test_ranks_of_a_machine_share_its_cores(
 
 
 @pytest.mark.parametrize(("count", "parts"), [(8, 2), (7, 2), (3, 1), (1, 2), (0, 2)])
-def test_each_micro_batch_is_one_ranks(count: int, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_micro_batch_is_one_ranks(
+    count: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for rank in range(WORLD):
         monkeypatch.setenv("RANK", str(rank))
@@ -183,7 +228,7 @@ def test_each_micro_batch_is_one_ranks(count: int, parts: int, monkeypatch: pyte
     assert all(len(share) <= parts for share in found)
 
 
-# --- evaluation -------------------------------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8])
@@ -191,7 +236,9 @@ def test_ranks_take_turns_and_pass_as_often(count: int) -> None:
     for world in (1, 2, 3, 8, 10):
         found = [turns(count, rank, world) for rank in range(world)]
         assert {len(mine) for mine in found} == {-(-count // world)}
-        assert sorted(number for mine in found for number, counts in mine if counts) == list(range(count))
+        assert sorted(number for mine in found for number, counts in mine if counts) == list(
+            range(count)
+        )
         assert all(0 <= number < count for mine in found for number, _ in mine)
 
 
@@ -206,7 +253,9 @@ def check(task: Task, model: nn.Module, split: str = "test") -> None:
             counts.add(len(seen))
         found = task.metrics_of(split, tallies)
         assert len(counts) == 1
-        assert found == {key: pytest.approx(value, rel=1e-12, abs=0) for key, value in wanted.items()}
+        assert found == {
+            key: pytest.approx(value, rel=1e-12, abs=0) for key, value in wanted.items()
+        }
         exact = {"accuracy", "f1", "matthews", "spearman", "pearson"} & {*found}
         assert {key: found[key] for key in exact} == {key: wanted[key] for key in exact}
 
@@ -217,16 +266,20 @@ def test_shares_of_an_evaluation_add_up(case: str) -> None:
     check(task(), model())
 
 
-def test_shares_of_a_streams_evaluation_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shares_of_a_streams_evaluation_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     task, keys, read = stream(tmp_path, "trainer.batch_size=3"), list[Any](), _Files.__getitem__
     torch.manual_seed(0)
     check(task, nn.Sequential(nn.Flatten(), nn.Linear(192, 2)))  # 8 images
-    monkeypatch.setattr(_Files, "__getitem__", lambda files, key: keys.append(key) or read(files, key))
+    monkeypatch.setattr(
+        _Files, "__getitem__", lambda files, key: keys.append(key) or read(files, key)
+    )
     task.tally(nn.Flatten(), "test", 0, 3)
     assert len(keys) == 3
 
 
-# --- two processes ----------------------------------------------------------------------------------------------------------
+# --- two processes --------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -243,7 +296,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return {name: json.loads((place / f"found{name}.json").read_text()) for name in ("0of1", "0of2", "1of2")}
+    return {
+        name: json.loads((place / f"found{name}.json").read_text())
+        for name in ("0of1", "0of2", "1of2")
+    }
 
 
 @pytest.mark.parametrize("case", [*two_evaluate.CASES, "shards", "shards, 1 batch", "translation"])
@@ -255,7 +311,9 @@ def test_two_processes_find_the_metrics_of_one(case: str, found: dict[str, Any])
     assert one["passes"] >= 1
     assert one["passes"] <= alone["passes"] / 2 + 1 or case == "translation"
     tolerance = 1e-6 if case.startswith("shards") else 1e-12  # sums of losses, in double precision
-    assert one["metrics"] == {key: pytest.approx(value, rel=tolerance) for key, value in alone["metrics"].items()}
+    assert one["metrics"] == {
+        key: pytest.approx(value, rel=tolerance) for key, value in alone["metrics"].items()
+    }
     for key in {"accuracy", "f1", "matthews", "spearman", "pearson", "bleu"} & {*alone["metrics"]}:
         assert one["metrics"][key] == alone["metrics"][key]
     assert one.get("notes") == alone.get("notes")
@@ -263,7 +321,10 @@ def test_two_processes_find_the_metrics_of_one(case: str, found: dict[str, Any])
 
 def test_a_rank_that_cannot_read_its_part_ends_the_run_of_all(found: dict[str, Any]) -> None:
     for name in found:
-        assert found[name]["broken text"] == "the test text has the token 7, outside the vocabulary of 7"
+        assert (
+            found[name]["broken text"]
+            == "the test text has the token 7, outside the vocabulary of 7"
+        )
         assert found[name]["damaged"]["status"] == "failed"
         assert "bee/07.png is damaged, or not an image" in found[name]["damaged"]["error"]
 
@@ -274,7 +335,9 @@ def test_two_processes_decode_half_each(found: dict[str, Any]) -> None:
     assert alone["status"] == one["status"] == "finished"
 
 
-def test_all_ranks_evaluate_with_the_running_statistics_that_are_saved(found: dict[str, Any], tmp_path: Path) -> None:
+def test_all_ranks_evaluate_with_the_running_statistics_that_are_saved(
+    found: dict[str, Any], tmp_path: Path
+) -> None:
     """Two processes evaluate together what one process finds with the weights they have saved."""
     run = found["0of2"]["stream"]
     assert run["metrics"] == found["1of2"]["stream"]["metrics"]
@@ -291,7 +354,9 @@ def test_a_task_that_knows_no_ranks_is_evaluated_on_each(found: dict[str, Any]) 
     alone, one, other = (found[name]["own"] for name in ("0of1", "0of2", "1of2"))
     assert alone["status"] == one["status"] == "finished"
     assert alone["evaluations"] == one["evaluations"] == other["evaluations"] >= 3
-    assert one["metrics"]["final"]["eval/loss"] == pytest.approx(alone["metrics"]["final"]["eval/loss"], rel=1e-4)
+    assert one["metrics"]["final"]["eval/loss"] == pytest.approx(
+        alone["metrics"]["final"]["eval/loss"], rel=1e-4
+    )
 
 
 def test_an_own_tasks_micro_batches_are_cut_from_the_whole() -> None:

@@ -1,4 +1,6 @@
-"""metrics.jsonl is always whole and never repeats; W&B is there when it can be, and never in the way."""
+"""metrics.jsonl is always whole and never repeats; W&B is there when it can be, and never in the
+way.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from nmrun.train.console import Console
 from nmrun.train.track import Tracker
 
 LOCAL = {"track": {"name": "local"}}
-WANDB = {"track": {"name": "wandb", "project": "nmrun", "entity": None, "mode": "auto", "group": None}, "answer": 42}
+WANDB = {
+    "track": {"name": "wandb", "project": "nmrun", "entity": None, "mode": "auto", "group": None},
+    "answer": 42,
+}
 
 
 def tracker(folder: Path, chosen: dict[str, Any], step: int = 0) -> tuple[Tracker, list[str]]:
@@ -58,8 +63,12 @@ def offline_runs(folder: Path) -> list[bytes]:
     return [path.read_bytes() for path in folder.glob("wandb/offline-run-*/run-*.wandb")]
 
 
-def test_wandb_is_offline_for_who_is_not_logged_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One W&B run a run, with the identity as id, the whole config, every row, and the result as summary. No question asked."""
+def test_wandb_is_offline_for_who_is_not_logged_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One W&B run a run, with the identity as id, the whole config, every row, and the result as
+    summary. No question asked.
+    """
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("nobody is there to answer"))
@@ -76,7 +85,9 @@ def test_wandb_is_offline_for_who_is_not_logged_in(tmp_path: Path, monkeypatch: 
     assert not [p for p in run_folder(made).rglob("*") if ":" in p.name or " " in p.name]
 
 
-def test_an_offline_run_that_goes_on_is_one_run_with_its_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offline_run_that_goes_on_is_one_run_with_its_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     first, _ = tracker(tmp_path, WANDB)
     first.log({"step": 1, "before": 1.0})
@@ -101,7 +112,9 @@ def test_a_missing_wandb_costs_a_line(
     assert len(rows(run_folder(made))) == 8  # steps 2, 3, 4, 6, 8, 9, 10, 12
 
 
-def test_a_wandb_that_breaks_on_the_way_costs_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wandb_that_breaks_on_the_way_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     made, said = tracker(tmp_path, WANDB)
 
@@ -119,7 +132,9 @@ def test_a_wandb_that_breaks_on_the_way_costs_a_line(tmp_path: Path, monkeypatch
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
 
 
-def test_an_unreachable_server_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     with socket.socket() as closed:
@@ -145,12 +160,20 @@ def test_an_unreachable_server_is_waited_for_once(tmp_path: Path, monkeypatch: p
         ({"WANDB_API_KEY": "key"}, None, True),
         ({}, "machine api.wandb.ai login user password key", True),
         ({}, "machine example.org login user password key", False),
-        ({"WANDB_BASE_URL": "https://example.org"}, "machine example.org login user password key", True),
+        (
+            {"WANDB_BASE_URL": "https://example.org"},
+            "machine example.org login user password key",
+            True,
+        ),
         ({}, "not a netrc", False),
     ],
 )
 def test_who_is_logged_in(
-    environment: dict[str, str], netrc: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environment: dict[str, str],
+    netrc: str | None,
+    expected: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("WANDB_API_KEY", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
