@@ -11,7 +11,7 @@ from torch import nn
 from nmrun import recipes
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle
-from nmrun.hooks.resume import Resume, saved_settings
+from nmrun.hooks.resume import Resume, dtypes_of, saved_settings
 from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.ranges import INPUT_GRADIENTS
@@ -137,7 +137,7 @@ def sparsify(
         if saved is not None:
             Resume(optimizer, rule, sparse, lambda: None).check(saved)
             for weight in sparse:
-                weight.take(optimizer, saved.get("dtypes", {}))
+                weight.take(optimizer, dtypes_of(saved))
             kept = {weight.name: weight.saved() for weight in sparse}
             for weight in sparse:
                 weight.forget()  # recipes begin with dense weights, and write into what they find

@@ -88,7 +88,7 @@ class Resume:
             "recipe": recipe.name,
             "pattern": str(recipe.pattern),
             "weights": {w.name: str(w.pattern) for w in self.weights},
-            "dtypes": {key: dtype for w in self.weights for key, dtype in w.dtypes.items()},
+            "dtypes": _as_text(self.weights),
             "state": recipe.state_dict(),
         }
 
@@ -149,7 +149,7 @@ class Resume:
             return
         for weight in self.weights:
             weight.forget()  # what counts is what was saved
-            weight.take(self.optimizer, settings.get("dtypes", {}))
+            weight.take(self.optimizer, dtypes_of(settings))
             if not (settings["state"]["dense_forward"] or weight.has_dense):
                 raise ConfigError(
                     f"the loaded state has no dense weight of {weight.name}: what it was loaded "
@@ -169,6 +169,17 @@ class Resume:
 def saved_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """The settings in the state that was loaded into an optimizer, if there are any."""
     return _settings_of(optimizer.param_groups)
+
+
+def dtypes_of(settings: dict[str, Any]) -> dict[str, str]:
+    """The dtypes of saved tensors that have not their parameter's, by the tensors' names."""
+    return dict(entry.split("=") for entry in settings["dtypes"].split())
+
+
+def _as_text(weights: Sequence[SparseWeight]) -> str:
+    # one text, since torch.distributed.checkpoint loads only keys that are there already
+    every = {key: dtype for w in weights for key, dtype in w.dtypes.items()}
+    return " ".join(f"{key}={dtype}" for key, dtype in sorted(every.items()))
 
 
 def _settings_of(groups: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

@@ -88,11 +88,8 @@ def name_of(node: fx.Node) -> str:
     if node.target is getattr:
         return str(node.args[1])
     if node.op == "call_function":
-        return (
-            node.target.__name__.strip("_")
-            if getattr(node.target, "__module__", "") in HOMES
-            else ""
-        )  # type: ignore[union-attr]
+        known = getattr(node.target, "__module__", "") in HOMES
+        return str(getattr(node.target, "__name__", "")).strip("_") if known else ""
     return str(node.target).strip("_") if node.op == "call_method" else str(node.target)
 
 

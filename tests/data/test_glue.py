@@ -303,9 +303,11 @@ def test_pretrained_weights_are_taken_and_pruned_at_once(encoder: Path, tmp_path
     assert sparse.keys() == {
         f"encoder.layer.{layer}.{kind}.weight" for layer in (0, 1) for kind in kinds
     }
-    assert {left.name: left.reason for left in parts.handle.left_dense} == dict.fromkeys(
-        ("encoder.pooler.dense.weight", "head.weight"), "excluded"
-    )
+    embeddings = ("word", "position", "token_type")
+    assert {left.name: left.reason for left in parts.handle.left_dense} == {
+        **{f"encoder.embeddings.{kind}_embeddings.weight": "an embedding" for kind in embeddings},
+        **dict.fromkeys(("encoder.pooler.dense.weight", "head.weight"), "excluded"),
+    }
     for name, weight in sparse.items():
         groups = saved[name].view(-1, 4)
         kept = groups.abs() >= groups.abs().sort(1).values[:, 2:3]

@@ -370,7 +370,7 @@ def test_evaluation_reads_the_masked_weights_and_checkpoints_know_nothing(
 @pytest.mark.parametrize(
     "options", [{}, {"input_gradient": "double_prune"}], ids=["packed", "pruned again"]
 )
-def test_weights_loaded_or_changed_by_hand_are_used_at_once_and_packed_with_the_next_step(
+def test_weights_loaded_or_changed_by_hand_are_used_at_once(
     options: dict[str, Any],
 ) -> None:
     model = mlp()
@@ -387,7 +387,10 @@ def test_weights_loaded_or_changed_by_hand_are_used_at_once_and_packed_with_the_
         assert not torch.allclose(model(x), before)
         z = model[0](x)
         torch.testing.assert_close(z, F.linear(x, model[0].weight, model[0].bias))
-        torch.testing.assert_close(torch.autograd.grad(z, x, dz)[0], dz @ model[0].weight)
+        other = model[0].weight
+        if options and weight.holds():  # an N:M weight is pruned again at once
+            other = nmrun.sparsity.hard_threshold(other.detach(), "2:4", 0)
+        torch.testing.assert_close(torch.autograd.grad(z, x, dz)[0], dz @ other)
         written = model[0].weight.detach().clone()
         model(x).float().square().mean().backward()
         for group in optimizer.param_groups:
