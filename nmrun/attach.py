@@ -191,7 +191,7 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def _refuse_second(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    hooks = optimizer._optimizer_step_pre_hooks.values()  # type: ignore[attr-defined]
+    hooks = optimizer._optimizer_step_pre_hooks.values()
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     live = [n for n, p in model.named_parameters() if LIVE.get(id(p)) is p and id(p) in owned]
     if live or any(hasattr(hook, "nmrun") for hook in hooks):

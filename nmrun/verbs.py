@@ -82,7 +82,7 @@ def ends_quietly() -> Iterator[None]:
     with (
         contextlib.redirect_stdout(_Stream(sys.stdout)),
         contextlib.redirect_stderr(_Stream(sys.stderr)),
-    ):  # type: ignore[type-var]
+    ):
         try:
             yield
         finally:

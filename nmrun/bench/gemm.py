@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -151,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
         )
         parts.append(f"{name}:\n\n{text}")
 
-    def draw(out: output.Path) -> None:
+    def draw(out: Path) -> None:
         shown = [row for row in rows if row["path"] != "dense" and "speedup" in row]
         if shown:
             picture.draw(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
     def cell(row: Row) -> str:
         return f"{row['ms']:.3g} ms" if row["arm"] == "dense" else output.spread(row, "speedup")
 
-    def draw(out: output.Path) -> None:
+    def draw(out: Path) -> None:
         lines = [row for row in shown if row["arm"] != "dense" and "speedup" in row]
         for row in lines:
             row["title"] = f"micro-batches a step: {row['accumulate']}"

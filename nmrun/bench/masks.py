@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -166,7 +167,7 @@ def main(argv: Sequence[str]) -> int:
     ]
     labels = ("N:M", "multiples of a copy's time")
 
-    def draw(out: output.Path) -> None:
+    def draw(out: Path) -> None:
         picture.draw(out, drawn, "size", "arm", "pattern", "copies", labels, 1.0)
 
     return output.finish(

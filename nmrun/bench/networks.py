@@ -17,6 +17,7 @@ from nmrun.bench import output
 from nmrun.bench.timing import Row
 from nmrun.config import schema, source
 from nmrun.errors import ConfigError
+from nmrun.settings.config import Config
 from nmrun.tasks.vision import Classification
 from nmrun.verbs import Parser
 
@@ -64,7 +65,7 @@ NETWORKS: dict[str, tuple[str, ...]] = {
 COMMON = ("optimizer=adamw", "trainer.epochs=1000000", "track=local", "trainer.clip=1")
 
 
-def random_images(config: schema.Config, device: torch.device) -> Classification:
+def random_images(config: Config, device: torch.device) -> Classification:
     """A data set for ``dataset._target_``: enough random images of ``dataset.side`` pixels for a
     few batches, in 1,000 classes.
     """
@@ -102,7 +103,7 @@ def each(
     return rows
 
 
-def composed(folder: Path, words: Sequence[str]) -> schema.Config:
+def composed(folder: Path, words: Sequence[str]) -> Config:
     """The checked config of a run. Raises ConfigError."""
     source.register()
     data = [f"dataset.folder={folder}"] if "dataset=token_bin" in words else []

@@ -20,8 +20,8 @@ import torch
 from nmrun.bench import output
 from nmrun.bench.networks import NETWORKS, composed, each, random_text
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
-from nmrun.config import schema
 from nmrun.report.markdown import table
+from nmrun.settings.config import Config
 from nmrun.train.build import autocast, build
 from nmrun.train.console import Console
 from nmrun.train.flops import peak_flops
@@ -35,7 +35,7 @@ ARMS = ("dense", "masked", "accelerated", "bare")
 Prepared = tuple[Callable[[], None], Row]
 
 
-def ours(config: schema.Config, steps: int) -> Prepared:
+def ours(config: Config, steps: int) -> Prepared:
     """A stretch of ``steps`` steps of nmrun's loop, and what there is to say of it."""
     loop = Loop(config, parts := build(config), Console(None))
     loop.model.train()
@@ -60,7 +60,7 @@ def ours(config: schema.Config, steps: int) -> Prepared:
     )
 
 
-def bare(config: schema.Config, steps: int) -> Prepared:
+def bare(config: Config, steps: int) -> Prepared:
     """The same for a loop of a few lines."""
     parts = build(config)
     model, task, accumulate = parts.model.train(), parts.task, config.trainer.accumulate

@@ -25,6 +25,7 @@ from nmrun.config import schema, source, zipped
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
 from nmrun.registry import did_you_mean
+from nmrun.settings.config import Config
 
 SCALES = ("smoke", "small", "paper")
 FIGURES = ("ratio", "curves", "flips", "autoswitch", "flops")
@@ -180,13 +181,13 @@ def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
     return [sweep for sweeps in found for sweep in sweeps]
 
 
-def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list[schema.Config]:
+def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list[Config]:
     """The checked config of every run of an experiment, each once. Raises ConfigError as the sweep
     itself would.
 
     The seeds of a job differ in nothing else, so that one composition is enough for all of them.
     """
-    found: dict[str, schema.Config] = {}
+    found: dict[str, Config] = {}
     source.register()
     GlobalHydra.instance().clear()
     with initialize_config_module("nmrun.conf", version_base="1.3"):
@@ -208,7 +209,7 @@ def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list
                 for job in jobs:
                     one = schema.check(compose("nmrun", [*job, *(seeds[0] if seeds else [])]))
                     for seed in [int(word[0].partition("=")[2]) for word in seeds] or [one.seed]:
-                        config = schema.Config({**one.plain, "seed": seed}, one.pattern)
+                        config = Config({**one.plain, "seed": seed}, one.pattern)
                         found.setdefault(str(run_folder(config)), config)
             except HydraException as error:
                 raise ConfigError(

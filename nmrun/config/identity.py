@@ -8,7 +8,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from nmrun.config.schema import Config
+from nmrun.settings.config import Config
 
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
 IRRELEVANT = {

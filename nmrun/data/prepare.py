@@ -129,7 +129,7 @@ def read(file: Path) -> list[str]:
             return [
                 line.rstrip("\r\n")
                 for line in io.TextIOWrapper(raw, encoding="utf-8", newline="\n")
-            ]  # type: ignore[arg-type]
+            ]
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{file}: not UTF-8 ({error.reason} at byte {error.start} of a part of it)"

@@ -30,10 +30,12 @@ from nmrun.sparsity.weight import SparseWeight
 
 @dataclass
 class ASP(Recipe):
-    """Args:
-    prune_at: the fraction of all steps that is trained densely first.
-    permute: before pruning, order channels so that the masks keep more
-        (:mod:`nmrun.permutation.permute`); copies of the model (EMA) are then made after it.
+    """One pruning by magnitude, half-way.
+
+    Args:
+        prune_at: the fraction of all steps that is trained densely first.
+        permute: before pruning, order channels so that the masks keep more
+            (:mod:`nmrun.permutation.permute`); copies of the model (EMA) are then made after it.
     """
 
     name: ClassVar[str] = "asp"

@@ -30,10 +30,12 @@ from nmrun.sparsity.weight import SparseWeight
 
 @dataclass
 class BiMask(Recipe):
-    """Args:
-    decay: SR-STE's lambda.
-    interval: optimizer steps between searches.
-    candidates: permutations drawn in each, from the step and the weight's name alone.
+    """SR-STE with a second mask for the input gradient.
+
+    Args:
+        decay: SR-STE's lambda.
+        interval: optimizer steps between searches.
+        candidates: permutations drawn in each, from the step and the weight's name alone.
 
     Grouped convolutions and what ``layer.install`` leaves alone keep the exact input gradient.
     """

@@ -31,8 +31,10 @@ from nmrun.sparsity.weight import SparseWeight
 
 @dataclass
 class LBC(MaskScores):
-    """Args:
-    t_i, t_f: fractions of all steps between which candidates are dropped.
+    """Learning the best combination.
+
+    Args:
+        t_i, t_f: fractions of all steps between which candidates are dropped.
     """
 
     name: ClassVar[str] = "lbc"

@@ -29,12 +29,14 @@ Span = Sequence[float]
 
 @dataclass
 class MaskLLM(MaskScores):
-    """Args:
-    kappa, temperature: from start to end.
-    prior: how much logits start out preferring large weights.
-    reg: the weight of the kept energy in the loss.
-    lr_mult: the learning rate of the logits, over that of the first parameter group.
-    dense: fraction of all steps trained first; 0 for a model that comes trained.
+    """Learnable masks over frozen weights.
+
+    Args:
+        kappa, temperature: from start to end.
+        prior: how much logits start out preferring large weights.
+        reg: the weight of the kept energy in the loss.
+        lr_mult: the learning rate of the logits, over that of the first parameter group.
+        dense: fraction of all steps trained first; 0 for a model that comes trained.
     """
 
     name: ClassVar[str] = "maskllm"

@@ -51,9 +51,11 @@ def keep_mask(weight: SparseWeight, mask: Tensor) -> None:
 
 @dataclass
 class PeriodicSTE(PeriodicMask):
-    """Args:
-    interval: optimizer steps that a mask stays.
-    gradient: ``"masked"`` for the kept weights alone, or ``"ste"`` for all.
+    """STE with a mask that stays for a while.
+
+    Args:
+        interval: optimizer steps that a mask stays.
+        gradient: ``"masked"`` for the kept weights alone, or ``"ste"`` for all.
     """
 
     name: ClassVar[str] = "ste_periodic"

@@ -33,10 +33,12 @@ class SdGfStepwise(Progressive):
 
 @dataclass
 class SdGfGeometric(Progressive):
-    """Args:
-    frames: how many patterns, 4 in the authors' code; a layer's inputs must be a multiple of
-        M * 2^(frames - 1).
-    dense, final: see :class:`nmrun.recipes.progressive.Progressive`.
+    """The same density in ever smaller groups.
+
+    Args:
+        frames: how many patterns, 4 in the authors' code; a layer's inputs must be a multiple of
+            M * 2^(frames - 1).
+        dense, final: see :class:`nmrun.recipes.progressive.Progressive`.
     """
 
     name: ClassVar[str] = "sdgf_geometric"

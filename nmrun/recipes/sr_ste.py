@@ -20,8 +20,11 @@ from nmrun.sparsity.weight import SparseWeight
 
 @dataclass
 class SRSTE(Recipe):
-    """Args:
-    decay: the paper's lambda_w, 2e-4 there too. Ordinary weight decay acts besides, on all weights.
+    """Straight-through with a decay of the pruned weights.
+
+    Args:
+        decay: the paper's lambda_w, 2e-4 there too. Ordinary weight decay acts besides, on all
+        weights.
     """
 
     name: ClassVar[str] = "sr_ste"

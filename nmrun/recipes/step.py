@@ -26,11 +26,13 @@ from nmrun.sparsity.weight import SparseWeight, summed
 
 @dataclass
 class STEP(Recipe):
-    """Args:
-    switch, t_min, t_max: see :class:`nmrun.recipes.autoswitch.AutoSwitch`.
-    eps_mode, bias_correction: how the frozen denominator is formed, see
-        ``nmrun.optim.Adam.freeze_second_moment``.
-    decay: SR-STE's lambda in phase two (the paper: 0).
+    """Masks learned from a frozen preconditioner.
+
+    Args:
+        switch, t_min, t_max: see :class:`nmrun.recipes.autoswitch.AutoSwitch`.
+        eps_mode, bias_correction: how the frozen denominator is formed, see
+            ``nmrun.optim.Adam.freeze_second_moment``.
+        decay: SR-STE's lambda in phase two (the paper: 0).
     """
 
     name: ClassVar[str] = "step"

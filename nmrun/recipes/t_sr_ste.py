@@ -28,11 +28,13 @@ from nmrun.sparsity.weight import SparseWeight
 
 @dataclass
 class TSRSTE(PeriodicMask):
-    """Args:
-    decay: lambda_W; the authors' scripts have 6e-6 (BERT), 6e-5 to 2e-4 (GPT-2), 6e-3 (DeiT).
-        ``recipe.decay=auto`` on the command line finds one by the flip rate.
-    interval: steps between masks (DeiT: 10).
-    dense_end: the fraction of all steps at the end that is dense.
+    """SR-STE with transposable masks that stay for a while.
+
+    Args:
+        decay: lambda_W; the authors' scripts have 6e-6 (BERT), 6e-5 to 2e-4 (GPT-2), 6e-3 (DeiT).
+            ``recipe.decay=auto`` on the command line finds one by the flip rate.
+        interval: steps between masks (DeiT: 10).
+        dense_end: the fraction of all steps at the end that is dense.
     """
 
     name: ClassVar[str] = "t_sr_ste"

@@ -130,7 +130,7 @@ class ImageStream(Classification):
         """
         loader = DataLoader(
             self.files,
-            batch_sampler=keys,  # type: ignore[arg-type]
+            batch_sampler=keys,
             num_workers=self.workers,
             collate_fn=_collate,
             pin_memory=self.device.type == "cuda",

@@ -311,7 +311,7 @@ def shuffled_within(rows: Rows, pair: Pair, random: np.random.Generator) -> Rows
 
 def corpus_bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
     """sacreBLEU (Post 2018, arXiv 1804.08771) of detokenised text, 0 to 100, and its signature."""
-    from sacrebleu.metrics import BLEU
+    from sacrebleu.metrics.bleu import BLEU
 
     bleu = BLEU()
     score = bleu.corpus_score(list(translations), [list(references)])

@@ -83,7 +83,9 @@ class Loop:
             torch.manual_seed(
                 config.seed + 1_000_003 * ranks.rank()
             )  # dropout differs between ranks, the weights do not
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+        self.scaler = torch.amp.grad_scaler.GradScaler(
+            self.device.type, enabled=self.precision == "fp16"
+        )
         self.lr_factor = scheduled(config.schedule.mapping(), config.optimizer.lr, self.total_steps)
         self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
 
