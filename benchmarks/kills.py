@@ -224,9 +224,8 @@ def differences(output: Path, alone: Path) -> list[str]:
         ]
         wrong += [f"{place}/metrics.jsonl: other rows"] if rows(one) != rows(other) else []
         wrong += [f"{place}/result.json: another result"] if _result(one) != _result(other) else []
-    records = [
-        path for path in (output / ".sweeps").rglob("*") if path.is_file()
-    ]  # what each command did, by itself and by Hydra
+    # what each command did, by itself and by Hydra
+    records = [path for path in (output / ".sweeps").rglob("*") if path.is_file()]
     wrong += [
         f"{path}: left behind"
         for path in records

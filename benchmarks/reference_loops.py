@@ -179,9 +179,8 @@ def translation(size: str) -> Case:
             task.target_dictionary,
             shuffle=False,
         )
-        loop.task.micro_batches(
-            0, 0, 1
-        )  # which draws the first epoch's batches; a measurement is shorter than that
+        # which draws the first epoch's batches; a measurement is shorter than that
+        loop.task.micro_batches(0, 0, 1)
         _, rows, order = loop.task._order
         for index in itertools.cycle(order):
             chosen = rows[loop.task._cuts[index] : loop.task._cuts[index + 1]]
@@ -267,10 +266,11 @@ def ours(loop: Loop) -> Iterator[None]:
     while True:
         epoch, index = divmod(loop.step, loop.task.batches_per_epoch)
         loop._train_step(epoch, index, measure_flips=False)
+        # as if a row was logged
         loop.losses, loop.logged_step = (
             loop.losses[-10:],
             loop.step - min(10, len(loop.losses)),
-        )  # as if a row was logged
+        )
         yield
 
 

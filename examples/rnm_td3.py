@@ -42,9 +42,8 @@ class Learner:
     def __init__(self, model: nn.Module, pattern: str | None, interval: int, steps: int) -> None:
         self.model, self.optimizer = model, torch.optim.Adam(model.parameters(), lr=1e-3)
         self.handle = None
-        if (
-            pattern is not None
-        ):  # the last layer stays dense; an input layer that M does not divide does by itself
+        # the last layer stays dense; an input layer that M does not divide does by itself
+        if pattern is not None:
             options: dict[str, Any] = {
                 "recipe": "ste_periodic",
                 "interval": interval,
@@ -118,9 +117,8 @@ def train(
             np.concatenate([state, action, following, [float(reward)]]), dtype=torch.float32
         )
         state, total = following, total + float(reward)
-        if (
-            terminated or truncated
-        ):  # Pendulum never terminates, so a target value never stops at an episode's end
+        # Pendulum never terminates, so a target value never stops at an episode's end
+        if terminated or truncated:
             returns.append(total)
             (state, _), total = env.reset(), 0.0
         if t < WARM_UP:

@@ -27,9 +27,8 @@ def hold(folder: Path) -> Iterator[bool]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        yield any(
-            _locked(handle, fcntl.LOCK_EX, wait) for wait in (0, 0.02, 0.05, 0.1, 0.2)
-        )  # held() may be looking just now
+        # held() may be looking just now
+        yield any(_locked(handle, fcntl.LOCK_EX, wait) for wait in (0, 0.02, 0.05, 0.1, 0.2))
     finally:
         os.close(handle)
 
@@ -45,9 +44,8 @@ def held(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _locked(
-            handle, fcntl.LOCK_SH
-        )  # shared, so that two who ask do not see each other
+        # shared, so that two who ask do not see each other
+        return not _locked(handle, fcntl.LOCK_SH)
     except OSError:  # a file system without locks
         return False
     finally:

@@ -101,6 +101,7 @@ def _is_budget(value: Any) -> bool:
 
 
 INPUT_GRADIENTS = ("exact", "transposable", "double_prune")  # see nmrun.sparsify
+# see nmrun.products.acceleration
 ACCELERATION = (
     "auto",
     "off",
@@ -109,7 +110,7 @@ ACCELERATION = (
     "cutlass",
     "one_pass",
     "cusparselt_fp8",
-)  # see nmrun.products.acceleration
+)
 FLAG = Check("true or false", lambda value: isinstance(value, bool))
 COMPILE = Check(
     "true, false, reduce-overhead (CUDA graphs) or max-autotune",

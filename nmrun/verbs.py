@@ -49,9 +49,8 @@ class _Stream:
 
     def write(self, text: str) -> int:
         with self._reader():
-            self._stream.write(
-                text
-            )  # what stands in for a stream elsewhere need not say how much it wrote
+            # what stands in for a stream elsewhere need not say how much it wrote
+            self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
@@ -64,9 +63,8 @@ class _Stream:
             yield
         except BrokenPipeError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(
-                nowhere, self._stream.fileno()
-            )  # for what is still in the buffer, and is said on the way out
+            # for what is still in the buffer, and is said on the way out
+            os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
             raise SystemExit(STATUS) from None
 

@@ -147,9 +147,8 @@ def data(
     return lambda step: list(zip(x[step], y[step], strict=True))
 
 
-Rule = Callable[
-    [int, int, Tensor], Tensor
-]  # (step, which weight, dense weight) -> a tensor of its shape
+# (step, which weight, dense weight) -> a tensor of its shape
+Rule = Callable[[int, int, Tensor], Tensor]
 
 
 class ByHand:

@@ -12,10 +12,11 @@ from nmrun import recipes
 from nmrun.config import schema, source
 
 RECIPES = tuple(recipes.RECIPES)
+# what 12 steps and 8 channels ask for
 FITTING = {
     "sdgf_geometric": ("recipe.frames=2",),
     "t_sr_ste": ("recipe.interval=5",),
-}  # what 12 steps and 8 channels ask for
+}
 TINY = (
     "sparsity='2:4'",
     "model.channels=[8,8,8]",

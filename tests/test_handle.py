@@ -110,9 +110,8 @@ def test_finalize_leaves_a_plain_model_and_the_same_parameters(recipe: str) -> N
     pruned = plain[0].weight.detach() == 0
     assert pruned.sum() >= (0 if recipe == "dense" else pruned.numel() / 2)
     train(plain, optimizer, range(1))
-    assert (
-        not (plain[0].weight == 0)[pruned].all() or recipe == "dense"
-    )  # no hook sets them to zero any more
+    # no hook sets them to zero any more
+    assert not (plain[0].weight == 0)[pruned].all() or recipe == "dense"
     again = nmrun.sparsify(plain, optimizer, "ste", "1:4", exclude="4")
     train(plain, optimizer, range(1))
     again.finalize()

@@ -205,9 +205,8 @@ def test_weights_of_many_kinds_in_one_batch() -> None:
     outs[1].set_(torch.zeros_like(outs[1]).untyped_storage(), 0, outs[1].shape)  # other memory
     batch.project()
     check("hard", [1.0] * len(weights))
-    assert all(
-        a is launch.table._rows for a, launch in zip(tables, batch._launches, strict=True)
-    )  # a captured graph reads them
+    # a captured graph reads them
+    assert all(a is launch.table._rows for a, launch in zip(tables, batch._launches, strict=True))
     assert sum(not torch.equal(a, b) for a, b in zip(tables, before, strict=True)) == 1
 
 

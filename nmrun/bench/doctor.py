@@ -15,11 +15,12 @@ from pathlib import Path
 from nmrun.products.cusparselt import loaded_cusparselt
 from nmrun.verbs import Parser
 
+# inputs and outputs of the layers in the speed table
 SHAPES = (
     (768, 3072),
     (2048, 8192),
     (4096, 16384),
-)  # inputs and outputs of the layers in the speed table
+)
 TOKENS = 8192
 
 

@@ -14,11 +14,12 @@ import torch
 
 from nmrun.products.cusparselt import loaded_cusparselt
 
+# of nvidia-smi's query
 ON_GPU = {
     "power": "power.limit",
     "clock": "clocks.max.sm",
     "driver": "driver_version",
-}  # of nvidia-smi's query
+}
 Machine = dict[str, Any]
 
 

@@ -44,10 +44,11 @@ def ours(config: Config, steps: int) -> Prepared:
     def stretch() -> None:
         for _ in range(steps):
             loop._train_step(*divmod(loop.step, loop.task.batches_per_epoch), measure_flips=False)
+            # as if a row was logged
             loop.losses, loop.logged_step = (
                 loop.losses[-1:],
                 loop.step - 1,
-            )  # as if a row was logged
+            )
 
     by_products = sum(choice.path is not None for choice in parts.accelerated)
     about = {

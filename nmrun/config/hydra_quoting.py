@@ -28,9 +28,8 @@ def quoting(word: str) -> str:
         return "; quote what is special in a value, as in 'key=\"(a)\"'" if equals else ""
     inner = value.strip("{} ")
     pairs = PAIR.findall(inner)
-    names = [
-        name.strip("\"' ").removeprefix("^").removesuffix("$") for name, _ in pairs
-    ]  # whole names are matched anyway
+    # whole names are matched anyway
+    names = [name.strip("\"' ").removeprefix("^").removesuffix("$") for name, _ in pairs]
     escaped = [re.sub(r"(?<!\\)([][(){}:=,])", r"\\\1", name) for name in names]
     meant = f"{RATIOS}={{{', '.join(f'{name}: {ratio}' for name, (_, ratio) in zip(escaped, pairs, strict=True))}}}"
     with contextlib.suppress(HydraException):

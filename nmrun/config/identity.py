@@ -11,13 +11,14 @@ from pathlib import Path
 from nmrun.settings.config import Config
 
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
+# where and how it runs and what it tells
 IRRELEVANT = {
     "dataset": {"workers"},
     "trainer": {
         *("device", "threads", "on_oom", "distributed", "acceleration"),
         *("log_every", "diagnose_every", "checkpoint_every"),
     },
-}  # where and how it runs and what it tells
+}
 
 
 def identity(config: Config) -> str:

@@ -138,9 +138,8 @@ class _Look:
             str, list[Any]
         ] = {}  # the options that exist, of each group on the command line
         self.values: dict[str, list[Any]] = {}  # of keys
-        self.unsure: set[str] = (
-            set()
-        )  # groups with a wrong option: nothing is concluded from what stands in for it
+        # groups with a wrong option: nothing is concluded from what stands in for it
+        self.unsure: set[str] = set()
         overrides = self._parsed(words)
         self.for_hydra = [
             o.input_line or ""
@@ -239,9 +238,8 @@ class _Look:
             parts[group, option] = {key: full[key] for key in own}
         self.findings.output_dir = str(plain.get("output_dir"))
 
-        in_order = sorted(
-            swept, key=lambda group: group in plain
-        )  # an overlay gives way to a group of the command line
+        # an overlay gives way to a group of the command line
+        in_order = sorted(swept, key=lambda group: group in plain)
         values = {key: several for key, several in self.values.items() if several}
         product = itertools.product(*swept.values(), *values.values())
         for job in itertools.islice(product, MOST_JOBS):

@@ -63,9 +63,8 @@ def _characters(texts: Mapping[str, str]) -> Encoded:
 
 def _words(texts: Mapping[str, str]) -> Encoded:
     numbers: defaultdict[str, int] = defaultdict()
-    numbers.default_factory = (
-        numbers.__len__
-    )  # a new word of the training text gets the next number
+    # a new word of the training text gets the next number
+    numbers.default_factory = numbers.__len__
     arrays = {
         "train": array(
             "i",

@@ -126,9 +126,8 @@ def read(path: Path, spec: Spec) -> Rows:
             raise ConfigError(
                 f"{path}: there is no column {column!r} among {', '.join(map(repr, header))}"
             )
-    if (
-        spec.folder == "QQP"
-    ):  # some rows of the official file are torn in two, and left out by everyone
+    # some rows of the official file are torn in two, and left out by everyone
+    if spec.folder == "QQP":
         rows = [row for row in rows if len(row) == len(header)]
     places, at = [header.index(column) for column in spec.texts], header.index(spec.label)
     texts: list[Text] = []

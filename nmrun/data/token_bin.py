@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from nmrun.settings.config import Config
     from nmrun.tasks.language import LanguageModelling
 
-LOOKED_AT = (
-    1 << 20
-)  # tokens at the beginning of each file; the others are looked at as they are used
+# tokens at the beginning of each file; the others are looked at as they are used
+LOOKED_AT = 1 << 20
 
 
 def build(config: Config, device: torch.device) -> LanguageModelling:

@@ -142,9 +142,8 @@ def _corpus(folder: Path, name: str, dictionary: Dictionary) -> Corpus:
         )
     lengths = np.asarray(found.sizes, np.int64)
     starts = np.concatenate([[0], lengths.cumsum()])
-    if isinstance(
-        found, fairseq("data").MMapIndexedDataset
-    ):  # the sentences lie one after the other: no need to read them
+    # the sentences lie one after the other: no need to read them
+    if isinstance(found, fairseq("data").MMapIndexedDataset):
         tokens = np.memmap(f"{prefix}.bin", dtype=found._index.dtype, mode="r")
         if len(tokens) != starts[-1]:
             raise ConfigError(

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from nmrun.tasks.language import LanguageModelling
 
 FOLDERS = {"wikitext2": "wikitext-2", "wikitext103": "wikitext-103"}
+# as published, as in PyTorch's examples, with the rare words
 FILES = (
     "wiki.{}.tokens",
     "{}.txt",
     "wiki.{}.raw",
-)  # as published, as in PyTorch's examples, with the rare words
+)
 SPLITS = {"train": "train", "val": "valid", "test": "test"}
 
 

@@ -76,9 +76,8 @@ def _whole(
     if to.exists() and not to.is_dir():
         raise ValueError(f"--to {to} is a file; name a folder")
     place = to.absolute()
-    root = next(
-        parent for parent in place.parents if parent.is_dir()
-    )  # where a failure leaves no empty folders
+    # where a failure leaves no empty folders
+    root = next(parent for parent in place.parents if parent.is_dir())
     part = root / f".{place.name}-{os.getpid()}"
     part.mkdir()
     try:

@@ -26,9 +26,8 @@ from nmrun import models, tasks
 from nmrun.export.finished import Finished, write_about
 from nmrun.settings.config import Config
 
-LARGEST = (
-    1 << 30
-)  # bytes of weights in the file itself, which may have 2 GiB; more go to a file beside it
+# bytes of weights in the file itself, which may have 2 GiB; more go to a file beside it
+LARGEST = 1 << 30
 
 
 def write(run: Finished, folder: Path) -> list[str]:

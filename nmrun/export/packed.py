@@ -104,9 +104,8 @@ def pack(weight: Tensor, pattern: Pattern, dim: int) -> tuple[Tensor, Tensor]:
     """
     last = weight.movedim(dim, -1)
     groups = functional.pad(last, (0, -last.shape[-1] % pattern.m)).reshape(-1, pattern.m)
-    first = (
-        (groups == 0).to(torch.uint8).argsort(dim=1, stable=True)[:, : pattern.n]
-    )  # the non-zeros, then zeros
+    # the non-zeros, then zeros
+    first = (groups == 0).to(torch.uint8).argsort(dim=1, stable=True)[:, : pattern.n]
     positions = first.sort(dim=1).values
     values = groups.gather(1, positions)
     if _by_mask(pattern):

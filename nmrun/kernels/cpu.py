@@ -28,9 +28,8 @@ from nmrun.kernels.layout import as_stored, filled, stored_alike
 from nmrun.patterns import Pattern
 
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
-SMALLEST = (
-    1 << 12
-)  # weights; below this the reference takes 0.1 ms a step and a first build 3,000 steps to pay back
+# weights; below this the reference takes 0.1 ms a step and a first build 3,000 steps to pay back
+SMALLEST = 1 << 12
 CHUNK = 1 << 16  # weights a thread should at least get
 LARGEST_M = (
     256  # the working set of a column block must stay in the first-level cache and the code small

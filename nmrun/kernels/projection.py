@@ -71,12 +71,10 @@ def on_cuda(device: torch.device, n: int, m: int) -> bool:
         return False
     if m > triton_groups.LARGEST_M:
         return False
-    weight = (
-        torch.arange(64 * m, dtype=torch.float32).mul_(0.7).sin_().mul_(8).round_().view(64, m)
-    )  # with ties
-    kept = weight.abs().argsort(stable=True, dim=1, descending=True)[
-        :, :n
-    ]  # stable: ties keep the lower index
+    # with ties
+    weight = torch.arange(64 * m, dtype=torch.float32).mul_(0.7).sin_().mul_(8).round_().view(64, m)
+    # stable: ties keep the lower index
+    kept = weight.abs().argsort(stable=True, dim=1, descending=True)[:, :n]
     expected = torch.zeros_like(weight).scatter_(1, kept, weight.gather(1, kept))
     on_device = weight.to(device)
     out = torch.empty_like(on_device)

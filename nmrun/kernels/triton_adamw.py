@@ -127,9 +127,8 @@ class FusedAdam:
         weights, outs = [o.update.dense for o in members], [o.update.projected for o in members]
         patterns, dims = [o.update.pattern for o in members], [o.update.dim for o in members]
         self._launches = launches(weights, outs, patterns, dims, self.casts, TILE)
-        self.scalars = torch.empty(
-            11, device=weights[0].device
-        )  # at one place for good: a captured graph reads them there
+        # at one place for good: a captured graph reads them there
+        self.scalars = torch.empty(11, device=weights[0].device)
 
     def step(
         self,

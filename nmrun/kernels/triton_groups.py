@@ -258,9 +258,8 @@ class Table:
                 self._rows = torch.empty(
                     len(rows), len(rows[0]), dtype=torch.int64, device=self.owner.device
                 )
-            self._rows.copy_(
-                torch.tensor(rows), non_blocking=True
-            )  # in place: a captured graph reads this tensor
+            # in place: a captured graph reads this tensor
+            self._rows.copy_(torch.tensor(rows), non_blocking=True)
             self._addresses = addresses
         return self._rows
 

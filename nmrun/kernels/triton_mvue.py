@@ -47,9 +47,8 @@ def estimate_one(
     start = tl.rand(tl.load(seed), column)
     end, before = tl.zeros_like(start), tl.zeros_like(start)
     kept = size < 0
-    for k in tl.static_range(
-        M
-    ):  # systematic sampling: an entry is kept where a tick falls into its share
+    # systematic sampling: an entry is kept where a tick falls into its share
+    for k in tl.static_range(M):
         end += tl.sum(tl.where(j == k, p, 0.0), 0)
         tick = tl.floor(tl.minimum(end, whole) + start if k < M - 1 else whole + start)
         kept = kept | ((j == k) & (tick > before)[None, :])

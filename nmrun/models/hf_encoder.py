@@ -42,9 +42,8 @@ class EncoderClassifier(nn.Module):
                 for text, mask in _apart(tokens, mask, segments)
             )
             cosine = functional.cosine_similarity(first, second)[:, None]
-            return self.head(
-                10 * (cosine - 0.5)
-            )  # around zero, so that weight and bias can be told apart
+            # around zero, so that weight and bias can be told apart
+            return self.head(10 * (cosine - 0.5))
         if self.pooling == "mean":
             return self.head(self.dropout(self._mean(tokens, mask, segments)))
         out = self._encoded(tokens, mask, segments)
@@ -122,9 +121,8 @@ def build(
     shapes = {
         key: (_shape(found), _shape(wanted)) for key, found, wanted in info["mismatched_keys"]
     }
-    missing = {
-        key for key in info["missing_keys"] if "pooler" not in key
-    }  # pretrained without one: it begins at random
+    # pretrained without one: it begins at random
+    missing = {key for key in info["missing_keys"] if "pooler" not in key}
     for key in encoder.state_dict():
         if key in shapes:
             raise ConfigError(

@@ -26,12 +26,13 @@ NORMS = {
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 }
+# what has an entry for every output of a layer
 PARAMETERS = (
     "weight",
     "bias",
     "running_mean",
     "running_var",
-)  # what has an entry for every output of a layer
+)
 
 # Modules, functions and methods that treat every entry alike, and those that treat every channel's
 # map by itself.
@@ -48,6 +49,7 @@ PER_CHANNEL = {
     *(getattr(nn, f"{kind}{d}d") for kind in ("MaxPool", "AvgPool", "AdaptiveAvgPool", "AdaptiveMaxPool", "Dropout") for d in (1, 2, 3)),
     *(f"{kind}{d}d" for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool", "dropout") for d in (1, 2, 3)),
 }  # fmt: skip
+# asking a tensor for these moves no values
 FACTS = {
     "size",
     "dim",
@@ -55,7 +57,7 @@ FACTS = {
     "dtype",
     "device",
     "ndim",
-}  # asking a tensor for these moves no values
+}
 
 
 @dataclass(frozen=True)
@@ -142,9 +144,8 @@ class _Ties:
         self.size: dict[Key, int] = {}  # in channels
         self.block: dict[Key, int] = {}  # entries of a channel, of each side
         self.held: dict[Key, str] = {}
-        self.elsewhere: set[str] = (
-            set()
-        )  # parameters read outside their layers, modules called out of sight
+        # parameters read outside their layers, modules called out of sight
+        self.elsewhere: set[str] = set()
         self.users: dict[int, int] = {}  # of every parameter and buffer
         for module in model.modules():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -225,9 +226,8 @@ class _Ties:
             spatial = CONVOLUTIONS.get(kind, 0)
             if flow is not None and flow.spatial != spatial:
                 return None
-            if (
-                getattr(module, "groups", 1) > 1
-            ):  # known is only one input and one output to a group
+            # known is only one input and one output to a group
+            if getattr(module, "groups", 1) > 1:
                 depthwise = flow is not None and inputs == 1 and module.groups == outputs
                 return self._enter((name, "out"), outputs, flow, source) if depthwise else None
             self._enter((name, "in"), inputs, flow, source)

@@ -99,9 +99,8 @@ class _Swaps:
         self.device, self.channels = layers[0][0].device, layers[0][0].shape[1]
         self.order = torch.arange(self.channels, device=self.device)
         shape = (len(layers), self.channels, self.channels)
-        self.with_other = torch.zeros(
-            shape, dtype=torch.float64, device=self.device
-        )  # [layer, a, b]: what a's group keeps with b for a
+        # [layer, a, b]: what a's group keeps with b for a
+        self.with_other = torch.zeros(shape, dtype=torch.float64, device=self.device)
         self.group = torch.zeros(shape[:2], dtype=torch.int64, device=self.device)
         self._measure(torch.arange(self.channels, device=self.device))
 

@@ -10,13 +10,14 @@ from typing import Any
 
 from torch import fx, nn
 
+# modules whose functions are known by name
 HOMES = {
     "torch",
     "torch.functional",
     "torch.nn.functional",
     "torch._C._nn",
     "_operator",
-}  # modules whose functions are known by name
+}
 
 
 def graphs(model: nn.Module) -> list[tuple[fx.Graph, set[str]]]:
@@ -31,9 +32,8 @@ def graphs(model: nn.Module) -> list[tuple[fx.Graph, set[str]]]:
         empty: dict[int, Any] = {
             id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
         }
-        twin = copy.deepcopy(
-            model, empty
-        )  # tracing runs its code, which may leave something behind
+        # tracing runs its code, which may leave something behind
+        twin = copy.deepcopy(model, empty)
         return [_trace(twin.train(training)) for training in (True, False)]
     except Exception as error:  # whatever that code does with values that are none
         first = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]

@@ -23,10 +23,11 @@ from nmrun.products.probe24 import Shape, Times
 from nmrun.ranges import ACCELERATION
 from nmrun.sparsity.weight import SparseWeight
 
+# of rows and columns, without FP8 and with it; paths that want more say so when tried
 MULTIPLE = {
     False: 16,
     True: 32,
-}  # of rows and columns, without FP8 and with it; paths that want more say so when tried
+}
 
 
 class Phase(Protocol):

@@ -72,9 +72,8 @@ def _cusparselt(x: Tensor, parts: Parts, bias: Tensor | None) -> Tensor:
 def _cusparselt_fp8_pack(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
     values, scale = simulated.quantize(weight, simulated.FORWARD_FP8)
     parts_t: Parts = []
-    if (
-        other is not None
-    ):  # torch compresses e4m3 alone of the two; numbers of e5m2 are numbers of bfloat16 as well
+    # torch compresses e4m3 alone of the two; numbers of e5m2 are numbers of bfloat16 as well
+    if other is not None:
         values_t, scale_t = simulated.quantize(other.t().contiguous(), simulated.BACKWARD_FP8)
         parts_t = [torch._cslt_compress(values_t.bfloat16()), scale_t]
     return [torch._cslt_compress(values), scale], parts_t
@@ -98,9 +97,8 @@ def unscaled(
 ) -> Tensor:
     """``z / scale / scale_x + bias``, computed in float32 and rounded once, contiguous."""
     out = torch.empty(z.shape, dtype=dtype, device=z.device)
-    factor = (scale.reciprocal() * scale_x.reciprocal()).view(
-        1
-    )  # with a dimension it makes the product float32
+    # with a dimension it makes the product float32
+    factor = (scale.reciprocal() * scale_x.reciprocal()).view(1)
     return (
         torch.mul(z, factor, out=out)
         if bias is None
@@ -133,15 +131,15 @@ def _one_pass(weight: Tensor, other: Tensor | None) -> tuple[Parts, Parts]:
         raise NotImplementedError(
             "it packs one weight for both products, and prunes what is not 2:4 both ways"
         )
+    # by default it compares signed values
     packed, meta, packed_t, meta_t, _ = torch._sparse_semi_structured_tile(
         weight, algorithm="largest_abs_values_greedy", use_cutlass=True
-    )  # by default it compares signed values
+    )
     return [packed, meta], [packed_t, meta_t]
 
 
-CUSPARSELT = Path(
-    _separately(lambda weight: [torch._cslt_compress(weight)]), _cusparselt
-)  # NVIDIA's library: Ampere and later
+# NVIDIA's library: Ampere and later
+CUSPARSELT = Path(_separately(lambda weight: [torch._cslt_compress(weight)]), _cusparselt)
 # torch's kernel: compiled for compute capability 8.x, refused elsewhere
 CUTLASS = Path(_separately(_cutlass_compress), _cutlass)
 # Prune and pack in one kernel, which writes the metadata of 8.x and does not look where it runs:

@@ -17,9 +17,8 @@ def loaded_cusparselt() -> tuple[tuple[int, ...], str] | None:
             return None
         library = ctypes.CDLL(found[0])
         numbers = []
-        for which in range(
-            3
-        ):  # of CUDA's enum libraryPropertyType: MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL
+        # of CUDA's enum libraryPropertyType: MAJOR_VERSION, MINOR_VERSION, PATCH_LEVEL
+        for which in range(3):
             number = ctypes.c_int()
             if library.cusparseLtGetProperty(which, ctypes.byref(number)) != 0:
                 return None

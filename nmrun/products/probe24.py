@@ -65,9 +65,8 @@ def probe(shape: Shape, device: torch.device) -> dict[str, Times]:
     they are known there.
     """
     machine = _machine(device)
-    with contextlib.suppress(
-        OSError, ValueError, TypeError, KeyError, AttributeError
-    ):  # a file of another version, or damaged
+    # a file of another version, or damaged
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         known = json.loads(_file().read_text())[machine][str(shape)]
         if {"dense", *backends24.candidates(shape.fp8)} == set(known):
             return {name: Times(**times) for name, times in known.items()}

@@ -41,9 +41,8 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     largest = x.abs().amax()
-    scale = (torch.finfo(dtype).max / largest).clamp_max(
-        torch.finfo(torch.float32).max
-    )  # finite for subnormal numbers too
+    # finite for subnormal numbers too
+    scale = (torch.finfo(dtype).max / largest).clamp_max(torch.finfo(torch.float32).max)
     scale = torch.where(largest == 0, 1.0, scale)
     return (x * scale).to(dtype), scale
 
@@ -70,9 +69,8 @@ def linear(
     backward products to e5m2 (after the estimate), see :func:`quantize`; products are summed in
     float32. The bias and its gradient stay exact.
     """
-    if (
-        x.numel() == 0
-    ):  # an expert without tokens: there is no largest magnitude, and no gradient to estimate
+    # an expert without tokens: there is no largest magnitude, and no gradient to estimate
+    if x.numel() == 0:
         return F.linear(x, weight, bias)
     return _Linear.apply(*_autocast(x, weight, bias, input_weight), mvue, fp8, generator)
 
@@ -89,9 +87,8 @@ class _Linear(torch.autograd.Function):
             return F.linear(x, weight, bias)
         z = _matmul_fp8(x, weight.t(), FORWARD_FP8)
         z = z if bias is None else z + bias
-        return (
-            z if z.dtype == x.dtype else z.to(x.dtype)
-        )  # torch.compile loses the gradient of a cast that does nothing
+        # torch.compile loses the gradient of a cast that does nothing
+        return z if z.dtype == x.dtype else z.to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -120,13 +117,13 @@ def _matmul_fp8(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     # but round the sum for a 16-bit layer
     exact = torch.bfloat16 if a.is_cuda and a.dtype != torch.float32 else torch.float32
     (a, scale_a), (b, scale_b) = quantize(a, dtype), quantize(b, dtype)
+    # meta has none
     autocast = (
         contextlib.nullcontext() if a.is_meta else torch.autocast(a.device.type, enabled=False)
-    )  # meta has none
+    )
     with autocast:  # on, it would round the sums
-        return (
-            (a.to(exact) @ b.to(exact)).float() / scale_a / scale_b
-        )  # one after the other: their product may overflow
+        # one after the other: their product may overflow
+        return (a.to(exact) @ b.to(exact)).float() / scale_a / scale_b
 
 
 def estimate(tokens: Tensor, pattern: Pattern, generator: torch.Generator | None) -> Tensor:

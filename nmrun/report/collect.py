@@ -48,9 +48,8 @@ def collect(paths: Sequence[str | Path]) -> pd.DataFrame:
                 f"nmrun: {file} left out, not a whole result ({type(error).__name__}: {error})",
                 file=sys.stderr,
             )
-    return pd.DataFrame(
-        rows, dtype=object
-    )  # as objects, whole numbers stay whole beside runs without the key
+    # as objects, whole numbers stay whole beside runs without the key
+    return pd.DataFrame(rows, dtype=object)
 
 
 def _from_wandb(project: str) -> list[dict[str, Any]]:

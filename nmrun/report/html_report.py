@@ -22,6 +22,7 @@ from nmrun.report.history import result
 from nmrun.report.tables import Table, label
 
 MOST = 200  # lines of a list; what is more is counted
+# keys without a dot that are part of a config
 OWN = (
     "seed",
     "recipe",
@@ -30,7 +31,7 @@ OWN = (
     "model",
     "optimizer",
     "schedule",
-)  # keys without a dot that are part of a config
+)
 
 
 def write(

@@ -28,9 +28,8 @@ def ratio(table: Table) -> Figure | None:
         figsize=(max(5.6, 3.2 + 1.2 * len(table.columns)), 4.0), layout="constrained"
     )
     rows = [row for row in table.rows if row not in table.references]
-    spread = min(
-        0.06, 0.7 / max(1, len(rows))
-    )  # side by side, so that error bars do not cover each other, nor reach the next ratio
+    # side by side, so that error bars do not cover each other, nor reach the next ratio
+    spread = min(0.06, 0.7 / max(1, len(rows)))
     for i, row in enumerate(rows):
         cells = [
             (x, table.cells[row, column])
@@ -112,9 +111,8 @@ def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
         pyplot.close(figure)
         return None
     costs = [x for x, _ in drawn]
-    if max(costs) > 10 * min(
-        costs
-    ):  # within a decade a logarithmic axis has hardly a number, or too many
+    # within a decade a logarithmic axis has hardly a number, or too many
+    if max(costs) > 10 * min(costs):
         axes.set_xscale("log")
     else:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 220G

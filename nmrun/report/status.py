@@ -61,9 +61,8 @@ def sweeps(path: Path) -> list[tuple[Path, bool]]:
 
 def _folders(path: Path) -> Iterator[Path]:
     for place, below, files in os.walk(path):
-        if FILES & set(files) or (
-            not below and locks.held(Path(place))
-        ):  # one that begins has no file yet
+        # one that begins has no file yet
+        if FILES & set(files) or (not below and locks.held(Path(place))):
             below.clear()
             yield Path(place)
         elif ".sweeps" in below:
@@ -117,9 +116,8 @@ def _command(folder: Path, result: dict[str, Any]) -> str | None:
     above = folder.resolve().parents
     if command is None or "output_dir" not in config or len(above) < 5:
         return command
-    return _here(
-        command, config["output_dir"], above[4]
-    )  # <dataset>/<model>/<recipe>/<ratio>/<run>
+    # <dataset>/<model>/<recipe>/<ratio>/<run>
+    return _here(command, config["output_dir"], above[4])
 
 
 def _here(command: str, output_dir: str, place: Path) -> str:
@@ -132,9 +130,8 @@ def _here(command: str, output_dir: str, place: Path) -> str:
     base = Path(*place.parts[: len(place.parts) - len(output.parts)])
     if not output.is_absolute() and base / output == place:
         return f"cd {shlex.quote(os.path.relpath(base))} && {command}"
-    words = [
-        word for word in shlex.split(command) if not word.startswith("output_dir=")
-    ]  # it was moved
+    # it was moved
+    words = [word for word in shlex.split(command) if not word.startswith("output_dir=")]
     return shlex.join(
         [
             *words,

@@ -89,9 +89,8 @@ def panels(table: Table, columns: list[Key]) -> tuple[Figure, list[Axes]]:
     for i, column in enumerate(columns):
         plain(axes[i])
         axes[i].set_title(column_name(table, column), fontsize=10)
-        axes[i].tick_params(
-            labelbottom=i + across >= len(columns)
-        )  # the lowest of each column of panels, though it be not in the last row
+        # the lowest of each column of panels, though it be not in the last row
+        axes[i].tick_params(labelbottom=i + across >= len(columns))
     return figure, axes[: len(columns)]
 
 

@@ -20,9 +20,8 @@ from nmrun.recipes import RECIPES
 from nmrun.registry import did_you_mean
 from nmrun.report.statistics import Cell, Difference, holm, paired, shown, summarise
 
-Key = tuple[
-    str, ...
-]  # the labels of a row or of a column, one for each config key that it stands for
+# the labels of a row or of a column, one for each config key that it stands for
+Key = tuple[str, ...]
 Run = Mapping[Any, Any]  # a row of ``collect``
 
 RECIPE_ORDER = tuple(RECIPES)
@@ -250,9 +249,8 @@ def _differing(runs: Sequence[Run]) -> list[str]:
         if group in GROUPS and group != "seed" and name not in IRRELEVANT.get(group, ())
     ]
     found = [key for key in keys if len({label(run[key]) for run in runs}) > 1]
-    return [
-        key for key in found if "." not in key or key.partition(".")[0] not in found
-    ]  # `recipe` says it for `recipe.switch`
+    # `recipe` says it for `recipe.switch`
+    return [key for key in found if "." not in key or key.partition(".")[0] not in found]
 
 
 def _best(table: Table, column: Key) -> list[Key]:
@@ -261,10 +259,11 @@ def _best(table: Table, column: Key) -> list[Key]:
     for row in table.rows:
         metric, cell = table.metric_of(row, column), table.cells.get((row, column))
         value = None if cell is None else shown(cell, table.statistic, higher_is_better(metric))
+        # of what was logged: neither way is better
         judged = metric.partition("/")[0] not in (
             "mean",
             "positive",
-        )  # of what was logged: neither way is better
+        )
         if judged and row not in table.references and value is not None:
             values[row] = float(printed(value, metric))
     if len(values) < 2 or "metric" in table.row_keys:

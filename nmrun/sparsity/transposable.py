@@ -84,9 +84,8 @@ def _solve(block: Tensor, n: int) -> Tensor:
         mask = torch.zeros_like(block)
         mask[linear_sum_assignment(block.numpy(), maximize=True)] = 1.0
         return mask.flatten()
-    gain = (
-        (block / block.max().clamp_min(torch.finfo(block.dtype).tiny)).flatten().numpy()
-    )  # the solver's tolerances are absolute
+    # the solver's tolerances are absolute
+    gain = (block / block.max().clamp_min(torch.finfo(block.dtype).tiny)).flatten().numpy()
     sums = np.concatenate([np.kron(np.eye(m), np.ones(m)), np.kron(np.ones(m), np.eye(m))])
     result = linprog(-gain, A_eq=sums, b_eq=np.full(2 * m, n), bounds=(0, 1), method="highs-ds")
     return torch.from_numpy(result.x).round()

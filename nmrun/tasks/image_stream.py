@@ -28,10 +28,11 @@ from nmrun.tasks.vision import Classification, Normalise
 if TYPE_CHECKING:
     from nmrun.settings.config import Config
 
+# ImageNet's
 MEAN, STD = (
     torch.tensor([0.485, 0.456, 0.406]) * 255,
     torch.tensor([0.229, 0.224, 0.225]) * 255,
-)  # ImageNet's
+)
 WHOLE = 256 / 224  # an evaluated image is scaled to so much more than what is cut out of its middle
 # JPEGs are decoded at 1/2, 1/4 or 1/8 of their size where a part still has so many times the pixels
 # of a side that it is scaled to
@@ -69,9 +70,8 @@ class ImageStream(Classification):
             "shape": (3, options.resolution, options.resolution),
             "classes": classes,
         }
-        self.augment: Augment = dataclasses.replace(
-            Augment.of(options.values()), flip=False
-        )  # done where an image is read
+        # done where an image is read
+        self.augment: Augment = dataclasses.replace(Augment.of(options.values()), flip=False)
         self.normalise = Normalise(MEAN, STD, device)
         self.batch_size, self.label_smoothing = trainer.batch_size, trainer.label_smoothing
         own_cores = max(1, (os.cpu_count() or 1) // ranks.local_world())
@@ -182,9 +182,8 @@ class _Files(Dataset[tuple[Tensor, int, str]]):
     def _part(self, file: Any, epoch: int, row: int) -> Tensor:
         from torchvision.transforms import RandomResizedCrop
 
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # the parameters are drawn from torch's own generator
+        # the parameters are drawn from torch's own generator
+        with torch.random.fork_rng(devices=[]):
             torch.default_generator.set_state(generator(self.seed, epoch, row, 1).get_state())
             top, left, tall, wide = RandomResizedCrop.get_params(
                 file, [self.scale, 1.0], [3 / 4, 4 / 3]

@@ -70,9 +70,8 @@ class LanguageModelling(Task):
         # Compiled, it reads the logits, the largest tensor of all, in their own precision; else it
         # writes them once more in float32.
         self._cross_entropy = torch.compile(cross_entropy) if compiled else cross_entropy
-        self.evaluated_at_once = -(
-            -batch_size // accumulate
-        )  # windows: as much as training has memory for
+        # windows: as much as training has memory for
+        self.evaluated_at_once = -(-batch_size // accumulate)
         batches = (len(splits["train"]) - 1) // (batch_size * context)
         if batches == 0:
             raise ConfigError(
@@ -167,9 +166,8 @@ class LanguageModelling(Task):
         at ``starts``.
         """
         windows = self.splits[split][starts[:, None] + np.arange(length + 1)].astype(np.int64)
-        if (
-            windows.max() >= self.vocabulary
-        ):  # an embedding on a GPU would only say that an assertion failed
+        # an embedding on a GPU would only say that an assertion failed
+        if windows.max() >= self.vocabulary:
             raise RunError(
                 f"the {split} text has the token {windows.max()}, outside the vocabulary of {self.vocabulary}"
             )

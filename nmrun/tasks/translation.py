@@ -24,10 +24,11 @@ from nmrun.tasks.fairseq_import import fairseq
 if TYPE_CHECKING:
     from nmrun.settings.config import Config
 
+# a translation ends after 1.2 * (length of the longest source sentence of its batch) + 10 tokens
 LONGEST = (
     1.2,
     10,
-)  # a translation ends after 1.2 * (length of the longest source sentence of its batch) + 10 tokens
+)
 Rows = NDArray[np.int64]
 
 

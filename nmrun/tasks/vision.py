@@ -187,9 +187,8 @@ class Normalise:
             torch.arange(256, dtype=torch.float64),
         )
         mean = (shares * values).sum(1, keepdim=True)
-        std = (
-            (shares * (values - mean) ** 2).sum(1).sqrt().clamp(min=1.0)
-        )  # a channel may be constant
+        # a channel may be constant
+        std = (shares * (values - mean) ** 2).sum(1).sqrt().clamp(min=1.0)
         return cls(mean, std, device)
 
     def __call__(self, images: Tensor) -> Tensor:
@@ -198,9 +197,8 @@ class Normalise:
         # convolutions take the layout of their input, and are faster with the channels last, on
         # GPUs by far
         pixels = images.permute(0, 2, 3, 1).to(torch.float32, memory_format=torch.contiguous_format)
-        lines = pixels.flatten(
-            2
-        )  # arithmetic on whole lines is several times faster than on three channels at a time
+        # arithmetic on whole lines is several times faster than on three channels at a time
+        lines = pixels.flatten(2)
         lines.sub_(self.mean.flatten().repeat(pixels.shape[2])).div_(
             self.std.flatten().repeat(pixels.shape[2])
         )

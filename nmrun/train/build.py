@@ -57,9 +57,8 @@ def build(config: Config) -> Parts:
     # The same bits again, where torch has a way to: always on a CPU (with the same number of
     # threads), mostly on a GPU.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.set_deterministic_debug_mode(
-        "warn"
-    )  # use_deterministic_algorithms does the same and imports the compiler
+    # use_deterministic_algorithms does the same and imports the compiler
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over new tensors
     seed_everything(config.seed)
 
@@ -96,9 +95,8 @@ def build(config: Config) -> Parts:
 
     try:
         if trainer.budget is not None:
-            with torch.random.fork_rng(
-                [device] if device.type == "cuda" else []
-            ):  # a trial, which leaves no trace
+            # a trial, which leaves no trace
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 twin = copy.deepcopy(whole)
                 trial = made_sparse(twin, _optimizer(config.optimizer, twin), total_steps)
             items = sum(task.sizes(0, 0, 1))
@@ -209,9 +207,8 @@ def _device(asked: str) -> torch.device:
     if asked == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     number = free_gpu(torch.cuda.device_count()) if asked == "free" else ranks.local_rank()
-    torch.cuda.set_device(
-        number
-    )  # clocks, and libraries that take the current device for the right one
+    # clocks, and libraries that take the current device for the right one
+    torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
 

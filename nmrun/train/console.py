@@ -77,9 +77,8 @@ def _live_line(step: int, total: int, text: str) -> Any:
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.table import Column
 
-    bar = BarColumn(
-        16, table_column=Column(min_width=16)
-    )  # it is the text that a narrow terminal cuts
+    # it is the text that a narrow terminal cuts
+    bar = BarColumn(16, table_column=Column(min_width=16))
     live = Progress(
         bar, TextColumn("{task.fields[status]}", markup=False), transient=True, auto_refresh=False
     )

@@ -65,12 +65,11 @@ class Diagnostics:
             name: _factor(self._used[name], self._dense[name]) * dense[name] for name in self.sparse
         }
         with torch.no_grad():
+            # running statistics are no part of the question: one for all losses
             for (
                 name,
                 buffer,
-            ) in (
-                self.twin.named_buffers()
-            ):  # running statistics are no part of the question: one for all losses
+            ) in self.twin.named_buffers():
                 buffer.copy_(self.model.get_buffer(name))
         with self._random_state_kept():
             loss = self._loss(self._used)

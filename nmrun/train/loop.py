@@ -80,9 +80,8 @@ class Loop:
             self.held = Sharded(self.model, self.optimizer, self.handle)
         self.forward = self.held.forward(self.forward)
         if ranks.world() > 1:
-            torch.manual_seed(
-                config.seed + 1_000_003 * ranks.rank()
-            )  # dropout differs between ranks, the weights do not
+            # dropout differs between ranks, the weights do not
+            torch.manual_seed(config.seed + 1_000_003 * ranks.rank())
         self.scaler = torch.amp.grad_scaler.GradScaler(
             self.device.type, enabled=self.precision == "fp16"
         )
@@ -196,9 +195,8 @@ class Loop:
             total += loss.detach()
         self.step += 1
         self.losses.append(ranks.total(total))
-        if (
-            self.device.type == "cpu"
-        ):  # elsewhere it would wait for the device: there losses are read when a row is logged
+        # elsewhere it would wait for the device: there losses are read when a row is logged
+        if self.device.type == "cpu":
             self._check_losses()
 
         self.scaler.unscale_(self.optimizer)
@@ -211,9 +209,8 @@ class Loop:
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.updates += int(
-            self.scaler.get_scale() >= scale
-        )  # a lower scale: this step was skipped
+        # a lower scale: this step was skipped
+        self.updates += int(self.scaler.get_scale() >= scale)
         self.optimizer.zero_grad(set_to_none=True)
 
     def _averaged_over_ranks(self, now: bool) -> contextlib.AbstractContextManager[Any]:
@@ -275,9 +272,8 @@ class Loop:
     def _evaluation_row(self, epoch: int) -> dict[str, float]:
         row = self.evaluate("val")
         if self.handle.sparse:
-            report = (
-                self.handle.report()
-            )  # of the projected weights; in a dense phase the forward pass uses others
+            # of the projected weights; in a dense phase the forward pass uses others
+            report = self.handle.report()
             row["sparsity/density"] = report["density"] if self.handle.is_sparse else 1.0
             row |= layer_metrics(self.handle.sparse, self.handle.recipe)
             row["sparsity/holds"] = float(
@@ -399,9 +395,8 @@ class Loop:
         self.held.load_state_dict(state)
         self.scaler.load_state_dict(state["scaler"])
         self.average.load_state_dict(state["average"], self.held.handed_out)
-        if ranks.rank() < len(
-            state["random"]
-        ):  # more ranks than before: the new ones draw from where they are
+        # more ranks than before: the new ones draw from where they are
+        if ranks.rank() < len(state["random"]):
             checkpoint.restore_random_state(state["random"][ranks.rank()])
         for name, value in state["loop"].items():
             setattr(self, name, value)

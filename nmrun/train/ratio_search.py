@@ -75,10 +75,11 @@ def search_ratios(
         )
     if not layers:
         raise ConfigError(f"no layer of this model can hold groups of {m}")
+    # energy[name][n]: the share of squared weights in the n largest of every group
     cost, energy = (
         {},
         {},
-    )  # energy[name][n]: the share of squared weights in the n largest of every group
+    )
     for name, weights in layers.items():
         groups = torch.cat(weights).double().square()
         cost[name] = float((costs or {}).get(name, groups.numel()))

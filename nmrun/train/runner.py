@@ -170,9 +170,8 @@ class _Run:
         self._say_result(result)
         if self.alone and ranks.world() > 1:
             raise SystemExit(1)  # torchrun ends them
-        if (
-            result["status"] == "finished" and self.signals.caught is not None
-        ):  # too late for this run, but a sweep has to stop
+        # too late for this run, but a sweep has to stop
+        if result["status"] == "finished" and self.signals.caught is not None:
             return {**result, "status": "interrupted", "signal": self.signals.caught}
         return result
 
@@ -193,9 +192,8 @@ class _Run:
                     raise
                 accumulate, fresh = 2 * self.loop.accumulate, False
                 told = f"step {self.loop.step + 1}: out of memory ({str(error).strip().splitlines()[0]})"
-                alone = (
-                    ranks.world() == 1
-                )  # else the other ranks wait for a gradient that never comes
+                # else the other ranks wait for a gradient that never comes
+                alone = ranks.world() == 1
                 if (
                     self.config.trainer.on_oom != "halve"
                     or accumulate > self.config.trainer.batch_size
@@ -204,9 +202,8 @@ class _Run:
                     raise RunError(
                         f"{told}. Try trainer.accumulate={accumulate} or trainer.on_oom=halve"
                     ) from error
-            if (
-                outcome is None
-            ):  # out of the handler, so that nothing holds on to the tensors of the failed step
+            # out of the handler, so that nothing holds on to the tensors of the failed step
+            if outcome is None:
                 self._free()
                 self.console.say(f"  {told}; on with trainer.accumulate={accumulate}")
         return outcome
@@ -266,10 +263,11 @@ class _Run:
 
         with self.signals:
             if not loop.train(folder, self.tracker, lambda: self.signals.caught is not None):
+                # another rank's
                 return {
                     "status": "interrupted",
                     "signal": self.signals.caught or int(signal.SIGTERM),
-                }  # another rank's
+                }
             report = parts.handle.report()
             weights = loop.finalize()  # from here on, what is evaluated is what is saved
             final, best = loop.evaluate("val") | loop.evaluate("test"), dict(loop.best)
@@ -334,9 +332,8 @@ class Signals:
         self._former: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        with contextlib.suppress(
-            ValueError
-        ):  # not in the main thread: whoever runs us there handles signals
+        # not in the main thread: whoever runs us there handles signals
+        with contextlib.suppress(ValueError):
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._former[number] = signal.signal(number, self._catch)
         return self

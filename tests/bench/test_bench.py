@@ -60,11 +60,12 @@ def test_every_arm_trains_and_is_in_its_phase(recipe: str) -> None:
     used = arm.model[0].weight.detach()
     assert not torch.equal(used, first)
     kept = int((used.reshape(-1, 4) != 0).sum(1).max())
+    # on the way to the pattern
     fading = recipe.startswith(("mdgf", "sdgf")) or recipe in (
         "decay_mask",
         "lbc",
         "maskllm",
-    )  # on the way to the pattern
+    )
     assert (kept > 2) == (fading or recipe in ("dense_again", "step_phase_one"))
 
 
@@ -214,9 +215,8 @@ def test_quartiles_and_paired_ratios() -> None:
         "ms_q3": 4.0,
     }
     assert timing.quartiles("ms", [7.0]) == {"ms": 7.0, "ms_q1": 7.0, "ms_q3": 7.0}
-    found = timing.speedup(
-        [1.0, 10.0, 2.0], [2.0, 40.0, 2.0]
-    )  # 2, 4 and 1 times as fast, whatever the medians are
+    # 2, 4 and 1 times as fast, whatever the medians are
+    found = timing.speedup([1.0, 10.0, 2.0], [2.0, 40.0, 2.0])
     assert (found["n"], found["ms"], found["speedup"]) == (3, 2.0, 2.0)
 
 
@@ -352,9 +352,8 @@ def test_an_update_in_one_pass_and_apart(recipe: str, monkeypatch: pytest.Monkey
             call()
         left.append([p.detach() for group in call.__self__.param_groups for p in group["params"]])
     if cpu.find_compiler():
-        assert passes == (
-            [2] * 2 if recipe.startswith("step") else [2] * 3
-        )  # STEP's first step is dense
+        # STEP's first step is dense
+        assert passes == ([2] * 2 if recipe.startswith("step") else [2] * 3)
     torch.testing.assert_close(*left, rtol=1e-5, atol=1e-7)
 
 

@@ -246,9 +246,8 @@ def test_cutlass_packs_what_torch_can_unpack():
 
     weight = backends24.transposable(32, 128, "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            backends24.Cutlass, "_validate_device_dim_dtype_shape", lambda weight: None
-        )  # which asks for a GPU
+        # which asks for a GPU
+        patch.setattr(backends24.Cutlass, "_validate_device_dim_dtype_shape", lambda weight: None)
         (packed, meta), (packed_t, meta_t) = backends24.CUTLASS.pack(
             weight.repeat(4, 1), weight.repeat(4, 1)
         )

@@ -184,9 +184,8 @@ def test_a_gpt_trains_by_2_4_products_as_it_does_with_masks_alone(
     assert off[-1] < off[0] - 0.5  # it learns
     assert float((off - force).abs().max()) < 0.1
     assert float((off - force).abs().mean()) < 0.03
-    assert not torch.equal(
-        off, force
-    )  # the products are rounded in another order: it was not the same code
+    # the products are rounded in another order: it was not the same code
+    assert not torch.equal(off, force)
 
 
 def losses_of(graphs: bool) -> Tensor:

@@ -402,9 +402,8 @@ def smoke(name: str, folder: Path, nmrun_cli, *overrides: str) -> None:
     )
     assert table.returncode == 0, table.stderr
     assert "missing" not in table.stdout
-    assert table.stdout.count("no value") == (
-        name == "s_ste_continuity"
-    )  # a dense run has no masks that flip
+    # a dense run has no masks that flip
+    assert table.stdout.count("no value") == (name == "s_ste_continuity")
     drawn = {path.name.split("-")[2] for path in (folder / "figures").glob(f"{name}-*")}
     assert drawn == {str(i + 1) for i in range(len(experiment.load(name).figures))}
 

@@ -132,10 +132,11 @@ def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(
         f"[{i + 1}/3] recipe=ste debug=fast sparsity={ratio} seed={i}"
         for i, ratio in enumerate(("2:4", "1:4", "1:8"))
     ]
+    # nothing is guessed from the first, which was skipped
     assert told == [
         *jobs[:2],
         f"{jobs[2]} (?)",
-    ]  # nothing is guessed from the first, which was skipped
+    ]
     assert re.fullmatch(r"sweep of 3: 2 finished, 1 skipped; \d+ s", last)
     (record,) = (tmp_path / "outputs" / ".sweeps").glob("*/jobs.jsonl")
     seconds = [json.loads(line)["seconds"] for line in record.read_text().splitlines()]
@@ -197,10 +198,11 @@ def test_two_zips_ranges_lists_and_texts(launches) -> None:
     words = ("seed=range(3)", "model.exclude=[stem],[stem,head],[]", "zip=seed,model.exclude")
     (jobs,) = launches(*words, "recipe=step,sr_ste", "optimizer=adam,sgd", "zip=recipe,optimizer")
     seeds = list(zip([0, 1, 2], [["stem"], ["stem", "head"], []], strict=True))
+    # the product of these two has step with sgd, which is refused
     pairs = [
         ("step", "adam"),
         ("sr_ste", "sgd"),
-    ]  # the product of these two has step with sgd, which is refused
+    ]
     wanted = [
         {"seed": seed, "model.exclude": names, "recipe": recipe, "optimizer": optimizer}
         for (seed, names), (recipe, optimizer) in itertools.product(seeds, pairs)

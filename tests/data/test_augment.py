@@ -88,11 +88,12 @@ def test_randaugment_does_what_torchvision_does_to_single_images(channels: int) 
         for name in set(fits):
             found[name] = found.get(name, 0) + 1
     assert set(found) == set(theirs._AUGMENTATION_SPACE)  # all fourteen
+    # where all grey levels occur, they change nothing
     alike = {
         "Identity",
         "AutoContrast",
         *(["Color"] if channels == 1 else []),
-    }  # where all grey levels occur, they change nothing
+    }
     assert all(found[name] < 30 + 4 * math.sqrt(30) for name in {*found} - alike)
 
 
@@ -136,9 +137,8 @@ def test_mixup_is_the_mean_that_its_labels_say() -> None:
             expected[partner[row]] += 1 - share
             assert torch.allclose(soft[row], expected, atol=1e-6)
         shares.append(share)
-    assert sum(shares) / 200 == pytest.approx(
-        0.5, abs=4 / math.sqrt(12 * 200)
-    )  # beta(1, 1) is uniform
+    # beta(1, 1) is uniform
+    assert sum(shares) / 200 == pytest.approx(0.5, abs=4 / math.sqrt(12 * 200))
     assert min(shares) < 0.1
     assert max(shares) > 0.9
 

@@ -195,9 +195,8 @@ def test_micro_batches_are_the_batch_in_parts(parts):
 
 
 def test_an_epoch_is_the_windows_that_fit_side_by_side():
-    assert (
-        numbered(train=1000, context=10, batch_size=6).batches_per_epoch == 16
-    )  # 999 targets, 60 a batch
+    # 999 targets, 60 a batch
+    assert numbered(train=1000, context=10, batch_size=6).batches_per_epoch == 16
     assert numbered(train=601, context=10, batch_size=6).batches_per_epoch == 10
     assert numbered(limit_batches=3).batches_per_epoch == 3
 

@@ -270,9 +270,8 @@ def test_attention_and_feed_forward_layers_are_sparse():
     model.eval()
     tokens, mask, segments, _ = task().micro_batches(0, 0, 1)[0]
     with torch.no_grad():
-        fast = model(
-            tokens, mask, segments
-        )  # torch's fused path reads the weights past the modules
+        # torch's fused path reads the weights past the modules
+        fast = model(tokens, mask, segments)
     torch.testing.assert_close(fast, model(tokens, mask, segments).detach(), rtol=1e-5, atol=1e-6)
     optimizer.param_groups[0]["lr"] = 0.0
     optimizer.step()  # by which the weights stay

@@ -249,9 +249,8 @@ def test_the_model_computes_what_fairseqs_own_does() -> None:
             theirs.train(mode)(source, None, previous)[0],
         )
         torch.testing.assert_close(mine, wanted.flatten(0, 1)[where], rtol=1e-4, atol=1e-5)
-    logits = ours.to("meta")(*(tensor.to("meta") for tensor in (source, source, previous)))[
-        0
-    ]  # no value is ever looked at
+    # no value is ever looked at
+    logits = ours.to("meta")(*(tensor.to("meta") for tensor in (source, source, previous)))[0]
     assert logits.shape == (*previous.shape, len(task.target))
 
 
@@ -326,9 +325,8 @@ def test_beam_search_finds_what_greedy_search_does_not() -> None:
     table = torch.full((7, 7), 1e-9)
     table[end, [a, b]] = torch.tensor([0.6, 0.4])  # a sentence begins: a looks better ...
     table[a, [a, b, c, end]] = torch.tensor([0.15, 0.15, 0.1, 0.6])
-    table[b, [c, end]] = torch.tensor(
-        [0.9, 0.1]
-    )  # ... but b is followed by almost sure things, which counts if length is made up for
+    # ... but b is followed by almost sure things, which counts if length is made up for
+    table[b, [c, end]] = torch.tensor([0.9, 0.1])
     table[c, [a, end]] = torch.tensor([0.1, 0.9])
     corpus = Corpus.of([[a, b, end], [c, end]])
 
@@ -397,9 +395,8 @@ def test_bleu_is_sacrebleus() -> None:
     import sacrebleu
 
     bleu, signature = corpus_bleu(["a b c d e"], ["a b c d f"])
-    assert bleu == pytest.approx(
-        100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25
-    )  # Papineni et al. 2002, equation 2
+    # Papineni et al. 2002, equation 2
+    assert bleu == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25)
     short, _ = corpus_bleu(["a b c d"], ["a b c d e f"])
     assert short == pytest.approx(100 * math.exp(1 - 6 / 4))  # the brevity penalty
     texts = (
@@ -556,10 +553,11 @@ def test_prepared_text_comes_back_and_only_once_is_prepared(
     wanted = ("dataset=multi30k", "dataset.vocabulary=48", "dataset.max_tokens=256")
     task = built(tmp_path, *wanted)
     assert task.references["val"] == [*ENGLISH, "only here", " "]  # the raw text, as it is
+    # training pairs with an empty side are left out
     for side, lines in (
         (0, GERMAN),
         (1, ENGLISH),
-    ):  # training pairs with an empty side are left out
+    ):
         corpus = task.splits["train"][side]
         assert [
             task.detokenize([task.target.symbols[t] for t in sentence(corpus, row)[:-1]])

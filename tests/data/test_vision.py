@@ -586,9 +586,8 @@ def test_parts_of_a_large_jpeg_are_where_they_should_be(
     row, column = np.meshgrid(
         np.linspace(0, 255, shape[0]), np.linspace(0, 255, shape[1]), indexing="ij"
     )
-    path = (
-        tmp_path / "ramps.jpg"
-    )  # red says where a pixel is from, from top to bottom, green from left to right
+    # red says where a pixel is from, from top to bottom, green from left to right
+    path = tmp_path / "ramps.jpg"
     Image.fromarray(np.stack([row, column, row], 2).round().astype(np.uint8)).save(
         path, quality=100, subsampling=0
     )
@@ -613,18 +612,16 @@ def test_parts_of_a_large_jpeg_are_where_they_should_be(
     monkeypatch.setattr(JpegImageFile, "draft", watched_draft)
     monkeypatch.setattr(RandomResizedCrop, "get_params", watched_parameters)
     for epoch in range(20):
-        found = files[epoch, 0][0].double()[
-            1:-1, 1:-1
-        ]  # at the borders the filter sees one side only
+        # at the borders the filter sees one side only
+        found = files[epoch, 0][0].double()[1:-1, 1:-1]
         top, left, tall, wide = boxes[-1]
         centres = (torch.arange(1, 15) + 0.5) / 16
         for channel, (begin, length, whole) in enumerate(
             ((top, tall, shape[0]), (left, wide, shape[1]))
         ):
             expected = (begin + length * centres - 0.5) / (whole - 1) * 255
-            near = (
-                0.25 * length / 16 / (whole - 1) * 255 + 1.5
-            )  # a quarter of a pixel, and JPEG's own errors
+            # a quarter of a pixel, and JPEG's own errors
+            near = 0.25 * length / 16 / (whole - 1) * 255 + 1.5
             assert ((found[..., channel].mean(1 - channel) - expected).abs() < near).all()
     assert any(reduced)
 

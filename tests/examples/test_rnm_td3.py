@@ -60,9 +60,8 @@ def test_masks_gradients_and_targets(
         for layer, dense, mask in zip(layers, dense_weights(self), mine, strict=True):
             assert torch.equal(layer.weight, dense * mask)
         descend(self, loss)
-        for layer, mask in zip(
-            layers, mine, strict=True
-        ):  # the gradients of this step are still there
+        # the gradients of this step are still there
+        for layer, mask in zip(layers, mine, strict=True):
             gradient = layer.weight.grad
             assert torch.all(gradient[~mask] == 0)
             assert torch.any(gradient[mask] != 0)
@@ -97,20 +96,20 @@ def test_masks_gradients_and_targets(
     assert [steps[learner] for learner in learners] == [60, 120, 120]
     assert seen["refreshed"] >= 10
     assert seen["followed"] == 3 * 60
-    assert (
-        seen["would not be N:M"] > 0
-    )  # averaging what they compute with, without projecting it anew
+    # averaging what they compute with, without projecting it anew
+    assert seen["would not be N:M"] > 0
 
     for learner in learners:
         for model in (learner.model, learner.target):
             pruned = [
                 bool((layer.weight == 0).any()) for layer in model if isinstance(layer, nn.Linear)
             ]
+            # three inputs of the actor, four of a critic; the last stays dense
             assert pruned == [
                 learner is not actor,
                 True,
                 False,
-            ]  # three inputs of the actor, four of a critic; the last stays dense
+            ]
         learner.handle.finalize()
         for layer in learner.model[2 if learner is actor else 0 : 3 : 2]:
             assert isinstance(layer._parameters["weight"], nn.Parameter)
@@ -152,7 +151,6 @@ def test_what_is_printed_and_that_a_seed_decides_it(
         return capsys.readouterr().out
 
     first = printed(0)
-    assert first.startswith(
-        "1:4: mean return of the last 1 of 1 episodes -"
-    )  # 200 steps an episode
+    # 200 steps an episode
+    assert first.startswith("1:4: mean return of the last 1 of 1 episodes -")
     assert printed(0) == first != printed(1)

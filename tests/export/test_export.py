@@ -137,10 +137,11 @@ def test_of_a_plain_model_every_weight_that_could_hold_is_checked() -> None:
     assert check_nm(model, "2:4", exclude="5") == ["0.weight", "3.weight"]
     assert check_nm(model, "2:4", include=["0", "3"]) == ["0.weight", "3.weight"]
     assert check_nm(model, "2:4", overrides={"3": "1:4", "5": "dense"}) == ["0.weight", "3.weight"]
+    # 3 has four inputs
     assert check_nm(model, "2:8", overrides={"0": "4:8", "5": "8:8"}) == [
         "0.weight",
         "5.weight",
-    ]  # 3 has four inputs
+    ]
     with pytest.raises(ValueError, match=r"^0.weight is not 1:4"):
         check_nm(model, "2:4", overrides={"0": "1:4", "5": "dense"})
     with pytest.raises(
@@ -165,9 +166,8 @@ def test_of_a_sparse_model_the_weights_in_use_are_checked() -> None:
         assert check_nm(model, "3:4", overrides=ratios) == ["0.weight", "3.weight"]
         with pytest.raises(ValueError, match=r"^3.weight is not 1:4"):
             check_nm(model, "1:4", overrides=ratios)
-        with pytest.raises(
-            ValueError, match=r"^5.weight is not 2:4"
-        ):  # it does not know what was dense by choice
+        # it does not know what was dense by choice
+        with pytest.raises(ValueError, match=r"^5.weight is not 2:4"):
             check_nm(model, "2:4")
 
 

@@ -123,9 +123,8 @@ def test_the_documented_layout_is_read_by_hand() -> None:
     positions = [bits >> 2 * i & 3 for i in range(6)]
     assert positions == [1, 3, 0, 1, 0, 3]
     assert values.tolist() == [[5, 6], [7, 8], [0, 9]]
-    _, mask = packed.pack(
-        torch.tensor([[1.0, 0, 2, 3], [0, 4, 5, 6]]), Pattern(3, 4), 1
-    )  # 4 bits rather than 3 x 2
+    # 4 bits rather than 3 x 2
+    _, mask = packed.pack(torch.tensor([[1.0, 0, 2, 3], [0, 4, 5, 6]]), Pattern(3, 4), 1)
     assert mask.tolist() == [0b1110_1101]
 
 
@@ -395,9 +394,8 @@ def test_transformers_loads_a_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture
     to, tokens = tmp_path / "to", torch.randint(31, (3, 16))
     assert cli.main([str(run), "--to", str(to), "--format", "hf"]) == 0, capsys.readouterr().err
     assert "without a tokenizer" in capsys.readouterr().out
-    for block, own in zip(
-        theirs.transformer.h, model.h, strict=True
-    ):  # their network, with our masked weights put in by hand
+    # their network, with our masked weights put in by hand
+    for block, own in zip(theirs.transformer.h, model.h, strict=True):
         for layer, ours in (
             (block.attn.c_attn, own.attn.c_attn), (block.attn.c_proj, own.attn.c_proj),
             (block.mlp.c_fc, own.mlp.c_fc), (block.mlp.c_proj, own.mlp.c_proj),

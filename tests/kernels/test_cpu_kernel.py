@@ -72,9 +72,8 @@ def test_bits_equal_the_reference(
 ) -> None:
     weight = nasty(shape)
     if scale is not None:
-        weight = weight.nan_to_num(
-            nan=torch.nan, posinf=3.0
-        )  # infinity minus infinity has no right answer
+        # infinity minus infinity has no right answer
+        weight = weight.nan_to_num(nan=torch.nan, posinf=3.0)
     before = weight.clone()
     compiled, reference = both(weight, ratio, dim, scale)
     assert torch.equal(bits(compiled), bits(reference))

@@ -180,18 +180,16 @@ def test_the_step_of_adam(architecture: int) -> None:
     assert built.shared == 0
     assert re.search(r"\bsqrt\.rn\.f32", built.ptx)
     assert re.search(r"\bdiv\.rn\.f32", built.ptx)
-    assert not re.search(
-        r"\bfma|\.ftz|\.approx", built.ptx
-    )  # operation by operation, and subnormals stay
+    # operation by operation, and subnormals stay
+    assert not re.search(r"\bfma|\.ftz|\.approx", built.ptx)
     plain = many(adam_many, architecture, tl.float32, 12, **plainly)
     assert plain.loads["v4.b32"] == 4 * 4  # without decay nobody asks for the old working copy
     held = many(
         adam_many, architecture, tl.float32, 12, **{**plainly, "HELD": True, "SPARED": True}
     )
     assert held.loads["v4.b32"] == 4 * 4
-    assert (
-        held.loads["b32"] == 4 + 1 + plain.loads["b32"]
-    )  # the mask, four bytes at a time, and ``spared``
+    # the mask, four bytes at a time, and ``spared``
+    assert held.loads["b32"] == 4 + 1 + plain.loads["b32"]
     frozen = many(adam_many, architecture, tl.float32, 12, **{**plainly, "FROZEN": True})
     assert frozen.stores == {"v4.b32": 3 * 4}  # weight, first moment, working copy
     for mode in (1, 2):

@@ -114,9 +114,8 @@ def test_initial_weights():
     for name in ("wte.weight", "wpe.weight", "h.3.attn.c_attn.weight", "h.7.mlp.c_fc.weight"):
         assert weights[name].std().item() == pytest.approx(0.02, rel=0.06), name
     for name in ("h.0.attn.c_proj.weight", "h.5.mlp.c_proj.weight"):
-        assert weights[name].std().item() == pytest.approx(0.02 / 4, rel=0.06), (
-            name
-        )  # sqrt(2 * 8 layers)
+        # sqrt(2 * 8 layers)
+        assert weights[name].std().item() == pytest.approx(0.02 / 4, rel=0.06), name
     assert not any(tensor.any() for name, tensor in weights.items() if name.endswith("bias"))
 
 

@@ -115,9 +115,8 @@ def test_a_hidden_perfect_order_is_found(n: int, m: int, groups: int) -> None:
     magnitude is kept.
     """
     kinds, channels = m // n, groups * m
-    kind = torch.arange(channels) // (
-        channels // kinds
-    )  # all of a kind side by side: the worst order there is
+    # all of a kind side by side: the worst order there is
+    kind = torch.arange(channels) // (channels // kinds)
     matrix = torch.rand(40, channels, generator=torch.Generator().manual_seed(1)) + 0.5
     matrix[torch.arange(40).unsqueeze(1) % kinds != kind] = 0.0
     layers = [(matrix, Pattern(n, m))]
@@ -371,9 +370,8 @@ def test_the_next_updates_are_the_same_reordered(
     plain = make(other.parameters())
     plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     named = dict(other.named_parameters()) | dict(other.named_buffers())
-    dense = dict(model.named_parameters()) | dict(
-        model.named_buffers()
-    )  # a dense phase: ASP prunes much later
+    # a dense phase: ASP prunes much later
+    dense = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, tensor in named.items():
         tensor.data.copy_(dense[name])
         tensor.grad = None if dense[name].grad is None else dense[name].grad.clone()

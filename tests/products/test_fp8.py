@@ -104,9 +104,8 @@ def test_a_wrong_product_is_never_taken(what: str, monkeypatch: pytest.MonkeyPat
 
 def test_the_verdict() -> None:
     assert backends24.verdict(backends24.CUSPARSELT_FP8, "cpu") == "right"
-    plain = backends24.Path(
-        backends24.MASKED.pack, backends24.MASKED.multiply, fp8=True
-    )  # which rounds nothing
+    # which rounds nothing
+    plain = backends24.Path(backends24.MASKED.pack, backends24.MASKED.multiply, fp8=True)
     assert backends24.verdict(plain, "cpu").startswith("WRONG results")
 
 
@@ -176,10 +175,11 @@ def test_operators_by_torchs_own_check() -> None:
             parts[forward : forward + backward],
             parts[forward + backward :],
         )
+        # the others compute with the operands, which FP8 does not allow
         known = (
             "test_autograd_registration",
             "test_faketensor",
-        )  # the others compute with the operands, which FP8 does not allow
+        )
         torch.library.opcheck(
             linear24.linear24, (*arguments, "cusparselt_fp8", None, None), test_utils=known
         )

@@ -460,9 +460,8 @@ def test_the_weight_of_the_input_gradient_follows_every_step(products: str) -> N
         train(model, optimizer, 1)
         other, used = weight.layer.input_weight, weight.weight
         assert other.data_ptr() == place
-        assert torch.equal(
-            other, torch.where(other != 0, used, 0.0)
-        )  # pruned once more, of these values
+        # pruned once more, of these values
+        assert torch.equal(other, torch.where(other != 0, used, 0.0))
         order = (
             weight["permutation"].view(torch.int64) if products == "bi_mask" else torch.arange(16)
         )

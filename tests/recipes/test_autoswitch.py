@@ -194,9 +194,8 @@ def test_where_no_step_waits_the_threshold_fires_one_step_later(
     """As on a GPU, also when the run was resumed on the way, be it just before."""
     grads = gradients(CURVES[curve])
     wanted, rule = oracle(grads, 0.95, False, 20, 100)
-    late = wanted + (
-        rule == "settled" and wanted > 21
-    )  # where t_min decides, the mean was known before
+    # where t_min decides, the mean was known before
+    late = wanted + (rule == "settled" and wanted > 21)
     resumed = {None: 0, "before": late - 1}.get(stop, stop)
     model, optimizer, handle = begin("auto", 0.95)
     handle.recipe.autoswitch.waits = False

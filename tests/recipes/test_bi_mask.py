@@ -81,10 +81,11 @@ def test_four_by_four_by_hand() -> None:
     for output, row in enumerate([[0.0, 3, 0, 0], [-4.5, 0, 3, 0], [5, 0, 0, 3], [0, 0, -6, 3]]):
         assert torch.autograd.grad(z[0, output], x, retain_graph=True)[0].tolist() == [row]
     z[0, 0].backward()
+    # the weight gradient is dense
     assert model[0].weight.grad.tolist() == [
         [1.0] * 4,
         *[[0.0] * 4] * 3,
-    ]  # the weight gradient is dense
+    ]
 
 
 def second_mask(forward: Tensor, order: list[int], n: int, m: int) -> Tensor:
@@ -147,9 +148,8 @@ def test_input_gradient_of_every_layer(layer: str, pattern: str) -> None:
     if forward[0].bias is not None:
         torch.testing.assert_close(model[0].bias.grad, forward[0].bias.grad)
     exact = torch.autograd.grad(forward(x), x, dz)[0]
-    assert torch.equal(
-        torch.autograd.grad(model.eval()(x), x, dz)[0], exact
-    )  # evaluation has no reason to prune it
+    # evaluation has no reason to prune it
+    assert torch.equal(torch.autograd.grad(model.eval()(x), x, dz)[0], exact)
 
 
 def test_without_sparsity_it_is_exact() -> None:

@@ -135,9 +135,8 @@ def test_lbc_ends_early_with_its_best_candidate() -> None:
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "lbc", "2:4", 10)
     (weight,) = handle.sparse
     with torch.no_grad():
-        handle.recipe.scores(weight).copy_(
-            torch.tensor([[[0.0, 0.1, 0.9, 0.2, 0.3, 0.4]]])
-        )  # the third is {0, 3}
+        # the third is {0, 3}
+        handle.recipe.scores(weight).copy_(torch.tensor([[[0.0, 0.1, 0.9, 0.2, 0.3, 0.4]]]))
     dense = model[0].weight.detach().clone()
     assert torch.equal(model[0].weight, dense)  # all candidates: nothing pruned
     assert torch.equal(handle.final_weight(weight), dense * torch.tensor([1.0, 0, 0, 1.0]))

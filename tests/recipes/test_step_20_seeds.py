@@ -15,12 +15,13 @@ from nmrun.config.identity import run_folder
 from nmrun.train import runner
 
 DEFAULT = ("track=local", "trainer.threads=1")
+# its first layer has inputs that are always 0
 OVER_PIXELS = (
     *DEFAULT,
     "model=mlp",
     "model.exclude=[head]",
     "trainer.epochs=30",
-)  # its first layer has inputs that are always 0
+)
 
 
 @pytest.mark.slow
@@ -46,6 +47,5 @@ def test_no_seed_diverges(
     assert result["metrics"]["final"]["test/accuracy"] > 0.8
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     sparse = [row["train/loss"] for row in rows if "train/loss" in row][len(rows) // 2 :]
-    assert (
-        max(sparse) < 2.5
-    )  # a blow-up shows in the loss first, even where training recovers; chance is ln(10)
+    # a blow-up shows in the loss first, even where training recovers; chance is ln(10)
+    assert max(sparse) < 2.5

@@ -103,9 +103,8 @@ def test_the_page_has_all_of_it_and_needs_nothing_else(
     pictures = [
         address for address in found.addresses if address.startswith("data:image/png;base64,")
     ]
-    assert (
-        len(pictures) == 2 == found.tags.count("img")
-    )  # against the ratio, and over steps: nothing else was logged
+    # against the ratio, and over steps: nothing else was logged
+    assert len(pictures) == 2 == found.tags.count("img")
     assert found.addresses == pictures
     assert not {"script", "link", "iframe"} & set(found.tags)
     assert "url(" not in (tmp_path / "report.html").read_text()

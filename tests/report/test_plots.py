@@ -197,9 +197,8 @@ def test_metric_against_flops(factor: int, how: str, write: Any, tmp_path: Path)
     assert axes.get_xscale() == how
     names = {text.get_text() for text in axes.texts}
     assert "2:4" in names
-    assert (
-        len(names & {"1:8", "1:16"}) == 1
-    )  # they stand on the same spot: one name, not two over each other
+    # they stand on the same spot: one name, not two over each other
+    assert len(names & {"1:8", "1:16"}) == 1
     boxes = [text.get_window_extent() for text in axes.texts]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 

@@ -98,9 +98,8 @@ def test_a_damaged_file_is_named_and_left_out(write, table, tmp_path: Path, cont
 
 
 def test_the_deviation_is_that_of_a_sample() -> None:
-    cell = summarise(
-        [2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]
-    )  # squared distances from 5 add up to 32
+    # squared distances from 5 add up to 32
+    cell = summarise([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0])
     assert (cell.mean, cell.n) == (5.0, 8)
     assert cell.sd == pytest.approx((32 / 7) ** 0.5, rel=1e-12)
     assert (summarise([3.0]).mean, summarise([3.0]).sd) == (3.0, None)
@@ -244,9 +243,8 @@ def test_rows_and_columns_of_any_keys(write, table) -> None:
         "ste 0.01": "90.1 (1)",
         "ste 0.1": "91.0 (1)",
     }
-    by_rate = cells(
-        table("--rows", "optimizer.lr")[1]
-    )  # dense and sparse runs share a row: dense is then a column
+    # dense and sparse runs share a row: dense is then a column
+    by_rate = cells(table("--rows", "optimizer.lr")[1])
     assert by_rate == {
         "0.01": {"dense": "95.1 (1)", "2:4": "90.1 (1)"},
         "0.1": {"dense": "**96.0 (1)**", "2:4": "**91.0 (1)**"},

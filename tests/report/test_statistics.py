@@ -56,9 +56,8 @@ def test_pairs_are_those_of_common_seeds() -> None:
 def test_the_interval_holds_95_percent_of_resampled_means() -> None:
     gap = paired(summarise(OURS), summarise(BASE))
     assert gap is not None
-    means = sorted(
-        statistics.fmean(drawn) for drawn in itertools.product(GAPS, repeat=4)
-    )  # all 256 resamples
+    # all 256 resamples
+    means = sorted(statistics.fmean(drawn) for drawn in itertools.product(GAPS, repeat=4))
     assert gap.low == pytest.approx(means[int(0.025 * 256)], abs=2e-3)
     assert gap.high == pytest.approx(means[int(0.975 * 256)], abs=2e-3)
 

@@ -58,9 +58,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
             (folder / "result.json").write_text(json.dumps(result))
         if steps:
             rows = "".join(json.dumps({"step": step}) + "\n" for step in range(10, steps + 1, 10))
-            (folder / "metrics.jsonl").write_text(
-                rows + '{"step": 99'
-            )  # a kill in the middle of a line
+            # a kill in the middle of a line
+            (folder / "metrics.jsonl").write_text(rows + '{"step": 99')
         return folder
 
     return call

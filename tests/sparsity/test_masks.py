@@ -19,9 +19,8 @@ def brute_force(group: list[float], n: int) -> list[bool]:
     """The subset of n with the largest sum of magnitudes; of equals the one whose kept indices come
     first.
     """
-    subsets = itertools.combinations(
-        range(len(group)), n
-    )  # in lexicographic order, so max() takes the lowest indices
+    # in lexicographic order, so max() takes the lowest indices
+    subsets = itertools.combinations(range(len(group)), n)
     kept = max(subsets, key=lambda subset: math.fsum(abs(group[i]) for i in subset))
     return [i in kept for i in range(len(group))]
 
@@ -29,9 +28,8 @@ def brute_force(group: list[float], n: int) -> list[bool]:
 def hard_groups(m: int, dtype: torch.dtype) -> Tensor:
     """Groups of m (rows): ties, zeros of both signs, constants, single values, and random ones."""
     generator = torch.Generator().manual_seed(m)
-    few = (
-        torch.randint(-2, 3, (24, m), generator=generator).to(dtype) / 2
-    )  # multiples of a half: sums are exact
+    # multiples of a half: sums are exact
+    few = torch.randint(-2, 3, (24, m), generator=generator).to(dtype) / 2
     special = torch.stack(
         [
             torch.zeros(m),

@@ -38,12 +38,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "step": {"switch": 0.4},
 }
 SPARSE = [name for name in RECIPES if name != "dense"]
+# may keep fewer than N of a short group, or shrink one to zero
 AT_MOST = (
     "s_ste",
     "t_sr_ste",
     "lbc",
     "maskllm",
-)  # may keep fewer than N of a short group, or shrink one to zero
+)
 
 
 # --- masks ----------------------------------------------------------------------------------------
@@ -402,9 +403,8 @@ def test_stored_the_other_way_round(recipe: str) -> None:
     (optimizer, _), (other, _) = (
         start(recipe, "2:4", model, pad=True, exclude=()) for model in (stored, linear)
     )
-    if (
-        recipe == "maskllm"
-    ):  # its noise is drawn in the order of storage: only the pattern can be compared
+    # its noise is drawn in the order of storage: only the pattern can be compared
+    if recipe == "maskllm":
         train(stored, optimizer, range(TOTAL), 10, torch.float64)
         return check_holds(stored.weight.detach().T)
     for step in range(TOTAL):
@@ -461,9 +461,8 @@ def test_geometric_says_what_would_help() -> None:
     ):
         start("sdgf_geometric", "2:4", model, pad=False, exclude=())
     _, handle = start("sdgf_geometric", "2:4", nn.Linear(12, 4), pad=True, exclude=())
-    train(
-        handle.sparse[0].module, handle._optimizer, range(2), 12
-    )  # the dense phase is one step long
+    # the dense phase is one step long
+    train(handle.sparse[0].module, handle._optimizer, range(2), 12)
     assert set(counts(handle.sparse[0].weight, 8)) == {(4, 8), (4, 4)}
 
 

@@ -242,10 +242,11 @@ def test_inputs_must_be_a_multiple_of_m() -> None:
         reason.startswith(f"{inputs[name]} inputs are not a multiple of 8")
         for name, reason in told.items()
     )
+    # each by its own pattern
     assert names(model, "1:8", overrides={"a": "1:6"}) == [
         "a.weight",
         "b.weight",
-    ]  # each by its own pattern
+    ]
     assert (
         "12 inputs are not a multiple of 5"
         in reasons(model, "1:4", overrides={"a": "1:5"})["a.weight"]
@@ -265,9 +266,8 @@ def test_every_reason_is_told() -> None:
         "layer10.weight": "not in the optimizer",
         "head.weight": "excluded",
     }
-    assert reasons(model, exclude="head") == {
-        "head.weight": "excluded"
-    }  # whoever only looks trains nothing
+    # whoever only looks trains nothing
+    assert reasons(model, exclude="head") == {"head.weight": "excluded"}
     assert reasons(model, include="stem|layer1")["head.weight"] == "not in include"
 
 

@@ -151,9 +151,8 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     loss, tried = Classification.loss, []
 
     def limited(task: Classification, model: Any, batch: Any) -> torch.Tensor:
-        tried.extend(
-            [len(batch[0])] if len(batch[0]) > 2 else []
-        )  # two images: the example that FLOPs are counted with
+        # two images: the example that FLOPs are counted with
+        tried.extend([len(batch[0])] if len(batch[0]) > 2 else [])
         if tried.count(32) > 7 and len(batch[0]) > 8:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
         return loss(task, model, batch)

@@ -208,9 +208,8 @@ def test_both_products_on_hardware_where_both_operands_are_sparse() -> None:
 
 def test_a_switch_found_on_the_way_is_planned_at_the_latest_and_counted_where_it_was() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
-    optimizer = nmrun.optim.Adam(
-        model.parameters(), betas=(0.9, 0.5), eps=1e3
-    )  # settled from the first full window on
+    # settled from the first full window on
+    optimizer = nmrun.optim.Adam(model.parameters(), betas=(0.9, 0.5), eps=1e3)
     handle = nmrun.sparsify(model, optimizer, "step", "2:4", 20, t_min=0.2, t_max=0.5)
     rule, weight = handle.recipe, handle.sparse[0]
     assert [densities(rule, weight, step) == DENSE for step in range(20)] == [True] * 11 + [
@@ -312,10 +311,11 @@ def test_a_number_of_flops(tmp_path: Path) -> None:
 
 def test_the_trial_for_a_budget_leaves_no_trace(tmp_path: Path) -> None:
     """MaskLLM draws its logits at random, and the training draws on."""
+    # dense products throughout: the same number of steps
     options = [
         "recipe=maskllm",
         "trainer.epochs=4",
-    ]  # dense products throughout: the same number of steps
+    ]
     states = []
     for budget in ("null", "flops:dense"):
         parts = build.build(config(tmp_path, *options, f"trainer.budget={budget}"))

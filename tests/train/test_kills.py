@@ -24,9 +24,8 @@ def test_a_sweep_killed_again_and_again(tmp_path: Path) -> None:
     fell, wrong = kills.trial(6, SWEEP, tmp_path)
     assert not wrong
     assert sum(fell.values()) == 6
-    assert (
-        fell["the sweep was done before"] < 6
-    )  # at least one fell where it hurts; which ones do, chance decides
+    # at least one fell where it hurts; which ones do, chance decides
+    assert fell["the sweep was done before"] < 6
     # and whatever is wrong with what came out is found
     output, alone = tmp_path / "killed", tmp_path / "alone"
     result = next(output.rglob("result.json"))

@@ -295,9 +295,8 @@ def test_rows_hold_what_recipes_measure(tmp_path: Path) -> None:
         "step/variance_change",
     } <= set(logged[0])
     assert {"eval/loss", "eval/accuracy", "sparsity/density", "sparsity/holds"} <= set(logged[0])
-    assert all(
-        0 <= row["sparsity/flip_rate"] < 1 for row in logged
-    )  # in the dense phase that of a virtual mask
+    # in the dense phase that of a virtual mask
+    assert all(0 <= row["sparsity/flip_rate"] < 1 for row in logged)
     assert logged[0]["sparsity/flip_rate"] > 0
     assert logged[-1]["sparsity/flip_rate"] > 0
     assert [row["step/phase"] for row in logged] == [1.0, 1.0, 2.0, 2.0]

@@ -242,9 +242,8 @@ def test_a_second_signal_acts_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
         pytest.fail("went on after the second one")
 
     monkeypatch.setattr(Loop, "_train_step", twice)
-    former = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell starts what runs in the background with it ignored
+    # a shell starts what runs in the background with it ignored
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         result = run(config(tmp_path))
     finally:
@@ -415,8 +414,7 @@ def test_flops_of_a_perceptron_by_hand(tmp_path: Path) -> None:
     products = [64 * 32, 32 * 16, 16 * 10]
     assert cost.forward == 2 * sum(products)
     assert cost.forward_sparse == 2 * (products[0] / 4 + products[1] / 4 + products[2])
-    assert cost.backward == 2 * (
-        products[0] + 2 * products[1] + 2 * products[2]
-    )  # no gradient of the images
+    # no gradient of the images
+    assert cost.backward == 2 * (products[0] + 2 * products[1] + 2 * products[2])
     assert torch.equal(before, torch.get_rng_state())
     assert all(p.grad is None for p in parts.model.parameters())

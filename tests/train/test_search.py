@@ -164,9 +164,8 @@ def test_what_is_left_out_stays_out_and_what_cannot_be_had_is_said():
     net = network((16, 48, 32, 10), 0)
     assert list(search_ratios(net, 0.25, exclude="1").ratios) == ["0", "2"]
     assert list(search_ratios(net, 0.25, include=["0", "2"], exclude="2").ratios) == ["0"]
-    assert list(search_ratios(net, 0.25, m=32).ratios) == [
-        "2"
-    ]  # 16 and 48 inputs hold no group of 32
+    # 16 and 48 inputs hold no group of 32
+    assert list(search_ratios(net, 0.25, m=32).ratios) == ["2"]
     for density in (1.0, 0.01, -1.0):
         with pytest.raises(ConfigError, match=r"from 1:16, which is 0.0625, to below 1"):
             search_ratios(net, density)
@@ -183,9 +182,8 @@ def test_flops_are_those_of_the_products(tmp_path):
     parts = nmrun.train.build.build(config(tmp_path, "recipe=dense", "model.channels=[16,32,32]"))
     found = flops_by_layer(parts.model, ["inner.0", "inner.1"], parts.task)
     assert found == {"inner.0": 2 * 16 * 32 * 9 * 8 * 8, "inner.1": 2 * 32 * 32 * 9 * 4 * 4}
-    assert not any(
-        id(p) in LIVE for p in parts.model.parameters()
-    )  # nothing was made sparse for it
+    # nothing was made sparse for it
+    assert not any(id(p) in LIVE for p in parts.model.parameters())
 
 
 # --- the verb -------------------------------------------------------------------------------------
