@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,15 @@ RECIPES = {
     "lbc": "nmrun.recipes.lbc.LBC",
     "maskllm": "nmrun.recipes.maskllm.MaskLLM",
 }
+
+
+def __getattr__(name: str) -> Any:
+    """The classes themselves: ``from nmrun.recipes import STEP``."""
+    for path in RECIPES.values():
+        module, _, kind = path.rpartition(".")
+        if kind == name:
+            return getattr(importlib.import_module(module), name)
+    raise AttributeError(f"module 'nmrun.recipes' has no attribute {name!r}")
 
 
 @functools.cache

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from training import bits, everything, net, train
 
 import nmrun
+from nmrun.recipes import SRSTE, STEP
 from nmrun.recipes.base import Recipe
-from nmrun.recipes.sr_ste import SRSTE
-from nmrun.recipes.step import STEP
 
 UPDATES = {
     "sgd": lambda params: torch.optim.SGD(params, 0.02),
