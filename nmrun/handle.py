@@ -100,6 +100,10 @@ class Handle(Steps):
         """While entered, the parameters are the dense weights: for averages (EMA), dense
         evaluation, dense checkpoints. Weights that are written inside are kept."""
         self._reshard()
+        # what layers have packed or pruned again is not of the dense weights
+        own = [w.layer for w in self.sparse if w.layer is not None and w.layer.active]
+        for products in own:
+            products.active = False
         for weight in self.sparse:
             weight.expose()
         before = [weight.parameter._version for weight in self.sparse]
@@ -110,6 +114,8 @@ class Handle(Steps):
             after = [weight.parameter._version for weight in self.sparse]
             for weight in self.sparse:
                 weight.cover()
+            for products in own:
+                products.active = True
             if before != after:
                 self.refresh()
             for weight in self.sparse:

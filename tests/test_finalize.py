@@ -175,3 +175,19 @@ def test_dense_weights_is_a_look_and_what_is_written_inside_stays() -> None:
     assert torch.equal(model[0].weight, plain[0][0].weight * 2)
     train(model, optimizer, [3])
     assert not [event for event in handle.pop_events() if "outside" in event]
+
+
+def test_layers_compute_with_the_dense_weights_inside() -> None:
+    """Also in training, and the gradient of their input: not with what was pruned again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", input_gradient="double_prune")
+    x = torch.randn(4, 16, requires_grad=True)
+    model(x).square().mean().backward()
+    optimizer.step()
+    dense, dz = handle.sparse[0].dense.clone(), torch.randn(4, 8)
+    with handle.dense_weights():
+        assert torch.equal(torch.autograd.grad(model(x), x, dz)[0], dz @ dense)
+    pruned_again = nmrun.sparsity.hard_threshold(model[0].weight.detach(), "2:4", 0)
+    torch.testing.assert_close(torch.autograd.grad(model(x), x, dz)[0], dz @ pruned_again)
