@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nmrun.kernels.adam import OnePass
+from nmrun.kernels.layout import local
 from nmrun.kernels.operands import Update, decoupled
 from nmrun.ranks import part_like
 
@@ -153,9 +154,9 @@ class Adam(torch.optim.Adam):
     def _frozen_step(self, group: dict[str, Any], params: list[Tensor]) -> None:
         grads = self._gradients(group, params)
         states = [self.state[p] for p in params]
-        weights = [_local(p.detach()) for p in params]
-        moments = [_local(s["exp_avg"]) for s in states]
-        denominators = [_local(s["frozen_denominator"]) for s in states]
+        weights = [local(p.detach()) for p in params]
+        moments = [local(s["exp_avg"]) for s in states]
+        denominators = [local(s["frozen_denominator"]) for s in states]
         beta1, lr = group["betas"][0], float(group["lr"])
         for s in states:
             # a fused step kept it on the device, where reading it would wait
@@ -204,7 +205,7 @@ class Adam(torch.optim.Adam):
             rest = 1 - group["betas"][1]
             for p, grad in zip(chosen, self._gradients(group, chosen), strict=True):
                 v = self.state.get(p, {}).get("exp_avg_sq")
-                v = None if v is None else _local(v)
+                v = None if v is None else local(v)
                 change = (
                     grad.square() if v is None else torch.addcmul(v, grad, grad, value=-1).abs_()
                 )
@@ -223,13 +224,13 @@ class Adam(torch.optim.Adam):
         """The gradients as Adam's moments see them: negated when maximising, with coupled weight
         decay added.
         """
-        grads = [_local(p.grad) for p in params if p.grad is not None]
+        grads = [local(p.grad) for p in params if p.grad is not None]
         if group["maximize"]:
             grads = list(torch._foreach_neg(grads))
         if group["weight_decay"] and not decoupled(group):
             grads = list(
                 torch._foreach_add(
-                    grads, [_local(p.detach()) for p in params], alpha=group["weight_decay"]
+                    grads, [local(p.detach()) for p in params], alpha=group["weight_decay"]
                 )
             )
         return grads
@@ -306,12 +307,6 @@ def closure_first(
     rest = {key: value for key, value in kwargs.items() if key != "closure"}
     others = tuple(a for a in args[1:] if a is not closure)
     return (args[0], lambda: loss, *others), rest
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor (no copy); any other tensor as it is."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
 
 
 def _stock_step(optimizer: Adam) -> None:

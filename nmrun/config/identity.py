@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from nmrun.settings.config import Config
 
@@ -48,3 +49,12 @@ def run_folder(config: Config) -> Path:
         / slug
     )
     return place / f"s{config.seed}-{identity(config)}"
+
+
+def finished(folder: Path) -> dict[str, Any] | None:
+    """The result of a run that has finished in this folder; None if none has."""
+    try:
+        result = json.loads((folder / "result.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return result if isinstance(result, dict) and result.get("status") == "finished" else None

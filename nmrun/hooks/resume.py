@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from nmrun.errors import ConfigError, RunError
+from nmrun.kernels.layout import local
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.weight import SparseWeight, local, summed
+from nmrun.sparsity.weight import SparseWeight, summed
 
 KEY = "nmrun"
 VERSION = 1  # of what is saved

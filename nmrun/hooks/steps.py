@@ -122,7 +122,7 @@ class Steps:
         rules = [recipe.rule(weight) for weight in self.sparse]
         with recipe.at(recipe.step + 1):
             after = [recipe.rule(weight) for weight in self.sparse]
-        updates = {}
+        updates, planned = {}, {}
         for weight, now, then in zip(self.sparse, rules, after, strict=True):
             if then.mask is None and recipe.chooses:
                 continue
@@ -130,14 +130,9 @@ class Steps:
             updates[weight.parameter] = Update(
                 weight.dense, weight.weight, weight.dim, pattern, now.then(then)
             )
-        taken = set(map(id, optimizer.plan(updates)))
-        masks = {id(w): rule.mask for w, rule in zip(self.sparse, after, strict=True)}
-        return {
-            id(w): (mask, 0 if mask is None else mask._version)
-            for w in self.sparse
-            if id(w.parameter) in taken
-            for mask in (masks[id(w)],)
-        }
+            version = 0 if then.mask is None else then.mask._version
+            planned[id(weight.parameter)] = id(weight), (then.mask, version)
+        return dict(planned[id(p)] for p in optimizer.plan(updates))
 
     @torch.no_grad()
     def _after_step(

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from nmrun.kernels import cpu_adam, projection
-from nmrun.kernels.layout import stored_alike
-from nmrun.kernels.operands import Operands, Update, decoupled, scalars
+from nmrun.kernels.layout import local, stored_alike
+from nmrun.kernels.operands import Operands, Update, scalars
 from nmrun.kernels.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ class OnePass:
         second, frozen = state.get("frozen_denominator"), "frozen_denominator" in state
         operands = Operands(
             update,
-            getattr(grad, "_local_tensor", grad),
-            _local(state["exp_avg"]),
-            _local(state["exp_avg_sq"] if second is None else second),
+            local(grad),
+            local(state["exp_avg"]),
+            local(state["exp_avg_sq"] if second is None else second),
             0.0,
             frozen,
         )
@@ -132,11 +132,3 @@ def supports(o: Operands, fused: bool) -> bool:
     if any(t.data_ptr() % 16 or t.device != dense.device for t in [*shaped, *numbers]):
         return False
     return by_triton or cpu_adam.supports(o)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor; any other tensor as it is."""
-    return getattr(tensor, "_local_tensor", tensor)
-
-
-__all__ = ["OnePass", "Operands", "Update", "decoupled", "scalars", "supports"]

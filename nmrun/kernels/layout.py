@@ -10,6 +10,12 @@ from nmrun.patterns import Pattern
 LARGEST = 1 << 30  # weights of a tensor for Triton: offsets are 32 bits, also in a padded last tile
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a sharded tensor (no copy); any other tensor as it is."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
 def stored_alike(*tensors: Tensor) -> bool:
     """Whether tensors of one shape have no gaps and one order: all contiguous or all channels last."""
     orders = (torch.contiguous_format, torch.channels_last)

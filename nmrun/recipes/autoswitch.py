@@ -4,12 +4,13 @@ algorithm 2).
 
 from __future__ import annotations
 
-import difflib
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from nmrun.registry import did_you_mean
 
 RULES = ("auto", "auto_geometric")
 
@@ -37,8 +38,7 @@ class AutoSwitch:
             try:
                 fraction = float(rule)
             except (TypeError, ValueError):
-                near = difflib.get_close_matches(str(rule), RULES, 1)
-                hint = f"; did you mean {near[0]}?" if near else ""
+                hint = did_you_mean(str(rule), RULES)
                 raise ValueError(
                     f"step: switch={rule!r} is neither auto, auto_geometric nor a fraction in (0, 1){hint}"
                 ) from None
@@ -52,9 +52,8 @@ class AutoSwitch:
         self.window = torch.zeros(0, dtype=torch.float64)
         self.eps = math.nan
         self.waits = True
-        self.underway: tuple[Tensor, torch.Event | None] | None = (
-            None  # the mean of the last step, on its way to the host
-        )
+        # the mean of the last step, on its way to the host
+        self.underway: tuple[Tensor, torch.Event | None] | None = None
 
     def prepare(self, beta2: float, eps: float, device: torch.device) -> list[str]:
         """Size the window for this optimizer; returns what the user should know beforehand."""

@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nmrun.sparsity.weight import FIRST_MASK, SparseWeight, local, summed
+from nmrun.kernels.layout import local
+from nmrun.sparsity.weight import FIRST_MASK, SparseWeight, summed
 
 
 class Masks(Protocol):

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nmrun.kernels.layout import local
 from nmrun.patterns import Pattern
 from nmrun.ranks import part_like
 from nmrun.sparsity.masks import grouped
@@ -253,12 +254,6 @@ class SparseWeight:
     def forget(self) -> None:
         """Drop the tensors that are kept for this weight; the parameter stays as it is."""
         self._tensors = {}
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor (no copy); any other tensor as it is."""
-    part: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return part
 
 
 def owns_its_storage(parameter: Tensor) -> bool:

@@ -5,7 +5,6 @@ Imports no torch before a run begins.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -22,7 +21,7 @@ from omegaconf import DictConfig
 
 from nmrun import locks, verbs
 from nmrun.config import experiment, precheck, schema, source, sweep
-from nmrun.config.identity import run_folder
+from nmrun.config.identity import finished, run_folder
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError, leads, refuse
 
@@ -170,7 +169,7 @@ def _outcome(composed: DictConfig, sweep: str | None, command: str) -> dict[str,
     try:
         config = schema.check(composed)
         folder = run_folder(config)
-        if not config.force and not config.dry and (result := _finished(folder)):
+        if not config.force and not config.dry and (result := finished(folder)):
             metrics = "  ".join(
                 f"{key} {value:.4g}" for key, value in result["metrics"]["final"].items()
             )
@@ -191,14 +190,6 @@ def _make(folder: Path, output_dir: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"output_dir={output_dir}: {error.strerror}: {error.filename}") from None
-
-
-def _finished(folder: Path) -> dict[str, Any] | None:
-    try:
-        result = json.loads((folder / "result.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return result if isinstance(result, dict) and result.get("status") == "finished" else None
 
 
 def _exit_status(outcome: dict[str, Any]) -> int:

@@ -21,7 +21,7 @@ from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
 from nmrun import locks, ranks
-from nmrun.config.identity import identity
+from nmrun.config.identity import finished, identity
 from nmrun.errors import ConfigError, RunError
 from nmrun.settings.config import Config
 from nmrun.train import checkpoint, environment, plan
@@ -86,7 +86,7 @@ def run(
                 flush=True,
             )
             outcome = {"status": "failed", "error": "another process is at work on this very run"}
-        elif not config.force and (done := _finished(folder)):
+        elif not config.force and (done := finished(folder)):
             outcome = {**done, "status": "skipped"}
         outcome = ranks.from_leader(outcome) or _Run(config, folder, sweep, command).result()
         return {**outcome, "folder": str(folder)}
@@ -351,14 +351,6 @@ def _out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(
         error
     )
-
-
-def _finished(folder: Path) -> dict[str, Any] | None:
-    try:
-        result = json.loads((folder / "result.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return result if isinstance(result, dict) and result.get("status") == "finished" else None
 
 
 def _both(metrics: dict[str, float], metric: str) -> str:
