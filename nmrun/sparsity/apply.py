@@ -1,4 +1,4 @@
-"""A :class:`nmrun.rule.Rule` carried out on its own: by torch, and projections by compiled kernels.
+"""A :class:`nmrun.rule.Rule` carried out by torch, and its projections by compiled kernels.
 
 ``nmrun.optim.Adam`` carries out the same rules inside its step (``nmrun.kernels.adam``).
 """
@@ -16,10 +16,10 @@ from nmrun.sparsity import masks
 
 @torch.no_grad()
 def edit_gradient(grad: Tensor, dense: Tensor, projected: Tensor, rule: Rule) -> None:
-    """The gradient's part of a rule, in place.
+    """Apply the gradient's part of a rule to a gradient, in place.
 
-    Without a mask, pruned is what the projection has changed. Where a weight is 0 that cannot be
-    told, and need not.
+    Without a mask in the rule, an entry counts as pruned where the projection changed the dense
+    weight. An entry whose dense weight is 0 then counts as kept.
 
     Args:
         grad: the gradient at the projected weight; all tensors have the weight's shape.
@@ -36,14 +36,25 @@ def edit_gradient(grad: Tensor, dense: Tensor, projected: Tensor, rule: Rule) ->
         grad.mul_(rule.mask)  # on a CPU four times faster than masked_fill_
         return
     kept = (projected == dense) if rule.mask is None else rule.mask
-    # exactly 1 or the factor; torch.where takes four times as long on a CPU
+    # lerp gives exactly 1 or the factor; torch.where takes four times as long on a CPU
     factor = grad.new_full((), rule.pruned_gradient_factor)
     grad.mul_(torch.lerp(factor, grad.new_ones(()), kept.to(grad.dtype)))
 
 
 @torch.no_grad()
 def project(dense: Tensor, out: Tensor, pattern: Pattern, dim: int, rule: Rule) -> None:
-    """The forward part of a rule: write the projection of ``dense`` into ``out`` (same shape)."""
+    """Write the projection of a dense weight, by the forward part of a rule.
+
+    Args:
+        dense: the dense weight.
+        out: the result, of the same shape and dtype.
+        pattern: the N:M pattern; the rule's own pattern is not read.
+        dim: the dimension that groups run along.
+        rule: the rule of this step.
+
+    Raises:
+        ValueError: where M does not divide the size of ``dim`` (see :mod:`nmrun.sparsity.masks`).
+    """
     factor, scale = rule.pruned_weight_factor, rule.soft_threshold_scale
     if scale is not None:
         if not projection.project(dense, out, pattern, dim, soft=True, scale=scale):
@@ -60,6 +71,16 @@ def project(dense: Tensor, out: Tensor, pattern: Pattern, dim: int, rule: Rule) 
 
 
 def keep_largest(dense: Tensor, out: Tensor, pattern: Pattern, dim: int) -> None:
-    """Write ``m * w`` into ``out``, with m the N largest magnitudes of every M along ``dim``."""
+    """Write ``m * w``, where the mask m keeps the N largest magnitudes of every M.
+
+    Args:
+        dense: the dense weight w.
+        out: the result, of the same shape and dtype.
+        pattern: the N:M pattern.
+        dim: the dimension that groups run along.
+
+    Raises:
+        ValueError: where M does not divide the size of ``dim`` (see :mod:`nmrun.sparsity.masks`).
+    """
     if not projection.project(dense, out, pattern, dim):
         out.copy_(masks.hard_threshold(dense, pattern, dim))

@@ -11,40 +11,55 @@ from nmrun.sparsity.weight import SparseWeight
 
 
 class Batch:
-    """Weights that a CUDA device projects in as few launches as it takes."""
+    """Weights that Triton projects together. The launch is prepared anew when an address changes."""
 
     def __init__(self) -> None:
-        self._key: list[Any] = []
+        self._addresses: list[tuple[int, int]] = []
         self._launch: Any = None
 
     def project(self, weights: Sequence[SparseWeight], rules: Sequence[Rule]) -> list[SparseWeight]:
-        """Project the N largest of the weights it can; returns the others."""
-        rest: list[SparseWeight] = []
-        chosen: list[SparseWeight] = []
-        for weight, rule in zip(weights, rules, strict=True):
-            plain = rule.mask is None and rule.soft_threshold_scale is None
-            plain = plain and rule.pattern is None and not rule.pruned_weight_factor
-            takes = plain and projection.by_triton(weight.dense, weight.pattern)
-            (chosen if takes else rest).append(weight)
-        if not chosen:
-            return rest
-        from nmrun.kernels import triton_projection
+        """Project the weights whose rule keeps the N largest and that Triton's kernel can project.
 
-        tensors = [(w.dense, w.weight) for w in chosen]
-        fit = [
-            triton_projection.fits(d, p, w.pattern, w.dim)
-            for w, (d, p) in zip(chosen, tensors, strict=True)
-        ]
-        rest += [w for w, good in zip(chosen, fit, strict=True) if not good]
-        members = [(w, *t) for w, t, good in zip(chosen, tensors, fit, strict=True) if good]
-        key = [(d.data_ptr(), p.data_ptr()) for _, d, p in members]
-        if key != self._key or self._launch is None:
-            self._key = key
-            self._launch = triton_projection.Batch(
-                [d for _, d, _ in members],
-                [p for _, _, p in members],
-                [w.pattern for w, _, _ in members],
-                [w.dim for w, _, _ in members],
-            )
-        self._launch.project()
+        Args:
+            weights: sparse weights with a dense weight.
+            rules: the rule of each weight.
+
+        Returns:
+            The weights that were not projected.
+        """
+        rest: list[SparseWeight] = []
+        members: list[Any] = []  # (weight, its dense tensor, its projected tensor)
+        for weight, rule in zip(weights, rules, strict=True):
+            tensors = weight.dense, weight.weight
+            if _keeps_largest(rule) and _fits(weight, *tensors):
+                members.append((weight, *tensors))
+            else:
+                rest.append(weight)
+        if members:
+            from nmrun.kernels import triton_projection
+
+            addresses = [(d.data_ptr(), p.data_ptr()) for _, d, p in members]
+            if addresses != self._addresses:
+                self._addresses = addresses
+                self._launch = triton_projection.Batch(
+                    [d for _, d, _ in members],
+                    [p for _, _, p in members],
+                    [w.pattern for w, _, _ in members],
+                    [w.dim for w, _, _ in members],
+                )
+            self._launch.project()
         return rest
+
+
+def _keeps_largest(rule: Rule) -> bool:
+    """Say whether the forward weight is the hard threshold by the weight's own pattern."""
+    plain = rule.mask is None and rule.soft_threshold_scale is None and rule.pattern is None
+    return plain and not rule.pruned_weight_factor
+
+
+def _fits(weight: SparseWeight, dense: Any, projected: Any) -> bool:
+    if not projection.by_triton(dense, weight.pattern):
+        return False
+    from nmrun.kernels import triton_projection
+
+    return triton_projection.fits(dense, projected, weight.pattern, weight.dim)

@@ -1,4 +1,4 @@
-"""Proof that weights are N:M."""
+"""Checks that weights are N:M."""
 
 from __future__ import annotations
 
@@ -22,15 +22,24 @@ def check_nm(
     pad: bool = False,
     dims: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """Raise ValueError unless at most N of every M consecutive weights are non-zero, naming the
-    first offending layer and group.
+    """Check that at most N of every M consecutive weights are non-zero.
 
-    A tensor is checked along ``dim``; of a model every weight that could hold the pattern, less
-    what ``include`` and ``exclude`` (regular expressions for whole module names, or ``"auto"``)
-    leave out. ``overrides``, ``pad`` and ``dims`` are those of
-    :func:`nmrun.sparsity.select.select`. With ``pad`` the last group of a tensor or of a plain
-    model's weights may be short; without it, M must divide the tensor's size. Returns the names
-    that were checked.
+    Of a model, all weights are checked that :func:`nmrun.sparsity.select.select` chooses.
+
+    Args:
+        model_or_tensor: a model, or one weight.
+        pattern: the N:M pattern.
+        dim: the dimension that the groups of a tensor run along; not read for a model.
+        include, exclude, overrides, dims: which weights of a model are checked, as in ``select``;
+            not read for a tensor.
+        pad: let the last group be short. Without it, M must divide the tensor's size.
+
+    Returns:
+        The names of the weights that were checked; ``["tensor"]`` for a tensor.
+
+    Raises:
+        ValueError: with the first layer and group that has more than N non-zeros; for a model
+            without a weight to check; for a tensor whose size M does not divide.
     """
     pattern = Pattern.parse(pattern)
     if isinstance(model_or_tensor, Tensor):
@@ -42,24 +51,35 @@ def check_nm(
         weights = [(c.name, c.tensor, c.dim, c.pattern or pattern) for c in chosen]
         if not weights:
             raise ValueError(f"no weight of this model could hold {pattern}: nothing to check")
-    for name, weight, along, held in weights:
-        groups, _, d = grouped(weight, held, along, pad)
+    for name, weight, along, own in weights:
+        groups, _, d = grouped(weight, own, along, pad)
         count = (groups != 0).sum(d)
-        if bool((count > held.n).any()):
-            first = (count > held.n).nonzero()[0].tolist()
-            start = first[d - 1] * held.m
-            end = min(start + held.m, weight.shape[d - 1])
+        if bool((count > own.n).any()):
+            first = (count > own.n).nonzero()[0].tolist()
+            start = first[d - 1] * own.m
+            end = min(start + own.m, weight.shape[d - 1])
             at = ", ".join(
                 f"{start}-{end - 1}" if axis == d - 1 else str(i) for axis, i in enumerate(first)
             )
             raise ValueError(
-                f"{name} is not {held}: {int(count[tuple(first)])} of {end - start} weights at [{at}] are non-zero"
+                f"{name} is not {own}: {int(count[tuple(first)])} of {end - start} weights at [{at}] are non-zero"
             )
     return [name for name, *_ in weights]
 
 
 def layer_report(name: str, weight: Tensor, pattern: Pattern, dim: int) -> dict[str, Any]:
-    """One layer's line of a report: name, shape, numel, nonzeros, and whether the pattern holds."""
+    """Count the non-zeros of one layer's weight, for a report.
+
+    Args:
+        name: the weight's name.
+        weight: the whole weight.
+        pattern: its pattern.
+        dim: the dimension that groups run along.
+
+    Returns:
+        Plain data: ``name``, ``shape``, ``pattern`` (text), ``dim``, ``numel``, ``nonzeros``, and
+        ``holds``: whether every group has at most N non-zeros.
+    """
     groups, _, d = grouped(weight, pattern, dim)
     nonzero = groups != 0
     return {

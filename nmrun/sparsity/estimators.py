@@ -12,11 +12,23 @@ from nmrun.sparsity.masks import grouped
 
 @torch.no_grad()
 def inclusion_probabilities(x: Tensor, pattern: str | Pattern, dim: int) -> Tensor:
-    """``min(1, c |x|)`` with c such that each group of M sums to N: the choice of smallest
-    variance. Shape of x, float64.
+    """Compute the probability with which :func:`mvue` keeps each entry.
 
-    The largest entries whose share would exceed one are capped, the rest renormalised, until
-    nothing changes (at most N rounds). Groups with fewer than N non-zeros keep them all.
+    The probabilities are ``min(1, c |x|)``, with c such that each group sums to N. This choice has
+    the smallest variance. Entries whose share would exceed 1 get 1, and the others are scaled anew,
+    until nothing changes (N rounds at most).
+
+    Args:
+        x: a tensor of any shape.
+        pattern: the N:M pattern.
+        dim: the dimension that groups run along.
+
+    Returns:
+        The probabilities: shape of x, float64. In a group with N non-zeros or fewer they are 1
+        where x is not 0, and 0 elsewhere.
+
+    Raises:
+        ValueError: where M does not divide the size of ``dim``.
     """
     groups, pattern, d = grouped(x, pattern, dim)
     size = groups.abs().double()
@@ -38,16 +50,28 @@ def inclusion_probabilities(x: Tensor, pattern: str | Pattern, dim: int) -> Tens
 def mvue(
     x: Tensor, pattern: str | Pattern, dim: int, generator: torch.Generator | None = None
 ) -> Tensor:
-    """The minimum-variance unbiased N:M estimate of ``x``: at most N non-zeros a group of M along
-    ``dim``, mean equal to x.
+    """Draw the minimum-variance unbiased N:M estimate of a tensor (Chmiel et al. 2023, arXiv
+    2203.10991).
 
-    Entry i is kept with probability p_i of :func:`inclusion_probabilities` and then divided by it
-    (Horvitz-Thompson). All designs with these marginals have the same, smallest variance ``sum
-    x_i^2 (1 / p_i - 1)``; this one is systematic sampling, one uniform number a group, drawn from
-    ``generator`` (default: torch's global generator of the device). Same shape and dtype as ``x``.
-    A group with a NaN or an infinity, which have no such estimate, becomes NaN. On CUDA devices
-    with the global generator it is one Triton kernel where that applies, with random numbers of its
-    own (see ``nmrun.kernels.triton_mvue``).
+    Entry i is kept with probability p_i of :func:`inclusion_probabilities` and then divided by p_i
+    (Horvitz-Thompson), so the estimate's mean is x. All designs with these probabilities have the
+    same variance, the smallest one: ``sum x_i^2 (1 / p_i - 1)``. Here entries are drawn by
+    systematic sampling, with one uniform number a group.
+
+    Args:
+        x: a tensor of any shape.
+        pattern: the N:M pattern.
+        dim: the dimension that groups run along.
+        generator: of the random numbers; by default torch's global generator of the device. On CUDA
+            devices the default may run as one Triton kernel, with random numbers of its own
+            (``nmrun.kernels.triton_mvue``).
+
+    Returns:
+        The estimate: shape and dtype of x, at most N non-zeros in each group. A group with a NaN or
+        an infinity has no such estimate and becomes NaN.
+
+    Raises:
+        ValueError: where M does not divide the size of ``dim``.
     """
     pattern = Pattern.parse(pattern)
     if x.is_cuda and generator is None and not pattern.length:
@@ -60,8 +84,7 @@ def _reference(x: Tensor, pattern: Pattern, dim: int, generator: torch.Generator
     p, pattern, d = grouped(probability, pattern, dim)
     groups = grouped(x, pattern, dim)[0]
     ends = p.cumsum(d)
-    # rounding must not cost or add a pick: group totals are whole numbers, so pull the last end
-    # onto one
+    # a group's total is a whole number, up to rounding errors that would lose or add a pick
     last = ends.narrow(d, pattern.m - 1, 1).round()
     ends = torch.minimum(ends, last)
     ends = torch.cat([ends.narrow(d, 0, pattern.m - 1), last], d)
@@ -80,7 +103,7 @@ def _reference(x: Tensor, pattern: Pattern, dim: int, generator: torch.Generator
 
 @torch.library.custom_op("nmrun::mvue", mutates_args=())
 def _on_device(x: Tensor, n: int, m: int, dim: int) -> Tensor:
-    """By one kernel where there is one; a single operator for torch.compile."""
+    """Estimate by one kernel where there is one; torch.compile sees a single operator."""
     pattern = Pattern(n, m)
     if projection.by_triton(x, pattern):
         from nmrun.kernels import triton_mvue

@@ -1,4 +1,4 @@
-"""Which dimension of a layer's weight is summed over, and which weights are none of that kind."""
+"""Which dimension of a layer's weight is summed over, and why some weights cannot be sparse."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 EMBEDDING = "an embedding"
 COMPUTED = "its weight is computed (weight_norm, spectral_norm or another parametrization)"
-UNKNOWN = "not a weight of a known layer (dims={...} names its input dimension)"
-UNTOLD = "which dimension is summed over cannot be told; say so by dims={...}"
+UNKNOWN_LAYER = "not a weight of a known layer (dims={...} names its input dimension)"
+UNKNOWN_DIM = "which dimension is summed over cannot be told; say so by dims={...}"
 ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
-PLACED = ("DTensor", "FakeTensor")  # kinds of tensors that hold ordinary numbers
+ORDINARY = ("DTensor", "FakeTensor")  # tensor classes that hold ordinary numbers
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Axes:
 
 
 def axes(module: nn.Module) -> dict[str, Axes]:
-    """Find the weights of a known layer, by attribute, with the meaning of their dimensions.
+    """Find the weights that a known layer multiplies its input with.
 
     Args:
         module: any module; its submodules do not count.
 
     Returns:
-        The attributes that the layer multiplies its input with. Empty for any other module.
+        The axes of each weight by its attribute; empty for a module that is not known.
     """
     if isinstance(module, nn.MultiheadAttention):
         return dict.fromkeys(ATTENTION, Axes(1, 0))
@@ -56,15 +56,15 @@ def axes(module: nn.Module) -> dict[str, Axes]:
     if isinstance(module, nn.RNNCellBase):
         return dict.fromkeys(("weight_ih", "weight_hh"), Axes(1, 0))
     if hasattr(module, "nf") and any(c.__name__ == "Conv1D" for c in type(module).__mro__):
-        return {"weight": Axes(0, 1)}  # Hugging Face's, (in, out)
+        return {"weight": Axes(0, 1)}  # Hugging Face's Conv1D: (in, out)
     return _experts(module)
 
 
-def given(dim: int, ndim: int) -> Axes:
-    """Return the axes of a weight whose input dimension somebody named.
+def axes_along(dim: int, ndim: int) -> Axes:
+    """Return the axes of a weight whose input dimension the user named.
 
-    The outputs are the other dimension of a matrix, or of each matrix in a stack (E, ., .). Of any
-    other weight they are the first one.
+    In a matrix, or in a stack of matrices (E, ., .), the outputs are the other dimension of the
+    matrix. In any other weight they are the first dimension besides ``dim``.
 
     Args:
         dim: the dimension that groups run along, from 0.
@@ -79,9 +79,9 @@ def obstacle(module: nn.Module, attribute: str, named: bool = False) -> str:
     """Say why a parameter cannot be sparse, whatever its size.
 
     Args:
-        module: the module that holds it.
-        attribute: its name there.
-        named: whether somebody named its input dimension.
+        module: the module that has the parameter.
+        attribute: the parameter's name in this module.
+        named: whether the user named the input dimension.
 
     Returns:
         The reason, or an empty string.
@@ -89,12 +89,12 @@ def obstacle(module: nn.Module, attribute: str, named: bool = False) -> str:
     parameter = module._parameters[attribute]
     assert parameter is not None
     known = axes(module)
-    lost = any(name not in module._parameters for name in known)
+    computed = any(name not in module._parameters for name in known)
     if isinstance(parameter, UninitializedParameter):
         return "not initialised yet (run the model once first)"
     if is_embedding(module):
         return EMBEDDING
-    if isinstance(module, ParametrizationList) or (attribute not in known and lost):
+    if isinstance(module, ParametrizationList) or (attribute not in known and computed):
         return COMPUTED
     if kind := _foreign(parameter):
         return f"quantised or of another kind ({kind})"
@@ -102,7 +102,7 @@ def obstacle(module: nn.Module, attribute: str, named: bool = False) -> str:
         return ""
     if attribute.endswith("bias") or attribute in ("bias_k", "bias_v"):
         return "a bias"
-    return UNTOLD if parameter.dim() == 3 and _mixture(module) else UNKNOWN
+    return UNKNOWN_DIM if parameter.dim() == 3 and _mixture(module) else UNKNOWN_LAYER
 
 
 def is_embedding(module: nn.Module) -> bool:
@@ -111,13 +111,13 @@ def is_embedding(module: nn.Module) -> bool:
 
 
 def _foreign(parameter: nn.Parameter) -> str:
-    """Name the kind of a tensor that holds no ordinary floating-point numbers."""
+    """Name the dtype or class of a tensor that holds no ordinary numbers; empty for any other."""
     if not parameter.is_floating_point() or parameter.element_size() == 1:
         return str(parameter.dtype)
     kind = type(parameter)
-    if hasattr(parameter, "quant_state"):  # of bitsandbytes, whatever its numbers are packed as
+    if hasattr(parameter, "quant_state"):  # bitsandbytes packs its numbers in any dtype
         return kind.__name__
-    return "" if issubclass(kind, nn.Parameter) or kind.__name__ in PLACED else kind.__name__
+    return "" if issubclass(kind, nn.Parameter) or kind.__name__ in ORDINARY else kind.__name__
 
 
 # --- the experts of a mixture: one parameter (experts, ., .) holds a matrix for each --------------
@@ -131,7 +131,7 @@ def _experts(module: nn.Module) -> dict[str, Axes]:
         if p is not None and not isinstance(p, UninitializedParameter) and p.dim() == 3
     }
     transposed = getattr(module, "is_transposed", None)
-    if isinstance(transposed, bool):  # transformers says it so
+    if isinstance(transposed, bool):  # set by transformers
         dim = 1 if transposed else 2
         return {name: Axes(dim, 3 - dim) for name in stacks}
     if len(stacks) == 1:
@@ -140,7 +140,7 @@ def _experts(module: nn.Module) -> dict[str, Axes]:
 
 
 def _by_attributes(module: nn.Module, stacks: Mapping[str, Tensor]) -> dict[str, Axes]:
-    """Tell the input dimension by ``input_size`` and ``output_size`` of the module."""
+    """Find the input dimension by the module's ``input_size`` and ``output_size``."""
     ((name, stack),) = stacks.items()
     for ends in (("input_size", "output_size"), ("in_features", "out_features")):
         inputs, outputs = (getattr(module, end, None) for end in ends)
@@ -151,9 +151,10 @@ def _by_attributes(module: nn.Module, stacks: Mapping[str, Tensor]) -> dict[str,
 
 
 def _gated_pair(stacks: Mapping[str, Tensor]) -> dict[str, Axes]:
-    """Tell the input dimension of gate and up in one, H to 2I, with down, I to H.
+    """Find the input dimensions of a fused gate-and-up stack, H to 2I, and a down stack, I to H.
 
-    The sizes fit in one way at most: only what writes 2I is twice as wide as what reads I.
+    The sizes fit in one way at most: only the stack that writes 2I is twice as wide as the stack
+    that reads I.
     """
     for (up, wide), (down, narrow) in itertools.permutations(stacks.items(), 2):
         for dim in (1, 2):
@@ -165,5 +166,5 @@ def _gated_pair(stacks: Mapping[str, Tensor]) -> dict[str, Axes]:
 
 
 def _mixture(module: nn.Module) -> bool:
-    """Say whether a module's class or one of its attributes speaks of experts."""
+    """Say whether the name of a module's class or of an attribute contains "expert"."""
     return any("expert" in name.lower() for name in (type(module).__name__, *vars(module)))

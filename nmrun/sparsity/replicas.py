@@ -13,7 +13,7 @@ from nmrun.sparsity.weight import SparseWeight
 
 
 class Clock(Protocol):
-    """What is asked of a recipe here."""
+    """The part of a recipe that is read here."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -24,12 +24,12 @@ class Clock(Protocol):
 def agree_over_ranks(recipe: Clock, weights: Sequence[SparseWeight]) -> bool:
     """Give every rank rank 0's tensors of replicated weights where they differ.
 
-    Ranks that attached before DDP synchronised their models have one projected weight and
-    different dense ones, masks and scales; ranks with seeds of their own have other scores. Weights
-    of which neither the projected nor the dense values are the same are not replicated: they stay.
+    Ranks that called ``sparsify`` before DDP synchronised their models have equal projected weights
+    but different dense weights, masks and scales. Ranks with different seeds have different scores.
+    A weight whose projected and dense values both differ is not replicated and stays as it is.
 
     Args:
-        recipe: the recipe; of replicated weights it goes on from rank 0's clock and seed.
+        recipe: the recipe; where a tensor was replaced, it goes on from rank 0's clock and seed.
         weights: the sparse weights.
 
     Returns:
@@ -42,13 +42,13 @@ def agree_over_ranks(recipe: Clock, weights: Sequence[SparseWeight]) -> bool:
     dist.all_gather_object(names, [(w.name, tuple(w.shape), sorted(w.saved())) for w in plain])
     if not plain or any(other != names[0] for other in names):
         return False
-    kept = [[w.weight, w.dense, *(w[key] for key in sorted(w.saved()))] for w in plain]
-    prints = torch.stack([_fingerprint(tensor) for tensors in kept for tensor in tensors])
+    owned = [[w.weight, w.dense, *(w[key] for key in sorted(w.saved()))] for w in plain]
+    prints = torch.stack([_fingerprint(tensor) for tensors in owned for tensor in tensors])
     everyone = [torch.empty_like(prints) for _ in names]
     dist.all_gather(everyone, prints)
     same = torch.stack([(other == everyone[0]).all(1) for other in everyone]).all(0).tolist()
     replaced = False
-    for _, *tensors in kept:
+    for _, *tensors in owned:
         projected, *others = [same.pop(0) for _ in range(len(tensors) + 1)]
         if (projected or others[0]) and not all(others):
             replaced = True
@@ -64,7 +64,7 @@ def agree_over_ranks(recipe: Clock, weights: Sequence[SparseWeight]) -> bool:
 
 
 def _fingerprint(tensor: Tensor) -> Tensor:
-    """Numbers that differ where tensors do, but for great bad luck."""
+    """Compute three sums (3,), float64, which are the same for hardly any two tensors."""
     flat = tensor.detach().double().flatten()
-    places = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64)
-    return torch.stack([flat.sum(), flat.square().sum(), (flat * places.sqrt()).sum()])
+    positions = torch.arange(1, len(flat) + 1, device=flat.device, dtype=torch.float64)
+    return torch.stack([flat.sum(), flat.square().sum(), (flat * positions.sqrt()).sum()])

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from nmrun.patterns import Pattern
-from nmrun.sparsity.asked import Asked
-from nmrun.sparsity.places import Place
+from nmrun.sparsity.options import Options
+from nmrun.sparsity.parameters import NamedParameter
 
 Refuses = Callable[[Sequence[int], int, Pattern], str]  # (shape, outputs, pattern) -> reason
 
@@ -19,11 +19,11 @@ class Candidate:
     """A weight that multiplies an input.
 
     Attributes:
-        module_name: the whole name of the module that holds it.
-        module: that module.
-        attribute: the parameter's name there.
+        module_name: the whole name of the module that has the weight.
+        module: this module.
+        attribute: the weight's name in the module.
         dim: the dimension that a product sums over. Groups run along it.
-        pattern: the N:M pattern, once the weight is chosen.
+        pattern: the N:M pattern of a chosen weight; None of others.
         outputs: the dimension of the outputs.
     """
 
@@ -36,16 +36,24 @@ class Candidate:
 
     @property
     def name(self) -> str:
+        """The whole name."""
         return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
 
     @property
     def tensor(self) -> Tensor:
+        """The weight."""
         return getattr(self.module, self.attribute)
 
 
 @dataclass(frozen=True)
 class LeftDense:
-    """A parameter of two dimensions or more that is not sparse, with the reason."""
+    """A parameter of two dimensions or more that is not sparse, with the reason.
+
+    Attributes:
+        name: its whole name.
+        shape: its shape; empty before a lazy module knows it.
+        reason: why it is dense, as a clause for a report.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -56,7 +64,8 @@ def candidates(model: nn.Module, dims: Mapping[str, int] | None = None) -> Itera
     """List every weight that multiplies an input.
 
     Linear layers, convolutions, attention projections, recurrent and bilinear layers and the
-    experts of a mixture have such weights. What weight_norm and the like compute is none.
+    experts of a mixture have such weights. A weight that is computed (weight_norm and the like) is
+    left out.
 
     Args:
         model: the model.
@@ -66,13 +75,13 @@ def candidates(model: nn.Module, dims: Mapping[str, int] | None = None) -> Itera
         The weights in the order of ``named_parameters``, each once.
 
     Raises:
-        ConfigError: a mistake in ``dims``.
+        ConfigError: for a mistake in ``dims``.
     """
     seen: set[int] = set()
-    for place in Asked(model, dims=dims).places:
-        if place.layer is not None and id(place.parameter) not in seen:
-            seen.add(id(place.parameter))
-            yield _candidate(place)
+    for found in Options(model, dims=dims).parameters:
+        if found.may_be_sparse and id(found.parameter) not in seen:
+            seen.add(id(found.parameter))
+            yield _candidate(found)
 
 
 def select(
@@ -88,22 +97,23 @@ def select(
 ) -> tuple[list[Candidate], list[LeftDense]]:
     """Split the parameters of two dimensions or more into sparse ones and dense ones.
 
-    An expression must match a whole name. One that matches nothing is a mistake.
+    A regular expression must match a whole name. An expression that matches nothing is a mistake.
 
     Args:
         model: the model; its parameters may be on the meta device.
         pattern: the N:M pattern where no override names another.
-        include: expressions for module names; only these are sparse. Adapters (LoRA) are sparse
-            only where such an expression matches them.
-        exclude: expressions for module names; these stay dense. ``"auto"`` among them means the
-            first layer and the heads.
-        owned: ids of the parameters that an optimizer updates. By default nobody trains.
+        include: expressions for module names; all other modules stay dense. None, the default,
+            includes every module without adapters (LoRA), which have to be named.
+        exclude: expressions for module names; these modules stay dense. ``"auto"`` among them means
+            the first layer and the heads.
+        owned: ids of the parameters that an optimizer updates; others stay dense. None, the
+            default, does not ask whether a parameter is trained.
         overrides: another pattern, or ``"dense"``, by expressions for module names. The first
             that matches counts, and more than ``exclude``.
-        refuses: ``refuses(shape, outputs, pattern)``, with the dimension of the outputs, is a
-        recipe's own reason against a weight. pad: let the last group of a weight be short (see
-        :meth:`Pattern.over`). dims: the dimension that groups run along, by expressions for
-        parameter names. It makes
+        refuses: a recipe's own check, ``refuses(shape, outputs, pattern)``, with the dimension of
+            the outputs; returns the reason against a weight, or an empty string.
+        pad: let the last group of a weight be short (see :meth:`Pattern.over`).
+        dims: the dimension that groups run along, by expressions for parameter names. It makes
             weights of unknown layers candidates. The first that matches counts.
 
     Returns:
@@ -111,52 +121,55 @@ def select(
         ``named_parameters``. A weight that two layers share is sparse once, under its first name.
 
     Raises:
-        ConfigError: expressions that are none or match nothing, wrong patterns and dimensions.
+        ConfigError: for regular expressions that do not compile or match nothing, and for wrong
+            patterns and dimensions.
     """
-    asked = Asked(model, include, exclude, overrides, dims)
+    options = Options(model, include, exclude, overrides, dims)
     sparse: list[Candidate] = []
     dense: list[LeftDense] = []
     seen: dict[int, str] = {}  # a parameter's first name; empty where that one is sparse
-    for place in asked.places:
-        own = asked.pattern(place, pattern)
-        if (first := seen.get(id(place.parameter))) is not None:
+    for found in options.parameters:
+        own = options.pattern(found, pattern)
+        if (first := seen.get(id(found.parameter))) is not None:
             if not first:
                 continue
-            reason = asked.reason(place) or f"tied to {first}"
+            reason = options.reason(found) or f"tied to {first}"
         else:
-            reason = asked.reason(place) or _untrained(place, owned)
-            reason = reason or _unfit(place, own, pad) or _refused(place, own, refuses)
-            seen[id(place.parameter)] = place.name if reason else ""
+            reason = options.reason(found) or _untrained(found, owned)
+            reason = reason or _unfit(found, own, pad) or _refused(found, own, refuses)
+            seen[id(found.parameter)] = found.name if reason else ""
         if reason:
-            dense.append(LeftDense(place.name, place.shape, reason))
+            dense.append(LeftDense(found.name, found.shape, reason))
         else:
-            sparse.append(_candidate(place, own, pad))
+            sparse.append(_candidate(found, own, pad))
     return sparse, dense
 
 
-def _candidate(place: Place, pattern: Pattern | None = None, pad: bool = False) -> Candidate:
-    assert place.axes is not None
-    dim = place.axes.dim
+def _candidate(
+    found: NamedParameter, pattern: Pattern | None = None, pad: bool = False
+) -> Candidate:
+    assert found.axes is not None
+    dim = found.axes.dim
     if pattern is not None and pad:
-        pattern = pattern.over(place.shape[dim])
-    where = place.module_name, place.module, place.attribute
-    return Candidate(*where, dim, pattern, place.axes.outputs)
+        pattern = pattern.over(found.shape[dim])
+    name, module, attribute = found.module_name, found.module, found.attribute
+    return Candidate(name, module, attribute, dim, pattern, found.axes.outputs)
 
 
-def _untrained(place: Place, owned: Collection[int] | None) -> str:
-    """Say why nobody trains a parameter, or nothing."""
-    if owned is None or (place.parameter.requires_grad and id(place.parameter) in owned):
+def _untrained(found: NamedParameter, owned: Collection[int] | None) -> str:
+    """Say why the optimizer does not train a parameter, or nothing."""
+    if owned is None or (found.parameter.requires_grad and id(found.parameter) in owned):
         return ""
-    return "not in the optimizer" if place.parameter.requires_grad else "frozen"
+    return "not in the optimizer" if found.parameter.requires_grad else "frozen"
 
 
-def _unfit(place: Place, pattern: Pattern, pad: bool) -> str:
+def _unfit(found: NamedParameter, pattern: Pattern, pad: bool) -> str:
     """Say why a weight of this size cannot hold the pattern, or nothing."""
-    assert place.axes is not None
-    inputs = place.shape[place.axes.dim] // place.axes.parts
+    assert found.axes is not None
+    inputs = found.shape[found.axes.dim] // found.axes.parts
     if inputs % pattern.m == 0:
         return ""
-    if place.axes.parts > 1:
+    if found.axes.parts > 1:
         return f"{inputs} inputs of one group are not a multiple of {pattern.m}"
     reason = f"{inputs} inputs are not a multiple of {pattern.m}"
     if inputs <= pattern.n:
@@ -164,6 +177,6 @@ def _unfit(place: Place, pattern: Pattern, pad: bool) -> str:
     return "" if pad else f"{reason} (the option pad allows that)"
 
 
-def _refused(place: Place, pattern: Pattern, refuses: Refuses | None) -> str:
-    assert place.axes is not None
-    return refuses(place.parameter.shape, place.axes.outputs, pattern) if refuses else ""
+def _refused(found: NamedParameter, pattern: Pattern, refuses: Refuses | None) -> str:
+    assert found.axes is not None
+    return refuses(found.parameter.shape, found.axes.outputs, pattern) if refuses else ""

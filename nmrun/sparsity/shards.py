@@ -16,8 +16,9 @@ def check_shards(weights: Sequence[SparseWeight]) -> None:
         weights: the sparse weights.
 
     Raises:
-        ConfigError: for a weight that is cut along its groups' dimension or in a way that is no
-            plain cut, and where some weights are sharded and others not, or otherwise.
+        ConfigError: for a weight that is sharded along the dimension of its groups, or whose
+            placement is neither replicated nor a plain shard; where weights differ in their
+            device mesh or placements.
     """
     sharded = [weight for weight in weights if weight.is_sharded]
     for weight in sharded:

@@ -1,5 +1,6 @@
-"""Transposable masks: every M x M block keeps N weights in each row and each column, so W and its
-transpose are both N:M.
+"""Transposable masks: every M x M block keeps N weights in each row and in each column.
+
+The weight and its transpose are then both N:M.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ ENUMERATED_UP_TO = 4  # 90 candidates for 2:4; 1:8 alone would have 40,320
 
 @cache
 def block_patterns(n: int, m: int) -> Tensor:
-    """All 0/1 matrices (count, m, m) whose rows and columns each sum to n; 90 of them for 2:4. For
-    small m.
+    """List all 0/1 matrices whose rows and columns each sum to n. Feasible for m up to 4.
+
+    Returns:
+        (count, m, m), float64; 90 of them for 2:4.
     """
     rows = [row for row in itertools.product((0, 1), repeat=m) if sum(row) == n]
     blocks = [
@@ -32,15 +35,24 @@ def block_patterns(n: int, m: int) -> Tensor:
 
 @torch.no_grad()
 def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False) -> Tensor:
-    """The transposable N:M mask of a matrix (out, in) with the largest kept sum of ``|w|``, exact
-    in every M x M block.
+    """Find the transposable N:M mask that keeps the largest sum of ``|w|``, exactly.
 
-    Bool, same shape; both dimensions must be multiples of M. With ``pad`` the columns need not: the
-    last blocks are filled up with zeros, which take places in their rows, so rows keep N or fewer
-    there. For M <= 4 by trying all patterns at once (Hu et al. 2024, arXiv 2404.01847, algorithm
-    1); for larger M an assignment problem a block at 1:M, else a small linear programme, whose
-    corners are 0/1 since its constraint matrix is totally unimodular: exact but slow (milliseconds
-    a block), on the CPU.
+    For M <= 4 all masks of a block are compared at once (Hu et al. 2024, arXiv 2404.01847,
+    algorithm 1). For larger M each block is solved on the CPU, in milliseconds: at 1:M as an
+    assignment problem, else as a linear programme, whose corners are 0/1 since its constraint
+    matrix is totally unimodular.
+
+    Args:
+        weight: a matrix (out, in); both sizes are multiples of M.
+        pattern: the N:M pattern.
+        pad: let ``in`` be any size. Zeros fill up the last blocks. They take places in their rows,
+            so rows keep N or fewer there.
+
+    Returns:
+        The mask: bool, shape of ``weight``, True = kept.
+
+    Raises:
+        ValueError: for a tensor of other dimensions or sizes.
     """
     pattern = Pattern.parse(pattern)
     n, m = pattern.n, pattern.m
@@ -73,9 +85,7 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
 
 
 def _solve(block: Tensor, n: int) -> Tensor:
-    """The block mask (m * m) with row and column sums n that keeps the most, as a transportation
-    problem.
-    """
+    """Solve the transportation problem of one block; returns its mask, flat (m * m)."""
     import numpy as np
     from scipy.optimize import linear_sum_assignment, linprog
 

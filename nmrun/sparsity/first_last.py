@@ -1,4 +1,4 @@
-"""The first layer of a model and its heads, by the conventions of libraries."""
+"""The first layer of a model and its heads, which ``exclude=auto`` leaves dense."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import nn
 
 from nmrun.sparsity.layers import axes, is_embedding
 
-# children of the model that end in its output
+# children of the model whose last layer writes the model's output
 CHILDREN = re.compile(
     r"fc|cls|score|logits|qa_outputs|proj_out|aux.*|(text|visual|image|audio)_projection"
     r"|(.*_)?(head|heads|classifier|predictor|output_projection)(_.*)?",
     re.IGNORECASE,
 )
-# layers that write an output wherever they are
+# layers that write an output at any depth
 ANYWHERE = re.compile(
     r"lm_head|output_projection|qa_outputs|cls_score|cls_logits"
     r"|bbox_(pred|reg|ctrness)|mask_fcn_logits|kps_score_lowres"
@@ -23,33 +23,35 @@ ANYWHERE = re.compile(
 
 
 def first_layer(model: nn.Module) -> str | None:
-    """Name the parameter that reads the model's input, without a suffix for the direction.
+    """Name the parameter that multiplies the model's input.
 
     Args:
-        model: whose modules stand in the order of use.
+        model: a model whose modules are registered in the order of use.
 
     Returns:
-        The name; None where an embedding comes first, or no layer at all.
+        The parameter's whole name (of a bidirectional layer, the forward direction's). None where
+        an embedding comes first, or where the model has no known layer.
     """
     for name, module in model.named_modules():
         if is_embedding(module):
             return None
-        held = [a for a in axes(module) if module._parameters.get(a) is not None]
-        if axes(module):
-            return f"{name}.{held[0]}".lstrip(".") if held else None
+        known = axes(module)
+        own = [a for a in known if module._parameters.get(a) is not None]
+        if known:
+            return f"{name}.{own[0]}".lstrip(".") if own else None
     return None
 
 
 def heads(model: nn.Module, layers: Sequence[str]) -> set[str]:
     """Name the layers whose output is the model's.
 
-    A model may say so itself (``get_classifier`` of timm, ``get_output_embeddings`` of Hugging
-    Face). Otherwise names tell: ``fc``, ``classifier``, ``lm_head`` and the like. Without such a
-    name the last layer is taken, if it is linear.
+    A model may name its heads (``get_classifier`` of timm, ``get_output_embeddings`` of Hugging
+    Face). Layers with a usual name (``fc``, ``classifier``, ``lm_head`` and the like) are heads
+    too. Without either, the last layer is the head if it is linear.
 
     Args:
         model: the model.
-        layers: names of the modules that have a weight, in their order.
+        layers: the names of the modules that have a weight, in the order of the modules.
 
     Returns:
         Some of ``layers``.
@@ -70,7 +72,7 @@ def heads(model: nn.Module, layers: Sequence[str]) -> set[str]:
 
 
 def _unwrapped(model: nn.Module) -> tuple[nn.Module, str]:
-    """Go through wrappers (DDP, PEFT, a compiled module) to what has several children."""
+    """Return the first module inside wrappers (DDP, PEFT) that has several children."""
     prefix = ""
     while len(children := list(model.named_children())) == 1 and list(children[0][1].children()):
         name, model = children[0]
@@ -79,7 +81,7 @@ def _unwrapped(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def _headless(model: nn.Module) -> bool:
-    """Say whether a model without a known head has none: timm's would tell, a base has none."""
+    """Say whether a model whose head was not found has none: timm's models name theirs."""
     return hasattr(model, "get_classifier") or getattr(model, "base_model", None) is model
 
 

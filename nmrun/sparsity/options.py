@@ -1,4 +1,7 @@
-"""What a user asked for, by regular expressions on whole names."""
+"""The options that select weights: include, exclude, overrides and dims.
+
+Their keys are regular expressions for whole names.
+"""
 
 from __future__ import annotations
 
@@ -10,104 +13,102 @@ from torch import nn
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
-from nmrun.sparsity.ends import first_layer, heads
+from nmrun.sparsity.first_last import first_layer, heads
 from nmrun.sparsity.layers import axes
-from nmrun.sparsity.places import Place, places, settled
+from nmrun.sparsity.parameters import NamedParameter, named_parameters, with_axes
 
 AUTO = "auto"  # in exclude: the first layer and the heads
 FIRST, HEAD = "first layer (exclude=auto)", "head (exclude=auto)"
 
-Texts = str | Sequence[str]
 T = TypeVar("T")
 Choices = list[tuple[re.Pattern[str], T]]  # the first expression that matches counts
 
 
-class Asked:
+class Options:
     """The options of a selection, checked together.
 
     Args:
         model: the model.
-        include: as in :func:`nmrun.sparsity.select.select`, like the others.
-        exclude: which weights stay dense.
-        overrides: which patterns some weights have.
-        dims: along which dimension groups run.
+        include, exclude, overrides, dims: as in :func:`nmrun.sparsity.select.select`.
 
     Attributes:
-        places: the parameters of two dimensions or more, under every name.
+        parameters: the parameters of two dimensions or more, under all their names.
 
     Raises:
-        ConfigError: all mistakes in the options.
+        ConfigError: with all mistakes in the options.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        include: Texts | None = None,
-        exclude: Texts = (),
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] = (),
         overrides: Mapping[str, str | Pattern] | None = None,
         dims: Mapping[str, int] | None = None,
     ) -> None:
         self._problems: list[str] = []
-        found = places(model)
+        found = named_parameters(model)
         named = self._dims(found, dims or {})
-        if self._problems:  # what is no dimension says nothing of the places
+        if self._problems:  # the axes cannot be told by wrong dimensions
             named = []
-        self.places = settled(model, found, lambda place: _first(named, place.names))
+        self.parameters = with_axes(model, found, lambda each: _first(named, each.names))
         unwanted = _several(exclude)
         self._include = None if include is None else self._modules("include", _several(include))
         self._exclude = self._modules("exclude", [text for text in unwanted if text != AUTO])
         self._overrides = self._patterns(overrides or {})
         if self._problems:
             raise ConfigError(self._problems)
-        self._ends = _ends(model, self.places) if AUTO in unwanted else {}
+        self._ends = _ends(model, self.parameters) if AUTO in unwanted else {}
 
-    def pattern(self, place: Place, default: Pattern) -> Pattern:
-        """Return the pattern of a weight.
+    def pattern(self, parameter: NamedParameter, default: Pattern) -> Pattern:
+        """Return the pattern of a parameter.
 
         Args:
-            place: the weight.
+            parameter: the parameter.
             default: the pattern where no override matches.
         """
-        return _first(self._overrides, place.modules) or default
+        return _first(self._overrides, parameter.module_names) or default
 
-    def reason(self, place: Place) -> str:
-        """Say why a weight shall stay dense, or cannot be sparse.
+    def reason(self, parameter: NamedParameter) -> str:
+        """Say why a parameter stays dense by the options, or cannot be sparse.
 
         Args:
-            place: the weight.
+            parameter: the parameter.
 
         Returns:
             The reason, or an empty string.
         """
-        wanted = self._include is not None and _match(self._include, place.modules)
-        if place.adapter and not wanted:
+        modules, problem = parameter.module_names, parameter.obstacle
+        wanted = self._include is not None and _match(self._include, modules)
+        if parameter.adapter and not wanted:
             return "an adapter (LoRA); include names it if it is meant"
-        if place.axes is None:
-            return place.obstacle
+        if parameter.axes is None:
+            return problem
         if self._include is not None and not wanted:
             return "not in include"
-        if any(_match([expression], place.modules) for expression, _ in self._overrides):
-            own = _first(self._overrides, place.modules)
-            return place.obstacle if own else "dense by overrides"
-        if _match(self._exclude, place.modules):
+        if any(_match([expression], modules) for expression, _ in self._overrides):
+            return problem if _first(self._overrides, modules) else "dense by overrides"
+        if _match(self._exclude, modules):
             return "excluded"
-        ends = (self._ends[name] for name in place.names if name in self._ends)
-        return place.obstacle or next(ends, "")
+        ends = (self._ends[name] for name in parameter.names if name in self._ends)
+        return problem or next(ends, "")
 
     # --- reading the options ----------------------------------------------------------------------
 
     def _modules(self, option: str, texts: Sequence[str]) -> list[re.Pattern[str]]:
         """Compile expressions for modules; note those that match none."""
-        every = list(dict.fromkeys(place.module_name for place in self.places))
+        every = list(dict.fromkeys(each.module_name for each in self.parameters))
         compiled = []
         for text in texts:
             if (expression := self._compiled(option, text)) is None:
                 continue
             compiled.append(expression)
             if not _match([expression], every):
-                layers = (p.module_name or "(the model itself)" for p in self.places if p.layer)
-                lost = f"{option}: {text!r} matches no layer's whole name"
-                self._problems.append(f"{lost}; there are {_some(layers)}")
+                layers = [each.module_name for each in self.parameters if each.may_be_sparse]
+                there = _some(name or "(the model itself)" for name in layers)
+                self._problems.append(
+                    f"{option}: {text!r} matches no layer's whole name; there are {there}"
+                )
         return compiled
 
     def _patterns(self, overrides: Mapping[str, str | Pattern]) -> Choices[Pattern | None]:
@@ -122,21 +123,25 @@ class Asked:
             found += [(expression, own) for expression in self._modules("overrides", [text])]
         return found
 
-    def _dims(self, found: Sequence[Place], dims: Mapping[str, int]) -> Choices[int]:
+    def _dims(self, found: Sequence[NamedParameter], dims: Mapping[str, int]) -> Choices[int]:
         """Read the dimensions; note those that some parameter does not have."""
         named: Choices[int] = []
         for text, dim in dims.items():
             if (expression := self._compiled("dims", text)) is None:
                 continue
             named.append((expression, dim))
-            meant = [place for place in found if _match([expression], place.names)]
-            if not meant:
-                lost = f"dims: {text!r} matches no parameter of two dimensions or more"
-                self._problems.append(f"{lost}; there are {_some(place.name for place in found)}")
-            wrong = [p for p in meant if p.shape and dim not in range(len(p.shape))]
-            for place in wrong[:1]:
-                lost = f"dims: {text!r}: {dim!r} is no dimension of {place.name}"
-                self._problems.append(f"{lost} {list(place.shape)} (0 to {len(place.shape) - 1})")
+            matches = [each for each in found if _match([expression], each.names)]
+            if not matches:
+                self._problems.append(
+                    f"dims: {text!r} matches no parameter of two dimensions or more; "
+                    f"there are {_some(each.name for each in found)}"
+                )
+            wrong = [p for p in matches if p.shape and dim not in range(len(p.shape))]
+            for first in wrong[:1]:
+                self._problems.append(
+                    f"dims: {text!r}: {dim!r} is no dimension of {first.name} "
+                    f"{list(first.shape)} (0 to {len(first.shape) - 1})"
+                )
         return named
 
     def _compiled(self, option: str, text: str) -> re.Pattern[str] | None:
@@ -147,17 +152,17 @@ class Asked:
             return None
 
 
-def _ends(model: nn.Module, found: Sequence[Place]) -> dict[str, str]:
+def _ends(model: nn.Module, found: Sequence[NamedParameter]) -> dict[str, str]:
     """Name the weights of the first layer and the heads, with the reason."""
-    adapters = {place.module_name for place in found if place.adapter}
+    adapters = {each.module_name for each in found if each.adapter}
     layers = [n for n, module in model.named_modules() if axes(module) and n not in adapters]
     last, first = heads(model, layers), first_layer(model)
-    both = () if first is None else (first, f"{first}_reverse")
-    ends = {place.name: HEAD for place in found if place.module_name in last}
-    return ends | {place.name: FIRST for place in found if place.name in both}
+    both = () if first is None else (first, f"{first}_reverse")  # the two directions of an RNN
+    ends = {each.name: HEAD for each in found if each.module_name in last}
+    return ends | {each.name: FIRST for each in found if each.name in both}
 
 
-def _several(texts: Texts) -> list[str]:
+def _several(texts: str | Sequence[str]) -> list[str]:
     return [texts] if isinstance(texts, str) else list(texts)
 
 
@@ -171,6 +176,6 @@ def _match(expressions: Iterable[re.Pattern[str]], names: Sequence[str]) -> bool
     return any(expression.fullmatch(name) for expression in expressions for name in names)
 
 
-def _first(pairs: Iterable[tuple[re.Pattern[str], T]], names: Sequence[str]) -> T | None:
-    """Return what stands beside the first expression that matches."""
-    return next((value for expression, value in pairs if _match([expression], names)), None)
+def _first(choices: Iterable[tuple[re.Pattern[str], T]], names: Sequence[str]) -> T | None:
+    """Return the value of the first expression that matches."""
+    return next((value for expression, value in choices if _match([expression], names)), None)
