@@ -137,17 +137,17 @@ def sparsify(
         if saved is not None:
             Resume(optimizer, rule, sparse, lambda: None).check(saved)
             for weight in sparse:
-                weight.take(optimizer, dtypes_of(saved))
+                weight.pop_state(optimizer, dtypes_of(saved))
             kept = {weight.name: weight.saved() for weight in sparse}
             for weight in sparse:
-                weight.forget()  # recipes begin with dense weights, and write into what they find
+                weight.clear()  # recipes begin with dense weights, and write into what they find
         rule.prepare(model)
         rule.attach(sparse, optimizer)
         _install_products(rule, sparse, mvue, fp8, input_gradient)
         if saved is not None:
             for weight in sparse:
                 for key, value in kept[weight.name].items():
-                    weight.adopt(key, value)
+                    weight.restore(key, value)
             rule.load_state_dict(saved["state"])
         handle = Handle(optimizer, rule, sparse, left_dense)
         handle.gathering = [

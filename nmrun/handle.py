@@ -105,7 +105,7 @@ class Handle(Steps):
         for products in own:
             products.active = False
         for weight in self.sparse:
-            weight.expose()
+            weight.show_dense()
         before = [weight.parameter._version for weight in self.sparse]
         try:
             yield
@@ -113,7 +113,7 @@ class Handle(Steps):
             self._reshard()
             after = [weight.parameter._version for weight in self.sparse]
             for weight in self.sparse:
-                weight.cover()
+                weight.show_projected()
             for products in own:
                 products.active = True
             if before != after:
@@ -144,9 +144,9 @@ class Handle(Steps):
         """
         self._resume.check(state.get("nmrun") or {})
         for weight in self.sparse:
-            weight.forget()
+            weight.clear()
             for key, value in state["weights"][weight.name].items():
-                weight.adopt(key, value.clone())
+                weight.restore(key, value.clone())
         self._resume.restore(state["nmrun"])
 
     def make_room(self, metadata: Any) -> None:
@@ -189,7 +189,7 @@ class Handle(Steps):
             check_finished(self.recipe, self.sparse, next(moved, ""))
         for weight in self.sparse:
             weight.weight.add_(0.0)  # no zero is negative
-            weight.take(self._optimizer)
+            weight.pop_state(self._optimizer)
             layer.uninstall(weight)
             LIVE.pop(id(weight.parameter), None)
         for hook in self._hooks:
@@ -201,6 +201,6 @@ class Handle(Steps):
         for weight in self.sparse:
             own = counterpart(model, weight.name)
             out = torch.empty_like(own)
-            dense = weight.of(own.detach().clone())
+            dense = weight.with_dense(own.detach().clone())
             self.recipe.project_final(dense, out)
             own.copy_(out + 0.0)

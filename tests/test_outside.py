@@ -145,7 +145,7 @@ def test_a_step_that_raises_in_the_middle_recovers(
                 patch.setattr("nmrun.optim._stock_step", lambda optimizer: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     optimizer.step()
-            assert [w.is_exposed for w in handle.sparse] == [True, True]
+            assert [w.shows_dense for w in handle.sparse] == [True, True]
         for m, o, _ in ((model, optimizer, handle), plain):
             gradients(m, step)
             o.step()

@@ -29,7 +29,7 @@ class Fails(LBC):
         super().attach(weights, optimizer)
         for weight in weights:
             weight.dense.mul_(2.0)
-            weight.give(optimizer)
+            weight.put_state(optimizer)
         raise ConfigError("it cannot")
 
 

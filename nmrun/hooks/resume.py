@@ -16,7 +16,8 @@ from torch import nn
 from nmrun.errors import ConfigError, RunError
 from nmrun.kernels.layout import local
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.weight import SparseWeight, summed
+from nmrun.sparsity.shards import summed
+from nmrun.sparsity.weight import SparseWeight
 
 KEY = "nmrun"
 VERSION = 1  # of what is saved
@@ -98,7 +99,7 @@ class Resume:
         self._without = [w for w in self.weights if not state.get(w.parameter)]
         self.optimizer.param_groups[0][KEY] = self.settings()
         for weight in self.weights:
-            weight.give(self.optimizer)
+            weight.put_state(self.optimizer)
         if self._room:
             self._fill_room()
 
@@ -108,7 +109,7 @@ class Resume:
         SGD has none of its own, and the sparse weights alone would have one."""
         state_dict["state"] = {number: dict(own) for number, own in state_dict["state"].items()}
         for weight in self._without:
-            weight.take(self.optimizer)
+            weight.pop_state(self.optimizer)
         for group in state_dict["param_groups"]:
             for number in group["params"]:
                 if state_dict["state"]:
@@ -149,8 +150,8 @@ class Resume:
             self._before_saving()
             return
         for weight in self.weights:
-            weight.forget()  # what counts is what was saved
-            weight.take(self.optimizer, dtypes_of(settings))
+            weight.clear()  # what counts is what was saved
+            weight.pop_state(self.optimizer, dtypes_of(settings))
             if not (settings["state"]["dense_forward"] or weight.has_dense):
                 raise ConfigError(
                     f"the loaded state has no dense weight of {weight.name}: what it was loaded "
@@ -164,7 +165,7 @@ class Resume:
         self.recipe.load_state_dict(settings["state"])
         self.refresh()
         for weight in self.weights:
-            weight.give(self.optimizer)
+            weight.put_state(self.optimizer)
 
 
 def saved_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:

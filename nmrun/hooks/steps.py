@@ -86,7 +86,7 @@ class Steps:
             return answer
         self._recover()
         for weight in self.sparse:
-            weight.take(optimizer)
+            weight.pop_state(optimizer)
         if not self._compared:
             self._compared = True
             if agree_over_ranks(self.recipe, self.sparse):
@@ -101,14 +101,14 @@ class Steps:
                 if id(weight) not in self._in_one_pass:
                     if (grad := weight.grad) is not None:
                         self.recipe.edit_gradient(weight, grad)
-                    weight.expose()
+                    weight.show_dense()
         return answer
 
     def _recover(self) -> None:
         """A step has failed half-way: the parameters become projected weights again."""
-        if any(weight.is_exposed for weight in self.sparse):
+        if any(weight.shows_dense for weight in self.sparse):
             for weight in self.sparse:
-                weight.cover()
+                weight.show_projected()
             self.refresh()
 
     def _plan(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[Tensor | None, int]]:
@@ -141,7 +141,7 @@ class Steps:
         if self._skipped:
             return
         for weight in self.sparse:
-            weight.cover()
+            weight.show_projected()
         self.recipe.step += 1
         self.recipe.after_step(self.sparse, optimizer)
         for name, dim, index in getattr(self.recipe, "reordered", ()):
@@ -151,7 +151,7 @@ class Steps:
         self.refresh()
         self._measured = self.mask_metrics.after(optimizer) if self.measure_flips else {}
         for weight in self.sparse:
-            weight.give(optimizer)
+            weight.put_state(optimizer)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -200,7 +200,7 @@ class Steps:
         for weight in self.sparse:
             kept = weight.dense
             if kept.dtype != weight.weight.dtype or kept.device != weight.weight.device:
-                weight.adopt("dense", kept)  # the model was moved or cast
+                weight.restore("dense", kept)  # the model was moved or cast
             if (weight.moved() or thorough) and self._differs(weight):
                 weight.begin_sparse()
                 self.recipe.project(weight, weight.weight)  # by which the rule knows what is pruned

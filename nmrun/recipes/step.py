@@ -21,7 +21,8 @@ from nmrun.ranges import FLAG, SWITCH, number, one_of
 from nmrun.recipes.autoswitch import AutoSwitch
 from nmrun.recipes.base import Recipe
 from nmrun.rule import Rule
-from nmrun.sparsity.weight import SparseWeight, summed
+from nmrun.sparsity.shards import summed
+from nmrun.sparsity.weight import SparseWeight
 
 
 @dataclass

@@ -1,9 +1,8 @@
-"""What masks, weights and gradients do in training, as numbers for a log: measured when asked for,
-free of cost otherwise.
+"""What masks, weights and gradients do in training, as numbers for a log.
 
-The mask of a weight is the support of what the forward pass uses. As long as that is not N:M (in a
-dense phase, or on the way from dense to sparse), it is the virtual mask of the N largest of every M
-dense weights (or the best transposable one), so that curves begin with the run.
+The mask of a weight is where the forward weight is not 0. While the forward weight is not N:M (in a
+dense phase, or in the transition to a sparse one), the mask is a virtual one: the N largest of
+every M dense weights, or the best transposable mask. So curves begin with the run.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ import torch
 from torch import Tensor
 
 from nmrun.kernels.layout import local
-from nmrun.sparsity.weight import FIRST_MASK, SparseWeight, summed
+from nmrun.sparsity.shards import summed
+from nmrun.sparsity.weight import FIRST_MASK, SparseWeight
 
 
 class Masks(Protocol):
-    """What is asked of a recipe here."""
+    """The part of a recipe that is read here."""
 
     @property
     def is_sparse(self) -> bool: ...
@@ -30,8 +30,14 @@ class Masks(Protocol):
 
 @torch.no_grad()
 def mask_of(weight: SparseWeight, recipe: Masks) -> Tensor:
-    """The mask as it is now, real or virtual (see above): bool, True = kept, same shape as the
-    weight.
+    """Return the mask of a weight as it is now, real or virtual (see above).
+
+    Args:
+        weight: the sparse weight.
+        recipe: its recipe.
+
+    Returns:
+        The mask: bool, shape of ``weight.dense``, True = kept.
     """
     if recipe.is_sparse:
         return weight.weight.bool()  # several times as fast as != 0
@@ -43,8 +49,11 @@ def mask_of(weight: SparseWeight, recipe: Masks) -> Tensor:
 class MaskMetrics:
     """Measures one optimizer step: call :meth:`before` and :meth:`after` around it.
 
-    The run's first masks are kept with each weight, packed: those at :meth:`begin`, or else before
-    the first step that is measured.
+    Each weight keeps the run's first mask, packed, in ``nmrun_first_mask``.
+
+    Args:
+        recipe: the recipe.
+        weights: the sparse weights.
     """
 
     def __init__(self, recipe: Masks, weights: Sequence[SparseWeight]) -> None:
@@ -52,23 +61,34 @@ class MaskMetrics:
         self._before: list[Tensor] = []
 
     def begin(self) -> None:
-        """Remember the masks of now as the first ones, unless there are some."""
+        """Keep the present masks as the run's first masks, where a weight has none yet."""
         for weight in self.weights:
             if FIRST_MASK not in weight:
                 weight[FIRST_MASK] = pack(weight.whole(mask_of(weight, self.recipe)))
 
     def first(self, weight: SparseWeight) -> Tensor:
-        """The run's first mask of a weight, this process's part."""
+        """Return the run's first mask of a weight.
+
+        Args:
+            weight: a weight after :meth:`begin` or :meth:`before`.
+
+        Returns:
+            The mask: bool, shape of ``weight.dense``, True = kept.
+        """
         return weight.part(unpack(weight[FIRST_MASK], weight.shape))
 
     def before(self) -> None:
-        """The optimizer is about to step."""
+        """Keep the masks of before an optimizer step."""
         self.begin()
         self._before = [mask_of(w, self.recipe) for w in self.weights]
 
     def reorder(self, name: str, dim: int, index: Tensor) -> None:
-        """A weight became ``weight.index_select(dim, index)``: so do the masks that are remembered
-        of it.
+        """Reorder the kept masks of a weight that became ``weight.index_select(dim, index)``.
+
+        Args:
+            name: the name of a parameter; one that is not sparse is passed over.
+            dim: the dimension that was reordered.
+            index: the new order, int64.
         """
         for i, weight in enumerate(self.weights):
             if weight.name == name and FIRST_MASK in weight:
@@ -78,15 +98,20 @@ class MaskMetrics:
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-        """What the step did, over all sparse weights together.
+        """Measure the step that was made since :meth:`before`.
 
-        ``sparsity/flip_rate``: share of mask entries that changed (Hu et al. 2024, arXiv
-        2404.01847), over ``sparsity/flip_interval`` steps. ``sparsity/sad``: the number of these
-        entries (sparse architecture divergence, Zhou et al. 2021, arXiv 2102.04010),
-        ``sparsity/sad_since_first`` the share that differs from the first masks.
-        ``sparsity/kept_energy``: sum of squares of the kept dense weights over that of all.
-        ``sparsity/pruned_norm``: Euclidean norm of the others. ``sparsity/gradient_noise_kept`` and
-        ``..._pruned``, if the optimizer is Adam: mean of :func:`gradient_variance`.
+        Args:
+            optimizer: the optimizer that made the step.
+
+        Returns:
+            Over all sparse weights together: ``sparsity/flip_rate``, the share of mask entries that
+            changed (Hu et al. 2024, arXiv 2404.01847), over ``sparsity/flip_interval`` = 1 steps;
+            ``sparsity/sad``, the number of these entries (sparse architecture divergence, Zhou et
+            al. 2021, arXiv 2102.04010); ``sparsity/sad_since_first``, the share of entries that
+            differ from the first masks; ``sparsity/kept_energy``, the sum of squares of the kept
+            dense weights over that of all; ``sparsity/pruned_norm``, the Euclidean norm of the
+            pruned dense weights; with Adam, ``sparsity/gradient_noise_kept`` and ``..._pruned``,
+            the mean of :func:`gradient_variance` over the kept and the pruned.
         """
         masks = [mask_of(w, self.recipe) for w in self.weights]
         variances = gradient_variance([w.parameter for w in self.weights], optimizer)
@@ -121,8 +146,15 @@ class MaskMetrics:
 
 @torch.no_grad()
 def layer_metrics(weights: Sequence[SparseWeight], recipe: Masks) -> dict[str, float]:
-    """``layer/<name>/density``, the share of non-zeros that the forward pass uses now, and
-    ``layer/<name>/kept_energy`` of the mask.
+    """Measure each sparse weight by itself.
+
+    Args:
+        weights: the sparse weights.
+        recipe: their recipe.
+
+    Returns:
+        ``layer/<name>/density``, the share of non-zeros in the forward weight, and
+        ``layer/<name>/kept_energy``, as in :meth:`MaskMetrics.after`.
     """
     rows = []
     for weight in weights:
@@ -139,12 +171,18 @@ def layer_metrics(weights: Sequence[SparseWeight], recipe: Masks) -> dict[str, f
 def gradient_variance(
     params: Sequence[Tensor], optimizer: torch.optim.Optimizer
 ) -> list[Tensor] | None:
-    """An estimate of every gradient coordinate's variance over the last steps, from Adam's own
-    moments: ``v - m^2``.
+    """Estimate the variance of each gradient coordinate over the last steps by Adam's ``v - m^2``.
 
-    Both moments are bias-corrected (as Adam sees gradients: with coupled weight decay, if it has
-    any). They average over different spans, so single values can be below zero. None where the
-    moments are not there: another optimizer, or STEP's frozen v.
+    Both moments are bias-corrected. They contain coupled weight decay, if Adam has any. They
+    average over different spans, so single values can be below 0.
+
+    Args:
+        params: parameters of the optimizer.
+        optimizer: any optimizer.
+
+    Returns:
+        A tensor for each parameter, of its shape. None where a parameter has not both moments:
+        another optimizer than Adam, no step yet, or STEP's frozen second moment.
     """
     betas = {id(p): group.get("betas") for group in optimizer.param_groups for p in group["params"]}
     variances = []
@@ -160,8 +198,13 @@ def gradient_variance(
 
 
 def pack(mask: Tensor) -> Tensor:
-    """A bool tensor as bytes (uint8, one dimension): an eighth of it in each bit, one after the
-    other.
+    """Pack a mask into bits: bit i of the bytes has the i-th eighth of the mask's entries.
+
+    Args:
+        mask: bool, of any shape.
+
+    Returns:
+        uint8, one dimension, an eighth of the entries long (rounded up).
     """
     bits = torch.nn.functional.pad(mask.flatten().view(torch.uint8), (0, -mask.numel() % 8)).view(
         8, -1
@@ -170,7 +213,15 @@ def pack(mask: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
-    """The inverse of :func:`pack`."""
+    """Undo :func:`pack`.
+
+    Args:
+        packed: the bytes.
+        shape: the shape of the mask.
+
+    Returns:
+        The mask: bool, of this shape.
+    """
     bits = (packed >> _SHIFTS.to(packed.device)).bitwise_and_(1)
     return bits.flatten()[: math.prod(shape)].view(*shape).view(torch.bool)
 
@@ -179,9 +230,7 @@ _SHIFTS = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
 
 
 def _split(values: Tensor, kept: Tensor, pruned: Tensor) -> list[Tensor]:
-    """The sums of ``values`` over the kept and over the pruned, 0-dimensional and float64; the
-    masks as flat float32.
-    """
+    """Sum values over the kept and over the pruned, by flat float32 masks; float64 sums."""
     flat = values.flatten().float()
     return [torch.dot(flat, kept).double(), torch.dot(flat, pruned).double()]
 

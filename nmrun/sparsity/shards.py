@@ -1,9 +1,12 @@
-"""Which sharded weights (DTensors, as ``fully_shard`` makes them) can be sparse."""
+"""Sharded weights (DTensors, as ``fully_shard`` makes them): which can be sparse, and sums."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
 
 from nmrun.errors import ConfigError
 from nmrun.sparsity.weight import SparseWeight
@@ -39,6 +42,24 @@ def check_shards(weights: Sequence[SparseWeight]) -> None:
                 f"{weight.name} is not sharded over the same processes as {sharded[0].name}: "
                 "shard the whole model, or leave one of them dense (exclude)"
             )
+
+
+def summed(weights: Sequence[SparseWeight], sums: Tensor) -> Tensor:
+    """Add up the sums of all processes, in place.
+
+    Args:
+        weights: the sparse weights.
+        sums: sums over this process's parts of the weights.
+
+    Returns:
+        ``sums``, now over the whole weights; unchanged where the weights are not sharded.
+    """
+    if weights and weights[0].is_sharded:
+        like: Any = weights[0].parameter
+        for dim, placement in enumerate(like.placements):
+            if placement.is_shard():  # other dimensions of the mesh are replicas
+                dist.all_reduce(sums, group=like.device_mesh.get_group(dim))
+    return sums
 
 
 def _placements(weight: SparseWeight) -> Sequence[Any]:

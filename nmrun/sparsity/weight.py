@@ -1,25 +1,25 @@
-"""One sparse weight: the parameter holds its projection, the optimizer's state the dense weight.
+"""One sparse weight: the parameter is its projection, the optimizer's state has the dense weight.
 
-Outside a step ``parameter`` is the projected weight, at one address. In a step the parameter
-points at the dense weight (:meth:`SparseWeight.expose`), so that any optimizer moves that one;
-afterwards it points at the old memory again (:meth:`SparseWeight.cover`), which then gets the new
-projection. A sharded parameter, one that shares its storage and one whose step is captured keep
-their memory and are copied to and fro instead.
+Outside a step the parameter is the projected weight, at one address. In a step the parameter points
+at the dense weight (:meth:`SparseWeight.show_dense`), so that any optimizer moves the dense weight.
+After the step it points at the projected weight's memory again
+(:meth:`SparseWeight.show_projected`), which then gets the new projection. Three kinds of parameters
+keep their memory, and values are copied instead: a sharded parameter, a parameter that shares its
+storage, and a parameter whose step is captured by a CUDA graph.
 
-What a recipe keeps for a weight, the dense weight among it, lies in ``optimizer.state[parameter]``
-under names that begin with ``nmrun_``. In a step it is taken out: optimizers look whether a state
-is empty.
+The dense weight and the recipe's tensors lie in ``optimizer.state[parameter]`` under names that
+begin with ``nmrun_``. In a step they are removed from there, since an optimizer initialises its
+state where it finds none.
 """
 
 from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from nmrun.kernels.layout import local
@@ -28,7 +28,7 @@ from nmrun.ranks import part_like
 from nmrun.sparsity.masks import grouped
 
 PREFIX = "nmrun_"
-# the parameters that are sparse now, by id
+# the parameters that are sparse now, by id, of all handles
 LIVE: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 FIRST_MASK = "first_mask"  # packed bits, see nmrun.sparsity.metrics
 
@@ -37,12 +37,14 @@ class SparseWeight:
     """A sparse parameter of a model.
 
     Attributes:
-        name: the parameter's name in the model, such as ``layer1.conv.weight``.
-        module_name, module, attribute: where it is.
-        parameter: the ``nn.Parameter``; it holds the projected weight in sparse phases.
-        pattern, dim: its pattern, and the dimension that groups run along.
+        module_name, module, attribute: the module that has the parameter, and its name there.
+        parameter: the ``nn.Parameter``; in sparse phases it is the projected weight.
+        pattern, dim: the N:M pattern, and the dimension that groups run along.
         outputs: the dimension of the outputs.
-        dependents: called with this weight whenever its projection was rewritten.
+        dependents: functions that are called with this weight after each projection.
+        layer: how the layer's products are computed (``nmrun.products.layer``), None for torch's.
+        copies: whether the parameter keeps its memory in a step.
+        version: the parameter's version when nmrun last wrote it.
     """
 
     def __init__(
@@ -58,73 +60,94 @@ class SparseWeight:
         self.parameter: nn.Parameter = getattr(module, attribute)
         self.pattern, self.dim, self.outputs = pattern, dim, outputs
         self.dependents: list[Callable[[SparseWeight], None]] = []
-        self.layer: Any = None  # how its products are computed, where not as usual
-        self.copies = False  # the parameter keeps its memory in a step
-        self.version = self.parameter._version  # when its values were last ours
+        self.layer: Any = None
+        self.copies = False
+        self.version = self.parameter._version
         self._tensors: dict[str, Tensor] = {}
         self._address: Tensor | None = None  # in a step: the memory of the projected weight
 
     @property
     def name(self) -> str:
+        """The parameter's name in the model, such as ``layer1.conv.weight``."""
         return f"{self.module_name}.{self.attribute}" if self.module_name else self.attribute
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the whole weight, also where this process has a part."""
+        """The shape of the whole weight, also where this process has only a part."""
         return self.parameter.shape
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this process has a part of the weight only (a ``DTensor``)."""
+        """Whether this process has only a part of the weight (a ``DTensor``)."""
         return hasattr(self.parameter, "_local_tensor")
 
-    # --- its tensors: of a sharded weight this process's part, as a plain tensor ---------------
+    # --- its tensors; of a sharded weight, this process's part as a plain tensor ----------------
 
     @property
     def has_dense(self) -> bool:
-        """Whether there is a dense weight beside the parameter: in sparse phases."""
+        """Whether the dense weight is a tensor beside the parameter, as in sparse phases."""
         return "dense" in self._tensors
 
     @property
     def dense(self) -> Tensor:
-        """The dense weight; in dense phases the parameter's own values. No gradient."""
-        kept = self._tensors.get("dense")
-        return local(self.parameter.detach() if kept is None else kept)
+        """The dense weight, without gradient; in dense phases it is the parameter itself."""
+        own = self._tensors.get("dense")
+        return local(self.parameter.detach() if own is None else own)
 
     @property
     def weight(self) -> Tensor:
-        """The weight that the forward pass uses. No gradient."""
+        """The weight that the forward pass uses, without gradient."""
         used = self.parameter.detach() if self._address is None else self._address
         return local(used)
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient at the forward weight."""
+        """The gradient at the forward weight; None before a backward pass."""
         grad = self.parameter.grad
         return None if grad is None else local(grad)
 
     def __contains__(self, key: str) -> bool:
+        """Say whether the weight has a tensor of this name."""
         return key in self._tensors
 
     def __getitem__(self, key: str) -> Tensor:
-        """A tensor that the recipe keeps for this weight."""
+        """Return a tensor that the recipe keeps for this weight.
+
+        Raises:
+            KeyError: where there is none of this name.
+        """
         return local(self._tensors[key])
 
     def __setitem__(self, key: str, value: Tensor) -> None:
-        """Keep a tensor for this weight; it is saved with the optimizer's state."""
+        """Keep a tensor for this weight; the optimizer's state dict saves it.
+
+        Args:
+            key: its name, without ``nmrun_``.
+            value: the tensor. If it has the shape of :attr:`dense`, it is sharded like the weight.
+        """
         alike = self.is_sharded and value.shape == self.dense.shape
         self._tensors[key] = self._as_shard(value) if alike else value
 
-    def of(self, dense: Tensor) -> SparseWeight:
-        """This weight with another dense weight, as an average has it; the recipe's tensors are
-        shared."""
+    def with_dense(self, dense: Tensor) -> SparseWeight:
+        """Return this weight with another dense weight, such as an average.
+
+        Args:
+            dense: the other dense weight. All other tensors are shared.
+        """
         other = copy.copy(self)
         other._tensors = {**self._tensors, "dense": dense}
         other.dependents = []
         return other
 
     def whole(self, part: Tensor) -> Tensor:
-        """A tensor shaped like :attr:`dense`, of all processes; all of them have to ask."""
+        """Gather a tensor from all processes that have a part of it. All of them must call.
+
+        Args:
+            part: this process's part, of the shape of :attr:`dense`.
+
+        Returns:
+            The whole tensor, of :attr:`shape`; ``part`` itself where the weight is not sharded.
+        """
         if not self.is_sharded:
             return part
         plain = part.view(torch.uint8) if part.dtype == torch.bool else part
@@ -132,16 +155,12 @@ class SparseWeight:
         return full.view(part.dtype)
 
     def part(self, whole: Tensor) -> Tensor:
-        """This process's part of a whole tensor: the inverse of :meth:`whole`."""
-        if not self.is_sharded:
-            return whole
-        from torch.distributed.tensor import distribute_tensor
+        """Return this process's part of a whole tensor: the inverse of :meth:`whole`.
 
-        like: Any = self.parameter
-        plain = whole.view(torch.uint8) if whole.dtype == torch.bool else whole
-        mesh, placements = like.device_mesh, like.placements
-        cut = distribute_tensor(plain, mesh, placements, src_data_rank=None)  # everyone has it
-        return local(cut).view(whole.dtype)
+        Args:
+            whole: a tensor of :attr:`shape`, the same on all processes.
+        """
+        return local(part_like(whole, self.parameter))
 
     def _as_shard(self, part: Tensor) -> Any:
         from torch.distributed.tensor import DTensor
@@ -155,19 +174,19 @@ class SparseWeight:
 
     @torch.no_grad()
     def begin_sparse(self) -> None:
-        """The parameter's values become the dense weight; a projection has to follow."""
+        """Copy the parameter to the dense weight. The caller then projects into the parameter."""
         self._tensors["dense"] = self.parameter.detach().clone()
 
     @torch.no_grad()
     def end_sparse(self) -> None:
-        """The parameter becomes the dense weight, which leaves the optimizer's state."""
+        """Copy the dense weight into the parameter, and drop the dense weight's own tensor."""
         if "dense" in self._tensors:
             local(self.parameter.detach()).copy_(self.dense)
             del self._tensors["dense"]
 
     @torch.no_grad()
-    def expose(self) -> None:
-        """Let the parameter be the dense weight, for a step."""
+    def show_dense(self) -> None:
+        """Let the parameter be the dense weight, until :meth:`show_projected`."""
         if "dense" not in self._tensors or self._address is not None:
             return
         self._address = self.parameter.data
@@ -178,8 +197,8 @@ class SparseWeight:
             self.parameter.data = self._tensors["dense"]
 
     @torch.no_grad()
-    def cover(self) -> None:
-        """Let the parameter be the projected weight again, as it was before :meth:`expose`."""
+    def show_projected(self) -> None:
+        """Let the parameter be the projected weight, as it was before :meth:`show_dense`."""
         if self._address is None:
             return
         if self.copies:
@@ -191,84 +210,97 @@ class SparseWeight:
         self._address = None
 
     @property
-    def is_exposed(self) -> bool:
-        """Whether the parameter is the dense weight now: in a step."""
+    def shows_dense(self) -> bool:
+        """Whether the parameter is the dense weight now, between those two calls."""
         return self._address is not None
 
     def holds(self) -> bool:
-        """Whether the forward weight holds the pattern."""
+        """Say whether the forward weight has at most N non-zeros in every group of M."""
         groups, _, d = grouped(self.weight, self.pattern, self.dim)
         return bool(((groups != 0).sum(d) <= self.pattern.n).all())
 
     def moved(self) -> bool:
-        """Whether the parameter was written since :attr:`version` by a call that moves it."""
+        """Say whether the parameter was written in place since :attr:`version`.
+
+        A write through ``.data`` leaves the version as it is and is not noticed.
+        """
         return self.parameter._version != self.version
 
     # --- the optimizer's state ------------------------------------------------------------------
 
-    def take(
+    def pop_state(
         self, optimizer: torch.optim.Optimizer, dtypes: Mapping[str, str] | None = None
     ) -> None:
-        """Take this weight's tensors out of the optimizer's state; what was replaced counts.
+        """Move this weight's tensors out of the optimizer's state.
 
-        ``load_state_dict`` and ``model.to`` give tensors another dtype or device: masks become
-        bool again, the dense weight follows the parameter. ``dtypes`` are by :attr:`dtypes`.
+        The tensors in the state replace those of before, since ``load_state_dict`` may have
+        written them. It casts what it loads, so dtypes and devices are set right here.
+
+        Args:
+            optimizer: the optimizer that steps the parameter.
+            dtypes: the saved :attr:`dtypes`, for a weight that has no such tensors yet.
         """
         state = optimizer.state.get(self.parameter)
         if not state:
             return
         for key in [key for key in state if isinstance(key, str) and key.startswith(PREFIX)]:
             name = key.removeprefix(PREFIX)
-            self.adopt(name, state.pop(key), (dtypes or {}).get(name))
-        if not state:  # nothing of the optimizer's own: it has not begun
+            self.restore(name, state.pop(key), (dtypes or {}).get(name))
+        if not state:  # the optimizer has not stepped: it looks for an empty state
             del optimizer.state[self.parameter]
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """The dtypes of tensors that have not the parameter's, for :meth:`take` by who does not
-        know them yet."""
-        own, kept = self.parameter.dtype, self._tensors.items()
-        return {key: str(t.dtype).removeprefix("torch.") for key, t in kept if t.dtype != own}
+        """The dtype of each tensor that differs from the parameter's, such as ``bool``."""
+        own, tensors = self.parameter.dtype, self._tensors.items()
+        return {key: str(t.dtype).removeprefix("torch.") for key, t in tensors if t.dtype != own}
 
-    def adopt(self, key: str, value: Tensor, kind: str | None = None) -> None:
-        """Keep a tensor that was saved, in the dtype and on the device that it belongs to."""
+    def restore(self, key: str, value: Tensor, kind: str | None = None) -> None:
+        """Keep a tensor that was saved, on the parameter's device.
+
+        The dense weight gets the parameter's dtype, and a tensor that replaces another gets the
+        dtype of that one.
+
+        Args:
+            key: its name, without ``nmrun_``.
+            value: the tensor, whole or sharded like the weight.
+            kind: the dtype of a new tensor, such as ``"bool"``. None, the default: that of
+                ``value``.
+        """
         dtype: torch.dtype = getattr(torch, kind) if kind else value.dtype
         if key in self._tensors:
             dtype = self._tensors[key].dtype
         if key == "dense":
             dtype = self.parameter.dtype
-        # a state dict that was loaded whole
+        # torch.distributed.checkpoint may have loaded it whole
         self._tensors[key] = part_like(value, self.parameter).to(self.parameter.device, dtype)
 
-    def give(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put this weight's tensors into the optimizer's state."""
+    def put_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Put this weight's tensors into the optimizer's state, so that its state dict saves them.
+
+        Args:
+            optimizer: the optimizer that steps the parameter.
+        """
         if self._tensors:
             state = optimizer.state[self.parameter]
             for key, value in self._tensors.items():
                 state[PREFIX + key] = value
 
     def saved(self) -> dict[str, Tensor]:
-        """What :meth:`give` gives, without the prefix."""
+        """Return the tensors that are saved with the optimizer, by name, without ``nmrun_``."""
         return dict(self._tensors)
 
-    def forget(self) -> None:
-        """Drop the tensors that are kept for this weight; the parameter stays as it is."""
+    def clear(self) -> None:
+        """Drop the weight's tensors; the parameter stays as it is."""
         self._tensors = {}
 
 
 def owns_its_storage(parameter: Tensor) -> bool:
-    """Whether a parameter is a plain tensor that alone uses its whole storage."""
+    """Say whether a parameter is a plain tensor that alone uses its whole storage.
+
+    A sharded parameter and one of a flattened recurrent layer do not.
+    """
     if type(parameter) is not nn.Parameter or hasattr(parameter, "_local_tensor"):
         return False
     size = parameter.numel() * parameter.element_size()
     return parameter.storage_offset() == 0 and parameter.untyped_storage().nbytes() == size
-
-
-def summed(weights: Sequence[SparseWeight], sums: Tensor) -> Tensor:
-    """Sums over this process's parts, made sums over the whole weights in place."""
-    if weights and weights[0].is_sharded:
-        like: Any = weights[0].parameter
-        for dim, placement in enumerate(like.placements):
-            if placement.is_shard():  # other dimensions of the mesh are replicas
-                dist.all_reduce(sums, group=like.device_mesh.get_group(dim))
-    return sums
