@@ -20,7 +20,7 @@ from nmrun.sparsity.select import Candidate, LeftDense, candidates, select
 from nmrun.sparsity.shards import check_shards
 from nmrun.sparsity.weight import LIVE, SparseWeight
 
-# packages whose optimizers wrap the one that steps, and where they keep it
+# packages whose optimizers wrap the one that steps, and the attributes that have it
 WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "fairseq")
 INSIDE = ("optimizer", "_optimizer")
 
@@ -53,41 +53,39 @@ def sparsify(
             optimizer.zero_grad()
         handle.finalize()   # checked: plain parameters, exactly 2:4
 
-    The parameters hold the projected weights from here on; the dense weights, the recipe's clock
-    and its tensors are in the optimizer's state, so a checkpoint of model and optimizer is
-    complete. Gradient accumulation, clipping, ``torch.amp.GradScaler`` and closures need no change:
-    everything happens in hooks of ``optimizer.step``. An optimizer whose loaded state comes from
-    such a training goes on with it.
+    The parameters are the projected weights from here on. The dense weights, the recipe's clock and
+    its tensors are in the optimizer's state, so a checkpoint of model and optimizer is complete.
+    An optimizer whose loaded state comes from such a training goes on with it. Everything happens
+    in hooks of ``optimizer.step``: gradient accumulation, clipping, ``torch.amp.GradScaler`` and
+    closures need no change.
 
     Args:
         model: any module; no name, class or parameter of it is replaced.
-        optimizer: the one that steps the model's parameters. Wrappers of accelerate, Lightning and
-            fairseq are looked through.
+        optimizer: the optimizer that steps the model's parameters, or a wrapper around it
+            (accelerate, Lightning, fairseq).
         recipe: a name (``asp``, ``ste``, ``sr_ste``, ``step``, ``s_ste``, ...), the dotted path of
-        a
-            subclass of :class:`nmrun.recipes.base.Recipe`, or a recipe such as
+            a subclass of :class:`nmrun.recipes.base.Recipe`, or a recipe such as
             ``STEP(switch=0.25)``.
         pattern: at most N non-zeros in every M consecutive weights along the input dimension, any
             1 <= N <= M.
-        total_steps: optimizer steps of the whole run, for recipes with phases.
+        total_steps: optimizer steps of the whole run. Recipes with phases need it.
         include, exclude: regular expressions for whole module names. By default every weight of a
             known layer whose inputs are a multiple of M is sparse; ``handle.left_dense`` says why
-            the others are not. ``exclude="auto"`` leaves the first layer and the head(s) dense.
+            the others are not. ``exclude="auto"`` leaves the first layer and the heads dense.
         overrides: other patterns for some layers, by such expressions:
-            ``{"layer3\\..*": "1:8", "fc": "dense"}``; the first match counts, and more than
-            exclude.
-        mvue: N:M for the gradient of the sparse linear layers' weights: from an unbiased estimate
-        of
-            the output gradient with at most N non-zeros in every M consecutive tokens.
-        fp8: round the operands of these layers' three products to FP8 (simulated). Both are
-        S-STE's,
-            work with any recipe, and act in training mode outside dense phases.
-        pad: make layers sparse too whose inputs are not a multiple of M; their last group is short.
-        input_gradient: ``exact``; or a product with weights that are N:M along the outputs as well:
-            ``transposable``, with masks chosen so (layers whose outputs M does not divide stay
-            dense), or ``double_prune``, by the weight pruned once more (SLoPe, arXiv 2405.16325),
-            which changes this gradient alone.
-        dims: the dimension that is summed over, by regular expressions for whole parameter names:
+            ``{"layer3\\..*": "1:8", "fc": "dense"}``. The first match counts, and more than
+            ``exclude``.
+        mvue: an N:M pattern. The weight gradients of sparse linear layers are computed from an
+            unbiased estimate of the output gradient, with at most N non-zeros in every M
+            consecutive tokens. None, the default, computes them exactly. Like ``fp8``, the option
+            is S-STE's, works with any recipe, and acts in training mode outside dense phases.
+        fp8: round the operands of these layers' three products to FP8 (simulated).
+        pad: make layers sparse too whose inputs are not a multiple of M. Their last group is short.
+        input_gradient: how sparse layers compute the gradient of their input. ``exact``: with the
+            forward weight. ``transposable``: likewise, with masks that are N:M along the outputs as
+            well; layers whose outputs M does not divide stay dense. ``double_prune``: with the
+            forward weight pruned once more along the outputs (SLoPe, arXiv 2405.16325).
+        dims: the dimension that groups run along, by regular expressions for whole parameter names,
             for weights of layers that nmrun does not know (``{"experts\\..*": 1}``).
         hyperparameters: the recipe's own, under the names of its paper.
 
@@ -95,9 +93,10 @@ def sparsify(
         The handle.
 
     Raises:
-        ConfigError: (a ValueError) for an unknown recipe, pattern or value, a model without an
-            eligible weight, weights that are sparse already, an optimizer that the recipe cannot
-            work with, or an optimizer state of another training. Model and optimizer are unchanged.
+        ConfigError: (a ValueError) for an unknown recipe, pattern or value, a model without a
+            weight that can be sparse, weights that are sparse already, an optimizer that the recipe
+            cannot work with, or an optimizer state of another training. Model and optimizer are
+            unchanged then.
         TypeError: for an unknown hyperparameter.
     """
     pattern = Pattern.parse(pattern)
@@ -123,7 +122,7 @@ def sparsify(
         reasons = "; ".join(f"{d.name} {list(d.shape)}: {d.reason}" for d in left_dense[:8])
         reasons = reasons or "it has no such layer"
         raise ConfigError(f"no weight of this model can be {pattern} sparse ({reasons})")
-    saved = saved_settings(optimizer)
+    saved = saved_settings(optimizer.param_groups)
     sparse = [_weight(c, pattern) for c in chosen]
     check_shards(sparse)
     whole_weights_only(rule, sparse)
@@ -138,32 +137,36 @@ def sparsify(
             Resume(optimizer, rule, sparse, lambda: None).check(saved)
             for weight in sparse:
                 weight.pop_state(optimizer, dtypes_of(saved))
-            kept = {weight.name: weight.saved() for weight in sparse}
+            tensors = {weight.name: weight.saved() for weight in sparse}
             for weight in sparse:
-                weight.clear()  # recipes begin with dense weights, and write into what they find
+                weight.clear()  # attach() begins with dense weights, and would overwrite these
         rule.prepare(model)
         rule.attach(sparse, optimizer)
         _install_products(rule, sparse, mvue, fp8, input_gradient)
         if saved is not None:
             for weight in sparse:
-                for key, value in kept[weight.name].items():
+                for key, value in tensors[weight.name].items():
                     weight.restore(key, value)
             rule.load_state_dict(saved["state"])
-        handle = Handle(optimizer, rule, sparse, left_dense)
-        handle.gathering = [
-            m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")
-        ]
-        return handle
+        fsdp = [m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")]
+        return Handle(optimizer, rule, sparse, left_dense, fsdp)
     except BaseException:
         undo()
         raise
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that steps, inside wrappers of training frameworks.
+    """Return the optimizer inside the wrappers of training frameworks.
+
+    Args:
+        optimizer: a torch optimizer, or a wrapper of accelerate, Lightning or fairseq.
+
+    Returns:
+        The torch optimizer.
 
     Raises:
-        ConfigError: for what has no step hooks, or steps several times.
+        ConfigError: for an object that is no torch optimizer, and for optimizers that evaluate
+            gradients several times a step or do not save the state of all parameters.
     """
     while type(optimizer).__module__.partition(".")[0] in WRAPPERS:
         inner = next((vars(optimizer)[key] for key in INSIDE if key in vars(optimizer)), None)
@@ -237,7 +240,7 @@ def _install_products(
 
 
 class _Undo:
-    """Leaves model and optimizer as they were, where :func:`sparsify` fails."""
+    """Makes model and optimizer what they were, after :func:`sparsify` failed."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, sparse: Sequence[SparseWeight]

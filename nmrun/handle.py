@@ -1,15 +1,16 @@
-"""The handle of a model that trains with sparse weights: what a loop asks, saves and ends with."""
+"""The handle of a model that trains with sparse weights: reports, saving and the end."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nmrun.hooks.resume import KEY, check_finished, counterpart
+from nmrun.hooks.finish import check_finished, counterpart
+from nmrun.hooks.resume import KEY
 from nmrun.hooks.steps import Steps
 from nmrun.products import layer
 from nmrun.recipes.base import Recipe
@@ -19,7 +20,12 @@ from nmrun.sparsity.weight import LIVE, SparseWeight
 
 
 class Handle(Steps):
-    """What :func:`nmrun.sparsify` returns. The order of a step is in :class:`Steps`.
+    """What :func:`nmrun.sparsify` returns. The base class :class:`Steps` does the steps.
+
+    Args:
+        optimizer, recipe, sparse: as in :class:`Steps`.
+        left_dense: the weights that are not sparse, each with the reason.
+        fsdp_modules: the modules of the model that ``fully_shard`` manages.
 
     Attributes:
         left_dense: the weights that are not sparse, each with the reason.
@@ -31,41 +37,53 @@ class Handle(Steps):
         recipe: Recipe,
         sparse: list[SparseWeight],
         left_dense: list[LeftDense],
+        fsdp_modules: Sequence[Any] = (),
     ) -> None:
-        self.left_dense = left_dense
+        self.left_dense, self._fsdp_modules = left_dense, fsdp_modules
         super().__init__(optimizer, recipe, sparse)
 
-    # --- what a loop asks ------------------------------------------------------------------------
+    # --- what a loop reads -----------------------------------------------------------------------
 
     @property
     def phase(self) -> str:
-        """Which weights the forward pass uses now: ``"dense"``, ``"sparse"``, or in
-        ``"transition"`` something between."""
+        """Which weights the forward pass uses now: ``"dense"`` or ``"sparse"`` ones, or ones
+        between both in a ``"transition"``."""
         return self.recipe.phase if self.sparse else "dense"
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the forward pass uses N:M weights now. False with no sparse weight at all."""
+        """Whether the forward pass uses N:M weights now; False without any sparse weight."""
         return bool(self.sparse) and self.recipe.is_sparse
 
     def pop_events(self) -> list[str]:
-        """Sentences about what the recipe did since the last call."""
+        """Return and clear the recipe's events since the last call, each one a sentence."""
         events, self.recipe.events[:] = list(self.recipe.events), []
         return events
 
     @property
     def flip_rate(self) -> float | None:
-        """Share of mask entries that changed in the last step, if it was measured."""
+        """The share of mask entries that changed in the last step; None if not measured."""
         return self._measured.get("sparsity/flip_rate")
 
     def metrics(self) -> dict[str, float]:
-        """The recipe's scalars for a log, and what the last step did, if it was measured
-        (``nmrun.sparsity.metrics.MaskMetrics.after``)."""
+        """Return scalars for a log, by name.
+
+        Returns:
+            The recipe's own scalars, and the measurements of the last step, if it was measured
+            (:meth:`nmrun.sparsity.metrics.MaskMetrics.after`).
+        """
         return {**self._measured, **self.recipe.metrics()} if self.sparse else {}
 
     @torch.no_grad()
     def final_weight(self, weight: SparseWeight) -> Tensor:
-        """The weight that the run would leave now (a copy, this process's part)."""
+        """Return the weight that a run ending now would leave.
+
+        Args:
+            weight: one of :attr:`sparse`.
+
+        Returns:
+            A copy, without negative zeros; of a sharded weight this process's part.
+        """
         if self.recipe.is_sparse:
             return weight.weight + 0.0
         out = torch.empty_like(weight.dense)
@@ -73,12 +91,12 @@ class Handle(Steps):
         return out + 0.0
 
     def report(self) -> dict[str, Any]:
-        """Plain data on the final weights, as they would be now.
+        """Describe the weights that a run ending now would leave.
 
         Returns:
-            ``pattern``; ``density`` over the sparse weights; ``layers`` (``name``, ``shape``,
-            ``nonzeros``, ``numel``, ``holds``: at most N of every M); ``left_dense`` (``name``,
-            ``shape``, ``reason``).
+            Plain data: ``pattern``; ``density``, the share of non-zeros in the sparse weights;
+            ``layers``, as of :func:`nmrun.sparsity.check.layer_report`; ``left_dense``, each with
+            ``name``, ``shape`` and ``reason``.
         """
         layers = [
             layer_report(w.name, w.whole(self.final_weight(w)), w.pattern, w.dim)
@@ -97,10 +115,13 @@ class Handle(Steps):
 
     @contextlib.contextmanager
     def dense_weights(self) -> Iterator[None]:
-        """While entered, the parameters are the dense weights: for averages (EMA), dense
-        evaluation, dense checkpoints. Weights that are written inside are kept."""
+        """Let the parameters be the dense weights, while the context is entered.
+
+        Averages (EMA), dense evaluation and dense checkpoints read them. A parameter that is
+        written inside keeps its new values as the dense weight.
+        """
         self._reshard()
-        # what layers have packed or pruned again is not of the dense weights
+        # layers would compute with copies of the projected weights, packed or pruned again
         own = [w.layer for w in self.sparse if w.layer is not None and w.layer.active]
         for products in own:
             products.active = False
@@ -122,15 +143,22 @@ class Handle(Steps):
                 weight.version = weight.parameter._version
 
     def _reshard(self) -> None:
-        """Let FSDP's modules gather their weights anew: after a forward pass that no backward pass
-        followed, the outermost one keeps what it has gathered."""
-        for module in self.gathering:
+        """Let FSDP's modules gather their weights anew.
+
+        The outermost module keeps its gathered weights after a forward pass without a backward one.
+        """
+        for module in self._fsdp_modules:
             module.reshard()
 
     # --- saving and finishing --------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What the optimizer's state dict has of nmrun too, apart: for loops that save it so."""
+        """Return what the optimizer's state dict also has of nmrun, for loops that save it apart.
+
+        Returns:
+            ``nmrun``, the recipe's clock as plain data, and ``weights``, the tensors of each sparse
+            weight by its name, not copied.
+        """
         return {
             "nmrun": self._resume.settings(),
             "weights": {w.name: w.saved() for w in self.sparse},
@@ -139,8 +167,12 @@ class Handle(Steps):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`.
 
+        Args:
+            state: of a handle with the same recipe, patterns and sparse weights.
+
         Raises:
-            ConfigError: for the state of another recipe or ratio, or of an older nmrun.
+            ConfigError: for the state of another recipe, ratio or choice of weights, or of another
+                version of what is saved.
         """
         self._resume.check(state.get("nmrun") or {})
         for weight in self.sparse:
@@ -150,11 +182,10 @@ class Handle(Steps):
         self._resume.restore(state["nmrun"])
 
     def make_room(self, metadata: Any) -> None:
-        """Before files of ``torch.distributed.checkpoint`` are loaded: make room for what they
-        have.
+        """Make room for the tensors in files of ``torch.distributed.checkpoint``, before a load.
 
-        It loads what the state dict that it is given has places for. A recipe that begins dense has
-        none for dense weights and masks, which files that were saved later hold. ::
+        ``dcp.load`` reads only what the given state dict has keys for. In a dense phase that has no
+        keys for dense weights and masks, which files of a later step contain. ::
 
             handle.make_room(dcp.FileSystemReader(path).read_metadata())
             parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
@@ -162,21 +193,24 @@ class Handle(Steps):
             set_state_dict(...)
 
         Args:
-            metadata: of the files.
+            metadata: the metadata of the files.
         """
         self._resume.make_room(metadata)
 
     @torch.no_grad()
     def finalize(self, model: nn.Module | None = None) -> None:
-        """End the recipe: the weights stay, exactly N:M, and the optimizer forgets the rest.
+        """End the recipe: the weights stay exactly N:M, and nmrun leaves model and optimizer.
 
-        With ``model``, a copy of the model that holds dense weights (an average), that copy gets
-        the projections of its own weights instead, and training can go on.
+        Args:
+            model: a copy of the model with dense weights (an average). This copy then gets the
+                projections of its own weights, and the training can go on. None, the default, ends
+                the recipe.
 
         Raises:
-            RunError: where a weight does not hold its pattern: the optimizer never stepped,
-                training ended in a dense phase, or the weights moved without the optimizer.
+            RunError: where a weight does not hold its pattern, the optimizer never stepped,
+                training ended in a dense phase, or the weights changed without the optimizer.
                 Nothing is changed then.
+            ConfigError: for a ``model`` that has not the parameters of this one.
         """
         if model is not None:
             self._finalize_copy(model)
@@ -188,7 +222,7 @@ class Handle(Steps):
             moved = (w.name for w in self.sparse if not dense and w.moved() and self._differs(w))
             check_finished(self.recipe, self.sparse, next(moved, ""))
         for weight in self.sparse:
-            weight.weight.add_(0.0)  # no zero is negative
+            weight.weight.add_(0.0)  # makes negative zeros positive
             weight.pop_state(self._optimizer)
             layer.uninstall(weight)
             LIVE.pop(id(weight.parameter), None)

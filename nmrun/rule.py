@@ -21,19 +21,20 @@ from nmrun.patterns import Pattern
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One weight's update; the default is the hard mask with the straight-through gradient (STE).
+    """One step's update of one weight. The default is STE: hard mask, straight-through gradient.
 
     Args:
-        pruned_gradient_decay: what is added to the gradients of pruned weights, times the weight
-            (SR-STE's lambda). Not together with ``pruned_gradient_factor``.
-        pruned_gradient_factor: what the gradients of pruned weights are multiplied by; 0 masks
-            them.
-        pruned_weight_factor: what is left of pruned weights in the forward pass (MdGf's D).
-        soft_threshold_scale: a 0-dimensional tensor; with it the forward weight is the soft
-            threshold times this scale (S-STE's beta).
-        mask: bool, shape of the weight, True = kept: a mask that stays. None: the N largest of
-            every M, chosen anew after every step.
-        pattern: the pattern of this step where it is not the weight's own (structure decay).
+        pruned_gradient_decay: this factor times the dense weight is added to the gradients of
+            pruned weights (SR-STE's lambda). Not together with ``pruned_gradient_factor``.
+        pruned_gradient_factor: the gradients of pruned weights are multiplied by this factor; 0
+            masks them.
+        pruned_weight_factor: pruned weights are multiplied by this factor in the forward pass
+            (MdGf's D).
+        soft_threshold_scale: a 0-dimensional tensor; the forward weight is then the soft threshold
+            times this scale (S-STE's beta). None: the hard threshold.
+        mask: a fixed mask: bool, shape of the weight, True = kept. None: the N largest of every M,
+            chosen anew after every step.
+        pattern: the pattern of this step. None: the weight's own; structure decay has others.
     """
 
     pruned_gradient_decay: float = 0.0
@@ -45,10 +46,11 @@ class Rule:
 
     @property
     def kind(self) -> tuple[bool, bool, bool, bool, bool]:
-        """What kernels are compiled for.
+        """The variant of the rule that a kernel is compiled for.
 
         Returns:
-            (decays gradients, scales gradients, held mask, soft threshold, fading weights).
+            Whether the rule (decays gradients, scales gradients, has a fixed mask, has a soft
+            threshold, keeps a fraction of pruned weights).
         """
         return (
             self.pruned_gradient_decay != 0,
@@ -59,10 +61,13 @@ class Rule:
         )
 
     def then(self, after: Rule) -> Rule:
-        """The gradient's part of this rule with the forward part of ``after``.
+        """Join the gradient's part of this rule with the forward part of the next step's rule.
 
-        An optimizer step edits the gradient by the rule that the forward pass used, and projects
-        by the rule of the next one.
+        A fused step edits the gradient by the rule of the forward pass before it, and projects by
+        the rule of the forward pass after it.
+
+        Args:
+            after: the rule of the next step.
         """
         return replace(
             after,

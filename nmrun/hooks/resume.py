@@ -1,4 +1,4 @@
-"""What of a sparse training is saved with the optimizer, how it comes back, and when it is done.
+"""What of a sparse training is saved with the optimizer, and how it comes back.
 
 The recipe's clock lies in ``optimizer.param_groups[0]["nmrun"]`` (plain data), the weights' tensors
 in ``optimizer.state[parameter]``. So whoever saves and loads model and optimizer resumes exactly.
@@ -11,28 +11,29 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from nmrun.errors import ConfigError, RunError
+from nmrun.errors import ConfigError
 from nmrun.kernels.layout import local
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.shards import summed
 from nmrun.sparsity.weight import SparseWeight
 
 KEY = "nmrun"
-VERSION = 1  # of what is saved
-# parts of names that wrappers add
+VERSION = 1  # of the form of what is saved
+# the parts of a parameter's name that wrappers add
 WRAPPED = r"(^|(?<=\.))(module|_orig_mod|_fsdp_wrapped_module)\."
 
 
 class Resume:
-    """Keeps the optimizer's state dict complete, and takes back what was loaded into it.
+    """Completes the optimizer's state dict with the recipe's clock and the weights' tensors.
+
+    After ``load_state_dict``, it gives the recipe and the weights what was loaded.
 
     Args:
-        optimizer: the one that steps the weights.
+        optimizer: the optimizer that steps the weights.
         recipe: the recipe, with its clock.
         weights: the sparse weights.
-        refresh: writes the projections of the dense weights into the parameters.
+        refresh: a function that writes the projections of the dense weights into the parameters.
     """
 
     def __init__(
@@ -44,11 +45,17 @@ class Resume:
     ) -> None:
         self.optimizer, self.recipe, self.weights = optimizer, recipe, weights
         self.refresh = refresh
+        # weights of which the optimizer had no state of its own before the state dict was made
         self._without: list[SparseWeight] = []
-        self._room: dict[str, dict[str, Any]] = {}  # by weight and key: what will be loaded
+        # by weight and key: the metadata of the tensors that will be loaded
+        self._room: dict[str, dict[str, Any]] = {}
 
     def make_room(self, metadata: Any) -> None:
-        """Let the next state dict have the keys that a saved one has: see ``Handle.make_room``."""
+        """Give the next state dict the keys of saved files, as ``Handle.make_room`` says.
+
+        Args:
+            metadata: of ``torch.distributed.checkpoint``'s files.
+        """
         plain = {re.sub(WRAPPED, "", w.name): w.name for w in self.weights}
         for key, saved in metadata.state_dict_metadata.items():
             own, _, last = key.rpartition(".")
@@ -57,6 +64,7 @@ class Resume:
                 self._room.setdefault(plain[match[1]], {})[last] = saved
 
     def _fill_room(self) -> None:
+        """Make the optimizer's state of each weight have just the keys that will be loaded."""
         for weight in self.weights:
             wanted = self._room.get(weight.name, {})
             state = self.optimizer.state[weight.parameter]
@@ -70,20 +78,24 @@ class Resume:
                     state[key] = torch.zeros(saved.size, dtype=kind, device=like.device)
 
     def hooks(self) -> list[Any]:
-        """Hooks of the optimizer's ``state_dict`` and ``load_state_dict``, to be removed."""
+        """Register hooks of the optimizer's ``state_dict`` and ``load_state_dict``.
+
+        Returns:
+            The handles that remove the hooks.
+        """
         return [
             self.optimizer.register_state_dict_pre_hook(lambda _: self._before_saving()),
             self.optimizer.register_state_dict_post_hook(
                 lambda _, state: self._after_saving(state)
             ),
             self.optimizer.register_load_state_dict_pre_hook(
-                lambda _, state: self.check(_settings_of(state["param_groups"]))
+                lambda _, state: self.check(saved_settings(state["param_groups"]))
             ),
-            self.optimizer.register_load_state_dict_post_hook(lambda _: self.take_back()),
+            self.optimizer.register_load_state_dict_post_hook(lambda _: self._after_loading()),
         ]
 
     def settings(self) -> dict[str, Any]:
-        """The recipe's clock and what it has to fit: plain data."""
+        """Return the recipe's clock and what a loaded clock is checked against, as plain data."""
         recipe = self.recipe
         return {
             "version": VERSION,
@@ -104,22 +116,29 @@ class Resume:
             self._fill_room()
 
     def _after_saving(self, state_dict: dict[str, Any]) -> None:
-        """Leave an optimizer that has not begun without state: torch.distributed.checkpoint makes
-        what it will load into only there. And give every parameter an entry, as it expects: plain
-        SGD has none of its own, and the sparse weights alone would have one."""
+        """Make state dict and optimizer what torch.distributed.checkpoint expects.
+
+        It initialises an optimizer only where that has no state, so one that has not stepped is
+        left without. It expects either no entry or one for each parameter; plain SGD has no
+        entries, and the sparse weights alone would have one.
+        """
+        # copies, since pop_state empties the optimizer's own entries
         state_dict["state"] = {number: dict(own) for number, own in state_dict["state"].items()}
         for weight in self._without:
             weight.pop_state(self.optimizer)
-        for group in state_dict["param_groups"]:
+        for group in state_dict["param_groups"] if state_dict["state"] else ():
             for number in group["params"]:
-                if state_dict["state"]:
-                    state_dict["state"].setdefault(number, {})
+                state_dict["state"].setdefault(number, {})
 
     def check(self, settings: dict[str, Any] | None) -> None:
-        """Hold saved settings against this recipe; None, from a training without nmrun, fits.
+        """Check that saved settings fit this recipe and these weights.
+
+        Args:
+            settings: as of :meth:`settings`; None, from a training without nmrun, fits.
 
         Raises:
-            ConfigError: for another recipe, ratio or choice of weights.
+            ConfigError: for another recipe, ratio or choice of weights, or another version of what
+                is saved.
         """
         if settings is None:
             return
@@ -129,10 +148,10 @@ class Resume:
                 "this state was saved by another version of nmrun, which keeps weights elsewhere: "
                 "finish it there, and start from the finished model"
             )
-        for key, called in (("recipe", "recipe"), ("pattern", "pattern")):
+        for key in ("recipe", "pattern"):
             if settings[key] != own[key]:
                 raise ConfigError(
-                    f"this state is of {called} {settings[key]}, the handle is of {own[key]}: "
+                    f"this state is of {key} {settings[key]}, the handle is of {own[key]}: "
                     f"call sparsify with the former, or load the model alone"
                 )
         if settings["weights"] != own["weights"]:
@@ -142,15 +161,14 @@ class Resume:
                 "call sparsify with the same include, exclude, overrides and pad"
             )
 
-    def take_back(self) -> None:
-        """The optimizer's state was loaded: its clock and tensors are ours now."""
+    def _after_loading(self) -> None:
         self._room = {}
-        settings = _settings_of(self.optimizer.param_groups)
+        settings = saved_settings(self.optimizer.param_groups)
         if settings is None:  # saved without nmrun: the recipe goes on from where it is
             self._before_saving()
             return
         for weight in self.weights:
-            weight.clear()  # what counts is what was saved
+            weight.clear()  # a tensor that is not among the saved ones is gone
             weight.pop_state(self.optimizer, dtypes_of(settings))
             if not (settings["state"]["dense_forward"] or weight.has_dense):
                 raise ConfigError(
@@ -161,20 +179,39 @@ class Resume:
         self.restore(settings)
 
     def restore(self, settings: dict[str, Any]) -> None:
-        """Go on from these settings, with the tensors that the weights have."""
+        """Set the recipe's clock, project the weights, and put their tensors into the state.
+
+        Args:
+            settings: as of :meth:`settings`. The weights have their tensors already.
+        """
         self.recipe.load_state_dict(settings["state"])
         self.refresh()
         for weight in self.weights:
             weight.put_state(self.optimizer)
 
 
-def saved_settings(optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
-    """The settings in the state that was loaded into an optimizer, if there are any."""
-    return _settings_of(optimizer.param_groups)
+def saved_settings(groups: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Find the settings that were saved with an optimizer.
+
+    Args:
+        groups: the parameter groups of an optimizer, or of its state dict.
+
+    Returns:
+        The settings as of :meth:`Resume.settings`, or None where there are none.
+    """
+    found = groups[0].get(KEY) if groups else None
+    return found if isinstance(found, dict) else None
 
 
 def dtypes_of(settings: dict[str, Any]) -> dict[str, str]:
-    """The dtypes of saved tensors that have not their parameter's, by the tensors' names."""
+    """Read the dtypes of the saved tensors whose dtype is not their parameter's.
+
+    Args:
+        settings: as of :meth:`Resume.settings`.
+
+    Returns:
+        The name of a dtype, such as ``bool``, by the name of the tensor.
+    """
     return dict(entry.split("=") for entry in settings["dtypes"].split())
 
 
@@ -184,22 +221,20 @@ def _as_text(weights: Sequence[SparseWeight]) -> str:
     return " ".join(f"{key}={dtype}" for key, dtype in sorted(every.items()))
 
 
-def _settings_of(groups: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    found = groups[0].get(KEY) if groups else None
-    return found if isinstance(found, dict) else None
-
-
 @torch.no_grad()
 def makes_state(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight]) -> bool:
-    """Whether a step is none: torch.distributed.checkpoint makes an optimizer's state by a step
-    with rate 0 and gradients of 0, before it saves or loads.
+    """Say whether the coming step only initialises the optimizer's state.
+
+    torch.distributed.checkpoint makes such a step before it saves or loads, with learning rate 0
+    and gradients of 0. A recipe must not count it.
 
     Args:
-        optimizer: the one that is about to step.
+        optimizer: the optimizer that is about to step.
         weights: the sparse weights.
 
     Returns:
-        Whether it has no state yet, no rate and no gradient, on any rank.
+        Whether the optimizer has no state yet, all its learning rates are 0, and all gradients are
+        0 on all ranks.
     """
     rates = [group.get("lr") for group in optimizer.param_groups]
     if any(lr is None or getattr(lr, "is_cuda", False) or float(lr) != 0 for lr in rates):
@@ -212,62 +247,3 @@ def makes_state(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight
         return False
     moves = sum((torch.count_nonzero(grad) for grad in grads), torch.zeros((), dtype=torch.long))
     return not summed(weights, moves)
-
-
-def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str) -> None:
-    """Whether the weights may be left as they are.
-
-    Args:
-        recipe: the recipe, with its clock.
-        weights: the sparse weights.
-        differs: a weight that is not the projection of its dense weight, or an empty string.
-
-    Raises:
-        RunError: with the reason why not.
-    """
-    replaced = [w for w in weights if _is_replaced(w)]
-    if replaced:
-        raise RunError(
-            f"{replaced[0].name} is another parameter now than the one that was made sparse "
-            "(load_state_dict(assign=True), to_empty or fully_shard after sparsify?): make the "
-            "optimizer and call sparsify after that"
-        )
-    if recipe.step == 0:
-        raise RunError(
-            "the optimizer that was given to sparsify never stepped: give sparsify the optimizer "
-            "that trains, or train before finalize()"
-        )
-    if recipe.dense_forward and not recipe.ends_dense:
-        raise RunError(
-            f"training ended in a dense phase of {recipe.name}, after step {recipe.step} of "
-            f"total_steps={recipe.total_steps}: the weights are not {recipe.pattern}. Train on, or "
-            "give sparsify the number of steps that are made"
-        )
-    if differs:
-        raise RunError(
-            f"{differs} was changed without the optimizer that was given to sparsify: step with "
-            "that one, or call handle.refresh() to return to its weights"
-        )
-    for weight in weights:
-        if not recipe.ends_dense and not weight.holds():
-            raise RunError(f"{weight.name} is not {weight.pattern} after step {recipe.step}")
-
-
-def _is_replaced(weight: SparseWeight) -> bool:
-    now = getattr(weight.module, weight.attribute, None)
-    if weight.is_sharded and not hasattr(now, "_local_tensor"):
-        return False  # fully_shard shows the gathered weight after a forward pass
-    return now is not weight.parameter
-
-
-def counterpart(model: nn.Module, name: str) -> nn.Parameter:
-    """The parameter of this name in a copy of the model, also inside wrappers (EMA, DDP).
-
-    Raises:
-        ConfigError: where there is none.
-    """
-    parameters = dict(model.named_parameters())
-    for found in (name, f"module.{name}", f"_orig_mod.{name}", f"module._orig_mod.{name}"):
-        if found in parameters:
-            return parameters[found]
-    raise ConfigError(f"this model has no parameter {name}: finalize takes a copy of the model")

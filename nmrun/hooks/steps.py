@@ -1,20 +1,20 @@
-"""The order of a step.
+"""What happens around ``optimizer.step()``, by hooks of the optimizer.
 
-Around ``optimizer.step()``, by hooks of the optimizer::
+In this order::
 
     before    a closure is evaluated; the weights' tensors leave the optimizer's state
-              weights that were changed from outside are noticed
+              weights that were written from outside become the new dense weights
               recipe.before_step; the rule edits the gradients
               the parameters point at the dense weights
     step      the optimizer moves the dense weights (nmrun.optim: rule and step in one pass)
-    after     the parameters point at their projected memory again; the clock moves on
+    after     the parameters point at the projected weights again; the clock moves on
               recipe.after_step; the rule projects the dense weights into the parameters
-              what depends on them follows (packed copies); the tensors return to the state
+              packed copies are made anew; the tensors return to the optimizer's state
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,20 +30,25 @@ from nmrun.sparsity.metrics import MaskMetrics
 from nmrun.sparsity.replicas import agree_over_ranks
 from nmrun.sparsity.weight import LIVE, SparseWeight, owns_its_storage
 
-COMPARED_EVERY = 500  # steps between looks for weights that were written without a trace
+COMPARED_EVERY = 500  # steps between comparisons that find writes through ``.data``
 
 
 class Steps:
-    """What a recipe does around the steps of an optimizer.
+    """Carries out a recipe around the steps of an optimizer.
+
+    Args:
+        optimizer: the optimizer that steps the weights.
+        recipe: the recipe, attached to the weights.
+        sparse: the sparse weights.
 
     Attributes:
         recipe: the recipe, with its clock.
         sparse: the sparse weights.
-        measure_flips: set True before ``optimizer.step()`` to have that step's flip rate and its
-            kin measured.
-        mask_metrics: how they are measured, with the run's first masks.
-        followers: called with (parameter name, dim, index) when channel permutation made a
-            parameter ``p.index_select(dim, index)``.
+        measure_flips: set True before ``optimizer.step()`` to measure this step's mask changes;
+            False by default.
+        mask_metrics: measures them (:class:`nmrun.sparsity.metrics.MaskMetrics`).
+        followers: functions that are called with (parameter name, dim, index) when channel
+            permutation made a parameter ``p.index_select(dim, index)``.
     """
 
     def __init__(
@@ -58,11 +63,11 @@ class Steps:
         self.followers: list[Callable[[str, int, Tensor], None]] = [self.mask_metrics.reorder]
         self._optimizer = optimizer
         self._measured: dict[str, float] = {}
-        self._skipped = False  # the step under way does nothing, as where loss scaling overflows
-        self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}  # by the step under way
+        self._skipped = False  # whether the present step changes nothing (loss scaling overflowed)
+        # the weights that the present step projects, by id: the mask, and the mask's version
+        self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}
         self._batch = Batch()
-        self._compared = False  # the ranks' dense weights, before the first step
-        self.gathering: Sequence[Any] = ()  # fully_shard's modules of the model
+        self._compared = False  # whether the ranks' dense weights were compared
         self._hooks: list[Any] = []
         self._resume = Resume(optimizer, recipe, sparse, self.refresh)
         captured = any(group.get("capturable") for group in optimizer.param_groups)
@@ -71,8 +76,8 @@ class Steps:
             weight.copies = captured or not owns_its_storage(weight.parameter)
         if sparse:
             self._hooks = [
-                optimizer.register_step_pre_hook(_ours(self._before_step)),
-                optimizer.register_step_post_hook(_ours(self._after_step)),
+                optimizer.register_step_pre_hook(_marked(self._before_step)),
+                optimizer.register_step_post_hook(_marked(self._after_step)),
                 *self._resume.hooks(),
             ]
         self.refresh()
@@ -105,17 +110,14 @@ class Steps:
         return answer
 
     def _recover(self) -> None:
-        """A step has failed half-way: the parameters become projected weights again."""
+        """After a step that failed half-way, let the parameters be the projected weights again."""
         if any(weight.shows_dense for weight in self.sparse):
             for weight in self.sparse:
                 weight.show_projected()
             self.refresh()
 
     def _plan(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[Tensor | None, int]]:
-        """Let the optimizer carry out the rule inside its step where it can.
-
-        Returns the weights, by id, for which it will, each with its mask and the mask's version.
-        """
+        """Let the optimizer carry out the rule inside its step; returns ``_in_one_pass``."""
         recipe = self.recipe
         if not isinstance(optimizer, Adam) or not recipe.is_rule_alone:
             return {}
@@ -166,7 +168,7 @@ class Steps:
             for weight in self.sparse:
                 if not weight.has_dense:
                     weight.begin_sparse()
-                # the step has projected it, unless the recipe has changed the mask since
+                # the step has projected the weight by a mask that the recipe may have changed since
                 mask, version = self._in_one_pass.get(id(weight), (None, -1))
                 if id(weight) not in self._in_one_pass or (
                     mask is not None and mask._version != version
@@ -192,18 +194,18 @@ class Steps:
 
     @torch.no_grad()
     def _notice_changes(self) -> None:
-        """Weights that were written from outside become the new dense weights."""
+        """Make weights that were written from outside the new dense weights, with an event."""
         if self.recipe.dense_forward:
             return
         thorough = self.recipe.step % COMPARED_EVERY == COMPARED_EVERY - 1
         changed = []
         for weight in self.sparse:
-            kept = weight.dense
-            if kept.dtype != weight.weight.dtype or kept.device != weight.weight.device:
-                weight.restore("dense", kept)  # the model was moved or cast
+            dense = weight.dense
+            if dense.dtype != weight.weight.dtype or dense.device != weight.weight.device:
+                weight.restore("dense", dense)  # the model was moved or cast
             if (weight.moved() or thorough) and self._differs(weight):
                 weight.begin_sparse()
-                self.recipe.project(weight, weight.weight)  # by which the rule knows what is pruned
+                self.recipe.project(weight, weight.weight)  # the rule reads what is pruned from it
                 changed.append(weight.name)
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
@@ -212,14 +214,14 @@ class Steps:
             )
 
     def _differs(self, weight: SparseWeight) -> bool:
-        """Whether the parameter is not the projection of the dense weight."""
+        """Say whether the parameter is not the projection of the dense weight."""
         expected = torch.empty_like(weight.dense)
         self.recipe.project(weight, expected)
         return not torch.equal(expected, weight.weight)
 
 
-def _ours(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that torch.compile does not look into, and that is known to be of a handle."""
+def _marked(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile out of a hook, and mark it as nmrun's: see ``attach._refuse_second``."""
     run = uncompiled(hook)
     run.nmrun = True  # type: ignore[attr-defined]
     return run
