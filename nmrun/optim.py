@@ -1,6 +1,4 @@
-"""Adam and AdamW whose second moment can be frozen, and learning-rate schedules as pure functions
-of the step.
-"""
+"""Adam and AdamW whose second moment can be frozen and that carry out a rule in their own pass."""
 
 from __future__ import annotations
 
@@ -20,13 +18,11 @@ EPS_MODES = ("inside", "outside", "floor")
 
 
 class Adam(torch.optim.Adam):
-    """``torch.optim.Adam`` (coupled weight decay) with a second moment that can be frozen: STEP's
-    preconditioner.
+    """``torch.optim.Adam`` (coupled weight decay) whose second moment can be frozen.
 
-    Arguments, state and results are those of ``torch.optim.Adam`` until
-    :meth:`freeze_second_moment` is called for some parameters; from then on those are divided by a
-    constant, while the first moment, the bias correction of the first moment, weight decay and all
-    other parameters go on as before. ``capturable`` and ``differentiable`` are refused then.
+    Arguments, state and results are those of ``torch.optim.Adam``. After
+    :meth:`freeze_second_moment`, the updates of some parameters are divided by a constant. Their
+    first moment, its bias correction, weight decay and all other parameters go on as before.
     """
 
     _one_pass: OnePass | None = None
@@ -34,16 +30,17 @@ class Adam(torch.optim.Adam):
     def plan(self, updates: Mapping[Any, Update]) -> list[Tensor]:
         """Let the next :meth:`step` carry out rules in the same pass as its own update.
 
-        It does so (``nmrun.kernels.adam``) for float32 weights stored like their gradients, in a
-        group without amsgrad, maximize, capturable and differentiable; on the CPU with
-        ``fused=True``. The others it steps as ever.
+        Kernels (``nmrun.kernels.adam``) do so for float32 weights that are stored like their
+        gradients, in a group without amsgrad, maximize, capturable and differentiable, whose
+        learning rate and betas are no tensors; on the CPU with ``fused=True``. The step updates
+        other parameters as without a plan.
 
         Args:
-            updates: by parameter, what is moved, where the projection goes, and the rule. ``.grad``
-                is not changed.
+            updates: by parameter, its dense weight, the memory of the projection, and the rule.
+                ``.grad`` is not changed.
 
         Returns:
-            The parameters for which it will.
+            The parameters whose rule the step will carry out.
         """
         self._one_pass = self._one_pass or OnePass()
         self._one_pass.pending = {}
@@ -63,16 +60,22 @@ class Adam(torch.optim.Adam):
     def freeze_second_moment(
         self, params: Iterable[Tensor], eps_mode: str = "inside", bias_correction: bool = True
     ) -> None:
-        """Replace the second moment v of ``params`` by the constant denominator of STEP's second
-        phase (arXiv 2302.01172).
+        """Replace the second moment v by the constant denominator of STEP's second phase.
 
-        ``v*`` is v (the running maximum under amsgrad), divided by ``1 - beta2^t`` with
-        ``bias_correction``, so that the step size does not jump at the switch. The denominator is
-        ``sqrt(v* + eps)`` for ``eps_mode="inside"`` (a coordinate with v* = 0 then moves by at most
-        ``lr * |m| / sqrt(eps)``), ``sqrt(v*) + eps`` for ``"outside"`` (Adam's own form; dead
-        coordinates explode), ``sqrt(v*) + eps^(3/4)`` for ``"floor"``. Kept as
-        ``state[p]["frozen_denominator"]`` in place of v, so it travels in ``state_dict()`` and
-        costs no memory. Parameters without state yet have v* = 0.
+        From Lu et al. 2023, arXiv 2302.01172. The denominator takes the place of v in the state, as
+        ``state[p]["frozen_denominator"]``. Let ``v*`` be v, or its running maximum under amsgrad,
+        and 0 for a parameter without state. Calling the method again changes nothing.
+
+        Args:
+            params: parameters of this optimizer.
+            eps_mode: ``"inside"``: ``sqrt(v* + eps)``, so a coordinate with v* = 0 moves by at most
+                ``lr * |m| / sqrt(eps)``. ``"outside"``: ``sqrt(v*) + eps``, Adam's own form, with
+                which coordinates of v* = 0 explode. ``"floor"``: ``sqrt(v*) + eps^(3/4)``.
+            bias_correction: divide v* by ``1 - beta2^t``, so that the step size does not jump.
+
+        Raises:
+            ValueError: for another ``eps_mode``, and in a group that is capturable or
+                differentiable.
         """
         if eps_mode not in EPS_MODES:
             raise ValueError(f"eps_mode={eps_mode!r}: allowed are {', '.join(EPS_MODES)}")
@@ -100,7 +103,7 @@ class Adam(torch.optim.Adam):
                     )
 
     def _started(self, group: dict[str, Any], p: Tensor) -> dict[str, Any]:
-        """The state of a parameter, made as torch makes it before its first step."""
+        """Return the state of a parameter, made as torch makes it if there is none."""
         state = self.state[p]
         if "step" not in state:
             state["step"] = torch.zeros(
@@ -111,7 +114,11 @@ class Adam(torch.optim.Adam):
         return state
 
     def groups_of(self, params: Iterable[Tensor]) -> list[dict[str, Any]]:
-        """The parameter groups that hold any of ``params``."""
+        """Return the parameter groups that have any of some parameters.
+
+        Args:
+            params: parameters of this optimizer.
+        """
         wanted = {id(p) for p in params}
         return [
             group for group in self.param_groups if wanted.intersection(map(id, group["params"]))
@@ -119,7 +126,14 @@ class Adam(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimizer step, as ``torch.optim.Adam.step``."""
+        """Make one step, as ``torch.optim.Adam.step`` does.
+
+        Args:
+            closure: computes gradients and returns the loss, or None.
+
+        Returns:
+            The closure's result, or None.
+        """
         if skipped_by_loss_scaling(self):
             return None
         loss = None
@@ -159,7 +173,7 @@ class Adam(torch.optim.Adam):
         denominators = [local(s["frozen_denominator"]) for s in states]
         beta1, lr = group["betas"][0], float(group["lr"])
         for s in states:
-            # a fused step kept it on the device, where reading it would wait
+            # a fused step counts on the device; reading the count there would wait at each step
             s["step"] = s["step"].cpu() + 1
         if decoupled(group):
             torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
@@ -169,11 +183,15 @@ class Adam(torch.optim.Adam):
         torch.autograd.graph.increment_version(params)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ``torch.optim.Adam.load_state_dict``."""
+        """Load a state, as ``torch.optim.Adam.load_state_dict`` does.
+
+        Args:
+            state_dict: of an Adam, with or without frozen second moments.
+        """
         super().load_state_dict(state_dict)
         for p, state in self.state.items():
             if "frozen_denominator" in state:
-                # torch.distributed.checkpoint loads it whole, and leaves the moments of before
+                # torch.distributed.checkpoint loads it whole, and leaves earlier second moments
                 state.pop("exp_avg_sq", None)
                 state.pop("max_exp_avg_sq", None)
                 state["frozen_denominator"] = part_like(state["frozen_denominator"], p)
@@ -184,14 +202,19 @@ class Adam(torch.optim.Adam):
     def second_moment_change(
         self, params: Iterable[Tensor], logs: bool = True
     ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """How far v would move if :meth:`step` were called with the gradients as they are:
-        AutoSwitch's sample.
+        """Compute how far :meth:`step` would move the second moment: AutoSwitch's sample.
 
-        Returns ``(sum |dv|, sum of log |dv| over dv != 0, count of dv != 0, count)`` over all
-        coordinates of those ``params`` that have a gradient; the first three are 0-dimensional
-        float64 tensors on the gradients' device (no synchronisation). ``logs=False`` leaves the
-        second and third at 0, which saves most of the time. ``dv = (1 - beta2) (g^2 - v)`` exactly,
-        so no copy of the previous v is needed.
+        From the gradients as they are, ``dv = (1 - beta2) (g^2 - v)``, so no copy of v is needed.
+
+        Args:
+            params: parameters of this optimizer; those without a gradient do not count.
+            logs: compute the second and third result, which take most of the time.
+
+        Returns:
+            Over all coordinates, ``sum |dv|``, ``sum log |dv|`` where dv is not 0, the number of
+            coordinates where dv is not 0, and the number of all. The first three are 0-dimensional
+            float64 tensors on the gradients' device, without synchronisation; the second and third
+            are 0 with ``logs=False``.
         """
         wanted = {id(p) for p in params}
         total: list[Tensor] = []
@@ -221,9 +244,7 @@ class Adam(torch.optim.Adam):
         return sums[0], sums[1], sums[2], count
 
     def _gradients(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
-        """The gradients as Adam's moments see them: negated when maximising, with coupled weight
-        decay added.
-        """
+        """Return gradients as Adam's moments see them: with the sign and coupled weight decay."""
         grads = [local(p.grad) for p in params if p.grad is not None]
         if group["maximize"]:
             grads = list(torch._foreach_neg(grads))
@@ -237,9 +258,7 @@ class Adam(torch.optim.Adam):
 
 
 class AdamW(Adam):
-    """Drop-in ``torch.optim.AdamW`` (decoupled weight decay, default 1e-2) whose second moment can
-    be frozen; see :class:`Adam`.
-    """
+    """``torch.optim.AdamW`` (decoupled weight decay, default 1e-2) with what :class:`Adam` adds."""
 
     def __init__(
         self,
@@ -257,8 +276,17 @@ class AdamW(Adam):
 
 
 def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:
-    """The optimizer, if its second moment can be frozen. Raises ValueError that says what to use
-    instead.
+    """Check that an optimizer's second moment can be frozen.
+
+    Args:
+        optimizer: any optimizer.
+        recipe: the name of the recipe that needs it, for the error.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        ValueError: for another optimizer than :class:`Adam`; it says what to use instead.
     """
     if isinstance(optimizer, Adam):
         return optimizer
@@ -270,12 +298,17 @@ def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:
 
 
 def skipped_by_loss_scaling(optimizer: torch.optim.Optimizer) -> bool:
-    """Settle what a GradScaler left to a fused optimizer: unscale the gradients here, and say
-    whether the step is skipped.
+    """Unscale the gradients where a GradScaler left that to the optimizer.
 
-    A GradScaler hands its scale and its overflow flag to optimizers that apply them in their fused
-    kernel. Whoever edits gradients before that kernel must see them unscaled, and must not count a
-    step that the overflow turns into nothing.
+    A GradScaler gives its scale and its overflow flag to optimizers whose fused kernel applies
+    them. A recipe edits gradients before this kernel: they must be unscaled, and a step that
+    overflows must not count.
+
+    Args:
+        optimizer: the optimizer that is about to step.
+
+    Returns:
+        Whether the gradients overflowed, so that the step is skipped.
     """
     found_inf = getattr(optimizer, "found_inf", None)
     if found_inf is not None and bool(found_inf):
@@ -293,76 +326,9 @@ def skipped_by_loss_scaling(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def closure_first(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Evaluate a step's closure now, and hand its loss on: gradients are edited before the step."""
-    closure = kwargs.get("closure")
-    if closure is None:
-        closure = next((a for a in args[1:] if callable(a)), None)
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        loss = closure()
-    rest = {key: value for key, value in kwargs.items() if key != "closure"}
-    others = tuple(a for a in args[1:] if a is not closure)
-    return (args[0], lambda: loss, *others), rest
-
-
 def _stock_step(optimizer: Adam) -> None:
-    """``torch.optim.Adam.step`` without the hooks, which torch wraps around the class once anyone
-    makes a plain Adam.
-    """
+    """Call ``torch.optim.Adam.step`` without hooks: a plain Adam makes torch wrap them around it."""
     step = torch.optim.Adam.step
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
     step(optimizer)
-
-
-def schedule_factor(
-    name: str, warmup_steps: int, total_steps: int, final: float = 0.0
-) -> Callable[[int], float]:
-    """The learning rate as a fraction of its base value, a pure function of the step (0-based), so
-    resuming needs no state.
-
-    Linear warm-up over ``warmup_steps`` (the first step has ``1 / warmup_steps`` of the base), then
-    ``constant``, ``linear`` or ``cosine`` from 1 down to ``final`` at step ``total_steps``.
-    """
-    if name not in ("constant", "linear", "cosine"):
-        raise ValueError(f"schedule {name!r}: allowed are constant, linear, cosine")
-
-    def factor(step: int) -> float:
-        if step < warmup_steps:
-            return (step + 1) / warmup_steps
-        done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-        if name == "constant":
-            return 1.0
-        shape = 1.0 - done if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-        return final + (1.0 - final) * shape
-
-    return factor
-
-
-def inverse_sqrt_factor(warmup_steps: int, start: float = 0.0) -> Callable[[int], float]:
-    """The schedule of the Transformer (Vaswani et al. 2017, equation 3) as fairseq has it, as a
-    fraction of its highest value.
-
-    It rises linearly from ``start`` at step 0 to 1 at step ``warmup_steps`` (1 or more), then it is
-    ``sqrt(warmup_steps / step)``.
-    """
-    return lambda step: (
-        start + (1.0 - start) * step / warmup_steps
-        if step < warmup_steps
-        else math.sqrt(warmup_steps / step)
-    )
-
-
-def scheduled(options: dict[str, Any], lr: float, total_steps: int) -> Callable[[int], float]:
-    """The learning rate as a fraction of ``lr``, its base value, by the config's ``schedule``
-    group.
-    """
-    if options["name"] == "inverse_sqrt":
-        return inverse_sqrt_factor(options["warmup_steps"], options["init_lr"] / lr)
-    return schedule_factor(
-        options["name"], round(options["warmup"] * total_steps), total_steps, options["final"]
-    )

@@ -23,7 +23,7 @@ from torch import Tensor
 from nmrun.hooks.resume import Resume, makes_state
 from nmrun.kernels.operands import Update
 from nmrun.kernels.uncompiled import uncompiled
-from nmrun.optim import Adam, closure_first, skipped_by_loss_scaling
+from nmrun.optim import Adam, skipped_by_loss_scaling
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.batch import Batch
 from nmrun.sparsity.metrics import MaskMetrics
@@ -218,6 +218,30 @@ class Steps:
         expected = torch.empty_like(weight.dense)
         self.recipe.project(weight, expected)
         return not torch.equal(expected, weight.weight)
+
+
+def closure_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Evaluate the closure of a step now, since gradients are edited before the step.
+
+    Args:
+        args: the arguments of ``step``, the optimizer first.
+        kwargs: its arguments by name.
+
+    Returns:
+        The arguments with a closure that returns the loss; None where there was no closure.
+    """
+    closure = kwargs.get("closure")
+    if closure is None:
+        closure = next((a for a in args[1:] if callable(a)), None)
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    rest = {key: value for key, value in kwargs.items() if key != "closure"}
+    others = tuple(a for a in args[1:] if a is not closure)
+    return (args[0], lambda: loss, *others), rest
 
 
 def _marked(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from nmrun import ranks
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import RunError
-from nmrun.optim import scheduled
 from nmrun.settings.config import Config
 from nmrun.sparsity.metrics import layer_metrics
 from nmrun.train import checkpoint, nonfinite
@@ -30,6 +29,7 @@ from nmrun.train.console import Console
 from nmrun.train.diagnostics import Diagnostics
 from nmrun.train.flops import peak_flops
 from nmrun.train.replicated import Replicated
+from nmrun.train.schedules import scheduled
 from nmrun.train.track import Tracker
 
 if TYPE_CHECKING:

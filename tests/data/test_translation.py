@@ -27,11 +27,11 @@ from nmrun.data import cli, prepare
 from nmrun.data.copy_reverse import Vocabulary
 from nmrun.data.translation import detokenizer
 from nmrun.errors import ConfigError
-from nmrun.optim import inverse_sqrt_factor
 from nmrun.tasks.fairseq_import import fairseq
 from nmrun.tasks.translation import Corpus, Translation, corpus_bleu
 from nmrun.train import runner
 from nmrun.train.loop import Loop
+from nmrun.train.schedules import inverse_sqrt_factor
 
 pytest.importorskip("sacrebleu", reason="needs nmrun[translation]")
 SMALL = ("model.width=16", "model.ffn=16", "model.layers=1", "model.heads=2")

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from nmrun import models
 from nmrun.config.schema import Config
 from nmrun.errors import ConfigError, RunError
-from nmrun.optim import schedule_factor
 from nmrun.sparsity import nm_mask
 from nmrun.tasks.vision import Classification
 from nmrun.train import build, checkpoint
 from nmrun.train.build import Parts
 from nmrun.train.console import Console
 from nmrun.train.loop import Loop
+from nmrun.train.schedules import schedule_factor
 
 
 class Rows:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from nmrun.optim import schedule_factor
+from nmrun.train.schedules import schedule_factor
 
 
 @pytest.mark.parametrize("final", [0.0, 0.1])

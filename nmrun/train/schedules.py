@@ -1,0 +1,77 @@
+"""Learning-rate schedules, as pure functions of the step: a resumed run needs no state of theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+def schedule_factor(
+    name: str, warmup_steps: int, total_steps: int, final: float = 0.0
+) -> Callable[[int], float]:
+    """Make a schedule with linear warm-up, whose first step has ``1 / warmup_steps``.
+
+    Args:
+        name: the shape after the warm-up: ``constant`` at 1, or ``linear`` or ``cosine`` from 1
+            down to ``final`` at step ``total_steps``.
+        warmup_steps: optimizer steps of the warm-up; 0 for none.
+        total_steps: optimizer steps of the whole run.
+        final: the fraction at the end.
+
+    Returns:
+        The fraction of the base learning rate by step, from 0.
+
+    Raises:
+        ValueError: for another name.
+    """
+    if name not in ("constant", "linear", "cosine"):
+        raise ValueError(f"schedule {name!r}: allowed are constant, linear, cosine")
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+        if name == "constant":
+            return 1.0
+        shape = 1.0 - done if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return final + (1.0 - final) * shape
+
+    return factor
+
+
+def inverse_sqrt_factor(warmup_steps: int, start: float = 0.0) -> Callable[[int], float]:
+    """Make the schedule of the Transformer (Vaswani et al. 2017, equation 3) as fairseq has it.
+
+    It rises linearly to 1 at step ``warmup_steps``. From there it is ``sqrt(warmup_steps / step)``.
+
+    Args:
+        warmup_steps: optimizer steps of the warm-up, 1 or more.
+        start: the fraction at step 0.
+
+    Returns:
+        The fraction of the base learning rate by step, from 0.
+    """
+    return lambda step: (
+        start + (1.0 - start) * step / warmup_steps
+        if step < warmup_steps
+        else math.sqrt(warmup_steps / step)
+    )
+
+
+def scheduled(options: dict[str, Any], lr: float, total_steps: int) -> Callable[[int], float]:
+    """Make the schedule of the config's ``schedule`` group.
+
+    Args:
+        options: the keys of this group.
+        lr: the base learning rate.
+        total_steps: optimizer steps of the whole run.
+
+    Returns:
+        The fraction of the base learning rate by step, from 0.
+    """
+    if options["name"] == "inverse_sqrt":
+        return inverse_sqrt_factor(options["warmup_steps"], options["init_lr"] / lr)
+    return schedule_factor(
+        options["name"], round(options["warmup"] * total_steps), total_steps, options["final"]
+    )
