@@ -1,6 +1,4 @@
-"""The graph of a model's forward pass, by ``torch.fx``, which follows symbols through the code
-instead of tensors.
-"""
+"""The graph of a model's forward pass, by ``torch.fx``."""
 
 from __future__ import annotations
 
@@ -11,39 +9,38 @@ from typing import Any
 from torch import fx, nn
 
 # modules whose functions are known by name
-HOMES = {
-    "torch",
-    "torch.functional",
-    "torch.nn.functional",
-    "torch._C._nn",
-    "_operator",
-}
+HOMES = {"torch", "torch.functional", "torch.nn.functional", "torch._C._nn", "_operator"}
 
 
 def graphs(model: nn.Module) -> list[tuple[fx.Graph, set[str]]]:
-    """The graphs of training and of evaluation, each with the names of the modules that do not show
-    in it.
+    """Trace a model in training and in evaluation.
 
-    A submodule that cannot be traced is one node of the graph, and it and all modules in it do not
-    show. The model itself is left alone. Raises ValueError, one line, if its own forward cannot be
-    traced.
+    A submodule that cannot be traced is one node of the graph. A copy of the model is traced.
+
+    Args:
+        model: the model.
+
+    Returns:
+        Both graphs, each with the names of the modules that cannot be traced and of all modules
+        inside them.
+
+    Raises:
+        ValueError: in one line, where the model's own ``forward`` cannot be traced.
     """
     try:
         empty: dict[int, Any] = {
             id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in model.parameters()
         }
-        # tracing runs its code, which may leave something behind
+        # tracing runs the model's code, which may change its attributes
         twin = copy.deepcopy(model, empty)
         return [_trace(twin.train(training)) for training in (True, False)]
-    except Exception as error:  # whatever that code does with values that are none
+    except Exception as error:  # the model's code may do anything with a symbol for a tensor
         first = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
         raise ValueError(f"the model cannot be traced ({first})") from error
 
 
 class _Tracer(fx.Tracer):
-    """Takes modules of the classes ``opaque`` as they are; ``failed`` is the class of the innermost
-    one that could not be traced.
-    """
+    """Makes modules of the classes ``opaque`` nodes; ``failed`` is the innermost class that failed."""
 
     def __init__(self, opaque: set[type]) -> None:
         super().__init__()
@@ -82,8 +79,14 @@ def _trace(model: nn.Module) -> tuple[fx.Graph, set[str]]:
 
 
 def name_of(node: fx.Node) -> str:
-    """What a node is or does, as a bare name ("relu" for ``relu_`` too); empty for a function that
-    might be anything.
+    """Return the name of a node's module, attribute, method or function.
+
+    Args:
+        node: a node of a graph.
+
+    Returns:
+        The name without underscores at its ends: "relu" for ``relu_``. Empty for a function outside
+        torch.
     """
     if node.target is getattr:
         return str(node.args[1])
@@ -94,7 +97,7 @@ def name_of(node: fx.Node) -> str:
 
 
 def said(node: fx.Node) -> str:
-    """A node in a sentence."""
+    """Name a node in a sentence of a log."""
     return (
         "the model's input"
         if node.op == "placeholder"
@@ -103,7 +106,15 @@ def said(node: fx.Node) -> str:
 
 
 def is_batch_size(size: Any, x: Any) -> bool:
-    """Whether ``size`` is ``x.size(0)`` or ``x.shape[0]``, for nodes of a graph."""
+    """Say whether a node is the batch size of another.
+
+    Args:
+        size: a node, or a number.
+        x: a node.
+
+    Returns:
+        Whether ``size`` is ``x.size(0)`` or ``x.shape[0]``.
+    """
     if not isinstance(size, fx.Node):
         return False
     shape: Any = size.args[0]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nmrun.patterns import Pattern
 from nmrun.permutation.channels import Channels
-from nmrun.permutation.permute import follow, permute_inputs
+from nmrun.permutation.permute import find_channels, permute_inputs
 from nmrun.ranges import FLAG, FRACTION
 from nmrun.recipes.base import Recipe
 from nmrun.recipes.periodic import keep_mask
@@ -62,7 +62,7 @@ class ASP(Recipe):
 
     def prepare(self, model: nn.Module) -> None:
         if self.permute:
-            self.channels = follow(model, self.events)
+            self.channels = find_channels(model, self.events)
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         self.after_step(weights, optimizer)  # with prune_at=0 it is time

@@ -26,8 +26,9 @@ from nmrun.models.mlp import MLP
 from nmrun.models.small_conv import SmallConv
 from nmrun.patterns import Pattern
 from nmrun.permutation import permute
-from nmrun.permutation.channels import tied
-from nmrun.permutation.permute import best_order, kept_magnitude, permute_inputs
+from nmrun.permutation.channels import input_channels
+from nmrun.permutation.permute import permute_inputs
+from nmrun.permutation.search import best_order, kept_magnitude
 from nmrun.train import runner
 from nmrun.train.diagnostics import Diagnostics
 from nmrun.train.loop import Loop
@@ -282,9 +283,9 @@ def outputs(model: nn.Module, x: Tensor) -> list[Tensor]:
 def test_what_can_be_reordered_and_what_cannot(name: str) -> None:
     model, _ = network(name)
     before = copy.deepcopy(model.state_dict())
-    found = tied(model)
-    assert {key for key, channels in found.items() if not channels.held} == NETWORKS[name][2]
-    reasons = {key: channels.held for key, channels in found.items()}
+    found = input_channels(model)
+    assert {key for key, channels in found.items() if not channels.fixed} == NETWORKS[name][2]
+    reasons = {key: channels.fixed for key, channels in found.items()}
     assert {key: reasons[key] for key in NETWORKS[name][3]} == NETWORKS[name][3]
     assert model.training
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())

@@ -1,0 +1,187 @@
+"""The order of input channels with which N:M masks keep the most magnitude.
+
+After Pool & Yu, "Channel permutations for N:M sparsity" (NeurIPS 2021): pairs of channels are
+swapped as long as a swap gains. To leave a local optimum, a limited number of swaps may lose. Here
+the pattern is any N:M, and several layers may read the same channels. Where there are few ways to
+form groups, all are tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from nmrun.patterns import Pattern
+from nmrun.sparsity.masks import nm_mask
+
+ENUMERATED_UP_TO = 1000  # ways to form groups: 35 for 8 channels at M = 4, 945 for 10 at M = 2
+# random swaps to leave a local optimum; after a single one, the best next swap mostly undoes it
+SWAPS_AT_ONCE = 4
+Layer = tuple[Tensor, Pattern]  # a matrix (rows, channels) and the pattern along its channels
+
+
+@torch.no_grad()
+def kept_magnitude(layers: Sequence[Layer], order: Tensor | None = None) -> float:
+    """Sum the magnitudes ``|w|`` that N:M masks keep.
+
+    Args:
+        layers: matrices (rows, channels), each with its pattern.
+        order: the order of the channels; None, the default, leaves them as they are.
+    """
+    total = 0.0
+    for matrix, pattern in layers:
+        columns = matrix if order is None else matrix[:, order]
+        total += float((columns.abs().double() * nm_mask(columns, pattern)).sum())
+    return total
+
+
+@torch.no_grad()
+def best_order(layers: Sequence[Layer], regressions: int = 20, seed: int = 0) -> Tensor:
+    """Search the order of channels with which the masks of all layers keep the most magnitude.
+
+    The search is exact where there are no more than 1,000 ways to form groups of M. Else it climbs
+    by greedy swaps to a local optimum, from the present order, and then ``regressions`` times from
+    the best order so far with a few random swaps. The same input gives the same order.
+
+    Args:
+        layers: matrices (rows, channels), all with the same channels, each with its pattern. The
+            last group of a pattern made ``over`` the number of channels may be short.
+        regressions: climbs from a randomly changed order.
+        seed: of the random swaps.
+
+    Returns:
+        The channel at each position: int64, on the CPU. The present order where none is better.
+    """
+    channels = layers[0][0].shape[1]
+    start = torch.arange(channels)
+    layers = [(matrix, pattern) for matrix, pattern in layers if pattern.n < pattern.m]
+    if not layers or not all(bool(matrix.isfinite().all()) for matrix, _ in layers):
+        return start
+    lengths = {pattern.m for _, pattern in layers}
+    m = min(lengths)
+    if len(lengths) == 1 and channels % m == 0 and _ways(channels, m) <= ENUMERATED_UP_TO:
+        found = max(
+            (torch.tensor(order) for order in _partitions(list(range(channels)), m)),
+            key=lambda o: kept_magnitude(layers, o),
+        )
+    else:
+        found = _Swaps(layers).search(regressions, torch.Generator().manual_seed(seed))
+    return found if kept_magnitude(layers, found) > kept_magnitude(layers) * (1 + 1e-9) else start
+
+
+def _ways(channels: int, m: int) -> int:
+    groups = channels // m
+    return math.factorial(channels) // (math.factorial(m) ** groups * math.factorial(groups))
+
+
+def _partitions(channels: list[int], m: int) -> Iterator[list[int]]:
+    """Yield every way to form groups of m, as an order; the first channel left begins a group."""
+    if not channels:
+        yield []
+        return
+    first, *rest = channels
+    for others in itertools.combinations(rest, m - 1):
+        left = [c for c in rest if c not in others]
+        for order in _partitions(left, m):
+            yield [first, *others, *order]
+
+
+class _Swaps:
+    """Greedy swaps of two channels. ``order`` is by position, everything else by channel."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = [
+            (matrix.abs().T.double().contiguous(), pattern) for matrix, pattern in layers
+        ]
+        self.device, self.channels = layers[0][0].device, layers[0][0].shape[1]
+        self.order = torch.arange(self.channels, device=self.device)
+        shape = (len(layers), self.channels, self.channels)
+        # [layer, a, b]: the magnitude that the group of a keeps with b in a's place
+        self.with_other = torch.zeros(shape, dtype=torch.float64, device=self.device)
+        self.group = torch.zeros(shape[:2], dtype=torch.int64, device=self.device)
+        self._measure(torch.arange(self.channels, device=self.device))
+
+    def search(self, regressions: int, generator: torch.Generator) -> Tensor:
+        """Climb; then, ``regressions`` times, swap at random, climb, and keep a better order."""
+        self._climb()
+        for _ in range(regressions):
+            former = self.order.clone(), self.with_other.clone(), self.group.clone()
+            total = self._kept()
+            drawn = torch.randperm(self.channels, generator=generator)[: 2 * SWAPS_AT_ONCE].tolist()
+            self._swap(list(zip(drawn[::2], drawn[1::2], strict=False)))
+            self._climb()
+            if self._kept() <= total:
+                self.order, self.with_other, self.group = former
+        return self.order.cpu()
+
+    def _kept(self) -> float:
+        return float(
+            sum(
+                each.diagonal()[self.order[:: p.m]].sum()
+                for each, (_, p) in zip(self.with_other, self.layers, strict=True)
+            )
+        )
+
+    def _climb(self) -> None:
+        """Make all swaps that gain and share no groups, the best first, until no swap gains.
+
+        Rounding could make this endless, so the number of rounds is limited.
+        """
+        least = 1e-12 * self._kept()
+        for _ in range(2 * self.channels):
+            gain = self._gain()
+            pairs = []
+            while float(gain.max()) > least:
+                a, b = divmod(int(gain.argmax()), self.channels)
+                pairs.append((a, b))
+                touched = (
+                    (self.group == self.group[:, [a]]) | (self.group == self.group[:, [b]])
+                ).any(0)
+                gain[touched], gain[:, touched] = 0.0, 0.0
+            if not pairs:
+                return
+            self._swap(pairs)
+
+    def _gain(self) -> Tensor:
+        """Compute [a, b]: the magnitude that all layers gain if channels a and b are swapped."""
+        own = self.with_other.diagonal(dim1=1, dim2=2)
+        change = self.with_other - own.unsqueeze(2)
+        change = change + change.transpose(1, 2)
+        return change.masked_fill_(self.group.unsqueeze(1) == self.group.unsqueeze(2), 0.0).sum(0)
+
+    def _swap(self, pairs: Sequence[tuple[int, int]]) -> None:
+        place = self.order.argsort()
+        for a, b in pairs:
+            self.order[place[a]], self.order[place[b]] = b, a
+        moved = torch.tensor(pairs, device=self.device).flatten()
+        touched = (self.group.unsqueeze(2) == self.group[:, moved].unsqueeze(1)).any(2).any(0)
+        self._measure(touched.nonzero().squeeze(1))
+
+    def _measure(self, changed: Tensor) -> None:
+        """Measure ``group`` and ``with_other`` anew for all channels of the groups that changed.
+
+        Let a group be without a, s the sum of its N largest and t the smallest of them: with b it
+        keeps s + max(0, b - t). The sum over all rows of max(0, b - t) is (|b - t| + b - t) / 2, so
+        a distance gives it for all pairs at once.
+        """
+        place = self.order.argsort()
+        for i, (columns, pattern) in enumerate(self.layers):
+            n, m = pattern.n, pattern.m
+            self.group[i] = place // m
+            groups = self.group[i, changed].unique()
+            positions = groups.unsqueeze(1) * m + torch.arange(m, device=self.device)
+            real = positions < self.channels  # the last group may be short
+            members = self.order[positions.clamp_max(self.channels - 1)]
+            values = columns[members] * real.unsqueeze(2)  # (groups, m, rows)
+            top = values.topk(n + 1, 1).values
+            inside = values >= top[:, n - 1 : n]
+            t = torch.where(inside, top[:, n:], top[:, n - 1 : n])[real]
+            s = top[:, :n].sum((1, 2)).unsqueeze(1) + torch.where(
+                inside, top[:, n:] - values, 0.0
+            ).sum(2)
+            above = (torch.cdist(t, columns, p=1.0) + columns.sum(1) - t.sum(1, keepdim=True)) / 2
+            self.with_other[i, members[real]] = s[real].unsqueeze(1) + above
