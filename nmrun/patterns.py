@@ -1,5 +1,6 @@
-"""N:M patterns: at most N non-zeros in every group of M consecutive weights. No torch, no Hydra in
-here.
+"""N:M patterns: at most N non-zeros in every group of M consecutive weights.
+
+The command line imports this module, so it imports neither torch nor Hydra.
 """
 
 from __future__ import annotations
@@ -7,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-# What --help and completion offer; any other will do as well.
+# the patterns that --help and completion list; any other is allowed too
 USUAL = ("1:2", "2:4", "4:8", "1:4", "2:8", "1:8", "2:16", "1:16", "1:32")
 
 
@@ -17,11 +18,15 @@ class PatternError(ValueError):
 
 @dataclass(frozen=True, order=True)
 class Pattern:
-    """N:M sparsity, ``n`` weights kept in every group of ``m``; 1 <= n <= m. ``str`` gives ``2:4``,
-    ``slug`` ``2of4``.
+    """N:M sparsity: at most ``n`` non-zeros in every group of ``m``. ``str(pattern)`` is ``2:4``.
 
-    ``length``, see :meth:`over`, is the size of the dimension whose last group may be short. 0, the
-    default: M has to divide the size.
+    Args:
+        n, m: 1 <= n <= m.
+        length: the size of a dimension whose last group may be short (see :meth:`over`). 0, the
+            default: M must divide the size of every dimension.
+
+    Raises:
+        PatternError: unless 1 <= n <= m.
     """
 
     n: int
@@ -36,8 +41,13 @@ class Pattern:
 
     @classmethod
     def parse(cls, text: str | Pattern) -> Pattern:
-        """``"2:4"`` or ``"2of4"`` (a Pattern passes through). Raises PatternError for anything
-        else.
+        """Read a pattern.
+
+        Args:
+            text: ``"2:4"`` or ``"2of4"``. A Pattern is returned as it is.
+
+        Raises:
+            PatternError: for any other text.
         """
         if isinstance(text, Pattern):
             return text
@@ -49,8 +59,10 @@ class Pattern:
         return cls(int(match[1]), int(match[2]))
 
     def over(self, length: int) -> Pattern:
-        """The pattern along a dimension of just this size, as if zeros filled it up to whole
-        groups: the last one may be short.
+        """Return the pattern for one dimension whose last group may be short.
+
+        Args:
+            length: the size of the dimension. Zeros fill up its last group.
         """
         return replace(self, length=length)
 
@@ -59,25 +71,33 @@ class Pattern:
 
     @property
     def slug(self) -> str:
-        """The form used in paths, where a colon is not allowed everywhere: ``2of4``."""
+        """The form for paths, where some systems allow no colon: ``2of4``."""
         return f"{self.n}of{self.m}"
 
     @property
     def density(self) -> float:
-        """The fraction of weights kept: n / m, and more where the last group is short."""
+        """The largest share of non-zeros: n / m, or more where the last group is short."""
         groups, rest = divmod(self.length or self.m, self.m)
         return (groups * self.n + min(self.n, rest)) / (self.length or self.m)
 
     @property
     def fits_2_4(self) -> bool:
-        """Whether at most two of every aligned four weights are non-zero: for 1:M, since four
-        weights lie in two groups at most, and for 2:M with M a multiple of 4 (2:4, 2:8)."""
+        """Whether at most two of every aligned four weights are non-zero.
+
+        So it is for 1:M, since four weights lie in two groups at most (M > 1), and for 2:M with M a
+        multiple of 4.
+        """
         return (self.n == 1 and self.m > 1) or (self.n == 2 and self.m % 4 == 0)
 
 
 def stepwise(target: Pattern) -> list[Pattern]:
-    """``M-1:M, M/2:M, M/4:M, ..., N:M``, ever sparser. Raises PatternError unless M / N is a power
-    of two.
+    """List the patterns of stepwise structure decay: ``M-1:M, M/2:M, M/4:M, ..., N:M``.
+
+    Args:
+        target: the last pattern, N:M.
+
+    Raises:
+        PatternError: unless M / N is a power of two.
     """
     ratio = target.m // target.n
     if target.m % target.n or ratio & (ratio - 1):
@@ -89,5 +109,13 @@ def stepwise(target: Pattern) -> list[Pattern]:
 
 
 def geometric(target: Pattern, frames: int) -> list[Pattern]:
-    """``kN:kM`` for k = 2^(frames - 1), ..., 2, 1: the same density in ever smaller groups."""
+    """List the patterns of geometric structure decay: the same density in ever smaller groups.
+
+    Args:
+        target: the last pattern, N:M.
+        frames: the number of patterns.
+
+    Returns:
+        ``kN:kM`` for k = 2^(frames - 1), ..., 2, 1.
+    """
     return [replace(target, n=target.n << i, m=target.m << i) for i in reversed(range(frames))]

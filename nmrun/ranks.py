@@ -1,17 +1,16 @@
-"""One run in several processes, as ``torchrun`` starts them: every rank works on its share of each
-batch.
+"""One run in several processes, as ``torchrun`` starts them: each rank has a share of each batch.
 
-Data are shared out: a rank reads, decodes, augments and pads its micro-batches alone, and evaluates
-its batches of a split alone. Random numbers are drawn for a whole batch on each rank, so a share
-does not depend on the number of ranks.
+A rank reads, decodes, augments and pads only its micro-batches, and evaluates only its batches of a
+split. Random numbers are drawn for the whole batch on each rank, so no sample depends on the number
+of ranks.
 
 Models are replicated (``trainer.distributed=ddp``) or sharded (``fsdp``). Replicated: each rank has
-all weights and sees the mean of all gradients, so recipes, clipping, AutoSwitch and the optimizer
-do the same everywhere without knowing. Sharded: each rank has its rows of each weight, and no rank
-can pass through the model without the others (``nmrun.train.sharded``).
+all weights and the mean of all gradients, so recipes, clipping, AutoSwitch and the optimizer do the
+same on all ranks. Sharded: each rank has its rows of each weight, and all ranks must pass through
+the model together (``nmrun.train.sharded``).
 
-Rank 0, the leader, alone writes files and speaks. Without ``torchrun`` there is one rank, which
-leads, and every function here costs nothing.
+Only rank 0, the leader, writes files and prints. Without ``torchrun`` there is one rank, the
+leader, and no function here communicates.
 """
 
 from __future__ import annotations
@@ -31,13 +30,15 @@ from nmrun.errors import RunError
 T = TypeVar("T")
 
 
-def begin(asked: str = "auto") -> None:
-    """Join the other processes, if there are any: by NCCL where each has a GPU of its own, else by
-    Gloo. ``asked``: trainer.device.
+def begin(device: str = "auto") -> None:
+    """Join the other processes, if there are any: by NCCL on GPUs, else by Gloo.
+
+    Args:
+        device: ``trainer.device``; ``"cpu"`` uses no GPU.
     """
     if world() == 1 or dist.is_initialized():
         return
-    on_gpu = asked != "cpu" and torch.cuda.is_available()
+    on_gpu = device != "cpu" and torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(local_rank())
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
@@ -45,32 +46,36 @@ def begin(asked: str = "auto") -> None:
 
 
 def world() -> int:
-    """How many processes train together."""
+    """Return the number of processes that train together."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """Which of them this is, from 0."""
+    """Return the number of this process among them, from 0."""
     return int(os.environ.get("RANK", "0"))
 
 
 def local_rank() -> int:
-    """Which of those on this machine this is: the number of its GPU."""
+    """Return the number of this process on this machine, which is the number of its GPU."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def local_world() -> int:
-    """How many of the processes run on this machine."""
+    """Return the number of processes on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def leads() -> bool:
-    """Whether this process writes files and speaks."""
+    """Say whether this process is the leader, which writes files and prints."""
     return rank() == 0
 
 
 def from_leader(value: T) -> T:
-    """The leader's value of plain data, everywhere."""
+    """Return the leader's value on every rank. All ranks must call.
+
+    Args:
+        value: plain data; only the leader's is read.
+    """
     if world() > 1:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
@@ -79,7 +84,11 @@ def from_leader(value: T) -> T:
 
 
 def gathered(value: T) -> list[T]:
-    """Every rank's value of plain data and CPU tensors, in the order of ranks, everywhere."""
+    """Return every rank's value, in the order of ranks, on every rank. All ranks must call.
+
+    Args:
+        value: plain data and CPU tensors.
+    """
     everyone: list[Any] = [value] * world()
     if world() > 1:
         dist.all_gather_object(everyone, value)
@@ -87,7 +96,10 @@ def gathered(value: T) -> list[T]:
 
 
 def any_of(flag: bool) -> bool:
-    """Whether it is so on any rank: a signal may reach one earlier than another."""
+    """Say whether a flag is set on any rank. All ranks must call.
+
+    A signal, for one, may reach one rank earlier than another.
+    """
     if world() == 1:
         return flag
     votes = torch.tensor([float(flag)])
@@ -96,15 +108,23 @@ def any_of(flag: bool) -> bool:
 
 
 def total(value: Tensor) -> Tensor:
-    """The sum over all ranks, in place."""
+    """Add up a tensor over all ranks, in place. All ranks must call."""
     if world() > 1:
         dist.all_reduce(value)
     return value
 
 
 def together(work: Callable[[], T]) -> T:
-    """What ``work`` gives on this rank. Its RunError on any rank is raised on all, which have to
-    call.
+    """Do work on every rank, and fail on all ranks if it fails on one. All ranks must call.
+
+    Args:
+        work: the work of this rank.
+
+    Returns:
+        The result of this rank's work.
+
+    Raises:
+        RunError: where the work raised one on any rank.
     """
     if world() == 1:
         return work()
@@ -120,29 +140,40 @@ def together(work: Callable[[], T]) -> T:
 
 
 def in_step(items: Iterable[T]) -> Iterator[T]:
-    """``items`` one by one, as many on all ranks. If a rank cannot have its next one, no rank can."""
+    """Yield items one by one. Where a rank's next item fails, no rank gets its next one.
+
+    Args:
+        items: this rank's items, as many as on the other ranks.
+
+    Raises:
+        RunError: where the items of any rank raised one.
+    """
     rest = iter(items)
     while item := together(lambda: [*itertools.islice(rest, 1)]):
         yield item[0]
 
 
 def share(count: int, parts: int) -> range:
-    """This rank's part of a whole batch.
+    """Number this rank's micro-batches of a whole batch.
 
     Args:
-        count: of micro-batches in the whole batch.
-        parts: how many of them are a rank's.
+        count: the number of micro-batches in the whole batch.
+        parts: the number of micro-batches of a rank.
 
     Returns:
-        Their numbers. Fewer, or none, where a batch has too few items.
+        The numbers; fewer than ``parts``, or none, where the batch has too few.
     """
     return range(rank() * parts, (rank() + 1) * parts)[: max(0, count - rank() * parts)]
 
 
 def share_statistics(model: nn.Module) -> None:
-    """Give every rank the leader's running statistics. All ranks have to call.
+    """Give every rank the leader's running statistics, in place. All ranks must call.
 
-    DDP hands them around before a pass in training only, and each rank adds its own batch to them.
+    DDP broadcasts them only before a forward pass in training, in which each rank then adds its own
+    batch.
+
+    Args:
+        model: the model.
     """
     for module in model.modules() if world() > 1 else ():
         for buffer in module.buffers(recurse=False):
@@ -151,14 +182,15 @@ def share_statistics(model: nn.Module) -> None:
 
 
 def part_like(value: Any, like: Any) -> Any:
-    """This rank's part of a whole tensor, where a tensor of its shape is sharded.
+    """Shard a whole tensor like a parameter.
 
     Args:
-        value: a tensor that every rank has whole, or anything else.
+        value: a tensor that is the same on every rank, or any other value.
         like: a parameter, sharded (a ``DTensor``) or not.
 
     Returns:
-        A tensor of the parameter's placement with memory of its own; any other value as it is.
+        The tensor with the parameter's placement and memory of its own. ``value`` itself where the
+        parameter is not sharded, and where ``value`` is sharded, no tensor or of another shape.
     """
     sharded = hasattr(like, "_local_tensor") and isinstance(value, Tensor)
     if not sharded or hasattr(value, "_local_tensor") or value.shape != like.shape:

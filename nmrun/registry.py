@@ -1,4 +1,4 @@
-"""Things by their name: one of those known here, or the user's own by its dotted path."""
+"""Classes and functions by name: built-in ones, or a user's own by the dotted path."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from nmrun.errors import ConfigError
 
 
 def find(kind: str, name: str, known: Mapping[str, str]) -> Any:
-    """What ``name`` stands for, imported.
+    """Import the object that a name stands for.
 
     Args:
-        kind: the key that names it, for the error: ``model.name``, say.
+        kind: the key of the config that has the name, such as ``model.name``, for the error.
         name: a name of ``known``, or a dotted path.
-        known: names, and the dotted path of each.
+        known: the dotted path of each built-in name.
+
+    Returns:
+        The object.
 
     Raises:
-        ConfigError: for a name that is not known, with the nearest one, and for what cannot be
+        ConfigError: for an unknown name, with the nearest one, and for a path that cannot be
             imported.
     """
     if name in known:
@@ -37,10 +40,17 @@ def find(kind: str, name: str, known: Mapping[str, str]) -> Any:
 
 
 def imported(path: str, what: str) -> Any:
-    """What ``package.module.name`` names, also in a module of the current folder.
+    """Import an object by its dotted path; modules of the current folder are found too.
+
+    Args:
+        path: ``package.module.name``.
+        what: the beginning of the error's message.
+
+    Returns:
+        The object.
 
     Raises:
-        ValueError: that begins with ``what``.
+        ValueError: where it cannot be imported.
     """
     module, _, attribute = path.rpartition(".")
     if os.getcwd() not in sys.path:
@@ -52,9 +62,16 @@ def imported(path: str, what: str) -> Any:
 
 
 def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """The option that was probably meant, as a question; else nothing.
+    """Ask whether a similar option was meant.
 
-    Swapped letters are the commonest slip, so an anagram wins.
+    Swapped letters are the most frequent mistake, so an anagram is preferred.
+
+    Args:
+        word: the unknown word.
+        options: the known words.
+
+    Returns:
+        ``"; did you mean ...?"``, or an empty string where no option is similar.
     """
     options = list(options)
     meant = [option for option in options if sorted(option) == sorted(word)]

@@ -1,10 +1,9 @@
-"""What every verb has: options whose mistakes are errors like any other, and output that may be
-cut.
+"""What every verb of the command line shares: the option parser, and a quiet end of the output.
 
 A verb raises ConfigError for a mistake in the command and RunError for work that failed. The
 command line prints either as one line, ``nmrun: ...``, and exits with status 2 or 1. Where the
-reader of standard output goes (``nmrun ... | head``), the program ends quietly. The signal itself,
-SIGPIPE, is no way to have that: it would also end a run whose connection to W&B breaks.
+reader of standard output closes it (``nmrun ... | head``), the program ends quietly. Python's
+default for the signal SIGPIPE stays, since otherwise a broken connection to W&B would end a run.
 """
 
 from __future__ import annotations
@@ -20,18 +19,19 @@ from nmrun.errors import ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would print and exit."""
+    """An ``ArgumentParser`` that raises ConfigError where argparse would print and exit."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with this message."""
         raise ConfigError(message)
 
 
 @contextlib.contextmanager
 def files_of_the_command() -> Iterator[None]:
-    """While entered, a file that cannot be read or written is a mistake in the command.
+    """Turn errors of files into mistakes in the command, while the context is entered.
 
     Raises:
-        ConfigError: with the file and the reason.
+        ConfigError: where a file cannot be read or written, with the file and the reason.
     """
     try:
         yield
@@ -40,7 +40,7 @@ def files_of_the_command() -> Iterator[None]:
         raise ConfigError(": ".join(known) or str(error)) from None
 
 
-STATUS = 128 + 13  # what a shell tells of a program that SIGPIPE ended
+STATUS = 128 + 13  # the status that shells give a program that SIGPIPE ended
 
 
 class _Stream:
@@ -49,7 +49,7 @@ class _Stream:
 
     def write(self, text: str) -> int:
         with self._reader():
-            # what stands in for a stream elsewhere need not say how much it wrote
+            # a replaced stream (a notebook's, pytest's) need not return how much it wrote
             self._stream.write(text)
         return len(text)
 
@@ -63,7 +63,7 @@ class _Stream:
             yield
         except BrokenPipeError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            # for what is still in the buffer, and is said on the way out
+            # Python flushes the buffer at exit, which would raise again
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
             raise SystemExit(STATUS) from None
@@ -74,8 +74,10 @@ class _Stream:
 
 @contextlib.contextmanager
 def ends_quietly() -> Iterator[None]:
-    """While entered, writing to where nobody reads any more raises SystemExit(141), on standard
-    output and standard error.
+    """End the program where nobody reads its output any more, while the context is entered.
+
+    Raises:
+        SystemExit: with status 141, at a write to standard output or standard error that is closed.
     """
     with (
         contextlib.redirect_stdout(_Stream(sys.stdout)),

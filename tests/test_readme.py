@@ -12,7 +12,7 @@ import pytest
 
 import nmrun.cli as cli
 import nmrun.train.jobs  # noqa: F401  (registers the source of ratios and recipes)
-from nmrun.config import experiment, precheck
+from nmrun.config import command_line, experiment, precheck
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, re.S)
@@ -39,9 +39,9 @@ def test_commands_are_accepted(command):
     words = shlex.split(command)[1:]
     if words[0] in cli.VERBS or words[0] in ("--help", "--cfg", "--config-dir"):
         return
-    asked = precheck.options(words)
+    asked = command_line.options(words)
     for overrides in experiment.expand(asked.overrides, asked.multirun):
-        assert precheck.look(precheck.own_recipe(overrides), asked.multirun).problems == []
+        assert precheck.look(command_line.own_recipe(overrides), asked.multirun).problems == []
 
 
 def test_the_errors_are_printed_as_shown(nmrun_cli):

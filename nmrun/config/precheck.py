@@ -1,13 +1,9 @@
-"""Looks at the command line before Hydra does, so that a mistake costs one helpful line instead of
-a traceback.
-"""
+"""Checks every job of a command line before Hydra runs one: a mistake gets one line, no traceback."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,75 +12,35 @@ from typing import Any
 from hydra import compose
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nmrun.config import schema
-from nmrun.config.hydra_quoting import RATIOS, quoting
+from nmrun.config import command_line, schema
+from nmrun.config.hydra_quoting import RATIOS
 from nmrun.config.source import GROUP as RATIO
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
-from nmrun.recipes import installed
-from nmrun.registry import did_you_mean
 from nmrun.settings import reader
 
-# looked at ahead; what is wrong with a sweep shows long before, and each job is checked again when
-# it begins
+# jobs that are checked ahead; a mistake shows in the first few, and each job is checked as it begins
 MOST_JOBS = 5000
 Done = dict[tuple[str, ...], DictConfig]
 
 
-def options(argv: list[str]) -> argparse.Namespace:
-    """Hydra's own options, and ``overrides``. Raises ConfigError for one that does not exist."""
-    parser = get_args_parser()
-
-    def complain(message: str) -> None:
-        unknown = re.match(r"unrecognized arguments: (\S+)", message)
-        if unknown is None:
-            raise ConfigError(message)
-        bare = unknown[1].lstrip("-")
-        hint = did_you_mean(unknown[1].partition("=")[0], parser._option_string_actions)
-        raise ConfigError(
-            f"{unknown[1]}: no such option{hint or f' (keys are written without dashes: {bare})'}"
-        )
-
-    parser.error = complain  # type: ignore[assignment, method-assign]
-    parsed = parser.parse_intermixed_args(argv)
-    for name in ("config_path", "config_name", "experimental_rerun"):
-        if getattr(parsed, name) is not None:
-            raise ConfigError(
-                f"--{name.replace('_', '-')}: not for nmrun; --config-dir adds a folder of configs"
-            )
-    return parsed
-
-
-def own_recipe(words: list[str]) -> list[str]:
-    """The overrides with a recipe class of the user's own made addable: its keys are in no file
-    that Hydra could check them against.
-    """
-    keys = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
-    if "recipe._target_" not in keys and not any(
-        name in installed() for name in keys.get("recipe", "").split(",")
-    ):
-        return words
-    words = [
-        "++" + word.lstrip("+") if word.lstrip("+").startswith("recipe.") else word
-        for word in words
-    ]
-    return words if "recipe" in keys else ["recipe=custom", *words]
-
-
 @dataclass
 class Findings:
-    """All that is wrong with a command line; how many jobs it asks for (None: a sweeper decides),
-    and the output folder.
+    """What :func:`look` found.
+
+    Attributes:
+        problems: all mistakes, one line each.
+        jobs: the number of jobs; None where a sweeper of another kind decides.
+        output_dir: the output folder.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -98,9 +54,18 @@ def look(
     config_dir: str | None = None,
     done: Done | None = None,
 ) -> Findings:
-    """Check every job that these overrides ask for, in well under a second: one composition for
-    each option of a group. ``done``, where several sweeps of one command line are looked at, keeps
-    these compositions from one look to the next.
+    """Check every job of a sweep, in well under a second.
+
+    A config is composed only once for each option of a group.
+
+    Args:
+        words: the overrides.
+        multirun: whether several values of a key are allowed (``-m``).
+        config_dir: a folder of more configs.
+        done: composed configs, read and added to: the sweeps of one command line share them.
+
+    Returns:
+        The mistakes, the number of jobs and the output folder.
     """
     findings = Findings()
     search_path = create_config_search_path("pkg://nmrun.conf")
@@ -128,19 +93,16 @@ def look(
 
 
 class _Look:
-    """One look at a command line, while Hydra is initialized. Whatever is wrong goes to
-    ``findings``, and the look goes on.
-    """
+    """One look at a command line, while Hydra is initialized; mistakes are added to ``findings``."""
 
     def __init__(self, words: list[str], multirun: bool, findings: Findings, done: Done) -> None:
         self.findings, self._done = findings, done
-        self.chosen: dict[
-            str, list[Any]
-        ] = {}  # the options that exist, of each group on the command line
-        self.values: dict[str, list[Any]] = {}  # of keys
-        # groups with a wrong option: nothing is concluded from what stands in for it
+        self.chosen: dict[str, list[Any]] = {}  # by group: its options that exist
+        self.values: dict[str, list[Any]] = {}  # by key: its values
+        # groups with a wrong option: their keys are not checked, since its default stands in
         self.unsure: set[str] = set()
-        overrides = self._parsed(words)
+        overrides, unreadable = command_line.parsed(words)
+        findings.problems += unreadable
         self.for_hydra = [
             o.input_line or ""
             for o in overrides
@@ -162,36 +124,13 @@ class _Look:
         for key, override in self.written.items():
             self._read(key, override, multirun)
 
-    def _parsed(self, words: list[str]) -> list[Override]:
-        parsed, rest = [], list(words)
-        while rest:
-            word = rest.pop(0)
-            try:
-                parsed.append(OverridesParser.create().parse_override(word))
-            except HydraException:
-                while rest and "=" not in rest[0] and word.count("{") > word.count("}"):
-                    word += f" {rest.pop(0)}"  # the shell cut it at its spaces
-                self.findings.problems.append(f"{word}: cannot be read as key=value{quoting(word)}")
-        return parsed
-
     def _read(self, key: str, override: Override, multirun: bool) -> None:
-        """What an override asks for: of a group its options, of a key its values."""
+        """Note the values of an override: options of a group, or values of a key."""
         problems, options = self.findings.problems, self.groups.get(key)
-        value, several = override.value(), list[Any]()
-        if isinstance(value, IntervalSweep):
-            several = [value.start, value.end]
-            if not self.sweeper:
-                problems.append(
-                    f"{override.input_line}: an interval needs a sweeper, such as hydra/sweeper=optuna"
-                )
-        elif isinstance(value, Glob):
-            several = value.filter(options or [])
-        else:
-            sweep = override.is_sweep_override()
-            several = (
-                [Override._convert_value(one) for one in override.sweep_iterator()]
-                if sweep
-                else [value]
+        several = command_line.values(override, options or [])
+        if isinstance(override.value(), IntervalSweep) and not self.sweeper:
+            problems.append(
+                f"{override.input_line}: an interval needs a sweeper, such as hydra/sweeper=optuna"
             )
         if override.is_sweep_override() and not multirun:
             problems.append(f"{override.input_line}: several values make a sweep; add -m")
@@ -214,7 +153,7 @@ class _Look:
             self.chosen[key] = [one for one in several if _word(one) not in wrong]
 
     def check_jobs(self) -> None:
-        """Put each job together, from the options of groups and the values of keys, and check it."""
+        """Join the options of groups and the values of keys to jobs, and check each."""
         first = {group: options[0] for group, options in self.chosen.items()}
         swept = {group: options for group, options in self.chosen.items() if len(options) > 1}
         base = self._composed(first)
@@ -227,8 +166,7 @@ class _Look:
         }
         self._drop_unknown(base, variants.values())
         plain = self._resolved(base)
-        # what an option puts into the config: its group; of an overlay, which has no group of its
-        # own, all that it changes
+        # an option changes its group in the config; an overlay such as debug any keys
         parts = {}
         for (group, option), variant in variants.items():
             full = self._resolved(variant)
@@ -238,7 +176,7 @@ class _Look:
             parts[group, option] = {key: full[key] for key in own}
         self.findings.output_dir = str(plain.get("output_dir"))
 
-        # an overlay gives way to a group of the command line
+        # sorted, so that a group of the command line overrides an overlay
         in_order = sorted(swept, key=lambda group: group in plain)
         values = {key: several for key, several in self.values.items() if several}
         product = itertools.product(*swept.values(), *values.values())
@@ -263,7 +201,7 @@ class _Look:
             self.findings.problems += schema.problems(config, self.unsure)
 
     def _composed(self, choices: dict[str, Any]) -> DictConfig:
-        """The config with these options of groups, before the values of keys."""
+        """Compose the config with these options of groups, without the values of keys."""
         ratio = choices.get(RATIO)
         if ":" in str(ratio):  # a ratio needs no composition of its own
             config = self._composed({**choices, RATIO: "dense"}).copy()
@@ -280,7 +218,7 @@ class _Look:
         return self._done[words]
 
     def _resolved(self, config: DictConfig) -> dict[str, Any]:
-        """Plain data, with the first value of each key in it, so that what refers to it resolves."""
+        """Resolve a config, with the first value of each key, which interpolations may refer to."""
         config = config.copy()
         for key, several in self.values.items():
             if several and (
@@ -325,7 +263,7 @@ def _raw(config: DictConfig) -> dict[str, Any]:
 
 
 def _put(config: dict[str, Any], key: str, value: Any, add: bool) -> bool:
-    """Set a dotted key; False if it is not there and not to be added."""
+    """Set a dotted key; returns False if it does not exist and must not be added."""
     *path, leaf = key.split(".")
     for name in path:
         config = config.setdefault(name, {}) if add else config.get(name, {})
@@ -350,9 +288,7 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
 
 
 def _unknown(key: str, known: set[str]) -> str:
-    """The line for a key that is nowhere. Its nearest match is beside it, or has the same last part
-    (lr for optimizer.lr).
-    """
+    """Write the line for an unknown key, with the nearest key of its group, or of its last part."""
     if key.startswith(f"{RATIOS}."):
         return f"{key}: no such key; ratios by layer are one value: '{RATIOS}={{{key.removeprefix(RATIOS)[1:]}: 1:8}}'"
     group, _, leaf = key.rpartition(".")

@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from nmrun import locks, verbs
-from nmrun.config import experiment, precheck, schema, source, sweep
+from nmrun.config import command_line, experiment, precheck, schema, source, sweep
 from nmrun.config.identity import finished, run_folder
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError, leads, refuse
@@ -37,13 +37,14 @@ def main(argv: list[str]) -> int:
     Raises:
         ConfigError: with all that is wrong with it.
     """
-    asked = precheck.options(argv)
+    asked = command_line.options(argv)
     flags = [word for word in argv if word not in asked.overrides]
     if asked.help or asked.hydra_help or asked.shell_completion:
         _hydra(flags, asked.overrides)
         return 0
     sweeps = [
-        precheck.own_recipe(words) for words in experiment.expand(asked.overrides, asked.multirun)
+        command_line.own_recipe(words)
+        for words in experiment.expand(asked.overrides, asked.multirun)
     ]
     composed: precheck.Done = {}
     looks = [precheck.look(words, asked.multirun, asked.config_dir, composed) for words in sweeps]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_schema import composed
 
-from nmrun.config import precheck, schema
+from nmrun.config import command_line, precheck, schema
 from nmrun.errors import ConfigError
 
 
@@ -99,9 +99,12 @@ def test_options_that_are_none() -> None:
         ("--cfg",): "argument --cfg/-c: expected one argument",
     }.items():
         with pytest.raises(ConfigError) as raised:
-            precheck.options(list(words))
+            command_line.options(list(words))
         assert raised.value.problems[0].startswith(said)
-    assert precheck.options(["seed=1", "-m", "recipe=ste"]).overrides == ["seed=1", "recipe=ste"]
+    assert command_line.options(["seed=1", "-m", "recipe=ste"]).overrides == [
+        "seed=1",
+        "recipe=ste",
+    ]
 
 
 def test_a_folder_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,11 +145,11 @@ def test_a_folder_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_class_of_ones_own_has_keys_of_its_own() -> None:
-    words = precheck.own_recipe(["recipe._target_=pack.Mine", "recipe.strength=3", "seed=2"])
+    words = command_line.own_recipe(["recipe._target_=pack.Mine", "recipe.strength=3", "seed=2"])
     assert precheck.look(words).problems == []
     (problem,) = precheck.look([*words, "optimizer.strength=3"]).problems
     assert problem.startswith("optimizer.strength: no such key")
-    assert precheck.own_recipe(["recipe=ste", "recipe.strength=3"]) == [
+    assert command_line.own_recipe(["recipe=ste", "recipe.strength=3"]) == [
         "recipe=ste",
         "recipe.strength=3",
     ]

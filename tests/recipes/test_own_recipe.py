@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 import nmrun
 import nmrun.train.jobs  # registers the source of ratios
 from nmrun import recipes
-from nmrun.config import precheck
+from nmrun.config import command_line, precheck
 
 README = Path(__file__).parents[2] / "README.md"
 QUICK = ("sparsity=2:8", "debug=fast", "output_dir=out")
@@ -75,8 +75,8 @@ def test_it_is_short():
 def test_the_commands_are_accepted(number):
     (text,) = blocks("bash")
     words = shlex.split(text.splitlines()[number].partition("  #")[0])[1:]
-    asked = precheck.options(words)
-    found = precheck.look(precheck.own_recipe(asked.overrides), asked.multirun)
+    asked = command_line.options(words)
+    found = precheck.look(command_line.own_recipe(asked.overrides), asked.multirun)
     assert (found.problems, found.jobs) == ([], (1, 12)[number])
 
 
@@ -161,7 +161,7 @@ def test_a_mistake_gets_a_line(module, monkeypatch, words, said):
     from nmrun.errors import ConfigError
     from nmrun.train import build
 
-    words = precheck.own_recipe(["recipe._target_=saliency.Saliency", "track=local", *words])
+    words = command_line.own_recipe(["recipe._target_=saliency.Saliency", "track=local", *words])
     problems = precheck.look(words).problems
     if not problems:
         with (
