@@ -1,8 +1,8 @@
 """Experiments: a table or figure of a paper as one file, ``conf/experiment/<name>.yaml``.
 
-On a command line ``experiment=NAME scale=SCALE`` stands for the overrides of that file, and is
-replaced by them before Hydra reads it:
-a run is the same run, in the same folder, whether it was asked for by an experiment or by hand.
+On a command line ``experiment=NAME scale=SCALE`` stands for the overrides of the file and is replaced
+by them before Hydra reads the words. So a run of an experiment is the same run, in the same folder,
+as one whose overrides were written by hand.
 """
 
 from __future__ import annotations
@@ -43,12 +43,15 @@ KEYS = {"title", "source", "note", "sweep", "scales", "report", "paper"}
 class Experiment:
     """A file of ``conf/experiment``.
 
-    ``sweeps`` are run one after the other, each a product of overrides as on a command line
-    (``zip=`` is understood as well); those of the ``scales`` come on top of each. ``rows``,
-    ``cols``, ``metric`` and ``baseline`` are as for ``nmrun table`` (keys that no run has at a
-    scale are left out), ``figures`` kinds of ``nmrun plot``, ``curves`` with the key that was
-    logged (``curves eval/loss``). ``paper`` are published figures as they are printed, by row and
-    column, and ``paper_source`` says where they stand.
+    Attributes:
+        name, title, source, note: its name, and texts for reports.
+        sweeps: the overrides of each sweep, as on a command line, ``zip=`` included.
+        scales: overrides by the name of a scale, which are added to each sweep.
+        rows, cols, metric, baseline: as for ``nmrun table``; keys that no run has at a scale are
+            left out.
+        figures: kinds of ``nmrun plot``; ``curves`` with the logged key (``curves eval/loss``).
+        paper: published values as printed, by row and column.
+        paper_source: where they are published.
     """
 
     name: str
@@ -66,10 +69,17 @@ class Experiment:
     paper_source: str
 
     def overrides(self, scale: str, own: Sequence[str] = ()) -> list[list[str]]:
-        """Each sweep as a list of overrides. Of two for the same key, that of the scale wins over
-        the sweep's, and ``own`` over both.
+        """List the overrides of each sweep.
 
-        Raises ConfigError for a scale that does not exist.
+        Args:
+            scale: a key of ``scales``. Its overrides win over a sweep's for the same key.
+            own: overrides that win over both.
+
+        Returns:
+            The overrides of each sweep, with ``zip=`` replaced.
+
+        Raises:
+            ConfigError: for a scale that does not exist, and for keys that cannot be zipped.
         """
         if scale not in self.scales:
             raise ConfigError(
@@ -84,7 +94,7 @@ class Experiment:
 
 
 def names() -> list[str]:
-    """All experiments that come with the package."""
+    """List the names of the experiments in the package."""
     folder = files("nmrun.conf") / "experiment"
     return sorted(
         file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")
@@ -92,13 +102,25 @@ def names() -> list[str]:
 
 
 def chosen(text: str) -> list[Experiment]:
-    """Those of a command line: names by commas, or ``all``."""
+    """Load the experiments of a command line.
+
+    Args:
+        text: names with commas between, or ``all``.
+
+    Raises:
+        ConfigError: as :func:`load`.
+    """
     return [load(name) for name in (names() if text == "all" else text.split(","))]
 
 
 def load(name: str) -> Experiment:
-    """The experiment of that name, or of a file of the user's own (``.yaml``). Raises ConfigError
-    if there is none, or it is not one.
+    """Load an experiment.
+
+    Args:
+        name: a name of :func:`names`, or the path of a user's own file (``.yaml``).
+
+    Raises:
+        ConfigError: where there is no such experiment, or the file is none.
     """
     own = name.endswith(".yaml")
     if not own and name not in names():
@@ -155,37 +177,52 @@ def _read(name: str, content: dict[str, Any]) -> Experiment:
 
 
 def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
-    """The overrides of a command line with ``experiment=NAME`` (several by commas, or all) and
-    ``scale=SCALE`` (default small) replaced by what they stand for, and those with ``zip=KEY,KEY``
-    by the rows of it (see :mod:`nmrun.config.zipped`): the sweeps to be run one after the other.
-    Without either, the words as they are.
+    """Replace ``experiment=NAME``, ``scale=SCALE`` and ``zip=KEY,KEY`` by the overrides they stand for.
 
-    Raises ConfigError for an unknown experiment or scale, for what cannot be zipped, and for either
-    without ``-m``.
+    Args:
+        words: the overrides of a command line. ``experiment`` takes several names with commas
+            between, or ``all``. ``scale`` is ``small`` by default. For ``zip`` see
+            :mod:`nmrun.config.zipped`.
+        multirun: whether the command line has ``-m``.
+
+    Returns:
+        The overrides of each sweep; ``words`` alone where there is nothing to replace.
+
+    Raises:
+        ConfigError: for an unknown experiment or scale, for keys that cannot be zipped, and for
+            ``experiment`` or ``zip`` without ``-m``.
     """
-    asked = {zipped.key(word): word.partition("=")[2] for word in words}
-    if "zip" in asked and not multirun:
-        raise ConfigError(f"zip={asked['zip']}: several values make a sweep; add -m")
-    if "experiment" not in asked:
-        if "scale" in asked:
+    given = {zipped.key(word): word.partition("=")[2] for word in words}
+    if "zip" in given and not multirun:
+        raise ConfigError(f"zip={given['zip']}: several values make a sweep; add -m")
+    if "experiment" not in given:
+        if "scale" in given:
             raise ConfigError(
-                f"scale={asked['scale']}: of which experiment? Add experiment=NAME (there are {', '.join(names())})"
+                f"scale={given['scale']}: of which experiment? Add experiment=NAME (there are {', '.join(names())})"
             )
         return zipped.rows(words)
     own = [word for word in words if zipped.key(word) not in ("experiment", "scale")]
     found = [
-        each.overrides(asked.get("scale", "small"), own) for each in chosen(asked["experiment"])
+        each.overrides(given.get("scale", "small"), own) for each in chosen(given["experiment"])
     ]
     if not multirun:
-        raise ConfigError(f"experiment={asked['experiment']} is a sweep: add -m")
+        raise ConfigError(f"experiment={given['experiment']} is a sweep: add -m")
     return [sweep for sweeps in found for sweep in sweeps]
 
 
 def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list[Config]:
-    """The checked config of every run of an experiment, each once. Raises ConfigError as the sweep
-    itself would.
+    """Compose and check the config of every run of an experiment.
 
-    The seeds of a job differ in nothing else, so that one composition is enough for all of them.
+    Args:
+        experiment: the experiment.
+        scale: one of its scales.
+        own: overrides that win over those of the experiment.
+
+    Returns:
+        The configs, each run once.
+
+    Raises:
+        ConfigError: as the sweep itself would.
     """
     found: dict[str, Config] = {}
     source.register()
@@ -206,7 +243,7 @@ def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list
                     )[0]
                     if job
                 ]
-                for job in jobs:
+                for job in jobs:  # one composition serves all seeds, which change nothing else
                     one = schema.check(compose("nmrun", [*job, *(seeds[0] if seeds else [])]))
                     for seed in [int(word[0].partition("=")[2]) for word in seeds] or [one.seed]:
                         config = Config({**one.plain, "seed": seed}, one.pattern)

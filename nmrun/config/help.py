@@ -1,4 +1,4 @@
-"""What ``nmrun --help`` says, put together without Hydra, which takes several times as long."""
+"""The text of ``nmrun --help``, made without Hydra, which takes several times as long."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nmrun.recipes import RECIPES, installed
 
 
 def text() -> str:
-    """The template of ``conf/nmrun.yaml``, filled as Hydra fills it."""
+    """Fill the template of ``conf/nmrun.yaml`` as Hydra does."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     config = yaml.load((files("nmrun.conf") / "nmrun.yaml").read_text(encoding="utf-8"), loader)
     parts = config["hydra"]["help"]
@@ -25,8 +25,8 @@ def text() -> str:
 
 
 def _groups() -> Iterator[tuple[str, list[str]]]:
-    """Each group with its options, by name."""
-    beside = {"sparsity": USUAL, "recipe": (*RECIPES, *installed())}  # those without a file
+    """Yield each group with its options, in the order of names."""
+    beside = {"sparsity": USUAL, "recipe": (*RECIPES, *installed())}  # options without a file
     for folder in sorted(files("nmrun.conf").iterdir(), key=lambda folder: folder.name):
         if folder.is_dir():
             names = {file.name for file in folder.iterdir() if file.name.endswith(".yaml")}

@@ -1,8 +1,8 @@
-"""How to write what Hydra's grammar refuses.
+"""How to write a value that Hydra's grammar refuses.
 
-The keys of a dictionary are regular expressions in ``sparsity.overrides``, and Hydra is particular
-about them: it takes no quotes around a key, no ``^``, and a backslash before what it has a use for
-itself, which it removes.
+In ``sparsity.overrides`` the keys of a dictionary are regular expressions. Hydra allows neither
+quotes around a key nor ``^`` in it. Characters of its own grammar need a backslash, which it
+removes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,21 @@ PAIR = re.compile(r"""(\S+?)\s*:\s*["']?(\d+:\d+|dense)["']?\s*(?:,\s*|$)""")
 
 
 def quoting(word: str) -> str:
-    """The end of the line on a word that cannot be read as key=value: how it is meant to be
-    written, as far as that can be told.
+    """Say how a word that cannot be read as key=value should be written.
+
+    Args:
+        word: an override.
+
+    Returns:
+        The end of an error's line, beginning with a semicolon; an empty string where the word has
+        no ``=``.
     """
     key, equals, value = word.partition("=")
     if key != RATIOS:
         return "; quote what is special in a value, as in 'key=\"(a)\"'" if equals else ""
     inner = value.strip("{} ")
     pairs = PAIR.findall(inner)
-    # whole names are matched anyway
+    # an expression matches whole names, so ^ and $ at its ends change nothing
     names = [name.strip("\"' ").removeprefix("^").removesuffix("$") for name, _ in pairs]
     escaped = [re.sub(r"(?<!\\)([][(){}:=,])", r"\\\1", name) for name in names]
     meant = f"{RATIOS}={{{', '.join(f'{name}: {ratio}' for name, (_, ratio) in zip(escaped, pairs, strict=True))}}}"

@@ -1,4 +1,4 @@
-"""What the name of a metric says about it."""
+"""Whether a metric is better high or low, by its name."""
 
 from __future__ import annotations
 
@@ -6,5 +6,12 @@ LOWER_IS_BETTER = ("loss", "perplexity", "error", "seconds", "nll", "bits", "flo
 
 
 def higher_is_better(metric: str) -> bool:
-    """False for losses, perplexities, errors, bits, FLOPs and times, by name."""
+    """Say whether higher values of a metric are better.
+
+    Args:
+        metric: its name, such as ``eval/accuracy``.
+
+    Returns:
+        False for losses, perplexities, errors, bits, FLOPs and times.
+    """
     return not any(word in metric.lower() for word in LOWER_IS_BETTER)

@@ -1,7 +1,7 @@
-"""The hyperparameters of a recipe, read from the source of its class: nothing of it is imported.
+"""The hyperparameters of a recipe, read from the source of its class without an import.
 
-Recipes import torch, and the command line must not. Their classes are the one place that has a
-hyperparameter's default and range, such as ``decay: Annotated[float, number(0)] = 2e-4``. The
+Recipes import torch, and the command line must not. Only their classes state a hyperparameter's
+default and range, such as ``decay: Annotated[float, number(0)] = 2e-4``. The
 ``nm://`` source (``nmrun.config.source``) serves the config group ``recipe`` from them.
 """
 
@@ -22,7 +22,12 @@ from nmrun.recipes import RECIPES
 
 @dataclass(frozen=True)
 class Field:
-    """A hyperparameter: its default as YAML would have it, and its range, None for any value."""
+    """A hyperparameter.
+
+    Attributes:
+        default: its default, as YAML reads it.
+        check: its range; None for any value.
+    """
 
     default: Any
     check: Check | None
@@ -30,21 +35,24 @@ class Field:
 
 @functools.cache
 def fields(path: str) -> Mapping[str, Field]:
-    """The hyperparameters of a recipe by name, those of its bases first.
+    """Read the hyperparameters of a recipe class.
 
     Args:
-        path: of the class, such as ``nmrun.recipes.sr_ste.SRSTE``. Bases are followed within the
-            package that has its module.
+        path: the path of the class, such as ``nmrun.recipes.sr_ste.SRSTE``. Only bases in the
+            package of its module are read.
+
+    Returns:
+        The hyperparameters by name, those of the bases first.
 
     Raises:
-        LookupError: if there is no such class.
+        LookupError: where there is no such class.
     """
     module, _, name = path.rpartition(".")
     return _of_class(module, name, module.rpartition(".")[0])
 
 
 def recipe_keys(name: str) -> dict[str, Check | None]:
-    """The keys of a built-in recipe beside its name, with their ranges.
+    """Return the ranges of a built-in recipe's hyperparameters, by name.
 
     Args:
         name: a name of ``nmrun.recipes.RECIPES``.
@@ -53,7 +61,11 @@ def recipe_keys(name: str) -> dict[str, Check | None]:
 
 
 def node(name: str) -> dict[str, Any]:
-    """The config node of a recipe: its name, and every hyperparameter's default."""
+    """Make the config node of a built-in recipe: its name, and every hyperparameter's default.
+
+    Args:
+        name: a name of ``nmrun.recipes.RECIPES``.
+    """
     return {"name": name, **{key: field.default for key, field in fields(RECIPES[name]).items()}}
 
 
@@ -83,7 +95,7 @@ def _parsed(module: str) -> ast.Module:
 
 
 def _place(tree: ast.Module, module: str, base: str, package: str) -> tuple[str, str] | None:
-    """The module and name of a base class; None for one from outside of the package."""
+    """Find the module and name of a base class; None for one outside the package."""
     first, _, rest = base.partition(".")
     for statement in tree.body:
         if isinstance(statement, ast.ClassDef) and statement.name == base:
@@ -106,14 +118,14 @@ def _place(tree: ast.Module, module: str, base: str, package: str) -> tuple[str,
 
 
 def _absolute(statement: ast.ImportFrom, package: str) -> str:
-    """The module that names are imported from; the recipes' modules lie directly in the package."""
+    """Name the module of an import; the recipes' modules lie directly in the package."""
     above = package.split(".")[: len(package.split(".")) - statement.level + 1]
     parts = [*(above if statement.level else []), *([statement.module] if statement.module else [])]
     return ".".join(parts)
 
 
 def _field(line: ast.AnnAssign) -> Field | None:
-    """The hyperparameter of an annotated assignment; None where it is something else."""
+    """Read a hyperparameter from an annotated assignment; None where it is something else."""
     target, annotation = line.target, line.annotation
     if not isinstance(target, ast.Name) or target.id.startswith("_") or line.value is None:
         return None
@@ -123,13 +135,13 @@ def _field(line: ast.AnnAssign) -> Field | None:
         return None
     try:
         default = ast.literal_eval(line.value)
-    except ValueError:  # field(init=False), say
+    except ValueError:  # such as field(init=False)
         return None
     return Field(_plain(default), _check(annotation))
 
 
 def _check(annotation: ast.expr) -> Check | None:
-    """The range that ``Annotated`` holds: a name of ``nmrun.ranges``, or a call of one."""
+    """Read the range in ``Annotated``: a name of ``nmrun.ranges``, or a call of one."""
     if not isinstance(annotation, ast.Subscript) or not isinstance(annotation.slice, ast.Tuple):
         return None
     if ast.unparse(annotation.value).rpartition(".")[2] != "Annotated":

@@ -1,8 +1,8 @@
 """Config nodes without a file: a Hydra config source under ``nm://``.
 
 It serves ``sparsity=N:M`` for any ratio, the recipes of other installed packages, and the built-in
-recipes whose class says its hyperparameters (see ``nmrun.config.recipe_fields``). Files named
-``2:8.yaml`` cannot exist on Windows and could only ever cover a finite list.
+recipes, by the hyperparameters of their classes (see ``nmrun.config.recipe_fields``). Files named
+``2:8.yaml`` cannot exist on Windows and could not cover every ratio.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from nmrun.registry import find
 
 GROUP = "sparsity"
 
-# Hydra instantiates sweepers of the package hydra_plugins only; see nmrun.config.sweeper.
+# Hydra instantiates only sweepers of the package hydra_plugins; see nmrun.config.sweeper
 SWEEPER: dict[str, Any] = {
     "_target_": "hydra_plugins.nmrun.NMSweeper",
     "max_batch_size": None,
@@ -34,10 +34,11 @@ SWEEPER: dict[str, Any] = {
 
 
 class RatioSource(ConfigSource):
-    """``sparsity/2:8`` is ``{n: 2, m: 8, overrides: null, pad: false}``.
+    """The config source ``nm://``.
 
-    ``recipe/mine`` of another package is ``{name: mine, _target_: mypkg.recipes.Mine}``, and
-    ``recipe/sr_ste``, where ``conf/recipe`` has no file of it, ``{name: sr_ste, decay: 2.0e-4}``.
+    It answers ``sparsity/2:8`` with ``{n: 2, m: 8, overrides: null, pad: false}``, ``recipe/sr_ste``
+    with ``{name: sr_ste, decay: 2.0e-4}``, and ``recipe/mine`` of another package with ``{name:
+    mine, _target_: mypkg.recipes.Mine}``.
     """
 
     @staticmethod
@@ -88,7 +89,7 @@ def _ratio(name: str) -> dict[str, Any]:
 
 
 class RatioSearchPath(SearchPathPlugin):
-    """Puts ``nm://`` on the search path of our own application, and of no other in the process."""
+    """Adds ``nm://`` to the search path of nmrun, and of no other Hydra application."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if any("nmrun.conf" in (item.path or "") for item in search_path.get_path()):
@@ -96,9 +97,9 @@ class RatioSearchPath(SearchPathPlugin):
 
 
 def register() -> None:
-    """Make both known to Hydra, and ``${stdlib_sha256:}`` and the sweeper's node to configs.
+    """Register the source and its search path with Hydra, ``${stdlib_sha256:}``, and the sweeper.
 
-    It is done once, when the command line is imported.
+    ``nmrun.train.jobs`` calls it once, when it is imported.
     """
     ConfigStore.instance().store("nmrun", SWEEPER, "hydra/sweeper", provider="nmrun")
     OmegaConf.register_new_resolver("stdlib_sha256", _digest, replace=True)
@@ -108,5 +109,5 @@ def register() -> None:
 
 
 def _digest() -> str:
-    """The hash of ``stdlib_text``. Only a config with that data set asks for it."""
+    """Compute the hash of ``stdlib_text``, which only configs with that data set contain."""
     return str(find("dataset.sha256", "nmrun.data.stdlib_text.digest", {})())

@@ -1,4 +1,4 @@
-"""The sweeper of nmrun: Hydra's own, which takes ``zip=`` and ``experiment=`` as well."""
+"""The sweeper of nmrun: Hydra's basic one with ``zip=`` and ``experiment=``."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from hydra.core.plugins import Plugins
 from nmrun.config import experiment, sweep
 from nmrun.config.source import SWEEPER
 
-Plugins.instance()  # loads Hydra's own plugins anew, and so has to come before the next line
+Plugins.instance()  # reloads Hydra's own plugins, so the next line imports the class in use
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
 
 
 class NMSweeper(BasicSweeper):
-    """The jobs of several sweeps, one sweep's after the other's, in one launch.
+    """Launches the jobs of several sweeps at once, so that a launcher can run any side by side.
 
-    A launcher can so run any of them side by side. The sweeps are those of the record of the sweep,
-    which the command line has checked; without a record, those that ``zip=`` and ``experiment=``
-    stand for among the arguments.
+    The command line has checked the sweeps and recorded them. Without a record, ``zip=`` and
+    ``experiment=`` among the arguments are replaced here.
     """
 
     def split_arguments(  # type: ignore[override]  # a static method there
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
-        """The jobs, in batches.
+        """List the overrides of all jobs, in batches.
 
         Args:
             overrides: ``hydra.sweeper.params``, then the arguments.
-            max_batch_size: how many jobs are launched at a time; None for all.
+            max_batch_size: the number of jobs that are launched at a time; None for all.
         """
         assert self.hydra_context is not None
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
@@ -44,7 +43,7 @@ class NMSweeper(BasicSweeper):
         return list(self.split_overrides_to_chunks(jobs, max_batch_size))
 
     def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Nothing: ``precheck`` has seen to each job, and composing them all takes long."""
+        """Do nothing: ``precheck`` checked the jobs, and composing them all takes long."""
 
 
 def _sweeps(arguments: list[str]) -> list[list[str]]:
@@ -53,9 +52,9 @@ def _sweeps(arguments: list[str]) -> list[list[str]]:
 
 
 def register() -> None:
-    """Make the class known to Hydra, which so need not look for it.
+    """Register the class with Hydra, under the name in ``hydra/sweeper: nmrun``.
 
-    The node ``hydra/sweeper: nmrun``, which names it, is registered by ``nmrun.config.source``.
+    ``nmrun.config.source`` registers this config node.
     """
     plugins = Plugins.instance()
     plugins.register(NMSweeper)

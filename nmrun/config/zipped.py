@@ -1,6 +1,4 @@
-"""Keys of a sweep whose values go together, first with first and second with second, in place of
-every combination.
-"""
+"""``zip=KEY,KEY``: keys of a sweep whose values are paired, in place of every combination."""
 
 from __future__ import annotations
 
@@ -18,12 +16,20 @@ from nmrun.registry import did_you_mean
 
 
 def rows(words: Sequence[str]) -> list[list[str]]:
-    """The sweeps that ``zip=KEY,KEY`` stands for among the overrides of a command line: one for
-    each row of the values of these keys.
+    """Replace ``zip=KEY,KEY`` by one sweep for each row of the values of these keys.
 
-    Several ``zip=`` words are groups of their own, and make a product with each other and with all
-    other swept keys. Raises ConfigError for keys that are not swept, zipped twice, or have
-    different numbers of values.
+    Each ``zip=`` word is a group of keys. The rows of the groups are combined with each other, and
+    with all other swept keys.
+
+    Args:
+        words: the overrides of a command line.
+
+    Returns:
+        The overrides of each sweep.
+
+    Raises:
+        ConfigError: for keys that are not swept, are zipped twice, or have different numbers of
+            values, and for a sweeper of another kind.
     """
     groups = {word: word.partition("=")[2].split(",") for word in words if key(word) == "zip"}
     if not groups:
@@ -44,7 +50,7 @@ def rows(words: Sequence[str]) -> list[list[str]]:
         for name in names:
             try:
                 found = _values(written[name]) if name in written else []
-            except HydraException:  # the look at every single override says more of it
+            except HydraException:  # precheck reports words that cannot be read
                 return [[word for word in words if key(word) != "zip"]]
             values[name] = found
             if len(found) < 2:
@@ -95,5 +101,5 @@ def _values(word: str) -> list[str]:
 
 
 def key(word: str) -> str:
-    """What an override is for."""
+    """Return the key of an override, without ``+``, ``~`` and its value."""
     return word.lstrip("+~").partition("=")[0]
