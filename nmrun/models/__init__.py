@@ -1,6 +1,4 @@
-"""The models by name. Each is built from its config and what it has to know of the data, such as
-the number of classes.
-"""
+"""The models by name. Each is built from its config and facts of the data, such as the classes."""
 
 from __future__ import annotations
 
@@ -46,11 +44,20 @@ MODELS = {
 
 
 def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
-    """The model of a ``model:`` config for a task's ``inputs``: ``shape`` (channels, height, width)
-    and ``classes`` of images.
+    """Build the model of a config.
 
-    The builder is ``build`` of the model's module, or the function that ``_target_`` names. Raises
-    ConfigError for an unknown name, and for a model that is made for other data.
+    ``build`` of the model's module builds it, or the function that ``_target_`` names.
+
+    Args:
+        config: the ``model:`` group of a config.
+        inputs: facts of the data by the builder's argument names; of images ``shape`` (channels,
+            height, width) and ``classes``.
+
+    Returns:
+        The model, untrained unless the config names a pretrained one.
+
+    Raises:
+        ConfigError: for an unknown name, and for a model that is made for other data.
     """
     name, target = config["name"], config.get("_target_")
     builder = (

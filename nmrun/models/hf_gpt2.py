@@ -1,6 +1,4 @@
-"""A pretrained GPT-2 of Hugging Face, as the same network with linear layers (where theirs stores
-weights transposed).
-"""
+"""A pretrained GPT-2 of Hugging Face, with linear layers in place of its transposed ones."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ from nmrun.errors import ConfigError
 from nmrun.models.gpt import GPT
 from nmrun.tasks.pretrained import fetch
 
-# What a GPT-2 may not have otherwise, by the names of Hugging Face's config.
+# the only values that are supported, by the names of Hugging Face's config
 FIXED = {
     "model_type": "gpt2",
     "activation_function": "gelu_new",
@@ -23,12 +21,20 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
 def build(vocabulary: int, context: int, pretrained: str, dropout: float) -> GPT:
-    """The network of a folder or a name on the hub, with its weights; ``context`` is at most that
-    it was trained with.
+    """Load a pretrained network.
 
-    Raises ConfigError if it cannot be had, is no GPT-2, was trained with another vocabulary than
-    the data's, or if its weights are of another architecture than its ``config.json`` says (with
-    the first key that differs).
+    Args:
+        vocabulary: the number of tokens of the data.
+        context: the longest sequence of the data, in tokens.
+        pretrained: a folder, or a name on the hub.
+        dropout: the probability of dropout.
+
+    Returns:
+        The network with its weights.
+
+    Raises:
+        ConfigError: where it cannot be loaded, is no GPT-2, has another vocabulary than the data or
+            a shorter context, or has weights that do not fit its ``config.json``.
     """
     where = f"model.pretrained={pretrained}"
     config = fetch("AutoConfig", "model.pretrained", pretrained)

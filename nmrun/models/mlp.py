@@ -1,5 +1,6 @@
-"""A perceptron over the raw pixels. Some pixels of digits are zero in every image, so some weights
-never get a gradient.
+"""A perceptron over the raw pixels.
+
+Some pixels of digits are 0 in every image, so some weights never get a gradient.
 """
 
 from __future__ import annotations
@@ -32,4 +33,11 @@ class MLP(nn.Module):
 
 
 def build(shape: tuple[int, ...], classes: int, hidden: Sequence[int] = (64, 64)) -> MLP:
+    """Build the perceptron.
+
+    Args:
+        shape: (channels, height, width) of the images.
+        classes: the number of classes.
+        hidden: the widths of the hidden layers, one or more.
+    """
     return MLP(shape, classes, hidden)

@@ -1,6 +1,4 @@
-"""The residual networks for CIFAR of He et al. 2016, section 4.2: ResNet-20, -32, and others of 6n
-+ 2 layers.
-"""
+"""The residual networks for CIFAR of He et al. 2016, section 4.2, with 6n + 2 layers."""
 
 from __future__ import annotations
 
@@ -10,9 +8,7 @@ from nmrun.errors import ConfigError
 
 
 class PaddedShortcut(nn.Module):
-    """Halves the map by taking every second pixel, doubles the channels with zeros: option A,
-    without parameters.
-    """
+    """Takes every second pixel and doubles the channels with zeros: option A, no parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         channels = x.shape[1]
@@ -59,4 +55,14 @@ class CifarResNet(nn.Module):
 
 
 def build(shape: tuple[int, ...], classes: int, depth: int) -> CifarResNet:
+    """Build the residual network.
+
+    Args:
+        shape: (channels, height, width) of the images.
+        classes: the number of classes.
+        depth: the number of layers, 6n + 2.
+
+    Raises:
+        ConfigError: for another depth.
+    """
     return CifarResNet(shape, classes, depth)

@@ -12,8 +12,8 @@ class SmallConv(nn.Module):
     """``stem`` (image to ``channels[0]``), ``inner.0``, ... (``channels[i]`` to ``channels[i +
     1]``), linear ``head``.
 
-    After each inner convolution 2x2 max pooling, while the map is larger than 2x2. Input (B, C, H,
-    W), output (B, classes) logits.
+    A 2x2 max pooling follows each inner convolution while the map is larger than 2x2. Input (B, C,
+    H, W), output (B, classes) logits.
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, channels: Sequence[int]) -> None:
@@ -40,4 +40,11 @@ class SmallConv(nn.Module):
 def build(
     shape: tuple[int, ...], classes: int, channels: Sequence[int] = (32, 64, 64)
 ) -> SmallConv:
+    """Build the convolutional net.
+
+    Args:
+        shape: (channels, height, width) of the images.
+        classes: the number of classes.
+        channels: the channels of the stem and of the inner convolutions.
+    """
     return SmallConv(shape, classes, channels)

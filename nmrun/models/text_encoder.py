@@ -64,4 +64,16 @@ def build(
     width: int = 64,
     dropout: float = 0.1,
 ) -> TextEncoder:
+    """Build the encoder.
+
+    Args:
+        vocabulary: the number of tokens.
+        max_length: the longest text, in tokens.
+        classes: the number of outputs.
+        layers, heads, width: the layers of the encoder, its attention heads, and its width.
+        dropout: the probability of dropout.
+
+    Raises:
+        ConfigError: where ``heads`` does not divide ``width``.
+    """
     return TextEncoder(vocabulary, max_length, classes, layers, heads, width, dropout)

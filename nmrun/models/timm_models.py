@@ -12,11 +12,16 @@ from nmrun.errors import ConfigError
 def build(
     shape: tuple[int, ...], classes: int, name_in_timm: str, options: dict[str, Any] | None
 ) -> nn.Module:
-    """``timm.create_model(name_in_timm, **options)`` for the data's channels and classes;
-    transformers are told the image size.
+    """Build a network by ``timm.create_model``.
 
-    Raises ConfigError for a name that timm has not, options that the network has not, and without
-    timm.
+    Args:
+        shape: (channels, height, width) of the images.
+        classes: the number of classes.
+        name_in_timm: timm's name of the network.
+        options: more arguments of the network. Transformers also get the image size.
+
+    Raises:
+        ConfigError: for a name or options that timm has not, and where timm is not installed.
     """
     try:
         import timm

@@ -1,9 +1,8 @@
-"""torchvision's networks for images, from scratch, in the form for ImageNet and in one for small
-images.
+"""torchvision's networks for images, from scratch, in the form for ImageNet and in a small form.
 
-The latter begins at full resolution: a 3x3 first convolution with stride 1 and no pooling (He et
-al. 2016, 4.2), for VGG a single linear layer at the end, for MobileNet two strides less, for Swin
-patches of 2 pixels in windows of 4.
+The small form begins at full resolution: a first 3x3 convolution with stride 1 and no pooling (He
+et al. 2016, section 4.2). VGG has a single linear layer at the end, MobileNet two strides less, and
+Swin patches of 2 pixels in windows of 4.
 """
 
 from __future__ import annotations
@@ -26,8 +25,16 @@ FIRST = {  # the first convolution
 
 
 def build(name: str, shape: tuple[int, ...], classes: int, form: str = "auto") -> nn.Module:
-    """``name`` is one of ``FIRST``, ``form`` ``cifar``, ``imagenet`` or ``auto``; images (B,
-    *shape) to logits (B, classes).
+    """Build a network: images (B, *shape) to logits (B, classes).
+
+    Args:
+        name: a key of ``FIRST``.
+        shape: (channels, height, width) of the images.
+        classes: the number of classes.
+        form: ``imagenet``, ``cifar`` (the small form), or ``auto``: small up to 64 pixels.
+
+    Raises:
+        ConfigError: for images that are too small.
     """
     from torchvision import models
 
