@@ -66,7 +66,7 @@ def runs(
             result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         found = row(result, folder)
         if found["status"] == "finished":
-            found["test/score"] = found[f"test/{found['metric']}"]
+            found["test/score"] = found.get(f"test/{found['metric']}")
             found |= {key: value for key in metrics if (value := _logged(folder, key)) is not None}
         rows.append(found)
     table = pd.DataFrame(rows, dtype=object)
