@@ -99,7 +99,7 @@ def grain(values: Iterable[float]) -> float:
     return float(steps.min()) if len(steps) else 0.0
 
 
-def student(gaps: Floats, grain: float) -> Estimate:
+def student(gaps: Floats, grain: float | Floats) -> Estimate:
     """Student's paired t-test, two-sided, and interval (Student 1908).
 
     The spread is at least ``grain``: seeds that differ by the same number of test images show that
@@ -107,7 +107,7 @@ def student(gaps: Floats, grain: float) -> Estimate:
 
     Args:
         gaps: (..., n) differences, n at least 2.
-        grain: smallest step of the metric.
+        grain: smallest step of the metric, or (...) of them.
     """
     from scipy import stats
 

@@ -437,3 +437,23 @@ def test_what_a_recipe_does_before_the_first_step_counts(
     monkeypatch.undo()
     assert parts.attached_in == 100.0
     assert Loop(config(tmp_path, "recipe=asp"), parts, Console(None)).seconds == 100.0
+
+
+@pytest.mark.parametrize("recipe", ["dense", "ste", "step"])
+def test_nothing_is_chosen_by_the_test_split(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked at after the last step alone; the best weights are those of the best validation."""
+    asked: list[str] = []
+
+    def evaluate(self: Classification, model: Any, split: str) -> dict[str, float]:
+        asked.append(split)
+        falls = 1 - asked.count("test") / 10
+        rises = asked.count("val") / 10
+        return {"loss": 1.0, "accuracy": rises if split == "val" else falls}
+
+    monkeypatch.setattr(Classification, "evaluate", evaluate)
+    result = run(config(tmp_path, f"recipe={recipe}"))
+    assert asked == ["val"] * 4 + ["val", "test", "test"]
+    assert result["metrics"]["best"]["epoch"] == 4
+    assert result["metrics"]["best"]["eval/accuracy"] == pytest.approx(0.4)
