@@ -69,7 +69,7 @@ def table(argv: Sequence[str]) -> int:
             return _experiments(options)
         tables = [each for _, each in _parts(options, options.show)]
         if options.baseline:
-            from nmrun.report.tables import compare
+            from nmrun.report.differences import compare
 
             tables = [compare(each, options.baseline, options.test) for each in tables]
         from nmrun.report.formats import render
@@ -184,7 +184,7 @@ def _parser(verb: str, description: str) -> Parser:
 def _experiments(options: argparse.Namespace) -> int:
     from nmrun.config import experiment
     from nmrun.report import experiments
-    from nmrun.report.tables import compare
+    from nmrun.report.differences import compare
 
     every = experiment.chosen(options.experiment)
     if options.format == "csv" and len(every) > 1:

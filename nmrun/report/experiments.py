@@ -19,7 +19,8 @@ from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
 from nmrun.report import formats, plots, style
 from nmrun.report.collect import row
-from nmrun.report.tables import Table, compare
+from nmrun.report.differences import compare
+from nmrun.report.tables import Table
 
 KINDS = {
     "mean": lambda values: sum(values) / len(values),
