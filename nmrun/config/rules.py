@@ -170,6 +170,14 @@ RULES = (
             f"recipe=step freezes Adam's second moment, which {at.optimizer['name']} has not: use optimizer=adam or adamw"
         ),
     ),
+    Rule(
+        ("recipe.*", "trainer.budget"),
+        lambda at: at.recipe.get("decay") == "auto" and at.trainer["budget"] is not None,
+        lambda at: (
+            "recipe.decay=auto is a search that comes on top of trainer.budget; "
+            "give the decay that a run without a budget finds"
+        ),
+    ),
     _above("t_min", "t_max"),
     _above("t_i", "t_f"),
     Rule(

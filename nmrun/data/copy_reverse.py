@@ -1,14 +1,16 @@
 """A generated corpus for translation: the first word of a source sentence says whether the target
-is the rest of it or the rest reversed.
+is the rest of it or the rest reversed. No sentence is there twice.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from nmrun.errors import ConfigError
 from nmrun.settings.datasets import CopyReverse
 from nmrun.tasks.translation import Corpus, Translation
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from nmrun.settings.config import Config
 
 ORDERS = ("copy", "reverse")
+Pair = tuple[list[int], list[int]]  # source and target, as tokens
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]  # with the numbers that fairseq gives them
 
 
@@ -48,18 +51,13 @@ class Vocabulary:
 
 
 def build(config: Config, device: torch.device) -> Translation:
-    """The task of the config's ``dataset`` group. The sentences depend on ``split_seed`` alone, not
-    on the run's seed.
+    """The task of the config's ``dataset`` group. Raises ConfigError if there are not so many
+    sentences.
     """
     options = config.dataset.as_kind(CopyReverse)
     vocabulary = Vocabulary([*ORDERS, *(f"w{number}" for number in range(options.words))])
-    random = np.random.default_rng(options.split_seed)
     splits, references = {}, {}
-    for name in ("train", "val", "test"):
-        number = {"train": options.size, "val": options.val_size, "test": options.test_size}[name]
-        pairs = [
-            _sentence(random, vocabulary, options.words, options.longest) for _ in range(number)
-        ]
+    for name, pairs in sentences(options, vocabulary).items():
         source, target = ([sentence[side] for sentence in pairs] for side in (0, 1))
         splits[name] = Corpus.of(source), Corpus.of(target)
         references[name] = [
@@ -68,9 +66,34 @@ def build(config: Config, device: torch.device) -> Translation:
     return Translation.of(config, splits, vocabulary, vocabulary, references, " ".join, device)
 
 
+def sentences(options: CopyReverse, vocabulary: Vocabulary) -> dict[str, list[Pair]]:
+    """``{"train" | "val" | "test": [(source, target), ...]}``: different sentences, by
+    ``split_seed`` alone and not by the run's seed.
+
+    They are drawn until there are enough, then dealt out at random, so that all splits have short
+    and long ones in the same proportion.
+    """
+    sizes = {"train": options.size, "val": options.val_size, "test": options.test_size}
+    wanted = sum(sizes.values())
+    possible = sum(len(ORDERS) * options.words**length for length in range(2, options.longest + 1))
+    if wanted > possible:
+        raise ConfigError(
+            f"dataset=copy_reverse: its sizes add up to {wanted} sentences, and with dataset.words={options.words} and "
+            f"dataset.longest={options.longest} there are {possible} different ones"
+        )
+    random = np.random.default_rng(options.split_seed)
+    found: dict[tuple[int, ...], Pair] = {}
+    while len(found) < wanted:
+        pair = _sentence(random, vocabulary, options.words, options.longest)
+        found[tuple(pair[0])] = pair
+    drawn = list(found.values())
+    mixed = iter([drawn[place] for place in random.permutation(wanted)])
+    return {name: list(itertools.islice(mixed, size)) for name, size in sizes.items()}
+
+
 def _sentence(
     random: np.random.Generator, vocabulary: Vocabulary, words: int, longest: int
-) -> tuple[list[int], list[int]]:
+) -> Pair:
     order = int(random.integers(len(ORDERS)))
     first = len(SPECIAL) + len(ORDERS)
     rest = random.integers(first, first + words, size=random.integers(2, longest + 1)).tolist()

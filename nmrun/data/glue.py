@@ -69,9 +69,10 @@ def load(
     """``{"train" | "val" | "test": (texts, labels)}``, and ``test_mismatched`` for MNLI; labels are
     classes from 0, scores for STS-B.
 
-    ``held_out`` of the official training set, by ``split_seed`` alone, is for validation; 0 takes
-    the development set for both. Of the rest the first ``limit``, in the order of the same shuffle,
-    are for training. Raises ConfigError for files that are missing or not as they should be.
+    ``held_out`` of the official training set, by ``split_seed`` alone, is for validation. With 0
+    the development set is for validation, and nothing is left for a test. Of the rest the first
+    ``limit``, in the order of the same shuffle, are for training. Raises ConfigError for files that
+    are missing or not as they should be.
     """
     spec = TASKS[task]
     found = {split: _read(task, spec, file) for split, file in (("train", "train"), *spec.tests)}
@@ -82,7 +83,7 @@ def load(
     for split, rows in (("train", order[:cut][:limit]), ("val", order[cut:])):
         found[split] = [texts[row] for row in rows], [labels[row] for row in rows]
     if held_out == 0:
-        found |= {split.replace("test", "val"): found[split] for split, _ in spec.tests}
+        found |= {split.replace("test", "val"): found.pop(split) for split, _ in spec.tests}
     return found
 
 

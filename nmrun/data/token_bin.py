@@ -26,16 +26,15 @@ LOOKED_AT = 1 << 20
 
 
 def build(config: Config, device: torch.device) -> LanguageModelling:
-    """The task of the config's ``dataset`` group. Without ``test.bin``, the test metrics are those
-    on ``val.bin``.
-    """
+    """The task of the config's ``dataset`` group. Without ``test.bin`` there is no test split."""
     from nmrun.tasks.language import LanguageModelling
 
     options = config.dataset.as_kind(TokenBin)
     folder, vocabulary = Path(options.folder).expanduser(), options.vocabulary
     splits = {split: read(folder / f"{split}.bin", vocabulary) for split in ("train", "val")}
     test = folder / "test.bin"
-    splits["test"] = read(test, vocabulary) if test.exists() else splits["val"]
+    if test.exists():
+        splits["test"] = read(test, vocabulary)
     return LanguageModelling.of(config, splits, vocabulary, device)
 
 

@@ -69,14 +69,14 @@ def table(argv: Sequence[str]) -> int:
             return _experiments(options)
         tables = [each for _, each in _parts(options, options.show)]
         if options.baseline:
-            from nmrun.report.tables import compare
+            from nmrun.report.differences import compare
 
             tables = [compare(each, options.baseline, options.test) for each in tables]
         from nmrun.report.formats import render
 
         text = render(tables, options.format)
         if options.out is None:
-            sys.stdout.write(text)
+            _print(text)
         else:
             options.out.write_text(text, encoding="utf-8")
             sys.stdout.write(f"{options.out}\n")
@@ -184,7 +184,7 @@ def _parser(verb: str, description: str) -> Parser:
 def _experiments(options: argparse.Namespace) -> int:
     from nmrun.config import experiment
     from nmrun.report import experiments
-    from nmrun.report.tables import compare
+    from nmrun.report.differences import compare
 
     every = experiment.chosen(options.experiment)
     if options.format == "csv" and len(every) > 1:
@@ -227,7 +227,7 @@ def _experiments(options: argparse.Namespace) -> int:
     text = experiments.render(sections, options.format)
     files = experiments.draw(sections, options.figures) if options.figures else []
     if options.out is None:
-        sys.stdout.write(text)
+        _print(text)
     else:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text, encoding="utf-8")
@@ -235,6 +235,17 @@ def _experiments(options: argparse.Namespace) -> int:
         "".join(f"{file}\n" for file in [*files, *([options.out] if options.out else [])])
     )
     return 0
+
+
+def _print(text: str) -> None:
+    """With hyphens for minus signs where the terminal has none."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        from nmrun.report.numbers import MINUS
+
+        text = text.replace(MINUS, "-")
+    sys.stdout.write(text)
 
 
 def _parts(
@@ -295,9 +306,13 @@ def _parts(
 
 
 def _metric(runs: pd.DataFrame) -> str:
-    """That of the runs' task on the test split; runs that did not finish do not say."""
+    """That of the runs' task on the test split, or on the validation split where there is no
+    other; runs that did not finish do not say.
+    """
     own = runs["metric"].dropna()
-    return f"test/{own.iloc[0]}" if len(own) else "test/accuracy"
+    name = own.iloc[0] if len(own) else "accuracy"
+    tested = f"test/{name}" in runs and runs[f"test/{name}"].notna().any()
+    return f"eval/{name}" if len(own) and not tested and f"eval/{name}" in runs else f"test/{name}"
 
 
 def _logged(runs: pd.DataFrame, table: Table) -> str:

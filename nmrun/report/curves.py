@@ -8,9 +8,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nmrun.report.formats import title
+from nmrun.report.captions import title
 from nmrun.report.history import Curve, History
-from nmrun.report.style import label, look, metric_label, panels, scale
+from nmrun.report.numbers import scale
+from nmrun.report.style import label, look, metric_label, panels
 from nmrun.report.tables import Key, Table
 
 FLIPS, SAMPLE, WINDOW = "sparsity/flip_rate", "step/variance_change", "step/variance_change_window"

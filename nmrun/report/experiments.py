@@ -19,7 +19,8 @@ from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
 from nmrun.report import formats, plots, style
 from nmrun.report.collect import row
-from nmrun.report.tables import Table, compare
+from nmrun.report.differences import compare
+from nmrun.report.tables import Table
 
 KINDS = {
     "mean": lambda values: sum(values) / len(values),
@@ -66,7 +67,7 @@ def runs(
             result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         found = row(result, folder)
         if found["status"] == "finished":
-            found["test/score"] = found[f"test/{found['metric']}"]
+            found["test/score"] = found.get(f"test/{found['metric']}")
             found |= {key: value for key in metrics if (value := _logged(folder, key)) is not None}
         rows.append(found)
     table = pd.DataFrame(rows, dtype=object)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import csv
 import html
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nmrun.config.metric import higher_is_better
+from nmrun.report.captions import caption, comparison
 from nmrun.report.markdown import table as aligned
+from nmrun.report.numbers import MINUS, NEGLIGIBLE, places, printed, signed
 from nmrun.report.statistics import Cell, shown
-from nmrun.report.tables import Key, Table, printed, significant, words
+from nmrun.report.tables import Key, Table
 
-SPLITS = {"test": "on the test split", "eval": "on the validation split"}
 LATEX = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "|": r"\textbar{}", "[": "{[}", "]": "{]}", **{c: f"\\{c}" for c in "_%&#${}"},
+    "|": r"\textbar{}", "[": "{[}", "]": "{]}", **{c: f"\\{c}" for c in "_%&#${}"}, MINUS: "$-$",
 }  # fmt: skip
 STYLE = (
     ":root{color-scheme:light dark}body{font:15px sans-serif;margin:2em}"
@@ -42,7 +44,7 @@ class Grid:
 
 def render(tables: Sequence[Table], style: str) -> str:
     """``markdown``, ``latex``, ``csv`` (long: one line a cell, full precision) or ``html`` (one
-    page); ASCII, but for the users' own names.
+    page); ASCII, but for minus signs and the users' own names.
     """
     if style == "csv":
         return as_csv(tables)
@@ -124,7 +126,7 @@ def latex(grid: Grid) -> str:
 def as_csv(tables: Sequence[Table]) -> str:
     """Columns: what tells the tables apart, the keys of row and column, metric, mean, sd, n, best
     (0 or 1), without (runs that gave no value), median, and with a baseline the difference to it,
-    its interval and p-value.
+    its interval, p-value and the smallest that could have been shown.
 
     A dense reference is one line, not one for each ratio. Empty: undefined.
     """
@@ -136,7 +138,7 @@ def as_csv(tables: Sequence[Table]) -> str:
         if key not in (*tables[0].row_keys, *tables[0].column_keys)
     ]
     keys = [*groups, *tables[0].row_keys, *tables[0].column_keys]
-    compared = ["difference", "low", "high", "p"] if tables[0].baseline else []
+    compared = ["difference", "low", "high", "p", "least"] if tables[0].baseline else []
     writer.writerow([*keys, "metric", "mean", "sd", "n", "best", "without", "median", *compared])
     for table in tables:
         group = [table.shared[key] for key in groups]
@@ -148,7 +150,7 @@ def as_csv(tables: Sequence[Table]) -> str:
                     best, without = int((row, column) in table.best), sum(cell.without.values())
                     gap = table.differences.get((row, column))
                     found = (
-                        [gap.mean, gap.low, gap.high, gap.p]
+                        [gap.mean, gap.low, gap.high, gap.p, gap.least]
                         if gap is not None
                         else [None] * len(compared)
                     )
@@ -164,7 +166,7 @@ def html_table(grid: Grid) -> str:
     """The caption and a ``table`` element, which scrolls by itself where the page is narrow."""
 
     def escape(value: str) -> str:
-        return html.escape(value).replace("+-", "&plusmn;")
+        return html.escape(value).replace("+-", "&plusmn;").replace(MINUS, "&minus;")
 
     head = "".join(f'<th class="key">{escape(key)}</th>' for key in grid.head[: grid.keys])
     head += "".join(f"<th>{escape(column)}</th>" for column in grid.head[grid.keys :])
@@ -200,20 +202,14 @@ def text(table: Table, row: Key, column: Key) -> str:
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
     parts, metric = [], table.metric_of(row, column)
     value = shown(cell, table.statistic, higher_is_better(metric))
-    if value is not None:
-        spread = (
-            f" +- {deviation(cell.sd, metric)}"
-            if cell.sd is not None and table.statistic == "mean"
-            else ""
-        )
-        parts.append(f"{printed(value, metric)}{spread} ({cell.n})")
+    if value is not None and cell.sd is not None and table.statistic == "mean":
+        # without a spread, both as a single value is printed
+        at = places(value, metric, cell.sd) if cell.sd > NEGLIGIBLE * abs(value) else None
+        parts.append(f"{printed(value, metric, at)} +- {printed(cell.sd, metric, at)} ({cell.n})")
+    elif value is not None:
+        parts.append(f"{printed(value, metric)} ({cell.n})")
     parts += [f"{reason} ({count})" for reason, count in cell.without.items()]
     return ", ".join(parts) or "-"
-
-
-def deviation(sd: float, metric: str) -> str:
-    """In the unit of ``printed``."""
-    return printed(sd, metric) if "accuracy" in metric else significant(sd, 2)
 
 
 def _difference(table: Table, row: Key, column: Key) -> tuple[str, bool]:
@@ -223,66 +219,9 @@ def _difference(table: Table, row: Key, column: Key) -> tuple[str, bool]:
     gap, metric = table.differences.get((row, column)), table.metric_of(row, column)
     if gap is None:
         return "-", False
-
-    def signed(value: float) -> str:
-        return f"{'-' if value < 0 else '+'}{deviation(abs(value), metric)}"
-
-    interval = (
-        "" if gap.low is None or gap.high is None else f" [{signed(gap.low)}, {signed(gap.high)}]"
-    )
+    # as many digits as the mean's standard error has
+    at = places(gap.mean, metric, (gap.spread or 0.0) / math.sqrt(gap.n))
+    ends = [signed(end, metric, at) for end in (gap.low, gap.high) if end is not None]
+    interval = f" [{', '.join(ends)}]" if ends else ""
     p = "" if gap.p is None else " p<0.001" if gap.p < 0.001 else f" p={gap.p:.2g}"
-    return f"{signed(gap.mean)}{interval}{p} ({gap.n})", gap.significant
-
-
-def comparison(table: Table) -> str:
-    """What the differences are."""
-    test = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}[table.test]
-    count = len({id(gap) for gap in table.differences.values() if gap.p is not None})
-    return (
-        f"Difference to {', '.join(map(words, table.baseline))} over the seeds that both have (number of seeds), "
-        f"95 % bootstrap interval; {test}, two-sided, p corrected for {count} comparisons by Holm's method; below 0.05 in bold"
-    )
-
-
-def title(table: Table) -> str:
-    """What all runs of the table have in common, in short."""
-    has = table.shared
-    where = " on ".join(has[key] for key in ("model", "dataset") if key in has)
-    optimizer = (
-        " lr ".join(has[key] for key in ("optimizer", "optimizer.lr") if key in has)
-        if "optimizer" in has
-        else ""
-    )
-    epochs = f"{has['trainer.epochs']} epochs" if "trainer.epochs" in has else ""
-    return ", ".join(filter(None, [where, optimizer, epochs]))
-
-
-def caption(table: Table) -> str:
-    """What the numbers are, and what to know when comparing them."""
-    unit = " in %" if "accuracy" in table.metric else ""
-    split, slash, name = table.metric.removeprefix("best/").partition("/")
-    weights = (
-        "the best weights by validation" if table.metric.startswith("best/") else "the last weights"
-    )
-    what = (
-        f"{name} {SPLITS.get(split, f'({split})')}{unit}, {weights}" if slash else f"{split}{unit}"
-    )
-    if "metric" in (*table.row_keys, *table.column_keys):
-        what = table.metric.replace(",", ", ") + (
-            " (accuracies in %)" if "accuracy" in table.metric else ""
-        )
-    how = "mean +- standard deviation" if table.statistic == "mean" else table.statistic
-    notes = [f"{title(table)}: {what}; {how} over seeds (number of runs)"]
-    if table.references and len(table.columns) > 1:
-        notes.append("dense has no ratio and stands in every column")
-    if table.best:
-        notes.append("best of each column in bold")
-    if table.paper:
-        notes.append(f"(paper): {table.paper_source}")
-    if table.differing:
-        notes.append(f"not the same in all cells: {', '.join(table.differing)}")
-    if len(table.commits) > 1:
-        notes.append(
-            f"made by {len(table.commits)} versions of the code: {', '.join(table.commits)}"
-        )
-    return "; ".join(notes)
+    return f"{signed(gap.mean, metric, at)}{interval}{p} ({gap.n})", gap.significant

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from nmrun.report import formats, plots, status, style
+from nmrun.report import captions, formats, plots, status, style
 from nmrun.report.formats import Grid, Line
 from nmrun.report.history import result
 from nmrun.report.tables import Table, label
@@ -65,7 +65,7 @@ def write(
 
 
 def _part(runs: pd.DataFrame, table: Table, logged: str) -> str:
-    said = [f"<h2>{html.escape(formats.title(table))}</h2>"] + [
+    said = [f"<h2>{html.escape(captions.title(table))}</h2>"] + [
         formats.html_table(grid) for grid in formats.grids(table)
     ]
     for kind, about in plots.KINDS.items():

@@ -12,8 +12,9 @@ from matplotlib.ticker import EngFormatter
 from matplotlib.transforms import Bbox
 
 from nmrun.patterns import Pattern, PatternError
-from nmrun.report.formats import title
-from nmrun.report.style import label, look, metric_label, plain, scale
+from nmrun.report.captions import title
+from nmrun.report.numbers import scale
+from nmrun.report.style import label, look, metric_label, plain
 from nmrun.report.tables import Key, Table, build
 
 FLOPS = "flops/training_arithmetic"

@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from nmrun.patterns import Pattern, PatternError
+from nmrun.report.numbers import unit
 from nmrun.report.tables import Key, Table, words
 
 # Okabe and Ito's palette for colour-blind readers, without the yellow, which is too pale for a line
@@ -51,13 +52,10 @@ def label(table: Table, row: Key) -> str:
     return words(row) + (f" ({missing} not finished)" if missing else "")
 
 
-def scale(metric: str) -> float:
-    """Accuracies are drawn in percent, as tables print them."""
-    return 100.0 if "accuracy" in metric else 1.0
-
-
 def metric_label(metric: str) -> str:
-    return f"{metric}{' in %' if scale(metric) == 100.0 else ''}"
+    """With its unit."""
+    name = unit(metric)
+    return f"{metric} in {name}" if name else metric
 
 
 def column_name(table: Table, column: Key) -> str:

@@ -4,10 +4,11 @@ it down.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
@@ -17,8 +18,8 @@ from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
 from nmrun.recipes import RECIPES
-from nmrun.registry import did_you_mean
-from nmrun.report.statistics import Cell, Difference, holm, paired, shown, summarise
+from nmrun.report.numbers import places, scale
+from nmrun.report.statistics import Cell, Difference, shown, summarise
 
 # the labels of a row or of a column, one for each config key that it stands for
 Key = tuple[str, ...]
@@ -34,10 +35,12 @@ class Table:
     ``best`` are the best cells of each column; ``references`` the rows without a ratio, whose one
     value stands in every column; ``shared`` what all runs have in common; ``differing`` the
     settings that are not the same in all cells, though no row or column names them; ``commits`` the
-    versions of the code. ``differences`` to the rows ``baseline`` in the same column, their
-    p-values corrected for their number. ``statistic``: what stands in a cell, ``mean``, ``median``
-    or ``best``. ``paper``: published figures as they are printed, by row and column, and where they
-    stand, ``paper_source``.
+    versions of the code; ``candidates``, where the metric is of the best weights and their number
+    differs, the rows by the number of epochs that those were chosen from. ``differences`` to the
+    rows ``baseline`` in the same column, their p-values corrected for their number; ``across`` are
+    the keys of rows in which some are compared with a baseline of another value. ``statistic``:
+    what stands in a cell, ``mean``, ``median`` or ``best``. ``paper``: published figures as they
+    are printed, by row and column, and where they stand, ``paper_source``.
     """
 
     metric: str
@@ -52,9 +55,11 @@ class Table:
     shared: dict[str, str]
     differing: list[str]
     commits: list[str]
+    candidates: dict[str, list[Key]] = field(default_factory=dict)
     baseline: list[Key] = field(default_factory=list)
     test: str = ""
     differences: dict[tuple[Key, Key], Difference] = field(default_factory=dict)
+    across: list[str] = field(default_factory=list)
     paper: dict[str, dict[str, str]] = field(default_factory=dict)
     paper_source: str = ""
 
@@ -128,49 +133,11 @@ def build(
         shared,
         differing,
         commits,
+        _candidates(members) if "best/" in metric else {},
     )
     for column in column_labels:
         table.best.update((row, column) for row in _best(table, column))
     return table
-
-
-def compare(table: Table, baseline: str, test: str = "t") -> Table:
-    """The same with ``differences`` to the row named ``baseline``: by all its labels, or by that of
-    the recipe alone (where each row is compared with the one of that recipe that agrees with it in
-    all that is not of the recipe).
-
-    Raises ConfigError if there is no such row, or if no other row shares a seed with it.
-    """
-    names = {" ".join(row): row for row in table.rows}
-    recipe = table.row_keys.index("recipe") if "recipe" in table.row_keys else 0
-    every = (
-        [names[baseline]]
-        if baseline in names
-        else [row for row in table.rows if row[recipe] == baseline]
-    )
-    if not every:
-        raise ConfigError(
-            f"--baseline {baseline}: no such row{did_you_mean(baseline, names)} (there are {', '.join(names)})"
-        )
-
-    def context(row: Key) -> list[str]:
-        return [
-            text
-            for key, text in zip(table.row_keys, row, strict=True)
-            if key.partition(".")[0] != "recipe"
-        ]
-
-    found: dict[tuple[Key, Key], Difference] = {}
-    for (row, column), cell in table.cells.items():
-        own = every if baseline in names else [one for one in every if context(one) == context(row)]
-        other = table.cells.get((own[0], column)) if own and row not in every else None
-        if other is not None and (gap := paired(cell, other, test)) is not None:
-            found[row, column] = gap
-    if not found:
-        raise ConfigError(
-            f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed"
-        )
-    return replace(table, baseline=every, test=test, differences=holm(found))
 
 
 def label(value: Any) -> str:
@@ -185,20 +152,6 @@ def label(value: Any) -> str:
 def words(key: Key) -> str:
     """The values of a key, without a dash for what a run has not."""
     return " ".join(value for value in key if value != "-") or "-"
-
-
-def printed(value: float, metric: str) -> str:
-    """A mean as every format shows it: accuracies in percent with one decimal, everything else with
-    four significant digits.
-    """
-    return f"{100 * value:.1f}" if "accuracy" in metric else significant(value, 4)
-
-
-def significant(value: float, digits: int) -> str:
-    """No exponent where whole numbers of up to eight digits will do: 1.234, 12340, 3.782e+11."""
-    if abs(value) >= 1e8:
-        return f"{value:.{digits - 1}e}"
-    return f"{value:.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def _cell(group: Sequence[Run]) -> Cell:
@@ -253,6 +206,19 @@ def _differing(runs: Sequence[Run]) -> list[str]:
     return [key for key in found if "." not in key or key.partition(".")[0] not in found]
 
 
+def _candidates(members: Mapping[tuple[Key, Key], Sequence[Run]]) -> dict[str, list[Key]]:
+    """The rows by the number of epochs that their best weights were chosen from; empty where it is
+    the same for all.
+    """
+    found: dict[str, list[Key]] = {}
+    for (row, _), group in members.items():
+        for run in (run for run in group if run["status"] == "finished"):
+            rows = found.setdefault(label(run.get("best/candidates", math.nan)), [])
+            if row not in rows:
+                rows.append(row)
+    return dict(sorted(found.items())) if len(found) > 1 else {}
+
+
 def _best(table: Table, column: Key) -> list[Key]:
     """All rows that tie at the printed precision; none where there is nothing to compare."""
     values = {}
@@ -265,13 +231,22 @@ def _best(table: Table, column: Key) -> list[Key]:
             "positive",
         )
         if judged and row not in table.references and value is not None:
-            values[row] = float(printed(value, metric))
+            values[row] = value
     if len(values) < 2 or "metric" in table.row_keys:
         return []
-    top = (max if higher_is_better(table.metric_of(table.rows[0], column)) else min)(
-        values.values()
-    )
-    return [row for row, value in values.items() if value == top]
+    metric = table.metric_of(table.rows[0], column)
+
+    def digits(row: Key) -> int:
+        spread = table.cells[row, column].sd if table.statistic == "mean" else None
+        return places(values[row], metric, spread)
+
+    top = (max if higher_is_better(metric) else min)(values, key=values.__getitem__)
+
+    def ties(row: Key) -> bool:
+        at = min(digits(row), digits(top))
+        return round(scale(metric) * values[row], at) == round(scale(metric) * values[top], at)
+
+    return list(filter(ties, values))
 
 
 def _order(labels: Key) -> tuple[tuple[int, float, int, str], ...]:

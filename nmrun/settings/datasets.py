@@ -204,6 +204,7 @@ class TokenBin(Context, Dataset):
 class CopyReverse(Translated, Seeded, Dataset):
     """Generated sentences to be copied or reversed."""
 
+    version: Annotated[int, whole(2, 2)]
     size: Annotated[int, whole(1)]
     val_size: Annotated[int, whole(1)]
     test_size: Annotated[int, whole(1)]

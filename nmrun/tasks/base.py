@@ -36,6 +36,8 @@ class Task(ABC):
     """What a model has to know of the data: keyword arguments of its ``build``, such as ``shape`` and ``classes`` of images."""
     metric: str
     """The metric of :meth:`evaluate` that epochs and recipes are compared by; see ``nmrun.config.metric`` for which way is better."""
+    has_test: bool = True
+    """Whether there is a test split. Without one, results have metrics of the validation split alone."""
     about: str = ""
     """The line of the plan on the data."""
     batches_of: str = ""
@@ -146,7 +148,7 @@ class Adopted(Task):
             own.inputs,
             own.metric,
         )
-        for name in ("about", "batches_of", "notes"):
+        for name in ("has_test", "about", "batches_of", "notes"):
             setattr(self, name, getattr(own, name, getattr(Task, name)))
 
     def micro_batches(

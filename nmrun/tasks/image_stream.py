@@ -61,7 +61,7 @@ class ImageStream(Classification):
     ) -> None:
         options, trainer = config.dataset.as_kind(ImageNet), config.trainer
         self.device, self.seed, self.about = device, config.seed, about
-        self.splits = splits
+        self.splits, self.has_test = splits, "test" in splits
         self.files = _Files(
             paths, options.resolution, options.crop_scale, options.flip, config.seed
         )

@@ -20,8 +20,6 @@ from nmrun.tasks.base import Batch, Tally, Task, picked, turns
 if TYPE_CHECKING:
     from nmrun.settings.config import Config
 
-SPLITS = ("train", "val", "test")
-
 
 def cross_entropy(logits: Tensor, following: Tensor, **options: Any) -> Tensor:
     """torch's, of logits (B, T, V) and targets (B, T), in float32."""
@@ -31,8 +29,8 @@ def cross_entropy(logits: Tensor, following: Tensor, **options: Any) -> Tensor:
 class LanguageModelling(Task):
     """Cross entropy of the next token; see :class:`nmrun.tasks.base.Task`.
 
-    ``splits`` has a one-dimensional array of token numbers for each of train, val and test, in
-    memory or mapped from a file. A training batch is ``batch_size`` windows of ``context`` + 1
+    ``splits`` has a one-dimensional array of token numbers for each of train, val and, if there is
+    one, test, in memory or mapped from a file. A training batch is ``batch_size`` windows of ``context`` + 1
     tokens from random places of the training text, which depend on (seed, epoch, index) alone; an
     epoch has as many windows as fit into the text side by side. An evaluation predicts every token
     of a split but the first exactly once, from the at most ``context`` tokens before it in its
@@ -58,11 +56,12 @@ class LanguageModelling(Task):
         device: torch.device | str = "cpu",
         compiled: bool = False,
     ) -> None:
-        for name in SPLITS:
-            if len(splits[name]) <= context:
+        for name, text in splits.items():
+            if len(text) <= context:
                 raise ConfigError(
-                    f"dataset.context={context}: the {name} text has only {len(splits[name])} tokens; it takes one more than context"
+                    f"dataset.context={context}: the {name} text has only {len(text)} tokens; it takes one more than context"
                 )
+        self.has_test = "test" in splits
         self.splits, self.unit, self.device = splits, unit, torch.device(device)
         self.vocabulary, self.context = vocabulary, context
         self.inputs = {"vocabulary": vocabulary, "context": context}

@@ -85,6 +85,7 @@ class TextClassification(Task):
             name: Encoded(*tokenizer.encode(some), torch.tensor(labels, dtype=kind))
             for name, (some, labels) in splits.items()
         }
+        self.has_test = "test" in splits
         self.padding, self.classes, self.device = tokenizer.padding, classes, torch.device(device)
         self.inputs = {
             "vocabulary": tokenizer.vocabulary,

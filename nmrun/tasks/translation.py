@@ -129,6 +129,7 @@ class Translation(Task):
             )
         self.splits, self.source, self.target = splits, source, target
         self.references, self.detokenize = references, detokenize
+        self.has_test = "test" in splits
         self.inputs = {"source": source, "target": target}
         self.max_tokens, self.seed, self.device = max_tokens, seed, torch.device(device)
         self.beam, self.length_penalty = beam, length_penalty

@@ -24,7 +24,8 @@ PIXELS_AT_ONCE = 2**20  # of an evaluation; bounds its memory
 class Classification(Task):
     """Cross entropy over classes; see :class:`nmrun.tasks.base.Task`.
 
-    ``splits`` has images (N, C, H, W) and labels (N,) of ``train``, ``val`` and ``test``. Images in
+    ``splits`` has images (N, C, H, W) and labels (N,) of ``train``, ``val`` and, if
+    there is one, ``test``. Images in
     uint8 are normalised by mean and standard deviation of each channel over the training images,
     batch by batch, and the training images augmented.
 
@@ -53,6 +54,7 @@ class Classification(Task):
             for name, (images, labels) in splits.items()
         }
         self.images, self.labels = self.splits["train"]
+        self.has_test = "test" in splits
         self.classes = classes
         self.inputs: dict[str, Any] = {"shape": tuple(self.images.shape[1:]), "classes": classes}
         self.augment = augment or Augment()

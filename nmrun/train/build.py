@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 @dataclass(frozen=True)
 class Parts:
     """What a loop trains with. ``precision`` is fp32, bf16 or fp16; ``cost`` is that of one item;
-    ``accelerated`` is by which products the sparse layers are computed."""
+    ``accelerated`` is by which products the sparse layers are computed, ``attached_in`` the seconds
+    that the recipe took to begin (searches for a permutation among them)."""
 
     task: Task
     model: nn.Module
@@ -45,6 +47,7 @@ class Parts:
     total_steps: int
     cost: flops.Flops
     accelerated: list[Choice] = field(default_factory=list)
+    attached_in: float = 0.0
 
 
 def build(config: Config) -> Parts:
@@ -112,7 +115,9 @@ def build(config: Config) -> Parts:
                 raise ConfigError(
                     f"trainer.budget={trainer.budget}: that is {epochs:.2g} epochs; it takes one epoch or more"
                 )
+        began = time.perf_counter()
         handle = made_sparse(model, optimizer, total_steps)
+        attached_in = time.perf_counter() - began
         if in_shards:
             from nmrun.train import sharded  # half a second that others need not wait for
 
@@ -123,7 +128,18 @@ def build(config: Config) -> Parts:
         fuse(optimizer, device)
     cost = flops.count(whole, task, handle.sparse)
     accelerated = _accelerated(trainer, model, task, handle, device, precision)
-    return Parts(task, model, optimizer, handle, device, precision, total_steps, cost, accelerated)
+    return Parts(
+        task,
+        model,
+        optimizer,
+        handle,
+        device,
+        precision,
+        total_steps,
+        cost,
+        accelerated,
+        attached_in,
+    )
 
 
 def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Module, nn.Module]:

@@ -9,6 +9,9 @@ masks keep oscillating; below, it holds them too fast.
 from __future__ import annotations
 
 import copy
+import time
+from collections import Counter
+from typing import NamedTuple
 
 from nmrun.settings.config import Config
 from nmrun.train.build import build
@@ -20,23 +23,46 @@ GRID = (6e-6, 2e-5, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3, 2e-2, 6e-2)
 PROBE = 0.1  # of the run's steps; never fewer than two mask intervals
 
 
-def find_decay(config: Config) -> tuple[float, list[str]]:
-    """The first decay, searching up or down from 2e-4 by half powers of ten, whose mu is in range;
-    and sentences for the log.
+class Found(NamedTuple):
+    """A decay, ``said``, a sentence for the log, and what the search took: ``seconds``, and
+    ``flops`` by the names of :attr:`nmrun.train.loop.Loop.flops`, without ``training_dense``.
+    """
+
+    decay: float
+    said: str
+    seconds: float
+    flops: Counter[str]
+
+
+class Probe(NamedTuple):
+    """The mean share of mask entries that a refresh of the masks changes, and the FLOPs of it."""
+
+    flip_rate: float
+    flops: dict[str, int]
+
+
+def find_decay(config: Config) -> Found:
+    """The first decay, searching up or down from 2e-4 by half powers of ten, whose mu is in range.
 
     Every probe trains from the initial weights for a tenth of the run; ``config`` is of recipe
     t_sr_ste. If no value is in range, the one nearest to it in the direction of the search is
     taken, and said.
     """
-    dense = _flip_rate(config, 0.0, dense=True)
+    began, flops = time.perf_counter(), Counter[str]()
+
+    def rate(decay: float, dense: bool) -> float:
+        probe = _probe(config, decay, dense)
+        flops.update(probe.flops)
+        return probe.flip_rate
+
+    dense = rate(0.0, dense=True)
     if dense == 0:
-        return 2e-4, [
-            "decay search: no mask flips in the dense probe; decay 2e-4 is as good as any"
-        ]
+        said = "decay search: no mask flips in the dense probe; decay 2e-4 is as good as any"
+        return Found(2e-4, said, time.perf_counter() - began, flops)
     tried: dict[int, float] = {}
     at = GRID.index(2e-4)
     while 0 <= at < len(GRID) and at not in tried:
-        tried[at] = _flip_rate(config, GRID[at], dense=False) / dense
+        tried[at] = rate(GRID[at], dense=False) / dense
         if LOW <= tried[at] <= HIGH:
             break
         at += 1 if tried[at] > HIGH else -1
@@ -45,13 +71,14 @@ def find_decay(config: Config) -> tuple[float, list[str]]:
     verdict = (
         "" if LOW <= tried[best] <= HIGH else f"; none is in [{LOW}, {HIGH}], this is the nearest"
     )
-    return GRID[best], [
+    said = (
         f"decay search: flip rate over that of a dense probe {shown}; decay {GRID[best]:g}{verdict}"
-    ]
+    )
+    return Found(GRID[best], said, time.perf_counter() - began, flops)
 
 
-def _flip_rate(config: Config, decay: float, dense: bool) -> float:
-    """Mean share of mask entries that a refresh of the masks changes, over a short training."""
+def _probe(config: Config, decay: float, dense: bool) -> Probe:
+    """A short training."""
     plain = copy.deepcopy(config.plain)
     plain["recipe"] |= {"decay": decay, "dense_end": 0.0}
     trial = Config(plain, config.pattern)
@@ -71,4 +98,5 @@ def _flip_rate(config: Config, decay: float, dense: bool) -> float:
         if before:
             refreshes += 1
             flips += sum(float((a ^ b).sum()) for a, b in zip(before, masks, strict=True))
-    return flips / max(1.0, refreshes * sum(mask.numel() for mask in masks))
+    rate = flips / max(1.0, refreshes * sum(mask.numel() for mask in masks))
+    return Probe(rate, {k: v for k, v in loop.flops.items() if k != "training_dense"})

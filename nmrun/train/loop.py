@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,8 +44,9 @@ class Loop:
     ``step`` counts batches, ``updates`` the optimizer steps done (loss scaling may skip some).
     ``best`` is the evaluation with the best ``task.metric`` while the forward weights held the
     pattern (for dense training: of all), with its ``epoch``; ``best_weights`` are the plain weights
-    of that moment. ``accumulate`` is how many micro-batches a batch is cut into. ``seconds`` and
-    ``flops`` (of training) count all sittings.
+    of that moment, and ``candidates`` the number of such evaluations. ``accumulate`` is how many
+    micro-batches a batch is cut into. ``seconds`` and ``flops`` (of training) count all sittings,
+    and what the recipe took beforehand.
     """
 
     def __init__(self, config: Config, parts: Parts, console: Console) -> None:
@@ -94,6 +95,7 @@ class Loop:
         ] = []  # of the steps since ``logged_step``, left on the device until they are logged
         self.best: dict[str, float] = {}
         self.best_weights: dict[str, Tensor] = {}
+        self.candidates = 0
         self.average = Average(self.model, self.handle, self.trainer.average)
         self.events = self.handle.pop_events()
         self.handle.mask_metrics.begin()
@@ -103,7 +105,7 @@ class Loop:
         if self.trainer.diagnose_every is not None:
             batch = self.task.micro_batches(0, 0, self.accumulate, range(1))[0]
             self.diagnostics = Diagnostics(self.model, self.handle, self.task, batch)
-        self.seconds = 0.0
+        self.seconds = parts.attached_in
         self.items = 0  # seen in this sitting
         self._shown: dict[str, float] = {}
 
@@ -225,14 +227,20 @@ class Loop:
         self.flops["training_hardware"] += round(items * self.cost.training(recipe, hardware=True))
         self.flops["training_dense"] += round(items * self.cost.dense)
 
+    def count_beforehand(self, seconds: float, flops: Mapping[str, int]) -> None:
+        """Count what was needed before the first step as part of the run."""
+        self.seconds += seconds
+        for name, number in flops.items():
+            self.flops[name] += number
+
     @property
     def flops_used(self) -> dict[str, int]:
-        """FLOPs of the training steps so far, and of inference with the final weights on one item;
-        see ``nmrun.train.flops.Flops``.
+        """FLOPs of the training steps so far, those of a search for the decay included, and of
+        inference with the final weights on one item; see ``nmrun.train.flops.Flops``.
 
         ``..._arithmetic`` leaves out every multiplication with a zero that the recipe puts there,
-        ``..._hardware`` what 2:4 sparse tensor cores can leave out, ``training_dense`` is the same
-        number of dense steps.
+        ``..._hardware`` what 2:4 sparse tensor cores can leave out, ``training_dense`` is the run's
+        own number of dense steps.
         """
         inference = {"arithmetic": self.cost.forward_sparse, "hardware": self.cost.forward_hardware}
         return {
@@ -279,7 +287,9 @@ class Loop:
             row["sparsity/holds"] = float(
                 self.handle.is_sparse and all(layer["holds"] for layer in report["layers"])
             )
-        if (self.handle.is_sparse or not self.handle.sparse) and self._is_best(row):
+        candidate = self.handle.is_sparse or not self.handle.sparse
+        self.candidates += candidate
+        if candidate and self._is_best(row):
             self.best = {
                 **{key: value for key, value in row.items() if key.startswith("eval/")},
                 "epoch": epoch,
@@ -294,8 +304,10 @@ class Loop:
 
     def evaluate(self, split: str) -> dict[str, float]:
         """The task's metrics with the weights as they are: ``eval/...`` for split ``"val"``,
-        ``test/...`` for ``"test"``.
+        ``test/...`` for ``"test"``, nothing where there is no test split.
         """
+        if split == "test" and not self.task.has_test:
+            return {}
         ranks.share_statistics(self.model)
         self.model.eval()
         with torch.no_grad(), self.autocast():
@@ -383,6 +395,7 @@ class Loop:
                 "losses": list(self.losses),
                 "best": self.best,
                 "best_weights": self.best_weights,
+                "candidates": self.candidates,
                 "events": self.events,
                 "flops": dict(self.flops),
                 "seconds": self.seconds,

@@ -27,7 +27,7 @@ from nmrun.settings.config import Config
 from nmrun.train import checkpoint, environment, plan
 from nmrun.train.build import Parts, build
 from nmrun.train.console import Console
-from nmrun.train.decay_search import find_decay
+from nmrun.train.decay_search import Found, find_decay
 from nmrun.train.loop import Loop
 from nmrun.train.track import Tracker
 
@@ -92,15 +92,16 @@ def run(
         return {**outcome, "folder": str(folder)}
 
 
-def _build(config: Config, search: bool) -> tuple[Parts, list[str]]:
+def _build(config: Config, search: bool) -> tuple[Parts, Found | None]:
     """The parts of a run, and what was found beforehand: ``recipe.decay=auto`` is a search, whose
     result a checkpoint has.
     """
     if config.recipe.options.get("decay") != "auto":
-        return build(config), []
-    decay, said = find_decay(config) if search else (0.0, [])
+        return build(config), None
+    found = find_decay(config) if search else None
+    decay = found.decay if found else 0.0
     plain = {**config.plain, "recipe": {**config.plain["recipe"], "decay": decay}}
-    return build(Config(plain, config.pattern)), said
+    return build(Config(plain, config.pattern)), found
 
 
 class _Run:
@@ -240,7 +241,9 @@ class _Run:
             self.console.detail(line)
         loop = self.loop = Loop(config, parts, self.console)
         if state is None:
-            loop.events[:0] = found
+            if found:
+                loop.count_beforehand(found.seconds, found.flops)
+                loop.events.insert(0, found.said)
             for event in loop.events:
                 self.console.say(f"  {event}")
         else:
@@ -277,6 +280,7 @@ class _Run:
                 if ranks.leads():
                     _save_weights(folder / "best.safetensors", loop.best_weights)
                 loop.held.load_final_state_dict(loop.best_weights)
+                best |= {"candidates": loop.candidates}
                 best |= loop.evaluate("test")
         metrics = {"final": final, "best": best}
         (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)
@@ -354,7 +358,9 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def _both(metrics: dict[str, float], metric: str) -> str:
-    return f"test {metrics[f'test/{metric}']:.4f}, validation {metrics[f'eval/{metric}']:.4f}"
+    splits = {"test": "test", "validation": "eval"}
+    found = {word: metrics.get(f"{split}/{metric}") for word, split in splits.items()}
+    return ", ".join(f"{word} {value:.4f}" for word, value in found.items() if value is not None)
 
 
 def _save_weights(path: Path, weights: dict[str, Tensor]) -> None:

@@ -16,8 +16,10 @@ import pytest
 import runs
 import torch
 from torch import nn
+from verbs import verb
 
 from nmrun import tasks
+from nmrun.config.identity import run_folder
 from nmrun.config.metric import higher_is_better
 from nmrun.data import corpus, local, stdlib_text, token_bin
 from nmrun.errors import ConfigError, RunError
@@ -441,11 +443,29 @@ def test_token_files_are_mapped(tmp_path):
     task = build(tmp_path, *options)
     assert isinstance(task.splits["train"], np.memmap)
     assert task.inputs == {"vocabulary": 700, "context": 8}
-    assert task.splits["test"] is task.splits["val"]
+    assert set(task.splits) == {"train", "val"}
+    assert not task.has_test
     (batch,) = task.micro_batches(1, 2, 1)
     assert torch.equal(batch[1], (batch[0] + 1) % 700)
     write(tmp_path / "test.bin", [5] * 50)
-    assert build(tmp_path, *options).splits["test"].tolist() == [5] * 50
+    tested = build(tmp_path, *options)
+    assert tested.has_test
+    assert tested.splits["test"].tolist() == [5] * 50
+
+
+def test_without_a_test_text_nothing_is_called_test(tmp_path, capsys):
+    write(tmp_path / "train.bin", np.arange(2000) % 7)
+    write(tmp_path / "val.bin", np.arange(300) % 7)
+    text = (f"dataset.folder={tmp_path}", "dataset.vocabulary=8")
+    made = runs.config(tmp_path / "out", "dataset=token_bin", *text, *TEXT[:-1], "recipe=ste")
+    result = runner.run(made, run_folder(made))
+    assert result["status"] == "finished"
+    names = {"eval/loss", "eval/perplexity", "eval/bits_per_token"}
+    assert set(result["metrics"]["final"]) == names
+    assert set(result["metrics"]["best"]) == names | {"epoch", "candidates"}
+    capsys.readouterr()
+    assert verb("table", str(tmp_path / "out")) == 0
+    assert "perplexity on the validation split" in capsys.readouterr().out
 
 
 def test_what_is_wrong_with_a_token_file(tmp_path):

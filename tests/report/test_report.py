@@ -151,7 +151,7 @@ def test_best_weights_and_other_metrics(write, table) -> None:
     write("asp", "2:4", 0, 0.9, loss=12345.6)
     assert cells(table("--metric", "test/loss")[1]) == {
         "asp": {"2:4": "12346 (1)"},
-        "ste": {"2:4": "**0.3 +- 0.22 (4)**"},
+        "ste": {"2:4": "**0.3 +- 0.2 (4)**"},
     }
     assert cells(table("--metric", "best/test/accuracy")[1])["asp"]["2:4"] == "**90.5 (1)**"
     assert cells(table("--metric", "seconds")[1])["asp"]["2:4"] == "**2.5 (1)**"

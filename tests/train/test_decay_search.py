@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from nmrun.config import schema
 from nmrun.config.identity import run_folder
+from nmrun.errors import ConfigError
 from nmrun.train import decay_search, runner
 from nmrun.train.build import build
-from nmrun.train.decay_search import GRID, find_decay
+from nmrun.train.decay_search import GRID, Probe, find_decay
 from nmrun.train.loop import Loop
 
 MODEL = ("model=mlp", "model.hidden=[16,16,16]", "optimizer.lr=0.02")
@@ -84,7 +85,7 @@ def reference_rate(
 def test_the_rate_is_that_of_a_plain_loop(tmp_path, decay, epochs, interval, steps):
     words = (*MODEL, f"trainer.epochs={epochs}")
     made = config(tmp_path, *AUTO, words[-1], f"recipe.interval={interval}")
-    rate = decay_search._flip_rate(made, decay or 0.0, dense=decay is None)
+    rate = decay_search._probe(made, decay or 0.0, dense=decay is None).flip_rate
     assert rate > 0.01
     assert rate == pytest.approx(
         reference_rate(config(tmp_path, "recipe=dense", *words), decay, interval, steps), rel=1e-9
@@ -107,12 +108,13 @@ def test_the_choice_is_that_of_trying_them_all(tmp_path, monkeypatch, centre, sl
     mus = {decay: 0.8 * 2.0 ** (slope * (centre - i)) for i, decay in enumerate(GRID)}
     tried = []
 
-    def rate(made: schema.Config, decay: float, dense: bool) -> float:
+    def probe(made: schema.Config, decay: float, dense: bool) -> Probe:
         tried.append(decay)
-        return 0.01 if dense else 0.01 * mus[decay]
+        return Probe(0.01 if dense else 0.01 * mus[decay], {"training_hardware": 2})
 
-    monkeypatch.setattr(decay_search, "_flip_rate", rate)
-    found, (said,) = find_decay(config(tmp_path, *AUTO))
+    monkeypatch.setattr(decay_search, "_probe", probe)
+    found, said, _, used = find_decay(config(tmp_path, *AUTO))
+    assert used == {"training_hardware": 2 * len(tried)}
     start = GRID.index(2e-4)
     assert found == min(GRID, key=lambda d: (outside(mus[d]), abs(GRID.index(d) - start)))
     assert len(tried) == len(set(tried[1:])) + 1  # the dense probe, and no decay twice
@@ -127,7 +129,7 @@ def test_the_grid_covers_the_decays_of_the_paper():
 
 
 def test_masks_that_never_flip_tell_nothing(tmp_path):
-    found, (said,) = find_decay(config(tmp_path, *AUTO, "optimizer.lr=1e-12", "recipe.interval=3"))
+    found, said, *_ = find_decay(config(tmp_path, *AUTO, "optimizer.lr=1e-12", "recipe.interval=3"))
     assert found == 2e-4
     assert "no mask flips" in said
 
@@ -150,14 +152,26 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
         )
 
     auto = made("auto", "auto")
-    decay, said = find_decay(auto)
+    decay, said, seconds, flops = find_decay(auto)
+    monkeypatch.setattr(
+        runner, "find_decay", lambda config: find_decay(config)._replace(seconds=1000.0)
+    )
     result = runner.run(auto, run_folder(auto))
     assert result["status"] == "finished"
-    assert result["events"] == said
+    assert result["events"] == [said]
     assert result["config"]["recipe"]["decay"] == "auto"  # so that the same command is the same run
     given = made("given", repr(decay))
-    assert runner.run(given, run_folder(given))["events"] == []
+    plain = runner.run(given, run_folder(given))
+    assert plain["events"] == []
     assert weights(run_folder(auto)) == weights(run_folder(given))
+
+    # the search is part of what the run took, and the run's own dense steps are what they were
+    assert seconds > 0
+    assert result["seconds"] > 1000 > plain["seconds"]
+    for kind in ("arithmetic", "hardware"):
+        name = f"training_{kind}"
+        assert result["flops"][name] == plain["flops"][name] + flops[name]
+    assert result["flops"]["training_dense"] == plain["flops"]["training_dense"]
 
     cut = made("cut", "auto")
     step = Loop._train_step
@@ -176,6 +190,28 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
     monkeypatch.setattr(runner, "find_decay", lambda config: pytest.fail("it is searched for once"))
     resumed = runner.run(cut, run_folder(cut))
     assert died == [7]
-    assert resumed["events"] == said
+    assert resumed["events"] == [said]
+    assert resumed["flops"] == result["flops"]
+    assert resumed["seconds"] > 1000
     assert weights(run_folder(cut)) == weights(run_folder(auto))
     assert json.loads((run_folder(cut) / "result.json").read_text())["status"] == "finished"
+
+
+def test_the_flops_of_a_probe_are_those_of_its_steps(tmp_path):
+    """All dense, the 12 FLOPs of a weight and item but for the first layer's input gradient; at 2:4
+    a third of those of sparse layers, two products of three, are halved.
+    """
+    made = config(tmp_path, *AUTO, "recipe.interval=5")
+    dense, sparse = (decay_search._probe(made, 0.0, dense=each).flops for each in (True, False))
+    items = 10 * 32  # two intervals of batches
+    first, inner, head = 64 * 16, 2 * 16 * 16, 16 * 10
+    assert dense == dict.fromkeys(
+        ("training_arithmetic", "training_hardware"), items * (4 * first + 6 * (inner + head))
+    )
+    halved = dense["training_arithmetic"] - items * 2 * inner
+    assert sparse["training_arithmetic"] == halved
+
+
+def test_no_budget_is_exceeded_by_a_search(tmp_path):
+    with pytest.raises(ConfigError, match=r"comes on top of trainer\.budget"):
+        config(tmp_path, *AUTO, "trainer.budget=flops:dense")

@@ -271,6 +271,7 @@ def test_the_best_evaluation_counts_only_while_sparse(
         "eval/accuracy": [0.9, 0.8, 0.7, 0.6][expected - 1],
         "epoch": expected,
     }
+    assert loop.candidates == 5 - expected
     if recipe != "dense":
         holds = [row["sparsity/holds"] for row in logged if "sparsity/holds" in row]
         assert holds == [0.0] * (expected - 1) + [1.0] * (5 - expected)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from torch.nn import functional
 
-from nmrun import models
+from nmrun import models, sparsify
 from nmrun.config.identity import identity, run_folder
 from nmrun.config.schema import Config
 from nmrun.data import digits
@@ -29,6 +29,7 @@ from nmrun.recipes.asp import ASP
 from nmrun.sparsity import check_nm
 from nmrun.tasks.vision import Classification
 from nmrun.train import build, flops, plan, runner
+from nmrun.train.console import Console
 from nmrun.train.loop import Loop
 
 FILES = {
@@ -68,7 +69,7 @@ def test_the_folder_of_a_finished_run(
     assert OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")) == made.plain
     names = {"eval/accuracy", "eval/loss", "test/accuracy", "test/loss"}
     assert set(result["metrics"]["final"]) == names
-    assert set(result["metrics"]["best"]) == {*names, "epoch"}
+    assert set(result["metrics"]["best"]) == {*names, "epoch", "candidates"}
     assert {"commit", "dirty", "python", "torch", "device", "command"} <= set(result["environment"])
     assert os.uname().nodename not in json.dumps(result["environment"])
     assert result["seconds"] > 0
@@ -418,3 +419,41 @@ def test_flops_of_a_perceptron_by_hand(tmp_path: Path) -> None:
     assert cost.backward == 2 * (products[0] + 2 * products[1] + 2 * products[2])
     assert torch.equal(before, torch.get_rng_state())
     assert all(p.grad is None for p in parts.model.parameters())
+
+
+def test_what_a_recipe_does_before_the_first_step_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ASP's search for permutations of a trained model does: here 100 seconds of a clock."""
+    clock = [5.0]
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        clock[0] += 100.0
+        return sparsify(*args, **options)
+
+    monkeypatch.setattr(build, "sparsify", slowly)
+    monkeypatch.setattr(build.time, "perf_counter", lambda: clock[0])
+    parts = build.build(config(tmp_path, "recipe=asp", "recipe.prune_at=0"))
+    monkeypatch.undo()
+    assert parts.attached_in == 100.0
+    assert Loop(config(tmp_path, "recipe=asp"), parts, Console(None)).seconds == 100.0
+
+
+@pytest.mark.parametrize("recipe", ["dense", "ste", "step"])
+def test_nothing_is_chosen_by_the_test_split(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked at after the last step alone; the best weights are those of the best validation."""
+    asked: list[str] = []
+
+    def evaluate(self: Classification, model: Any, split: str) -> dict[str, float]:
+        asked.append(split)
+        falls = 1 - asked.count("test") / 10
+        rises = asked.count("val") / 10
+        return {"loss": 1.0, "accuracy": rises if split == "val" else falls}
+
+    monkeypatch.setattr(Classification, "evaluate", evaluate)
+    result = run(config(tmp_path, f"recipe={recipe}"))
+    assert asked == ["val"] * 4 + ["val", "test", "test"]
+    assert result["metrics"]["best"]["epoch"] == 4
+    assert result["metrics"]["best"]["eval/accuracy"] == pytest.approx(0.4)

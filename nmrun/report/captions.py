@@ -1,0 +1,134 @@
+"""What stands above a table: what the numbers are, and what to know when comparing them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from nmrun.report.numbers import places, printed, unit
+from nmrun.report.statistics import FEWEST, Difference
+from nmrun.report.tables import Table, words
+
+SPLITS = {"test": "on the test split", "eval": "on the validation split"}
+TESTS = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}
+
+
+def title(table: Table) -> str:
+    """What all runs of the table have in common, in short."""
+    has = table.shared
+    where = " on ".join(has[key] for key in ("model", "dataset") if key in has)
+    optimizer = (
+        " lr ".join(has[key] for key in ("optimizer", "optimizer.lr") if key in has)
+        if "optimizer" in has
+        else ""
+    )
+    epochs = f"{has['trainer.epochs']} epochs" if "trainer.epochs" in has else ""
+    return ", ".join(filter(None, [where, optimizer, epochs]))
+
+
+def caption(table: Table) -> str:
+    """Of the values."""
+    split, slash, name = table.metric.removeprefix("best/").partition("/")
+    best = table.metric.startswith("best/")
+    weights = "the best weights by validation" if best else "the last weights"
+    if several := "metric" in (*table.row_keys, *table.column_keys):
+        what = table.metric.replace(",", ", ") + _units(table, difference=False)
+    elif slash:
+        what = f"{name} {SPLITS.get(split, f'({split})')}{_in(table.metric)}, {weights}"
+    else:
+        what = f"{split}{_in(table.metric)}"
+    how = "mean +- standard deviation" if table.statistic == "mean" else table.statistic
+    notes = [f"{title(table)}: {what}; {how} over seeds (number of runs)"]
+    if best and split == "eval" and not several:
+        notes.append("these weights were chosen by this very split")
+    if table.candidates:
+        notes.append(f"the best weights are of epochs with N:M weights: {_chosen_from(table)}")
+    if table.references and len(table.columns) > 1:
+        notes.append("dense has no ratio and stands in every column")
+    if table.best:
+        notes.append("best of each column in bold")
+    if table.paper:
+        notes.append(f"(paper): {table.paper_source}")
+    notes += _unlike(table)
+    if len(table.commits) > 1:
+        notes.append(
+            f"made by {len(table.commits)} versions of the code: {', '.join(table.commits)}"
+        )
+    return "; ".join(notes)
+
+
+def comparison(table: Table) -> str:
+    """Of the differences."""
+    gaps = list(table.differences.values())
+    tested = [gap for gap in gaps if gap.p is not None]
+    several = "metric" in (*table.row_keys, *table.column_keys)
+    units = _units(table, difference=True) if several else _in(table.metric, difference=True)
+    notes = [
+        f"Difference to {', '.join(map(words, table.baseline))}{units} over the seeds that both have (number of seeds), "
+        "each with its own 95 % interval of Student's t, whose spread is at least one step of the metric"
+    ]
+    if tested:
+        notes.append(
+            f"{TESTS[table.test]}, two-sided, p corrected for {len(tested)} comparisons by Holm's method; below 0.05 in bold"
+        )
+        notes += _least(table)
+    few = "fewer than three seeds" if tested else "fewer than three seeds everywhere"
+    notes += [f"no test for {few}"] if any(gap.n < FEWEST for gap in gaps) else []
+    notes += ["no interval for one seed"] if any(gap.n == 1 for gap in gaps) else []
+    if table.across:
+        notes.append(f"compared across different {', '.join(table.across)}")
+    return "; ".join(notes + _unlike(table))
+
+
+def _least(table: Table) -> list[str]:
+    """The smallest differences that could have been shown, for each metric."""
+    by_metric: dict[str, list[Difference]] = {}
+    for place, gap in table.differences.items():
+        if gap.least is not None:
+            by_metric.setdefault(table.metric_of(*place), []).append(gap)
+    tests = sum(gap.p is not None for gap in table.differences.values())
+    found = []
+    for metric, gaps in by_metric.items():
+        finite = sorted(gap.least for gap in gaps if gap.least is not None and gap.least < math.inf)
+        if not finite:
+            return ["so few seeds could not have shown any difference, however large"]
+        middle = statistics.median(finite)
+
+        def text(value: float, name: str = metric) -> str:
+            return printed(value, name, places(value, name, value / 5))  # two digits
+
+        of = f" in {metric}" if len(by_metric) > 1 else ""
+        rest = f" ({text(finite[0])} to {text(finite[-1])})" if len(finite) > 1 else ""
+        found.append(f"{text(middle)}{rest}{of}")
+    by = "" if table.test == "t" else ", reckoned for the t-test"
+    return [
+        f"smallest difference that these seeds would have shown with a probability of 0.8, median (and range) over the cells, "
+        f"at the level 0.05/{tests} that the correction begins with{by}: {', '.join(found)}"
+    ]
+
+
+def _chosen_from(table: Table) -> str:
+    return ", ".join(
+        f"{'not known how many' if number == '-' else number} ({', '.join(map(words, rows))})"
+        for number, rows in table.candidates.items()
+    )
+
+
+def _unlike(table: Table) -> list[str]:
+    keys = ", ".join(table.differing)
+    return [f"not the same in all cells: {keys}"] if keys else []
+
+
+def _in(metric: str, difference: bool = False) -> str:
+    name = unit(metric, difference)
+    return f" in {name}" if name else ""
+
+
+def _units(table: Table, difference: bool) -> str:
+    """The units of several metrics."""
+    said = {
+        "accuracies": _in("accuracy", difference) if "accuracy" in table.metric else "",
+        "seconds": _in("seconds", difference) if "seconds" in table.metric.split(",") else "",
+    }
+    named = ", ".join(f"{metrics}{units}" for metrics, units in said.items() if units)
+    return f" ({named})" if named else ""

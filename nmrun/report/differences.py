@@ -1,0 +1,64 @@
+"""The rows of a table against its baseline, cell by cell."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nmrun.errors import ConfigError
+from nmrun.registry import did_you_mean
+from nmrun.report.statistics import Difference, grain, holm, paired
+from nmrun.report.tables import Key, Table
+
+
+def compare(table: Table, baseline: str, test: str = "t") -> Table:
+    """The same with ``differences`` to the row named ``baseline``: by all its labels, or by that of
+    the recipe alone (where each row is compared with the one of that recipe that agrees with it in
+    all that is not of the recipe). Rows of another data set are not compared.
+
+    Raises ConfigError if there is no such row, or if no other row shares a seed with it.
+    """
+    names = {" ".join(row): row for row in table.rows}
+    recipe = table.row_keys.index("recipe") if "recipe" in table.row_keys else 0
+    every = (
+        [names[baseline]]
+        if baseline in names
+        else [row for row in table.rows if row[recipe] == baseline]
+    )
+    if not every:
+        raise ConfigError(
+            f"--baseline {baseline}: no such row{did_you_mean(baseline, names)} (there are {', '.join(names)})"
+        )
+
+    def unlike(row: Key, own: Key) -> set[str]:
+        """The keys in which two rows differ, but for those of the recipe."""
+        labels = zip(table.row_keys, row, own, strict=True)
+        return {key for key, a, b in labels if a != b and key.partition(".")[0] != "recipe"}
+
+    found: dict[tuple[Key, Key], Difference] = {}
+    across: set[str] = set()
+    for (row, column), cell in table.cells.items():
+        own = every if baseline in names else [one for one in every if not unlike(row, one)]
+        other = table.cells.get((own[0], column)) if own and row not in every else None
+        keys = unlike(row, own[0]) if own else set()
+        if other is None or any(key.partition(".")[0] == "dataset" for key in keys):
+            continue
+        if (gap := paired(cell, other, _grain(table, row, column), test)) is not None:
+            found[row, column] = gap
+            across |= keys
+    if not found:
+        raise ConfigError(
+            f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed"
+        )
+    differences = holm(found, test)
+    return replace(table, baseline=every, test=test, differences=differences, across=sorted(across))
+
+
+def _grain(table: Table, row: Key, column: Key) -> float:
+    """The smallest step of a cell's metric that its column shows."""
+    metric = table.metric_of(row, column)
+    return grain(
+        value
+        for (other, place), cell in table.cells.items()
+        if place == column and table.metric_of(other, place) == metric
+        for value in cell.values.values()
+    )

@@ -1,0 +1,177 @@
+"""What is evaluated is not what was trained on, in every data set that nmrun generates or divides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from runs import config
+
+from nmrun import tasks
+from nmrun.config.identity import identity
+from nmrun.data import copy_reverse, digits, generated_text, glue, images, stdlib_text
+from nmrun.errors import ConfigError
+from nmrun.settings.datasets import DATASETS, CopyReverse
+
+Splits = dict[str, list[Any]]
+RANDOM = np.random.default_rng(0)
+# their makers have divided them
+DIVIDED = {"wikitext2", "wikitext103", "token_bin", "multi30k", "fairseq"}
+
+
+def task(tmp_path: Path, *overrides: str) -> Any:
+    return tasks.build(config(tmp_path, *overrides, "trainer.batch_size=4"), torch.device("cpu"))
+
+
+def pixels(splits: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Splits:
+    return {name: [x.numpy().tobytes() for x in images] for name, (images, _) in splits.items()}
+
+
+def pictures(place: Path, classes: int = 3, each: int = 20) -> None:
+    for name in (f"class{number}" for number in range(classes)):
+        (place / name).mkdir(parents=True)
+        for number in range(each):
+            picture = RANDOM.integers(0, 256, (8, 8, 3), np.uint8)
+            Image.fromarray(picture).save(place / name / f"{number}.png")
+
+
+def from_pool(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
+    def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
+        several = [
+            (
+                torch.from_numpy(RANDOM.integers(0, 256, (rows, 3, 8, 8), np.uint8)),
+                torch.arange(rows) % 10,
+            )
+            for rows in (200, 50)
+        ]
+        monkeypatch.setattr(images, "read", lambda _: (*several, tmp_path))
+        return pixels(task(tmp_path, f"dataset={name}").splits)
+
+    return made
+
+
+def folder(tmp_path: Path, _: Any) -> Splits:
+    pictures(tmp_path / "some")
+    path = f"dataset.path={tmp_path / 'some'}"
+    return pixels(task(tmp_path, "dataset=image_folder", path, "dataset.resolution=8").splits)
+
+
+def imagenet(tmp_path: Path, _: Any) -> Splits:
+    for part in ("train", "val"):
+        pictures(tmp_path / "some" / part)
+    words = (f"dataset.path={tmp_path / 'some'}", "dataset.resolution=8", "dataset.val_size=6")
+    found = task(tmp_path, "dataset=imagenet", *words, "dataset.workers=0")
+    return {name: rows.tolist() for name, (rows, _) in found.splits.items()}
+
+
+def some_glue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
+    monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
+    (tmp_path / "glue" / "SST-2").mkdir(parents=True)
+    for name, first, last in (("train", 0, 100), ("dev", 100, 120)):
+        rows = "".join(f"text {number}\t{number % 2}\n" for number in range(first, last))
+        (tmp_path / "glue" / "SST-2" / f"{name}.tsv").write_text(f"sentence\tlabel\n{rows}")
+    return {name: texts for name, (texts, _) in glue.load("sst2", held_out=0.1).items()}
+
+
+def text(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
+    def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
+        monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
+        file = tmp_path / "tinyshakespeare" / "input.txt"
+        file.parent.mkdir()
+        file.write_text("\n".join(f"word{number}" for number in range(3000)))
+        words = [f"dataset.train={file}"] if name == "text" else ["dataset.tokenizer=byte"]
+        found = task(tmp_path, f"dataset={name}", "model=gpt_tiny", *words).splits
+        return {split: bytes(array.astype(np.uint8)).split() for split, array in found.items()}
+
+    return made
+
+
+def modules(*_: Any) -> Splits:
+    return {name: [*some] for name, some in stdlib_text.MODULES.items()}
+
+
+def some_sentences(**sizes: int) -> dict[str, list[tuple[list[int], list[int]]]]:
+    keys = {"size": 8000, "val_size": 200, "test_size": 200, "words": 16, "longest": 6} | sizes
+    own = CopyReverse(
+        name="copy_reverse", split_seed=0, version=2, max_tokens=512, beam=5, length_penalty=1.0, **keys
+    )  # fmt: skip
+    words = [*copy_reverse.ORDERS, *(f"w{number}" for number in range(own.words))]
+    return copy_reverse.sentences(own, copy_reverse.Vocabulary(words))
+
+
+def sentences(**sizes: int) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
+    return lambda *_: {
+        name: [tuple(source) for source, _ in pairs]
+        for name, pairs in some_sentences(**sizes).items()
+    }
+
+
+MADE: dict[str, Callable[[Path, pytest.MonkeyPatch], Splits]] = {
+    "digits": lambda *_: pixels(digits.load()),
+    **{name: from_pool(name) for name in ("cifar10", "cifar100", "fashion_mnist")},
+    "image_folder": folder,
+    "imagenet": imagenet,
+    "generated_text": lambda *_: {name: texts for name, (texts, _) in generated_text.load().items()},
+    "glue": some_glue,
+    "stdlib_text": modules,
+    "text": text("text"),
+    "shakespeare": text("shakespeare"),
+    "copy_reverse": sentences(),
+    "copy_reverse, as in the smoke tables": sentences(size=4000, words=10),
+    "copy_reverse, nearly all there are": sentences(size=230, val_size=20, test_size=40, words=5, longest=3),
+}  # fmt: skip
+
+
+def test_every_data_set_is_looked_at() -> None:
+    assert {name.partition(",")[0] for name in MADE} | DIVIDED == set(DATASETS)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_no_item_is_in_two_splits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NMRUN_CACHE", str(tmp_path / "cache"))
+    splits = MADE[name](tmp_path, monkeypatch)
+    assert set(splits) == {"train", "val", "test"}
+    seen: dict[Hashable, str] = {}
+    for split, items in splits.items():
+        assert items
+        elsewhere = [item for item in items if seen.setdefault(item, split) != split]
+        assert len(elsewhere) == 0, f"{len(elsewhere)} of {len(items)} of {split}"
+
+
+# --- copy_reverse ---------------------------------------------------------------------------------
+
+
+def test_targets_are_what_the_first_word_says_and_lengths_are_alike_in_all_splits() -> None:
+    found = some_sentences(size=2000, val_size=1000, test_size=1000, words=10)
+    for pairs in found.values():
+        for (order, *words, end), target in pairs:
+            assert target == [*(words if order == 4 else words[::-1]), end]
+    lengths = {name: [len(source) for source, _ in pairs] for name, pairs in found.items()}
+    means = {name: np.mean(of) for name, of in lengths.items()}
+    error = np.std(lengths["train"]) * (1 / 1000 + 1 / 2000) ** 0.5
+    assert all(abs(mean - means["train"]) < 3 * error for mean in means.values())
+
+
+def test_more_sentences_than_there_are() -> None:
+    assert (
+        sum(map(len, some_sentences(size=12, val_size=2, test_size=2, words=2, longest=3).values()))
+        == 16
+    )
+    with pytest.raises(ConfigError, match="there are 24 different ones"):
+        some_sentences(size=21, val_size=2, test_size=2, words=2, longest=3)
+
+
+def test_runs_of_the_leaking_sentences_are_other_runs(tmp_path: Path) -> None:
+    """Their configs had no version: neither the id nor the table takes them for the same."""
+    made = config(tmp_path, "dataset=copy_reverse", "model=fairseq_transformer")
+    assert made.plain["dataset"]["version"] == 2
+    old = {key: value for key, value in made.plain["dataset"].items() if key != "version"}
+    former = type(made)({**made.plain, "dataset": old}, made.pattern)
+    assert identity(former) != identity(made)
+    with pytest.raises(ConfigError, match=r"dataset\.version=1"):
+        config(tmp_path, "dataset=copy_reverse", "dataset.version=1", "model=fairseq_transformer")
