@@ -31,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
     Parser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
     import torch
 
-    from nmrun.kernels.cpu import find_compiler, load
+    from nmrun.kernels.compiled import find_compiler
+    from nmrun.kernels.cpu import load
     from nmrun.patterns import Pattern
     from nmrun.products import backends24
     from nmrun.train.track import logged_in

@@ -1,36 +1,27 @@
-"""The compiled CPU kernels: ``nm_project.c`` and ``nm_adam.c`` built for one N:M by the system's C
-compiler, called through ctypes.
+"""The projection on the CPU: ``nm_project.c``, built for one N:M (:mod:`nmrun.kernels.compiled`) and
+called through ctypes.
 
-Building takes about 0.2 s, with the step of Adam 1.5 s, and happens once a pattern and machine; the
-result is kept in ``~/.cache/nmrun/kernels`` (or under ``XDG_CACHE_HOME``). Without a compiler
-everything still works, through the torch reference, and gives the same bits.
+Building takes about 0.2 s, with the step of Adam 1.5 s, and happens once a pattern and machine.
+Without a compiler everything still works, through the torch reference, and gives the same bits.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from importlib import resources
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from nmrun.kernels import compiled
+from nmrun.kernels.compiled import in_parts
 from nmrun.kernels.layout import as_stored, filled, stored_alike
 from nmrun.patterns import Pattern
 
-FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
+# gcc's own fusing would change bits
+FLAGS = ("-ffp-contract=off", "-fno-math-errno")
 # weights; below this the reference takes 0.1 ms a step and a first build 3,000 steps to pay back
 SMALLEST = 1 << 12
-CHUNK = 1 << 16  # weights a thread should at least get
 LARGEST_M = (
     256  # the working set of a column block must stay in the first-level cache and the code small
 )
@@ -106,46 +97,14 @@ def takes(pattern: Pattern, *tensors: Tensor) -> bool:
     )
 
 
-def in_parts(rows: int, weights: int, work: Callable[[int, int], object]) -> None:
-    """``work(begin, end)`` for parts of ``rows``, on as many threads as torch has and ``weights``
-    are worth.
-    """
-    threads = max(1, min(torch.get_num_threads(), weights // CHUNK, rows))
-    step = -(-rows // threads)
-    parts = [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
-    # ctypes lets go of the interpreter lock during a call
-    jobs = [_pool(os.getpid()).submit(work, *part) for part in parts[1:]]
-    work(*parts[0])
-    for job in jobs:
-        job.result()
-
-
-@cache
-def _pool(process: int) -> ThreadPoolExecutor:  # one a process: threads do not survive a fork
-    return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="nm_project")
-
-
 @cache
 def load(pattern: Pattern, fades: bool = False, adam: bool = False) -> ctypes.CDLL | None:
     """The library for this pattern, with or without a factor for pruned weights, with the step of
     Adam or without, built if needed; None where no C compiler works."""
-    compiler = find_compiler()
-    if compiler is None:
-        return None
     names = ("nm_project", "nm_adam") if adam else ("nm_project",)
-    source = "".join(
-        resources.files("nmrun.kernels").joinpath(f"{name}.c").read_text() for name in names
-    )
     flags = (*FLAGS, f"-DN={pattern.n}", f"-DM={pattern.m}", f"-DFADES={int(fades)}")
-    key = hashlib.sha256("\0".join([source, *flags, compiler, _processor()]).encode()).hexdigest()[
-        :16
-    ]
-    try:
-        library = cache_folder() / f"{names[-1]}-{pattern.slug}-{key}.so"
-        if not library.exists():
-            _build(compiler, source, flags, library)
-        kernel = ctypes.CDLL(str(library))
-    except (OSError, subprocess.SubprocessError):
+    kernel = compiled.library(f"{names[-1]}-{pattern.slug}", names, flags)
+    if kernel is None:
         return None
     pointer, size, flag, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
     kernel.nm_project.argtypes, kernel.nm_project.restype = (
@@ -162,55 +121,3 @@ def load(pattern: Pattern, fades: bool = False, adam: bool = False) -> ctypes.CD
             None,
         )
     return kernel
-
-
-def find_compiler() -> str | None:
-    """The C compiler: ``$CC``, else the first of cc, gcc, clang on the path, else None."""
-    return next(
-        (
-            found
-            for name in (os.environ.get("CC"), "cc", "gcc", "clang")
-            if name and (found := shutil.which(name))
-        ),
-        None,
-    )
-
-
-def _build(compiler: str, source: str, flags: tuple[str, ...], library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        code, built = Path(folder, "nm.c"), Path(folder, "nm.so")
-        code.write_text(source)
-        command = [compiler, *flags, str(code), "-o", str(built), "-lm"]
-        subprocess.run(command, check=True, capture_output=True, timeout=60)
-        os.replace(built, library)  # another process may be building the same file
-
-
-def cache_folder() -> Path:
-    """Where what was built or measured on this machine is kept between runs; a folder of this
-    process alone if nothing can be.
-    """
-    try:
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = root / "nmrun" / "kernels"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):  # Path.home() raises the latter for a user without a home
-        pass
-    return Path(_own_folder().name)
-
-
-@cache
-def _own_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="nmrun-kernels-")  # removed at exit
-
-
-def _processor() -> str:
-    """What ``-march=native`` depends on: a cache shared between machines must not hand one the
-    other's code.
-    """
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.platform() + platform.processor()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nmrun.kernels.cpu import cache_folder
+from nmrun.kernels.compiled import cache_folder
 from nmrun.products import backends24, linear24, simulated
 
 

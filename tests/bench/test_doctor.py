@@ -189,10 +189,11 @@ def test_gpus_without_sparse_tensor_cores_and_none(monkeypatch: pytest.MonkeyPat
 def test_the_whole_of_it_on_a_cpu(
     compiler: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    from nmrun.kernels import compiled as c_library
     from nmrun.kernels import cpu
 
     if not compiler:
-        monkeypatch.setattr(cpu, "find_compiler", lambda: None)
+        monkeypatch.setattr(c_library, "find_compiler", lambda: None)
         monkeypatch.setattr(cpu, "load", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

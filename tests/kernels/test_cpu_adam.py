@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import nmrun
 from nmrun import optim
 from nmrun.kernels import adam, cpu, cpu_adam
+from nmrun.kernels import compiled as c_library
 from nmrun.kernels import projection as kernels
 from nmrun.kernels.operands import Operands, Update
 from nmrun.patterns import Pattern
@@ -22,7 +23,7 @@ from nmrun.recipes.ste import STE
 from nmrun.rule import Rule
 
 pytestmark = [
-    pytest.mark.skipif(cpu.find_compiler() is None, reason="no C compiler here"),
+    pytest.mark.skipif(c_library.find_compiler() is None, reason="no C compiler here"),
     pytest.mark.usefixtures("kernels_for_small_weights"),
 ]
 # elsewhere torch fuses other multiplications with additions
@@ -254,7 +255,7 @@ def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not taken(weight(8, 16))
     monkeypatch.setattr(cpu, "SMALLEST", 1)
     cpu.load.cache_clear()
-    monkeypatch.setattr(cpu, "find_compiler", lambda: None)
+    monkeypatch.setattr(c_library, "find_compiler", lambda: None)
     assert not taken(weight(8, 16))
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from nmrun.kernels import compiled as c_library
 from nmrun.kernels import cpu
 from nmrun.patterns import Pattern
 from nmrun.recipes.s_ste import SSTE
@@ -17,7 +18,7 @@ from nmrun.sparsity import hard_threshold, nm_mask, soft_threshold
 from nmrun.sparsity.weight import SparseWeight
 
 pytestmark = pytest.mark.usefixtures("kernels_for_small_weights")
-needs_compiler = pytest.mark.skipif(cpu.find_compiler() is None, reason="no C compiler here")
+needs_compiler = pytest.mark.skipif(c_library.find_compiler() is None, reason="no C compiler here")
 
 
 def nasty(shape: tuple[int, ...]) -> Tensor:
@@ -227,7 +228,7 @@ def test_without_a_working_compiler_the_result_is_the_same(
     compiler.write_text(f"#!/bin/bash\n{script.get(trouble, 'echo error >&2; exit 1')}\n")
     compiler.chmod(compiler.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(
-        cpu, "find_compiler", lambda: None if trouble == "no compiler" else str(compiler)
+        c_library, "find_compiler", lambda: None if trouble == "no compiler" else str(compiler)
     )
     cpu.load.cache_clear()
     assert cpu.load(Pattern(2, 4)) is None
@@ -259,13 +260,13 @@ def test_the_cache_is_used_and_knows_what_it_was_built_from(
     shared_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[Path] = []
-    build = cpu._build
-    monkeypatch.setattr(cpu, "_build", lambda *args: (built.append(args[-1]), build(*args)))
+    build = c_library._build
+    monkeypatch.setattr(c_library, "_build", lambda *args: (built.append(args[-1]), build(*args)))
     for pattern in (Pattern(2, 5), Pattern(2, 5), Pattern(3, 5)):
         cpu.load.cache_clear()  # as in a new process
         assert cpu.load(pattern) is not None
     assert len(built) == len(set(built)) == 2
-    monkeypatch.setattr(cpu, "_processor", lambda: "another machine")
+    monkeypatch.setattr(c_library, "_processor", lambda: "another machine")
     cpu.load.cache_clear()
     cpu.load(Pattern(2, 5))
     assert len(set(built)) == 3
@@ -278,7 +279,7 @@ def test_compiler_of_the_environment_comes_first(
     (mine := tmp_path / "my-cc").write_text("#!/bin/sh\n")
     mine.chmod(0o755)
     monkeypatch.setenv("CC", str(mine))
-    assert cpu.find_compiler() == str(mine)
+    assert c_library.find_compiler() == str(mine)
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert cpu.find_compiler() is None
+    assert c_library.find_compiler() is None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun.config.identity import run_folder
+from nmrun.kernels import compiled as c_library
 from nmrun.kernels import cpu
 from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
@@ -126,7 +127,7 @@ def test_projections_by_brute_force(
         assert scale == pytest.approx(product / energy if energy else 1.0)
         assert pattern.over(size).density == pytest.approx(sum(mask[0]) / size)
         assert check_nm(hard_threshold(weight, pattern, dim, pad=True), pattern, dim, pad=True)
-        if cpu.find_compiler() is not None and n <= 2:
+        if c_library.find_compiler() is not None and n <= 2:
             out = torch.full_like(weight, 7.0)
             assert cpu.project(weight, out, pattern.over(size), dim)
             assert rows(out, dim) == hard

@@ -1,0 +1,150 @@
+"""C sources of this room built by the system's compiler, kept between runs, called on threads.
+
+What was built is kept in ``~/.cache/nmrun/kernels`` (or under ``XDG_CACHE_HOME``), a folder of its
+owner alone. A file is loaded only if this user wrote it and its SHA-256 is the one noted beside it;
+any other is built anew. Without a compiler nothing is built, and torch does the work.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+CHUNK = 1 << 16  # weights that a thread should at least get
+
+
+def library(name: str, sources: Sequence[str], flags: Sequence[str] = ()) -> ctypes.CDLL | None:
+    """The shared library of C sources, built if needed.
+
+    Args:
+        name: how its file begins.
+        sources: names of files in this room, without ``.c``; they become one translation unit.
+        flags: of the compiler, after :data:`FLAGS`.
+
+    Returns:
+        The library, or None where no C compiler works.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    code = "".join(
+        resources.files("nmrun.kernels").joinpath(f"{source}.c").read_text() for source in sources
+    )
+    said = [code, *FLAGS, *flags, compiler, _processor()]
+    key = hashlib.sha256("\0".join(said).encode()).hexdigest()[:16]
+    try:
+        path = cache_folder() / f"{name}-{key}.so"
+        if not _trusted(path):
+            _build(compiler, code, (*FLAGS, *flags), path)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def find_compiler() -> str | None:
+    """The C compiler: ``$CC``, else the first of cc, gcc, clang on the path, else None."""
+    names = (os.environ.get("CC"), "cc", "gcc", "clang")
+    return next((found for name in names if name and (found := shutil.which(name))), None)
+
+
+def in_parts(rows: int, weights: int, work: Callable[[int, int], object]) -> None:
+    """``work(begin, end)`` for parts of ``rows``, on as many threads as torch has and ``weights``
+    are worth.
+    """
+    threads = max(1, min(torch.get_num_threads(), weights // CHUNK, rows))
+    step = -(-rows // threads)
+    parts = [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
+    # ctypes lets go of the interpreter lock during a call
+    jobs = [_pool(os.getpid()).submit(work, *part) for part in parts[1:]]
+    work(*parts[0])
+    for job in jobs:
+        job.result()
+
+
+@cache
+def _pool(process: int) -> ThreadPoolExecutor:  # one a process: threads do not survive a fork
+    return ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1), thread_name_prefix="nmrun")
+
+
+def _build(compiler: str, code: str, flags: Sequence[str], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        source, built = Path(folder, "nm.c"), Path(folder, "nm.so")
+        source.write_text(code)
+        command = [compiler, *flags, str(source), "-o", str(built), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        digest = Path(folder, "sha256")
+        digest.write_text(_digest(built))
+        for file in (built, digest):
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        # another process may be building the same: where the two files are of different builds,
+        # the next to load builds again
+        os.replace(digest, path.with_suffix(".sha256"))
+        os.replace(built, path)
+
+
+def _trusted(path: Path) -> bool:
+    """Whether this user wrote the file, nobody else can, and it is whole."""
+    try:
+        noted = path.with_suffix(".sha256")
+        return all(map(_is_own, (path, noted))) and noted.read_text() == _digest(path)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _is_own(path: Path) -> bool:
+    if not hasattr(os, "getuid"):  # Windows: a profile is its user's
+        return True
+    found = path.stat()
+    return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def cache_folder() -> Path:
+    """Where what was built or measured on this machine is kept between runs; a folder of this
+    process alone where that one cannot be written or belongs to somebody else.
+    """
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = root / "nmrun" / "kernels"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not _is_own(folder):
+            folder.chmod(0o700)  # of the user's own; raises for another's
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):  # Path.home() raises the latter for a user without a home
+        pass
+    return Path(_own_folder().name)
+
+
+@cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="nmrun-kernels-")  # removed at exit
+
+
+def _processor() -> str:
+    """What ``-march=native`` depends on: a cache shared between machines must not hand one the
+    other's code.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return platform.platform() + platform.processor()

@@ -1,0 +1,195 @@
+"""Products with an N:M matrix on the CPU: ``nm_pack.c``, ``nm_product.c`` and ``nm_sampled.c``.
+
+Packed matrices hold their non-zeros alone, so that any N:M, and any mixture of patterns, is as fast
+as its count of non-zeros allows. Sums are of float32; the bits of a result depend on nothing but
+the operands, whatever the number of threads or tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from nmrun.kernels import compiled
+from nmrun.kernels.compiled import in_parts
+
+BLOCK = 128  # columns, as in nm_product.c
+PANEL = 64  # tokens, as in nm_product.c
+FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
+DTYPES = (torch.float32, torch.bfloat16)  # of the dense operands
+WORTH = 64  # multiplications that cost as much as a weight in another pass, see in_parts
+LOW, TURNED = 3, 4  # flags of nm_product.c
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A sparse matrix (rows, columns), its non-zeros row by row within blocks of 128 columns.
+
+    Attributes:
+        values: float32, the non-zeros; there may be room behind them.
+        index: uint8, their columns, counted from the block's first.
+        start: int32, blocks * rows + 1: where row r of block b begins, at ``[b * rows + r]``.
+        rows, columns: the shape.
+    """
+
+    values: Tensor
+    index: Tensor
+    start: Tensor
+    rows: int
+    columns: int
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, room: int) -> PackedMatrix:
+        """Memory for a matrix of at most ``room`` non-zeros; it holds none yet."""
+        blocks = -(-columns // BLOCK)
+        return cls(
+            torch.zeros(room),
+            torch.zeros(room, dtype=torch.uint8),
+            torch.zeros(blocks * rows + 1, dtype=torch.int32),
+            rows,
+            columns,
+        )
+
+    @property
+    def count(self) -> int:
+        """How many non-zeros it holds."""
+        return int(self.start[-1])
+
+    def dense(self) -> Tensor:
+        """The matrix with its zeros, float32."""
+        out = torch.empty(self.rows, self.columns)
+        parts = [t.data_ptr() for t in (self.values, self.index, self.start)]
+        shape, to = (self.rows, self.columns), out.data_ptr()
+        library = _loaded()
+        in_parts(self.rows, out.numel(), lambda *part: library.nm_unpack(*parts, *shape, *part, to))
+        return out
+
+
+def available() -> bool:
+    """Whether a C compiler built the kernels here."""
+    return _library() is not None
+
+
+def pack(matrix: Tensor, rows: PackedMatrix, turned: PackedMatrix | None = None) -> None:
+    """Pack a matrix into memory of :meth:`PackedMatrix.empty`.
+
+    Args:
+        matrix: (rows, columns), float32, contiguous, on the CPU.
+        rows: of the same shape; gets the matrix.
+        turned: (columns, rows); gets the transpose.
+
+    Raises:
+        ValueError: where there are more non-zeros than room; nothing is written but the counts.
+    """
+    library, (r, c), size = _loaded(), matrix.shape, matrix.numel()
+    source, start = matrix.data_ptr(), rows.start.data_ptr()
+    in_parts(r, size, lambda *part: library.nm_count(source, r, c, *part, start))
+    count = library.nm_starts(start, len(rows.start) - 1)
+    if count > len(rows.values):
+        raise ValueError(f"{count} non-zeros in a matrix that should have {len(rows.values)}")
+    to = (rows.values.data_ptr(), rows.index.data_ptr())
+    in_parts(r, size, lambda *part: library.nm_fill(source, r, c, *part, start, *to))
+    if turned is None:
+        return
+    blocks, begins = -(-r // BLOCK), turned.start.data_ptr()
+    counted, filled = (rows.index.data_ptr(), start, r, c), (*to, start, r, c)
+    in_parts(blocks, size, lambda *part: library.nm_count_turned(*counted, *part, begins))
+    library.nm_starts(begins, len(turned.start) - 1)
+    into = (begins, turned.values.data_ptr(), turned.index.data_ptr())
+    in_parts(blocks, size, lambda *part: library.nm_fill_turned(*filled, *part, *into))
+
+
+def multiply(
+    x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, turned: bool = False
+) -> Tensor:
+    """``x S^T + bias`` with a packed S (rows, columns).
+
+    Args:
+        x: (tokens, columns), float32 or bfloat16.
+        matrix: S.
+        bias: (rows,), or None.
+        turned: x is (columns, tokens) and float32, the result is (rows, tokens).
+
+    Returns:
+        (tokens, rows), in the dtype of x, summed in float32.
+    """
+    library, x = _loaded(), x.contiguous()
+    tokens = x.shape[1] if turned else x.shape[0]
+    out = x.new_empty((matrix.rows, tokens) if turned else (tokens, matrix.rows))
+    bias = None if bias is None else bias.float().contiguous()
+    flags = TURNED if turned else LOW * (x.dtype == torch.bfloat16)
+    fixed = [_address(t) for t in (x, out, bias, matrix.values, matrix.index, matrix.start)]
+
+    def product(first: int, last: int, begin: int, end: int) -> None:
+        shape = (matrix.rows, matrix.columns, tokens, first, last, begin, end, flags)
+        if library.nm_product(*fixed, *shape):
+            raise MemoryError(f"no memory for a product of {matrix.rows} x {matrix.columns}")
+
+    panels, work = -(-tokens // PANEL), tokens * len(matrix.values) // WORTH
+    if panels >= torch.get_num_threads():
+        by_panel = lambda a, b: product(a * PANEL, min(b * PANEL, tokens), 0, matrix.rows)  # noqa: E731
+        in_parts(panels, work, by_panel)
+    else:
+        in_parts(matrix.rows, work, lambda begin, end: product(0, tokens, begin, end))
+    return out
+
+
+def sampled(x: Tensor, y: Tensor, kept: PackedMatrix) -> Tensor:
+    """``y^T x`` where ``kept`` has non-zeros, zero elsewhere.
+
+    Args:
+        x: (tokens, columns), float32 or bfloat16.
+        y: (tokens, rows), float32 or bfloat16.
+        kept: (rows, columns); its values are not read.
+
+    Returns:
+        (rows, columns), float32.
+    """
+    library, x, y = _loaded(), x.contiguous(), y.contiguous()
+    sums = torch.zeros_like(kept.values)
+    flags = (x.dtype == torch.bfloat16) + 2 * (y.dtype == torch.bfloat16)
+    fixed = [_address(t) for t in (x, y, kept.index, kept.start)]
+
+    def part(begin: int, end: int) -> None:
+        shape = (kept.rows, kept.columns, len(x), begin, end, flags, sums.data_ptr())
+        if library.nm_sampled(*fixed, *shape):
+            raise MemoryError(f"no memory for a product of {kept.rows} x {kept.columns}")
+
+    in_parts(kept.rows, len(x) * len(sums) // WORTH, part)
+    return PackedMatrix(sums, kept.index, kept.start, kept.rows, kept.columns).dense()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _loaded() -> ctypes.CDLL:
+    library = _library()
+    if library is None:
+        raise RuntimeError("no C compiler works here: N:M products on the CPU need one")
+    return library
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = compiled.library("nm_product", ("nm_product", "nm_sampled", "nm_pack"), FLAGS)
+    if library is None:
+        return None
+    p, n, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    for name, arguments, result in (
+        ("nm_count", [p, *[n] * 4, p], None),
+        ("nm_starts", [p, n], n),
+        ("nm_fill", [p, *[n] * 4, *[p] * 3], None),
+        ("nm_count_turned", [p, p, *[n] * 4, p], None),
+        ("nm_fill_turned", [*[p] * 3, *[n] * 4, *[p] * 3], None),
+        ("nm_unpack", [*[p] * 3, *[n] * 4, p], None),
+        ("nm_product", [*[p] * 6, *[n] * 7, flag], flag),
+        ("nm_sampled", [*[p] * 4, *[n] * 5, flag, p], flag),
+    ):
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+    return library

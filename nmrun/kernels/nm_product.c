@@ -1,0 +1,213 @@
+/* Products of float32 matrices with a sparse one, on one thread.
+
+   The sparse matrix is stored row by row within blocks of BLOCK columns: the non-zeros of row r in block b are values[start[b * rows + r]]
+   up to values[start[b * rows + r + 1]], and index[] has their columns, counted from the block's first.
+
+   Tokens lie in the lanes. A panel of TOKENS tokens is turned so that the tokens of one column are one piece of memory; each non-zero is
+   then one number times that piece. A block of a panel stays in the first-level cache, and no lane waits for another: it is this that
+   makes every N:M as fast as its count of non-zeros allows. */
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#if LANES == 4 && defined(__x86_64__)
+#define TOKENS 32 /* there are 16 registers of 4 */
+#else
+#define TOKENS 64
+#endif
+#define BLOCK 128  /* columns: 32 KB of a panel */
+#define AT_ONCE 512 /* rows: their sums, 128 KB, stay in the second-level cache */
+#define MOST (TOKENS / LANES)
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+typedef uint16_t half __attribute__((vector_size(2 * LANES)));
+
+#if LANES == 16
+#define LOW(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define HIGH(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#elif LANES == 8
+#define LOW(a, b) __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11)
+#define HIGH(a, b) __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15)
+#else
+#define LOW(a, b) __builtin_shufflevector(a, b, 0, 4, 1, 5)
+#define HIGH(a, b) __builtin_shufflevector(a, b, 2, 6, 3, 7)
+#endif
+
+/* The transpose of LANES rows: rows i and i + LANES / 2 are interleaved, log2(LANES) times. */
+static inline __attribute__((always_inline)) void turn(vec a[LANES]) {
+#pragma GCC unroll 4
+  for (int round = 1; round < LANES; round *= 2) {
+    vec b[LANES];
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES / 2; i++) b[2 * i] = LOW(a[i], a[i + LANES / 2]), b[2 * i + 1] = HIGH(a[i], a[i + LANES / 2]);
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) a[i] = b[i];
+  }
+}
+
+static inline vec widened(half h) { return (vec)(__builtin_convertvector(h, bits) << 16); }
+
+/* To bfloat16, ties to even; a NaN stays one. */
+static inline half narrowed(vec v) {
+  bits b = (bits)v, nan = (bits)(v != v);
+  b += 0x7fff + (b >> 16 & 1);
+  return __builtin_convertvector((b & ~nan | nan & 0x7fc00000) >> 16, half);
+}
+
+/* Element (row, column) of a matrix of float32, or bfloat16 with `low`. */
+static inline const char *at(const void *matrix, int64_t row, int64_t column, int64_t columns, int low) {
+  return (const char *)matrix + (row * columns + column) * (low ? 2 : 4);
+}
+
+static inline __attribute__((always_inline)) vec read(const char *from, int64_t count, int low) {
+  vec v = {0};
+  half h = {0};
+  if (!low) return memcpy(&v, from, 4 * count), v;
+  return memcpy(&h, from, 2 * count), widened(h);
+}
+
+static inline __attribute__((always_inline)) void write(char *to, vec v, int64_t count, int low) {
+  half h;
+  if (low) h = narrowed(v), memcpy(to, &h, 2 * count);
+  else memcpy(to, &v, 4 * count);
+}
+
+/* Tokens `first` to `last` of x (tokens, columns), turned: element (column, token) at panel[column * TOKENS + token]. */
+static inline __attribute__((always_inline)) void load_panel(const void *x, int64_t columns, int64_t first, int64_t last, int low,
+                                                             float *panel) {
+  for (int64_t c = 0; c < columns; c += LANES)
+    for (int64_t t = first; t < last; t += LANES) {
+      int64_t height = last - t, width = columns - c;
+      float *to = panel + c * TOKENS + t - first;
+      vec tile[LANES] = {0};
+      if (width >= LANES && height >= LANES) { /* the compiler keeps a whole tile in registers */
+        for (int i = 0; i < LANES; i++) tile[i] = read(at(x, t + i, c, columns, low), LANES, low);
+        turn(tile);
+        for (int i = 0; i < LANES; i++) *(vec *)(to + i * TOKENS) = tile[i];
+      } else {
+        if (width > LANES) width = LANES;
+        for (int i = 0; i < LANES && i < height; i++) tile[i] = read(at(x, t + i, c, columns, low), width, low);
+        turn(tile);
+        for (int i = 0; i < width; i++) *(vec *)(to + i * TOKENS) = tile[i];
+      }
+    }
+}
+
+/* The inverse: the sums of rows `begin` to `end` into y (tokens, rows). */
+static inline __attribute__((always_inline)) void store_panel(const float *sums, int64_t rows, int64_t begin, int64_t end, int64_t first,
+                                                              int64_t last, int low, void *y) {
+  for (int64_t r = begin; r < end; r += LANES)
+    for (int64_t t = first; t < last; t += LANES) {
+      int64_t height = last - t, width = end - r;
+      const float *from = sums + (r - begin) * TOKENS + t - first;
+      vec tile[LANES] = {0};
+      if (width >= LANES && height >= LANES) {
+        for (int i = 0; i < LANES; i++) tile[i] = *(const vec *)(from + i * TOKENS);
+        turn(tile);
+        for (int i = 0; i < LANES; i++) write((char *)at(y, t + i, r, rows, low), tile[i], LANES, low);
+      } else {
+        if (width > LANES) width = LANES;
+        for (int i = 0; i < width; i++) tile[i] = *(const vec *)(from + i * TOKENS);
+        turn(tile);
+        for (int i = 0; i < LANES && i < height; i++) write((char *)at(y, t + i, r, rows, low), tile[i], width, low);
+      }
+    }
+}
+
+/* Add the non-zeros of one row times their columns of the panel. */
+static inline __attribute__((always_inline)) void add_row(const float *restrict panel, const float *restrict values,
+                                                          const uint8_t *restrict index, int64_t count, float *restrict sums, int vectors) {
+  vec even[MOST], odd[MOST];
+  for (int v = 0; v < vectors; v++) even[v] = odd[v] = (vec){0};
+  int64_t e = 0;
+#if LANES == 16 /* two sums each: four would not fill the units of a processor that adds twice a cycle */
+  for (; e + 1 < count; e += 2) {
+    const float *p = panel + index[e] * TOKENS, *q = panel + index[e + 1] * TOKENS;
+    for (int v = 0; v < vectors; v++) {
+      even[v] += values[e] * *(const vec *)(p + v * LANES);
+      odd[v] += values[e + 1] * *(const vec *)(q + v * LANES);
+    }
+  }
+#endif
+  for (; e < count; e++) {
+    const float *p = panel + index[e] * TOKENS;
+    for (int v = 0; v < vectors; v++) even[v] += values[e] * *(const vec *)(p + v * LANES);
+  }
+  for (int v = 0; v < vectors; v++) *(vec *)(sums + v * LANES) += even[v] + odd[v];
+}
+
+/* Memory of this thread that stays; 64 bytes aligned, NULL if there is none. */
+static float *scratch(int64_t floats) {
+  static _Thread_local float *memory = NULL;
+  static _Thread_local int64_t size = 0;
+  if (floats > size) {
+    free(memory);
+    size = floats;
+    memory = aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
+    if (memory == NULL) size = 0;
+  }
+  return memory;
+}
+
+/* The same where columns are pieces of memory already: x is (columns, all tokens). */
+static void load_columns(const float *x, int64_t columns, int64_t all, int64_t first, int64_t last, float *panel) {
+  for (int64_t c = 0; c < columns; c++) {
+    const float *from = x + c * all + first;
+    float *to = panel + c * TOKENS;
+    if (last - first == TOKENS) memcpy(to, from, TOKENS * sizeof(float));
+    else {
+      memset(to, 0, TOKENS * sizeof(float));
+      memcpy(to, from, (last - first) * sizeof(float));
+    }
+  }
+}
+
+/* y = x S^T + bias for tokens `first` to `last` of `all` and rows `begin` to `end` of S (rows, columns): x is (all, columns), y (all,
+   rows). LOW_X, LOW_Y: x, y are bfloat16, else float32; so is the bias, or NULL. TURNED: x is (columns, all), y (rows, all), float32.
+   Returns 0, or 1 without memory. */
+enum { LOW_X = 1, LOW_Y = 2, TURNED = 4 };
+
+int nm_product(const void *x, void *y, const float *bias, const float *values, const uint8_t *index, const int32_t *start, int64_t rows,
+               int64_t columns, int64_t all, int64_t first, int64_t last, int64_t begin, int64_t end, int flags) {
+  float *panel = scratch((columns + AT_ONCE) * TOKENS);
+  if (panel == NULL) return 1;
+  float *sums = panel + columns * TOKENS;
+  for (int64_t t = first; t < last; t += TOKENS) {
+    int64_t until = last - t < TOKENS ? last : t + TOKENS;
+    int vectors = (int)((until - t + LANES - 1) / LANES);
+    if (flags & TURNED) load_columns(x, columns, all, t, until, panel);
+    else if (flags & LOW_X) load_panel(x, columns, t, until, 1, panel);
+    else load_panel(x, columns, t, until, 0, panel);
+    for (int64_t r0 = begin; r0 < end; r0 += AT_ONCE) {
+      int64_t r1 = end - r0 < AT_ONCE ? end : r0 + AT_ONCE;
+      for (int64_t r = r0; r < r1; r++) {
+        vec initial = (vec){0} + (bias == NULL ? 0.0f : bias[r]);
+        for (int v = 0; v < MOST; v++) *(vec *)(sums + (r - r0) * TOKENS + v * LANES) = initial;
+      }
+      for (int64_t b = 0; b * BLOCK < columns; b++) {
+        const int32_t *from = start + b * rows;
+        const float *block = panel + b * BLOCK * TOKENS;
+#define ROWS(VECTORS) \
+  for (int64_t r = r0; r < r1; r++) \
+    add_row(block, values + from[r], index + from[r], from[r + 1] - from[r], sums + (r - r0) * TOKENS, VECTORS);
+        if (vectors == 1) ROWS(1)
+        else if (vectors == 2) ROWS(2)
+        else if (vectors <= MOST / 2) ROWS(MOST / 2)
+        else ROWS(MOST)
+      }
+      if (flags & TURNED)
+        for (int64_t r = r0; r < r1; r++) memcpy((float *)y + r * all + t, sums + (r - r0) * TOKENS, (until - t) * sizeof(float));
+      else if (flags & LOW_Y) store_panel(sums, rows, r0, r1, t, until, 1, y);
+      else store_panel(sums, rows, r0, r1, t, until, 0, y);
+    }
+  }
+  return 0;
+}
