@@ -106,6 +106,7 @@ ACCELERATION = (
     "auto",
     "off",
     "force",
+    "packed",
     "cusparselt",
     "cutlass",
     "one_pass",

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmrun.products import acceleration, backends24, probe24
+from nmrun.products import acceleration, backends24, choice24, probe24, times
 
 
 def two_values(weight: Tensor) -> list[Tensor]:
@@ -86,6 +86,7 @@ def play(setattr: Callable[[Any, str, Any], None], cache: Path) -> Machine:
     setattr(torch, "_cslt_sparse_mm", cslt_sparse_mm)
     setattr(backends24, "milliseconds", made.milliseconds)
     setattr(probe24, "_machine", lambda device: "Test GPU")
-    setattr(probe24, "cache_folder", lambda: cache)
-    setattr(acceleration, "obstacle", lambda device: "")
+    setattr(times, "cache_folder", lambda: cache)
+    setattr(choice24, "obstacle", lambda device: "")
+    setattr(acceleration, "_side", lambda device: choice24)
     return made

@@ -178,6 +178,7 @@ class Steps:
             for weight in self.sparse:
                 if weight.layer is not None:
                     weight.layer.active, weight.layer.uses_packed = True, self.recipe.is_sparse
+                    weight.layer.masked = self.recipe.masks_gradient(weight)
                 for follow in weight.dependents:
                     follow(weight)
         self._in_one_pass = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,21 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
-from nmrun.products.linear24 import Packed
+from nmrun.products.linear24 import Packed as Packed24
+from nmrun.products.linear_cpu import Packed as PackedCpu
 from nmrun.products.simulated import compute_dtype, convolution, linear
 from nmrun.sparsity.apply import keep_largest
 from nmrun.sparsity.weight import SparseWeight
+
+
+class Phase(Protocol):
+    """What is asked of a recipe by what computes products."""
+
+    transposable: bool
+    dense_forward: bool
+
+    @property
+    def is_sparse(self) -> bool: ...
 
 
 class Layer:
@@ -28,7 +39,8 @@ class Layer:
         weight: the layer's sparse weight.
         mvue, fp8: see :func:`nmrun.products.simulated.linear`.
         input_weight: the weight of the input gradient, stored as the weight, or None.
-        packed: what 2:4 products read, or None; ``uses_packed``: it is up to date.
+        packed: what N:M products read, or None; ``uses_packed``: it is up to date.
+        masked: the recipe needs no gradients of pruned weights; ``whole_gradients``: the loop does.
         active: the recipe's forward weights are not the dense ones.
     """
 
@@ -37,8 +49,9 @@ class Layer:
         self.mvue: Pattern | None = None
         self.fp8 = False
         self.input_weight: Tensor | None = None
-        self.packed: Packed | None = None
+        self.packed: Packed24 | PackedCpu | None = None
         self.uses_packed = False
+        self.masked = self.whole_gradients = False
         self.active = False
         self._looked_at, self._holds = -1, True  # the version that is_behind has seen
 
@@ -84,9 +97,10 @@ class Layer:
         keep_largest(weight.weight, self.keep_input_weight(), weight.pattern, weight.outputs)
 
     def pack(self, weight: SparseWeight) -> None:
-        """Pack what 2:4 products read."""
+        """Pack what N:M products read."""
         if self.packed is not None and self.uses_packed:
-            self.packed.write(*map(self.matrix, (weight.weight, self.input_weight)))
+            masked = self.masked and not self.whole_gradients
+            self.packed.write(*map(self.matrix, (weight.weight, self.input_weight)), masked)
 
 
 def install(

@@ -69,8 +69,9 @@ class Packed(nn.Module):
         return torch.add(weight.detach(), 0.0, out=low)
 
     @torch.no_grad()
-    def write(self, weight: Tensor, other: Tensor | None) -> None:
-        """Pack these values in place of the old ones."""
+    def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
+        """Pack these values in place of the old ones; the weight gradient is whole, also where a
+        ``masked`` one would do."""
         parts, parts_t, dense = self._pack(weight, other)
         for buffer, part in zip(self.buffers(), [*parts, *parts_t, *dense], strict=True):
             buffer.copy_(part)

@@ -8,20 +8,17 @@ cuSPARSELt, in ``probe24.json`` beside the compiled kernels.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nmrun.kernels.compiled import cache_folder
 from nmrun.products import backends24, linear24, simulated
+from nmrun.products.times import Times, recall, remember
+
+FILE = "probe24.json"
 
 
 @dataclass(frozen=True)
@@ -43,36 +40,17 @@ class Shape:
         return f"{self.columns} to {self.rows}, {self.tokens} tokens, {str(self.dtype).removeprefix('torch.')}{kinds}"
 
 
-@dataclass(frozen=True)
-class Times:
-    """Milliseconds of the products of one micro-batch, and of packing the weight, once per
-    optimizer step. ``wrong``: why this path cannot be used. The weight gradient is looked at with
-    ``mvue`` only; packing its operand is part of it."""
-
-    pack: float = 0.0
-    forward: float = 0.0
-    input_gradient: float = 0.0
-    weight_gradient: float = 0.0
-    wrong: str = ""
-
-    def step(self, accumulate: int) -> float:
-        """What the products with the weight take for one of ``accumulate`` micro-batches."""
-        return self.pack / accumulate + self.forward + self.input_gradient
-
-
 def probe(shape: Shape, device: torch.device) -> dict[str, Times]:
     """The times of the layer as ``"dense"`` and by every path that may compute it; from the disk if
     they are known there.
     """
     machine = _machine(device)
-    # a file of another version, or damaged
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-        known = json.loads(_file().read_text())[machine][str(shape)]
-        if {"dense", *backends24.candidates(shape.fp8)} == set(known):
-            return {name: Times(**times) for name, times in known.items()}
+    paths = {"dense", *backends24.candidates(shape.fp8)}
+    if (known := recall(FILE, machine, str(shape), paths)) is not None:
+        return known
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         found = measure(shape, device)
-    _remember(machine, str(shape), {name: asdict(times) for name, times in found.items()})
+    remember(FILE, machine, str(shape), found)
     return found
 
 
@@ -153,18 +131,3 @@ def _machine(device: torch.device) -> str:
     library = loaded_cusparselt()
     version = ".".join(map(str, library[0])) if library else "none"
     return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuSPARSELt {version}"
-
-
-def _file() -> Path:
-    return cache_folder() / "probe24.json"
-
-
-def _remember(machine: str, shape: str, found: dict[str, Any]) -> None:
-    known: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(_file().read_text())
-    known.setdefault(machine, {})[shape] = found
-    with contextlib.suppress(OSError):  # next time it is measured again
-        partial = _file().with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(known, indent=1))
-        os.replace(partial, _file())

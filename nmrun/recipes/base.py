@@ -193,6 +193,11 @@ class Recipe:
         kind = type(self)
         return kind.project is Recipe.project and kind.edit_gradient is Recipe.edit_gradient
 
+    def masks_gradient(self, weight: SparseWeight) -> bool:
+        """Whether nothing looks at the gradients of pruned weights now: the rule masks them."""
+        looks = type(self).before_step is not Recipe.before_step
+        return self.is_rule_alone and not looks and self.rule(weight).pruned_gradient_factor == 0
+
     def largest(self, weight: SparseWeight, out: Tensor) -> None:
         """Write the magnitude projection: what :class:`Recipe` itself would."""
         if self.transposable:

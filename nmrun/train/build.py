@@ -202,7 +202,7 @@ def _accelerated(
     device: torch.device,
     precision: str,
 ) -> list[Choice]:
-    """2:4 products where they pay."""
+    """N:M products where they pay."""
     accumulate = trainer.accumulate * ranks.world()
     in_shards = ranks.world() > 1 and trainer.distributed == "fsdp"
     why_not = "with trainer.distributed=fsdp weights are in shards" if in_shards else ""
@@ -212,7 +212,8 @@ def _accelerated(
             task.loss(model.eval(), task.micro_batches(0, 0, accumulate, range(1))[0])
         model.train()
 
-    return accelerate(handle, pass_once, trainer.acceleration, trainer.accumulate, why_not)
+    mode, clips = trainer.acceleration, trainer.clip is not None
+    return accelerate(handle, pass_once, mode, trainer.accumulate, why_not, clips)
 
 
 def _device(asked: str) -> torch.device:

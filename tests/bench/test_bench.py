@@ -31,8 +31,8 @@ from nmrun.bench import (
     train,
     update,
 )
+from nmrun.kernels import adam
 from nmrun.kernels import compiled as c_library
-from nmrun.kernels import adam, cpu
 from nmrun.patterns import Pattern
 from nmrun.products import backends24
 from nmrun.sparsity import hard_threshold, nm_mask

@@ -216,7 +216,7 @@ def test_threads_share_the_work_without_a_gap(
     results = []
     for number in (1, threads):
         monkeypatch.setattr(torch, "get_num_threads", lambda number=number: number)
-        monkeypatch.setattr(cpu, "CHUNK", 1000)
+        monkeypatch.setattr(c_library, "CHUNK", 1000)
         torch.manual_seed(0)
         p = nn.Parameter(torch.randn(101, 204))
         p.grad = torch.randn_like(p)

@@ -138,7 +138,7 @@ def test_rows_in_another_order(
     ratio: str, shape: tuple[int, ...], last: bool, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(cpu, "CHUNK", 16)
+    monkeypatch.setattr(c_library, "CHUNK", 16)
     weight = nasty(shape)
     weight = weight.to(memory_format=torch.channels_last) if last else weight
     order, out = torch.randperm(shape[0]), torch.full_like(weight, 7.0)
@@ -164,7 +164,7 @@ def test_threads_share_the_work_without_a_gap(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], threads: int
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(cpu, "CHUNK", 1000)
+    monkeypatch.setattr(c_library, "CHUNK", 1000)
     compiled, reference = both(nasty(shape), "2:4", 1, None)
     assert torch.equal(bits(compiled), bits(reference))
 
@@ -173,7 +173,7 @@ def test_threads_share_the_work_without_a_gap(
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(cpu, "CHUNK", 16)
+    monkeypatch.setattr(c_library, "CHUNK", 16)
     weight = torch.randn(8, 16)
     both(weight, "2:4", 1, None)
     child = multiprocessing.get_context("fork").Process(target=both, args=(weight, "2:4", 1, None))

@@ -87,7 +87,7 @@ def test_the_fastest_right_path_is_taken_where_it_beats_dense(
         False,
     ]
     said = acceleration.lines(choices)
-    assert said[0] == "2:4 products in 2 of 3 sparse layers"
+    assert said[0] == "N:M products in 2 of 3 sparse layers"
     assert (
         said[1]
         == "  compressed: 0.weight, 32 to 64, 16 tokens, bfloat16: dense 6.000 ms, compressed 4.000 ms (1.50x)"
@@ -136,7 +136,7 @@ def test_slower_than_dense(machine: Machine) -> None:
     _, handle = sparse(model)
     choices = accelerate(handle, passing(model))
     assert [c.path for c in choices] == [None] * 3
-    assert acceleration.lines(choices)[0] == "masks only: no 2:4 product is faster than dense"
+    assert acceleration.lines(choices)[0] == "masks only: no N:M product is faster than dense"
     assert "dense 6.000 ms, compressed 7.000 ms (0.86x)" in choices[0].reason
     assert [c.path for c in accelerate(handle, passing(model), "force")] == [
         "compressed",
@@ -247,7 +247,7 @@ def test_sparser_patterns_whose_weights_are_2_of_4(pattern: str) -> None:
 
 def test_machines_without_sparse_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert acceleration.obstacle(torch.device("cpu")) == "no CUDA device"
+    assert acceleration.obstacle(torch.device("mps")) == "nothing for mps"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert acceleration.obstacle(torch.device("cuda")) == "this GPU has no sparse tensor cores"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
@@ -489,7 +489,7 @@ def test_runs(tmp_path: Path) -> None:
     plain = config(tmp_path, *network)
     parts = build.build(plain)
     assert [choice.path for choice in parts.accelerated] == ["compressed", "compressed"]
-    assert "  2:4 products in 2 of 2 sparse layers" in plan.lines(plain, parts)
+    assert "  N:M products in 2 of 2 sparse layers" in plan.lines(plain, parts)
     assert identity(config(tmp_path, *network, "trainer.acceleration=off")) == identity(plain)
     assert build.build(config(tmp_path, *network, "trainer.acceleration=off")).accelerated == []
     pruned = config(tmp_path, *network, "trainer.input_gradient=double_prune")

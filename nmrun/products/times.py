@@ -1,0 +1,51 @@
+"""What was measured of a layer's products, kept on disk between runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from nmrun.kernels.compiled import cache_folder
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of the products of one micro-batch, and of packing the weight, once per
+    optimizer step. ``wrong``: why this path cannot be used. The weight gradient is looked at with
+    ``mvue`` only; packing its operand is part of it."""
+
+    pack: float = 0.0
+    forward: float = 0.0
+    input_gradient: float = 0.0
+    weight_gradient: float = 0.0
+    wrong: str = ""
+
+    def step(self, accumulate: int) -> float:
+        """What the products with the weight take for one of ``accumulate`` micro-batches."""
+        return self.pack / accumulate + self.forward + self.input_gradient
+
+
+def recall(file: str, machine: str, shape: str, paths: Collection[str]) -> dict[str, Times] | None:
+    """The times of ``paths`` for a shape on this machine, if a file of the cache has just those."""
+    # a file of another version, or damaged
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
+        known = json.loads((cache_folder() / file).read_text())[machine][shape]
+        if set(paths) == set(known):
+            return {name: Times(**times) for name, times in known.items()}
+    return None
+
+
+def remember(file: str, machine: str, shape: str, found: Mapping[str, Times]) -> None:
+    """Keep times for :func:`recall`."""
+    path, known = cache_folder() / file, dict[str, Any]()
+    with contextlib.suppress(OSError, ValueError):
+        known = json.loads(path.read_text())
+    known.setdefault(machine, {})[shape] = {name: asdict(times) for name, times in found.items()}
+    with contextlib.suppress(OSError):  # next time it is measured again
+        partial = path.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(known, indent=1))
+        os.replace(partial, path)
