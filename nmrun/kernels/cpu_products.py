@@ -27,13 +27,16 @@ LOW, TURNED = 3, 4  # flags of nm_product.c
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A sparse matrix (rows, columns), its non-zeros row by row within blocks of 128 columns.
+    """A sparse matrix (rows, columns), its non-zeros row by row within blocks of 128 columns; or
+    one for each position of a convolution's kernel (tap), side by side.
 
     Attributes:
         values: float32, the non-zeros; there may be room behind them.
         index: uint8, their columns, counted from the block's first.
-        start: int32, blocks * rows + 1: where row r of block b begins, at ``[b * rows + r]``.
-        rows, columns: the shape.
+        start: int32, blocks * rows + 1: where row r of block b begins, at ``[b * rows + r]``; each
+            tap has its own blocks.
+        rows, columns: the shape of one matrix.
+        taps: how many there are.
     """
 
     values: Tensor
@@ -41,17 +44,18 @@ class PackedMatrix:
     start: Tensor
     rows: int
     columns: int
+    taps: int = 1
 
     @classmethod
-    def empty(cls, rows: int, columns: int, room: int) -> PackedMatrix:
-        """Memory for a matrix of at most ``room`` non-zeros; it holds none yet."""
-        blocks = -(-columns // BLOCK)
+    def empty(cls, rows: int, columns: int, room: int, taps: int = 1) -> PackedMatrix:
+        """Memory for matrices of at most ``room`` non-zeros in all; they hold none yet."""
         return cls(
             torch.zeros(room),
             torch.zeros(room, dtype=torch.uint8),
-            torch.zeros(blocks * rows + 1, dtype=torch.int32),
+            torch.zeros(taps * blocks_of(columns) * rows + 1, dtype=torch.int32),
             rows,
             columns,
+            taps,
         )
 
     @property
@@ -60,11 +64,11 @@ class PackedMatrix:
         return int(self.start[-1])
 
     def dense(self) -> Tensor:
-        """The matrix with its zeros, float32."""
-        out = torch.empty(self.rows, self.columns)
+        """The matrix with its zeros, (rows, taps * columns), float32."""
+        out = torch.empty(self.rows, self.taps * self.columns)
         parts = [t.data_ptr() for t in (self.values, self.index, self.start)]
-        shape, to = (self.rows, self.columns), out.data_ptr()
-        library = _loaded()
+        shape, to = (self.taps, self.rows, self.columns), out.data_ptr()
+        library = loaded()
         in_parts(self.rows, out.numel(), lambda *part: library.nm_unpack(*parts, *shape, *part, to))
         return out
 
@@ -74,28 +78,35 @@ def available() -> bool:
     return _library() is not None
 
 
+def blocks_of(columns: int) -> int:
+    """How many blocks the columns of a matrix are cut into."""
+    return -(-columns // BLOCK)
+
+
 def pack(matrix: Tensor, rows: PackedMatrix, turned: PackedMatrix | None = None) -> None:
     """Pack a matrix into memory of :meth:`PackedMatrix.empty`.
 
     Args:
-        matrix: (rows, columns), float32, contiguous, on the CPU.
+        matrix: (rows, taps * columns), float32, contiguous, on the CPU.
         rows: of the same shape; gets the matrix.
-        turned: (columns, rows); gets the transpose.
+        turned: gets the transpose of every tap, (columns, rows) each.
 
     Raises:
-        ValueError: where there are more non-zeros than room; nothing is written but the counts.
+        ValueError: where there are more non-zeros than room; then ``rows`` holds none.
     """
-    library, (r, c), size = _loaded(), matrix.shape, matrix.numel()
-    source, start = matrix.data_ptr(), rows.start.data_ptr()
-    in_parts(r, size, lambda *part: library.nm_count(source, r, c, *part, start))
+    library, size = loaded(), matrix.numel()
+    r, c, taps = rows.rows, rows.columns, rows.taps
+    source, start = (matrix.data_ptr(), taps, r, c), rows.start.data_ptr()
+    in_parts(r, size, lambda *part: library.nm_count(*source, *part, start))
     count = library.nm_starts(start, len(rows.start) - 1)
     if count > len(rows.values):
+        rows.start.zero_()
         raise ValueError(f"{count} non-zeros in a matrix that should have {len(rows.values)}")
     to = (rows.values.data_ptr(), rows.index.data_ptr())
-    in_parts(r, size, lambda *part: library.nm_fill(source, r, c, *part, start, *to))
+    in_parts(r, size, lambda *part: library.nm_fill(*source, *part, start, *to))
     if turned is None:
         return
-    blocks, begins = -(-r // BLOCK), turned.start.data_ptr()
+    blocks, begins = taps * blocks_of(r), turned.start.data_ptr()
     counted, filled = (rows.index.data_ptr(), start, r, c), (*to, start, r, c)
     in_parts(blocks, size, lambda *part: library.nm_count_turned(*counted, *part, begins))
     library.nm_starts(begins, len(turned.start) - 1)
@@ -117,7 +128,7 @@ def multiply(
     Returns:
         (tokens, rows), in the dtype of x, summed in float32.
     """
-    library, x = _loaded(), x.contiguous()
+    library, x = loaded(), x.contiguous()
     tokens = x.shape[1] if turned else x.shape[0]
     out = x.new_empty((matrix.rows, tokens) if turned else (tokens, matrix.rows))
     bias = None if bias is None else bias.float().contiguous()
@@ -149,7 +160,7 @@ def sampled(x: Tensor, y: Tensor, kept: PackedMatrix) -> Tensor:
     Returns:
         (rows, columns), float32.
     """
-    library, x, y = _loaded(), x.contiguous(), y.contiguous()
+    library, x, y = loaded(), x.contiguous(), y.contiguous()
     sums = torch.zeros_like(kept.values)
     flags = (x.dtype == torch.bfloat16) + 2 * (y.dtype == torch.bfloat16)
     fixed = [_address(t) for t in (x, y, kept.index, kept.start)]
@@ -167,7 +178,8 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _loaded() -> ctypes.CDLL:
+def loaded() -> ctypes.CDLL:
+    """The kernels. Raises RuntimeError where no C compiler works."""
     library = _library()
     if library is None:
         raise RuntimeError("no C compiler works here: N:M products on the CPU need one")
@@ -176,18 +188,22 @@ def _loaded() -> ctypes.CDLL:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = compiled.library("nm_product", ("nm_product", "nm_sampled", "nm_pack"), FLAGS)
+    library = compiled.library(
+        "nm_product", ("nm_product", "nm_sampled", "nm_convolution", "nm_pack"), FLAGS
+    )
     if library is None:
         return None
     p, n, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     for name, arguments, result in (
-        ("nm_count", [p, *[n] * 4, p], None),
+        ("nm_count", [p, *[n] * 5, p], None),
         ("nm_starts", [p, n], n),
-        ("nm_fill", [p, *[n] * 4, *[p] * 3], None),
+        ("nm_fill", [p, *[n] * 5, *[p] * 3], None),
         ("nm_count_turned", [p, p, *[n] * 4, p], None),
         ("nm_fill_turned", [*[p] * 3, *[n] * 4, *[p] * 3], None),
-        ("nm_unpack", [*[p] * 3, *[n] * 4, p], None),
+        ("nm_unpack", [*[p] * 3, *[n] * 5, p], None),
         ("nm_product", [*[p] * 6, *[n] * 7, flag], flag),
+        ("nm_turn", [p, p, *[n] * 4, p], None),
+        ("nm_convolution", [*[p] * 7, *[n] * 4], flag),
         ("nm_sampled", [*[p] * 4, *[n] * 5, flag, p], flag),
     ):
         function = getattr(library, name)

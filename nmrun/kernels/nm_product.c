@@ -80,8 +80,9 @@ static inline __attribute__((always_inline)) void write(char *to, vec v, int64_t
   else memcpy(to, &v, 4 * count);
 }
 
-/* Tokens `first` to `last` of x (tokens, columns), turned: element (column, token) at panel[column * TOKENS + token]. */
-static inline __attribute__((always_inline)) void load_panel(const void *x, int64_t columns, int64_t first, int64_t last, int low,
+/* Tokens `first` to `last` of x, `columns` numbers each and `stride` from one to the next, turned: element (column, token) at
+   panel[column * TOKENS + token]. */
+static inline __attribute__((always_inline)) void load_panel(const void *x, int64_t stride, int64_t columns, int64_t first, int64_t last, int low,
                                                              float *panel) {
   for (int64_t c = 0; c < columns; c += LANES)
     for (int64_t t = first; t < last; t += LANES) {
@@ -89,20 +90,20 @@ static inline __attribute__((always_inline)) void load_panel(const void *x, int6
       float *to = panel + c * TOKENS + t - first;
       vec tile[LANES] = {0};
       if (width >= LANES && height >= LANES) { /* the compiler keeps a whole tile in registers */
-        for (int i = 0; i < LANES; i++) tile[i] = read(at(x, t + i, c, columns, low), LANES, low);
+        for (int i = 0; i < LANES; i++) tile[i] = read(at(x, t + i, c, stride, low), LANES, low);
         turn(tile);
         for (int i = 0; i < LANES; i++) *(vec *)(to + i * TOKENS) = tile[i];
       } else {
         if (width > LANES) width = LANES;
-        for (int i = 0; i < LANES && i < height; i++) tile[i] = read(at(x, t + i, c, columns, low), width, low);
+        for (int i = 0; i < LANES && i < height; i++) tile[i] = read(at(x, t + i, c, stride, low), width, low);
         turn(tile);
         for (int i = 0; i < width; i++) *(vec *)(to + i * TOKENS) = tile[i];
       }
     }
 }
 
-/* The inverse: the sums of rows `begin` to `end` into y (tokens, rows). */
-static inline __attribute__((always_inline)) void store_panel(const float *sums, int64_t rows, int64_t begin, int64_t end, int64_t first,
+/* The inverse: the sums of rows `begin` to `end` into y, `stride` from one token to the next. */
+static inline __attribute__((always_inline)) void store_panel(const float *sums, int64_t stride, int64_t begin, int64_t end, int64_t first,
                                                               int64_t last, int low, void *y) {
   for (int64_t r = begin; r < end; r += LANES)
     for (int64_t t = first; t < last; t += LANES) {
@@ -112,12 +113,12 @@ static inline __attribute__((always_inline)) void store_panel(const float *sums,
       if (width >= LANES && height >= LANES) {
         for (int i = 0; i < LANES; i++) tile[i] = *(const vec *)(from + i * TOKENS);
         turn(tile);
-        for (int i = 0; i < LANES; i++) write((char *)at(y, t + i, r, rows, low), tile[i], LANES, low);
+        for (int i = 0; i < LANES; i++) write((char *)at(y, t + i, r, stride, low), tile[i], LANES, low);
       } else {
         if (width > LANES) width = LANES;
         for (int i = 0; i < width; i++) tile[i] = *(const vec *)(from + i * TOKENS);
         turn(tile);
-        for (int i = 0; i < LANES && i < height; i++) write((char *)at(y, t + i, r, rows, low), tile[i], width, low);
+        for (int i = 0; i < LANES && i < height; i++) write((char *)at(y, t + i, r, stride, low), tile[i], width, low);
       }
     }
 }
@@ -142,6 +143,26 @@ static inline __attribute__((always_inline)) void add_row(const float *restrict 
     for (int v = 0; v < vectors; v++) even[v] += values[e] * *(const vec *)(p + v * LANES);
   }
   for (int v = 0; v < vectors; v++) *(vec *)(sums + v * LANES) += even[v] + odd[v];
+}
+
+/* The sums of rows `begin` to `end` before the first product. */
+static void begin_sums(float *sums, const float *bias, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; r++) {
+    vec initial = (vec){0} + (bias == NULL ? 0.0f : bias[r]);
+    for (int v = 0; v < MOST; v++) *(vec *)(sums + (r - begin) * TOKENS + v * LANES) = initial;
+  }
+}
+
+/* Add rows `begin` to `end` of one block of the matrix times its columns of the panel; `start` is that of the block's row 0. */
+static void add_block(const float *panel, const float *values, const uint8_t *index, const int32_t *start, int64_t begin, int64_t end,
+                      int vectors, float *sums) {
+#define ROWS(VECTORS) \
+  for (int64_t r = begin; r < end; r++) \
+    add_row(panel, values + start[r], index + start[r], start[r + 1] - start[r], sums + (r - begin) * TOKENS, VECTORS)
+  if (vectors == 1) ROWS(1);
+  else if (vectors == 2) ROWS(2);
+  else if (vectors <= MOST / 2) ROWS(MOST / 2);
+  else ROWS(MOST);
 }
 
 /* Memory of this thread that stays; 64 bytes aligned, NULL if there is none. */
@@ -184,25 +205,13 @@ int nm_product(const void *x, void *y, const float *bias, const float *values, c
     int64_t until = last - t < TOKENS ? last : t + TOKENS;
     int vectors = (int)((until - t + LANES - 1) / LANES);
     if (flags & TURNED) load_columns(x, columns, all, t, until, panel);
-    else if (flags & LOW_X) load_panel(x, columns, t, until, 1, panel);
-    else load_panel(x, columns, t, until, 0, panel);
+    else if (flags & LOW_X) load_panel(x, columns, columns, t, until, 1, panel);
+    else load_panel(x, columns, columns, t, until, 0, panel);
     for (int64_t r0 = begin; r0 < end; r0 += AT_ONCE) {
       int64_t r1 = end - r0 < AT_ONCE ? end : r0 + AT_ONCE;
-      for (int64_t r = r0; r < r1; r++) {
-        vec initial = (vec){0} + (bias == NULL ? 0.0f : bias[r]);
-        for (int v = 0; v < MOST; v++) *(vec *)(sums + (r - r0) * TOKENS + v * LANES) = initial;
-      }
-      for (int64_t b = 0; b * BLOCK < columns; b++) {
-        const int32_t *from = start + b * rows;
-        const float *block = panel + b * BLOCK * TOKENS;
-#define ROWS(VECTORS) \
-  for (int64_t r = r0; r < r1; r++) \
-    add_row(block, values + from[r], index + from[r], from[r + 1] - from[r], sums + (r - r0) * TOKENS, VECTORS);
-        if (vectors == 1) ROWS(1)
-        else if (vectors == 2) ROWS(2)
-        else if (vectors <= MOST / 2) ROWS(MOST / 2)
-        else ROWS(MOST)
-      }
+      begin_sums(sums, bias, r0, r1);
+      for (int64_t b = 0; b * BLOCK < columns; b++)
+        add_block(panel + b * BLOCK * TOKENS, values, index, start + b * rows, r0, r1, vectors, sums);
       if (flags & TURNED)
         for (int64_t r = r0; r < r1; r++) memcpy((float *)y + r * all + t, sums + (r - r0) * TOKENS, (until - t) * sizeof(float));
       else if (flags & LOW_Y) store_panel(sums, rows, r0, r1, t, until, 1, y);

@@ -1,0 +1,56 @@
+/* Convolutions with a sparse weight, forward and for the gradient of the input. Follows nm_product.c in one translation unit.
+
+   Images lie in the lanes: a pixel of TOKENS images is a panel, and the weight at one position of the kernel (a tap) is a matrix. So there is
+   no edge to pad and nothing to copy for overlapping windows: a tap that falls outside of the image is left out. Images are stored with
+   their channels innermost. */
+
+/* Sizes of the side that is read and of the side that is written. Forward, output pixel p reads p * stride - padding + tap * dilation;
+   backward, the pixel at which this pixel was read. */
+typedef struct {
+  int64_t height, width, columns, out_height, out_width, rows;
+  int64_t taps[2], stride[2], padding[2], dilation[2];
+  int64_t backward;
+} Geometry;
+
+/* The coordinate that is read, or -1. */
+static int64_t source(const Geometry *g, int axis, int64_t p, int64_t tap) {
+  int64_t size = axis == 0 ? g->height : g->width;
+  int64_t at = g->backward ? p + g->padding[axis] - tap * g->dilation[axis]
+                           : p * g->stride[axis] - g->padding[axis] + tap * g->dilation[axis];
+  if (g->backward) {
+    if (at < 0 || at % g->stride[axis]) return -1;
+    at /= g->stride[axis];
+  }
+  return at >= 0 && at < size ? at : -1;
+}
+
+/* Turn pixels `begin` to `end` of images `first` to `last`: pixel p of `turned` is a panel (columns, TOKENS). */
+void nm_turn(const float *x, const Geometry *g, int64_t first, int64_t last, int64_t begin, int64_t end, float *turned) {
+  int64_t stride = g->height * g->width * g->columns;
+  for (int64_t p = begin; p < end; p++)
+    load_panel(x + p * g->columns, stride, g->columns, first, last, 0, turned + p * g->columns * TOKENS);
+}
+
+/* Rows of output pixels `begin` to `end` of images `first` to `last`. Returns 0, or 1 without memory. */
+int nm_convolution(const float *turned, float *y, const float *bias, const float *values, const uint8_t *index, const int32_t *start,
+                   const Geometry *g, int64_t first, int64_t last, int64_t begin, int64_t end) {
+  int64_t blocks = (g->columns + BLOCK - 1) / BLOCK, stride = g->out_height * g->out_width * g->rows;
+  int vectors = (int)((last - first + LANES - 1) / LANES);
+  float *sums = scratch(g->rows * TOKENS);
+  if (sums == NULL) return 1;
+  for (int64_t row = begin; row < end; row++)
+    for (int64_t column = 0; column < g->out_width; column++) {
+      begin_sums(sums, bias, 0, g->rows);
+      for (int64_t i = 0; i < g->taps[0]; i++)
+        for (int64_t j = 0; j < g->taps[1]; j++) {
+          int64_t from_row = source(g, 0, row, i), from_column = source(g, 1, column, j);
+          if (from_row < 0 || from_column < 0) continue;
+          const float *panel = turned + (from_row * g->width + from_column) * g->columns * TOKENS;
+          const int32_t *from = start + (i * g->taps[1] + j) * blocks * g->rows;
+          for (int64_t b = 0; b < blocks; b++)
+            add_block(panel + b * BLOCK * TOKENS, values, index, from + b * g->rows, 0, g->rows, vectors, sums);
+        }
+      store_panel(sums, stride, 0, g->rows, first, last, 0, y + (row * g->out_width + column) * g->rows);
+    }
+  return 0;
+}
