@@ -44,7 +44,7 @@ class Choice:
     name: str
     path: str | None
     reason: str
-    shape: choice24.Shape | choice_cpu.Shape | None = None
+    shape: choice24.Shape | choice_cpu.Shape | choice_cpu.Convolution | None = None
 
 
 def accelerate(
@@ -55,7 +55,7 @@ def accelerate(
     why_not: str = "",
     whole_gradients: bool = False,
 ) -> list[Choice]:
-    """Let the sparse linear layers of ``handle`` train through N:M products where that is right and
+    """Let the sparse linear layers of ``handle``, and on a CPU its convolutions, train through N:M products where that is right and
     faster.
 
     The parameters stay what they are, so optimizers, checkpoints and recipes see no difference.
@@ -66,7 +66,7 @@ def accelerate(
     Args:
         handle: of :func:`nmrun.sparsify`.
         sample: passes one micro-batch through the model, under the autocast of the training; called
-            once, without gradients, to see each layer's tokens and dtype.
+            once, without gradients, to see the shape and dtype of each layer's input.
         mode: ``auto`` takes what is faster than dense; ``force`` the fastest right path even where
             it is not; the name of a path (``packed`` on a CPU, those of
             ``nmrun.products.backends24.PATHS`` on a GPU) that one, where it is right; ``off``
@@ -151,15 +151,14 @@ def lines(choices: Sequence[Choice]) -> list[str]:
 
 def _seen(
     weights: Sequence[SparseWeight], sample: Callable[[], object]
-) -> dict[nn.Module, tuple[int, torch.dtype]]:
-    """Tokens and dtype of the inputs of the layers that are called, each at its largest."""
-    seen: dict[nn.Module, tuple[int, torch.dtype]] = {}
+) -> dict[nn.Module, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of the inputs of the layers that are called, each at its largest."""
+    seen: dict[nn.Module, tuple[torch.Size, torch.dtype]] = {}
 
     def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = inputs[0]
-        tokens = x.numel() // max(1, x.shape[-1])
-        if tokens >= seen.get(module, (0,))[0]:
-            seen[module] = tokens, simulated.compute_dtype(x)
+        if module not in seen or x.numel() >= seen[module][0].numel():
+            seen[module] = x.shape, simulated.compute_dtype(x)
 
     hooks = [weight.module.register_forward_pre_hook(look) for weight in weights]
     try:

@@ -25,7 +25,7 @@ def obstacle(device: torch.device) -> str:
 
 
 def eligible(
-    weight: SparseWeight, recipe: Phase, seen: tuple[int, torch.dtype] | None
+    weight: SparseWeight, recipe: Phase, seen: tuple[torch.Size, torch.dtype] | None
 ) -> tuple[str, Shape | None]:
     """The reason why a layer cannot be accelerated, or the shape that can be tried."""
     if weight.is_sharded:
@@ -36,7 +36,7 @@ def eligible(
         return f"{weight.pattern} weights do not fit into 2:4", None
     if seen is None or not layer.replaceable(weight):
         return "it is not called as a layer", None
-    tokens, dtype = seen
+    tokens, dtype = seen[0].numel() // max(1, seen[0][-1]), seen[1]
     mvue, fp8 = (None, False) if weight.layer is None else (weight.layer.mvue, weight.layer.fp8)
     rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
     if dtype not in backends24.ALLOWED:

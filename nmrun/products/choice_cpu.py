@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import nn
 
 from nmrun.kernels import cpu_products
-from nmrun.products import layer, probe_cpu
+from nmrun.kernels.cpu_convolution import Window
+from nmrun.products import convolution_cpu, layer, probe_cpu
 from nmrun.products.layer import Phase
 from nmrun.products.linear_cpu import Packed
-from nmrun.products.probe_cpu import Shape
+from nmrun.products.probe_cpu import Convolution, Shape
 from nmrun.products.times import Times
 from nmrun.sparsity.weight import SparseWeight
 
@@ -19,34 +23,67 @@ def obstacle(device: torch.device) -> str:
 
 
 def eligible(
-    weight: SparseWeight, recipe: Phase, seen: tuple[int, torch.dtype] | None
-) -> tuple[str, Shape | None]:
+    weight: SparseWeight, recipe: Phase, seen: tuple[torch.Size, torch.dtype] | None
+) -> tuple[str, Shape | Convolution | None]:
     """The reason why a layer cannot be accelerated, or the shape that can be tried."""
     if weight.is_sharded:
         return "its weight is sharded (FSDP)", None
-    if weight.parameter.dim() != 2:
-        return "it is no linear layer", None
     if seen is None or not layer.replaceable(weight):
         return "it is not called as a layer", None
-    tokens, dtype = seen
     if weight.layer is not None and weight.layer.fp8:
         return "FP8 is simulated, in dense products", None
-    if dtype not in probe_cpu.DTYPES or weight.parameter.dtype != torch.float32:
+    convolution, (inputs, dtype) = weight.parameter.dim() > 2, seen
+    if dtype not in probe_cpu.DTYPES[: 1 if convolution else 2] or not _is_float32(weight):
         return f"{str(dtype).removeprefix('torch.')}: packed weights are float32", None
-    mvue = None if weight.layer is None else weight.layer.mvue
-    rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
-    shape = Shape(rows, columns, tokens, dtype, weight.pattern, mvue)
+    shape: Shape | Convolution
+    if convolution:
+        if reason := _no_convolution(weight.module, inputs):
+            return reason, None
+        shape = _convolution(weight, inputs)
+    else:
+        mvue = None if weight.layer is None else weight.layer.mvue
+        rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
+        tokens = inputs.numel() // max(1, inputs[-1])
+        shape = Shape(rows, columns, tokens, dtype, weight.pattern, mvue)
     if shape.multiplications < probe_cpu.SMALLEST:
         return f"its products are too small to gain ({shape})", None
     return "", shape
 
 
-def measured(shape: Shape, device: torch.device) -> dict[str, Times]:
+def _is_float32(weight: SparseWeight) -> bool:
+    return weight.parameter.dtype == torch.float32
+
+
+def _no_convolution(module: Any, inputs: torch.Size) -> str:
+    if not isinstance(module, nn.Conv2d) or len(inputs) != 4:
+        return "of convolutions those of batches of images are packed"
+    if module.groups != 1:
+        return "grouped convolutions are not packed"
+    plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    return "" if plain else f"padding {module.padding_mode}, {module.padding} is not packed"
+
+
+def _convolution(weight: SparseWeight, inputs: torch.Size) -> Convolution:
+    module: Any = weight.module
+    rows, columns, *taps = weight.shape
+    window = Window((taps[0], taps[1]), module.stride, module.padding, module.dilation)
+    last = weight.parameter.is_contiguous(memory_format=torch.channels_last)
+    return Convolution(
+        rows, columns, inputs[0], (inputs[2], inputs[3]), window, weight.pattern, last
+    )
+
+
+def measured(shape: Shape | Convolution, device: torch.device) -> dict[str, Times]:
     """The times of every path for this shape."""
     return probe_cpu.probe(shape)
 
 
-def packed(own: layer.Layer, path: str, times: dict[str, Times], shape: Shape) -> Packed:
+def packed(
+    own: layer.Layer, path: str, times: dict[str, Times], shape: Shape | Convolution
+) -> Packed | convolution_cpu.Packed:
     """What the products of a layer read by a path."""
+    sides = (shape.rows, shape.columns)
+    if isinstance(shape, Convolution):
+        return convolution_cpu.Packed(sides, shape.window, shape.pattern)
     faster = bool(times[path].weight_gradient < times["dense"].weight_gradient)
-    return Packed((shape.rows, shape.columns), shape.dtype, shape.pattern, faster)
+    return Packed(sides, shape.dtype, shape.pattern, faster)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
+from nmrun.products.convolution_cpu import Packed as PackedConvolution
 from nmrun.products.linear24 import Packed as Packed24
 from nmrun.products.linear_cpu import Packed as PackedCpu
 from nmrun.products.simulated import compute_dtype, convolution, linear
@@ -49,7 +50,7 @@ class Layer:
         self.mvue: Pattern | None = None
         self.fp8 = False
         self.input_weight: Tensor | None = None
-        self.packed: Packed24 | PackedCpu | None = None
+        self.packed: Packed24 | PackedCpu | PackedConvolution | None = None
         self.uses_packed = False
         self.masked = self.whole_gradients = False
         self.active = False
@@ -221,8 +222,14 @@ def _linear_forward(layer: Layer, mvue: Pattern | None, fp8: bool) -> Callable[.
 
 def _convolution_forward(layer: Layer) -> Callable[..., Tensor]:
     def forward(module: Any, x: Tensor) -> Tensor:
+        if not layer.is_on(module):
+            return type(module).forward(module, x)
+        packed = None if layer.is_behind() else layer.packed
+        fits = x.dim() == 4 and x.numel() and compute_dtype(x) == torch.float32
+        if packed is not None and layer.uses_packed and fits:
+            return packed(x, module.weight, module.bias)
         input_weight = layer.other_weight()
-        if input_weight is None or not layer.is_on(module):
+        if input_weight is None:
             return type(module).forward(module, x)
         padding = module.padding
         if module.padding_mode != "zeros" or isinstance(padding, str):

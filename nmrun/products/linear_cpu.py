@@ -23,6 +23,8 @@ from nmrun.kernels.cpu_products import PackedMatrix
 from nmrun.patterns import Pattern
 from nmrun.products.simulated import estimate
 
+KINDS, PARTS = ("forward", "backward"), ("values", "index", "start")
+
 
 class Packed(nn.Module):
     """The packed weight of one layer, in buffers that keep their addresses; empty until
@@ -52,7 +54,7 @@ class Packed(nn.Module):
         room = max(self.full, columns * -(-rows // pattern.m) * pattern.n)
         for kind, sides in (("forward", (rows, columns)), ("backward", (columns, rows))):
             empty = PackedMatrix.empty(*sides, room)
-            for part in _PARTS:
+            for part in PARTS:
                 self.register_buffer(f"{kind}_{part}", getattr(empty, part), persistent=False)
 
     @torch.no_grad()
@@ -78,7 +80,7 @@ class Packed(nn.Module):
 
     def _matrix(self, kind: str) -> PackedMatrix:
         rows, columns = self.shape if kind == "forward" else reversed(self.shape)
-        return PackedMatrix(*(getattr(self, f"{kind}_{part}") for part in _PARTS), rows, columns)
+        return PackedMatrix(*(getattr(self, f"{kind}_{part}") for part in PARTS), rows, columns)
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mvue: Pattern | None = None
@@ -90,13 +92,10 @@ class Packed(nn.Module):
             gradient = f"{'sparse' if self.gradient_is_faster else 'dense'} {mvue}"
         z = linear_cpu(
             *(x.reshape(-1, x.shape[-1]), weight, bias),
-            *([getattr(self, f"{kind}_{part}") for part in _PARTS] for kind in _KINDS),
+            *([getattr(self, f"{kind}_{part}") for part in PARTS] for kind in KINDS),
             gradient,
         )
         return z.view(*x.shape[:-1], z.shape[-1])
-
-
-_KINDS, _PARTS = ("forward", "backward"), ("values", "index", "start")
 
 
 @torch.library.custom_op("nmrun::linear_cpu", mutates_args=())

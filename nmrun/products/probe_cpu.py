@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nmrun.kernels.cpu_convolution import Window
 from nmrun.patterns import Pattern
-from nmrun.products import linear_cpu
+from nmrun.products import convolution_cpu, linear_cpu
 from nmrun.products.backends24 import fault
 from nmrun.products.linear_cpu import Packed
 from nmrun.products.simulated import estimate
@@ -57,7 +58,40 @@ class Shape:
         return f"{self.columns} to {self.rows}, {self.tokens} tokens, {dtype} {self.pattern}{kinds}"
 
 
-def probe(shape: Shape) -> dict[str, Times]:
+@dataclass(frozen=True)
+class Convolution:
+    """A convolution in training, of ``images`` of a micro-batch with (height, width) ``size``."""
+
+    rows: int
+    columns: int
+    images: int
+    size: tuple[int, int]
+    window: Window
+    pattern: Pattern
+    channels_last: bool
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def multiplications(self) -> int:
+        """Of a dense product, edges included."""
+        (height, width), (h, w) = self.window.out(*self.size), self.window.taps
+        return self.rows * self.columns * h * w * height * width * self.images
+
+    def __str__(self) -> str:
+        w, (height, width) = self.window, self.size
+        kernel = f"{w.taps[0]}x{w.taps[1]}" + "".join(
+            f" {name} {pair[0]}x{pair[1]}"
+            for name, pair, usual in (("stride", w.stride, 1), ("dilation", w.dilation, 1))
+            if pair != (usual, usual)
+        )
+        last = ", channels last" if self.channels_last else ""
+        return (
+            f"{self.columns} to {self.rows} channels, {kernel}, padding {w.padding[0]}x"
+            f"{w.padding[1]}, {self.images} images of {height}x{width}{last}, {self.pattern}"
+        )
+
+
+def probe(shape: Shape | Convolution) -> dict[str, Times]:
     """The times of the layer as ``"dense"`` and as ``"packed"``; from the disk if they are known
     there for this processor and this number of threads."""
     machine = _machine()
@@ -69,8 +103,49 @@ def probe(shape: Shape) -> dict[str, Times]:
     return found
 
 
-def measure(shape: Shape) -> dict[str, Times]:
+def measure(shape: Shape | Convolution) -> dict[str, Times]:
     """The same, always measured: medians of :data:`ROUNDS` rounds in which both take turns."""
+    return _of_convolution(shape) if isinstance(shape, Convolution) else _of_linear(shape)
+
+
+def _of_convolution(shape: Convolution) -> dict[str, Times]:
+    generator, window = torch.Generator().manual_seed(1), shape.window
+    order = torch.channels_last if shape.channels_last else torch.contiguous_format
+    out = (shape.images, shape.rows, *window.out(*shape.size))
+    weight, x, dz = (
+        torch.randn(*size, generator=generator).contiguous(memory_format=order)
+        for size in ((shape.rows, shape.columns, *window.taps),
+                     (shape.images, shape.columns, *shape.size), out)
+    )  # fmt: skip
+    weight = hard_threshold(weight, shape.pattern, 1).contiguous(memory_format=order)
+    packed = convolution_cpu.Packed((shape.rows, shape.columns), window, shape.pattern)
+    packed.write(weight, None)
+    moves = (window.stride, window.padding, window.dilation)
+    backward = [getattr(packed, f"backward_{part}") for part in linear_cpu.PARTS]
+
+    def z() -> Tensor:
+        return packed(x, weight, None)
+
+    def dx() -> Tensor:
+        return convolution_cpu.convolution_back_cpu(dz, weight, backward, shape.size, *moves)
+
+    def dense_z() -> Tensor:
+        return functional.conv2d(x, weight, None, *moves)
+
+    def dense_dx() -> Tensor:
+        gradients = torch.ops.aten.convolution_backward(
+            dz, x, weight, None, *moves, False, [0, 0], 1, [True, False, False]
+        )
+        return gradients[0]
+
+    if wrong := fault(z, dense_z()) or fault(dx, dense_dx()):
+        return {"dense": Times(), "packed": Times(wrong=wrong)}
+    calls = ((dense_z, z), (dense_dx, dx), (lambda: None, lambda: packed.write(weight, None)))
+    (z_dense, z_packed), (dx_dense, dx_packed), (_, pack) = (_side_by_side(*p) for p in calls)
+    return {"dense": Times(0.0, z_dense, dx_dense), "packed": Times(pack, z_packed, dx_packed)}
+
+
+def _of_linear(shape: Shape) -> dict[str, Times]:
     generator = torch.Generator().manual_seed(1)
     sizes = ((shape.rows, shape.columns), (shape.tokens, shape.columns),
              (shape.tokens, shape.rows), (shape.rows,))  # fmt: skip
@@ -79,8 +154,8 @@ def measure(shape: Shape) -> dict[str, Times]:
     packed = Packed((shape.rows, shape.columns), shape.dtype, shape.pattern)
     packed.write(weight, None)
     forward, backward = (
-        [getattr(packed, f"{kind}_{part}") for part in ("values", "index", "start")]
-        for kind in ("forward", "backward")
+        [getattr(packed, f"{kind}_{part}") for part in linear_cpu.PARTS]
+        for kind in linear_cpu.KINDS
     )
     low, x, dz = (t.to(shape.dtype) for t in (weight, x, dz))
     estimated = dz if shape.mvue is None else estimate(dz, shape.mvue, generator)

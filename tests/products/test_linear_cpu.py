@@ -290,7 +290,7 @@ def test_what_is_slower_or_wrong_is_left_dense(monkeypatch: pytest.MonkeyPatch) 
         assert [c.path for c in choices] == ["packed" if taken else None] * 3, name
         said = "\n".join(acceleration.lines(choices))
         assert ("N:M products in 3 of 3" in said) is taken
-    with pytest.raises(ConfigError, match="no layer can be accelerated here .*WRONG"):
+    with pytest.raises(ConfigError, match=r"no layer can be accelerated here .*WRONG"):
         choose({"dense": dense, "packed": Times(wrong="WRONG results")}, monkeypatch, "force")
 
 
