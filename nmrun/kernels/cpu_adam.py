@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 
 from nmrun.kernels import cpu
+from nmrun.kernels.compiled import in_parts
 from nmrun.kernels.layout import as_stored
 from nmrun.kernels.operands import Operands
 
@@ -42,7 +43,7 @@ def step(o: Operands, scalars: list[float]) -> None:
     def part(begin: int, end: int) -> None:
         kernel.nm_adam(*addresses, begin, end, inner, values, edit, soft, o.frozen)
 
-    cpu.in_parts(rows, update.dense.numel(), part)
+    in_parts(rows, update.dense.numel(), part)
 
 
 def _library(o: Operands) -> ctypes.CDLL | None:

@@ -8,6 +8,7 @@ the operands, whatever the number of threads or tokens.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -57,6 +58,12 @@ class PackedMatrix:
             columns,
             taps,
         )
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor], rows: int, columns: int, taps: int = 1) -> PackedMatrix:
+        """From values, index and start."""
+        values, index, start = parts
+        return cls(values, index, start, rows, columns, taps)
 
     @property
     def count(self) -> int:

@@ -21,6 +21,8 @@ from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.products import choice24, choice_cpu, layer, simulated
 from nmrun.products.layer import Phase
+from nmrun.products.probe24 import Shape as Shape24
+from nmrun.products.probe_cpu import Convolution, Shape
 from nmrun.products.times import Times
 from nmrun.ranges import ACCELERATION
 from nmrun.sparsity.weight import SparseWeight
@@ -44,7 +46,7 @@ class Choice:
     name: str
     path: str | None
     reason: str
-    shape: choice24.Shape | choice_cpu.Shape | choice_cpu.Convolution | None = None
+    shape: Shape24 | Shape | Convolution | None = None
 
 
 def accelerate(

@@ -40,7 +40,7 @@ class Packed(nn.Module):
         # the weight of the input gradient may be N:M along the outputs instead
         room = taps * pattern.n * max(rows * -(-columns // m), columns * -(-rows // m))
         for kind, sides in zip(KINDS, ((rows, columns), (columns, rows)), strict=True):
-            empty = PackedMatrix.empty(*sides, room, taps)
+            empty = PackedMatrix.empty(sides[0], sides[1], room, taps)
             for part in PARTS:
                 self.register_buffer(f"{kind}_{part}", getattr(empty, part), persistent=False)
 
@@ -60,8 +60,8 @@ class Packed(nn.Module):
 
     def _matrix(self, kind: str) -> PackedMatrix:
         rows, columns = self.shape if kind == KINDS[0] else reversed(self.shape)
-        parts = (getattr(self, f"{kind}_{part}") for part in PARTS)
-        return PackedMatrix(*parts, rows, columns, self.window.taps[0] * self.window.taps[1])
+        parts = [getattr(self, f"{kind}_{part}") for part in PARTS]
+        return PackedMatrix.of(parts, rows, columns, self.window.taps[0] * self.window.taps[1])
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x (images, channels, height, width) to (images, out channels, height, width), channels
@@ -88,7 +88,7 @@ def convolution_cpu(
 ) -> Tensor:  # fmt: skip
     window = _window(weight, (stride, padding, dilation))
     taps = window.taps[0] * window.taps[1]
-    matrix = PackedMatrix(*forward, weight.shape[0], weight.shape[1], taps)
+    matrix = PackedMatrix.of(forward, weight.shape[0], weight.shape[1], taps)
     return convolve(x, matrix, bias, window)
 
 
@@ -106,7 +106,7 @@ def convolution_back_cpu(
     """The gradient of an input of height and width ``size``."""
     window = _window(weight, (stride, padding, dilation))
     taps = window.taps[0] * window.taps[1]
-    matrix = PackedMatrix(*parts, weight.shape[1], weight.shape[0], taps)
+    matrix = PackedMatrix.of(parts, weight.shape[1], weight.shape[0], taps)
     return convolve_back(dz, matrix, window, (size[0], size[1]))
 
 

@@ -101,7 +101,8 @@ class Layer:
         """Pack what N:M products read."""
         if self.packed is not None and self.uses_packed:
             masked = self.masked and not self.whole_gradients
-            self.packed.write(*map(self.matrix, (weight.weight, self.input_weight)), masked)
+            own, other = self.matrix(weight.weight), self.matrix(self.input_weight)
+            self.packed.write(own, other, masked)
 
 
 def install(

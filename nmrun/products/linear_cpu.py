@@ -53,7 +53,7 @@ class Packed(nn.Module):
         # the weight of the input gradient may be N:M along the outputs instead
         room = max(self.full, columns * -(-rows // pattern.m) * pattern.n)
         for kind, sides in (("forward", (rows, columns)), ("backward", (columns, rows))):
-            empty = PackedMatrix.empty(*sides, room)
+            empty = PackedMatrix.empty(sides[0], sides[1], room)
             for part in PARTS:
                 self.register_buffer(f"{kind}_{part}", getattr(empty, part), persistent=False)
 
@@ -80,7 +80,7 @@ class Packed(nn.Module):
 
     def _matrix(self, kind: str) -> PackedMatrix:
         rows, columns = self.shape if kind == "forward" else reversed(self.shape)
-        return PackedMatrix(*(getattr(self, f"{kind}_{part}") for part in PARTS), rows, columns)
+        return PackedMatrix.of([getattr(self, f"{kind}_{part}") for part in PARTS], rows, columns)
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mvue: Pattern | None = None
@@ -105,7 +105,9 @@ def linear_cpu(
 ) -> Tensor:  # fmt: skip
     """``x W^T + bias``, (tokens, outputs); ``gradient`` is how dW is computed: ``dense``,
     ``sampled``, or ``dense N:M`` and ``sparse N:M`` of an estimate."""
-    return cpu_products.multiply(x, PackedMatrix(*forward, *weight.shape), bias)
+    return cpu_products.multiply(
+        x, PackedMatrix.of(forward, weight.shape[0], weight.shape[1]), bias
+    )
 
 
 @linear_cpu.register_fake
@@ -116,7 +118,7 @@ def _(x, weight, bias, forward, backward, gradient):  # type: ignore[no-untyped-
 @torch.library.custom_op("nmrun::multiply_cpu", mutates_args=())
 def multiply_cpu(x: Tensor, parts: list[Tensor], rows: int) -> Tensor:
     """x S^T, (tokens, rows)."""
-    return cpu_products.multiply(x, PackedMatrix(*parts, rows, x.shape[1]))
+    return cpu_products.multiply(x, PackedMatrix.of(parts, rows, x.shape[1]))
 
 
 @multiply_cpu.register_fake
@@ -127,7 +129,7 @@ def _(x, parts, rows):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("nmrun::sampled_cpu", mutates_args=())
 def sampled_cpu(dz: Tensor, x: Tensor, kept: list[Tensor]) -> Tensor:
     """``dz^T x`` at the entries of a packed (outputs, inputs) matrix, zero elsewhere; float32."""
-    return cpu_products.sampled(x, dz, PackedMatrix(*kept, dz.shape[1], x.shape[1]))
+    return cpu_products.sampled(x, dz, PackedMatrix.of(kept, dz.shape[1], x.shape[1]))
 
 
 @sampled_cpu.register_fake
@@ -140,7 +142,7 @@ def estimated_cpu(estimated: Tensor, x: Tensor, groups: int) -> Tensor:
     """``E^T x`` with an estimate E (tokens, outputs) that has at most ``groups`` non-zeros in a
     column; float32."""
     rows = estimated.float().t().contiguous()
-    packed = PackedMatrix.empty(*rows.shape, len(rows) * groups)
+    packed = PackedMatrix.empty(len(rows), rows.shape[1], len(rows) * groups)
     cpu_products.pack(rows, packed)
     return cpu_products.multiply(x.float(), packed, turned=True)
 
