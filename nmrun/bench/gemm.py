@@ -6,11 +6,12 @@ each shape both ways, as the two layers of a feed-forward block. With ``--fp8`` 
 e4m3fn with one scale, x in every call, and the dense product is torch's of FP8. All numbers are
 drawn from N(0, 1), since what is multiplied decides on a GPU's power and so on its clock. Each path
 is tested first (see ``nmrun.products.backends24``): one that is wrong is shown as wrong and not
-timed.
+timed. On a CPU, see ``nmrun.bench.gemm_cpu``.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nmrun.bench import output, picture
+from nmrun.bench import gemm_cpu, output, picture
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
+from nmrun.patterns import Pattern
 from nmrun.products import backends24, simulated
 
 SHAPES = ("768x3072", "1024x4096", "1280x5120", "1600x6400", "2048x8192", "4096x16384")
@@ -104,37 +106,46 @@ def cell(row: Row) -> str:
 
 def main(argv: Sequence[str]) -> int:
     parser = output.parser("gemm", __doc__, 20)
-    usual = [output.shape(text) for text in SHAPES]
     parser.add_argument(
         "--shapes",
         nargs="+",
         type=output.shape,
-        default=usual,
         metavar="INxOUT",
-        help=f"default: {' '.join(SHAPES)}",
+        help=f"default: {' '.join(SHAPES)}; on a CPU {' '.join(gemm_cpu.SHAPES)}",
     )
     parser.add_argument(
         "--tokens",
         nargs="+",
         type=output.positive,
-        default=TOKENS,
-        help=f"default: {' '.join(map(str, TOKENS))}",
+        help=f"default: {' '.join(map(str, TOKENS))}; on a CPU {' '.join(map(str, gemm_cpu.TOKENS))}",
     )
     parser.add_argument("--fp8", action="store_true", help="products of FP8 operands")
+    parser.add_argument(
+        "--sparsity",
+        nargs="+",
+        type=Pattern.parse,
+        metavar="N:M",
+        help=f"on a CPU (default: {' '.join(gemm_cpu.RATIOS)}); on a GPU it is 2:4",
+    )
     options = parser.parse_args(argv)
     device = output.begin(options, parser)
     output.needs_products(device)
+    on_cpu = device.type == "cpu"
+    shapes = options.shapes or map(output.shape, gemm_cpu.SHAPES if on_cpu else SHAPES)
+    tokens_of = options.tokens or (gemm_cpu.TOKENS if on_cpu else TOKENS)
+    both = [
+        pair for narrow, wide in shapes for pair in dict.fromkeys(((narrow, wide), (wide, narrow)))
+    ]
+    if on_cpu:
+        if options.fp8:
+            parser.error("--fp8: there are no products of FP8 numbers on a CPU")
+        return _on_cpu(options, argv, both, tokens_of, device)
     if options.fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         parser.error("--fp8: this GPU has no products of FP8 numbers")
     clock, rows = Clock(device), list[Row]()
-    both = [
-        pair
-        for narrow, wide in options.shapes
-        for pair in dict.fromkeys(((narrow, wide), (wide, narrow)))
-    ]
     for inputs, outputs in both:
         output.note(f"{inputs} to {outputs}")
-        for tokens in options.tokens:
+        for tokens in tokens_of:
             rows += measure(inputs, outputs, tokens, options.rounds, clock, device, options.fp8)
     kind = "bfloat16 rounded to FP8" if options.fp8 else "bfloat16"
     title = (
@@ -170,3 +181,21 @@ def main(argv: Sequence[str]) -> int:
     return output.finish(
         "gemm", "\n\n".join([title, *parts]), rows, argv, device, options.out, draw, variant
     )
+
+
+def _on_cpu(
+    options: argparse.Namespace,
+    argv: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
+    tokens_of: Sequence[int],
+    device: torch.device,
+) -> int:
+    ratios = [str(p) for p in options.sparsity or map(Pattern.parse, gemm_cpu.RATIOS)]
+    rows: list[Row] = []
+    for inputs, outputs in shapes:
+        for tokens in tokens_of:
+            output.note(f"{inputs} to {outputs}, {tokens} tokens")
+            clock = gemm_cpu.clock_of(device)
+            rows += gemm_cpu.measure(inputs, outputs, tokens, ratios, options.rounds, clock)
+    text = gemm_cpu.report(rows, options.rounds)
+    return output.finish("gemm", text, rows, argv, device, options.out)

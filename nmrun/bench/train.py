@@ -2,8 +2,8 @@
 and by a bare loop.
 
 Arms of a network share one process and take turns, one stretch of steps each a round: ``dense``;
-the recipe with ``trainer.acceleration=off`` (masks alone) and ``=auto`` (2:4 products where they
-are right and faster); ``bare``, the same dense network, compiled alike, with torch's fused AdamW on
+the recipe with ``trainer.acceleration=off`` (masks alone) and ``=auto`` (N:M products where they
+are right and faster), one process for each ratio; ``bare``, the same dense network, compiled alike, with torch's fused AdamW on
 one batch that stays where it is: what a loop of one's own could reach at best. Data is random.
 Everything else is as a user gets it.
 """
@@ -88,6 +88,7 @@ def bare(config: Config, steps: int) -> Prepared:
 def measure(
     words: Sequence[str],
     recipe: str,
+    ratio: str,
     arms: Sequence[str],
     steps: int,
     count: int,
@@ -96,7 +97,7 @@ def measure(
     """These arms of one network. Raises ConfigError for words that are none, and for a recipe that
     does not fit.
     """
-    dense, masked = ("recipe=dense",), (f"recipe={recipe}", "sparsity='2:4'")
+    dense, masked = ("recipe=dense",), (f"recipe={recipe}", f"sparsity='{ratio}'")
     sparse = {mode: (*masked, f"trainer.acceleration={mode}") for mode in ("off", "auto")}
     prepared: dict[str, Prepared] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -124,7 +125,9 @@ def measure(
         rate = known["items"] / figures["ms"] * 1e3
         mfu = {"mfu": rate * known["flops"] / known["peak"]} if known["peak"] else {}
         layers = {"layers": prepared[arm][1]["layers"]} if "layers" in prepared[arm][1] else {}
-        rows.append({"arm": arm, **figures, "items_per_second": rate, **mfu, **layers})
+        rows.append(
+            {"arm": arm, "sparsity": ratio, **figures, "items_per_second": rate, **mfu, **layers}
+        )
     return rows
 
 
@@ -136,7 +139,14 @@ def main(argv: Sequence[str]) -> int:
         choices=NETWORKS,
         help=f"default: {' '.join(USUAL['cuda'])}; on a CPU {' '.join(USUAL['cpu'])}",
     )
-    parser.add_argument("--recipe", default="sr_ste", help="at 2:4 (default: sr_ste)")
+    parser.add_argument("--recipe", default="sr_ste", help="default: sr_ste")
+    parser.add_argument(
+        "--sparsity",
+        nargs="+",
+        default=["2:4"],
+        metavar="N:M",
+        help="each measured by itself, beside dense (default: 2:4)",
+    )
     parser.add_argument(
         "--arms",
         nargs="+",
@@ -165,18 +175,23 @@ def main(argv: Sequence[str]) -> int:
     rows = each(
         options.models or USUAL[device.type],
         parser,
-        lambda words: measure(
-            [*words, *own], options.recipe, options.arms, options.steps, options.rounds, device
-        ),
+        lambda words: [
+            row
+            for ratio in options.sparsity
+            for row in measure(
+                *([*words, *own], options.recipe, ratio, options.arms),
+                *(options.steps, options.rounds, device),
+            )
+        ],
     )
     title = (
-        f"Training steps, {options.recipe} at 2:4: milliseconds, and how many times as fast as dense, median [quartiles] of paired stretches"
+        f"Training steps, {options.recipe}: milliseconds, and how many times as fast as dense, median [quartiles] of paired stretches"
         f" of {options.steps} steps, n = {options.rounds}; items are tokens or images. Compiled: {'yes' if compiled else 'no'}."
     )
     lines = []
     for row in rows:
         if "wrong" in row:
-            lines.append([row["model"], row["arm"], row["wrong"], "", "", "", ""])
+            lines.append([row["model"], "", row["arm"], row["wrong"], "", "", "", ""])
             continue
         mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
         figures = [
@@ -186,9 +201,18 @@ def main(argv: Sequence[str]) -> int:
             mfu,
             row.get("layers", ""),
         ]
-        lines.append([row["model"], row["arm"], *figures])
+        lines.append([row["model"], row["sparsity"], row["arm"], *figures])
     text = table(
-        ["model", "arm", "ms a step", "times as fast", "items/s", "MFU", "layers by 2:4 products"],
+        [
+            "model",
+            "N:M",
+            "arm",
+            "ms a step",
+            "times as fast",
+            "items/s",
+            "MFU",
+            "layers by N:M products",
+        ],
         lines,
     )
     return output.finish("train", f"{title}\n\n{text}", rows, argv, device, options.out)
