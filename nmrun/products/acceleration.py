@@ -10,7 +10,7 @@ any N:M (``choice_cpu``). What was found is printed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Protocol
 
@@ -39,14 +39,15 @@ class Sparsified(Protocol):
 
 @dataclass(frozen=True)
 class Choice:
-    """What one layer got: a ``path``, or None with the ``reason``; its ``shape`` where it was
-    measured.
+    """What one layer got: a ``path``, or None with the ``reason``; its ``shape`` and the ``times``
+    of the paths where it was measured.
     """
 
     name: str
     path: str | None
     reason: str
     shape: Shape24 | Shape | Convolution | None = None
+    times: Mapping[str, Times] = field(default_factory=dict)
 
 
 def accelerate(
@@ -56,6 +57,7 @@ def accelerate(
     accumulate: int = 1,
     why_not: str = "",
     whole_gradients: bool = False,
+    known: Mapping[str, Mapping[str, Times]] | None = None,
 ) -> list[Choice]:
     """Let the sparse linear layers of ``handle``, and on a CPU its convolutions, train through N:M products where that is right and
     faster.
@@ -77,6 +79,8 @@ def accelerate(
         why_not: a reason against all of it that is known beforehand.
         whole_gradients: the loop looks at the gradients of pruned weights even where the recipe
             masks them, as clipping by norm does. Else such layers on a CPU may leave them zero.
+        known: times by shape (``str(choice.shape)``) that are taken in place of measured ones, so
+            that a run that goes on gets the paths that it had.
 
     Returns:
         What each layer got, and why.
@@ -102,7 +106,9 @@ def accelerate(
         if side is None or shape is None:
             choices.append(Choice(weight.name, None, reason))
             continue
-        times = ranks.from_leader(side.measured(shape, device) if ranks.leads() else {})
+        times = (known or {}).get(str(shape)) or ranks.from_leader(
+            side.measured(shape, device) if ranks.leads() else {}
+        )
         fp8 = weight.layer is not None and weight.layer.fp8
         path, reason = _best(times, accumulate, mode, "FP8 simulated" if fp8 else "dense")
         if path is not None:
@@ -113,7 +119,7 @@ def accelerate(
             if own.pack not in weight.dependents:
                 weight.dependents.append(own.pack)
             own.pack(weight)
-        choices.append(Choice(weight.name, path, reason, shape))
+        choices.append(Choice(weight.name, path, reason, shape, times))
     if mode != "auto" and not any(choice.path for choice in choices):
         reasons = "; ".join(dict.fromkeys(choice.reason for choice in choices))
         raise ConfigError(

@@ -49,3 +49,19 @@ def remember(file: str, machine: str, shape: str, found: Mapping[str, Times]) ->
         partial = path.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(known, indent=1))
         os.replace(partial, path)
+
+
+def as_data(times: Mapping[str, Mapping[str, Times]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Times by shape and path as plain data."""
+    return {
+        shape: {path: asdict(taken) for path, taken in paths.items()}
+        for shape, paths in times.items()
+    }
+
+
+def from_data(data: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Times]]:
+    """The inverse of :func:`as_data`."""
+    return {
+        shape: {path: Times(**taken) for path, taken in paths.items()}
+        for shape, paths in data.items()
+    }

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from nmrun.handle import Handle
 from nmrun.locks import free_gpu
 from nmrun.patterns import Pattern
 from nmrun.products.acceleration import Choice, accelerate
+from nmrun.products.times import from_data
 from nmrun.settings.config import Config
 from nmrun.settings.groups import Optimizer, Trainer
 from nmrun.sparsity.select import Candidate, select
@@ -50,9 +51,12 @@ class Parts:
     attached_in: float = 0.0
 
 
-def build(config: Config) -> Parts:
-    """Seed everything, choose device and precision, and build. Raises ConfigError for what only the
-    built model shows.
+def build(config: Config, times: Mapping[str, Any] | None = None) -> Parts:
+    """Seed everything, choose device and precision, and build.
+
+    ``times`` are those that the run's products were chosen by (``acceleration`` of its
+    checkpoint): measured again they might choose others, with other roundings. Raises ConfigError
+    for what only the built model shows.
     """
     trainer = config.trainer
     if trainer.threads is not None:
@@ -127,7 +131,7 @@ def build(config: Config) -> Parts:
     if not in_shards:
         fuse(optimizer, device)
     cost = flops.count(whole, task, handle.sparse)
-    accelerated = _accelerated(trainer, model, task, handle, device, precision)
+    accelerated = _accelerated(trainer, model, task, handle, device, precision, times or {})
     return Parts(
         task,
         model,
@@ -201,6 +205,7 @@ def _accelerated(
     handle: Handle,
     device: torch.device,
     precision: str,
+    times: Mapping[str, Any],
 ) -> list[Choice]:
     """N:M products where they pay."""
     accumulate = trainer.accumulate * ranks.world()
@@ -213,7 +218,8 @@ def _accelerated(
         model.train()
 
     mode, clips = trainer.acceleration, trainer.clip is not None
-    return accelerate(handle, pass_once, mode, trainer.accumulate, why_not, clips)
+    known = from_data(times)
+    return accelerate(handle, pass_once, mode, trainer.accumulate, why_not, clips, known)
 
 
 def _device(asked: str) -> torch.device:

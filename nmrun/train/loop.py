@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from nmrun import ranks
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import RunError
+from nmrun.products.times import as_data
 from nmrun.settings.config import Config
 from nmrun.sparsity.metrics import layer_metrics
 from nmrun.train import checkpoint, nonfinite
@@ -66,6 +67,7 @@ class Loop:
             parts.precision,
             parts.total_steps,
         )
+        self.acceleration = as_data({str(c.shape): c.times for c in parts.accelerated if c.times})
         self.epochs = -(-self.total_steps // self.task.batches_per_epoch)
         self.forward: Any = self.model
         if how := self.trainer.compile:
@@ -387,6 +389,7 @@ class Loop:
             "scaler": self.scaler.state_dict(),
             "average": self.average.state_dict(self.held.gathered),
             "random": ranks.gathered(checkpoint.random_state()),
+            "acceleration": self.acceleration,
             "loop": {
                 "step": self.step,
                 "accumulate": self.accumulate,

@@ -92,16 +92,18 @@ def run(
         return {**outcome, "folder": str(folder)}
 
 
-def _build(config: Config, search: bool) -> tuple[Parts, Found | None]:
+def _build(
+    config: Config, search: bool, times: dict[str, Any] | None = None
+) -> tuple[Parts, Found | None]:
     """The parts of a run, and what was found beforehand: ``recipe.decay=auto`` is a search, whose
     result a checkpoint has.
     """
     if config.recipe.options.get("decay") != "auto":
-        return build(config), None
+        return build(config, times), None
     found = find_decay(config) if search else None
     decay = found.decay if found else 0.0
     plain = {**config.plain, "recipe": {**config.plain["recipe"], "decay": decay}}
-    return build(Config(plain, config.pattern)), found
+    return build(Config(plain, config.pattern), times), found
 
 
 class _Run:
@@ -223,7 +225,7 @@ class _Run:
         state, complaints = (
             (None, []) if fresh else checkpoint.load_last(folder, mapped=not ranks.leads())
         )
-        parts, found = _build(config, search=state is None)
+        parts, found = _build(config, search=state is None, times=(state or {}).get("acceleration"))
         if ranks.leads():
             if state is None:
                 for name in FILES:

@@ -18,7 +18,7 @@ from nmrun.kernels import compiled, cpu_products
 from nmrun.patterns import Pattern
 from nmrun.products import acceleration, linear_cpu, probe_cpu
 from nmrun.products.linear_cpu import Packed
-from nmrun.products.times import Times
+from nmrun.products.times import Times, as_data, from_data
 from nmrun.sparsity.masks import hard_threshold
 
 pytestmark = pytest.mark.skipif(not cpu_products.available(), reason="no C compiler here")
@@ -324,3 +324,16 @@ def test_measured_once_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not first["packed"].wrong
     monkeypatch.setattr(probe_cpu, "measure", lambda shape: pytest.fail("measured again"))
     assert probe_cpu.probe(shape) == first
+
+
+def test_a_run_that_goes_on_takes_the_paths_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_cpu, "recall", lambda *_: None)
+    fast, slow = Times(0.0, 1.0, 1.0, 1.0), Times(0.0, 2.0, 2.0, 2.0)
+    _, _, before = choose({"dense": slow, "packed": fast}, monkeypatch)
+    kept = as_data({str(c.shape): c.times for c in before})
+    monkeypatch.setattr(probe_cpu, "measure", lambda shape: {"dense": fast, "packed": slow})
+    model = mlp()
+    handle = sparsify(model, optim.AdamW(model.parameters()), "ste", "1:4", total_steps=8)
+    again = accelerate(handle, lambda: model(batch(0)[0]), known=from_data(kept))
+    assert [c.path for c in again] == [c.path for c in before] == ["packed"] * 3
+    assert [c.path for c in accelerate(handle, lambda: model(batch(0)[0]))] == [None] * 3
