@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,8 +101,8 @@ def measure(
             linear_cpu.weight_gradient(dz, x, f, how)
 
         arms[f"{ratio} forward"] = z
-        arms[f"{ratio} step"] = lambda step=step: step("dense")
-        arms[f"{ratio} masked"] = lambda step=step: step("sampled")
+        arms[f"{ratio} step"] = partial(step, "dense")
+        arms[f"{ratio} masked"] = partial(step, "sampled")
         if found := fault(z, functional.linear(x, weight)):
             wrong[ratio] = found
     with torch.no_grad():
