@@ -55,6 +55,11 @@ class Handle(Steps):
         """Whether the forward pass uses N:M weights now; False without any sparse weight."""
         return bool(self.sparse) and self.recipe.is_sparse
 
+    @property
+    def evaluates_sparse(self) -> bool:
+        """Whether evaluation is by N:M weights now. False with no sparse weight at all."""
+        return bool(self.sparse) and (self.recipe.is_sparse or self.recipe.evaluates_final)
+
     def pop_events(self) -> list[str]:
         """Return and clear the recipe's events since the last call, each one a sentence."""
         events, self.recipe.events[:] = list(self.recipe.events), []
@@ -141,6 +146,21 @@ class Handle(Steps):
                 self.refresh()
             for weight in self.sparse:
                 weight.version = weight.parameter._version
+
+    @contextlib.contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """While entered, the parameters are the weights to evaluate by: those of the forward pass,
+        but for MaskLLM, which evaluates by its likeliest masks while it blends them."""
+        if not self.recipe.evaluates_final:
+            yield
+            return
+        with torch.no_grad():
+            for weight in self.sparse:
+                weight.weight.copy_(self.final_weight(weight))
+        try:
+            yield
+        finally:
+            self.refresh()
 
     def _reshard(self) -> None:
         """Let FSDP's modules gather their weights anew.

@@ -243,6 +243,23 @@ class Adam(torch.optim.Adam):
         sums = [torch.stack(parts).sum() if parts else zero for parts in (total, log_sum, nonzero)]
         return sums[0], sums[1], sums[2], count
 
+    def second_moment_sum(self, params: Iterable[Tensor]) -> Tensor:
+        """The sum of v over all coordinates of ``params`` as :meth:`step` would leave it with the
+        gradients as they are: 0-dimensional, float64, on their device. Parameters without a
+        gradient keep the v that they have.
+        """
+        wanted, sums = {id(p) for p in params}, []
+        for group in self.param_groups:
+            chosen = [p for p in group["params"] if id(p) in wanted]
+            beta2 = group["betas"][1]
+            stepped = [p for p in chosen if p.grad is not None]
+            for p in chosen:
+                if (v := self.state.get(p, {}).get("exp_avg_sq")) is not None:
+                    sums.append(local(v).sum().double() * (1.0 if p.grad is None else beta2))
+            for grad in self._gradients(group, stepped):
+                sums.append(grad.square().sum().double() * (1 - beta2))
+        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
+
     def _gradients(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
         """Return gradients as Adam's moments see them: with the sign and coupled weight decay."""
         grads = [local(p.grad) for p in params if p.grad is not None]

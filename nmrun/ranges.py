@@ -60,10 +60,16 @@ def one_of(*options: str) -> Check:
     return Check(f"one of {', '.join(options)}", lambda value: value in options, options=options)
 
 
+SWITCHES = (
+    "auto",
+    "auto_geometric",
+    "variance_ratio",
+    "gradient_norm",
+)  # see nmrun.recipes.switches
+
+
 def _is_switch(value: Any) -> bool:
-    return value in ("auto", "auto_geometric") or number(0, 1, open_low=True, open_high=True).holds(
-        value
-    )
+    return value in SWITCHES or number(0, 1, open_low=True, open_high=True).holds(value)
 
 
 def _is_expressions(value: Any) -> bool:
@@ -122,9 +128,9 @@ OPTIONAL_TEXT = Check("a text, or null", lambda value: value is None or TEXT.hol
 PATH = Check("the path of a file or folder", TEXT.holds)
 FRACTION = number(0, 1, open_high=True)
 SWITCH = Check(
-    "auto, auto_geometric or a fraction of all steps above 0 and below 1",
+    f"{', '.join(SWITCHES)} or a fraction of all steps above 0 and below 1",
     _is_switch,
-    options=("auto", "auto_geometric"),
+    options=SWITCHES,
 )
 DECAY = Check(
     "a number at least 0, or auto (t_sr_ste)",
@@ -144,6 +150,11 @@ RATIOS = Check(
         (value and {str(k): v if v == "dense" else str(Pattern.parse(v)) for k, v in value.items()})
         or None
     ),
+)
+DECAYED = Check(
+    "all, matrices, or null for what is usual with the model",
+    lambda value: value in (None, "all", "matrices"),
+    options=("all", "matrices"),
 )
 BETAS = Check(
     "two numbers from 0 to below 1",

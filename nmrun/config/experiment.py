@@ -45,7 +45,8 @@ class Experiment:
 
     Attributes:
         name, title, source, note: its name, and texts for reports.
-        sweeps: the overrides of each sweep, as on a command line, ``zip=`` included.
+        sweeps: by the name of a scale, the overrides of each sweep, as on a command line, ``zip=``
+            included.
         scales: overrides by the name of a scale, which are added to each sweep.
         rows, cols, metric, baseline: as for ``nmrun table``; keys that no run has at a scale are
             left out.
@@ -58,7 +59,7 @@ class Experiment:
     title: str
     source: str
     note: str
-    sweeps: list[str]
+    sweeps: dict[str, list[str]]
     scales: dict[str, str]
     rows: str
     cols: str
@@ -86,7 +87,7 @@ class Experiment:
                 f"scale={scale}: no such scale{did_you_mean(scale, self.scales)} (there are {', '.join(self.scales)})"
             )
         found = []
-        for sweep in self.sweeps:
+        for sweep in self.sweeps[scale]:
             words = [*shlex.split(sweep), *shlex.split(self.scales[scale]), *own]
             last = {word if zipped.key(word) == "zip" else zipped.key(word): word for word in words}
             found += zipped.rows(list(last.values()))
@@ -160,12 +161,15 @@ def _read(name: str, content: dict[str, Any]) -> Experiment:
     if set(content["scales"]) - set(SCALES):
         raise ValueError(f"scales: they are called {', '.join(SCALES)}")
     paper, sweep = content.get("paper") or {"source": "", "values": {}}, content["sweep"]
+    by_scale = sweep if isinstance(sweep, dict) else dict.fromkeys(content["scales"], sweep)
+    if by_scale.keys() != content["scales"].keys():
+        raise ValueError(f"sweep: one for each of {', '.join(content['scales'])}, or one for all")
     return Experiment(
         name=name,
         title=content["title"],
         source=content["source"],
         note=content.get("note", ""),
-        sweeps=[sweep] if isinstance(sweep, str) else sweep,
+        sweeps={scale: [own] if isinstance(own, str) else own for scale, own in by_scale.items()},
         scales=content["scales"],
         **{**REPORT, **content.get("report", {})},
         paper={

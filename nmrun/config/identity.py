@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.settings.config import Config
+from nmrun.settings.models import GPTS
 
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
 # where and how it runs and what it tells
@@ -20,6 +21,15 @@ IRRELEVANT = {
         *("log_every", "diagnose_every", "checkpoint_every"),
     },
 }
+# keys that came later, with the values at which a run is what it was before: there they are no part
+# of an id, so that finished runs are found again
+LATER: dict[str, dict[str, Any]] = {
+    "optimizer": {"decay": "all"},
+    "trainer": {"evaluate": "sparse"},
+    **{f"schedule={name}": {"cycles": 1} for name in ("constant", "cosine", "linear")},
+    **{f"model={name}": {"bias": True} for name in GPTS},
+    "recipe=step": {"window": "full", "threshold": None},
+}
 
 
 def identity(config: Config) -> str:
@@ -28,12 +38,32 @@ def identity(config: Config) -> str:
     for group in GROUPS:
         value = config.plain[group]
         if isinstance(value, dict):
-            value = {k: v for k, v in value.items() if k not in IRRELEVANT.get(group, ())}
+            later = _later(group, value)
+            value = {
+                key: item
+                for key, item in value.items()
+                if key not in IRRELEVANT.get(group, ())
+                and not (key in later and later[key] == item)
+            }
         relevant[group] = value
     overrides = config.sparsity.overrides
     if overrides and len(overrides) > 1:  # the first that matches counts
         relevant["order"] = list(overrides)
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def completed(plain: dict[str, Any]) -> dict[str, Any]:
+    """A run's config as its folder has it, with the keys that came after the run."""
+    return {
+        group: {**_later(group, value), **value} if isinstance(value, dict) else value
+        for group, value in plain.items()
+    }
+
+
+def _later(group: str, value: dict[str, Any]) -> dict[str, Any]:
+    if "_target_" in value:  # the user's own, whose keys are no business of ours
+        return {}
+    return {**LATER.get(group, {}), **LATER.get(f"{group}={value.get('name')}", {})}
 
 
 def run_folder(config: Config) -> Path:

@@ -69,6 +69,7 @@ def check(composed: DictConfig) -> Config:
     for group in (*NAMED, *UNNAMED):
         _convert(_ranges(group, plain[group]), plain[group])
     plain.pop("seeds", None)  # a run has one
+    plain["optimizer"]["decay"] = _decayed(plain["optimizer"], plain["model"])
     plain["recipe"]["name"] = _recipe_name(plain["recipe"])
     n, m = plain["sparsity"]["n"], plain["sparsity"]["m"]
     if n is None or plain["recipe"] == {"name": "dense"}:
@@ -144,6 +145,15 @@ def _convert(ranges: Mapping[str, Check | None], holder: dict[str, Any]) -> None
     for key, allowed in ranges.items():
         if allowed is not None and key in holder:
             holder[key] = allowed.convert(holder[key])
+
+
+def _decayed(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+    """Which parameters decay: as asked for, or as is usual with the model. Without weight decay it
+    is one run, whatever the answer."""
+    if optimizer["weight_decay"] == 0:
+        return "all"
+    kind = models.Model if "_target_" in model else models.MODELS[model["name"]]
+    return optimizer["decay"] or kind.decays
 
 
 def _wrong_group(group: str, given: dict[str, Any]) -> dict[str, str]:

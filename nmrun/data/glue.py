@@ -1,7 +1,7 @@
 """GLUE (Wang et al. 2019, arXiv 1804.07461): nine tasks on texts and pairs of texts, from the
 official TSV files.
 
-The official test sets have no labels, so the development set is the test here, as in the papers,
+The official test sets have no labels, so the development set is the test here, as is usual,
 and validation texts are held out of the training set.
 """
 

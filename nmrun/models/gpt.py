@@ -16,11 +16,11 @@ class Attention(nn.Module):
     product, ``c_proj`` mixes the heads.
     """
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
         super().__init__()
         self.heads = heads
-        self.c_attn = nn.Linear(width, 3 * width)
-        self.c_proj = nn.Linear(width, width)
+        self.c_attn = nn.Linear(width, 3 * width, bias=bias)
+        self.c_proj = nn.Linear(width, width, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,10 +39,10 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """``c_fc`` to four times the width, GELU (by tanh, as in GPT-2), ``c_proj`` back."""
 
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int, dropout: float, bias: bool) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(width, 4 * width)
-        self.c_proj = nn.Linear(4 * width, width)
+        self.c_fc = nn.Linear(width, 4 * width, bias=bias)
+        self.c_proj = nn.Linear(4 * width, width, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,10 +52,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x))."""
 
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(width), Attention(width, heads, dropout)
-        self.ln_2, self.mlp = nn.LayerNorm(width), FeedForward(width, dropout)
+        self.ln_1 = nn.LayerNorm(width, bias=bias)
+        self.attn = Attention(width, heads, dropout, bias)
+        self.ln_2 = nn.LayerNorm(width, bias=bias)
+        self.mlp = FeedForward(width, dropout, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -67,7 +69,8 @@ class GPT(nn.Module):
     names of the original's variables.
 
     ``wte`` and ``lm_head`` are one weight. Weights start normal with deviation 0.02, those that end
-    in the residual stream with 0.02 / sqrt(2 * layers) (section 2.3).
+    in the residual stream with 0.02 / sqrt(2 * layers) (section 2.3). Without ``bias`` neither
+    linear layers nor norms have one.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class GPT(nn.Module):
         heads: int,
         width: int,
         dropout: float = 0.0,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         if width % heads:
@@ -86,8 +90,8 @@ class GPT(nn.Module):
             )
         self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.h = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
-        self.ln_f = nn.LayerNorm(width)
+        self.h = nn.ModuleList(Block(width, heads, dropout, bias) for _ in range(layers))
+        self.ln_f = nn.LayerNorm(width, bias=bias)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         self.lm_head.weight = self.wte.weight
         for name, parameter in self.named_parameters():
@@ -108,6 +112,6 @@ class GPT(nn.Module):
 
 
 def build(
-    vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float
+    vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float, bias: bool
 ) -> GPT:
-    return GPT(vocabulary, context, layers, heads, width, dropout)
+    return GPT(vocabulary, context, layers, heads, width, dropout, bias)

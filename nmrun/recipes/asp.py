@@ -2,11 +2,11 @@
 
 After Mishra et al. 2021 and NVIDIA's apex. Apex prunes a trained network and repeats the whole
 training. Here one run holds both: the first ``prune_at`` of the steps are dense, the rest repeat
-training with the fixed mask, so that all recipes get the same number of steps. The learning-rate
-schedule is not restarted and the optimizer keeps its state. ``prune_at=0`` prunes at once, for a
-model that comes trained.
-When to use: fine-tuning a trained network. Cost: one mask byte a weight, one pass for the masked
-copy, one for the gradient.
+training with the fixed mask, so that all recipes get the same number of steps. The optimizer keeps
+its state, and the learning rate its schedule (on the command line ``schedule.cycles=2`` begins it
+anew). ``prune_at=0`` prunes at once, for a model that comes trained. Pruned weights are 0 after
+every step, as in apex. When to use: fine-tuning a trained network. Cost: one mask byte a weight,
+one pass for the masked copy, one for the gradient, one for the zeros.
 """
 
 from __future__ import annotations
@@ -74,6 +74,11 @@ class ASP(Recipe):
 
     @torch.no_grad()
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        if (
+            not self.dense_forward
+        ):  # momentum has moved pruned weights: they return to 0, as in apex
+            for weight in weights:
+                weight.dense.mul_(weight["mask"])
         if self.step != self.prune_step or not self.dense_forward:
             return
         said = permute_inputs(weights, self.channels, optimizer, self.reordered)

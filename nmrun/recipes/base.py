@@ -143,6 +143,11 @@ class Recipe:
         else:
             self.largest(weight, out)
 
+    def would_keep(self, weight: SparseWeight, out: Tensor) -> None:
+        """Write the weight under the mask that the recipe would choose now, while what the forward
+        pass uses does not hold the pattern: for metrics of masks. Default: the largest weights."""
+        self.largest(weight, out)
+
     def metrics(self) -> dict[str, float]:
         """Scalars for the log, read now and then."""
         return {}
@@ -159,6 +164,12 @@ class Recipe:
     def is_sparse(self) -> bool:
         """Whether the forward weights hold the target pattern now."""
         return not self.dense_forward
+
+    @property
+    def evaluates_final(self) -> bool:
+        """Whether evaluation is by the weights that the run would leave now (which hold the
+        pattern), and not by those of the forward pass."""
+        return False
 
     @property
     def ends_dense(self) -> str:

@@ -3,8 +3,9 @@
 After Zhang et al. 2022 (arXiv 2206.06662). A group starts with all C = (M over N) candidates, hence
 dense; the forward mask is the union of those left. Score k receives the gradient ``sum over its
 members of g * w``, the weights receive ``m * g``. Between the fractions ``t_i`` and ``t_f`` of the
-run the number of candidates falls from C to 1, by the cube of the time left; from then on the mask
-is fixed. The scores are parameters of the optimizer, in a parameter group of their own with its
+run the number of candidates falls from C to 1, by the cube of the time left (of equal scores, as
+of dead inputs, those stay that keep more of |w|: the paper leaves it open, its code takes what
+topk finds first); from then on the mask is fixed. The scores are parameters of the optimizer, in a parameter group of their own with its
 defaults. When to use: small patterns, since C / M scores a weight are stored (1.5 at 2:4, 1 at
 1:M). Cost: one matrix product of (weights / M, M) by (M, C) a step until ``t_f``, then a fixed
 mask.
@@ -81,8 +82,15 @@ class LBC(MaskScores):
         return Rule(mask=weight["mask"], pruned_gradient_factor=0.0)
 
     def project_final(self, weight: SparseWeight, out: Tensor) -> None:
+        self.keep(weight, out, self.best(weight)[..., 0])
+
+    def best(self, weight: SparseWeight) -> Tensor:
+        """The numbers of a group's candidates from the best to the worst, (groups, C)."""
         scores = self.scores(weight).detach().masked_fill(~weight["alive"], -math.inf)
-        self.keep_best(weight, out, scores)
+        kept = self.of_candidates(weight, weight.dense.abs())
+        by_size = kept.argsort(dim=-1, descending=True, stable=True)
+        again = scores.gather(-1, by_size).argsort(dim=-1, descending=True, stable=True)
+        return by_size.gather(-1, again)
 
     @torch.no_grad()
     def before_step(
@@ -99,8 +107,8 @@ class LBC(MaskScores):
         for weight in weights:
             alive, left = weight["alive"], self.left(weight.pattern)
             if left < int(alive[(0,) * (alive.dim() - 1)].sum()):
-                scores = self.scores(weight).masked_fill(~alive, -math.inf)
-                alive.zero_().scatter_(-1, scores.topk(left, dim=-1).indices, True)
+                best = self.best(weight)[..., :left]
+                alive.zero_().scatter_(-1, best, True)
                 keep_mask(weight, self.choose(weight))
         if self.step == self.ends:
             self.say("LBC has one candidate left in every group; the mask is fixed from here on")

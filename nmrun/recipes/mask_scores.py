@@ -76,16 +76,19 @@ class MaskScores(Recipe):
         """The mask of a weight from one row of M for each group."""
         return from_groups(rows, weight.dense.shape, weight.dim)
 
-    def keep_best(self, weight: SparseWeight, out: Tensor, scores: Tensor) -> None:
-        """Write the weight under the candidates with the highest scores."""
-        best = candidates(weight.pattern, weight.dense)[scores.argmax(-1)]
-        torch.mul(weight.dense, self.mask(weight, best), out=out)
+    def keep(self, weight: SparseWeight, out: Tensor, chosen: Tensor) -> None:
+        """Write the weight under one candidate for each group, by its number."""
+        rows = candidates(weight.pattern, weight.dense)[chosen]
+        torch.mul(weight.dense, self.mask(weight, rows), out=out)
 
     @staticmethod
     def of_candidates(weight: SparseWeight, of_weights: Tensor) -> Tensor:
         """For every candidate the sum of a quantity over the weights it keeps, (groups, C)."""
         members = by_group(of_weights, weight.pattern, weight.dim)
         return members @ candidates(weight.pattern, members).T
+
+    def would_keep(self, weight: SparseWeight, out: Tensor) -> None:
+        self.project_final(weight, out)
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "seed": self.drawn_seed}

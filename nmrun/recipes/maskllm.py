@@ -2,8 +2,9 @@
 
 Each group has a logit for every possible mask. Forward ``w * (softmax((kappa * logits + Gumbel
 noise) / temperature) @ candidates)``; kappa rises and the temperature falls, linearly, until a
-blend of masks is one mask. The loss has ``- reg * ||w * mask||^2`` added. All weights are frozen
-from ``dense`` of the steps on; the last step leaves the likeliest mask. When to use: a trained
+blend of masks is one mask. The loss has ``- reg * (1 - it / n) * ||w * mask||^2`` added at iteration
+it of the n that learn masks, as in the authors' code. All weights are frozen from ``dense`` of the
+steps on. Evaluation is by the likeliest masks, which the last step leaves. When to use: a trained
 network and little data. Cost: C / M logits a weight, C = (M over N), with optimizer state; a
 softmax and three products of (weights / M, M) by (M, C) a step.
 """
@@ -34,7 +35,7 @@ class MaskLLM(MaskScores):
     Args:
         kappa, temperature: from start to end.
         prior: how much logits start out preferring large weights.
-        reg: the weight of the kept energy in the loss.
+        reg: the weight of the kept energy in the loss at first; it falls to 0, linearly.
         lr_mult: the learning rate of the logits, over that of the first parameter group.
         dense: fraction of all steps trained first; 0 for a model that comes trained.
     """
@@ -58,6 +59,10 @@ class MaskLLM(MaskScores):
     @property
     def is_sparse(self) -> bool:
         return self.step >= self.ends
+
+    @property
+    def evaluates_final(self) -> bool:
+        return not self.dense_forward and not self.is_sparse
 
     def _at(self, span: Span) -> float:
         passed = (self.step - self.begins) / max(1, self.ends - 1 - self.begins)
@@ -104,7 +109,7 @@ class MaskLLM(MaskScores):
     def project_final(self, weight: SparseWeight, out: Tensor) -> None:
         if self.dense_forward:
             return self.largest(weight, out)
-        self.keep_best(weight, out, self.scores(weight).detach())
+        self.keep(weight, out, self.scores(weight).detach().argmax(-1))
 
     @torch.no_grad()
     def before_step(
@@ -117,10 +122,11 @@ class MaskLLM(MaskScores):
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
             parameter.grad = None  # frozen: an optimizer passes over it
         scale = self._at(self.kappa) / self._at(self.temperature)
+        bonus = self.reg * (self.ends - self.step) / (self.ends - self.begins)
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is not None:
                 soft, w = self.soft[weight.name], weight.dense
                 blend = self.mask(weight, soft @ candidates(weight.pattern, soft))
-                of_weights = gradient * w - 2 * self.reg * w.square() * blend
+                of_weights = gradient * w - 2 * bonus * w.square() * blend
                 of_mask = self.of_candidates(weight, of_weights)
                 self.scores(weight).grad = scale * softmax_gradient(soft, of_mask)

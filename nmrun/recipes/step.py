@@ -2,9 +2,10 @@
 
 Phase one is ordinary dense Adam. At the switch its second moment v is frozen. Phase two learns the
 mask with STE, divides by the frozen preconditioner, and leaves all other parameters on live Adam.
-The switch is found by ``AutoSwitch`` (algorithm 2) or fixed beforehand.
+The switch is found by a rule (``nmrun.recipes.switches``; the paper's is AutoSwitch, algorithm 2)
+or fixed beforehand.
 When to use: Adam, high sparsity. Cost: phase one is dense plus one pass over the sparse weights for
-AutoSwitch's sample; phase two is STE's, and v needs no update.
+the rule's sample; phase two is STE's, and v needs no update.
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ import torch
 from nmrun import optim
 from nmrun.patterns import Pattern
 from nmrun.ranges import FLAG, SWITCH, number, one_of
-from nmrun.recipes.autoswitch import AutoSwitch
+from nmrun.recipes import switches
 from nmrun.recipes.base import Recipe
 from nmrun.rule import Rule
-from nmrun.sparsity.shards import summed
 from nmrun.sparsity.weight import SparseWeight
 
 
@@ -30,7 +30,11 @@ class STEP(Recipe):
     """Masks learned from a frozen preconditioner.
 
     Args:
-        switch, t_min, t_max: see :class:`nmrun.recipes.autoswitch.AutoSwitch`.
+        switch: ``auto`` or ``auto_geometric`` (:mod:`nmrun.recipes.autoswitch`), ``variance_ratio``
+            or ``gradient_norm`` (the modules of these names), or a fraction of all steps.
+        t_min, t_max: a rule fires after more than t_min of all steps, and after t_max in any case.
+        window: AutoSwitch needs its window ``full``, or takes what there is (``partial``).
+        threshold: of AutoSwitch, relative to the mean of v; None: Adam's eps, as in the paper.
         eps_mode, bias_correction: how the frozen denominator is formed, see
             ``nmrun.optim.Adam.freeze_second_moment``.
         decay: SR-STE's lambda in phase two (the paper: 0).
@@ -43,6 +47,8 @@ class STEP(Recipe):
     switch: Annotated[str | float, SWITCH] = "auto"
     t_min: Annotated[float, number(0, 1)] = 0.1
     t_max: Annotated[float, number(0, 1)] = 0.5
+    window: Annotated[str, one_of("full", "partial")] = "full"
+    threshold: Annotated[float | None, number(0, open_low=True, optional=True)] = None
     eps_mode: Annotated[str, one_of("inside", "outside", "floor")] = "inside"
     bias_correction: Annotated[bool, FLAG] = True
     decay: Annotated[float, number(0)] = 0.0
@@ -50,9 +56,11 @@ class STEP(Recipe):
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
         super().begin(pattern, total_steps)
         assert total_steps is not None
-        self.autoswitch = AutoSwitch(self.switch, self.t_min, self.t_max, total_steps)
-        # AutoSwitch fires after t_max
-        self.dense_steps = max(1, self.autoswitch.last + int(self.autoswitch.automatic))
+        self.switching = switches.chosen(
+            self.switch, self.window, self.threshold, self.t_min, self.t_max, total_steps
+        )
+        # rules fire after t_max
+        self.dense_steps = max(1, self.switching.last + int(self.switching.automatic))
         self.dense_forward = True
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
@@ -60,10 +68,10 @@ class STEP(Recipe):
         groups = adam.groups_of([w.parameter for w in weights])
         if len({(g["betas"][1], g["eps"]) for g in groups}) > 1:
             raise ValueError(
-                "step: the parameter groups with sparse weights must share beta2 and eps, AutoSwitch pools them"
+                "step: the parameter groups with sparse weights must share beta2 and eps, the switch pools them"
             )
         beta2, eps = groups[0]["betas"][1], groups[0]["eps"]
-        self.events += self.autoswitch.prepare(beta2, eps, weights[0].dense.device)
+        self.events += self.switching.prepare(beta2, eps, weights[0].dense.device)
 
     def rule(self, weight: SparseWeight) -> Rule:
         return Rule(pruned_gradient_decay=self.decay)
@@ -71,16 +79,11 @@ class STEP(Recipe):
     def before_step(
         self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
     ) -> None:
-        if not (self.dense_forward and self.autoswitch.automatic):
-            return
-        adam, params = optim.freezable(optimizer, "step"), [w.parameter for w in weights]
-        *sums, _ = adam.second_moment_change(params, logs=self.autoswitch.geometric)
-        total, logs, nonzero = summed(weights, torch.stack(sums)).unbind()
-        count = sum(w.shape.numel() for w in weights if w.grad is not None)
-        self.autoswitch.sample(total, logs, nonzero, count)
+        if self.dense_forward and self.switching.automatic:
+            self.switching.observe(weights, optim.freezable(optimizer, "step"))
 
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        if not self.dense_forward or not (why := self.autoswitch.fires(self.step)):
+        if not self.dense_forward or not (why := self.switching.fires(self.step)):
             return
         adam, params = optim.freezable(optimizer, "step"), [w.parameter for w in weights]
         adam.freeze_second_moment(params, self.eps_mode, self.bias_correction)
@@ -89,12 +92,12 @@ class STEP(Recipe):
 
     def metrics(self) -> dict[str, float]:
         if self.dense_forward:
-            return {"step/phase": 1.0, **self.autoswitch.metrics()}
+            return {"step/phase": 1.0, **self.switching.metrics()}
         return {"step/phase": 2.0}
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "autoswitch": self.autoswitch.state_dict()}
+        return {**super().state_dict(), "autoswitch": self.switching.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.autoswitch.load_state_dict(state["autoswitch"])
+        self.switching.load_state_dict(state["autoswitch"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from nmrun.config.identity import completed
 from nmrun.config.schema import flatten
 from nmrun.errors import ConfigError
 
@@ -91,7 +92,7 @@ def _plain(value: Any) -> Any:
 
 def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One row of :func:`collect`, from what is in ``result.json``."""
-    config = result["config"]
+    config = completed(result["config"])
     n, m = config["sparsity"]["n"], config["sparsity"]["m"]
     keys = {
         key: str(value).replace(" ", "") if isinstance(value, list) else value

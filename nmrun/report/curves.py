@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -54,8 +55,8 @@ def flips(table: Table, history: History) -> Figure | None:
 
 
 def autoswitch(table: Table, history: History) -> Figure | None:
-    """The samples of AutoSwitch, the mean of its window and the threshold; shaded is where the
-    window may decide (t_min to t_max).
+    """The samples of AutoSwitch, the mean of its window and the threshold (if it is Adam's eps);
+    shaded is where the window may decide (t_min to t_max).
     """
     rows, columns = _with(table, history, WINDOW)
     if not columns:
@@ -82,13 +83,14 @@ def autoswitch(table: Table, history: History) -> Figure | None:
                 run[f"recipe.{key}"] * history.last_step(run) for key in ("t_min", "t_max")
             )
             axes.axvspan(first, last, color="grey", alpha=0.12, linewidth=0, label="t_min to t_max")
-            axes.axhline(
-                run["optimizer.eps"],
-                color="#555555",
-                linestyle="--",
-                linewidth=1.2,
-                label="threshold, Adam's eps",
-            )
+            if pd.isna(run.get("recipe.threshold")):  # a relative one is no constant
+                axes.axhline(
+                    run["optimizer.eps"],
+                    color="#555555",
+                    linestyle="--",
+                    linewidth=1.2,
+                    label="threshold, Adam's eps",
+                )
         axes.set_yscale("log")
     return _labelled(figure, table, "mean change of the second moment\n(mean, range over seeds)")
 

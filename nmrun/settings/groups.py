@@ -17,6 +17,7 @@ from nmrun.ranges import (
     BETAS,
     BUDGET,
     COMPILE,
+    DECAYED,
     FLAG,
     FRACTION,
     INPUT_GRADIENTS,
@@ -94,6 +95,7 @@ class Optimizer(Named):
     lr: Annotated[float, number(0, open_low=True)]
     head_lr: Annotated[float | None, number(0, open_low=True, optional=True)]
     weight_decay: Annotated[float, number(0)]
+    decay: Annotated[str | None, DECAYED]
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,7 @@ class Decay(Schedule):
 
     warmup: Annotated[float, FRACTION]
     final: Annotated[float, number(0, 1)]
+    cycles: Annotated[int, whole(1)]
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,7 @@ class Trainer(Group):
     fp8: Annotated[bool, FLAG]
     input_gradient: Annotated[str, one_of(*INPUT_GRADIENTS)]
     acceleration: Annotated[str, one_of(*ACCELERATION)]
+    evaluate: Annotated[str, one_of("sparse", "dense", "both")]
     eval_every: Annotated[int, whole(1)]
     log_every: Annotated[int, whole(1)]
     diagnose_every: Annotated[int | None, whole(1, optional=True)]

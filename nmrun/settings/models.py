@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from nmrun.ranges import EXPRESSIONS, FRACTION, TEXT, WIDTHS, Check, one_of, whole
+from nmrun.ranges import EXPRESSIONS, FLAG, FRACTION, TEXT, WIDTHS, Check, one_of, whole
 from nmrun.settings import reader
 from nmrun.settings.groups import Group, Named
 
@@ -18,7 +18,12 @@ ARGUMENTS = Check(
 
 @dataclass(frozen=True)
 class Model(Named):
-    """What all models have: the modules that may be sparse."""
+    """What all models have: the modules that may be sparse.
+
+    ``decays`` is which parameters its literature lets decay, for ``optimizer.decay=null``.
+    """
+
+    decays: ClassVar[str] = "all"
 
     include: Annotated[list[str] | None, EXPRESSIONS]
     exclude: Annotated[list[str] | None, EXPRESSIONS]
@@ -75,8 +80,17 @@ class Torchvision(Model):
 
 
 @dataclass(frozen=True)
+class Swin(Torchvision):
+    """Swin Transformers."""
+
+    decays: ClassVar[str] = "matrices"  # Liu et al. 2022, in their code
+
+
+@dataclass(frozen=True)
 class Timm(Model):
     """A network of timm."""
+
+    decays: ClassVar[str] = "matrices"  # timm's own training, for all networks
 
     name_in_timm: Annotated[str, TEXT]
     options: Annotated[dict[str, Any] | None, ARGUMENTS]
@@ -84,7 +98,16 @@ class Timm(Model):
 
 @dataclass(frozen=True)
 class Transformer(Blocks, Model):
-    """GPT-2's architecture, and the encoder of texts."""
+    """A Transformer that has no other keys, such as the encoder of texts."""
+
+    decays: ClassVar[str] = "matrices"  # nanoGPT; DeiT's code; BERT's code
+
+
+@dataclass(frozen=True)
+class GPT(Transformer):
+    """GPT-2's architecture."""
+
+    bias: Annotated[bool, FLAG]
 
 
 @dataclass(frozen=True)
@@ -98,6 +121,8 @@ class ViT(Transformer):
 @dataclass(frozen=True)
 class Pretrained(Model):
     """A network of Hugging Face."""
+
+    decays: ClassVar[str] = "matrices"  # BERT's code, and the Trainer of transformers
 
     pretrained: Annotated[str, TEXT]
     dropout: Annotated[float, FRACTION]
@@ -114,6 +139,8 @@ class Encoder(Pretrained):
 class FairseqTransformer(Transformer):
     """fairseq's Transformer."""
 
+    decays: ClassVar[str] = "all"  # as fairseq-train
+
     ffn: Annotated[int, whole(1)]
     attention_dropout: Annotated[float, FRACTION]
     activation_dropout: Annotated[float, FRACTION]
@@ -127,7 +154,6 @@ VISION = [
     "densenet121",
     "vgg16_bn",
     "mobilenet_v2",
-    "swin_v2_t",
 ]
 GPTS = ["gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"]
 MODELS: dict[str, type[Model]] = {
@@ -135,9 +161,11 @@ MODELS: dict[str, type[Model]] = {
     "mlp": MLP,
     **dict.fromkeys(("resnet20", "resnet32"), CifarResNet),
     **dict.fromkeys(VISION, Torchvision),
+    "swin_v2_t": Swin,
     **dict.fromkeys(("vit_tiny", "vit_small", "vit_base", "deit_tiny", "deit_small"), ViT),
     "timm": Timm,
-    **dict.fromkeys(("text_encoder", *GPTS), Transformer),
+    "text_encoder": Transformer,
+    **dict.fromkeys(GPTS, GPT),
     "hf_encoder": Encoder,
     "hf_gpt2": Pretrained,
     **{f"fairseq_transformer{size}": FairseqTransformer for size in ("", "_iwslt", "_base")},

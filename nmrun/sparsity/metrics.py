@@ -2,7 +2,8 @@
 
 The mask of a weight is where the forward weight is not 0. While the forward weight is not N:M (in a
 dense phase, or in the transition to a sparse one), the mask is a virtual one: the N largest of
-every M dense weights, or the best transposable mask. So curves begin with the run.
+every M dense weights, or the best transposable mask, or the best candidates of a recipe that scores
+masks. So curves begin with the run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Masks(Protocol):
     @property
     def is_sparse(self) -> bool: ...
 
-    def largest(self, weight: SparseWeight, out: Tensor) -> None: ...
+    def would_keep(self, weight: SparseWeight, out: Tensor) -> None: ...
 
 
 @torch.no_grad()
@@ -42,7 +43,7 @@ def mask_of(weight: SparseWeight, recipe: Masks) -> Tensor:
     if recipe.is_sparse:
         return weight.weight.bool()  # several times as fast as != 0
     kept = torch.empty_like(weight.dense)
-    recipe.largest(weight, kept)
+    recipe.would_keep(weight, kept)
     return kept.bool()
 
 

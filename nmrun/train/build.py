@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmrun import models, optim, ranks, tasks
+from nmrun import models, ranks, tasks
 from nmrun.attach import sparsify
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle
@@ -22,10 +22,10 @@ from nmrun.patterns import Pattern
 from nmrun.products.acceleration import Choice, accelerate
 from nmrun.products.times import from_data
 from nmrun.settings.config import Config
-from nmrun.settings.groups import Optimizer, Trainer
+from nmrun.settings.groups import Trainer
 from nmrun.sparsity.select import Candidate, select
 from nmrun.tasks.base import Task
-from nmrun.train import flops
+from nmrun.train import flops, parameter_groups
 from nmrun.train.checkpoint import seed_everything
 
 # parameters; smaller networks on a CPU keep the bits of torch's defaults, larger ones the time
@@ -79,7 +79,7 @@ def build(config: Config, times: Mapping[str, Any] | None = None) -> Parts:
         model = whole = models.build(config.model.mapping(), task.inputs).to(device)
     if not in_shards:
         lay_out(model, device, precision)
-    optimizer = _optimizer(config.optimizer, model)
+    optimizer = parameter_groups.optimizer(config.optimizer, model)
     total_steps = trainer.epochs * task.batches_per_epoch
     recipe = config.recipe.target or config.recipe.name
 
@@ -105,7 +105,8 @@ def build(config: Config, times: Mapping[str, Any] | None = None) -> Parts:
             # a trial, which leaves no trace
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 twin = copy.deepcopy(whole)
-                trial = made_sparse(twin, _optimizer(config.optimizer, twin), total_steps)
+                again = parameter_groups.optimizer(config.optimizer, twin)
+                trial = made_sparse(twin, again, total_steps)
             items = sum(task.sizes(0, 0, 1))
             total_steps = flops.steps_in(
                 trainer.budget,
@@ -240,21 +241,3 @@ def _precision(asked: str, device: torch.device) -> str:
         return asked
     native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return "bf16" if native else "fp32"
-
-
-def _optimizer(options: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-    arguments = {key: value for key, value in options.values().items() if key != "head_lr"}
-    parameters: Any = model.parameters()
-    if options.head_lr is not None:
-        head = getattr(model, "head", None)
-        if not isinstance(head, nn.Module):
-            raise ConfigError(
-                f"optimizer.head_lr={options.head_lr}: this model has no layer named head"
-            )
-        own = {id(p) for p in head.parameters()}
-        rest = [p for p in model.parameters() if id(p) not in own]
-        parameters = [{"params": rest}, {"params": list(head.parameters()), "lr": options.head_lr}]
-    if options.name == "sgd":
-        return torch.optim.SGD(parameters, **arguments)
-    arguments["betas"] = tuple(arguments["betas"])
-    return {"adam": optim.Adam, "adamw": optim.AdamW}[options.name](parameters, **arguments)

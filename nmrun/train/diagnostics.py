@@ -2,8 +2,9 @@
 2024, arXiv 2409.09099).
 
 They cost several passes and a copy of the model, so they are computed on request
-(``trainer.diagnose_every``). All losses F are of one fixed micro-batch, in evaluation mode and full
-precision, on a plain copy of the model: training is not touched.
+(``trainer.diagnose_every``). All losses F of a step are of the batch that the step was made with (of
+its first micro-batch), in evaluation mode and full precision, on a plain copy of the model: training
+is not touched.
 """
 
 from __future__ import annotations
@@ -23,15 +24,14 @@ Weights = dict[str, Tensor]  # by the names that parameters have in the plain mo
 
 
 class Diagnostics:
-    """Call :meth:`before` and :meth:`after` around a training step; ``batch`` is what all losses
-    are of.
+    """Call :meth:`before` and :meth:`after` around a training step.
 
     Masks are compared from one such step to the next: :meth:`state_dict` has the flips so far, for
     a run that is resumed.
     """
 
-    def __init__(self, model: nn.Module, handle: Handle, task: Task, batch: Batch) -> None:
-        self.model, self.handle, self.task, self.batch = model, handle, task, batch
+    def __init__(self, model: nn.Module, handle: Handle, task: Task) -> None:
+        self.model, self.handle, self.task = model, handle, task
         self.sparse = {w.name: w for w in handle.sparse}
         self.twin = copy.deepcopy(model)
         self.twin.eval()
@@ -44,8 +44,8 @@ class Diagnostics:
         """Training is about to take a step from these weights."""
         self._dense, self._used = self._weights()
 
-    def after(self) -> dict[str, float]:
-        """The step's numbers. w are all dense weights, mw the weights as the forward pass uses
+    def after(self, batch: Batch) -> dict[str, float]:
+        """The step's numbers, with losses of ``batch``. w are all dense weights, mw the weights as the forward pass uses
         them, primes are after the step.
 
         Figure 1: ``diagnose/loss_change`` = F(m'w') - F(mw) and ``diagnose/loss_change_fixed_mask``
@@ -72,7 +72,7 @@ class Diagnostics:
             ) in self.twin.named_buffers():
                 buffer.copy_(self.model.get_buffer(name))
         with self._random_state_kept():
-            loss = self._loss(self._used)
+            loss = self._loss(self._used, batch)
             start, trained = (
                 loss.detach(),
                 {name: p for name, p in self.twin.named_parameters() if p.requires_grad},
@@ -83,7 +83,8 @@ class Diagnostics:
                 for name, slope in zip(trained, slopes, strict=True)
                 if slope is not None
             }
-            end, held = self._loss(used).detach(), self._loss(dense | fixed).detach()
+            end = self._loss(used, batch).detach()
+            held = self._loss(dense | fixed, batch).detach()
         found = {
             "diagnose/loss_change": end - start,
             "diagnose/loss_change_fixed_mask": held - start,
@@ -134,12 +135,12 @@ class Diagnostics:
         dense |= {name: w.dense.clone() for name, w in self.sparse.items()}
         return dense, used
 
-    def _loss(self, weights: Weights) -> Tensor:
+    def _loss(self, weights: Weights, batch: Batch) -> Tensor:
         with torch.no_grad():
             for name, parameter in self.twin.named_parameters():
                 parameter.copy_(weights[name])
         with torch.enable_grad():
-            return self.task.loss(self.twin, self.batch)
+            return self.task.loss(self.twin, batch)
 
     def _count_flips(self) -> dict[str, float]:
         if not self.sparse:

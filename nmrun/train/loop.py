@@ -23,6 +23,7 @@ from nmrun.errors import RunError
 from nmrun.products.times import as_data
 from nmrun.settings.config import Config
 from nmrun.sparsity.metrics import layer_metrics
+from nmrun.tasks.base import Batch
 from nmrun.train import checkpoint, nonfinite
 from nmrun.train.averaging import Average
 from nmrun.train.build import Parts, autocast
@@ -105,8 +106,7 @@ class Loop:
         self.flops = {"training_arithmetic": 0, "training_hardware": 0, "training_dense": 0}
         self.diagnostics: Diagnostics | None = None
         if self.trainer.diagnose_every is not None:
-            batch = self.task.micro_batches(0, 0, self.accumulate, range(1))[0]
-            self.diagnostics = Diagnostics(self.model, self.handle, self.task, batch)
+            self.diagnostics = Diagnostics(self.model, self.handle, self.task)
         self.seconds = parts.attached_in
         self.items = 0  # seen in this sitting
         self._shown: dict[str, float] = {}
@@ -133,7 +133,7 @@ class Loop:
             )
             if diagnostics is not None:
                 diagnostics.before()
-            self._train_step(epoch, index, measure_flips=log_due)
+            first = self._train_step(epoch, index, measure_flips=log_due)
             if epoch_ends or last:
                 self.average.add(left=self.epochs - epoch - 1)
             for event in self.handle.pop_events():
@@ -148,7 +148,7 @@ class Loop:
                     time.perf_counter() - window_began,
                 )
             if diagnostics is not None:
-                row |= diagnostics.after()
+                row |= diagnostics.after(first)
             if evaluate_due:
                 row |= self._evaluation_row(epoch + 1)
             if row:
@@ -174,7 +174,8 @@ class Loop:
         self.average.apply()
         return True
 
-    def _train_step(self, epoch: int, index: int, measure_flips: bool) -> None:
+    def _train_step(self, epoch: int, index: int, measure_flips: bool) -> Batch:
+        """One step; returns its first micro-batch (of this rank)."""
         parts = self.accumulate * ranks.world()
         sizes = self.task.sizes(epoch, index, parts)
         items = sum(sizes)
@@ -216,6 +217,7 @@ class Loop:
         # a lower scale: this step was skipped
         self.updates += int(self.scaler.get_scale() >= scale)
         self.optimizer.zero_grad(set_to_none=True)
+        return batches[0]
 
     def _averaged_over_ranks(self, now: bool) -> contextlib.AbstractContextManager[Any]:
         """For a micro-batch: gradients are averaged over the ranks after the last one alone."""
@@ -280,16 +282,18 @@ class Loop:
         )
 
     def _evaluation_row(self, epoch: int) -> dict[str, float]:
-        row = self.evaluate("val")
+        row = self.evaluate("val") | self.evaluate_dense("val")
+        sparse = self.handle.evaluates_sparse
         if self.handle.sparse:
             # of the projected weights; in a dense phase the forward pass uses others
             report = self.handle.report()
-            row["sparsity/density"] = report["density"] if self.handle.is_sparse else 1.0
+            row["sparsity/density"] = report["density"] if sparse else 1.0
             row |= layer_metrics(self.handle.sparse, self.handle.recipe)
             row["sparsity/holds"] = float(
-                self.handle.is_sparse and all(layer["holds"] for layer in report["layers"])
+                sparse and all(layer["holds"] for layer in report["layers"])
             )
-        candidate = self.handle.is_sparse or not self.handle.sparse
+            sparse &= self.trainer.evaluate != "dense"  # what is saved was not evaluated
+        candidate = sparse or not self.handle.sparse
         self.candidates += candidate
         if candidate and self._is_best(row):
             self.best = {
@@ -308,16 +312,30 @@ class Loop:
         """The task's metrics with the weights as they are: ``eval/...`` for split ``"val"``,
         ``test/...`` for ``"test"``, nothing where there is no test split.
         """
+        return self._evaluate(split, self.handle.evaluation_weights(), "")
+
+    def evaluate_dense(self, split: str) -> dict[str, float]:
+        """Those with the dense weights, if ``trainer.evaluate`` asks for them: with ``dense`` they
+        take the place of the others, with ``both`` they are ``eval/dense/...`` and
+        ``test/dense/...``.
+        """
+        if self.trainer.evaluate == "sparse":
+            return {}
+        beside = "dense/" if self.trainer.evaluate == "both" else ""
+        return self._evaluate(split, self.handle.dense_weights(), beside)
+
+    def _evaluate(
+        self, split: str, weights: contextlib.AbstractContextManager[None], beside: str
+    ) -> dict[str, float]:
         if split == "test" and not self.task.has_test:
             return {}
         ranks.share_statistics(self.model)
         self.model.eval()
-        with torch.no_grad(), self.autocast():
+        with weights, torch.no_grad(), self.autocast():
             metrics = ranks.from_leader(self.task.evaluate(self.model, split))
         self.model.train()
-        return {
-            f"{'eval' if split == 'val' else split}/{key}": value for key, value in metrics.items()
-        }
+        name = "eval" if split == "val" else split
+        return {f"{name}/{beside}{key}": value for key, value in metrics.items()}
 
     def _status(self) -> str:
         epoch = -(-self.step // self.task.batches_per_epoch)

@@ -151,10 +151,12 @@ def main(argv: Sequence[str]) -> int:
 
     from nmrun import models, tasks
     from nmrun.config import schema
+    from nmrun.config.identity import completed
 
     try:
         saved: Any = OmegaConf.to_container(OmegaConf.load(options.run / "config.yaml"))
-        config = schema.check(OmegaConf.create({"seeds": None, **saved}))  # a run has one seed
+        # a run has one seed
+        config = schema.check(OmegaConf.create({"seeds": None, **completed(saved)}))
         task = tasks.build(config, torch.device("cpu"))
         model = models.build(config.model.mapping(), task.inputs)
         model.load_state_dict(load_file(options.run / "model.safetensors"))

@@ -274,8 +274,9 @@ class _Run:
                     "signal": self.signals.caught or int(signal.SIGTERM),
                 }
             report = parts.handle.report()
+            of_dense = loop.evaluate_dense("val") | loop.evaluate_dense("test")
             weights = loop.finalize()  # from here on, what is evaluated is what is saved
-            final, best = loop.evaluate("val") | loop.evaluate("test"), dict(loop.best)
+            final, best = loop.evaluate("val") | loop.evaluate("test") | of_dense, dict(loop.best)
             if ranks.leads():
                 _save_weights(folder / "model.safetensors", weights)
             if best:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 
@@ -63,7 +65,8 @@ def scheduled(options: dict[str, Any], lr: float, total_steps: int) -> Callable[
     """Make the schedule of the config's ``schedule`` group.
 
     Args:
-        options: the keys of this group.
+        options: the keys of this group; with ``cycles`` above 1 the schedule is run so many times,
+            each time over as many steps.
         lr: the base learning rate.
         total_steps: optimizer steps of the whole run.
 
@@ -72,6 +75,17 @@ def scheduled(options: dict[str, Any], lr: float, total_steps: int) -> Callable[
     """
     if options["name"] == "inverse_sqrt":
         return inverse_sqrt_factor(options["warmup_steps"], options["init_lr"] / lr)
-    return schedule_factor(
-        options["name"], round(options["warmup"] * total_steps), total_steps, options["final"]
-    )
+    cycles = options["cycles"]
+    begins = [round(cycle * total_steps / cycles) for cycle in range(cycles + 1)]
+
+    def of_cycle(steps: int) -> Callable[[int], float]:
+        warmup_steps = round(options["warmup"] * steps)
+        return schedule_factor(options["name"], warmup_steps, steps, options["final"])
+
+    factors = [of_cycle(end - begin) for begin, end in pairwise(begins)]
+
+    def factor(step: int) -> float:
+        cycle = min(bisect_right(begins, step), cycles) - 1
+        return factors[cycle](step - begins[cycle])
+
+    return factor

@@ -19,6 +19,7 @@ from nmrun.config import experiment, identity, precheck, schema
 from nmrun.errors import ConfigError
 from nmrun.report import cli as report
 from nmrun.report.experiments import KINDS
+from nmrun.train.schedules import scheduled
 
 NAMES = experiment.names()
 EMBEDDED = ("digits", "generated_text", "stdlib_text", "copy_reverse")
@@ -78,7 +79,7 @@ def test_every_job_is_accepted(name, scale):
     looks = [precheck.look(words, multirun=True) for words in sweeps]
     assert [problem for found in looks for problem in found.problems] == []
     jobs = sum(found.jobs or 0 for found in looks)
-    assert 2 <= jobs <= (24 if scale == "smoke" else 100)
+    assert 2 <= jobs <= (24 if scale == "smoke" else 120)
     for words in sweeps if scale == "smoke" else []:
         values = dict(word.split("=", 1) for word in words)
         assert values["dataset"] in EMBEDDED
@@ -132,6 +133,76 @@ def test_smokes_share_runs():
     ]
     assert folders[0] == folders[1]
     assert not folders[0] & folders[2]
+
+
+def test_a_sweep_for_each_scale(tmp_path):
+    each = OWN.replace("sweep: [", "sweep: {smoke: recipe=ste seed=0, small: [").replace(
+        '2:4 seed=0"]', '2:4 seed=0"]}'
+    )
+    (tmp_path / "own.yaml").write_text(
+        each.replace("scales: {smoke:", "scales: {small: trainer.epochs=3, smoke:")
+    )
+    asked = experiment.load(str(tmp_path / "own.yaml"))
+    assert asked.overrides("smoke") == [
+        ["recipe=ste", "seed=0", "trainer.epochs=2", "trainer.limit_batches=3"]
+    ]
+    assert [words[-1] for words in asked.overrides("small")] == ["trainer.epochs=3"] * 2
+    (tmp_path / "own.yaml").write_text(each)  # a sweep of a scale that is not there
+    with pytest.raises(ConfigError, match="sweep: one for each of smoke, or one for all"):
+        experiment.load(str(tmp_path / "own.yaml"))
+
+
+def test_s_ste_gpt2_is_the_authors_pre_training():
+    """thu-ml/2by4-pretrain-acc-examples: config/train_gpt2.py, train.py, README."""
+    every = made("s_ste_gpt2", "paper")
+    for config in every:
+        assert config.trainer.batch_size == 8 * 8 * 8
+        assert config.trainer.epochs * config.trainer.limit_batches == 300_000
+        assert config.optimizer.decay == "matrices"
+        assert config.optimizer.lr * config.schedule.final == pytest.approx(1e-5, rel=1e-3)
+        assert config.model.bias is False
+        assert config.trainer.evaluate == "both"
+    of_masks = [c for c in every if c.recipe.name == "t_sr_ste"]
+    assert {(c.model.name, c.recipe.options["decay"]) for c in of_masks} == {
+        ("gpt2", 6e-5),
+        ("gpt2_medium", 2e-4),
+        ("gpt2_large", 6e-5),
+    }
+    assert {c.recipe.options["dense_end"] for c in of_masks} == {0.0, 0.1667}
+    assert {c.trainer.mvue for c in of_masks} == {"2:4"}
+    assert len(every) == 3 * (2 + 2 + 1)
+
+
+def test_s_ste_continuity_is_the_beginning_of_that_pre_training():
+    whole = made("s_ste_gpt2", "paper")[0]
+    long = scheduled(whole.schedule.mapping(), 1.0, 300_000)
+    for config in made("s_ste_continuity", "paper"):
+        factor = scheduled(config.schedule.mapping(), 1.0, 6000)
+        assert [factor(step) for step in range(6000)] == pytest.approx(
+            [long(step) for step in range(6000)], rel=3e-4
+        )
+        assert config.trainer.batch_size == whole.trainer.batch_size
+        assert (config.model.bias, config.optimizer.decay) == (False, "matrices")
+
+
+def test_asp_on_imagenet_trains_twice():
+    for config in made("asp_imagenet", "paper"):
+        factor = scheduled(config.schedule.mapping(), 1.0, 1000)
+        if config.recipe.name == "asp":
+            assert config.recipe.options["prune_at"] == 0.5
+            assert factor(499) < 1e-4  # the dense training is over
+            assert [factor(s) for s in range(500)] == [factor(s) for s in range(500, 1000)]
+
+
+def test_gradient_flow_has_the_phases_of_the_authors_code():
+    """vit_base_training.yaml and swin_v2_base_training.yaml."""
+    found = {
+        (c.recipe.name, c.recipe.options.get("tau"), c.recipe.options.get("dense"))
+        for c in made("gradient_flow_vit", "paper")
+    }
+    assert {("mdgf_exponential", 1e-4, 0.0), ("mdgf_linear", 8e-4, 0.0)} <= found
+    assert {dense for name, _, dense in found if "gf" in name} == {0.0}
+    assert {c.optimizer.decay for c in made("gradient_flow_vit", "paper")} == {"matrices"}
 
 
 # --- overrides ------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from test_schema import EACH, VALUES, changed
 
 from nmrun.config import schema
-from nmrun.config.identity import identity, run_folder
+from nmrun.config.identity import completed, identity, run_folder
 
 # Where and how a run is done and what it tells of itself. How often it is evaluated does count: it
 # decides which epoch is the best.
@@ -202,3 +202,27 @@ IDS = {
 def test_the_ids_of_finished_runs_stay(line: str) -> None:
     with initialize_config_module("nmrun.conf", version_base="1.3"):
         assert identity(schema.check(compose("nmrun", shlex.split(line)))) == IDS[line]
+
+
+def test_what_came_later_changes_no_id_of_before() -> None:
+    """Where it stands for how it was; what a run's literature asks for otherwise is another run."""
+    for line in ("optimizer=adamw", "optimizer=sgd,model=resnet20,recipe=ste"):
+        assert same(checked(line), checked(line, **{"optimizer.decay": "all"}))
+        assert not same(checked(line), checked(line, **{"optimizer.decay": "matrices"}))
+    gpt = "optimizer=adamw,model=gpt_tiny,dataset=shakespeare"
+    assert same(checked(gpt), checked(gpt, **{"optimizer.decay": "matrices"}))
+    assert not same(checked(gpt), checked(gpt, **{"optimizer.decay": "all"}))
+    # nothing decays: one run
+    plain = "optimizer=adam,model=gpt_tiny,dataset=shakespeare"
+    assert (
+        len({identity(checked(plain, **{"optimizer.decay": d})) for d in ("all", "matrices")}) == 1
+    )
+
+
+def test_a_config_of_before_is_completed() -> None:
+    before = {"optimizer": {"name": "sgd", "lr": 0.1}, "seed": 3, "recipe": {"name": "ste"}}
+    assert completed(before)["optimizer"] == {"name": "sgd", "lr": 0.1, "decay": "all"}
+    assert {key: completed(before)[key] for key in ("seed", "recipe")} == {
+        key: before[key] for key in ("seed", "recipe")
+    }
+    assert before["optimizer"] == {"name": "sgd", "lr": 0.1}

@@ -626,7 +626,7 @@ def test_masks_that_are_remembered_follow() -> None:
     model, x = network("small_conv")
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     handle = nmrun.sparsify(model, optimizer, "asp", "1:4", 2, permute=True, include="inner.*")
-    diagnostics = Diagnostics(model, handle, _Task(), x)
+    diagnostics = Diagnostics(model, handle, _Task())
     masks = {w.name: nmrun.sparsity.nm_mask(w.dense, "1:4") for w in handle.sparse}
     reordered = network("small_conv")[0]
 
@@ -641,7 +641,7 @@ def test_masks_that_are_remembered_follow() -> None:
     diagnostics.before()
     model(x).sum().backward()
     optimizer.step()
-    found = diagnostics.after()
+    found = diagnostics.after(x)
     flips = sum(int((masks[w.name] != (w.weight != 0)).sum()) for w in handle.sparse)
     entries = sum(mask.numel() for mask in masks.values())
     assert flips > 0
@@ -712,10 +712,11 @@ def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(
     for step in (5, 7, 10):
         made = config(tmp_path / f"cut{step}", *overrides)
 
-        def dying(loop: Loop, *args: Any, at: int = step, **kwargs: Any) -> None:
-            original(loop, *args, **kwargs)
+        def dying(loop: Loop, *args: Any, at: int = step, **kwargs: Any) -> Any:
+            first = original(loop, *args, **kwargs)
             if loop.step == at:
                 raise Killed
+            return first
 
         with monkeypatch.context() as patch:
             patch.setattr(Loop, "_train_step", dying)

@@ -141,7 +141,7 @@ def test_the_window_must_be_full() -> None:
     [(0.9, 10), (0.95, 20), (0.98, 50), (0.99, 100), (0.999, 1000), (0.9999, 10_000)],
 )
 def test_window_length(beta2: float, length: int) -> None:
-    switch = AutoSwitch("auto", 0.1, 0.5, 100_000)
+    switch = AutoSwitch(False, False, None, 0.1, 0.5, 100_000)
     assert switch.prepare(beta2, EPS, torch.device("cpu")) == []
     assert len(switch.window) == length
 
@@ -150,7 +150,7 @@ def test_a_window_longer_than_t_max_is_said_beforehand() -> None:
     _, _, handle = begin("auto", beta2=0.999)
     assert handle.pop_events() == [
         "STEP: AutoSwitch's window of 1000 steps is longer than t_max, step 100: t_max will decide "
-        "(a smaller beta2 shortens the window)"
+        "(a smaller beta2 shortens the window, recipe.window=partial does not wait for it)"
     ]
     _, _, handle = begin(0.25, beta2=0.999)
     assert handle.pop_events() == []
@@ -198,13 +198,13 @@ def test_where_no_step_waits_the_threshold_fires_one_step_later(
     late = wanted + (rule == "settled" and wanted > 21)
     resumed = {None: 0, "before": late - 1}.get(stop, stop)
     model, optimizer, handle = begin("auto", 0.95)
-    handle.recipe.autoswitch.waits = False
+    handle.recipe.switching.waits = False
     for t, g in enumerate(grads[:late], 1):
         assert handle.phase == "dense"
         one_step(model, optimizer, g)
         if t == resumed:
             other, other_optimizer, other_handle = begin("auto", 0.95)
-            other_handle.recipe.autoswitch.waits = False
+            other_handle.recipe.switching.waits = False
             other.load_state_dict(model.state_dict())
             other_optimizer.load_state_dict(optimizer.state_dict())
             other_handle.load_state_dict(handle.state_dict())

@@ -269,12 +269,12 @@ def test_step_names_the_optimizer_it_needs(optimizer: type, instead: str) -> Non
         (
             "step",
             {"total_steps": 9, "switch": 1.0},
-            "step: switch=1.0 must be auto, auto_geometric or a fraction",
+            "step: switch=1.0 must be auto, auto_geometric, variance_ratio, gradient_norm or a fraction",
         ),
         (
             "step",
             {"total_steps": 9, "switch": "0.5"},
-            "switch=0.5 must be auto, auto_geometric or a fraction",
+            "switch=0.5 must be auto, auto_geometric, variance_ratio, gradient_norm or a fraction",
         ),
         ("step", {"total_steps": 9, "t_min": 0.6}, "t_min=0.6, t_max=0.5 must be"),
         ("step", {"total_steps": 9, "decay": -1.0}, "step: decay=-1.0 must be a number at least 0"),

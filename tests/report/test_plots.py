@@ -151,7 +151,8 @@ def test_flip_rates_small_ones_beside_large_ones(
     ) / height > 0.15  # a rate of 1 % is far from none
 
 
-def test_autoswitch(write: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("threshold", [None, 1.2])
+def test_autoswitch(threshold: float | None, write: Any, tmp_path: Path) -> None:
     samples, means = [4e-8, 2e-8, 1e-8, 5e-9], [4e-8, 3e-8, 2e-8, 1e-8]
     lines = [
         {"step/variance_change": a, "step/variance_change_window": b}
@@ -166,6 +167,7 @@ def test_autoswitch(write: Any, tmp_path: Path) -> None:
         recipe__t_min=0.1,
         recipe__t_max=0.5,
         recipe__switch="auto",
+        recipe__threshold=threshold,
     )
     log(folder, lines, steps=40)
     figure = drawn("autoswitch", tmp_path)
@@ -173,7 +175,9 @@ def test_autoswitch(write: Any, tmp_path: Path) -> None:
     (axes,) = figure.axes
     assert line(axes, "step: sample") == (list(STEPS), samples)
     assert line(axes, "step: mean of the window") == (list(STEPS), means)
-    assert set(line(axes, "threshold, Adam's eps")[1]) == {1e-8}
+    drawn_threshold = [each for each in axes.lines if each.get_label() == "threshold, Adam's eps"]
+    assert len(drawn_threshold) == (threshold is None)  # a relative one is no constant
+    assert all(set(each.get_ydata()) == {1e-8} for each in drawn_threshold)
     assert axes.get_yscale() == "log"
 
 

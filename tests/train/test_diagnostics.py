@@ -61,7 +61,7 @@ def start(recipe: str, **hyperparameters: Any) -> tuple[Any, Handle, Squares, Di
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     handle = nmrun.sparsify(model, optimizer, recipe, "2:4", **hyperparameters)
     task = Squares()
-    return optimizer, handle, task, Diagnostics(model, handle, task, task.batch)  # type: ignore[arg-type]
+    return optimizer, handle, task, Diagnostics(model, handle, task)  # type: ignore[arg-type]
 
 
 def move(optimizer: Any, handle: Handle, weight: list[list[float]], bias: list[float]) -> None:
@@ -101,7 +101,7 @@ def test_loss_change_and_descent_by_hand(recipe: str) -> None:
 
     diagnostics.before()
     move(optimizer, handle, AFTER, BIAS)
-    found = diagnostics.after()
+    found = diagnostics.after(task.batch)
     start_loss, end_loss = task.by_hand(used, b), task.by_hand(used_later, b_later)
     assert found["diagnose/loss_change"] == pytest.approx(end_loss - start_loss)
     assert found["diagnose/loss_change_fixed_mask"] == pytest.approx(
@@ -126,17 +126,17 @@ def test_loss_change_and_descent_by_hand(recipe: str) -> None:
 
 def test_a_change_of_masks_alone_spoils_the_step() -> None:
     """At a tie the weights hardly move, and yet the loss jumps under a hard threshold."""
-    optimizer, handle, _task, diagnostics = start("ste")
+    optimizer, handle, task, diagnostics = start("ste")
     tie = [[4.0, 3.0, 2.999, 1.0], BEFORE[1]]
     move(optimizer, handle, tie, [0.0, 0.0])
     diagnostics.before()
     move(optimizer, handle, [[4.0, 2.999, 3.0, 1.0], BEFORE[1]], [0.0, 0.0])
-    found = diagnostics.after()
+    found = diagnostics.after(task.batch)
     assert abs(found["diagnose/loss_change"]) > 100 * abs(found["diagnose/loss_change_fixed_mask"])
 
 
 def test_oscillation_counts_flips_of_every_entry() -> None:
-    optimizer, handle, _, diagnostics = start("ste")
+    optimizer, handle, task, diagnostics = start("ste")
     seen = []
     for weight in (AFTER, BEFORE, BEFORE, AFTER):
         diagnostics.before()
@@ -144,7 +144,7 @@ def test_oscillation_counts_flips_of_every_entry() -> None:
         seen.append(
             {
                 key.partition("/")[2]: value
-                for key, value in diagnostics.after().items()
+                for key, value in diagnostics.after(task.batch).items()
                 if "flip" in key
             }
         )
@@ -159,7 +159,7 @@ def test_oscillation_counts_flips_of_every_entry() -> None:
     move(optimizer, handle, BEFORE, BIAS)  # not looked at: the masks are compared across it
     diagnostics.before()
     move(optimizer, handle, BEFORE, BIAS)
-    row = diagnostics.after()
+    row = diagnostics.after(task.batch)
     assert (row["diagnose/flip_interval"], row["diagnose/flips"]) == (2, 1.0)
 
 
@@ -221,7 +221,7 @@ def test_training_is_the_same_to_the_bit(recipe: str, tmp_path: Path, noisy: Non
     assert ends[0][2:] == ends[1][2:]
 
 
-def test_losses_are_of_one_batch_in_evaluation_mode(tmp_path: Path, noisy: None) -> None:
+def test_losses_are_of_the_step_s_batch_in_evaluation_mode(tmp_path: Path, noisy: None) -> None:
     """Batch normalisation uses the running statistics of after the step in both losses; dropout is
     off.
     """
@@ -234,15 +234,14 @@ def test_losses_are_of_one_batch_in_evaluation_mode(tmp_path: Path, noisy: None)
     loop._train_step(0, 0, measure_flips=False)
     diagnostics.before()
     former = copy.deepcopy(loop.model)
-    loop._train_step(0, 1, measure_flips=False)
-    found = diagnostics.after()
+    found = diagnostics.after(loop._train_step(0, 1, measure_flips=False))
     for name, buffer in loop.model.named_buffers():
         if "running" in name:
             former.get_buffer(name).copy_(buffer)
-    first = loop.task.micro_batches(0, 0, 1)[0]
+    own = loop.task.micro_batches(0, 1, 1)[0]
     with torch.no_grad():
         start, end = (
-            float(loop.task.loss(copy.deepcopy(model).eval(), first))
+            float(loop.task.loss(copy.deepcopy(model).eval(), own))
             for model in (former, loop.model)
         )
     assert found["diagnose/loss_change"] == pytest.approx(end - start, rel=1e-3)

@@ -1,0 +1,146 @@
+"""LBC and MaskLLM: ties, the bonus that falls to 0, which masks are measured and evaluated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from reference import LR, data
+from test_candidates import MASKS, maskllm
+from test_recipes import Net
+from torch import Tensor, nn
+
+import nmrun
+
+
+def rows(chosen: Tensor) -> Tensor:
+    """The masks of groups of 4 by the number of their candidate, one row after the other."""
+    mask = torch.zeros(chosen.numel(), 4)
+    for row, number in zip(mask, chosen.flatten().tolist(), strict=True):
+        row[MASKS[number]] = 1.0
+    return mask
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, t: int) -> None:
+    x, y = data(1)(t)[0]
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# --- LBC ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_equal_scores_lbc_keeps_the_larger_weights(dtype: torch.dtype) -> None:
+    """Inputs that are always 0, as behind a dead ReLU, give every candidate the same score."""
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 4, bias=False).to(dtype)
+    model = nn.Sequential(layer)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = nmrun.sparsify(model, optimizer, "lbc", "2:4", 10, t_f=0.5)
+    wanted = layer.weight.detach().abs().reshape(-1, 4).argsort(1, descending=True)[:, :2]
+    for _ in range(10):
+        model(torch.zeros(3, 16, dtype=dtype)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.finalize()
+    kept = layer.weight.detach().reshape(-1, 4).nonzero()[:, 1].reshape(-1, 2)
+    assert torch.equal(kept.sort(1).values, wanted.sort(1).values)
+
+
+def test_a_better_score_beats_any_magnitude() -> None:
+    layer = nn.Linear(4, 1, bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[0.1, 5.0, 4.0, 0.2]]))
+    model = nn.Sequential(layer)
+    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "lbc", "2:4", 10)
+    (weight,) = handle.sparse
+    with torch.no_grad():
+        handle.recipe.scores(weight)[0, 0, 2] += 1e-3  # {0, 3}
+    assert handle.final_weight(weight).tolist() == [[pytest.approx(0.1), 0, 0, pytest.approx(0.2)]]
+
+
+# --- what is measured -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rate", "options"),
+    [("lbc", 40.0, {"t_f": 0.9}), ("maskllm", 0.005, {"dense": 0.0, "prior": 0.0})],
+)
+def test_flips_are_of_the_candidates_with_the_best_scores(
+    recipe: str, rate: float, options: dict[str, Any]
+) -> None:
+    """Until the end too, so that no jump comes with the last step."""
+    model, total = Net(), 10
+    optimizer = torch.optim.SGD(model.parameters(), rate * LR)
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", total, **options)
+
+    def best() -> list[Tensor]:
+        found = []
+        for weight in handle.sparse:
+            scores = handle.recipe.scores(weight).detach()
+            if recipe == "lbc":
+                scores = scores.masked_fill(~weight["alive"], -torch.inf)
+            found.append(rows(scores.argmax(-1)))
+        return found
+
+    flips = []
+    step(model, optimizer, 0)  # at the very first, LBC's scores are all alike
+    for t in range(1, total):
+        before, handle.measure_flips = best(), True
+        step(model, optimizer, t)
+        changed = sum(int((a != b).sum()) for a, b in zip(before, best(), strict=True))
+        assert handle.metrics()["sparsity/sad"] == changed
+        flips.append(changed)
+    assert sum(flips) > 0
+
+
+# --- MaskLLM --------------------------------------------------------------------------------------
+
+
+def test_the_bonus_falls_to_0() -> None:
+    """Without a loss the logits move by the bonus alone: reg * (1 - it / n), by autograd."""
+    kappa, temperature, reg, total = 2.0, 1.5, 0.5, 4
+    model, optimizer, handle = maskllm(
+        total, dense=0.0, kappa=(kappa,) * 2, temperature=(temperature,) * 2, reg=reg, prior=0.0
+    )
+    x = data(1)(0)[0][0]
+    for it in range(total):
+        wanted = []
+        for weight in handle.sparse:
+            scores, blend = handle.recipe.scores(weight).detach(), handle.recipe.soft[weight.name]
+            noise = temperature * blend.log() - kappa * scores  # up to a constant a group
+            leaf = scores.clone().requires_grad_()
+            soft = torch.softmax((kappa * leaf + noise) / temperature, -1)
+            of_masks = torch.stack([rows(torch.tensor(k))[0] for k in range(6)]).to(soft.dtype)
+            used = weight.dense * (soft @ of_masks).reshape(weight.dense.shape)
+            bonus = -reg * (1 - it / total) * used.square().sum()
+            wanted.append(leaf.detach() - 10 * LR * torch.autograd.grad(bonus, leaf)[0])
+        (0.0 * model(x).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for weight, moved in zip(handle.sparse, wanted, strict=True):
+            torch.testing.assert_close(handle.recipe.scores(weight).detach(), moved)
+
+
+def test_evaluation_is_by_the_likeliest_masks() -> None:
+    model, optimizer, handle = maskllm(6, dense=0.5)
+    for t in range(6):
+        used = [p.detach().clone() for p in model.parameters()]
+        versions = [w.parameter._version for w in handle.sparse]
+        learning = handle.phase == "transition"
+        assert handle.evaluates_sparse == (t >= 3)
+        with handle.evaluation_weights():
+            for weight in handle.sparse if learning else ():
+                mask = rows(handle.recipe.scores(weight).detach().argmax(-1))
+                wanted = weight.dense * mask.reshape(weight.dense.shape)
+                assert torch.equal(weight.parameter.detach(), wanted)
+                assert not torch.equal(weight.parameter.detach(), weight.dense)
+        # and training goes on as if nobody had looked
+        assert all(torch.equal(a, b) for a, b in zip(used, model.parameters(), strict=True))
+        assert learning or versions == [w.parameter._version for w in handle.sparse]
+        step(model, optimizer, t)
+        assert not [event for event in handle.pop_events() if "outside" in event]
+    assert handle.phase == "sparse"

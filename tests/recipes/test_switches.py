@@ -1,0 +1,193 @@
+"""The other rules of STEP's switch, and AutoSwitch's options, against plain-Python oracles that
+follow v and g themselves.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from test_autoswitch import CURVES, EPS, begin, gradients, one_step, run
+
+from nmrun.errors import ConfigError
+
+T_MIN, T_MAX = 20, 100  # of 200 steps
+MORE = {
+    **CURVES,
+    "grows": lambda t: 1e-3 * 1.05**t,
+    "grows, then stays": lambda t: 1e-3 * 1.1 ** min(t, 45),
+    "jumps late": lambda t: 1e-3 * (1 + 20 * (t > 40)),
+}
+Measured = Callable[[list[list[float]], float], Iterator[tuple[float, bool]]]
+
+
+def moments(grads: list[list[float]], beta2: float) -> Iterator[list[float]]:
+    v = [0.0] * 48
+    for g in grads:
+        v = [beta2 * a + (1 - beta2) * b * b for a, b in zip(v, g, strict=True)]
+        yield v
+
+
+def variance_ratio(grads: list[list[float]], beta2: float) -> Iterator[tuple[float, bool]]:
+    norms, distance = [0.0], round(1 / (1 - beta2))  # v_0 = 0
+    for t, v in enumerate(moments(grads, beta2), 1):
+        norms.append(sum(map(abs, v)))
+        if t > distance:
+            yield norms[t - distance] / norms[t], norms[t - distance] / norms[t] > 0.96
+        else:
+            yield math.nan, False
+
+
+def gradient_norm(grads: list[list[float]], beta2: float) -> Iterator[tuple[float, bool]]:
+    norms, distance = [math.sqrt(sum(x * x for x in g)) for g in grads], round(1 / (1 - beta2))
+    for t in range(len(grads)):
+        if t >= distance:
+            change = abs(norms[t - distance] - norms[t]) / norms[t - distance]
+            yield change, change < 0.5
+        else:
+            yield math.nan, False
+
+
+def autoswitch(partial: bool, threshold: float | None) -> Measured:
+    def measured(grads: list[list[float]], beta2: float) -> Iterator[tuple[float, bool]]:
+        window, before, length = [], [0.0] * 48, round(1 / (1 - beta2))
+        for v in moments(grads, beta2):
+            z = sum(abs(a - b) for a, b in zip(v, before, strict=True)) / 48
+            window, before = [*window, z][-length:], v
+            measure = sum(window) / len(window)
+            if threshold is not None:
+                measure /= (1 - beta2) * sum(v) / 48
+            enough = partial or len(window) == length
+            yield measure, enough and measure < (EPS if threshold is None else threshold)
+
+    return measured
+
+
+def oracle(measured: Iterator[tuple[float, bool]]) -> tuple[int, bool]:
+    """The step after which phase two begins, and whether the rule itself has fired."""
+    for t, (_, settled) in enumerate(measured, 1):
+        if t > T_MAX:
+            return t, False
+        if t > T_MIN and settled:
+            return t, True
+    raise AssertionError
+
+
+CASES: dict[str, tuple[Measured, str, dict[str, Any]]] = {
+    "ratio": (variance_ratio, "variance_ratio", {}),
+    "gradient": (gradient_norm, "gradient_norm", {}),
+    "partial": (autoswitch(True, None), "auto", {"window": "partial"}),
+    "relative": (autoswitch(False, 1.3), "auto", {"threshold": 1.3}),
+    "both": (autoswitch(True, 1.5), "auto", {"threshold": 1.5, "window": "partial"}),
+}
+
+
+@pytest.mark.parametrize("beta2", [0.9, 0.95])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("curve", MORE)
+def test_switch_step_is_the_oracles(curve: str, case: str, beta2: float) -> None:
+    measured, rule, options = CASES[case]
+    grads = gradients(MORE[curve])
+    step, settled = oracle(measured(grads, beta2))
+    found, event = run(grads, rule, beta2, **options)
+    assert found == step
+    assert ("the variance has settled" if settled else "t > t_max = 100") in event
+    assert ("t > t_min = 20" in event) == (settled and step == 21)  # the bound has decided
+
+
+def test_every_rule_decides_between_its_bounds_somewhere() -> None:
+    """And is clipped elsewhere, so that the comparison above sees both."""
+    for measured, _, _ in CASES.values():
+        found = {
+            oracle(measured(gradients(rms), beta2))
+            for rms in MORE.values()
+            for beta2 in (0.9, 0.95)
+        }
+        assert any(settled and T_MIN + 1 < t < T_MAX for t, settled in found)
+    assert any(
+        not s
+        for c in ("ratio", "partial")
+        for s in [oracle(CASES[c][0](gradients(MORE["grows"]), 0.95))[1]]
+    )
+
+
+@pytest.mark.parametrize("case", ["relative", "both", "ratio", "gradient"])
+def test_a_scaled_loss_moves_no_switch_but_the_absolute_one(case: str) -> None:
+    _, rule, options = CASES[case]
+    curve = MORE["grows, then stays"]
+    steps = {
+        run(gradients(lambda t, c=c: c * curve(t)), rule, 0.95, **options)[0]
+        for c in (0.01, 1, 100)
+    }
+    assert len(steps) == 1
+    absolute = {
+        run(gradients(lambda t, c=c: c * curve(t)), "auto", 0.95)[0] for c in (0.01, 1, 100)
+    }
+    assert len(absolute) > 1
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("stop", [5, 33])
+def test_resume_at_any_moment(case: str, stop: int) -> None:
+    measured, rule, options = CASES[case]
+    grads = gradients(MORE["jumps late"])
+    wanted, _ = oracle(measured(grads, 0.95))
+    model, optimizer, _ = begin(rule, 0.95, **options)
+    for g in grads[: min(stop, wanted - 1)]:
+        one_step(model, optimizer, g)
+    other, other_optimizer, other_handle = begin(rule, 0.95, **options)
+    other.load_state_dict(model.state_dict())
+    other_optimizer.load_state_dict(optimizer.state_dict())
+    for t in range(min(stop, wanted - 1) + 1, wanted + 1):
+        one_step(other, other_optimizer, grads[t - 1])
+        assert (other_handle.phase == "sparse") == (t == wanted)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_where_no_step_waits_a_rule_fires_one_step_later(case: str) -> None:
+    """As on a GPU; where t_min decides, the measure was known before."""
+    measured, rule, options = CASES[case]
+    grads = gradients(MORE["grows, then stays"])
+    found = list(measured(grads, 0.95))
+    wanted = next(
+        t for t in range(1, 200) if t > T_MAX or (t > T_MIN and t > 1 and found[t - 2][1])
+    )
+    model, optimizer, handle = begin(rule, 0.95, **options)
+    handle.recipe.switching.waits = False
+    for t, g in enumerate(grads[:wanted], 1):
+        assert handle.phase == "dense", t
+        one_step(model, optimizer, g)
+    assert handle.phase == "sparse"
+
+
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [
+        ("ratio", "step/variance_ratio"),
+        ("gradient", "step/gradient_norm_change"),
+        ("relative", "step/variance_change_relative"),
+    ],
+)
+def test_what_is_measured_is_logged(case: str, key: str) -> None:
+    measured, rule, options = CASES[case]
+    grads = gradients(MORE["grows"])
+    wanted = [measure for measure, _ in measured(grads, 0.9)]
+    model, optimizer, handle = begin(rule, 0.9, **{**options, "t_min": 0.4})
+    for t, g in enumerate(grads[:40], 1):
+        one_step(model, optimizer, g)
+        if t > 11:
+            assert handle.metrics()[key] == pytest.approx(wanted[t - 1])
+
+
+@pytest.mark.parametrize("options", [{"window": "partial"}, {"threshold": 0.1}])
+@pytest.mark.parametrize("rule", ["variance_ratio", "gradient_norm", 0.25])
+def test_options_of_autoswitch_are_of_no_other_rule(
+    rule: str | float, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match="are of switch=auto and auto_geometric"):
+        begin(rule, **options)
+
+
+def test_an_unknown_rule_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="did you mean variance_ratio"):
+        begin("variance_ration")
