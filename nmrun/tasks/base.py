@@ -126,7 +126,7 @@ class Task(ABC):
         """
         raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """The run has ended: end the processes that read data, if there are any."""
 
     @abstractmethod

@@ -222,7 +222,9 @@ def test_a_weight_that_is_not_finite_is_never_saved(
     made = config(tmp_path, "recipe=dense")
     result = run(made)
     assert result["status"] == "failed"
-    assert result["error"].startswith("step 12: the last update broke the weights; the first non-finite value is parameter head.bias.")
+    assert result["error"].startswith(
+        "step 12: the last update broke the weights; the first non-finite value is parameter head.bias."
+    )
     assert not (run_folder(made) / "model.safetensors").exists()
 
 
