@@ -38,8 +38,10 @@ class Signals:
         self.then: Literal["act", "interrupt", "wait"] = "act"
         self._former: dict[int, Any] = {}
         self._since = 0.0
+        self._process = 0
 
     def __enter__(self) -> Signals:
+        self._process = os.getpid()
         launcher = [LAUNCHERS] if _foreign(signal.getsignal(LAUNCHERS)) else []
         # not in the main thread: whoever runs us there handles signals
         with contextlib.suppress(ValueError):
@@ -75,7 +77,10 @@ class Signals:
         return self.then == "interrupt" or (self.then == "act" and not self.passed_on())
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        if self.caught is None:
+        if os.getpid() != self._process:  # a process that was forked has its own end
+            self.__exit__()
+            os.kill(os.getpid(), number)
+        elif self.caught is None:
             self.caught, self._since = number, time.monotonic()
             if self._raises():
                 raise KeyboardInterrupt

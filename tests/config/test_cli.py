@@ -252,8 +252,9 @@ def test_a_signal_to_the_group_stops_a_sweep_in_order(
         time.sleep(0.02)
     os.killpg(process.pid, number)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (128 + number, "")
-    assert "1 interrupted" in out or "sweep of 2: 1 not done, 1 not reached" in out
+    assert process.returncode == 128 + number
+    assert "failed" not in err
+    assert "sweep of 2: 1 not done, 1 not reached" in out
     (result,) = tmp_path.rglob("result.json")
     assert json.loads(result.read_text())["status"] == "interrupted"
     again = nmrun_cli(*words, **places)

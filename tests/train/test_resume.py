@@ -303,6 +303,29 @@ def test_a_signal_that_is_sent_twice_is_one(
     assert outcome(made) == left_alone(tmp_path, "ste")
 
 
+def test_a_process_that_a_run_has_forked_ends_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of a data set of one's own, which ends its processes by SIGTERM."""
+    original, codes = Loop._train_step, list[int]()
+
+    def forking(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        if loop.step == 5:
+            child = os.fork()
+            if not child:
+                time.sleep(60)
+                os._exit(0)
+            os.kill(child, signal.SIGTERM)
+            codes.append(os.waitpid(child, 0)[1])
+
+    made = make(tmp_path, "ste")
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_train_step", forking)
+        assert outcome(made) == left_alone(tmp_path, "ste")
+    assert codes == [signal.SIGTERM]
+
+
 # --- damaged rows ---------------------------------------------------------------------------------
 
 
