@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nmrun import cli
+from nmrun import cli, locks
 
 # 5 recipes, 2 ratios and 2 seeds: 20 runs of 40 steps, checkpoints after every 5th; STEP switches
 # and ASP prunes halfway
@@ -229,7 +229,7 @@ def differences(output: Path, alone: Path) -> list[str]:
     wrong += [
         f"{path}: left behind"
         for path in records
-        if path.name not in ("sweep.json", "jobs.jsonl", "multirun.yaml")
+        if path.name not in ("sweep.json", "jobs.jsonl", "multirun.yaml", locks.LEASE)
     ]
     wrong += [
         f"{path}: left behind"
@@ -244,17 +244,17 @@ def differences(output: Path, alone: Path) -> list[str]:
 
 
 def _odd(folder: Path) -> list[Path]:
-    return [folder / name for name in {path.name for path in folder.iterdir()} ^ FILES]
+    # a kill at the very end leaves the lease, which the next holder takes over
+    there = {path.name for path in folder.iterdir()} - {locks.LEASE}
+    return [folder / name for name in there ^ FILES]
 
 
 def _result(folder: Path) -> dict[str, Any]:
     result = json.loads((folder / "result.json").read_text())
-    return {
-        **result,
-        "config": {**result["config"], "output_dir": ""},
-        "seconds": 0,
-        "environment": {},
-    }
+    # the hashes are of files with the clock's figures in them
+    without = ("files", "sha256", "seconds", "environment")
+    kept = {key: value for key, value in result.items() if key not in without}
+    return {**kept, "config": {**result["config"], "output_dir": ""}}
 
 
 def trial(

@@ -7,6 +7,7 @@ a finished run needs is done in well under a second.
 
 from __future__ import annotations
 
+import getpass
 import os
 import signal
 import sys
@@ -34,8 +35,13 @@ def main() -> int:
     # Idle OpenMP threads spin by default; where other processes want the cores too, that slows
     # small models tenfold and more.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if not leads():
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  # closed, by 2>&-
+    if not leads() or sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name, for which torch asks
+        os.environ["LOGNAME"] = f"uid{os.getuid()}"
     try:
         with verbs.ends_quietly():
             try:
@@ -49,6 +55,10 @@ def main() -> int:
 
 
 def _main(argv: list[str]) -> int:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder does not exist any more; change to another") from None
     if argv and argv[0] in VERBS:
         return int(find("verb", argv[0], VERBS)(argv[1:]))
     if argv and "=" not in argv[0] and argv[0][:1] not in "-~+":

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from nmrun import seal
 from nmrun.settings.config import Config
 from nmrun.settings.models import GPTS
 
@@ -81,10 +82,24 @@ def run_folder(config: Config) -> Path:
     return place / f"s{config.seed}-{identity(config)}"
 
 
-def finished(folder: Path) -> dict[str, Any] | None:
-    """The result of a run that has finished in this folder; None if none has."""
+def result_in(folder: Path) -> dict[str, Any]:
+    """What is in the folder's ``result.json``; empty if that cannot be read."""
     try:
-        result = json.loads((folder / "result.json").read_text())
+        result = json.loads((folder / seal.RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
-    return result if isinstance(result, dict) and result.get("status") == "finished" else None
+        return {}
+    return result if isinstance(result, dict) else {}
+
+
+def finished(folder: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
+    """The run that has finished in this folder.
+
+    Returns:
+        Its result, or None if none has finished or its files are no longer there; and what is wrong
+        with which file.
+    """
+    result = result_in(folder)
+    if result.get("status") != "finished":
+        return None, {}
+    wrong = seal.broken(folder, result)
+    return (None if wrong else result), wrong

@@ -116,7 +116,8 @@ class Facts:
         """The first folder above the output that exists, if nothing can be written there."""
         folder = Path(self.output_dir)
         parents = [folder, *folder.absolute().parents]
-        existing = next((path for path in parents if path.exists()), Path("/"))
+        # os.path: of a name that is too long for the file system it says no
+        existing = next((path for path in parents if os.path.exists(path)), Path("/"))
         good = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
         return None if good else existing
 

@@ -192,9 +192,10 @@ def _wrong_own(group: str, given: dict[str, Any]) -> dict[str, str]:
 
 
 def _wrong_name(group: str, name: str) -> dict[str, str]:
-    if re.fullmatch(r"[\w.-]+", name):
+    if re.fullmatch(r"[\w.-]+", name) and name.strip("."):
         return {}
-    return {f"{group}.name={name}: it names a folder: letters, digits, and . _ -": f"{group}.name"}
+    takes = "it names a folder: letters, digits, and . _ -, and not points alone"
+    return {f"{group}.name={name}: {takes}": f"{group}.name"}
 
 
 def _recipe_name(recipe: dict[str, Any]) -> str:

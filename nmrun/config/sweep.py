@@ -19,8 +19,15 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from nmrun import jsonl
+
 SWEEP = "NMRUN_SWEEP"  # told to job processes, and to the sweeper: the sweep's folder
-UNTRAINED = ("skipped", "planned", "refused")  # ends of jobs that took no time to speak of
+UNTRAINED = (
+    "skipped",
+    "planned",
+    "running",
+    "refused",
+)  # ends of jobs that took no time to speak of
 
 
 def begin(
@@ -71,7 +78,7 @@ class Record:
     def counts(self) -> dict[str, int]:
         """Ended jobs by status, in the order of what went well to what did not."""
         found = Counter(line["status"] for line in self.done)
-        order = ("finished", "skipped", "planned", "interrupted", "failed", "refused")
+        order = ("finished", "skipped", "planned", "running", "interrupted", "failed", "refused")
         return {status: found[status] for status in order if found[status]}
 
     def elapsed(self, running: bool) -> float | None:
@@ -103,13 +110,9 @@ class Record:
 
 def read(folder: Path) -> Record:
     """The record as it stands. What is missing or not whole, as after a kill, is left out."""
-    lines: list[Any] = []
+    lines: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
-        for text in (
-            (folder / "jobs.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-        ):
-            with contextlib.suppress(ValueError):
-                lines.append(json.loads(text))
+        lines, _ = jsonl.read(folder / "jobs.jsonl")
     try:
         head = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
         begun, jobs, words = (
@@ -125,7 +128,7 @@ def read(folder: Path) -> Record:
         jobs,
         *words,
         sweeps,
-        [line for line in lines if isinstance(line, dict) and "status" in line],
+        [line for line in lines if "status" in line],
     )
 
 
@@ -140,16 +143,19 @@ def title(folder: Path, number: int, overrides: list[str]) -> str:
 
 
 def summary(folder: Path) -> tuple[str, int]:
-    """The closing lines of a sweep; and 1 if a job failed or never reported, else 0."""
+    """The closing lines of a sweep; and 1 if a job failed or never reported, else 0. One that
+    another process is at work on is left to that.
+    """
     record = read(folder)
     good = {
         status: number
         for status, number in record.counts().items()
-        if status in ("finished", "skipped", "planned")
+        if status in ("finished", "skipped", "planned", "running")
     }
     bad = [line for line in record.done if line["status"] not in good]
     missing = max((record.jobs or 0) - len(record.done), 0)
-    parts = [f"{number} {status}" for status, number in good.items()]
+    elsewhere = {"running": "running in another process"}
+    parts = [f"{number} {elsewhere.get(status, status)}" for status, number in good.items()]
     parts += [f"{len(bad)} not done"] if bad else []
     parts += [f"{missing} not reached"] if missing else []
     passed = record.elapsed(running=True)

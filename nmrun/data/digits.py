@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nmrun.errors import ConfigError
 from nmrun.settings.datasets import Digits
 from nmrun.tasks.vision import Classification
 
@@ -38,10 +39,20 @@ def load(split_seed: int = 0, val_fraction: float = 0.15, test_fraction: float =
         of_class = order[labels[order] == digit]
         test = round(test_fraction * len(of_class))
         val = round(val_fraction * len(of_class))
+        if test + val > len(of_class):
+            raise ConfigError(
+                f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} "
+                "are more than all images together"
+            )
         parts = of_class.split([test, val, len(of_class) - test - val])
         for part, chosen in zip(members.values(), parts, strict=True):
             part.append(chosen)
     chosen = {name: torch.cat(parts) for name, parts in members.items()}
+    if empty := [name for name, rows in chosen.items() if not len(rows)]:
+        raise ConfigError(
+            f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} "
+            f"leave no image for {empty[0]}"
+        )
     train = images[chosen["train"]]
     images = (images - train.mean()) / train.std()
     return {name: (images[rows], labels[rows]) for name, rows in chosen.items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import tarfile
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from nmrun.settings.config import Config
 
 SPLITS = ("train", "val", "test")
+# What an archive of images may grow to: images are compressed already, but for small plain ones.
+MOST_TIMES, SPARE_BYTES = 100, 10**8
 
 
 @dataclass(frozen=True)
@@ -176,12 +178,23 @@ def _unpacked(dataset: str, archive: Path, size: int) -> dict[str, NDArray[Any]]
     with tempfile.TemporaryDirectory(prefix="nmrun-") as folder:
         try:
             with tarfile.open(archive) as tar:
-                tar.extractall(folder, filter="data")
+                most = MOST_TIMES * archive.stat().st_size + SPARE_BYTES
+                tar.extractall(folder, members=_up_to(most, tar), filter="data")
+            inside = Path(folder)
+            while len(entries := list(inside.iterdir())) == 1 and entries[0].is_dir():
+                inside = entries[0]
+            return _decoded(dataset, *listing(dataset, inside), size)
         except (tarfile.TarError, OSError, EOFError) as error:
             raise ConfigError(
                 f"dataset={dataset}: {archive} is damaged, or not a tar archive ({str(error).splitlines()[0]})"
             ) from None
-        inside = Path(folder)
-        while len(entries := list(inside.iterdir())) == 1 and entries[0].is_dir():
-            inside = entries[0]
-        return _decoded(dataset, *listing(dataset, inside), size)
+
+
+def _up_to(most: int, tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members, until they take more than so many bytes."""
+    total = 0
+    for member in tar:
+        total += tarfile.BLOCKSIZE + member.size
+        if total > most:
+            raise tarfile.TarError(f"it holds more than {most:,} bytes, which no images do")
+        yield member

@@ -62,7 +62,12 @@ def cached(
         half_done = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
         try:
             for name, array in arrays.items():
-                np.save(half_done / f"{name}.npy", array)
+                with (half_done / f"{name}.npy").open("wb") as file:
+                    np.save(file, array)
+                    file.flush()
+                    os.fsync(
+                        file.fileno()
+                    )  # the folder's new name must not outlive a power cut alone
             half_done.rename(folder)
         except OSError:
             if not folder.is_dir():  # otherwise another process was faster, with the same

@@ -7,9 +7,11 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from nmrun import seal
 from nmrun.errors import RunError
 from nmrun.export import finished
 from nmrun.verbs import Parser
@@ -58,6 +60,9 @@ def main(argv: list[str]) -> int:
         if options.to.resolve() == options.run.resolve():
             raise ValueError(f"--to {options.to} is the run's own folder; name another")
         run = finished.load(options.run)
+        if not seal.is_sealed(run.result):
+            told = "finished by an earlier nmrun, which kept no hashes; exported unverified"
+            print(f"nmrun: {options.run}: {told}", file=sys.stderr)
         lines = _whole(run, options.to, importlib.import_module(FORMATS[options.format]).write)
     except finished.NoRun:
         raise

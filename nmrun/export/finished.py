@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from nmrun import seal
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.sparsity.check import check_nm
@@ -68,8 +69,11 @@ def write_about(about: dict[str, Any], folder: Path) -> None:
 
 
 def load(folder: Path) -> Finished:
-    """Read and check a run. Raises NoRun if it is not finished, ValueError if it is dense, damaged,
-    or not N:M after all.
+    """Read and check a run, against the hashes of its files too.
+
+    Raises:
+        NoRun: if it is not finished.
+        ValueError: if it is dense, damaged, changed, or not N:M after all.
     """
     try:
         result = json.loads((folder / "result.json").read_text())
@@ -81,6 +85,8 @@ def load(folder: Path) -> Finished:
             raise NoRun("there is no model.safetensors")
     except (OSError, ValueError) as error:
         raise NoRun(f"{folder} holds no finished run ({error})") from None
+    for name, problem in seal.broken(folder, result, contents=True).items():
+        raise ValueError(f"{folder / name}: {problem}; {seal.REMEDY}")
     try:
         state = load_file(source)
     except SafetensorError as error:

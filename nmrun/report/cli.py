@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError
 from nmrun.registry import did_you_mean
+from nmrun.report.verify import verify
 from nmrun.verbs import Parser, files_of_the_command
 
 if TYPE_CHECKING:
@@ -63,11 +64,14 @@ def table(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--figures", type=Path, metavar="DIR", help="write the experiments' figures there, as PNG"
     )
+    parser.add_argument(
+        "--verify", action="store_true", help="refuse runs whose files changed after they finished"
+    )
     with files_of_the_command():
         options = parser.parse_args(argv)
         if options.experiment:
             return _experiments(options)
-        tables = [each for _, each in _parts(options, options.show)]
+        tables = [each for _, each in _parts(options, options.show, verified=options.verify)]
         if options.baseline:
             from nmrun.report.differences import compare
 
@@ -206,6 +210,8 @@ def _experiments(options: argparse.Namespace) -> int:
                 raise
             print(f"nmrun: left out: {error}", file=sys.stderr)
             continue
+        if options.verify:
+            verify(runs)
         own.rows, own.cols = (
             ",".join(k for k in keys.split(",") if k in runs.columns)
             for keys in (own.rows, own.cols)
@@ -253,11 +259,13 @@ def _parts(
     statistic: str = "mean",
     several: bool = True,
     runs: pd.DataFrame | None = None,
+    verified: bool = False,
 ) -> list[tuple[pd.DataFrame, Table]]:
     """The runs and their table, for each data set and model, unless a row or column tells them
     apart. ``several``: metrics in one table.
 
-    ``runs``: these, instead of what is below the paths.
+    ``runs``: these, instead of what is below the paths. ``verified``: only if their files are those
+    of their results.
     """
     from nmrun.report.collect import WANDB, collect
 
@@ -297,6 +305,8 @@ def _parts(
         )
     for condition in options.filter:
         runs = _filtered(runs, condition)
+    if verified:
+        verify(runs)
     groups = [key for key in ("dataset", "model") if key not in (*rows, *columns)]
     parts = [part for _, part in runs.groupby(groups)] if groups else [runs]
     return [

@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
+from nmrun import jsonl
 from nmrun.config.experiment import Experiment, configs
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
@@ -84,7 +85,7 @@ def _logged(folder: Path, metric: str) -> float | None:
     if kind not in KINDS:
         return None
     with contextlib.suppress(OSError, ValueError):
-        lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+        lines, _ = jsonl.read(folder / "metrics.jsonl")
         values = [line[key] for line in lines if line.get(key) is not None]
         return KINDS[kind](values) if values else None
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import html
 import io
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 
 from nmrun.config.metric import higher_is_better
 from nmrun.report.captions import caption, comparison
+from nmrun.report.markdown import plain
 from nmrun.report.markdown import table as aligned
 from nmrun.report.numbers import MINUS, NEGLIGIBLE, places, printed, signed
 from nmrun.report.statistics import Cell, shown
 from nmrun.report.tables import Key, Table
 
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
 LATEX = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     "|": r"\textbar{}", "[": "{[}", "]": "{]}", **{c: f"\\{c}" for c in "_%&#${}"}, MINUS: "$-$",
@@ -102,7 +105,7 @@ def markdown(grid: Grid) -> str:
         [*labels, *(f"**{cell}**" if out else cell for cell, out in cells)]
         for labels, cells in grid.lines
     ]
-    return f"{grid.caption}\n\n{aligned(grid.head, lines)}\n"
+    return f"{plain(grid.caption)}\n\n{aligned(grid.head, lines)}\n"
 
 
 def latex(grid: Grid) -> str:
@@ -139,7 +142,8 @@ def as_csv(tables: Sequence[Table]) -> str:
     ]
     keys = [*groups, *tables[0].row_keys, *tables[0].column_keys]
     compared = ["difference", "low", "high", "p", "least"] if tables[0].baseline else []
-    writer.writerow([*keys, "metric", "mean", "sd", "n", "best", "without", "median", *compared])
+    heads = [*keys, "metric", "mean", "sd", "n", "best", "without", "median", *compared]
+    writer.writerow(map(_no_formula, heads))
     for table in tables:
         group = [table.shared[key] for key in groups]
         for row in table.rows:
@@ -158,8 +162,19 @@ def as_csv(tables: Sequence[Table]) -> str:
                         table.metric_of(row, column),
                         [cell.mean, cell.sd, cell.n, best, without, cell.median],
                     )
-                    writer.writerow([*group, *row, *ratio, metric, *numbers, *found])
+                    line = [*group, *row, *ratio, metric, *numbers, *found]
+                    writer.writerow(map(_no_formula, line))
     return out.getvalue()
+
+
+def _no_formula(value: object) -> object:
+    """A text that a spreadsheet would take for a formula, with the apostrophe that keeps it one."""
+    if not isinstance(value, str) or value == "-" or not value.startswith(FORMULA):
+        return value
+    with contextlib.suppress(ValueError):
+        float(value)
+        return value
+    return f"'{value}"
 
 
 def html_table(grid: Grid) -> str:

@@ -4,9 +4,10 @@ step.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from nmrun import jsonl
 from nmrun.report.tables import Key, Run, Table, label
 
 SWITCH = re.compile(r"step (\d+): STEP freezes")
@@ -121,16 +123,6 @@ def result(run: Run | Mapping[str, Any]) -> dict[str, Any]:
 
 def _lines(file: Path) -> list[dict[str, Any]]:
     """The rows of a ``metrics.jsonl`` that are whole."""
-    try:
-        text: Sequence[str] = file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
-    rows = []
-    for line in text:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "step" in row:
-            rows.append(row)
-    return rows
+    with contextlib.suppress(OSError):
+        return [row for row in jsonl.read(file)[0] if "step" in row]
+    return []

@@ -4,6 +4,7 @@ to repeat what did not finish.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from nmrun import locks
+from nmrun import jsonl, locks
 from nmrun.config import sweep
 from nmrun.errors import ConfigError
 from nmrun.verbs import Parser
@@ -90,17 +91,10 @@ def _read(file: Path, parse: Any) -> dict[str, Any]:
 
 def _step(folder: Path) -> int | None:
     """The last step in ``metrics.jsonl``, whose last line may be half written."""
-    try:
-        lines = (
-            (folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-        )
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
+    with contextlib.suppress(OSError):
+        for row in reversed(jsonl.read(folder / "metrics.jsonl")[0]):
+            if type(row.get("step")) is int:
+                return int(row["step"])
     return None
 
 
@@ -131,7 +125,11 @@ def _here(command: str, output_dir: str, place: Path) -> str:
     if not output.is_absolute() and base / output == place:
         return f"cd {shlex.quote(os.path.relpath(base))} && {command}"
     # it was moved
-    words = [word for word in shlex.split(command) if not word.startswith("output_dir=")]
+    try:
+        typed = shlex.split(command)
+    except ValueError:  # no command any more
+        return command
+    words = [word for word in typed if not word.startswith("output_dir=")]
     return shlex.join(
         [
             *words,

@@ -15,6 +15,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from nmrun.patterns import Pattern, PatternError
 from nmrun.report.numbers import unit
@@ -116,8 +117,19 @@ def legend(figure: Figure) -> None:
         )
 
 
+def _as_written(figure: Figure) -> None:
+    """Dollar signs in names are no formulas; those of tick labels are."""
+    axes = [axis for each in figure.axes for axis in (each.xaxis, each.yaxis)]
+    ticks = [text for axis in axes for text in axis.get_ticklabels(which="both")]
+    formulas = {id(text) for text in (*ticks, *(axis.get_offset_text() for axis in axes))}
+    for text in figure.findobj(Text):
+        if isinstance(text, Text) and id(text) not in formulas:
+            text.set_parse_math(False)
+
+
 def save(figure: Figure, out: Path) -> None:
     """The format follows the suffix of ``out``. The figure is closed."""
+    _as_written(figure)
     figure.savefig(out, dpi=150)
     pyplot.close(figure)
 
@@ -125,6 +137,7 @@ def save(figure: Figure, out: Path) -> None:
 def embedded(figure: Figure, name: str) -> str:
     """The picture as an ``img`` element that has all of it inside. The figure is closed."""
     picture = io.BytesIO()
+    _as_written(figure)
     figure.savefig(picture, format="png", dpi=120)
     pyplot.close(figure)
     return f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'

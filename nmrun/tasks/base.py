@@ -126,6 +126,9 @@ class Task(ABC):
         """
         raise NotImplementedError
 
+    def close(self) -> None:  # noqa: B027
+        """The run has ended: end the processes that read data, if there are any."""
+
     @abstractmethod
     def example(self) -> Batch:
         """A small batch of training items (two, so that batch normalisation accepts it), for

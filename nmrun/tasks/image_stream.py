@@ -7,7 +7,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from nmrun import ranks
+from nmrun import ranks, signals
 from nmrun.errors import ConfigError, RunError
 from nmrun.settings.datasets import ImageNet
 from nmrun.tasks.augment import Augment, Share, generator
@@ -144,6 +143,9 @@ class ImageStream(Classification):
             images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
             yield images, self._labels[rows].to(self.device, non_blocking=True)
 
+    def close(self) -> None:
+        self._next, self._batches = (), iter(())
+
     def example(self) -> Batch:
         return torch.zeros(2, *self.inputs["shape"], device=self.device), torch.zeros(
             2, dtype=torch.int64, device=self.device
@@ -213,5 +215,4 @@ def _collate(items: list[tuple[Tensor, int, str]]) -> tuple[Tensor, Tensor, str]
 
 
 def _begin(worker: int) -> None:
-    """Ctrl-C is for the training, which ends its step and saves; a worker is ended by it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signals.left_to_parent()

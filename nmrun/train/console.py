@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -30,7 +31,9 @@ class Console:
     def say(self, text: str, error: bool = False) -> None:
         """A line for the screen (standard error with ``error``) and the log."""
         self.clear()
-        print(text, file=sys.stderr if error else sys.stdout, flush=True)
+        # a full disk behind ``nmrun ... > file`` must not end a run; the log has the line
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr if error else sys.stdout, flush=True)
         self.note(text)
 
     def detail(self, text: str) -> None:

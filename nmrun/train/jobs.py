@@ -27,6 +27,8 @@ from nmrun.errors import ConfigError, leads, refuse
 
 # Told to job processes: how many jobs were launched before this launch.
 BEFORE = "NMRUN_BEFORE"
+# Ends of runs, the one that matters most last.
+MATTERS = ("planned", "skipped", "finished", "running", "failed", "refused", "interrupted")
 
 source.register()
 
@@ -162,7 +164,7 @@ def _outcomes_of(
         for final, metric in finals
         if metric in final
     ]
-    most = max(found, key=lambda one: (_exit_status(one), one["status"] == "finished"))
+    most = max(found, key=lambda one: MATTERS.index(one["status"]))
     return most, values if len(values) == len(found) else []
 
 
@@ -170,7 +172,8 @@ def _outcome(composed: DictConfig, sweep: str | None, command: str) -> dict[str,
     try:
         config = schema.check(composed)
         folder = run_folder(config)
-        if not config.force and not config.dry and (result := finished(folder)):
+        result = None if config.force or config.dry else finished(folder)[0]
+        if result is not None:
             metrics = "  ".join(
                 f"{key} {value:.4g}" for key, value in result["metrics"]["final"].items()
             )
@@ -178,8 +181,12 @@ def _outcome(composed: DictConfig, sweep: str | None, command: str) -> dict[str,
             return {**result, "status": "skipped", "folder": str(folder)}
         if not config.dry:
             _make(folder, config.output_dir)  # before torch is imported for nothing
-        from nmrun.train import runner
-
+        try:
+            from nmrun.train import runner
+        except (ImportError, OSError, MemoryError) as error:  # with too little memory, say
+            line = f"torch, or what a run needs beside it, cannot be loaded: {error}"
+            refuse([line])
+            return {"status": "failed", "folder": str(folder), "error": line}
         return runner.run(config, folder, sweep, command)
     except ConfigError as error:
         refuse(error.problems)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from nmrun.config.metric import higher_is_better
 from nmrun.errors import RunError
 from nmrun.products.times import as_data
 from nmrun.settings.config import Config
+from nmrun.signals import Signals
 from nmrun.sparsity.metrics import layer_metrics
 from nmrun.tasks.base import Batch
 from nmrun.train import checkpoint, nonfinite
@@ -96,6 +97,8 @@ class Loop:
         self.losses: list[
             Tensor
         ] = []  # of the steps since ``logged_step``, left on the device until they are logged
+        # what there is to log of a step whose evaluation a signal put off
+        self.row: dict[str, float] | None = None
         self.best: dict[str, float] = {}
         self.best_weights: dict[str, Tensor] = {}
         self.candidates = 0
@@ -111,62 +114,67 @@ class Loop:
         self.items = 0  # seen in this sitting
         self._shown: dict[str, float] = {}
 
-    def train(self, folder: Path, tracker: Tracker | None, stopped: Callable[[], bool]) -> bool:
-        """Train to the last step and return True, or False as soon as ``stopped()``;
-        ``checkpoint.pt`` has the state then.
+    def train(self, folder: Path, tracker: Tracker | None, signals: Signals) -> bool:
+        """Train to the last step and return True, or False as soon as there is a signal, on any
+        rank; ``checkpoint.pt`` has the state then. ``signals`` wait, but for evaluations.
         """
         earlier, began = self.seconds, time.perf_counter()
         window_began, window_step, window_items = began, self.step, self.items
         self.model.train()
-        while self.step < self.total_steps:
-            epoch, index = divmod(self.step, self.task.batches_per_epoch)
-            last = self.step + 1 == self.total_steps
+        while self.step < self.total_steps or self.row is not None:
+            at = self.step if self.row is None else self.step - 1
+            epoch, index = divmod(at, self.task.batches_per_epoch)
+            last = at + 1 == self.total_steps
             epoch_ends = index + 1 == self.task.batches_per_epoch
-            log_due = last or (self.step + 1) % self.trainer.log_every == 0
+            log_due = last or (at + 1) % self.trainer.log_every == 0
             evaluate_due = last or (epoch_ends and (epoch + 1) % self.trainer.eval_every == 0)
             save_due = last or (epoch_ends and (epoch + 1) % self.trainer.checkpoint_every == 0)
 
-            diagnostics = (
-                None
-                if (self.step + 1) % (self.trainer.diagnose_every or math.inf)
-                else self.diagnostics
-            )
-            if diagnostics is not None:
-                diagnostics.before()
-            first = self._train_step(epoch, index, measure_flips=log_due)
-            if epoch_ends or last:
-                self.average.add(left=self.epochs - epoch - 1)
-            for event in self.handle.pop_events():
-                self.events.append(event)
-                self.console.say(f"  {event}")
-            row: dict[str, float] = {}
-            if log_due:
-                row |= self._training_row()
-                row |= self._speed(
-                    self.step - window_step,
-                    self.items - window_items,
-                    time.perf_counter() - window_began,
-                )
-            if diagnostics is not None:
-                row |= diagnostics.after(first)
+            row, self.row = self.row, None
+            if row is None:
+                diagnosed = (at + 1) % (self.trainer.diagnose_every or math.inf) == 0
+                diagnostics = self.diagnostics if diagnosed else None
+                if diagnostics is not None:
+                    diagnostics.before()
+                first = self._train_step(epoch, index, measure_flips=log_due)
+                if epoch_ends or last:
+                    self.average.add(left=self.epochs - epoch - 1)
+                for event in self.handle.pop_events():
+                    self.events.append(event)
+                    self.console.say(f"  {event}")
+                row = {}
+                if log_due:
+                    row |= self._training_row()
+                    row |= self._speed(
+                        self.step - window_step,
+                        self.items - window_items,
+                        time.perf_counter() - window_began,
+                    )
+                if diagnostics is not None:
+                    row |= diagnostics.after(first)
+            put_off = False
             if evaluate_due:
-                row |= self._evaluation_row(epoch + 1)
-            if row:
+                evaluated = self._evaluation_row(epoch + 1, signals)
+                if evaluated is None:
+                    self.row, put_off = row, True
+                else:
+                    row |= evaluated
+            if row and not put_off:
                 if tracker is not None:
                     tracker.log({"step": self.step, "epoch": epoch + 1, **row})
                 self._shown |= row
             self.console.progress(self.step, self.total_steps, self._status)
-            if evaluate_due and not self.console.on_terminal:
+            if evaluate_due and not put_off and not self.console.on_terminal:
                 self.console.detail(f"  {self._status()}")
 
             self.seconds = earlier + time.perf_counter() - began
-            stop = ranks.any_of(stopped()) and not last
+            stop = put_off or ranks.any_of(signals.caught is not None)
             if save_due or stop:
                 self._check_losses()
                 state = self.state_dict()
                 if tracker is not None:
                     tracker.sync()
-                    checkpoint.save_next(folder, state)
+                    checkpoint.save_next(folder, {**state, "rows": tracker.mark})
             if stop:
                 return False
             if row:
@@ -281,8 +289,18 @@ class Loop:
             else {**row, "mfu": row["items_per_second"] * self.cost.dense / (peak * ranks.world())}
         )
 
-    def _evaluation_row(self, epoch: int) -> dict[str, float]:
-        row = self.evaluate("val") | self.evaluate_dense("val")
+    def _evaluation_row(self, epoch: int, signals: Signals) -> dict[str, float] | None:
+        """None, and nothing has changed, where a signal came before or meanwhile."""
+        if ranks.any_of(signals.caught is not None):
+            return None
+        random = checkpoint.random_state()
+        try:
+            # the other ranks wait for this one's share
+            with signals.set("wait" if ranks.world() > 1 else "interrupt"):
+                row = self.evaluate("val") | self.evaluate_dense("val")
+        except KeyboardInterrupt:
+            checkpoint.restore_random_state(random)
+            return None
         sparse = self.handle.evaluates_sparse
         if self.handle.sparse:
             # of the projected weights; in a dense phase the forward pass uses others
@@ -305,12 +323,17 @@ class Loop:
 
     def _is_best(self, row: dict[str, float]) -> bool:
         metric = f"eval/{self.task.metric}"
+        if math.isnan(row[metric]):  # a correlation with what is constant, say
+            return False
         sign = 1 if higher_is_better(metric) else -1
         return not self.best or sign * row[metric] > sign * self.best[metric]
 
     def evaluate(self, split: str) -> dict[str, float]:
         """The task's metrics with the weights as they are: ``eval/...`` for split ``"val"``,
         ``test/...`` for ``"test"``, nothing where there is no test split.
+
+        Raises:
+            RunError: if the loss is not finite.
         """
         return self._evaluate(split, self.handle.evaluation_weights(), "")
 
@@ -335,6 +358,10 @@ class Loop:
             metrics = ranks.from_leader(self.task.evaluate(self.model, split))
         self.model.train()
         name = "eval" if split == "val" else split
+        if not math.isfinite(metrics.get("loss", 0.0)):
+            names = nonfinite.broken(self.model)
+            where = f"parameter {names[0]}" if names else "an output, of finite weights"
+            raise RunError(self._told(self.step, f"{name}/loss is {metrics['loss']}", where))
         return {f"{name}/{beside}{key}": value for key, value in metrics.items()}
 
     def _status(self) -> str:
@@ -380,6 +407,9 @@ class Loop:
         where = "looked for with trainer.distributed=ddp only"
         if not self.in_step:
             where = nonfinite.culprit(self.model, self.task, batches, self.autocast)
+        return self._told(step, what, where)
+
+    def _told(self, step: int, what: str, where: str) -> str:
         advice = [
             f"a lower optimizer.lr (it was {self.base_lrs[0] * self.lr_factor(self.updates):.3g})"
         ]
@@ -393,8 +423,15 @@ class Loop:
     def finalize(self) -> dict[str, Tensor]:
         """Training is over: the weights that are left (the leader has them), exactly N:M, which
         evaluations use from here on.
+
+        Raises:
+            RunError: on all ranks, if one is not finite.
         """
         weights = self.held.final_state_dict()
+        broken = [name for name, tensor in weights.items() if not nonfinite.is_finite(tensor)]
+        if broken := ranks.from_leader(broken):
+            what = "the last update broke the weights"
+            raise RunError(self._told(self.step, what, f"parameter {broken[0]}"))
         self.handle.finalize()
         return weights
 
@@ -414,6 +451,7 @@ class Loop:
                 "updates": self.updates,
                 "logged_step": self.logged_step,
                 "losses": list(self.losses),
+                "row": self.row,
                 "best": self.best,
                 "best_weights": self.best_weights,
                 "candidates": self.candidates,

@@ -26,12 +26,11 @@ def culprit(
     are overwritten.
     """
     for batch in batches:
-        if not all(_finite(tensor) for tensor in batch):
+        if not all(is_finite(tensor) for tensor in batch):
             return "the batch itself"
-    broken = [name for name, tensor in _named_tensors(model) if not _finite(tensor)]
-    if broken:
-        others = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-        return f"parameter {broken[0]}{others} (an earlier update broke it)"
+    if names := broken(model):
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return f"parameter {names[0]}{others} (an earlier update broke it)"
     model.zero_grad()
     outputs: list[str] = []
     hooks = [
@@ -45,7 +44,7 @@ def culprit(
                 loss = task.loss(model, batch)
             if outputs:
                 return f"the output of {outputs[0]}"
-            if not _finite(loss):
+            if not is_finite(loss):
                 return "the loss itself, of finite outputs"
             loss.backward()
     finally:
@@ -54,14 +53,19 @@ def culprit(
     backwards = [
         name
         for name, p in reversed(list(model.named_parameters()))
-        if p.grad is not None and not _finite(p.grad)
+        if p.grad is not None and not is_finite(p.grad)
     ]
     return f"the gradient of {backwards[0]}" if backwards else "not found again in a second pass"
 
 
+def broken(model: nn.Module) -> list[str]:
+    """The names of parameters and buffers that are not finite. Of shards all ranks have to ask."""
+    return [name for name, tensor in _named_tensors(model) if not is_finite(tensor)]
+
+
 def _recorder(name: str, found: list[str]) -> Any:
     def record(module: nn.Module, args: Any, output: Any) -> None:
-        if not all(_finite(t) for t in tree_iter(output) if isinstance(t, Tensor)):
+        if not all(is_finite(t) for t in tree_iter(output) if isinstance(t, Tensor)):
             found.append(f"{name} ({type(module).__name__})")
 
     return record
@@ -72,5 +76,5 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())

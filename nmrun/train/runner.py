@@ -10,20 +10,22 @@ import os
 import shutil
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
+import yaml
 from omegaconf import OmegaConf
 from safetensors.torch import save as safetensors_bytes
 from torch import Tensor
 
-from nmrun import locks, ranks
-from nmrun.config.identity import finished, identity
+from nmrun import locks, ranks, seal
+from nmrun.config.identity import finished, identity, result_in
 from nmrun.errors import ConfigError, RunError
 from nmrun.settings.config import Config
+from nmrun.signals import Signals
 from nmrun.train import checkpoint, environment, plan
 from nmrun.train.build import Parts, build
 from nmrun.train.console import Console
@@ -35,12 +37,10 @@ FILES = (
     *(
         checkpoint.CHECKPOINT,
         checkpoint.PREVIOUS,
-        "result.json",
-        "metrics.jsonl",
+        seal.RESULT,
         "run.log",
-        "config.yaml",
     ),
-    *("model.safetensors", "best.safetensors"),
+    *seal.FILES,
 )
 
 
@@ -51,8 +51,8 @@ def run(
     ``folder``.
 
     ``status`` is ``finished``, ``failed`` (with ``error``), ``interrupted`` (with ``signal``), or,
-    without a file, ``planned`` for a dry run and ``skipped`` where another process has just
-    finished the same run. ``sweep`` names the sweep it belongs to: its W&B group, and fewer lines
+    without a file, ``planned`` for a dry run, ``running`` where another process is at work on the
+    same run, and ``skipped`` where one has just finished it. ``sweep`` names the sweep it belongs to: its W&B group, and fewer lines
     on the screen. ``command`` is what asks for this run alone, for ``result.json`` and the top of
     ``config.yaml``. Raises ConfigError for a mistake that only the built model or the file system
     shows.
@@ -77,19 +77,35 @@ def run(
     except OSError as error:
         raise ConfigError(f"output_dir={config.output_dir}: {error}") from None
     ranks.begin(config.trainer.device)
-    with locks.hold(folder) if ranks.leads() else contextlib.nullcontext(True) as ours:
-        outcome = None
-        if not ours:
-            print(
-                f"nmrun: another process is at work on this very run: {folder}",
-                file=sys.stderr,
-                flush=True,
-            )
-            outcome = {"status": "failed", "error": "another process is at work on this very run"}
-        elif not config.force and (done := finished(folder)):
-            outcome = {**done, "status": "skipped"}
-        outcome = ranks.from_leader(outcome) or _Run(config, folder, sweep, command).result()
-        return {**outcome, "folder": str(folder)}
+    try:
+        with locks.hold(folder) if ranks.leads() else contextlib.nullcontext(True) as ours:
+            known = _without_training(config, folder, ours) if ranks.leads() else None
+            outcome = ranks.from_leader(known)
+            outcome = outcome or _Run(config, folder, sweep, command).result()
+    except ConfigError:
+        with contextlib.suppress(OSError):
+            os.removedirs(folder)  # the empty folders only
+        raise
+    return {**outcome, "folder": str(folder)}
+
+
+def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any] | None:
+    """The outcome of a run that another process has or had, or whose files are wrong; else None."""
+    if not ours:
+        who = locks.holder(folder) or "another process"
+        error = f"{who} is at work on this very run"
+        print(f"nmrun: {error}: {folder}", file=sys.stderr, flush=True)
+        return {"status": "running", "error": error}
+    done, wrong = (None, {}) if config.force else finished(folder)
+    if done is not None:
+        return {**done, "status": "skipped"}
+    if seal.METRICS in wrong:  # a checkpoint does not have its rows
+        error = (
+            f"{seal.METRICS} of this finished run: {wrong[seal.METRICS]}; force=true makes all anew"
+        )
+        print(f"nmrun: {error}: {folder}", file=sys.stderr, flush=True)
+        return {"status": "failed", "error": error}
+    return None
 
 
 def _build(
@@ -123,26 +139,46 @@ class _Run:
         """Train, and write ``result.json`` whatever happens (but for a configuration error, which
         leaves nothing).
         """
-        outcome: dict[str, Any]
+        with self.signals:
+            result = self._written(self._outcome())
+            if self.loop is not None:
+                self.loop.task.close()
+        if self.alone and ranks.world() > 1:
+            raise SystemExit(1)  # torchrun ends them
+        # too late for this run, but a sweep has to stop
+        if result["status"] == "finished" and self.signals.caught is not None:
+            return {**result, "status": "interrupted", "signal": self.signals.caught}
+        return result
+
+    def _outcome(self) -> dict[str, Any]:
+        """Train; what there is to say of it, whatever happened. From then on signals wait."""
         try:
             outcome = self._train()
+            self.signals.then = "wait"
+            return outcome
         except ConfigError:
-            with contextlib.suppress(OSError):
-                os.removedirs(self.folder)  # the empty folders only
             raise
         except KeyboardInterrupt:
-            outcome = {"status": "interrupted", "signal": int(signal.SIGINT)}
+            self.signals.then = "wait"
+            return self._interrupted(signal.SIGINT)
         except Exception as error:
+            self.signals.then = "wait"
             self.console.note(traceback.format_exc())
-            lines = str(error).strip().splitlines() or [""]
-            outcome = {
-                "status": "failed",
-                "error": lines[0]
-                if isinstance(error, RunError)
-                else f"{type(error).__name__}: {lines[0]}",
-            }
             self.alone = not isinstance(error, RunError)
-        result = _strict(
+            # the signal that ended a process which this one needs may reach this one later
+            time.sleep(0.1)
+            if self.signals.caught is not None:
+                return self._interrupted(signal.SIGTERM)
+            line = (str(error).strip().splitlines() or [""])[0]
+            told = line if isinstance(error, RunError) else f"{type(error).__name__}: {line}"
+            return {"status": "failed", "error": told}
+
+    def _interrupted(self, otherwise: signal.Signals) -> dict[str, Any]:
+        return {"status": "interrupted", "signal": int(self.signals.caught or otherwise)}
+
+    def _written(self, outcome: dict[str, Any]) -> dict[str, Any]:
+        """What is in ``result.json`` from now on."""
+        result: dict[str, Any] = _strict(
             {
                 "status": outcome["status"],
                 "id": identity(self.config),
@@ -161,21 +197,19 @@ class _Run:
         )
         try:
             if ranks.leads():
-                checkpoint.write(self.folder / "result.json", json.dumps(result, indent=2) + "\n")
+                if result["status"] == "finished":
+                    result = seal.sealed(result, self.folder)
+                checkpoint.write(self.folder / seal.RESULT, json.dumps(result, indent=2) + "\n")
         except OSError as error:  # a full disk, say
             result |= {
                 "status": "failed",
                 "error": f"result.json cannot be written: {error.strerror}",
             }
         if self.tracker is not None:
-            summary = {key: value for key, value in result.items() if key not in ("id", "config")}
+            here = ("id", "config", "files", "sha256")
+            summary = {key: value for key, value in result.items() if key not in here}
             self.tracker.finish(summary, 0 if result["status"] == "finished" else 1)
         self._say_result(result)
-        if self.alone and ranks.world() > 1:
-            raise SystemExit(1)  # torchrun ends them
-        # too late for this run, but a sweep has to stop
-        if result["status"] == "finished" and self.signals.caught is not None:
-            return {**result, "status": "interrupted", "signal": self.signals.caught}
         return result
 
     def _train(self) -> dict[str, Any]:
@@ -185,7 +219,7 @@ class _Run:
         outcome, accumulate, fresh = (
             None,
             self.config.trainer.accumulate,
-            self.config.force or not self.config.resume,
+            not self.config.resume or (self.config.force and not _forced_before(self.folder)),
         )
         while outcome is None:
             try:
@@ -225,6 +259,8 @@ class _Run:
         state, complaints = (
             (None, []) if fresh else checkpoint.load_last(folder, mapped=not ranks.leads())
         )
+        _, wrong = finished(folder)
+        complaints += [f"finished before, but {name}: {what}" for name, what in wrong.items()]
         parts, found = _build(config, search=state is None, times=(state or {}).get("acceleration"))
         if ranks.leads():
             if state is None:
@@ -263,28 +299,37 @@ class _Run:
         loop.accumulate = max(accumulate, loop.accumulate)
         if ranks.leads():
             self.tracker = Tracker(
-                folder, config.plain, identity(config), self.sweep, loop.step, self.console.say
+                *(folder, config.plain, identity(config), self.sweep, loop.step, self.console.say),
+                mark=state.get("rows") if state else None,
             )
+            for event in self.tracker.events:
+                loop.events.append(event)
+                self.console.say(f"  {event}")
 
-        with self.signals:
-            if not loop.train(folder, self.tracker, lambda: self.signals.caught is not None):
-                # another rank's
-                return {
-                    "status": "interrupted",
-                    "signal": self.signals.caught or int(signal.SIGTERM),
-                }
-            report = parts.handle.report()
-            of_dense = loop.evaluate_dense("val") | loop.evaluate_dense("test")
-            weights = loop.finalize()  # from here on, what is evaluated is what is saved
-            final, best = loop.evaluate("val") | loop.evaluate("test") | of_dense, dict(loop.best)
+        alone = ranks.world() == 1  # else the other ranks wait for this one's share
+        with self.signals.set("wait"):
+            while not loop.train(folder, self.tracker, self.signals):
+                if not (alone and self.signals.passed_on()):
+                    return self._interrupted(signal.SIGTERM)  # another rank's, if not ours
+        # all that follows can be done again from the last checkpoint
+        with self.signals.set("act" if alone else "wait"):
+            return self._last_files(parts, loop)
+
+    def _last_files(self, parts: Parts, loop: Loop) -> dict[str, Any]:
+        folder, report = self.folder, parts.handle.report()
+        of_dense = loop.evaluate_dense("val") | loop.evaluate_dense("test")
+        weights = loop.finalize()  # from here on, what is evaluated is what is saved
+        final, best = loop.evaluate("val") | loop.evaluate("test") | of_dense, dict(loop.best)
+        if not math.isfinite(final[f"eval/{parts.task.metric}"]):
+            raise RunError(f"the final eval/{parts.task.metric} is not finite")
+        if ranks.leads():
+            _save_weights(folder / "model.safetensors", weights)
+        if best:
             if ranks.leads():
-                _save_weights(folder / "model.safetensors", weights)
-            if best:
-                if ranks.leads():
-                    _save_weights(folder / "best.safetensors", loop.best_weights)
-                loop.held.load_final_state_dict(loop.best_weights)
-                best |= {"candidates": loop.candidates}
-                best |= loop.evaluate("test")
+                _save_weights(folder / "best.safetensors", loop.best_weights)
+            loop.held.load_final_state_dict(loop.best_weights)
+            best |= {"candidates": loop.candidates}
+            best |= loop.evaluate("test")
         metrics = {"final": final, "best": best}
         (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)
         notes = dict(parts.task.notes)
@@ -329,29 +374,14 @@ class _Run:
             say(f"  {self.folder}")
 
 
-class Signals:
-    """While entered, the first SIGINT or SIGTERM is noted in ``caught``, for training to stop; a
-    second one acts at once.
-    """
-
-    def __init__(self) -> None:
-        self.caught: int | None = None
-        self._former: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        # not in the main thread: whoever runs us there handles signals
-        with contextlib.suppress(ValueError):
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._former[number] = signal.signal(number, self._catch)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, former in self._former.items():
-            signal.signal(number, former)
-
-    def _catch(self, number: int, frame: FrameType | None) -> None:
-        self.caught = number
-        self.__exit__()
+def _forced_before(folder: Path) -> bool:
+    """Whether ``force=true`` has begun the run in this folder and was cut off: it goes on then."""
+    try:
+        before = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    forced = isinstance(before, dict) and before.get("force") is True
+    return forced and result_in(folder).get("status") in (None, "interrupted")
 
 
 def _out_of_memory(error: Exception) -> bool:

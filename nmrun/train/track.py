@@ -10,11 +10,13 @@ import math
 import netrc
 import os
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
+from nmrun import jsonl
 from nmrun.train import checkpoint
 
 INIT_TIMEOUT = 10.0  # seconds that an online W&B may take to answer, once a process
@@ -27,7 +29,7 @@ _unreachable = (
 
 class Tracker:
     """One run's metrics. Rows are dictionaries with ``step`` and ``epoch``; a resumed run goes on
-    where its checkpoint was.
+    where its checkpoint was. ``events`` tells which of its rows are lost.
     """
 
     def __init__(
@@ -38,13 +40,20 @@ class Tracker:
         group: str | None,
         step: int,
         say: Callable[[str], None],
+        mark: list[int] | None = None,
     ) -> None:
         """``step``: where training begins, 0 unless resumed. Rows of later steps are dropped, since
-        they will come again.
+        they will come again. ``mark``: that of the rows that there should be, if it is known.
         """
         path = folder / "metrics.jsonl"
-        self._history = _rows_up_to(path, step)
-        checkpoint.write(path, "".join(f"{json.dumps(row)}\n" for row in self._history))
+        rows, damaged = jsonl.read(path) if step else ([], [])
+        self._history = [row for row in rows if _step(row) <= step]
+        lines = [f"{json.dumps(row)}\n" for row in self._history]
+        self.mark = [0, 0]
+        for line in lines:
+            self._count(line)
+        self.events = _lost(self.mark, mark, damaged)
+        checkpoint.write(path, "".join(lines))
         self._file = path.open("a")
         self._say = say
         self._run: Any = None
@@ -57,10 +66,16 @@ class Tracker:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in row.items()
         }
-        self._file.write(json.dumps(row) + "\n")
+        line = json.dumps(row) + "\n"
+        self._file.write(line)
         self._file.flush()
+        self._count(line)
         if self._run is not None:
             self._wandb(lambda: self._run.log(row, step=row["step"]))
+
+    def _count(self, line: str) -> None:
+        """``mark`` is the number of rows, and a checksum of them all."""
+        self.mark = [self.mark[0] + 1, zlib.crc32(line.encode(), self.mark[1])]
 
     def sync(self) -> None:
         """Put the rows on disk; called before a checkpoint that counts on them."""
@@ -163,15 +178,18 @@ def logged_in() -> bool:
         return False
 
 
-def _rows_up_to(path: Path, step: int) -> list[dict[str, Any]]:
-    """The rows of a metrics file up to a step. A last line that a kill has cut in two is dropped."""
-    rows = []
-    if step and path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            if row["step"] <= step:
-                rows.append(row)
-    return rows
+def _step(row: dict[str, Any]) -> float:
+    step = row.get("step")
+    return step if type(step) is int else math.inf
+
+
+def _lost(found: list[int], mark: list[int] | None, damaged: list[int]) -> list[str]:
+    """What is to be said of rows that a checkpoint counts on and that are not there."""
+    if found == mark or not (mark or damaged):
+        return []
+    where = f" (damaged: line {', '.join(map(str, damaged))})" if damaged else ""
+    if mark is None:  # an earlier version's checkpoint
+        return [f"metrics.jsonl: rows may be lost{where}"]
+    if found[0] < mark[0]:
+        return [f"metrics.jsonl: {mark[0] - found[0]} of {mark[0]} rows are lost{where}"]
+    return [f"metrics.jsonl: not the {mark[0]} rows that were logged; it was changed{where}"]

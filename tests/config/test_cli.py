@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import signal
@@ -10,11 +11,14 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hydra import compose, initialize_config_module
+from PIL import Image
 from runs import TINY
 from verbs import verb
 
+from nmrun import cli
 from nmrun.config import source
 from nmrun.errors import ConfigError, RunError
 from nmrun.train import jobs
@@ -219,6 +223,46 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     assert json.loads(result.read_text())["status"] == "interrupted"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_group_stops_a_sweep_in_order(
+    number: signal.Signals, tmp_path: Path, nmrun_cli
+) -> None:
+    """With processes that read images, as a scheduler sends it."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 12), ("val", 4)):
+        for name in ("ant", "bee", "cat"):
+            (folder := tmp_path / "data" / "some" / split / name).mkdir(parents=True)
+            for image in range(count):
+                pixels = random.integers(0, 255, (8, 8, 3)).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / f"{image:02}.png")
+    words = [
+        *("-m", "recipe=ste", "seed=0,1", "dataset=imagenet", "dataset.path=some", "model=small_conv"),
+        *("dataset.resolution=8", "dataset.val_size=6", "dataset.workers=2", "output_dir=out"),
+        *("trainer.batch_size=5", "trainer.epochs=60", "trainer.log_every=1", "track=local"),
+    ]  # fmt: skip
+    places = {"NMRUN_DATA": str(tmp_path / "data"), "NMRUN_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "nmrun.cli", *words]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**os.environ, **places},
+    )  # fmt: skip
+    while not any(len(path.read_text()) > 2000 for path in tmp_path.rglob("metrics.jsonl")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "failed" not in err
+    assert "sweep of 2: 1 not done, 1 not reached" in out
+    (result,) = tmp_path.rglob("result.json")
+    assert json.loads(result.read_text())["status"] == "interrupted"
+    again = nmrun_cli(*words, **places)
+    assert again.returncode == 0
+    assert "goes on at step" in again.stdout
+    assert "sweep of 2: 2 finished" in again.stdout
+
+
 def test_several_seeds_in_one_job_and_what_a_sweeper_minimises(tmp_path: Path) -> None:
     words = [*TINY, "recipe=ste", "trainer.epochs=1", f"output_dir={tmp_path}", "seeds=[3,5]"]
     source.register()
@@ -273,3 +317,67 @@ def test_a_verb_that_raises_gets_one_line(
         monkeypatch.setattr("nmrun.report.status.main", fails)
         assert verb("status") == status
     assert capsys.readouterr().err == "nmrun: no\nnmrun: never\nnmrun: it broke here\n"
+
+
+# --- what the machine lacks -----------------------------------------------------------------------
+
+
+def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
+    command = line.replace("nmrun", f"{sys.executable} -m nmrun.cli")
+    environment = {key: value for key, value in os.environ.items() if key not in NAMES}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=environment
+    )
+
+
+NAMES = ("USER", "LOGNAME", "LNAME", "USERNAME")
+RUN = "nmrun recipe=ste debug=fast output_dir=out"
+
+
+@pytest.mark.parametrize("where", [">&-", "2>&-", "> /dev/full"])
+def test_a_run_needs_no_reader(where: str, tmp_path: Path) -> None:
+    done = shell(tmp_path, f"{RUN} {where}")
+    assert (done.returncode, done.stderr) == (0, "")
+    (result,) = tmp_path.rglob("result.json")
+    assert json.loads(result.read_text())["status"] == "finished"
+    assert "test 0." in (result.parent / "run.log").read_text()
+
+
+def test_a_table_that_cannot_be_written_is_told(tmp_path: Path, write) -> None:
+    write("ste", "2:4", 0, 0.5)
+    done = shell(tmp_path, "nmrun table outputs > /dev/full")
+    assert done.returncode == 2
+    assert done.stderr == "nmrun: No space left on device\n"
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    done = shell(tmp_path, f"mkdir gone && cd gone && rmdir ../gone && {RUN}")
+    line = "nmrun: the current folder does not exist any more; change to another\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    done = shell(tmp_path, f"nmrun recipe=ste debug=fast output_dir={'x' * 300}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("nmrun: output_dir=xxx")
+    assert "File name too long" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that is started with a number: torch asks for the name."""
+    for name in NAMES:
+        monkeypatch.setenv(name, "to be restored")
+        del os.environ[name]
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(KeyError):
+        getpass.getuser()
+    monkeypatch.setattr(sys, "argv", ["nmrun", "--version"])
+    assert cli.main() == 0
+    assert getpass.getuser() == "uid54321"
+
+
+def test_too_little_memory_for_torch(tmp_path: Path) -> None:
+    done = shell(tmp_path, f"ulimit -v 1000000; {RUN}")
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr

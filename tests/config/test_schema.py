@@ -317,6 +317,11 @@ def test_the_nearest_match() -> None:
             "recipe.name=a/b: it names a folder",
         ),
         (
+            "recipe=custom",
+            {"recipe._target_": "a.B", "recipe.name": ".."},
+            "recipe.name=..: it names a folder",
+        ),
+        (
             "",
             {"output_dir": f"{__file__}/below"},
             f"output_dir={__file__}/below: {__file__} is not a folder",

@@ -22,6 +22,7 @@ import pytest
 from hydra._internal.core_plugins import basic_launcher, basic_sweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.plugins.sweeper import Sweeper
+from omegaconf import OmegaConf
 
 from nmrun import cli, locks, verbs
 from nmrun.config import experiment, sweep
@@ -322,6 +323,39 @@ def test_sweeps_for_different_launchers_are_launched_apart(
 )
 def test_overrides_as_one_types_them(word: str, as_typed: str) -> None:
     assert sweep.typed(word) == as_typed
+
+
+# --- runs that others are at work on ---------------------------------------------------------------
+
+
+def test_a_run_that_another_process_has_is_left_to_it(nmrun_cli, tmp_path: Path) -> None:
+    words = ("recipe=ste", "debug=fast", "output_dir=out")
+    assert nmrun_cli(*words, "seed=1").returncode == 0
+    (there,) = (path.parent for path in tmp_path.rglob("result.json"))
+    (there / "result.json").unlink()
+    with locks.hold(there):
+        alone = nmrun_cli(*words, "seed=1")
+        done = nmrun_cli("-m", *words, "seed=0,1")
+    who = f"process {os.getpid()} on {os.uname().nodename} is at work on this very run"
+    assert (alone.returncode, alone.stderr) == (1, f"nmrun: {who}: {there.relative_to(tmp_path)}\n")
+    assert done.returncode == 0
+    last = done.stdout.splitlines()[-1]
+    assert re.fullmatch(r"sweep of 2: 1 finished, 1 running in another process; \d+ s", last)
+
+
+def test_what_matters_most_of_several_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for first, second, most in (
+        ("finished", "running", "running"),
+        ("running", "failed", "failed"),
+        ("failed", "running", "failed"),
+        ("running", "interrupted", "interrupted"),
+        ("skipped", "finished", "finished"),
+    ):
+        ends = iter([{"status": first}, {"status": second}])
+        monkeypatch.setattr(jobs, "_outcome", lambda *_, ends=ends: next(ends))
+        assert jobs._outcomes_of(OmegaConf.create({"seed": 0, "seeds": [0, 1]}), None)[0] == {
+            "status": most
+        }
 
 
 # --- locks and pipes ------------------------------------------------------------------------------

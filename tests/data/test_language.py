@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from nmrun.settings.datasets import StdlibText
 from nmrun.tasks.language import LanguageModelling
 from nmrun.train import runner
 from nmrun.train.flops import peak_flops
+from nmrun.train.loop import Loop
 
 DEVICE = torch.device("cpu")
 
@@ -555,21 +557,15 @@ def test_resumed_in_the_middle_the_bits_are_the_same(tmp_path, monkeypatch):
     config = runs.config(tmp_path / "out", *TEXT, *data, "trainer.epochs=2")
     runner.run(config, tmp_path / "whole")
 
-    calls = 0
+    step = Loop._train_step
 
-    class Stopped(runner.Signals):
-        @property
-        def caught(self):
-            nonlocal calls
-            calls += 1
-            return 2 if calls == 7 else None  # asked after each step
-
-        @caught.setter
-        def caught(self, value):
-            pass
+    def stopped(loop, *arguments, **options):
+        step(loop, *arguments, **options)
+        if loop.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "Signals", Stopped)
+        patch.setattr(Loop, "_train_step", stopped)
         assert runner.run(config, tmp_path / "cut")["status"] == "interrupted"
     torch.manual_seed(99)
     assert runner.run(config, tmp_path / "cut")["status"] == "finished"

@@ -4,9 +4,13 @@ said of data that are not right.
 
 from __future__ import annotations
 
+import io
+import multiprocessing
 import os
 import pickle
 import shutil
+import signal
+import subprocess
 import tarfile
 import urllib.request
 from pathlib import Path
@@ -27,7 +31,7 @@ from nmrun.data import image_folder, images, splits
 from nmrun.errors import ConfigError, RunError
 from nmrun.tasks.augment import generator
 from nmrun.tasks.image_stream import ImageStream
-from nmrun.train import build, plan, runner
+from nmrun.train import build, checkpoint, plan, runner
 from nmrun.train.loop import Loop
 
 CPU = torch.device("cpu")
@@ -196,6 +200,39 @@ def test_what_is_wrong_with_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     shutil.rmtree(place)
     place.write_bytes(b"not an archive")
     assert "some is damaged, or not a tar archive" in complaint()
+    with tarfile.open(place, "w") as tar:
+        tar.add(make_folder(tmp_path / "whole"), "some")
+        link = tarfile.TarInfo("some/train/dog")
+        link.type, link.linkname = tarfile.SYMTYPE, "dog"  # to itself
+        tar.addfile(link)
+    assert "some is damaged, or not a tar archive (" in complaint()
+
+
+def test_an_archive_that_grows_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "data" / "some.tar.xz"
+    place.parent.mkdir()
+    zeros = 300_000
+    with tarfile.open(place, "w:xz") as tar:
+        for number in range(3):
+            member = tarfile.TarInfo(f"some/ant/{number}.png")
+            member.size = zeros
+            tar.addfile(member, io.BytesIO(bytes(zeros)))
+    most = image_folder.MOST_TIMES * place.stat().st_size
+    assert most < zeros
+    monkeypatch.setattr(image_folder, "SPARE_BYTES", zeros)  # for one of them
+    unpacked: list[str] = []
+    original = tarfile.TarFile._extract_one  # type: ignore[attr-defined]
+
+    def extracting(tar: Any, member: tarfile.TarInfo, *rest: Any, **more: Any) -> None:
+        unpacked.append(member.name)
+        original(tar, member, *rest, **more)
+
+    monkeypatch.setattr(tarfile.TarFile, "_extract_one", extracting)
+    with pytest.raises(ConfigError, match=f"it holds more than {most + zeros:,} bytes"):
+        image_folder.load("image_folder", place, 8)
+    assert unpacked == ["some/ant/0.png"]
 
 
 # --- splits ---------------------------------------------------------------------------------------
@@ -511,6 +548,58 @@ def test_a_stream_goes_on_anywhere(workers: int, tmp_path: Path) -> None:
     assert not torch.equal(in_order[0, 0][0], in_order[1, 0][0])
     other = stream(tmp_path, "seed=1", "dataset.workers=0")
     assert not torch.equal(other.micro_batches(0, 0, 1)[0][0], in_order[0, 0][0])
+
+
+def test_a_signal_to_all_processes_ends_a_run_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As timeout(1), systemd and Slurm send it: to those that read images too."""
+    make_folder(tmp_path / "data" / "some")
+    options = (
+        *("recipe=step", "dataset=imagenet", "dataset.path=some", "dataset.resolution=8"),
+        *("dataset.val_size=6", "trainer.batch_size=5", "dataset.workers=2"),
+    )
+    made, alone = (config(tmp_path / name, *options) for name in ("cut", "alone"))
+    original, readers = Loop._train_step, list[Any]()
+    before = multiprocessing.active_children()  # of other tests
+
+    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        if loop.step == 4:
+            readers.extend(set(multiprocessing.active_children()) - set(before))
+            everyone = [str(process.pid) for process in readers] + [str(os.getpid())]
+            subprocess.run(["kill", "-TERM", *everyone], check=True)
+        original(loop, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_train_step", signalled)
+        result = runner.run(made, run_folder(made))
+    assert (result["status"], result.get("signal")) == ("interrupted", signal.SIGTERM)
+    assert len(readers) == 2
+    assert not any(process.is_alive() for process in readers)
+    state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+    assert state is not None
+    assert state["loop"]["step"] == 5
+    for each in (made, alone):
+        assert runner.run(each, run_folder(each))["status"] == "finished"
+    assert rows(run_folder(made)) == rows(run_folder(alone))
+    for name in ("model.safetensors", "best.safetensors"):
+        assert (run_folder(made) / name).read_bytes() == (run_folder(alone) / name).read_bytes()
+
+
+def test_a_reader_goes_when_the_training_tells_it(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data" / "some")
+    task = stream(tmp_path, "dataset.workers=1")
+    before = multiprocessing.active_children()  # of other tests
+    task.micro_batches(0, 0, 1)
+    (reader,) = set(multiprocessing.active_children()) - set(before)
+    assert reader.pid is not None
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+        subprocess.run(["kill", f"-{int(number)}", str(reader.pid)], check=True)
+    reader.join(0.3)
+    assert reader.is_alive()
+    reader.terminate()
+    reader.join(10)
+    assert reader.exitcode == 0
 
 
 def test_each_epoch_of_a_stream_has_every_image_once(tmp_path: Path) -> None:

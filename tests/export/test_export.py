@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import struct
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from verbs import verb
 
 import nmrun
+from nmrun import seal
 from nmrun.errors import RunError
 from nmrun.export.cli import main
 from nmrun.sparsity import check_nm
@@ -355,6 +358,40 @@ def test_what_does_not_hold_is_not_copied(
     )
     assert re.search(said, capsys.readouterr().err)
     assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("model.safetensors", struct.pack("<f", 2.0)),
+        ("metrics.jsonl", b"0.5"),
+        ("result.json", b"0.5"),
+    ],
+)
+def test_what_was_changed_is_not_copied(
+    name: str, kept: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One bit of a kept weight, whose pattern holds as before, or one of a metric."""
+    run, export = folder(tmp_path / "run"), lambda: verb("export", str(run), "--to", str(to))
+    to = tmp_path / "to"
+    assert export() == 0
+    assert "kept no hashes; exported unverified" in capsys.readouterr().err
+    (run / "metrics.jsonl").write_text('{"step": 1, "eval/accuracy": 0.5}\n')
+    result = json.loads((run / "result.json").read_text()) | {"metrics": {"eval/accuracy": 0.5}}
+    (run / "result.json").write_text(json.dumps(seal.sealed(result, run)))
+    assert export() == 0
+    assert capsys.readouterr().err == ""
+    shutil.rmtree(to)
+    data = bytearray((run / name).read_bytes())
+    at = data.index(kept) + len(kept) - 1
+    data[at] ^= 1
+    (run / name).write_bytes(data)
+    assert export() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"nmrun: {run / name}: it was changed: its SHA-256 is another; remove it"
+    )
+    assert not to.exists()
 
 
 def test_only_finished_runs_are_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

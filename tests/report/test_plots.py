@@ -13,6 +13,7 @@ import pytest
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from nmrun.report import plots, style
 from nmrun.report.collect import collect
@@ -212,6 +213,17 @@ def test_nothing_to_draw(kind: str, write: Any, tmp_path: Path) -> None:
     write("step", "2:4", 0, status="failed")
     assert drawn(kind, tmp_path) is None
     assert pyplot.get_fignums() == []
+
+
+@pytest.mark.parametrize("name", [r"$\frac{1}{$", "a$b", "$x$", r"\$"])
+def test_names_are_no_formulas(name: str, write: Any, tmp_path: Path) -> None:
+    write(name, "2:4", 0, 0.9, model__name=name)
+    write(name, "1:4", 0, 0.9, model__name=name)
+    figure = drawn("ratio", tmp_path)
+    assert figure is not None
+    texts = [text.get_text() for text in figure.findobj(Text) if name in text.get_text()]
+    assert len(texts) >= 2  # the legend and the title
+    style.save(figure, tmp_path / "plot.svg")
 
 
 def test_lines_are_told_apart_without_colour(write: Any, tmp_path: Path) -> None:

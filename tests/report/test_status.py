@@ -265,7 +265,7 @@ def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> No
     assert "cut off: 1 of 2 jobs done (1 failed)" in lines[0]
     assert lines[1:3] == [f"  nmrun {words}", "runs in outputs: 1 failed, 1 killed"]
     (failed,) = [i for i, line in enumerate(lines) if line.startswith("failed")]
-    assert "the loss is nan" in lines[failed + 1]
+    assert "loss is nan" in lines[failed + 1]
     (killed,) = [i for i, line in enumerate(lines) if line.startswith("killed, step")]
     repeat = shlex.split(lines[killed + 1])
     assert repeat[0] == "nmrun"
@@ -293,3 +293,12 @@ def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> No
     again.communicate()
     assert json.loads((folder / "result.json").read_text())["status"] == "interrupted"
     assert "runs in outputs: 1 interrupted, 1 failed" in nmrun_cli("status").stdout
+
+
+def test_a_command_that_cannot_be_read_is_told_as_it_stands(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a folder that was moved."""
+    place("s0", command="nmrun recipe=ste output_dir='out")
+    Path("outputs").rename("moved")
+    assert "  nmrun recipe=ste output_dir='out" in told(capsys, "moved").splitlines()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nmrun import models
 from nmrun.config.schema import Config
 from nmrun.errors import ConfigError, RunError
+from nmrun.signals import Signals
 from nmrun.sparsity import nm_mask
 from nmrun.tasks.vision import Classification
 from nmrun.train import build, checkpoint
@@ -30,6 +31,7 @@ class Rows:
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.mark = [0, 0]
 
     def log(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -42,7 +44,7 @@ def trained(made: Config, folder: Path, prepare: Any = None) -> tuple[Loop, list
     loop, tracker = Loop(made, build.build(made), Console(None, brief=True)), Rows()
     if prepare is not None:
         prepare(loop)
-    loop.train(folder, tracker, lambda: False)  # type: ignore[arg-type]
+    loop.train(folder, tracker, Signals())  # type: ignore[arg-type]
     return loop, tracker.rows
 
 
@@ -315,7 +317,7 @@ def test_checkpoints_load_without_pickle_and_come_when_asked(
     trained(config(tmp_path, "recipe=asp", "trainer.checkpoint_every=3"), tmp_path)
     assert saved == [9, 12]
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
-    assert {"model", "optimizer", "scaler", "average", "random", "loop"} == set(state)
+    assert {"model", "optimizer", "scaler", "average", "random", "loop", "rows"} == set(state)
 
 
 # --- early failure --------------------------------------------------------------------------------

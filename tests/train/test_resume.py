@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -22,6 +23,7 @@ from nmrun import models
 from nmrun.config.identity import run_folder
 from nmrun.config.schema import Config
 from nmrun.models.small_conv import SmallConv
+from nmrun.tasks.vision import Classification
 from nmrun.train import checkpoint, runner
 from nmrun.train.loop import Loop
 
@@ -169,7 +171,7 @@ def test_killed_while_writing_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("step", [5, 8])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_between_epochs_too(
     number: signal.Signals, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +190,185 @@ def test_a_signal_saves_between_epochs_too(
     assert state is not None
     assert state["loop"]["step"] == step
     assert outcome(made) == left_alone(tmp_path, "step")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "step"),
+    [
+        (Classification, "evaluate", 1, 3),
+        (Classification, "evaluate", 4, 12),  # of the last step
+        (Classification, "evaluate", 5, 12),  # of the final weights
+        (Classification, "evaluate", 7, 12),  # of the best
+        (runner, "_save_weights", 1, 12),
+        (runner, "_save_weights", 2, 12),
+    ],
+)
+def test_a_signal_stops_evaluations_and_the_last_files(
+    owner: Any, name: str, call: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was trained is saved, the row of the step that was evaluated is not lost."""
+    made, original, calls = make(tmp_path, "step"), getattr(owner, name), 0
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        torch.rand(1)  # an evaluation may draw
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+            pytest.fail("went on")
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, signalled)
+        result = runner.run(made, run_folder(made))
+    assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
+    state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+    assert state is not None
+    assert state["loop"]["step"] == step
+    with monkeypatch.context() as patch:
+        calls = -1000
+        patch.setattr(owner, name, signalled)
+        assert outcome(made) == drawing_alone(tmp_path, patch, owner, name)
+
+
+def drawing_alone(tmp_path: Path, patch: pytest.MonkeyPatch, owner: Any, name: str) -> Any:
+    """Left alone, where a function draws random numbers."""
+    key = ("step", str(owner), name)
+    if key not in _alone:
+        _alone[key] = outcome(make(tmp_path / "alone", "step"))
+    return _alone[key]
+
+
+def test_a_signal_comes_while_an_error_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that reads data was told first, and its end is an error here."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
+
+    made = make(tmp_path, "ste")
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_train_step", broken)
+        result = runner.run(made, run_folder(made))
+    assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
+    assert "error" not in result
+    assert outcome(made) == left_alone(tmp_path, "ste")
+
+
+def test_a_launcher_s_handler_is_called_when_all_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """submitit's, for instance, which puts the job into the queue again and exits; others return."""
+    made, original, saved = make(tmp_path, "step"), Loop._train_step, []
+
+    def handler(number: int, frame: Any) -> None:
+        state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+        saved.append((number, state and state["loop"]["step"]))
+        if number == signal.SIGUSR2:
+            sys.exit(-1)
+
+    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        if loop.step in (5, 8) and not any(step == loop.step for _, step in saved):
+            os.kill(os.getpid(), {5: signal.SIGTERM, 8: signal.SIGUSR2}[loop.step])
+
+    former = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    try:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(Loop, "_train_step", signalled)
+            runner.run(made, run_folder(made))
+    finally:
+        for number, before in former.items():
+            signal.signal(number, before)
+    assert saved == [(signal.SIGTERM, 5), (signal.SIGUSR2, 8)]
+    assert outcome(made) == left_alone(tmp_path, "step")
+
+
+def test_a_signal_that_is_sent_twice_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """timeout(1) sends it to the process and to its group."""
+    made, original = make(tmp_path, "ste"), Loop._train_step
+
+    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        for _ in range(2 * (loop.step == 5)):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_train_step", signalled)
+        assert runner.run(made, run_folder(made))["signal"] == signal.SIGTERM
+    assert outcome(made) == left_alone(tmp_path, "ste")
+
+
+def test_a_process_that_a_run_has_forked_ends_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of a data set of one's own, which ends its processes by SIGTERM."""
+    original, codes = Loop._train_step, list[int]()
+
+    def forking(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        if loop.step == 5:
+            child = os.fork()
+            if not child:
+                time.sleep(60)
+                os._exit(0)
+            os.kill(child, signal.SIGTERM)
+            codes.append(os.waitpid(child, 0)[1])
+
+    made = make(tmp_path, "ste")
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_train_step", forking)
+        assert outcome(made) == left_alone(tmp_path, "ste")
+    assert codes == [signal.SIGTERM]
+
+
+# --- damaged rows ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ((1, b'{"step": 3, "epo'), "metrics.jsonl: 1 of 4 rows are lost (damaged: line 2)"),
+        ((0, b"\0" * 40), "metrics.jsonl: 1 of 4 rows are lost (damaged: line 1)"),
+        ((3, None), "metrics.jsonl: 1 of 4 rows are lost"),
+        ((1, "a digit"), "metrics.jsonl: not the 4 rows that were logged; it was changed"),
+        ((9, b"\xff\xfe{"), ""),  # behind the checkpoint, where nothing counts
+    ],
+)
+def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(
+    damage: tuple[int, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = make(tmp_path, "ste")
+    cut(monkeypatch, made, Loop, "_train_step", 8)  # the checkpoint is of step 6
+    metrics = run_folder(made) / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 3, 4, 6]
+    number, content = damage
+    if content == "a digit":
+        lines[number] = lines[number].replace(b'"epoch": 1', b'"epoch": 3')
+    elif content is None:
+        del lines[number]
+    else:
+        lines[number : number + 1] = [content]
+    metrics.write_bytes(b"\n".join(lines) + b"\n")
+    capsys.readouterr()
+    result = runner.run(made, run_folder(made))
+    assert result["status"] == "finished"
+    told = [line.strip() for line in capsys.readouterr().out.splitlines() if "jsonl" in line]
+    assert told == ([said] if said else [])
+    alone = left_alone(tmp_path, "ste")
+    assert result["events"] == [*told, *alone[4]]
+    kept = rows(run_folder(made))
+    assert len(kept) == len(alone[2]) - ("lost" in said)
+    assert result["metrics"] == alone[3]
 
 
 def test_loss_scaling_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

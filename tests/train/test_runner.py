@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from torch.nn import functional
 
-from nmrun import models, sparsify
+from nmrun import models, seal, sparsify
 from nmrun.config.identity import identity, run_folder
 from nmrun.config.schema import Config
 from nmrun.data import digits
@@ -121,9 +122,9 @@ def test_a_finished_run_is_not_touched_and_force_repeats_it(tmp_path: Path) -> N
     made = config(tmp_path, "recipe=ste")
     folder = run_folder(made)
     first = run(made)
-    (folder / "model.safetensors").unlink()
+    before = (folder / "model.safetensors").stat()
     assert run(made) == {**first, "status": "skipped"}
-    assert not (folder / "model.safetensors").exists()
+    assert (folder / "model.safetensors").stat() == before
     again = run(config(tmp_path, "recipe=ste", "force=true"))
     assert again["metrics"] == first["metrics"]
     assert {path.name for path in folder.iterdir()} == FILES
@@ -195,12 +196,165 @@ def test_a_run_that_diverges_fails_early(tmp_path: Path) -> None:
     assert result["environment"]["torch"] == torch.__version__.partition("+")[0]
 
 
+def test_a_run_whose_last_step_diverges_fails(tmp_path: Path) -> None:
+    made = config(tmp_path, "recipe=dense", "optimizer.lr=1e30", "trainer.limit_batches=1",
+                  "trainer.epochs=1")  # fmt: skip
+    result = run(made)
+    assert result["status"] == "failed"
+    assert result["error"].startswith("step 1: eval/loss is ")
+    assert "Try a lower optimizer.lr (it was 1e+30)" in result["error"]
+    assert not (run_folder(made) / "model.safetensors").exists()
+
+
+def test_a_weight_that_is_not_finite_is_never_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though no loss tells: the evaluation does not see it."""
+    original = Loop._train_step
+
+    def last(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        if loop.step == 12:
+            dict(loop.model.named_parameters())["head.bias"].data[3] = math.inf
+
+    monkeypatch.setattr(Loop, "_train_step", last)
+    monkeypatch.setattr(Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": 0.5})
+    made = config(tmp_path, "recipe=dense")
+    result = run(made)
+    assert result["status"] == "failed"
+    assert result["error"].startswith(
+        "step 12: the last update broke the weights; the first non-finite value is parameter head.bias."
+    )
+    assert not (run_folder(made) / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "status", "best"),
+    [
+        ([math.nan, 0.2, 0.4, 0.3], "finished", 3),
+        ([0.2, math.nan, 0.1, 0.1], "finished", 1),
+        ([0.2, 0.3, 0.1, math.nan], "failed", 2),
+    ],
+)
+def test_nan_is_never_the_best_nor_the_last(
+    accuracies: list[float],
+    status: str,
+    best: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = iter([*accuracies, accuracies[-1], *[0.5] * 3])
+    monkeypatch.setattr(
+        Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": next(told)}
+    )
+    result = run(config(tmp_path, "recipe=ste"))
+    assert (result["status"], result["metrics"]["best"]["epoch"]) == (status, best)
+
+
+# --- a run that is given again --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "best.safetensors", "config.yaml"])
+@pytest.mark.parametrize("shorter", [False, True])
+def test_a_finished_run_whose_file_is_gone_is_made_whole(
+    name: str, shorter: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(tmp_path, "recipe=ste")
+    folder, first = run_folder(made), run(made)
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[:-1]) if shorter else (folder / name).unlink()
+    capsys.readouterr()
+    again = run(made)
+    said = capsys.readouterr().out
+    size = f"changed: it has {len(data) - 1} bytes and had {len(data)}"
+    assert f"finished before, but {name}: it {f'was {size}' if shorter else 'is missing'}" in said
+    assert "goes on at step 12 of 12" in said
+    assert (folder / name).read_bytes() == data
+    assert again["status"] == "finished"
+    assert again["metrics"] == first["metrics"]
+    assert again["files"] == first["files"]
+
+
+def test_a_result_that_was_changed_is_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(tmp_path, "recipe=ste")
+    path, first = run_folder(made) / "result.json", run(made)
+    accuracy = f'"test/accuracy": {first["metrics"]["final"]["test/accuracy"]}'
+    assert accuracy in path.read_text()
+    path.write_text(path.read_text().replace(accuracy, '"test/accuracy": 0.99'))
+    again = run(made)
+    assert "finished before, but result.json: it was changed" in capsys.readouterr().out
+    assert (again["status"], again["metrics"]) == ("finished", first["metrics"])
+
+
+def test_rows_of_a_finished_run_cannot_be_made_again_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(tmp_path, "recipe=ste")
+    folder, first = run_folder(made), run(made)
+    before = (folder / "result.json").read_bytes()
+    (folder / "metrics.jsonl").unlink()
+    again = run(made)
+    line = "metrics.jsonl of this finished run: it is missing; force=true makes all anew"
+    assert (again["status"], again["error"]) == ("failed", line)
+    assert capsys.readouterr().err == f"nmrun: {line}: {folder}\n"
+    assert (folder / "result.json").read_bytes() == before
+    assert not (folder / "metrics.jsonl").exists()
+    forced = run(config(tmp_path, "recipe=ste", "force=true"))
+    assert (forced["status"], forced["metrics"]) == ("finished", first["metrics"])
+
+
+def test_a_run_of_an_earlier_version_is_skipped_if_its_weights_are_there(tmp_path: Path) -> None:
+    made = config(tmp_path, "recipe=ste")
+    run(made)
+    folder = run_folder(made)
+    result = json.loads((folder / "result.json").read_text())
+    del result["files"], result["sha256"]
+    (folder / "result.json").write_text(json.dumps(result))
+    assert run(made)["status"] == "skipped"
+    (folder / "model.safetensors").unlink()
+    assert run(made)["status"] == "finished"
+
+
+def test_a_forced_run_that_was_cut_off_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, forced = (config(tmp_path, "recipe=ste", *words) for words in ((), ("force=true",)))
+    original = Loop._train_step
+
+    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        if loop.step == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def went_on(made: Config) -> bool:
+        capsys.readouterr()
+        run(made)
+        return "goes on at step 8" in capsys.readouterr().out
+
+    def cut(made: Config) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(Loop, "_train_step", signalled)
+            return went_on(made)
+
+    assert not cut(plain)
+    assert not cut(forced)  # what was begun without it is done anew
+    assert went_on(forced)
+    assert not cut(forced)  # it had finished
+    (run_folder(forced) / "result.json").unlink()  # as after a kill
+    assert went_on(forced)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (("model.exclude=[stem,haed]",), "haed"),
         (("model.include=[head]", "model.channels=[6,6,6]"), "can be 2:4 sparse"),
         (("trainer.batch_size=5000",), "training images"),
+        (("dataset.val_fraction=1e-9",), "leave no image for val"),
+        (("dataset.val_fraction=0.6", "dataset.test_fraction=0.5"), "are more than all images"),
+        (("recipe.name=step", "optimizer.betas=[0.9,0.99999999999]"), "10,000,000 at most"),
         *([] if torch.cuda.is_available() else [(("trainer.device=cuda",), "no CUDA device")]),
     ],
 )
@@ -236,6 +390,16 @@ def test_control_c_before_training_begins(tmp_path: Path, monkeypatch: pytest.Mo
     assert (result["status"], result["signal"]) == ("interrupted", 2)
 
 
+def test_a_signal_before_training_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("went on")
+
+    monkeypatch.setattr(plan, "lines", told)
+    result = run(config(tmp_path))
+    assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
+
+
 def test_a_second_signal_acts_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def twice(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), 2)
@@ -255,14 +419,14 @@ def test_a_second_signal_acts_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_signal_that_comes_too_late_still_stops_the_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = runner._save_weights
+    original = seal.sealed
 
-    def late(*arguments: Any) -> None:
+    def late(*arguments: Any) -> dict[str, Any]:
         os.kill(os.getpid(), 15)
-        original(*arguments)
         monkeypatch.undo()
+        return original(*arguments)
 
-    monkeypatch.setattr(runner, "_save_weights", late)
+    monkeypatch.setattr(seal, "sealed", late)
     made = config(tmp_path, "recipe=ste")
     result = run(made)
     assert (result["status"], result["signal"]) == ("interrupted", 15)
@@ -281,7 +445,7 @@ def test_two_processes_do_not_share_a_folder(
     ) as other:
         assert other.stdout is not None
         other.stdout.readline()
-        assert run(made)["status"] == "failed"
+        assert run(made)["status"] == "running"
         assert capsys.readouterr().err.count("\n") == 1
         assert list(folder.iterdir()) == []
         with contextlib.suppress(ValueError):

@@ -1,0 +1,40 @@
+"""``nmrun table --verify``: whether the runs of a table are as they finished."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nmrun import seal
+from nmrun.config.identity import result_in
+from nmrun.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def verify(runs: pd.DataFrame) -> None:
+    """Compare the files of the finished runs with the hashes in their results.
+
+    Runs that were finished before there were hashes pass, and are counted in a line on standard
+    error.
+
+    Raises:
+        ConfigError: for runs in W&B, which have no files here.
+        RunError: for files that are missing or were changed, all of them.
+    """
+    wrong, unsealed = [], 0
+    for folder in map(Path, runs["folder"][runs["status"] == "finished"]):
+        if not folder.is_dir():
+            raise ConfigError(f"--verify: {folder} is no folder here, so there is nothing to check")
+        # read anew: of a file that has become unreadable nothing else is true
+        result = result_in(folder)
+        broken = seal.broken(folder, result, contents=True)
+        wrong += [f"{folder / name}: {problem}" for name, problem in broken.items()]
+        unsealed += not seal.is_sealed(result)
+    if wrong:
+        raise RunError(f"{'; '.join(wrong)}; {seal.REMEDY}")
+    if unsealed:
+        told = "finished by an earlier nmrun, which kept no hashes; not verified"
+        print(f"nmrun: runs {told}: {unsealed}", file=sys.stderr)

@@ -1,0 +1,112 @@
+"""Signals that end a run: SIGINT, SIGTERM, and SIGUSR1, which Slurm sends before the time is up
+(``--signal=USR1@60``).
+
+Schedulers, ``timeout`` and shells send them to all processes of a job. A step is finished and saved
+first; where nothing is to be saved, a signal acts at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Literal
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+LAUNCHERS = signal.SIGUSR2  # submitit's; of no meaning where no launcher handles it
+# Seconds within which a second SIGTERM is the first one's echo: ``timeout`` and ``torchrun`` send
+# it to the group and to the process.
+ECHO = 2.0
+
+
+class Signals:
+    """While entered, the first signal is ``caught``; a second one ends the process.
+
+    What it does follows from ``then``: ``act`` raises KeyboardInterrupt; ``interrupt`` does so too,
+    but leaves :meth:`passed_on` to whoever catches that; ``wait`` does nothing more.
+
+    A handler that whoever started the process has installed (submitit, to put the job into the
+    queue again) is called in the place of the KeyboardInterrupt. If it returns, the run goes on.
+    """
+
+    def __init__(self) -> None:
+        self.caught: int | None = None
+        self.then: Literal["act", "interrupt", "wait"] = "act"
+        self._former: dict[int, Any] = {}
+        self._since = 0.0
+        self._process = 0
+
+    def __enter__(self) -> Signals:
+        self._process = os.getpid()
+        launcher = [LAUNCHERS] if _foreign(signal.getsignal(LAUNCHERS)) else []
+        # not in the main thread: whoever runs us there handles signals
+        with contextlib.suppress(ValueError):
+            for number in (*ENDING, *launcher):
+                self._former[number] = signal.signal(number, self._catch)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, former in self._former.items():
+            signal.signal(number, former)
+
+    @contextlib.contextmanager
+    def set(self, then: Literal["act", "interrupt", "wait"]) -> Iterator[None]:
+        """While entered, a signal does this; one that was caught before included."""
+        before, self.then = self.then, then
+        try:
+            if self.caught is not None and self._raises():
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self.then = before
+
+    def passed_on(self) -> bool:
+        """Whether a launcher's handler has taken the signal that was caught, and returned."""
+        former = self._former.get(self.caught or 0)
+        if former is None or not _foreign(former):
+            return False
+        former(self.caught, None)
+        self.caught = None
+        return True
+
+    def _raises(self) -> bool:
+        return self.then == "interrupt" or (self.then == "act" and not self.passed_on())
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a process that was forked has its own end
+            self.__exit__()
+            os.kill(os.getpid(), number)
+        elif self.caught is None:
+            self.caught, self._since = number, time.monotonic()
+            if self._raises():
+                raise KeyboardInterrupt
+        elif number == signal.SIGINT or time.monotonic() - self._since > ECHO:
+            self.__exit__()
+            os.kill(os.getpid(), number)
+
+
+def _foreign(handler: Any) -> bool:
+    return callable(handler) and handler is not signal.default_int_handler
+
+
+def left_to_parent() -> None:
+    """Call it in a process that reads data for the training: the training alone ends it.
+
+    It so goes on reading while a step ends whose signal went to the whole group.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+        # torch's own handler for SIGTERM ends the process whoever sent it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        threading.Thread(target=_until_told, args=(os.getppid(),), daemon=True).start()
+
+
+def _until_told(parent: int) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+        pass
+    os._exit(0)
