@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from nmrun import ranks
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import RunError
+from nmrun.kernels.layout import local
 from nmrun.products.times import as_data
 from nmrun.settings.config import Config
 from nmrun.signals import Signals
@@ -35,9 +36,6 @@ from nmrun.train.replicated import Replicated
 from nmrun.train.schedules import scheduled
 from nmrun.train.track import Tracker
 
-if TYPE_CHECKING:
-    from nmrun.train.sharded import Sharded
-
 SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succeed any more
 
 
@@ -47,9 +45,9 @@ class Loop:
     ``step`` counts batches, ``updates`` the optimizer steps done (loss scaling may skip some).
     ``best`` is the evaluation with the best ``task.metric`` while the forward weights held the
     pattern (for dense training: of all), with its ``epoch``; ``best_weights`` are the plain weights
-    of that moment, and ``candidates`` the number of such evaluations. ``accumulate`` is how many
-    micro-batches a batch is cut into. ``seconds`` and ``flops`` (of training) count all sittings,
-    and what the recipe took beforehand.
+    of that moment (this rank's parts of them), and ``candidates`` the number of such evaluations.
+    ``accumulate`` is how many micro-batches a batch is cut into. ``seconds`` and ``flops`` (of
+    training) count all sittings, and what the recipe took beforehand.
     """
 
     def __init__(self, config: Config, parts: Parts, console: Console) -> None:
@@ -76,7 +74,7 @@ class Loop:
             self.forward = torch.compile(
                 self.model, fullgraph=True, mode=None if how is True else how
             )
-        self.held: Replicated | Sharded = Replicated(self.model, self.optimizer, self.handle)
+        self.held = Replicated(self.model, self.optimizer, self.handle)
         # with FSDP no rank can pass through the model without the others
         self.in_step = ranks.world() > 1 and self.trainer.distributed == "fsdp"
         if self.in_step:
@@ -174,7 +172,8 @@ class Loop:
                 state = self.state_dict()
                 if tracker is not None:
                     tracker.sync()
-                    checkpoint.save_next(folder, {**state, "rows": tracker.mark})
+                    state["rows"] = tracker.mark
+                checkpoint.save_next(folder, state)
             if stop:
                 return False
             if row:
@@ -421,15 +420,15 @@ class Loop:
         )
 
     def finalize(self) -> dict[str, Tensor]:
-        """Training is over: the weights that are left (the leader has them), exactly N:M, which
-        evaluations use from here on.
+        """Training is over: the weights that are left (parts of them where they are sharded), exactly
+        N:M, which evaluations use from here on.
 
         Raises:
             RunError: on all ranks, if one is not finite.
         """
         weights = self.held.final_state_dict()
-        broken = [name for name, tensor in weights.items() if not nonfinite.is_finite(tensor)]
-        if broken := ranks.from_leader(broken):
+        broken = [name for name, part in weights.items() if not nonfinite.is_finite(local(part))]
+        if broken := sorted({name for names in ranks.gathered(broken) for name in names}):
             what = "the last update broke the weights"
             raise RunError(self._told(self.step, what, f"parameter {broken[0]}"))
         self.handle.finalize()
@@ -438,11 +437,12 @@ class Loop:
     # --- saving -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to end with the same bits: tensors and plain data."""
+        """All that a resumed run needs to end with the same bits: tensors (this rank's parts of what
+        is sharded) and plain data."""
         return {
             **self.held.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "average": self.average.state_dict(self.held.gathered),
+            "average": self.average.state_dict(),
             "random": ranks.gathered(checkpoint.random_state()),
             "acceleration": self.acceleration,
             "loop": {
@@ -473,5 +473,7 @@ class Loop:
         for name, value in state["loop"].items():
             setattr(self, name, value)
         self.losses = [loss.to(self.device) for loss in self.losses]
+        best = self.held.handed_out(self.best_weights)
+        self.best_weights = {name: tensor.to("cpu") for name, tensor in best.items()}
         if self.diagnostics is not None:
             self.diagnostics.load_state_dict(state.get("diagnostics"))

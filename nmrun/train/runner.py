@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import yaml
 from omegaconf import OmegaConf
-from safetensors.torch import save as safetensors_bytes
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nmrun import locks, ranks, seal
@@ -256,9 +256,7 @@ class _Run:
 
     def _sitting(self, accumulate: int, fresh: bool) -> dict[str, Any]:
         config, folder = self.config, self.folder
-        state, complaints = (
-            (None, []) if fresh else checkpoint.load_last(folder, mapped=not ranks.leads())
-        )
+        state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
         _, wrong = finished(folder)
         complaints += [f"finished before, but {name}: {what}" for name, what in wrong.items()]
         parts, found = _build(config, search=state is None, times=(state or {}).get("acceleration"))
@@ -266,6 +264,7 @@ class _Run:
             if state is None:
                 for name in FILES:
                     (folder / name).unlink(missing_ok=True)
+                checkpoint.remove_unnamed(folder)
                 shutil.rmtree(folder / "wandb", ignore_errors=True)
             (folder / "result.json").unlink(missing_ok=True)
             said = f"# {self.command}\n" if self.command else ""
@@ -290,7 +289,8 @@ class _Run:
                     "checkpoint.pt is of an older nmrun, which kept the dense weights in the model; force=true starts over"
                 )
             try:
-                loop.load_state_dict(state)
+                loop.load_state_dict(checkpoint.complete(folder, state, loop.model))
+                state = None  # or else it would be kept beside what the loop has
             except (KeyError, RuntimeError, ValueError, TypeError) as error:
                 raise RunError(
                     f"checkpoint.pt does not fit this version of the code; force=true starts over ({error})"
@@ -322,16 +322,16 @@ class _Run:
         final, best = loop.evaluate("val") | loop.evaluate("test") | of_dense, dict(loop.best)
         if not math.isfinite(final[f"eval/{parts.task.metric}"]):
             raise RunError(f"the final eval/{parts.task.metric} is not finite")
-        if ranks.leads():
-            _save_weights(folder / "model.safetensors", weights)
+        _save_weights(folder / "model.safetensors", loop.held.gathered(weights))
         if best:
-            if ranks.leads():
-                _save_weights(folder / "best.safetensors", loop.best_weights)
+            _save_weights(folder / "best.safetensors", loop.held.gathered(loop.best_weights))
             loop.held.load_final_state_dict(loop.best_weights)
             best |= {"candidates": loop.candidates}
             best |= loop.evaluate("test")
         metrics = {"final": final, "best": best}
-        (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)
+        if ranks.leads():
+            (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)
+            checkpoint.remove_unnamed(folder)
         notes = dict(parts.task.notes)
         return {
             "status": "finished",
@@ -397,12 +397,9 @@ def _both(metrics: dict[str, float], metric: str) -> str:
 
 
 def _save_weights(path: Path, weights: dict[str, Tensor]) -> None:
-    checkpoint.write(
-        path,
-        safetensors_bytes(
-            {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
-        ),
-    )
+    if ranks.leads():
+        with checkpoint.replaced(path) as partial:
+            save_file(weights, partial)
 
 
 def _strict(value: Any) -> Any:
