@@ -259,7 +259,8 @@ class _Run:
         state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
         _, wrong = finished(folder)
         complaints += [f"finished before, but {name}: {what}" for name, what in wrong.items()]
-        parts, found = _build(config, search=state is None, times=(state or {}).get("acceleration"))
+        rows, times = ((state or {}).get(key) for key in ("rows", "acceleration"))
+        parts, found = _build(config, search=state is None, times=times)
         if ranks.leads():
             if state is None:
                 for name in FILES:
@@ -300,7 +301,7 @@ class _Run:
         if ranks.leads():
             self.tracker = Tracker(
                 *(folder, config.plain, identity(config), self.sweep, loop.step, self.console.say),
-                mark=state.get("rows") if state else None,
+                mark=rows,
             )
             for event in self.tracker.events:
                 loop.events.append(event)
