@@ -18,6 +18,7 @@ from torch.nn import functional
 from verbs import verb
 
 from nmrun import bench, models
+from nmrun.kernels import cpu_products
 from nmrun.bench import (
     arms,
     infer,
@@ -180,16 +181,14 @@ def test_an_unknown_benchmark_and_the_list_of_those_there_are(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-@pytest.mark.parametrize("what", ["gemm", "infer"])
-def test_without_a_gpu_one_line_and_status_two(
-    what: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert verb("bench", what) == 2
+def test_without_a_gpu_one_line_and_status_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb("bench", "gemm") == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err == "nmrun: no CUDA device: there are no 2:4 products to measure\n"
-    assert verb("bench", what, "--device", "cuda") == 2
-    assert "--device cuda: torch sees no CUDA device here" in capsys.readouterr().err
+    for what in ("gemm", "infer"):
+        assert verb("bench", what, "--device", "cuda") == 2
+        assert "--device cuda: torch sees no CUDA device here" in capsys.readouterr().err
 
 
 def written(folder: Path, name: str, printed: str) -> list[dict[str, Any]]:
@@ -556,6 +555,22 @@ def test_infer(gpu: played24.Machine, tmp_path: Path, capsys: pytest.CaptureFixt
         (m, b, n) for m, n in (("gpt_tiny", "8 of 8"), ("vit_small_32", "4 of 4")) for b in (1, 3)
     ]
     assert "broken: WRONG results" in printed
+
+
+@pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
+def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--models", "tiny", "--patterns", "1:4", "3:7", "--tokens", "1", "9", "--rounds", "2"]
+    threads = torch.get_num_threads()
+    out = tmp_path / "out"
+    assert bench.main(["infer", "--device", "cpu", *words, "--threads", "1", "--out", str(out)]) == 0
+    assert torch.get_num_threads() == threads
+    rows = json.loads((out / "infer_1_threads_cpu.json").read_text())["rows"]
+    assert (out / "infer_1_threads_cpu.md").read_text() in capsys.readouterr().out
+    sizes = [(p, t) for p in ("1:4", "3:7") for t in (1, 9)]
+    arms = ("torch", "onednn", "packed")
+    assert [(r["pattern"], r["tokens"], r["arm"]) for r in rows] == [(*s, a) for s in sizes for a in arms]
+    assert all("wrong" not in row and row["ms"] > 0 for row in rows)
+    assert all(row["layers"].endswith(" of 5") for row in rows if row["arm"] == "packed")
 
 
 def test_a_compressed_network_computes_what_the_masked_one_does(gpu: played24.Machine) -> None:
