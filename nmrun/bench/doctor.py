@@ -189,9 +189,9 @@ def packed() -> Iterator[tuple[str, str]]:
         for tokens in CPU_TOKENS:
             x = torch.randn(tokens, inputs)
             dense = partial(torch.nn.functional.linear, x, weight)
-            calls = {"torch": dense, "packed": partial(layer, x)}
+            calls = {"torch": [dense], "packed": [partial(layer, x)]}
             if torch.backends.mkldnn.is_available():
-                calls["oneDNN"] = partial(OneDNN(weight, None, tokens), x)
+                calls["oneDNN"] = [partial(OneDNN(weight, None, tokens), x)]
             with torch.no_grad():
                 taken = milliseconds(calls, x.device)
             best = min(ms for name, ms in taken.items() if name != "packed")

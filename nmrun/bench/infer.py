@@ -8,6 +8,7 @@ Times are those of a call, with the time that the host takes to launch it.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import tempfile
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from nmrun.bench import gemm, infer_cpu, output
 from nmrun.bench.networks import NETWORKS, composed, each, random_text
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
 from nmrun.patterns import Pattern
-from nmrun.products import acceleration, backends24
+from nmrun.products import backends24, choice24
 from nmrun.products.packed_linear import Linear24
 from nmrun.settings.datasets import TokenBin
 from nmrun.sparsity.masks import hard_threshold
@@ -133,8 +134,7 @@ def example(inputs: Row, batch: int, device: torch.device) -> Tensor:
 
 
 def main(argv: Sequence[str]) -> int:
-    asked = "cpu" if "cpu" in argv or not torch.cuda.is_available() else "cuda"
-    if "cuda" not in argv and acceleration.obstacle(torch.device(asked)):
+    if _on_cpu(argv):
         return infer_cpu.main(argv)
     parser = output.parser("infer", __doc__, 20)
     parser.add_argument(
@@ -186,3 +186,12 @@ def main(argv: Sequence[str]) -> int:
     unused = [f"{row['arm']}: {row['wrong']}" for row in rows if "batch" not in row]
     text = "\n\n".join([title, output.grid(shown, "batch", "arm", cell), *unused])
     return output.finish("infer", text, rows, argv, device, options.out)
+
+
+def _on_cpu(argv: Sequence[str]) -> bool:
+    """Whether these words ask for a CPU, or leave the choice to a machine without 2:4 products."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--device", nargs="?", default="auto")
+    asked = first.parse_known_args(argv)[0].device
+    name = "cuda" if asked == "auto" and torch.cuda.is_available() else "cpu"
+    return asked != "cuda" and bool(choice24.obstacle(torch.device(name)))

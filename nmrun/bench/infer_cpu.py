@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.bench import output
-from nmrun.bench.timing import Row, rounds, speedup
+from nmrun.bench.timing import Clock, Row, rounds, speedup
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.products.deploy import deploy
 from nmrun.products.sites import install, sites
-from nmrun.sparsity.masks import hard_threshold
+from nmrun.sparsity.masks import nm_mask
 
 PAST = 128  # tokens that a decoder has in its cache
 # layers, width, heads
@@ -38,7 +38,7 @@ class OneDNN(nn.Module):
         super().__init__()
         self.bias, self.rows = bias, len(weight)
         reorder = torch.ops.mkldnn._reorder_linear_weight
-        self.weight = reorder(weight.contiguous().to_mkldnn(), tokens)
+        self.weight = reorder(weight.contiguous(), tokens)
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
@@ -53,7 +53,9 @@ class Decoder(nn.Module):
         try:
             from transformers import GPT2Config, GPT2LMHeadModel
         except ImportError:
-            raise ConfigError("gpt2 needs transformers: pip install 'nmrun[transformers]'") from None
+            raise ConfigError(
+                "gpt2 needs transformers: pip install 'nmrun[transformers]'"
+            ) from None
         self.gpt = GPT2LMHeadModel(GPT2Config())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ def prune(model: nn.Module, pattern: Pattern) -> None:
     """Every weight that a packed layer could hold, by magnitude."""
     for held in sites(model)[0].values():
         for site in held:
-            site.weight.copy_(hard_threshold(site.weight.contiguous(), pattern))
+            site.weight.mul_(nm_mask(site.weight.contiguous(), pattern, 1, pad=True))
 
 
 @torch.no_grad()
@@ -117,14 +119,16 @@ def measure(name: str, pattern: Pattern, tokens: int, count: int) -> list[Row]:
         if not torch.allclose(made(x), expected, rtol=1e-3, atol=1e-3):
             wrong[arm] = "WRONG results"
     calls: dict[str, Callable[[], object]] = {arm: partial(net, x) for arm, net in arms.items()}
-    times = rounds(calls, count, cpu_time if torch.get_num_threads() == 1 else wall)
+    times = rounds(calls, count, cpu_time if torch.get_num_threads() == 1 else Clock(x.device))
     best = min(("torch", "onednn"), key=lambda arm: sum(times[arm]))
     rows = []
     for arm, taken in times.items():
         row: Row = {**about, "arm": arm, **speedup(taken, times["torch"])}
         if arm in wrong:
             row["wrong"] = wrong[arm]
-        row |= {"over": best} | {f"{k}_over_best": v for k, v in speedup(taken, times[best]).items() if "speedup" in k}
+        over = speedup(taken, times[best])
+        row |= {k.replace("up", "up_over_best"): v for k, v in over.items() if "speedup" in k}
+        row["best"] = best
         row["bytes"] = held_bytes(arms[arm]) if arm != "onednn" else None
         rows.append(row)
     rows[-1]["layers"] = f"{sum(c.path is not None for c in choices)} of {len(choices)}"
@@ -141,12 +145,6 @@ def cpu_time(call: Callable[[], object]) -> float:
     began = time.thread_time()
     call()
     return 1e3 * (time.thread_time() - began)
-
-
-def wall(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return 1e3 * (time.perf_counter() - began)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -175,11 +173,14 @@ def main(argv: Sequence[str]) -> int:
                     output.note(f"{name}, {pattern}, {tokens} tokens")
                     rows += measure(name, pattern, tokens, options.rounds)
         clock = "CPU time" if torch.get_num_threads() == 1 else "wall time"
+        threads = torch.get_num_threads()
         title = (
-            f"Forward passes, float32, all linear layers N:M: milliseconds, and how many times as fast as dense, median [quartiles] of paired rounds,"
-            f" n = {options.rounds}; {clock}, {torch.get_num_threads()} threads. Packed: over torch; over the better dense; bytes of the model to those of the dense one."
+            "Forward passes, float32, all linear layers N:M: milliseconds, and how many times as fast as dense, median [quartiles] of paired"
+            f" rounds, n = {options.rounds}; {clock}, {threads} threads. Packed: over torch; over the better dense; bytes of the model over dense."
         )
-        size = {(r["model"], r["pattern"], r["tokens"]): r["bytes"] for r in rows if r["arm"] == "torch"}
+        size = {
+            (r["model"], r["pattern"], r["tokens"]): r["bytes"] for r in rows if r["arm"] == "torch"
+        }
 
         def cell(row: Row) -> str:
             if row["arm"] != "packed":
@@ -188,9 +189,11 @@ def main(argv: Sequence[str]) -> int:
             over = (output.spread(row, key) for key in ("speedup", "speedup_over_best"))
             return f"{row['ms']:.4g} ms; {'; '.join(over)}; {share:.0%}"
 
-        shown = [{**r, "network": f"{r['model']} {r['pattern']}, {r['tokens']} tokens"} for r in rows]
+        shown = [
+            {**r, "network": f"{r['model']} {r['pattern']}, {r['tokens']} tokens"} for r in rows
+        ]
         text = f"{title}\n\n{output.grid(shown, 'network', 'arm', cell)}"
-        variant = f"_{torch.get_num_threads()}_threads"
+        variant = f"_{threads}_threads"
         return output.finish("infer", text, rows, argv, device, options.out, variant=variant)
     finally:
         torch.set_num_threads(before)

@@ -81,12 +81,16 @@ def _same_model(model: nn.Module, shapes: dict[str, list[int]]) -> None:
         raise ValueError(f"the file is of another model: {where} has no {odd[0]}")
     for name, shape in own.items():
         if shapes[name] != shape:
-            raise ValueError(f"the file is of another model: {name} is {shapes[name]} there, {shape} here")
+            raise ValueError(
+                f"the file is of another model: {name} is {shapes[name]} there, {shape} here"
+            )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.device.type not in ("cpu", "meta"):
             raise ValueError(f"{name} is on {tensor.device}: packed layers are for the CPU")
         if tensor.is_meta and name not in own:
-            raise ValueError(f"{name} is on meta, and the file does not have it: build the model on the CPU")
+            raise ValueError(
+                f"{name} is on meta, and the file does not have it: build the model on the CPU"
+            )
 
 
 def _matrices(
@@ -120,6 +124,6 @@ def _matrix(site: Site, line: Line, tensors: dict[str, Tensor]) -> TiledMatrix:
     value = values[group, slot][here].to(values.dtype if site.weight.is_meta else site.weight.dtype)
     if bool((column >= columns).any()):
         raise ValueError(f"{line.name}: a value behind the last column")
-    if value.dtype not in cpu_tiles.DTYPES:
+    if value.dtype not in cpu_products.DTYPES:
         raise ValueError(f"{line.name} is {value.dtype}: packed layers are float32 or bfloat16")
     return cpu_tiles.pack(row[here], column[here], value, rows, columns)

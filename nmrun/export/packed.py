@@ -120,7 +120,14 @@ def read(path: Path | str) -> tuple[dict[str, Tensor], list[Line]]:
             if values.shape != _stored(lines[-1]):
                 raise ValueError(f"{line['name']}.values is {list(values.shape)}")
             positions(places, len(values), pattern)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         raise ValueError(f"{path} cannot be unpacked: {' '.join(str(error).split())}") from None
     return tensors, lines
 

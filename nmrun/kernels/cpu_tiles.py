@@ -14,11 +14,12 @@ from torch import Tensor
 
 from nmrun.kernels import cpu_products
 from nmrun.kernels.compiled import in_parts
-from nmrun.kernels.cpu_products import BLOCK, DTYPES, LOW, PANEL, WORTH
+from nmrun.kernels.cpu_products import BLOCK, LOW, PANEL, WORTH
 
 TILE = 16  # rows, and columns of a segment
 SEGMENTS = BLOCK // TILE
-FEW = 8  # tokens that nm_token.c takes
+FEW = 8  # tokens that nm_token.c takes; from about 12 on nm_product.c is faster
+FEW_WORTH = 8  # its multiplications that cost as much as a weight in another pass, see in_parts
 TILED, LOW_VALUES = 8, 16  # flags of nm_product.c
 ALIKE = (1, 2, 4, 8)  # slots a segment that nm_token.c has loops for
 
@@ -63,11 +64,15 @@ class TiledMatrix:
             raise ValueError(f"{list(values.shape)} values where the counts say {list(slots)}")
         # the columns that a segment has slots for: nothing outside of a block is read
         segment = torch.arange(counts.numel()).remainder_(SEGMENTS)
-        if bool((index // TILE != segment.repeat_interleave(counts.flatten().long())[:, None]).any()):
+        if bool(
+            (index // TILE != segment.repeat_interleave(counts.flatten().long())[:, None]).any()
+        ):
             raise ValueError("a column that is not of its segment")
         first = int(counts.flatten()[0])
         same = first if first in ALIKE and bool((counts == first).all()) else 0
-        return cls(values.contiguous(), index.contiguous(), counts.contiguous(), rows, columns, start, same)
+        return cls(
+            values.contiguous(), index.contiguous(), counts.contiguous(), rows, columns, start, same
+        )
 
     @property
     def nbytes(self) -> int:
@@ -129,19 +134,26 @@ def multiply(x: Tensor, matrix: TiledMatrix, bias: Tensor | None = None) -> Tens
     flags = LOW * (x.dtype == torch.bfloat16)
     flags += LOW_VALUES * (matrix.values.dtype == torch.bfloat16)
     parts = (matrix.values, matrix.index, matrix.start)
+    if not tokens:
+        return out
+    bias = None if bias is None else bias.contiguous()
     fixed = [x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()]
     fixed += [part.data_ptr() for part in parts]
     size = (rows, columns, tokens)
 
     def few(begin: int, end: int) -> None:
-        _done(library.nm_token(*fixed, matrix.counts.data_ptr(), *size, begin, end, matrix.same, flags))
+        _done(
+            library.nm_token(
+                *fixed, matrix.counts.data_ptr(), *size, begin, end, matrix.same, flags
+            )
+        )
 
     def many(first: int, last: int, begin: int, end: int) -> None:
         _done(library.nm_product(*fixed, *size, first, last, begin, end, flags + TILED))
 
     work = tokens * matrix.values.numel()
     if tokens <= FEW:
-        in_parts(-(-rows // TILE), work, few)
+        in_parts(-(-rows // TILE), work // FEW_WORTH, few)
         return out
     panels = -(-tokens // PANEL)
     if panels >= torch.get_num_threads():

@@ -10,7 +10,7 @@
    A token's sum adds up in the order of nm_product.c: the same bits. */
 #define SEGMENTS (BLOCK / TILE)
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h> /* the compiler widens bytes one by one */
 #endif
 
@@ -34,6 +34,15 @@ static inline __attribute__((always_inline)) wide picked(const float *x, const u
 #if defined(__AVX512F__)
   __m512i lanes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(index + slot * TILE)));
   return (wide)_mm512_permutexvar_ps(lanes, _mm512_load_ps(x));
+#elif defined(__AVX2__)
+  wide found;
+  for (int half = 0; half < 2; half++) { /* three bits pick one of eight lanes, the fourth the eight */
+    __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(index + slot * TILE + 8 * half)));
+    __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(x), lanes), high = _mm256_permutevar8x32_ps(_mm256_load_ps(x + 8), lanes);
+    __m256 both = _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(lanes, 28)));
+    memcpy((float *)&found + 8 * half, &both, sizeof both);
+  }
+  return found;
 #else
   wide found;
   for (int l = 0; l < TILE; l++) found[l] = x[index[slot * TILE + l] & (TILE - 1)];

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.kernels import cpu_products, cpu_tiles
+from nmrun.kernels import cpu_products
 from nmrun.patterns import Pattern
-from nmrun.products import acceleration, backends24
+from nmrun.products import backends24, choice24
 from nmrun.products.acceleration import Choice
 from nmrun.products.packed_linear import Linear24, PackedLinear
 from nmrun.products.sites import Site, install, sites, watch
@@ -32,7 +31,6 @@ SIZES = (*range(2, 17), 32, 64)  # M that are looked for
 ROUNDS = 7  # in which dense and packed take turns
 # makes the packed layer of a weight (outputs, inputs) and its bias
 Path = Callable[[Tensor, Tensor | None], nn.Module]
-Known = dict[Any, tuple[str | None, str]]
 
 
 def deploy(model: nn.Module, sample: Any) -> list[Choice]:
@@ -53,22 +51,32 @@ def deploy(model: nn.Module, sample: Any) -> list[Choice]:
         What each weight got: a path, or None for dense, and the reason, with the times.
 
     Raises:
-        ConfigError: where a weight is still in training, and for a sample of another kind. The
-            model is unchanged.
+        ConfigError: where a weight is still in training, and for a sample of another kind. No
+            layer is changed.
     """
     for name, parameter in model.named_parameters():
         if LIVE.get(id(parameter)) is parameter:
             raise ConfigError(f"{name} is in training: call finalize() on its handle, then deploy")
     found, left = sites(model)
+    held = [site for its in found.values() for site in its]
     model.eval()
-    known: Known = {}
+    choices, alike = dict[str, Choice](), dict[Any, list[Site]]()
     with torch.no_grad():
         watch(model, found, sample)
-        choices = [_choose(site, known) for held in found.values() for site in held]
-        for module, held in found.items():
-            if any(site.layer is not None for site in held):
-                install(model, module, held)
-    return choices + [Choice(name, None, reason) for name, reason in left.items()]
+        for site in held:
+            reason, pattern = _try(site)
+            choices[site.name] = Choice(site.name, None, reason)
+            if pattern is not None:
+                alike.setdefault((*_size(site), pattern, tuple(site.candidates)), []).append(site)
+        for (*_, pattern, _), group in alike.items():
+            path, told = _fastest(group)
+            for site in group:
+                site.layer = None if path is None else site.candidates[path]
+                choices[site.name] = Choice(site.name, path, f"{pattern}, {told}")
+        for module, its in found.items():
+            if any(site.layer is not None for site in its):
+                install(model, module, its)
+    return [*choices.values(), *(Choice(name, None, reason) for name, reason in left.items())]
 
 
 def pattern_of(weight: Tensor) -> Pattern | None:
@@ -77,7 +85,7 @@ def pattern_of(weight: Tensor) -> Pattern | None:
     """
     found: Pattern | None = None
     filled = (weight != 0).to(torch.uint8)
-    for m in SIZES:
+    for m in (m for m in SIZES if m <= weight.shape[1]):
         groups = F.pad(filled, (0, -weight.shape[1] % m)).unflatten(1, (-1, m))
         n = max(int(groups.sum(2, dtype=torch.uint8).amax()), 1)
         if n < m and (found is None or n * found.m < found.n * m):
@@ -93,12 +101,12 @@ def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[st
     """
     short = str(dtype).removeprefix("torch.")
     if device.type == "cpu":
-        if dtype not in cpu_tiles.DTYPES:
+        if dtype not in cpu_products.DTYPES:
             raise ValueError(f"{short}: packed weights on the CPU are float32 or bfloat16")
         if not cpu_products.available():
             raise ValueError("no C compiler works here (cc, gcc, clang or $CC)")
         return {"packed": PackedLinear.of}
-    if why := acceleration.obstacle(device):
+    if why := choice24.obstacle(device):
         raise ValueError(why)
     if dtype not in backends24.ALLOWED:
         raise ValueError(f"{short}: 2:4 products are of bfloat16 or float16")
@@ -108,23 +116,20 @@ def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[st
     return {name: partial(Linear24, path=name) for name in sorted(names)}
 
 
-def _choose(site: Site, known: Known) -> Choice:
-    """What one weight gets; its layer is noted at the site. ``known``: what was measured already,
-    by shape and pattern.
-    """
-    dense = partial(Choice, site.name, None)
+def _try(site: Site) -> tuple[str, Pattern | None]:
+    """Why a weight stays dense; or its pattern, and its right candidates at the site."""
     if site.dtype is None:
-        return dense("the sample does not call it as a layer")
+        return "the sample does not call it as a layer", None
     if site.weight.dtype != site.dtype:
-        return dense(f"its weight is {site.weight.dtype}, its input {site.dtype}")
+        return f"its weight is {site.weight.dtype}, its input {site.dtype}", None
     pattern = pattern_of(site.weight)
     if pattern is None:
-        return dense("its weight is not N:M")
+        return "its weight is not N:M", None
     try:
         ways = paths(site.weight.device, site.dtype, pattern)
     except ValueError as error:
-        return dense(str(error))
-    layers, wrong = dict[str, nn.Module](), list[str]()
+        return str(error), None
+    wrong = []
     for name, make in ways.items():
         try:
             layer = make(site.weight.contiguous(), site.bias)
@@ -134,15 +139,13 @@ def _choose(site: Site, known: Known) -> Choice:
         if said:
             wrong.append(f"{name}: {said}")
         else:
-            layers[name] = layer
-    if not layers:
-        return dense("; ".join(wrong))
-    key = (site.weight.shape, pattern, site.dtype, tuple(site.shapes.items()), tuple(layers))
-    if key not in known:
-        known[key] = _fastest(site, layers)
-    path, told = known[key]
-    site.layer = None if path is None else layers[path]
-    return Choice(site.name, path, f"{pattern}, {told}")
+            site.candidates[name] = layer
+    return ("", pattern) if site.candidates else ("; ".join(wrong), None)
+
+
+def _size(site: Site) -> tuple[Any, ...]:
+    """What the times of a weight depend on, beside its pattern."""
+    return site.weight.shape, site.dtype, tuple(site.shapes.items())
 
 
 def _fault(site: Site, layer: nn.Module, shape: tuple[int, ...]) -> str:
@@ -152,24 +155,28 @@ def _fault(site: Site, layer: nn.Module, shape: tuple[int, ...]) -> str:
     return backends24.fault(partial(layer, x), F.linear(x.float(), site.weight.float(), bias))
 
 
-def _fastest(site: Site, layers: Mapping[str, nn.Module]) -> tuple[str | None, str]:
-    """The layer that does all that the sample brought in the least time, None for the dense one,
-    and the times of the commonest call.
+def _fastest(alike: Sequence[Site]) -> tuple[str | None, str]:
+    """The path that does all that the sample brought in the least time, None for dense, and the
+    times of the commonest call. Weights alike take turns, since in the model, too, others come in
+    between and a weight may have left the caches.
     """
-    calls: dict[str, Callable[[Tensor], Tensor]] = {"dense": site.dense, **layers}
-    total, said = Counter[str](), ""
+    site = alike[0]
+    total, said = dict.fromkeys(("dense", *site.candidates), 0.0), ""
     (common, _), *_ = site.shapes.most_common(1)
     for shape, count in site.shapes.items():
         x = _input(site, shape)
-        taken = milliseconds({name: partial(call, x) for name, call in calls.items()}, x.device)
+        taken = milliseconds(
+            {name: [partial(s.candidates.get(name, s.dense), x) for s in alike] for name in total},
+            x.device,
+        )
         for name, ms in taken.items():
-            total[name] += ms * count  # type: ignore[assignment]
+            total[name] += ms * count
         if shape == common:
             said = ", ".join(f"{name} {ms:.3g} ms" for name, ms in taken.items())
-    best = min(layers, key=lambda name: total[name])
+    best = min(site.candidates, key=lambda name: total[name])
     ratio = total["dense"] / total[best]
-    calls_of = "" if len(site.shapes) == 1 else f" of {site.shapes.total()} calls"
-    told = f"{common[0]} tokens: {said} ({ratio:.2f}x{calls_of})"
+    calls = "" if len(site.shapes) == 1 else f" of {site.shapes.total()} calls"
+    told = f"{common[0]} tokens: {said} ({ratio:.2f}x{calls})"
     return (best if ratio > 1 else None), told
 
 
@@ -179,15 +186,19 @@ def _input(site: Site, shape: tuple[int, ...]) -> Tensor:
 
 
 def milliseconds(
-    calls: Mapping[str, Callable[[], object]], device: torch.device
+    arms: Mapping[str, Sequence[Callable[[], object]]], device: torch.device
 ) -> dict[str, float]:
-    """The median time of each; on a CPU they take turns."""
+    """The median time of one call of each arm, all of them in a row; on a CPU arms take turns."""
     if device.type == "cuda":
-        return {name: backends24.milliseconds(call) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
+        return {
+            name: backends24.milliseconds(lambda calls=calls: [c() for c in calls]) / len(calls)  # type: ignore[misc]
+            for name, calls in arms.items()
+        }
+    times: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(ROUNDS + 1):
-        for name, call in calls.items():
+        for name, calls in arms.items():
             began = time.perf_counter()
-            call()
-            times[name].append(1e3 * (time.perf_counter() - began))
+            for call in calls:
+                call()
+            times[name].append(1e3 * (time.perf_counter() - began) / len(calls))
     return {name: statistics.median(taken[1:]) for name, taken in times.items()}

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmrun.kernels import cpu_tiles
+from nmrun.kernels import cpu_products, cpu_tiles
 from nmrun.kernels.cpu_tiles import TiledMatrix
 from nmrun.products.linear24 import multiply24, path_named
 from nmrun.products.simulated import compute_dtype
@@ -84,10 +84,8 @@ class PackedLinear(nn.Module):
 
     def dense(self) -> Tensor:
         """The weight with its zeros."""
-        return _matrix(
-            *(self.values, self.index, self.counts, self.start),
-            *(self.out_features, self.in_features, self.same),
-        ).dense()
+        parts = (self.values, self.index, self.counts, self.start)
+        return unpacked(*parts, self.out_features, self.in_features)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -129,7 +127,11 @@ class PackedAttention(nn.Module):
     """
 
     def __init__(
-        self, attention: nn.MultiheadAttention, query: nn.Module, key_value: nn.Module, out: nn.Module
+        self,
+        attention: nn.MultiheadAttention,
+        query: nn.Module,
+        key_value: nn.Module,
+        out: nn.Module,
     ) -> None:
         super().__init__()
         self.embed_dim, self.num_heads = attention.embed_dim, attention.num_heads
@@ -153,7 +155,9 @@ class PackedAttention(nn.Module):
         k, v = self.key_value(key).chunk(2, -1)
         if not same:
             v = self.key_value(value).chunk(2, -1)[1]
-        q, k, v = (t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (self.query(query), k, v))
+        q, k, v = (
+            t.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for t in (self.query(query), k, v)
+        )
         mask = self._mask(attn_mask, key_padding_mask, q, k.shape[2])
         weights = None
         if need_weights:
@@ -192,25 +196,23 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, float("-inf"))
 
 
-def _matrix(
-    values: Tensor, index: Tensor, counts: Tensor, start: Tensor, rows: int, columns: int, same: int
-) -> TiledMatrix:
-    return TiledMatrix(values, index, counts, rows, columns, start, same)
-
-
 def _product(
     x: Tensor, values: Tensor, index: Tensor, counts: Tensor, start: Tensor, bias: Tensor | None,
     rows: int, columns: int, same: int,
 ) -> Tensor:  # fmt: skip
     if x.device.type != "cpu" or values.device.type != "cpu":
-        raise RuntimeError(f"these weights are packed for the CPU; x is on {x.device}, they on {values.device}")
+        raise RuntimeError(
+            f"these weights are packed for the CPU; x is on {x.device}, they on {values.device}"
+        )
     if x.shape[-1] != columns:
         raise RuntimeError(f"x has {x.shape[-1]} features where the layer has {columns}")
     for tensor, name in ((x, "x"), (values, "weights")):
-        if tensor.dtype not in cpu_tiles.DTYPES:
+        if tensor.dtype not in cpu_products.DTYPES:
             raise RuntimeError(f"{name} of {tensor.dtype}: packed layers take float32 and bfloat16")
     bias = None if bias is None else bias.float()
-    return cpu_tiles.multiply(x, _matrix(values, index, counts, start, rows, columns, same), bias)
+    return cpu_tiles.multiply(
+        x, TiledMatrix(values, index, counts, rows, columns, start, same), bias
+    )
 
 
 @torch.library.custom_op("nmrun::packed_linear", mutates_args=())
@@ -226,13 +228,26 @@ def _(x, values, index, counts, start, bias, rows, columns, same):  # type: igno
     return x.new_empty(x.shape[0], rows)
 
 
+@torch.library.custom_op("nmrun::unpacked", mutates_args=())
+def unpacked(
+    values: Tensor, index: Tensor, counts: Tensor, start: Tensor, rows: int, columns: int
+) -> Tensor:
+    """A packed weight with its zeros."""
+    return TiledMatrix(values, index, counts, rows, columns, start, 0).dense()
+
+
+@unpacked.register_fake
+def _(values, index, counts, start, rows, columns):  # type: ignore[no-untyped-def]
+    return values.new_empty(rows, columns)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, values, index, counts, start, _, ctx.rows, ctx.columns, ctx.same = inputs
-    ctx.save_for_backward(values, index, counts, start)
+    _, *parts, _, ctx.rows, ctx.columns, _ = inputs
+    ctx.save_for_backward(*parts)
 
 
 def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
-    dense = _matrix(*ctx.saved_tensors, ctx.rows, ctx.columns, ctx.same).dense()
+    dense = unpacked(*ctx.saved_tensors, ctx.rows, ctx.columns)
     return dz @ dense.to(dz.dtype), *[None] * 8
 
 

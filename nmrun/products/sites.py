@@ -29,6 +29,7 @@ class Site:
         weight, bias: (outputs, inputs), and (outputs,) or None: views of the model's own.
         shapes: how often inputs of each shape came; a linear layer's are (tokens, inputs).
         dtype: that it computes in.
+        candidates: layers that compute the same, by their path.
         layer: what will stand in its place, None to leave it dense.
     """
 
@@ -37,6 +38,7 @@ class Site:
     bias: Tensor | None
     shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
     dtype: torch.dtype | None = None
+    candidates: dict[str, nn.Module] = field(default_factory=dict)
     layer: nn.Module | None = None
 
     def dense(self, x: Tensor) -> Tensor:
@@ -81,9 +83,11 @@ KINDS: dict[str, Callable[[Any], Weights]] = {
 
 def weights(module: nn.Module) -> Weights:
     """The weights of a layer, (outputs, inputs) with their bias, by name; empty for a layer that no
-    packed one can stand for.
+    packed one can stand for: of another class, with a ``forward``, hooks or a parametrization of
+    its own.
     """
-    if "forward" in vars(module) or module._forward_pre_hooks or hasattr(module, "parametrizations"):
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    if hooked or "forward" in vars(module) or hasattr(module, "parametrizations"):
         return {}
     # a subclass may do something else
     kind = next(k for k in type(module).__mro__ if "forward" in vars(k))
@@ -105,9 +109,10 @@ def sites(model: nn.Module) -> tuple[dict[nn.Module, list[Site]], dict[str, str]
         held = weights(module)
         if isinstance(module, nn.MultiheadAttention):
             inside.add(module.out_proj)
+        shared = any(uses[id(p)] > 1 for p in module.parameters() if p.dim() > 1)
         for attribute, (weight, bias) in held.items():
             name = f"{path}.{attribute}".lstrip(".")
-            if uses[id(weight if weight._base is None else weight._base)] > 1:
+            if shared:
                 left[name] = "another module has the same weight"
             elif module is model:
                 left[name] = "it is the whole model: wrap it in nn.Sequential"
@@ -117,7 +122,9 @@ def sites(model: nn.Module) -> tuple[dict[nn.Module, list[Site]], dict[str, str]
         if not held and not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and parameter.dim() > 1:
-                    left[f"{path}.{attribute}".lstrip(".")] = f"no packed {type(module).__name__}"
+                    left[f"{path}.{attribute}".lstrip(".")] = (
+                        f"no packed layer stands for this {type(module).__name__}"
+                    )
     return found, left
 
 
@@ -142,6 +149,8 @@ def watch(model: nn.Module, found: Mapping[nn.Module, list[Site]], sample: Any) 
         out.see(given["query"])
 
     hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in found]
+    past_layers = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch.random.fork_rng():
             if isinstance(sample, Tensor):
@@ -157,6 +166,7 @@ def watch(model: nn.Module, found: Mapping[nn.Module, list[Site]], sample: Any) 
                     f"sample is a {type(sample).__name__}: it takes a tensor, tuple, dict or function"
                 )
     finally:
+        torch.backends.mha.set_fastpath_enabled(past_layers)
         for hook in hooks:
             hook.remove()
 

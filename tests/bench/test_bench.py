@@ -18,7 +18,6 @@ from torch.nn import functional
 from verbs import verb
 
 from nmrun import bench, models
-from nmrun.kernels import cpu_products
 from nmrun.bench import (
     arms,
     infer,
@@ -32,7 +31,7 @@ from nmrun.bench import (
     train,
     update,
 )
-from nmrun.kernels import adam
+from nmrun.kernels import adam, cpu_products
 from nmrun.kernels import compiled as c_library
 from nmrun.patterns import Pattern
 from nmrun.products import backends24
@@ -156,7 +155,8 @@ def test_mistakes_get_one_line_and_status_two(argv: list[str], said: str, capsys
         (["train", "--models", "gpt3"], "gpt3"),
         (["train", "--recipe", "stpe"], "stpe"),
         (["train", "model.widht=3"], "widht"),
-        (["infer", "--batches", "x"], "x: a whole number"),
+        (["infer", "--device", "cpu", "--tokens", "x"], "x: a whole number"),
+        (["infer", "--device", "cpu", "--patterns", "5:4"], "5:4 is not an N:M pattern"),
     ],
 )
 def test_mistakes_in_the_others(
@@ -562,13 +562,17 @@ def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     words = ["--models", "tiny", "--patterns", "1:4", "3:7", "--tokens", "1", "9", "--rounds", "2"]
     threads = torch.get_num_threads()
     out = tmp_path / "out"
-    assert bench.main(["infer", "--device", "cpu", *words, "--threads", "1", "--out", str(out)]) == 0
+    assert (
+        bench.main(["infer", "--device", "cpu", *words, "--threads", "1", "--out", str(out)]) == 0
+    )
     assert torch.get_num_threads() == threads
     rows = json.loads((out / "infer_1_threads_cpu.json").read_text())["rows"]
     assert (out / "infer_1_threads_cpu.md").read_text() in capsys.readouterr().out
     sizes = [(p, t) for p in ("1:4", "3:7") for t in (1, 9)]
     arms = ("torch", "onednn", "packed")
-    assert [(r["pattern"], r["tokens"], r["arm"]) for r in rows] == [(*s, a) for s in sizes for a in arms]
+    assert [(r["pattern"], r["tokens"], r["arm"]) for r in rows] == [
+        (*s, a) for s in sizes for a in arms
+    ]
     assert all("wrong" not in row and row["ms"] > 0 for row in rows)
     assert all(row["layers"].endswith(" of 5") for row in rows if row["arm"] == "packed")
 

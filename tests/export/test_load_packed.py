@@ -38,6 +38,7 @@ def images() -> nn.Module:
 
 def exported(place: Path, model: nn.Module, **options: Any) -> tuple[Path, nn.Module]:
     """A packed export of a run that ended with this model, and the model, dense."""
+    dense = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = nmrun.sparsify(model, optimizer, "ste", "2:4", 8, **options)
     run = place / "run"
@@ -52,12 +53,17 @@ def exported(place: Path, model: nn.Module, **options: Any) -> tuple[Path, nn.Mo
     state = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
     save_file(state, run / "model.safetensors")
     assert cli.main([str(run), "--to", str(place / "to"), "--format", "packed"]) == 0
-    handle.finalize()
-    return place / "to", model.eval()
+    dense.load_state_dict(model.state_dict())
+    return place / "to", dense.eval()
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[str, Any], int]] = {
-    "encoder": (encoder, lambda: torch.randn(3, 7, 18), {"pad": True, "overrides": {".*linear1": "1:8"}}, 6),
+    "encoder": (
+        encoder,
+        lambda: torch.randn(3, 7, 18),
+        {"pad": True, "overrides": {".*linear1": "1:8"}},
+        7,
+    ),
     "images": (images, lambda: torch.randn(3, 4, 6, 6), {}, 1),
 }
 

@@ -71,7 +71,9 @@ def test_threads_share_the_rows_of_one_token(monkeypatch: pytest.MonkeyPatch) ->
     parts: list[int] = []
     real = cpu_tiles.in_parts
     monkeypatch.setattr(
-        cpu_tiles, "in_parts", lambda rows, work, call: real(rows, 1 << 30, lambda a, b: (parts.append(b), call(a, b)))
+        cpu_tiles,
+        "in_parts",
+        lambda rows, work, call: real(rows, 1 << 30, lambda a, b: (parts.append(b), call(a, b))),
     )
     assert torch.equal(cpu_tiles.multiply(x, matrix), alone)
     assert sorted(parts) == [21, 42, 63]
@@ -80,7 +82,9 @@ def test_threads_share_the_rows_of_one_token(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_mixture_of_patterns_in_one_tile() -> None:
     dense = sparse(40, 384, "1:1")
     rows = [sparse(40, 384, pattern) for pattern in ("1:16", "2:4", "3:7", "1:4")]
-    weight = torch.cat([*(w[i * 10 : (i + 1) * 10] for i, w in enumerate(rows)), dense[:1], 0 * dense[:4]])
+    weight = torch.cat(
+        [*(w[i * 10 : (i + 1) * 10] for i, w in enumerate(rows)), dense[:1], 0 * dense[:4]]
+    )
     x = normal(66, 384)
     for tokens in (1, 7, 66):
         near(cpu_tiles.multiply(x[:tokens], tiled(weight)), x[:tokens], weight, None)

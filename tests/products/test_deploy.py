@@ -53,7 +53,9 @@ def prune(model: nn.Module, *patterns: str) -> nn.Module:
 
 def mlp() -> nn.Module:
     torch.manual_seed(0)
-    return prune(nn.Sequential(nn.Linear(40, 50), nn.ReLU(), nn.Linear(50, 30, bias=False)), "1:4", "2:5")
+    return prune(
+        nn.Sequential(nn.Linear(40, 50), nn.ReLU(), nn.Linear(50, 30, bias=False)), "1:4", "2:5"
+    )
 
 
 def by_name(choices: list[Any]) -> dict[str, Any]:
@@ -74,7 +76,12 @@ def test_an_mlp_of_two_patterns(tokens: int, dtype: torch.dtype) -> None:
         ("2.weight", "packed", "2:5,"),
     ]
     assert all(f"{tokens} tokens: dense 1 ms, packed 0.5 ms (2.00x)" in c.reason for c in choices)
-    torch.testing.assert_close(model(x), expected, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-1 if dtype == torch.bfloat16 else 1e-5)
+    torch.testing.assert_close(
+        model(x),
+        expected,
+        rtol=2e-2 if dtype == torch.bfloat16 else 1e-5,
+        atol=1e-1 if dtype == torch.bfloat16 else 1e-5,
+    )
     for i, weight in zip((0, 2), weights, strict=True):
         assert isinstance(model[i], PackedLinear)
         assert torch.equal(model[i].dense(), weight)
@@ -156,7 +163,13 @@ def test_attention_across_two_sequences(batch_first: bool, batched: bool) -> Non
     if batch_first:
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     if not batched:
-        q, k, v, padding, masks = torch.randn(5, 32), torch.randn(6, 32), torch.randn(6, 32), padding[1], masks[:4]
+        q, k, v, padding, masks = (
+            torch.randn(5, 32),
+            torch.randn(6, 32),
+            torch.randn(6, 32),
+            padding[1],
+            masks[:4],
+        )
     calls = [
         {},
         {"need_weights": False},
@@ -168,7 +181,9 @@ def test_attention_across_two_sequences(batch_first: bool, batched: bool) -> Non
         expected = [model(q, k, v, **kwargs) for kwargs in calls]
         choices = by_name(nmrun.deploy(model, (q, k, v)))
         assert isinstance(model.attention, PackedAttention)
-        tokens = {name: choice.reason.split(", ")[1].split(" ")[0] for name, choice in choices.items()}
+        tokens = {
+            name: choice.reason.split(", ")[1].split(" ")[0] for name, choice in choices.items()
+        }
         assert tokens["attention.in_proj_weight[queries]"] == str(q.numel() // 32)
         assert tokens["attention.in_proj_weight[keys, values]"] == str(k.numel() // 32)
         for kwargs, right in zip(calls, expected, strict=True):
@@ -182,7 +197,15 @@ def test_a_language_model_of_hugging_face_generates_the_same_tokens(kind: str) -
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     if kind == "gpt2":
-        config = transformers.GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=96)
+        config = transformers.GPT2Config(
+            vocab_size=97,
+            n_positions=64,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=96,
+        )
         model = transformers.GPT2LMHeadModel(config)
     else:
         config = transformers.LlamaConfig(
@@ -204,7 +227,7 @@ def test_a_language_model_of_hugging_face_generates_the_same_tokens(kind: str) -
         assert choices["lm_head.weight"].reason == "another module has the same weight"
     else:
         assert len(packed) == 2 * 7 + 1
-    assert "of 8 calls" in choices[min(packed)].reason
+    assert "of 8 calls" in choices[max(packed)].reason
     assert torch.equal(generate(), expected)
 
 
@@ -265,27 +288,26 @@ def test_what_is_left_dense_has_a_reason() -> None:
         "tied.weight": "another module has the same weight",
         "unused.weight": "the sample does not call it as a layer",
         "twice.weight": "its weight is not N:M",
-        "conv.weight": "no packed Conv1d",
+        "conv.weight": "no packed layer stands for this Conv1d",
         "out.weight": "float64: packed weights on the CPU are float32 or bfloat16",
     }
 
 
 def test_training_and_odd_samples_are_refused_in_one_line() -> None:
     model = nn.Sequential(nn.Linear(16, 16))
-    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", "2:4")
+    nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", "2:4")
     with pytest.raises(ConfigError, match=r"^0\.weight is in training: call finalize\(\)"):
         nmrun.deploy(model, torch.randn(2, 16))
     assert model.training
-    handle.finalize()
     with pytest.raises(ConfigError, match="sample is a float"):
-        nmrun.deploy(model, 1.0)
+        nmrun.deploy(mlp(), 1.0)
 
 
-@pytest.mark.parametrize(("pattern", "held"), [("2:4", "2:4"), ("1:8", "1:8"), ("3:7", "3:7"), ("4:8", "4:8"), ("1:32", "1:32"), ("3:4", "3:4")])  # fmt: skip
-def test_the_pattern_is_found(pattern: str, held: str) -> None:
+@pytest.mark.parametrize("pattern", ["2:4", "1:8", "3:7", "4:8", "1:32", "3:4"])
+def test_the_pattern_is_found(pattern: str) -> None:
     weight = torch.rand(64, 32 * 7) + 0.1
     weight *= nm_mask(torch.randn(64, 32 * 7), pattern, 1)
-    assert deploying.pattern_of(weight) == Pattern.parse(held)
+    assert deploying.pattern_of(weight) == Pattern.parse(pattern)
     assert deploying.pattern_of(torch.ones(4, 4)) is None
 
 
@@ -294,10 +316,14 @@ def test_on_cuda_two_of_four_are_packed_by_the_fastest_right_path(
 ) -> None:
     played24.play(monkeypatch.setattr, tmp_path)
     broken = copy.copy(played24.COMPRESSED)
-    object.__setattr__(broken, "multiply", lambda x, parts, bias: x.new_zeros(len(x), len(parts[0])))
+    object.__setattr__(
+        broken, "multiply", lambda x, parts, bias: x.new_zeros(len(x), len(parts[0]))
+    )
     monkeypatch.setitem(deploying.backends24.PATHS, "broken", broken)
-    cpu = torch.device("cpu")
-    monkeypatch.setattr(deploying, "paths", lambda device, dtype, pattern: real(torch.device("meta"), dtype, pattern))
+    real = deploying.paths
+    monkeypatch.setattr(
+        deploying, "paths", lambda device, *about: real(torch.device("cuda"), *about)
+    )
     monkeypatch.setattr(deploying, "milliseconds", times(0.25))
     model = prune(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), "2:4", "3:4").bfloat16()
     x = torch.randn(6, 32).bfloat16()
@@ -307,7 +333,3 @@ def test_on_cuda_two_of_four_are_packed_by_the_fastest_right_path(
     assert "3:4 does not fit into 2:4" in choices[1].reason
     torch.testing.assert_close(model(x), expected)
     assert model[0].path == "compressed"
-    assert x.device == cpu
-
-
-real = deploying.paths
