@@ -16,7 +16,7 @@ from nmrun.bench.machine import hardware, machine_line
 from nmrun.bench.timing import Row
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
-from nmrun.products import choice24
+from nmrun.products import acceleration
 from nmrun.report.markdown import table
 from nmrun.verbs import Parser
 
@@ -89,7 +89,7 @@ def begin(options: argparse.Namespace, made: Parser) -> torch.device:
 
 def needs_products(device: torch.device) -> None:
     """Raise ConfigError where this device has no 2:4 products."""
-    if why := choice24.obstacle(device):
+    if why := acceleration.obstacle(device):
         raise ConfigError(f"{why}: there are no 2:4 products to measure")
 
 
