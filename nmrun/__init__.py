@@ -2,7 +2,8 @@
 
 ``nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=T)`` makes any training
 loop sparse; ``nmrun.accelerate(handle, pass_once)`` then computes its layers by 2:4 products where
-the GPU at hand is faster with them; ``nmrun.optim`` holds the Adam and AdamW whose second moment
+the GPU at hand is faster with them; ``nmrun.deploy(model, sample)`` packs the N:M weights of a
+trained model for inference, and ``nmrun.load_packed`` reads them packed; ``nmrun.optim`` holds the Adam and AdamW whose second moment
 can be frozen, ``nmrun.sparsity`` the masks and projections. Importing ``nmrun`` is cheap: torch is
 imported when the first of these names is used.
 """
@@ -16,14 +17,21 @@ if TYPE_CHECKING:
     from nmrun import optim as optim
     from nmrun import sparsity as sparsity
     from nmrun.attach import sparsify as sparsify
+    from nmrun.export.load import load_packed as load_packed
     from nmrun.handle import Handle as Handle
     from nmrun.products.acceleration import accelerate as accelerate
+    from nmrun.products.deploy import deploy as deploy
 
 __version__ = "0.1.0"
-__all__ = ["Handle", "Pattern", "__version__", "accelerate", "optim", "sparsify", "sparsity"]
+__all__ = [
+    "Handle", "Pattern", "__version__", "accelerate", "deploy", "load_packed", "optim", "sparsify",
+    "sparsity",
+]  # fmt: skip
 
 _LAZY = {
     "accelerate": "nmrun.products.acceleration",
+    "deploy": "nmrun.products.deploy",
+    "load_packed": "nmrun.export.load",
     "sparsify": "nmrun.attach",
     "Handle": "nmrun.handle",
     "Pattern": "nmrun.patterns",

@@ -20,7 +20,7 @@ KINDS = {
     "gemm": "2:4 products against dense ones, by shape and tokens (GPU)",
     "layer": "forward and backward of one linear layer: dense, masked, by 2:4 products",
     "train": "whole training steps: dense, masked, accelerated, and a bare loop",
-    "infer": "forward passes of whole networks, dense and with 2:4 weights (GPU)",
+    "infer": "forward passes of whole networks, dense and packed: 2:4 on a GPU, N:M on a CPU",
 }
 
 

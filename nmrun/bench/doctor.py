@@ -22,6 +22,7 @@ SHAPES = (
     (4096, 16384),
 )
 TOKENS = 8192
+CPU_SHAPE, CPU_TOKENS = (1024, 4096), (1, 256)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,6 +66,7 @@ def main(argv: Sequence[str]) -> int:
         *gpus(),
         ("cuSPARSELt", cusparselt()),
         *accelerated(),
+        *packed(),
         ("CPU projection", projection),
         (
             "",
@@ -163,3 +165,38 @@ def accelerated() -> Iterator[tuple[str, str]]:
             taken = backends24.milliseconds(partial(product, x))
             cells.append(f"{name} {taken:.3f} ms ({dense / taken:.2f}x)")
         yield "2:4 speed", f"{inputs} to {outputs}, {TOKENS} tokens, bfloat16: {', '.join(cells)}"
+
+
+def packed() -> Iterator[tuple[str, str]]:
+    """Whether N:M weights can be packed on this CPU, and how fast such a layer is against torch's
+    dense product and against oneDNN's.
+    """
+    import torch
+
+    from nmrun.bench.infer_cpu import OneDNN
+    from nmrun.kernels import cpu_products
+    from nmrun.products.deploy import milliseconds
+    from nmrun.products.packed_linear import PackedLinear
+    from nmrun.sparsity.masks import hard_threshold
+
+    if not cpu_products.available():
+        yield "CPU products", "none: packed N:M weights need a C compiler (cc, gcc, clang or $CC)"
+        return
+    inputs, outputs = CPU_SHAPE
+    for pattern in ("2:4", "1:8"):
+        weight = hard_threshold(torch.randn(outputs, inputs), pattern)
+        layer = PackedLinear.of(weight)
+        for tokens in CPU_TOKENS:
+            x = torch.randn(tokens, inputs)
+            dense = partial(torch.nn.functional.linear, x, weight)
+            calls = {"torch": [dense], "packed": [partial(layer, x)]}
+            if torch.backends.mkldnn.is_available():
+                calls["oneDNN"] = [partial(OneDNN(weight, None, tokens), x)]
+            with torch.no_grad():
+                taken = milliseconds(calls, x.device)
+            best = min(ms for name, ms in taken.items() if name != "packed")
+            cells = ", ".join(f"{name} {ms:.3f} ms" for name, ms in sorted(taken.items()))
+            yield (
+                "CPU products",
+                f"{pattern}, {inputs} to {outputs}, {tokens} tokens: {cells} ({best / taken['packed']:.2f}x)",
+            )

@@ -1,5 +1,5 @@
 """``nmrun bench infer``: forward passes of a whole network in evaluation, dense and with its sparse
-layers 2:4, by batch size.
+layers 2:4, by batch size; on a CPU see ``infer_cpu``.
 
 Weights and products are bfloat16. The layers that a run would make sparse are packed once, for each
 2:4 path that is right on this GPU; what cannot be packed stays dense, and how many are is said.
@@ -8,6 +8,7 @@ Times are those of a call, with the time that the host takes to launch it.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from nmrun import models
-from nmrun.bench import gemm, output
+from nmrun.bench import gemm, infer_cpu, output
 from nmrun.bench.networks import NETWORKS, composed, each, random_text
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
 from nmrun.patterns import Pattern
-from nmrun.products import backends24
-from nmrun.products.linear24 import Packed
+from nmrun.products import backends24, choice24
+from nmrun.products.packed_linear import Linear24
 from nmrun.settings.datasets import TokenBin
 from nmrun.sparsity.masks import hard_threshold
 from nmrun.sparsity.select import select
@@ -33,27 +34,14 @@ PATTERN = Pattern(2, 4)
 USUAL = ("gpt2", "vit_large")
 
 
-class Compressed(nn.Module):
-    """A linear layer whose weight, pruned to 2:4, is packed for one path."""
-
-    def __init__(self, layer: nn.Linear, path: str) -> None:
-        super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
-        self.packed = Packed(
-            path, hard_threshold(layer.weight, PATTERN), None, layer.weight.dtype, both=False
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.packed(x, self.weight, self.bias)
-
-
 def compressed(model: nn.Module, names: Sequence[str], path: str) -> tuple[nn.Module, int]:
     """A copy of the model with these layers packed, and how many could be."""
     twin, done = copy.deepcopy(model), 0
     for name in names:
         layer = twin.get_submodule(name)
         try:
-            twin.set_submodule(name, Compressed(layer, path))  # type: ignore[arg-type]
+            weight = hard_threshold(layer.weight, PATTERN)  # type: ignore[arg-type]
+            twin.set_submodule(name, Linear24(weight, layer.bias, path))  # type: ignore[arg-type]
             done += 1
         except (RuntimeError, NotImplementedError, ValueError) as error:
             if isinstance(error, torch.OutOfMemoryError):
@@ -146,6 +134,8 @@ def example(inputs: Row, batch: int, device: torch.device) -> Tensor:
 
 
 def main(argv: Sequence[str]) -> int:
+    if _on_cpu(argv):
+        return infer_cpu.main(argv)
     parser = output.parser("infer", __doc__, 20)
     parser.add_argument(
         "--models", nargs="+", choices=NETWORKS, default=USUAL, help=f"default: {' '.join(USUAL)}"
@@ -196,3 +186,12 @@ def main(argv: Sequence[str]) -> int:
     unused = [f"{row['arm']}: {row['wrong']}" for row in rows if "batch" not in row]
     text = "\n\n".join([title, output.grid(shown, "batch", "arm", cell), *unused])
     return output.finish("infer", text, rows, argv, device, options.out)
+
+
+def _on_cpu(argv: Sequence[str]) -> bool:
+    """Whether these words ask for a CPU, or leave the choice to a machine without 2:4 products."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--device", nargs="?", default="auto")
+    asked = first.parse_known_args(argv)[0].device
+    name = "cuda" if asked == "auto" and torch.cuda.is_available() else "cpu"
+    return asked != "cuda" and bool(choice24.obstacle(torch.device(name)))

@@ -15,6 +15,7 @@ import torch
 from nmrun.bench.machine import hardware, machine_line
 from nmrun.bench.timing import Row
 from nmrun.errors import ConfigError
+from nmrun.patterns import Pattern, PatternError
 from nmrun.products import acceleration
 from nmrun.report.markdown import table
 from nmrun.verbs import Parser
@@ -50,6 +51,14 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: a whole number, 1 or more")
     return int(text)
+
+
+def pattern(text: str) -> Pattern:
+    """N:M, for argparse."""
+    try:
+        return Pattern.parse(text)
+    except PatternError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def shape(text: str) -> tuple[int, int]:

@@ -47,7 +47,10 @@ class Clock:
 
 
 def rounds(
-    arms: Mapping[str, Callable[[], object]], count: int, clock: Clock, warm_up: int = 2
+    arms: Mapping[str, Callable[[], object]],
+    count: int,
+    clock: Callable[[Callable[[], object]], float],
+    warm_up: int = 2,
 ) -> dict[str, list[float]]:
     """The milliseconds of each arm in ``count`` rounds; a round runs every arm once, in an order
     shuffled anew.

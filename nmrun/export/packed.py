@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +64,30 @@ def load(path: Path | str) -> dict[str, Tensor]:
     Raises ValueError, in one line, if the file is cut off, changed, of a newer version, or no
     packed file.
     """
+    tensors, layers = read(path)
+    for line in layers:
+        tensors[line.name] = unpack(*line.parts(tensors), line.pattern, line.dim, line.shape)
+    return dict(sorted(tensors.items()))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A packed weight, as the header has it."""
+
+    name: str
+    pattern: Pattern
+    dim: int
+    shape: list[int]
+
+    def parts(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Its values and places, taken out of the file's tensors."""
+        return tensors.pop(f"{self.name}.values"), tensors.pop(f"{self.name}.places")
+
+
+def read(path: Path | str) -> tuple[dict[str, Tensor], list[Line]]:
+    """The tensors of a packed file as they are stored, proven whole, and the packed weights among
+    them. Raises as :func:`load` does.
+    """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
     try:
@@ -86,16 +112,29 @@ def load(path: Path | str) -> dict[str, Tensor]:
         for name, tensor in tensors.items():
             if _sha256(tensor) != header["sha256"][name]:
                 raise ValueError(f"it was changed: the SHA-256 of {name} is another")
+        lines = []
         for line in header["layers"]:
-            values, places = (
-                tensors.pop(f"{line['name']}.{part}") for part in ("values", "places")
-            )
-            tensors[line["name"]] = unpack(
-                values, places, Pattern.parse(line["pattern"]), line["dim"], line["shape"]
-            )
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+            pattern, dim = Pattern.parse(line["pattern"]), line["dim"]
+            lines.append(Line(line["name"], pattern, dim, line["shape"]))
+            values, places = (tensors[f"{line['name']}.{part}"] for part in ("values", "places"))
+            if values.shape != _stored(lines[-1]):
+                raise ValueError(f"{line['name']}.values is {list(values.shape)}")
+            positions(places, len(values), pattern)
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
         raise ValueError(f"{path} cannot be unpacked: {' '.join(str(error).split())}") from None
-    return dict(sorted(tensors.items()))
+    return tensors, lines
+
+
+def _stored(line: Line) -> tuple[int, int]:
+    others = math.prod(line.shape) // line.shape[line.dim]
+    return others * -(-line.shape[line.dim] // line.pattern.m), line.pattern.n
 
 
 def pack(weight: Tensor, pattern: Pattern, dim: int) -> tuple[Tensor, Tensor]:
@@ -118,24 +157,28 @@ def pack(weight: Tensor, pattern: Pattern, dim: int) -> tuple[Tensor, Tensor]:
 
 def unpack(values: Tensor, places: Tensor, pattern: Pattern, dim: int, shape: list[int]) -> Tensor:
     """The inverse of :func:`pack`. Raises ValueError for positions that no :func:`pack` writes."""
-    count = values.shape[0]
+    where = positions(places, len(values), pattern)
+    groups = torch.zeros(len(values), pattern.m, dtype=values.dtype).scatter_(1, where, values)
+    moved = [*shape[:dim], *shape[dim + 1 :]]
+    return groups.view(*moved, -1)[..., : shape[dim]].movedim(-1, dim).contiguous()
+
+
+def positions(places: Tensor, count: int, pattern: Pattern) -> Tensor:
+    """(count, N), where the values of each group stand in it. Raises ValueError for positions that
+    no :func:`pack` writes.
+    """
     width = pattern.m if _by_mask(pattern) else pattern.n * _width(pattern)
     bits = np.unpackbits(places.numpy(), count=count * width, bitorder="little")
     if _by_mask(pattern):
         mask = torch.from_numpy(bits.reshape(count, pattern.m))
         if bool((mask.sum(1) != pattern.n).any()):
             raise ValueError(f"a group does not hold {pattern.n} values")
-        positions = mask.nonzero()[:, 1].view(count, pattern.n)
-    else:
-        weights = torch.from_numpy(1 << np.arange(_width(pattern)))
-        positions = (torch.from_numpy(bits).view(count, pattern.n, _width(pattern)) * weights).sum(
-            -1
-        )
-        if count and int(positions.max()) >= pattern.m:
-            raise ValueError(f"a position of {int(positions.max())} in groups of {pattern.m}")
-    groups = torch.zeros(count, pattern.m, dtype=values.dtype).scatter_(1, positions, values)
-    moved = [*shape[:dim], *shape[dim + 1 :]]
-    return groups.view(*moved, -1)[..., : shape[dim]].movedim(-1, dim).contiguous()
+        return mask.nonzero()[:, 1].view(count, pattern.n)
+    weights = torch.from_numpy(1 << np.arange(_width(pattern)))
+    found = (torch.from_numpy(bits).view(count, pattern.n, _width(pattern)) * weights).sum(-1)
+    if count and int(found.max()) >= pattern.m:
+        raise ValueError(f"a position of {int(found.max())} in groups of {pattern.m}")
+    return found
 
 
 def _width(pattern: Pattern) -> int:

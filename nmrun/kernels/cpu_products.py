@@ -196,7 +196,7 @@ def loaded() -> ctypes.CDLL:
 @cache
 def _library() -> ctypes.CDLL | None:
     library = compiled.library(
-        "nm_product", ("nm_product", "nm_sampled", "nm_convolution", "nm_pack"), FLAGS
+        "nm_product", ("nm_product", "nm_token", "nm_sampled", "nm_convolution", "nm_pack"), FLAGS
     )
     if library is None:
         return None
@@ -209,6 +209,7 @@ def _library() -> ctypes.CDLL | None:
         ("nm_fill_turned", [*[p] * 3, *[n] * 4, *[p] * 3], None),
         ("nm_unpack", [*[p] * 3, *[n] * 5, p], None),
         ("nm_product", [*[p] * 6, *[n] * 7, flag], flag),
+        ("nm_token", [*[p] * 7, *[n] * 5, flag, flag], flag),
         ("nm_turn", [p, p, *[n] * 4, p], None),
         ("nm_convolution", [*[p] * 7, *[n] * 4], flag),
         ("nm_sampled", [*[p] * 4, *[n] * 5, flag, p], flag),

@@ -25,6 +25,7 @@
 #define BLOCK 128  /* columns: 32 KB of a panel */
 #define AT_ONCE 512 /* rows: their sums, 128 KB, stay in the second-level cache */
 #define MOST (TOKENS / LANES)
+#define TILE 16 /* rows, see nm_token.c */
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
@@ -123,24 +124,34 @@ static inline __attribute__((always_inline)) void store_panel(const float *sums,
     }
 }
 
+/* Element e of a row: `stride` elements from one to the next, bfloat16 with `low`. */
+static inline __attribute__((always_inline)) float value(const void *values, int64_t e, int64_t stride, int low) {
+  if (!low) return ((const float *)values)[e * stride];
+  uint32_t wide = (uint32_t)((const uint16_t *)values)[e * stride] << 16;
+  float v;
+  return memcpy(&v, &wide, 4), v;
+}
+
 /* Add the non-zeros of one row times their columns of the panel. */
-static inline __attribute__((always_inline)) void add_row(const float *restrict panel, const float *restrict values,
-                                                          const uint8_t *restrict index, int64_t count, float *restrict sums, int vectors) {
+static inline __attribute__((always_inline)) void add_row(const float *restrict panel, const void *restrict values,
+                                                          const uint8_t *restrict index, int64_t count, float *restrict sums, int vectors,
+                                                          int64_t stride, int low) {
   vec even[MOST], odd[MOST];
   for (int v = 0; v < vectors; v++) even[v] = odd[v] = (vec){0};
   int64_t e = 0;
 #if LANES == 16 /* two sums each: four would not fill the units of a processor that adds twice a cycle */
   for (; e + 1 < count; e += 2) {
-    const float *p = panel + index[e] * TOKENS, *q = panel + index[e + 1] * TOKENS;
+    const float *p = panel + index[e * stride] * TOKENS, *q = panel + index[(e + 1) * stride] * TOKENS;
+    float first = value(values, e, stride, low), second = value(values, e + 1, stride, low);
     for (int v = 0; v < vectors; v++) {
-      even[v] += values[e] * *(const vec *)(p + v * LANES);
-      odd[v] += values[e + 1] * *(const vec *)(q + v * LANES);
+      even[v] += first * *(const vec *)(p + v * LANES);
+      odd[v] += second * *(const vec *)(q + v * LANES);
     }
   }
 #endif
   for (; e < count; e++) {
-    const float *p = panel + index[e] * TOKENS;
-    for (int v = 0; v < vectors; v++) even[v] += values[e] * *(const vec *)(p + v * LANES);
+    const float *p = panel + index[e * stride] * TOKENS;
+    for (int v = 0; v < vectors; v++) even[v] += value(values, e, stride, low) * *(const vec *)(p + v * LANES);
   }
   for (int v = 0; v < vectors; v++) *(vec *)(sums + v * LANES) += even[v] + odd[v];
 }
@@ -158,11 +169,28 @@ static void add_block(const float *panel, const float *values, const uint8_t *in
                       int vectors, float *sums) {
 #define ROWS(VECTORS) \
   for (int64_t r = begin; r < end; r++) \
-    add_row(panel, values + start[r], index + start[r], start[r + 1] - start[r], sums + (r - begin) * TOKENS, VECTORS)
+    add_row(panel, values + start[r], index + start[r], start[r + 1] - start[r], sums + (r - begin) * TOKENS, VECTORS, 1, 0)
   if (vectors == 1) ROWS(1);
   else if (vectors == 2) ROWS(2);
   else if (vectors <= MOST / 2) ROWS(MOST / 2);
   else ROWS(MOST);
+}
+
+/* The same of a tiled matrix, its values bfloat16 with `low`; `start` is that of the block's tile 0. */
+static inline __attribute__((always_inline)) void add_tiles(const float *panel, const void *values, const uint8_t *index,
+                                                            const int32_t *start, int64_t begin, int64_t end, int vectors, float *sums,
+                                                            int low) {
+#define TILES(VECTORS)                                                                                     \
+  for (int64_t r = begin; r < end; r++) {                                                                  \
+    const int32_t *tile = start + r / TILE;                                                                \
+    int64_t first = (int64_t)tile[0] * TILE + r % TILE;                                                    \
+    add_row(panel, (const char *)values + first * (low ? 2 : 4), index + first, tile[1] - tile[0],         \
+            sums + (r - begin) * TOKENS, VECTORS, TILE, low);                                              \
+  }
+  if (vectors == 1) TILES(1)
+  else if (vectors == 2) TILES(2)
+  else if (vectors <= MOST / 2) TILES(MOST / 2)
+  else TILES(MOST)
 }
 
 /* Memory of this thread that stays; 64 bytes aligned, NULL if there is none. */
@@ -193,10 +221,10 @@ static void load_columns(const float *x, int64_t columns, int64_t all, int64_t f
 
 /* y = x S^T + bias for tokens `first` to `last` of `all` and rows `begin` to `end` of S (rows, columns): x is (all, columns), y (all,
    rows). LOW_X, LOW_Y: x, y are bfloat16, else float32; so is the bias, or NULL. TURNED: x is (columns, all), y (rows, all), float32.
-   Returns 0, or 1 without memory. */
-enum { LOW_X = 1, LOW_Y = 2, TURNED = 4 };
+   TILED: S is stored as nm_token.c says, its values bfloat16 with LOW_VALUES. Returns 0, or 1 without memory. */
+enum { LOW_X = 1, LOW_Y = 2, TURNED = 4, TILED = 8, LOW_VALUES = 16 };
 
-int nm_product(const void *x, void *y, const float *bias, const float *values, const uint8_t *index, const int32_t *start, int64_t rows,
+int nm_product(const void *x, void *y, const float *bias, const void *values, const uint8_t *index, const int32_t *start, int64_t rows,
                int64_t columns, int64_t all, int64_t first, int64_t last, int64_t begin, int64_t end, int flags) {
   float *panel = scratch((columns + AT_ONCE) * TOKENS);
   if (panel == NULL) return 1;
@@ -210,8 +238,13 @@ int nm_product(const void *x, void *y, const float *bias, const float *values, c
     for (int64_t r0 = begin; r0 < end; r0 += AT_ONCE) {
       int64_t r1 = end - r0 < AT_ONCE ? end : r0 + AT_ONCE;
       begin_sums(sums, bias, r0, r1);
-      for (int64_t b = 0; b * BLOCK < columns; b++)
-        add_block(panel + b * BLOCK * TOKENS, values, index, start + b * rows, r0, r1, vectors, sums);
+      for (int64_t b = 0; b * BLOCK < columns; b++) {
+        const float *block = panel + b * BLOCK * TOKENS;
+        const int32_t *tiles = start + b * ((rows + TILE - 1) / TILE);
+        if (!(flags & TILED)) add_block(block, values, index, start + b * rows, r0, r1, vectors, sums);
+        else if (flags & LOW_VALUES) add_tiles(block, values, index, tiles, r0, r1, vectors, sums, 1);
+        else add_tiles(block, values, index, tiles, r0, r1, vectors, sums, 0);
+      }
       if (flags & TURNED)
         for (int64_t r = r0; r < r1; r++) memcpy((float *)y + r * all + t, sums + (r - r0) * TOKENS, (until - t) * sizeof(float));
       else if (flags & LOW_Y) store_panel(sums, rows, r0, r1, t, until, 1, y);

@@ -19,7 +19,9 @@ MULTIPLE = {
 
 
 def obstacle(device: torch.device) -> str:
-    """Why there are no 2:4 products on this CUDA device; empty if there might be."""
+    """Why there are no 2:4 products on this device; empty if there might be."""
+    if device.type != "cuda":
+        return "no CUDA device"
     capable = torch.cuda.get_device_capability(device)[0] >= 8
     return "" if capable else "this GPU has no sparse tensor cores"
 

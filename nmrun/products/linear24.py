@@ -99,9 +99,11 @@ def linear24(
 
 
 @torch.library.custom_op("nmrun::multiply24", mutates_args=())
-def multiply24(x: Tensor, parts: list[Tensor], rows: int, path: str) -> Tensor:
-    """x S^T, (tokens, rows), with S as it was packed."""
-    return path_named(path).multiply(x, parts, None)
+def multiply24(
+    x: Tensor, parts: list[Tensor], rows: int, path: str, bias: Tensor | None = None
+) -> Tensor:
+    """x S^T + bias, (tokens, rows), with S as it was packed."""
+    return path_named(path).multiply(x, parts, bias)
 
 
 @torch.library.custom_op("nmrun::pack_multiply24", mutates_args=())
@@ -118,7 +120,7 @@ def _(x, weight, bias, parts, parts_t, dense, path, weight_path, mvue):  # type:
 
 
 @multiply24.register_fake
-def _(x, parts, rows, path):  # type: ignore[no-untyped-def]
+def _(x, parts, rows, path, bias=None):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], rows)
 
 

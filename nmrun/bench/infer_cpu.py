@@ -1,0 +1,199 @@
+"""``nmrun bench infer`` on a CPU: forward passes of networks with N:M weights, dense by torch, dense
+by oneDNN, and packed, by tokens.
+
+Weights are random, float32 and pruned by magnitude in all arms: ``torch`` multiplies their zeros as
+the network does by itself, ``onednn`` by torch's oneDNN products of reordered weights, ``packed``
+is what ``nmrun.deploy`` makes of it. Times are those of the wall, with one thread its CPU time.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from nmrun.bench import output
+from nmrun.bench.timing import Clock, Row, rounds, speedup
+from nmrun.errors import ConfigError
+from nmrun.patterns import Pattern
+from nmrun.products.deploy import deploy
+from nmrun.products.sites import install, sites
+from nmrun.sparsity.masks import nm_mask
+
+PAST = 128  # tokens that a decoder has in its cache
+# layers, width, heads
+ENCODERS = {"transformer": (6, 512, 8), "bert_base": (12, 768, 12), "tiny": (1, 64, 2)}
+MODELS = (*ENCODERS, "gpt2")
+USUAL = ("transformer", "bert_base", "gpt2")
+
+
+class OneDNN(nn.Module):
+    """A dense linear layer by oneDNN, its weight reordered for a number of tokens."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, tokens: int) -> None:
+        super().__init__()
+        self.bias, self.rows = bias, len(weight)
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        self.weight = reorder(weight.contiguous(), tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return made
+
+
+class Decoder(nn.Module):
+    """One token more of GPT-2 (124M), random weights, with a cache of :data:`PAST` tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        try:
+            from transformers import GPT2Config, GPT2LMHeadModel
+        except ImportError:
+            raise ConfigError(
+                "gpt2 needs transformers: pip install 'nmrun[transformers]'"
+            ) from None
+        self.gpt = GPT2LMHeadModel(GPT2Config())
+
+    def forward(self, x: Tensor) -> Tensor:
+        from transformers import DynamicCache
+
+        cache, config = DynamicCache(), self.gpt.config
+        shape = (len(x), config.n_head, PAST, config.n_embd // config.n_head)
+        for layer in range(config.n_layer):
+            cache.update(torch.zeros(shape), torch.zeros(shape), layer)
+        made: Tensor = self.gpt(x, past_key_values=cache).logits
+        return made
+
+
+def network(name: str) -> nn.Module:
+    """A network of :data:`MODELS`, random weights."""
+    if name == "gpt2":
+        return Decoder().eval()
+    layers, width, heads = ENCODERS[name]
+    layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
+
+
+def example(name: str, tokens: int) -> Tensor:
+    """One sequence for an encoder, one token each of so many sequences for a decoder."""
+    if name == "gpt2":
+        return torch.randint(50257, (tokens, 1))
+    return torch.randn(1, tokens, ENCODERS[name][1])
+
+
+@torch.no_grad()
+def prune(model: nn.Module, pattern: Pattern) -> None:
+    """Every weight that a packed layer could hold, by magnitude."""
+    for held in sites(model)[0].values():
+        for site in held:
+            site.weight.mul_(nm_mask(site.weight.contiguous(), pattern, 1, pad=True))
+
+
+@torch.no_grad()
+def by_onednn(model: nn.Module, x: Tensor) -> nn.Module:
+    """A copy of the model whose linear layers go by oneDNN."""
+    twin = copy.deepcopy(model)
+    for module, held in sites(twin)[0].items():
+        for site in held:
+            site.layer = OneDNN(site.weight, site.bias, x.numel() if x.dim() == 2 else x.shape[1])
+        install(twin, module, held)
+    return twin
+
+
+@torch.no_grad()
+def measure(name: str, pattern: Pattern, tokens: int, count: int) -> list[Row]:
+    """One network at one size: a row for each arm."""
+    torch.manual_seed(0)
+    model, x = network(name), example(name, tokens)
+    prune(model, pattern)
+    packed = copy.deepcopy(model)
+    choices = deploy(packed, x)
+    arms = {"torch": model, "onednn": by_onednn(model, x), "packed": packed}
+    about = {"model": name, "pattern": str(pattern), "tokens": tokens}
+    expected, wrong = model(x), dict[str, str]()
+    for arm, made in arms.items():
+        if not torch.allclose(made(x), expected, rtol=1e-3, atol=1e-3):
+            wrong[arm] = "WRONG results"
+    calls: dict[str, Callable[[], object]] = {arm: partial(net, x) for arm, net in arms.items()}
+    times = rounds(calls, count, cpu_time if torch.get_num_threads() == 1 else Clock(x.device))
+    best = min(("torch", "onednn"), key=lambda arm: sum(times[arm]))
+    rows = []
+    for arm, taken in times.items():
+        row: Row = {**about, "arm": arm, **speedup(taken, times["torch"])}
+        if arm in wrong:
+            row["wrong"] = wrong[arm]
+        over = speedup(taken, times[best])
+        row |= {k.replace("up", "up_over_best"): v for k, v in over.items() if "speedup" in k}
+        row["best"] = best
+        row["bytes"] = held_bytes(arms[arm]) if arm != "onednn" else None
+        rows.append(row)
+    rows[-1]["layers"] = f"{sum(c.path is not None for c in choices)} of {len(choices)}"
+    return rows
+
+
+def held_bytes(model: nn.Module) -> int:
+    """What a model's weights and buffers take."""
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+
+
+def cpu_time(call: Callable[[], object]) -> float:
+    """Milliseconds that this thread was at work."""
+    began = time.thread_time()
+    call()
+    return 1e3 * (time.thread_time() - began)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = output.parser("infer", __doc__, 12)
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=USUAL, help=f"default: {' '.join(USUAL)}"
+    )
+    parser.add_argument(
+        "--patterns", nargs="+", type=output.pattern, default=[*map(Pattern.parse, ("2:4", "1:4", "1:8", "1:16"))],
+        help="N:M of all linear layers (default: 2:4 1:4 1:8 1:16)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tokens", nargs="+", type=output.positive, default=[1, 64, 512],
+        help="of a sequence; for gpt2 sequences, with one new token each (default: 1 64 512)",
+    )  # fmt: skip
+    parser.add_argument("--threads", type=output.positive, help="default: as many as torch takes")
+    options = parser.parse_args(argv)
+    device = output.begin(options, parser)
+    before = torch.get_num_threads()
+    torch.set_num_threads(options.threads or before)
+    rows: list[Row] = []
+    try:
+        for name in options.models:
+            for pattern in options.patterns:
+                for tokens in options.tokens:
+                    output.note(f"{name}, {pattern}, {tokens} tokens")
+                    rows += measure(name, pattern, tokens, options.rounds)
+        clock = "CPU time" if torch.get_num_threads() == 1 else "wall time"
+        threads = torch.get_num_threads()
+        title = (
+            "Forward passes, float32, all linear layers N:M: milliseconds, and how many times as fast as dense, median [quartiles] of paired"
+            f" rounds, n = {options.rounds}; {clock}, {threads} threads. Packed: over torch; over the better dense; bytes of the model over dense."
+        )
+        size = {
+            (r["model"], r["pattern"], r["tokens"]): r["bytes"] for r in rows if r["arm"] == "torch"
+        }
+
+        def cell(row: Row) -> str:
+            if row["arm"] != "packed":
+                return f"{row['ms']:.4g} ms"
+            share = row["bytes"] / size[row["model"], row["pattern"], row["tokens"]]
+            over = (output.spread(row, key) for key in ("speedup", "speedup_over_best"))
+            return f"{row['ms']:.4g} ms; {'; '.join(over)}; {share:.0%}"
+
+        shown = [
+            {**r, "network": f"{r['model']} {r['pattern']}, {r['tokens']} tokens"} for r in rows
+        ]
+        text = f"{title}\n\n{output.grid(shown, 'network', 'arm', cell)}"
+        variant = f"_{threads}_threads"
+        return output.finish("infer", text, rows, argv, device, options.out, variant=variant)
+    finally:
+        torch.set_num_threads(before)
