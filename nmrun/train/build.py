@@ -255,6 +255,6 @@ def _optimizer(options: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         rest = [p for p in model.parameters() if id(p) not in own]
         parameters = [{"params": rest}, {"params": list(head.parameters()), "lr": options.head_lr}]
     if options.name == "sgd":
-        return torch.optim.SGD(parameters, **arguments)
+        return optim.SGD(parameters, **arguments)
     arguments["betas"] = tuple(arguments["betas"])
     return {"adam": optim.Adam, "adamw": optim.AdamW}[options.name](parameters, **arguments)
