@@ -1,8 +1,11 @@
-"""Adam and AdamW whose second moment can be frozen and that carry out a rule in their own pass."""
+"""Adam and AdamW whose second moment can be frozen and that carry out a rule in their own pass;
+SGD. Where nothing is compiled, none of them imports torch's compiler.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,12 +15,44 @@ from torch import Tensor
 from nmrun.kernels.adam import OnePass
 from nmrun.kernels.layout import local
 from nmrun.kernels.operands import Update, decoupled
+from nmrun.kernels.uncompiled import uncompiled
 from nmrun.ranks import part_like
 
 EPS_MODES = ("inside", "outside", "floor")
 
 
-class Adam(torch.optim.Adam):
+def _uncompiled(method: Callable[..., Any]) -> Any:
+    """A method of torch's optimizer without torch's own wrapper, which keeps ``torch.compile`` out
+    as well, but imports it."""
+    return uncompiled(getattr(method, "__wrapped__", method))
+
+
+class _Uncompiled(torch.optim.Optimizer):
+    """An optimizer that leaves torch's compiler alone where nothing is compiled: torch's own ones
+    import it when they are made and when they step, which takes a second.
+    """
+
+    add_param_group = _uncompiled(torch.optim.Optimizer.add_param_group)
+    zero_grad = _uncompiled(torch.optim.Optimizer.zero_grad)
+    state_dict = _uncompiled(torch.optim.Optimizer.state_dict)
+    load_state_dict = _uncompiled(torch.optim.Optimizer.load_state_dict)
+
+
+class SGD(_Uncompiled, torch.optim.SGD):
+    """``torch.optim.SGD``, which does not import torch's compiler where nothing is compiled."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Do one optimizer step, as ``torch.optim.SGD.step``."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        _stock_step(self, torch.optim.SGD)
+        return loss
+
+
+class Adam(_Uncompiled, torch.optim.Adam):
     """``torch.optim.Adam`` (coupled weight decay) whose second moment can be frozen.
 
     Arguments, state and results are those of ``torch.optim.Adam``. After
@@ -159,7 +194,7 @@ class Adam(torch.optim.Adam):
         for p, _ in done:
             p.grad = None  # the stock step passes over parameters without a gradient
         try:
-            _stock_step(self)
+            _stock_step(self, torch.optim.Adam)
         finally:
             for p, grad in done:
                 p.grad = grad
@@ -343,9 +378,16 @@ def skipped_by_loss_scaling(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-def _stock_step(optimizer: Adam) -> None:
-    """Call ``torch.optim.Adam.step`` without hooks: a plain Adam makes torch wrap them around it."""
-    step = torch.optim.Adam.step
+def _stock_step(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
+    """Call ``kind.step`` without hooks: a plain optimizer makes torch wrap them around it."""
+    step: Any = kind.step
     while getattr(step, "hooked", False):
-        step = step.__wrapped__  # type: ignore[attr-defined]
-    step(optimizer)
+        step = step.__wrapped__
+    # What torch still has around it sets the grad mode and ends a graph that is being compiled, and
+    # imports the compiler for that.
+    inner = getattr(step, "__wrapped__", None)
+    if inner is None or "torch._dynamo" in sys.modules:
+        step(optimizer)
+        return
+    with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+        inner(optimizer)

@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -337,6 +338,74 @@ def test_loss_scaling_changes_nothing(fused: bool) -> None:
             train(reference, plain, iter([grads]))
     assert scaler.get_scale() == 2.0**11
     assert all(map(torch.equal, params, plain))
+
+
+# --- without torch's compiler ---------------------------------------------------------------------
+
+SGD = (optim.SGD, torch.optim.SGD)
+ALONE = [
+    *[(kinds, {"lr": 0.1, "weight_decay": 0.1}) for kinds in (*PAIRS, SGD)],
+    *[(kinds, {"maximize": True, "foreach": True}) for kinds in (*PAIRS, SGD)],
+    *[(kinds, {"fused": True, "weight_decay": 0.01}) for kinds in (*PAIRS, SGD)],
+    (SGD, {"momentum": 0.9, "nesterov": True, "foreach": False}),
+    (SGD, {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("kinds", "options"), ALONE, ids=str)
+def test_bits_of_torch_without_its_compiler(
+    kinds: tuple[type, type], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made, stepped with and without a closure, saved, loaded and emptied, with hooks, in sight of
+    the profiler."""
+
+    def course(kind: type, params: list[nn.Parameter]) -> list[Any]:
+        made, seen = kind(params, **options), list[Any]()
+        made.register_step_pre_hook(lambda *_: seen.append("before"))
+        made.register_step_post_hook(lambda *_: seen.append("after"))
+        seen += train(made, params, gradients(4))
+        again = kind(params, **options)
+        again.load_state_dict(copy.deepcopy(made.state_dict()))
+
+        def closure() -> Tensor:
+            again.zero_grad()
+            loss = sum((p * p).sum() for p in params)
+            loss.backward()
+            return loss.detach()
+
+        with torch.profiler.profile() as profile:
+            seen.append(again.step(closure))
+        steps = [e.key for e in profile.key_averages() if e.key.startswith("Optimizer.step")]
+        again.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.5})
+        return [*seen, steps, len(again.param_groups), *(p.grad is None for p in params), *params]
+
+    ours, stock = kinds
+    expected = course(stock, parameters())
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    found = course(ours, parameters())
+    assert "torch._dynamo" not in sys.modules
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+@pytest.mark.parametrize(("ours", "stock"), [*PAIRS, SGD])
+def test_a_differentiable_step_without_torch_s_compiler(
+    ours: type, stock: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of the weight after a step by the weight before it."""
+
+    def slope(kind: type) -> Tensor:
+        start = torch.tensor([0.3, -1.0], requires_grad=True)
+        p = start.clone()
+        made = kind([p], lr=0.1, weight_decay=0.5, differentiable=True)
+        p.grad = torch.ones(2)
+        made.step()
+        return torch.autograd.grad(p.sum(), start)[0]
+
+    expected = slope(stock)
+    monkeypatch.delitem(sys.modules, "torch._dynamo")
+    assert torch.equal(slope(ours), expected)
 
 
 def test_freezing_says_what_it_cannot_do() -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
@@ -31,6 +32,9 @@ PEAKS = {
     "L40S": 362e12,
     "RTX 4090": 165e12,
 }
+# Parameters. Torch's Python for shapes on the meta device imports its compiler and sympy, 1.5 s, by
+# when a smaller network has computed an item or two.
+COMPUTED = 1_000_000
 # steps at most that a plan looks at, evenly spaced: a phase is then off by a ten-thousandth of the
 # run
 PLANNED = 10_000
@@ -165,13 +169,16 @@ def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: 
 
 
 def count(model: nn.Module, task: Task, weights: Sequence[SparseWeight] = ()) -> Flops:
-    """Count one item of ``task`` through a copy of ``model`` on the meta device: nothing is
-    computed, and no state changes.
+    """Count one item of ``task`` through a copy of ``model``, so that no state changes: on the CPU
+    where that is soon done, else on the meta device, where nothing is computed.
 
     ``weights`` are the model's sparse ones.
     """
-    twin = copy.deepcopy(model).to("meta")
-    batch = tuple(tensor.to("meta") for tensor in task.example())
+    parameters = list(model.parameters())
+    computed = sum(p.numel() for p in parameters) < COMPUTED and all(p.is_cpu for p in parameters)
+    place = "cpu" if computed else "meta"
+    twin = copy.deepcopy(model).to(place)
+    batch = tuple(tensor.to(place) for tensor in task.example())
     twin.train()
     kinds: dict[tuple[Pattern, bool], SparseWeight] = {}
     places: dict[int, tuple[Pattern, bool]] = {}
@@ -179,7 +186,8 @@ def count(model: nn.Module, task: Task, weights: Sequence[SparseWeight] = ()) ->
         kind = (weight.pattern, weight.layer is not None and weight.layer.input_weight is not None)
         kinds.setdefault(kind, weight)
         places[_storage(twin.get_parameter(weight.name))] = kind
-    with torch.random.fork_rng(devices=[]):
+    # attention as products, which are counted alike everywhere
+    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
         with _Counter(places) as forward:
             loss = task.loss(twin, batch)
         with _Counter(places) as backward:
@@ -204,6 +212,10 @@ class _Counter(TorchDispatchMode):
         super().__init__()
         self.places, self.total = places, 0
         self.with_weight: dict[tuple[Pattern, bool], int] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler to keep it out of the next method
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

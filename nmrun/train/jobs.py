@@ -5,6 +5,9 @@ Imports no torch before a run begins.
 
 from __future__ import annotations
 
+import atexit
+import functools
+import gc
 import os
 import shlex
 import signal
@@ -182,15 +185,32 @@ def _outcome(composed: DictConfig, sweep: str | None, command: str) -> dict[str,
         if not config.dry:
             _make(folder, config.output_dir)  # before torch is imported for nothing
         try:
-            from nmrun.train import runner
+            run = _runner().run
         except (ImportError, OSError, MemoryError) as error:  # with too little memory, say
             line = f"torch, or what a run needs beside it, cannot be loaded: {error}"
             refuse([line])
             return {"status": "failed", "folder": str(folder), "error": line}
-        return runner.run(config, folder, sweep, command)
+        return run(config, folder, sweep, command)
     except ConfigError as error:
         refuse(error.problems)
         return {"status": "refused", "folder": None, "error": "; ".join(error.problems)}
+
+
+@functools.cache
+def _runner() -> Any:
+    """The module that trains, with torch. What is imported stays until the process ends: searching
+    it for garbage, again and again and once more at the end, would take half a second.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        from nmrun.train import runner
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()
+    atexit.register(gc.freeze)
+    return runner
 
 
 def _make(folder: Path, output_dir: str) -> None:

@@ -33,7 +33,7 @@ def optimizer(options: Optimizer, model: nn.Module) -> torch.optim.Optimizer:
         if named
     ]
     if options.name == "sgd":
-        return torch.optim.SGD(groups, **arguments)
+        return optim.SGD(groups, **arguments)
     arguments["betas"] = tuple(arguments["betas"])
     return {"adam": optim.Adam, "adamw": optim.AdamW}[options.name](groups, **arguments)
 

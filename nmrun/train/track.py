@@ -1,5 +1,5 @@
 """Where the numbers go: ``metrics.jsonl`` always, and Weights & Biases, which must never stop or
-delay a run.
+delay a run: it works in a thread of its own, in the order of what it is given.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
@@ -56,9 +57,13 @@ class Tracker:
         checkpoint.write(path, "".join(lines))
         self._file = path.open("a")
         self._say = say
-        self._run: Any = None
+        self._run: Any = None  # W&B's, the thread's own
+        self._to_say: list[str] = []  # what the thread leaves to the next log() or finish()
+        self._thread: ThreadPoolExecutor | None = None
         if config["track"]["name"] == "wandb":
-            self._wandb(lambda: self._start(folder, config, run_id, group))
+            # the import and init take a second, for which training need not wait
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="wandb")
+            self._thread.submit(self._tried, lambda: self._start(folder, config, run_id, group))
 
     def log(self, row: dict[str, Any]) -> None:
         """Write one row. Numbers that are not finite become null, which every JSON reader knows."""
@@ -70,8 +75,7 @@ class Tracker:
         self._file.write(line)
         self._file.flush()
         self._count(line)
-        if self._run is not None:
-            self._wandb(lambda: self._run.log(row, step=row["step"]))
+        self._wandb(lambda run: run.log(row, step=row["step"]))
 
     def _count(self, line: str) -> None:
         """``mark`` is the number of rows, and a checksum of them all."""
@@ -85,13 +89,25 @@ class Tracker:
         """Close all; ``summary`` is nested plain data."""
         with contextlib.suppress(OSError):  # what a full disk did not take has been said already
             self._file.close()
-        if self._run is not None:
-            self._wandb(lambda: self._run.summary.update(summary))
-            self._wandb(lambda: self._run.finish(exit_code=exit_code))
+        self._wandb(lambda run: run.summary.update(summary))
+        self._wandb(lambda run: run.finish(exit_code=exit_code))
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._speak()
 
     # --- Weights & Biases -------------------------------------------------------------------------
 
-    def _wandb(self, action: Callable[[], Any]) -> None:
+    def _wandb(self, action: Callable[[Any], Any]) -> None:
+        """Leave to the thread what is to be done with W&B's run, if there is one by then."""
+        if self._thread is not None:
+            self._thread.submit(self._tried, lambda: self._run is None or action(self._run))
+        self._speak()
+
+    def _speak(self) -> None:
+        while self._to_say:
+            self._say(self._to_say.pop(0))
+
+    def _tried(self, action: Callable[[], Any]) -> None:
         try:
             action()
         except (
@@ -99,7 +115,7 @@ class Tracker:
         ) as error:  # a missing, broken or unreachable wandb costs one line, not the run
             self._run = None
             reason = (str(error).strip().splitlines() or [""])[0]
-            self._say(
+            self._to_say.append(
                 f"W&B is off for this run ({type(error).__name__}: {reason}); metrics.jsonl has everything"
             )
 
@@ -110,7 +126,7 @@ class Tracker:
             return
         online = mode in ("online", "auto") and logged_in()
         if mode == "online" and not online:
-            self._say("W&B: not logged in (wandb login), tracking offline")
+            self._to_say.append("W&B: not logged in (wandb login), tracking offline")
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
@@ -156,7 +172,7 @@ class Tracker:
             except Exception as error:
                 _unreachable = True
                 wandb.teardown(exit_code=1)  # its service would hold the run's id
-                self._say(
+                self._to_say.append(
                     f"W&B cannot be reached ({type(error).__name__}): tracking offline, wandb sync uploads it later"
                 )
         # An offline run cannot be taken up again: replace it by one with the whole history.
@@ -165,6 +181,7 @@ class Tracker:
         self._run = wandb.init(mode="offline", **arguments)
         for row in self._history:
             self._run.log(row, step=row["step"])
+        import pandas  # noqa: F401  # else W&B imports it for the summary, when all else is done
 
 
 def logged_in() -> bool:

@@ -57,6 +57,13 @@ def counted(
 # --- by hand --------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=[flops.COMPUTED, 0], ids=["computed", "on meta"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to count."""
+    monkeypatch.setattr(flops, "COMPUTED", request.param)
+
+
+@pytest.mark.usefixtures("place")
 def test_a_linear_layer() -> None:
     """The first layer gives its input no gradient; the second does."""
     first, second = 2 * 16 * 8, 2 * 4 * 16
@@ -72,6 +79,7 @@ def test_a_linear_layer() -> None:
     assert cost.training(recipe, hardware=True) == dense - (middle + second) / 2  # forward
 
 
+@pytest.mark.usefixtures("place")
 def test_a_convolution() -> None:
     """Stride 2 and padding: 9 positions of 6 x 6; then two groups, which have half the inputs each."""
     model = nn.Sequential(
@@ -87,6 +95,29 @@ def test_a_convolution() -> None:
         (first + second) / 4,
         (first + second) / 2,
     )
+
+
+class Attention(nn.Module):
+    """Self-attention in two heads: (items, 8, 16) to the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).view(-1, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return mixed.transpose(1, 2).reshape(x.shape)
+
+
+@pytest.mark.usefixtures("place")
+def test_attention() -> None:
+    """Scores and their mixture of values, in two heads of 8 x 8 positions and 8 channels."""
+    layer, scores, mixture = 2 * 16 * 48 * 8, 2 * 2 * 8 * 8 * 8, 2 * 2 * 8 * 8 * 8
+    cost, _ = counted(Attention(), (8, 16))
+    assert cost.forward == layer + scores + mixture
+    assert cost.backward == layer + 2 * (scores + mixture)
+    assert cost.forward_sparse == layer / 2 + scores + mixture
 
 
 def test_layers_with_patterns_of_their_own() -> None:

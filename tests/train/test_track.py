@@ -8,7 +8,9 @@ import json
 import math
 import socket
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,20 +118,49 @@ def test_a_wandb_that_breaks_on_the_way_costs_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    made, said = tracker(tmp_path, WANDB)
 
     def broken(*_: Any, **__: Any) -> None:
         raise OSError("disk full\nand more")
 
-    run = made._run
-    monkeypatch.setattr(type(run), "log", broken)
+    monkeypatch.setattr(wandb.Run, "log", broken)
+    made, said = tracker(tmp_path, WANDB)
     made.log({"step": 1})
     made.log({"step": 2})
     made.finish({}, 0)
-    monkeypatch.undo()
-    run.finish()
+    wandb.finish()
     assert said == ["W&B is off for this run (OSError: disk full); metrics.jsonl has everything"]
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_nobody_waits_for_wandb_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that come before it has begun reach it in their order, and the summary comes last."""
+    came, begins = list[Any](), threading.Event()
+
+    class Run:
+        summary = SimpleNamespace(update=came.append)
+
+        def log(self, row: dict[str, Any], step: int) -> None:
+            came.append((step, row["x"]))
+
+        def finish(self, exit_code: int) -> None:
+            came.append(exit_code)
+
+    def init(**_: Any) -> Run:
+        assert begins.wait(60)
+        return Run()
+
+    monkeypatch.setattr(wandb, "init", init)
+    made, said = tracker(tmp_path, WANDB)
+    for step in range(1, 6):
+        made.log({"step": step, "x": step / 2})
+    assert came == []
+    assert len(rows(tmp_path)) == 5
+    begins.set()
+    made.finish({"status": "finished"}, 0)
+    assert came == [*((step, step / 2) for step in range(1, 6)), {"status": "finished"}, 0]
+    assert said == []
 
 
 def test_an_unreachable_server_is_waited_for_once(
