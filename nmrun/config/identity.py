@@ -20,6 +20,8 @@ IRRELEVANT = {
         *("log_every", "diagnose_every", "checkpoint_every"),
     },
 }
+# what decides how many steps a budget of seconds buys
+SPEED = {"device", "threads", "distributed", "acceleration"}
 
 
 def identity(config: Config) -> str:
@@ -28,7 +30,10 @@ def identity(config: Config) -> str:
     for group in GROUPS:
         value = config.plain[group]
         if isinstance(value, dict):
-            value = {k: v for k, v in value.items() if k not in IRRELEVANT.get(group, ())}
+            ignored = IRRELEVANT.get(group, set())
+            if str(value.get("budget")).startswith("seconds:"):
+                ignored = ignored - SPEED
+            value = {k: v for k, v in value.items() if k not in ignored}
         relevant[group] = value
     overrides = config.sparsity.overrides
     if overrides and len(overrides) > 1:  # the first that matches counts
