@@ -101,9 +101,17 @@ def _is_budget(value: Any) -> bool:
     if value in (None, "flops:dense"):
         return True
     try:
-        return value.startswith("flops:") and 0 < float(value.removeprefix("flops:")) < math.inf
+        unit, _, amount = value.partition(":")
+        return unit in ("flops", "seconds") and 0 < float(amount) < math.inf
     except (AttributeError, ValueError):
         return False
+
+
+def _plain_budget(value: str | None) -> str | None:
+    if value is None or value == "flops:dense":
+        return value
+    unit, _, amount = value.partition(":")
+    return f"{unit}:{float(amount)!r}"
 
 
 INPUT_GRADIENTS = ("exact", "transposable", "double_prune")  # see nmrun.sparsify
@@ -176,13 +184,10 @@ PATTERN = Check(
     lambda value: None if value is None else str(Pattern.parse(value)),
 )
 BUDGET = Check(
-    "flops:dense, flops:<number above 0> such as flops:1e12, or null",
+    "flops:dense, flops:<number above 0> such as flops:1e12, seconds:<number above 0> such as "
+    "seconds:600, or null",
     _is_budget,
-    lambda value: (
-        value
-        if value in (None, "flops:dense")
-        else f"flops:{float(value.removeprefix('flops:'))!r}"
-    ),
+    _plain_budget,
 )
 WIDTHS = Check(
     "a list of at least two whole numbers, 1 or more",

@@ -21,8 +21,8 @@ from nmrun.kernels import triton_groups, triton_mvue, triton_projection
 from nmrun.kernels.operands import Operands, Update, scalars
 from nmrun.kernels.triton_adamw import FusedAdam
 from nmrun.patterns import Pattern
-from nmrun.sparsity import hard_threshold, nm_mask, soft_threshold
 from nmrun.sparsity.estimators import inclusion_probabilities
+from nmrun.sparsity.plain import hard_threshold, nm_mask, soft_threshold
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")  # NumPy on NaNs
@@ -131,6 +131,8 @@ def test_bits_equal_the_reference(
         elif mode == "hard":
             assert torch.equal(bits(cast), bits(out.float()))
         assert int(flips) == 5 + flipped(earlier, out)
+    assert triton_projection.project(weight, out, pattern, dim, "mask")
+    assert torch.equal(out, nm_mask(weight, pattern, dim).to(dtype))
     assert torch.equal(bits(weight), bits(before))
 
 
@@ -496,7 +498,7 @@ def test_all_weights_are_projected_in_one_launch(
     assert together == [3] * steps
     assert len(alone) == steps
     for w in handle.sparse:
-        assert torch.equal(w.parameter, hard_threshold(w.dense, "2:4"))
+        assert torch.equal(w.parameter, hard_threshold(w.dense, w.pattern, w.dim))
 
 
 # --- the unbiased estimate ------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 same tensor.
 
 A copy reads and writes every weight once, as a projection at least has to: it is the memory bound.
-Arms are nmrun's dispatch (C on the CPU, Triton on a GPU), its reference in plain torch,
-``torch.topk``, and sorting every group and scattering, as the official code of SR-STE and STEP
-does. All leave the projection in memory.
+Arms that write into a tensor that is there: nmrun's dispatch (C on the CPU, Triton on a GPU), its
+reference in plain torch, ``torch.topk``, and sorting every group and scattering, as the official
+code of SR-STE and STEP does. All leave the projection in memory. Arms that make what they return,
+against ``torch.clone``: ``nmrun.sparsity.nm_mask`` along both dimensions, and by it the flip rate
+and the kept energy that training logs.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from nmrun.bench.arms import argsort_mask
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, quartiles, rounds
 from nmrun.kernels import projection
 from nmrun.patterns import Pattern
-from nmrun.sparsity.masks import hard_threshold
+from nmrun.sparsity import metrics, nm_mask, plain
 
 COLUMNS = 4096  # inputs of the layer; the number of weights decides on the outputs
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,7 +36,7 @@ def dispatch(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
 
 
 def reference(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
-    out.copy_(hard_threshold(weight, pattern, 1))
+    out.copy_(plain.hard_threshold(weight, pattern, 1))
 
 
 def topk(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
@@ -55,6 +57,32 @@ ARMS: dict[str, Callable[[Tensor, Tensor, Pattern], None]] = {
 }
 
 
+def mask(weight: Tensor, before: Tensor, pattern: Pattern) -> Tensor:
+    return nm_mask(weight, pattern)
+
+
+def mask_dim_0(weight: Tensor, before: Tensor, pattern: Pattern) -> Tensor:
+    return nm_mask(weight.view(weight.shape[1], -1), pattern, dim=0)
+
+
+def flip_rate(weight: Tensor, before: Tensor, pattern: Pattern) -> float:
+    return int(torch.count_nonzero(nm_mask(weight, pattern) ^ before)) / weight.numel()
+
+
+def kept_energy(weight: Tensor, before: Tensor, pattern: Pattern) -> float:
+    kept, pruned = map(float, metrics.energies(weight, nm_mask(weight, pattern)))
+    return kept / (kept + pruned)
+
+
+# given an earlier mask
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Pattern], object]] = {
+    "nm_mask": mask,
+    "nm_mask dim 0": mask_dim_0,
+    "flip_rate": flip_rate,
+    "kept_energy": kept_energy,
+}
+
+
 def measure(
     pattern: Pattern,
     millions: float,
@@ -63,7 +91,9 @@ def measure(
     count: int,
     device: torch.device,
 ) -> list[Row]:
-    """The copy and these arms on one random weight of about so many millions of entries."""
+    """The copy, the clone and these arms on one random weight of about so many millions of
+    entries.
+    """
     columns = COLUMNS // pattern.m * pattern.m
     about = {
         "pattern": str(pattern),
@@ -74,17 +104,26 @@ def measure(
         weight = torch.randn(max(1, round(millions * 1e6 / columns)), columns, device=device).to(
             dtype
         )
-        out = torch.empty_like(weight)
-        calls = {"copy": partial(out.copy_, weight)} | {
-            name: partial(ARMS[name], weight, out, pattern) for name in arms
+        out, before = torch.empty_like(weight), torch.rand_like(weight) < 0.5
+        calls: dict[str, Callable[[], object]] = {
+            "copy": partial(out.copy_, weight),
+            "clone": weight.clone,
         }
+        for name in arms:
+            into = name in ARMS
+            calls[name] = (
+                partial(ARMS[name], weight, out, pattern)
+                if into
+                else partial(FUNCTIONS[name], weight, before, pattern)
+            )
         times = rounds(calls, count, Clock(device), warm_up=1)
     except torch.OutOfMemoryError:
-        return [{**about, "arm": name, "wrong": NO_MEMORY} for name in ("copy", *arms)]
+        return [{**about, "arm": name, "wrong": NO_MEMORY} for name in ("copy", "clone", *arms)]
     rows = []
     for name, taken in times.items():
         rate = [2 * weight.nbytes / 1e6 / ms for ms in taken]
-        copies = [ms / copy for ms, copy in zip(taken, times["copy"], strict=True)]
+        base = times["clone" if name in FUNCTIONS or name == "clone" else "copy"]
+        copies = [ms / one for ms, one in zip(taken, base, strict=True)]
         figures = (
             quartiles("ms", taken) | quartiles("gb_per_second", rate) | quartiles("copies", copies)
         )
@@ -113,9 +152,15 @@ def size(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text}: millions of weights, up to 10000")
 
 
+def _cell(row: Row, unit: str) -> str:
+    """Multiples of the table's first column, and the figure behind them."""
+    copies = "1" if row["arm"] == "clone" else output.spread(row, "copies")
+    return f"{copies}, {row[unit]:.3g} {'GB/s' if unit == 'gb_per_second' else 'ms'}"
+
+
 def main(argv: Sequence[str]) -> int:
     parser = output.parser("masks", __doc__, 10)
-    usual = ["2:4", "1:4", "2:8", "1:16", "8:32"]
+    usual = ["2:4", "1:4", "2:8", "1:16", "8:32", "16:32"]
     parser.add_argument(
         "--patterns",
         nargs="+",
@@ -133,7 +178,11 @@ def main(argv: Sequence[str]) -> int:
         help="default: 1 10 50",
     )
     parser.add_argument(
-        "--arms", nargs="+", choices=ARMS, default=list(ARMS), help="default: all of them"
+        "--arms",
+        nargs="+",
+        choices=[*ARMS, *FUNCTIONS],
+        default=[*ARMS, *FUNCTIONS],
+        help="default: all of them",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
     options = parser.parse_args(argv)
@@ -146,24 +195,27 @@ def main(argv: Sequence[str]) -> int:
                 one, millions, options.arms, DTYPES[options.dtype], options.rounds, device
             )
     title = (
-        "Finding an N:M mask and projecting: multiples of a copy's time, median [quartiles] of paired rounds, and the memory traffic of"
-        f" one read and one write in GB/s. {options.dtype}, n = {options.rounds}."
+        "Finding an N:M mask and projecting, median [quartiles] of paired rounds: multiples of a copy into a tensor that is there, and"
+        " the memory traffic of one read and one write in GB/s; below, for what makes new tensors, multiples of torch.clone."
+        f" {options.dtype}, n = {options.rounds}."
     )
-    columns = ["copy", *options.arms]
+    into = ["copy", *(name for name in options.arms if name in ARMS)]
+    making = ["clone", *(name for name in options.arms if name in FUNCTIONS)]
     parts = []
     for millions in options.weights:
-        some = [{**row, "N:M": row["pattern"]} for row in rows if row["millions"] == millions]
-        text = output.grid(
-            some,
-            "N:M",
-            "arm",
-            lambda row: f"{output.spread(row, 'copies')}, {row['gb_per_second']:.3g} GB/s",
-        )
-        parts.append(f"{millions:g} million weights\n\n{text}")
+        parts.append(f"{millions:g} million weights")
+        for names, unit in ((into, "gb_per_second"), (making, "ms")):
+            some = [
+                {**row, "N:M": row["pattern"]}
+                for row in rows
+                if row["millions"] == millions and row["arm"] in names
+            ]
+            if len(names) > 1:
+                parts.append(output.grid(some, "N:M", "arm", partial(_cell, unit=unit)))
     drawn = [
         {**row, "size": f"{row['millions']:g} million weights"}
         for row in rows
-        if row["arm"] in columns[1:]
+        if row["arm"] in (into[1:] or making[1:])
     ]
     labels = ("N:M", "multiples of a copy's time")
 

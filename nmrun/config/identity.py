@@ -31,6 +31,8 @@ LATER: dict[str, dict[str, Any]] = {
     **{f"model={name}": {"bias": True} for name in GPTS},
     "recipe=step": {"window": "full", "threshold": None},
 }
+# what decides how many steps a budget of seconds buys
+SPEED = {"device", "threads", "distributed", "acceleration"}
 
 
 def identity(config: Config) -> str:
@@ -39,12 +41,13 @@ def identity(config: Config) -> str:
     for group in GROUPS:
         value = config.plain[group]
         if isinstance(value, dict):
-            later = _later(group, value)
+            later, ignored = _later(group, value), set(IRRELEVANT.get(group, ()))
+            if str(value.get("budget")).startswith("seconds:"):
+                ignored -= SPEED
             value = {
                 key: item
                 for key, item in value.items()
-                if key not in IRRELEVANT.get(group, ())
-                and not (key in later and later[key] == item)
+                if key not in ignored and not (key in later and later[key] == item)
             }
         relevant[group] = value
     overrides = config.sparsity.overrides

@@ -16,6 +16,16 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a kernel may read this tensor's memory by itself: a plain tensor, whose operations
+    nobody looks at (torch.compile, tracers, ``torch.func``, a dispatch mode).
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack()
+    return not watched and type(tensor.detach()) is Tensor
+
+
 def stored_alike(*tensors: Tensor) -> bool:
     """Whether tensors of one shape have no gaps and one order: all contiguous or all channels last."""
     orders = (torch.contiguous_format, torch.channels_last)

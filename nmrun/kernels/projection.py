@@ -1,5 +1,5 @@
-"""Compiled projections: C on the CPU, Triton on CUDA devices, with the bits of the torch reference
-in ``nmrun.sparsity.masks``.
+"""Compiled masks and projections: C on the CPU, Triton on CUDA devices, with the bits of the torch
+reference in ``nmrun.sparsity.plain``.
 """
 
 from __future__ import annotations
@@ -41,6 +41,23 @@ def project(
     by_tensor = scale if isinstance(scale, Tensor) else None
     amount = factor if factor else 1.0 if isinstance(scale, Tensor) else scale
     return triton_projection.project(weight, out, pattern, dim, mode, amount, by_tensor)
+
+
+def mask(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
+    """Write the N:M mask of ``weight`` into ``out`` (bool, True = kept) and return True, or return
+    False where no compiled kernel applies.
+    """
+    if weight.device.type == "cpu":
+        return cpu.mask(weight, out, pattern, dim)
+    if not by_triton(weight, pattern):
+        return False
+    from nmrun.kernels import triton_projection
+
+    ones = torch.empty_like(weight)  # kernels write the weight's dtype
+    done = triton_projection.project(weight, ones, pattern, dim, "mask")
+    if done:
+        out.copy_(ones)
+    return done
 
 
 def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -> bool:

@@ -25,7 +25,7 @@ from nmrun.patterns import Pattern
 
 LARGEST_M = 64  # a key has six bits for the index
 TILE = 2048  # weights a program has at least, if there are so many: 16 a thread
-MODES = {"hard": 0, "soft": 1, "decayed": 2}
+MODES = {"hard": 0, "soft": 1, "decayed": 2, "mask": 3}
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -131,8 +131,8 @@ def select(
     STRIDED: tl.constexpr,
     SHORT: tl.constexpr,
 ):
-    """(the mask, the group's largest magnitude that is not kept): what masks.nm_mask and
-    masks.soft_threshold are made of.
+    """(the mask, the group's largest magnitude that is not kept): what plain.nm_mask and
+    plain.soft_threshold are made of.
     """
     if M == 4 and not STRIDED and not SHORT:
         kept, shift = _select_four(w, N, COLUMNS)
@@ -144,7 +144,7 @@ def select(
 @triton.jit
 def project_tile(w, kept, shift, amount, MODE: tl.constexpr, DTYPE: tl.constexpr):
     """What is left of a tile: the kept weights, the soft threshold times ``amount``, or all weights
-    with the pruned ones times ``amount``.
+    with the pruned ones times ``amount``; or the mask, as ones and zeros.
     """
     if MODE == 1:
         shrunk = tl.abs(w) - shift
@@ -153,6 +153,8 @@ def project_tile(w, kept, shift, amount, MODE: tl.constexpr, DTYPE: tl.constexpr
         value = value.to(DTYPE).to(tl.float32) * amount  # the reference rounds twice
     elif MODE == 2:
         value = tl.where(kept, w, amount * w) + 0.0
+    elif MODE == 3:
+        value = kept.to(tl.float32)
     else:
         value = tl.where(kept, w, 0.0) + 0.0
     return value

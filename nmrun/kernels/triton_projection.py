@@ -1,5 +1,5 @@
 """N:M projections on CUDA devices, in Triton: one weight or all weights in a launch, with the bits
-of ``nmrun.sparsity.masks``.
+of ``nmrun.sparsity.plain``.
 
 16-bit weights are made float32 as soon as they are read: arithmetic on them is then the same on
 every device.
@@ -98,10 +98,11 @@ def project(
     these kernels do not apply.
 
     mode: ``hard``; ``soft``, times ``amount`` or ``scale`` (0-dimensional, on the device);
-    ``decayed``: ``w * (m + (1 - m) * amount)``. cast: a tensor of another dtype that gets the same
-    values. flips: a 0-dimensional int64 tensor to which is added how many entries of ``out`` became
-    zero or ceased to be. Applies to float32, bfloat16 and float16 tensors of fewer than 2^30
-    weights, all contiguous or all with their channels last, and M up to 64.
+    ``decayed``: ``w * (m + (1 - m) * amount)``; ``mask``: ones where weights are kept, else zeros
+    (not with ``flips``). cast: a tensor of another dtype that gets the same values. flips: a
+    0-dimensional int64 tensor to which is added how many entries of ``out`` became zero or ceased
+    to be. Applies to float32, bfloat16 and float16 tensors of fewer than 2^30 weights, all
+    contiguous or all with their channels last, and M up to 64.
     """
     dim %= max(1, weight.dim())
     if not applies(weight, out, pattern, dim, cast) or (

@@ -104,16 +104,9 @@ class Recipe:
     def choose(self, weight: SparseWeight) -> Tensor:
         """The mask of ``weight.dense``: bool, its shape, True = kept.
 
-        Default: the N largest magnitudes of every M, or the best transposable mask.
+        Default: :meth:`largest_mask`.
         """
-        if not self.transposable:
-            return masks.nm_mask(weight.dense, weight.pattern, weight.dim)
-        sides = (weight.outputs, weight.dim)
-        # a convolution has one matrix (out, in) for each kernel position
-        at_each_position = weight.dense.movedim(sides, (-2, -1))
-        matrix = at_each_position.reshape(-1, weight.dense.shape[weight.dim])
-        mask = transposable_mask(matrix, weight.pattern)
-        return mask.reshape(at_each_position.shape).movedim((-2, -1), sides)
+        return self.largest_mask(weight)
 
     def before_step(
         self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
@@ -209,10 +202,23 @@ class Recipe:
         looks = type(self).before_step is not Recipe.before_step
         return self.is_rule_alone and not looks and self.rule(weight).pruned_gradient_factor == 0
 
+    def largest_mask(self, weight: SparseWeight) -> Tensor:
+        """The N largest magnitudes of every M, or the best transposable mask: bool, shape of the
+        weight, True = kept.
+        """
+        if not self.transposable:
+            return masks.nm_mask(weight.dense, weight.pattern, weight.dim)
+        sides = (weight.outputs, weight.dim)
+        # a convolution has one matrix (out, in) for each kernel position
+        at_each_position = weight.dense.movedim(sides, (-2, -1))
+        matrix = at_each_position.reshape(-1, weight.dense.shape[weight.dim])
+        mask = transposable_mask(matrix, weight.pattern)
+        return mask.reshape(at_each_position.shape).movedim((-2, -1), sides)
+
     def largest(self, weight: SparseWeight, out: Tensor) -> None:
         """Write the magnitude projection: what :class:`Recipe` itself would."""
         if self.transposable:
-            torch.mul(weight.dense, Recipe.choose(self, weight), out=out)
+            torch.mul(weight.dense, self.largest_mask(weight), out=out)
         else:
             apply.keep_largest(weight.dense, out, weight.pattern, weight.dim)
 

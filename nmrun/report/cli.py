@@ -287,7 +287,7 @@ def _parts(
         raise ConfigError(
             f"no run below {', '.join(options.paths)} (a run's folder holds result.json)"
         )
-    metrics = [c for c in runs.columns if "/" in c] + ["seconds"]
+    metrics = [c for c in runs.columns if "/" in c] + ["seconds", "training_seconds"]
     keys = [c for c in runs.columns if c not in metrics]
     rows, columns = (options.rows or "recipe").split(","), (options.cols or "sparsity").split(",")
     for key in [*rows, *columns, *(condition.partition("=")[0] for condition in options.filter)]:

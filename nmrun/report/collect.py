@@ -110,6 +110,7 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
         "id": result["id"],
         "folder": str(folder),
         "seconds": result.get("seconds"),
+        "training_seconds": result.get("training_seconds"),
         "commit": result.get("environment", {}).get("commit"),
         "metric": result.get("metric"),
         **result["metrics"]["final"],

@@ -11,7 +11,7 @@ from torch import Tensor
 from nmrun.kernels import projection
 from nmrun.patterns import Pattern
 from nmrun.rule import Rule
-from nmrun.sparsity import masks
+from nmrun.sparsity import plain
 
 
 @torch.no_grad()
@@ -58,7 +58,7 @@ def project(dense: Tensor, out: Tensor, pattern: Pattern, dim: int, rule: Rule) 
     factor, scale = rule.pruned_weight_factor, rule.soft_threshold_scale
     if scale is not None:
         if not projection.project(dense, out, pattern, dim, soft=True, scale=scale):
-            torch.mul(masks.soft_threshold(dense, pattern, dim), scale, out=out)
+            torch.mul(plain.soft_threshold(dense, pattern, dim), scale, out=out)
         return
     if rule.mask is not None:
         torch.mul(dense, rule.mask, out=out)
@@ -83,4 +83,4 @@ def keep_largest(dense: Tensor, out: Tensor, pattern: Pattern, dim: int) -> None
         ValueError: where M does not divide the size of ``dim`` (see :mod:`nmrun.sparsity.masks`).
     """
     if not projection.project(dense, out, pattern, dim):
-        out.copy_(masks.hard_threshold(dense, pattern, dim))
+        out.copy_(plain.hard_threshold(dense, pattern, dim))

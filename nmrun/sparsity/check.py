@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nmrun.patterns import Pattern
-from nmrun.sparsity.masks import grouped
+from nmrun.sparsity.plain import grouped
 from nmrun.sparsity.select import select
 
 

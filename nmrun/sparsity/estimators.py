@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nmrun.kernels import projection
 from nmrun.patterns import Pattern
-from nmrun.sparsity.masks import grouped
+from nmrun.sparsity.plain import grouped
 
 
 @torch.no_grad()

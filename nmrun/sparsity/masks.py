@@ -1,6 +1,7 @@
-"""Masks and projections for any N:M pattern, in plain torch.
+"""Masks and projections for any N:M pattern.
 
-Every faster version must equal these functions bit for bit. Autograd does not record them.
+The compiled kernels compute them where they apply, else torch (:mod:`nmrun.sparsity.plain`), with
+the same bits. Autograd does not record them.
 
 ``dim`` is the dimension that groups run along: 1 for ``nn.Linear`` (out, in) and for convolutions
 (out, in, kh, kw), whose groups are M input channels at one kernel position.
@@ -14,53 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nmrun.kernels.layout import filled
+from nmrun.kernels import projection
+from nmrun.kernels.layout import has_memory
 from nmrun.patterns import Pattern
-
-
-def grouped(
-    weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = False
-) -> tuple[Tensor, Pattern, int]:
-    """View a weight with ``dim`` split into (groups, M).
-
-    Args:
-        weight: a tensor of any shape.
-        pattern: the N:M pattern.
-        dim: the dimension that groups run along.
-        pad: let the last group be short. The view is then of a copy that zeros fill up.
-
-    Returns:
-        The view, without gradient; the pattern; and the dimension of the view that runs over the
-        members of a group.
-
-    Raises:
-        ValueError: where M does not divide the size of ``dim`` and the last group may not be short.
-    """
-    pattern = Pattern.parse(pattern)
-    dim = dim % weight.dim() if weight.dim() else 0
-    if pad and weight.dim():
-        pattern = pattern.over(weight.shape[dim])
-    return filled(weight.detach(), pattern, dim).unflatten(dim, (-1, pattern.m)), pattern, dim + 1
-
-
-def ungrouped(groups: Tensor, size: int, d: int) -> Tensor:
-    """Undo :func:`grouped`.
-
-    Args:
-        groups: a tensor (..., groups, M, ...).
-        size: the size of the weight's dimension.
-        d: the dimension of ``groups`` that runs over the members of a group.
-
-    Returns:
-        The tensor with one dimension of ``size`` again, without what filled up a short last group.
-    """
-    whole = groups.flatten(d - 1, d)
-    return whole if whole.shape[d - 1] == size else whole.narrow(d - 1, 0, size).contiguous()
-
-
-def _sizes(groups: Tensor) -> Tensor:
-    """Compute ``|w|``, and -1 for a NaN, which so takes no place among the N largest."""
-    return groups.abs().masked_fill_(groups.isnan(), -1.0)
+from nmrun.sparsity import plain
 
 
 @torch.no_grad()
@@ -86,13 +44,13 @@ def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = Fa
     Raises:
         ValueError: where M does not divide the size of ``dim`` and the last group may not be short.
     """
-    groups, pattern, d = grouped(weight, pattern, dim, pad)
-    size = _sizes(groups)
-    threshold = size.topk(pattern.n, d).values.narrow(d, pattern.n - 1, 1)
-    above, equal = size > threshold, size == threshold
-    room = pattern.n - above.sum(d, keepdim=True)
-    keep = above | (equal & (equal.cumsum(d) <= room)) | groups.isnan()
-    return ungrouped(keep, weight.shape[d - 1], d)
+    pattern, dim = _over(weight, pattern, dim, pad)
+    if weight.dim() and has_memory(weight):
+        stored, order = _stored(weight)
+        mask = torch.empty_like(stored, dtype=torch.bool)
+        if projection.mask(stored, mask, pattern, order.index(dim)):
+            return mask.permute(_inverse(order))
+    return plain.nm_mask(weight, pattern, dim)
 
 
 @torch.no_grad()
@@ -110,7 +68,9 @@ def hard_threshold(
     Raises:
         ValueError: as :func:`nm_mask`.
     """
-    return torch.where(nm_mask(weight, pattern, dim, pad), weight, 0.0) + 0.0
+    pattern, dim = _over(weight, pattern, dim, pad)
+    projected = _projected(weight, pattern, dim, soft=False)
+    return plain.hard_threshold(weight, pattern, dim) if projected is None else projected
 
 
 @torch.no_grad()
@@ -132,12 +92,9 @@ def soft_threshold(
     Raises:
         ValueError: as :func:`nm_mask`.
     """
-    groups, pattern, d = grouped(weight, pattern, dim, pad)
-    if pattern.n == pattern.m:
-        return weight.detach() + 0.0
-    threshold = _sizes(groups).topk(pattern.n + 1, d).values.narrow(d, pattern.n, 1).clamp_min(0.0)
-    shrunk = torch.copysign((groups.abs() - threshold).clamp_min(0.0), groups) + 0.0
-    return ungrouped(shrunk, weight.shape[d - 1], d)
+    pattern, dim = _over(weight, pattern, dim, pad)
+    projected = _projected(weight, pattern, dim, soft=True)
+    return plain.soft_threshold(weight, pattern, dim) if projected is None else projected
 
 
 @torch.no_grad()
@@ -162,3 +119,36 @@ def soft_threshold_scale(
     energy = shrunk.square().sum()
     scale = torch.where(energy > 0, (weight.detach().double() * shrunk).sum() / energy, 1.0)
     return scale.to(weight.dtype)
+
+
+def _over(weight: Tensor, pattern: str | Pattern, dim: int, pad: bool) -> tuple[Pattern, int]:
+    """The parsed pattern, over the size of the dimension if groups may be short, and the dimension
+    counted from the front.
+    """
+    pattern = Pattern.parse(pattern)
+    if not weight.dim():
+        return pattern, 0
+    dim %= weight.dim()
+    return (pattern.over(weight.shape[dim]) if pad else pattern), dim
+
+
+def _projected(weight: Tensor, pattern: Pattern, dim: int, soft: bool) -> Tensor | None:
+    """The projection by a kernel, None where there is none for this weight."""
+    if not weight.dim() or not has_memory(weight):
+        return None
+    stored, order = _stored(weight)
+    out = torch.empty_like(stored)
+    done = projection.project(stored, out, pattern, order.index(dim), soft)
+    return out.permute(_inverse(order)) if done else None
+
+
+def _stored(weight: Tensor) -> tuple[Tensor, list[int]]:
+    """The weight with its dimensions as they lie in memory, contiguous (a copy if it has gaps), and
+    which of its dimensions these are.
+    """
+    order = sorted(range(weight.dim()), key=weight.stride, reverse=True)
+    return weight.detach().permute(order).contiguous(), order
+
+
+def _inverse(order: list[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)

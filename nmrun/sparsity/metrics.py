@@ -19,6 +19,8 @@ from nmrun.kernels.layout import local
 from nmrun.sparsity.shards import summed
 from nmrun.sparsity.weight import FIRST_MASK, SparseWeight
 
+PIECE = 1 << 18  # entries: a megabyte of float32
+
 
 class Masks(Protocol):
     """The part of a recipe that is read here."""
@@ -119,10 +121,7 @@ class MaskMetrics:
         sums = []
         for i, (weight, mask) in enumerate(zip(self.weights, masks, strict=True)):
             entries = (mask ^ self._before[i], mask ^ self.first(weight), mask)
-            parts = _parts(mask)
-            split = _split(weight.dense.square(), *parts) + (
-                _split(variances[i], *parts) if variances else []
-            )
+            split = energies(weight.dense, mask) + (_split(variances[i], mask) if variances else [])
             sums.append(
                 torch.stack([*(s.double() for s in map(torch.count_nonzero, entries)), *split])
             )
@@ -159,8 +158,8 @@ def layer_metrics(weights: Sequence[SparseWeight], recipe: Masks) -> dict[str, f
     """
     rows = []
     for weight in weights:
-        energies = _split(weight.dense.square(), *_parts(mask_of(weight, recipe)))
-        rows.append(torch.stack([torch.count_nonzero(weight.weight).double(), *energies]))
+        nonzeros = torch.count_nonzero(weight.weight.bool()).double()
+        rows.append(torch.stack([nonzeros, *energies(weight.dense, mask_of(weight, recipe))]))
     sums = summed(weights, torch.stack(rows)).tolist() if rows else []
     found = {}
     for weight, (nonzeros, kept, pruned) in zip(weights, sums, strict=True):
@@ -230,15 +229,27 @@ def unpack(packed: Tensor, shape: Sequence[int]) -> Tensor:
 _SHIFTS = torch.arange(8, dtype=torch.uint8).unsqueeze(1)
 
 
-def _split(values: Tensor, kept: Tensor, pruned: Tensor) -> list[Tensor]:
-    """Sum values over the kept and over the pruned, by flat float32 masks; float64 sums."""
-    flat = values.flatten().float()
-    return [torch.dot(flat, kept).double(), torch.dot(flat, pruned).double()]
+def energies(weight: Tensor, mask: Tensor) -> list[Tensor]:
+    """The sums of squares of the kept and of the pruned weights, 0-dimensional and float64."""
+    return _split(weight, mask, squares=True)
 
 
-def _parts(mask: Tensor) -> tuple[Tensor, Tensor]:
-    kept = mask.flatten().view(torch.uint8).float()
-    return kept, 1 - kept
+def _split(values: Tensor, mask: Tensor, squares: bool = False) -> list[Tensor]:
+    """The sums of ``values``, or of their squares, over the kept and over the pruned entries.
+
+    On a CPU piece by piece, in memory that is used again: what is computed on the way stays in the
+    cache.
+    """
+    size = min(values.numel(), PIECE) if values.is_cpu else values.numel()
+    piece, share = values.new_empty((2, size), dtype=torch.float32)
+    sums = values.new_zeros(2, dtype=torch.float64)
+    flat, bits = values.flatten(), mask.flatten().view(torch.uint8)
+    for some, kept in zip(flat.split(max(1, size)), bits.split(max(1, size)), strict=True):
+        numbers, parts = piece[: len(some)], share[: len(some)].copy_(kept)
+        torch.mul(some, some, out=numbers) if squares else numbers.copy_(some)
+        sums[0] += torch.dot(numbers, parts)
+        sums[1] += torch.dot(numbers, torch.sub(1, parts, out=parts))
+    return list(sums)
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -51,12 +51,20 @@ class Parts:
     attached_in: float = 0.0
 
 
-def build(config: Config, times: Mapping[str, Any] | None = None) -> Parts:
+def build(
+    config: Config, total_steps: int | None = None, times: Mapping[str, Any] | None = None
+) -> Parts:
     """Seed everything, choose device and precision, and build.
 
-    ``times`` are those that the run's products were chosen by (``acceleration`` of its
-    checkpoint): measured again they might choose others, with other roundings. Raises ConfigError
-    for what only the built model shows.
+    Args:
+        config: what to build.
+        total_steps: the optimizer steps of the run; None: those of ``trainer.epochs`` or of a
+            budget of FLOPs.
+        times: those that the run's products were chosen by (``acceleration`` of its checkpoint):
+            measured again they might choose others, with other roundings.
+
+    Raises:
+        ConfigError: for what only the built model shows.
     """
     trainer = config.trainer
     if trainer.threads is not None:
@@ -80,7 +88,9 @@ def build(config: Config, times: Mapping[str, Any] | None = None) -> Parts:
     if not in_shards:
         lay_out(model, device, precision)
     optimizer = parameter_groups.optimizer(config.optimizer, model)
-    total_steps = trainer.epochs * task.batches_per_epoch
+    planned = total_steps is not None
+    if total_steps is None:
+        total_steps = trainer.epochs * task.batches_per_epoch
     recipe = config.recipe.target or config.recipe.name
 
     def made_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int) -> Handle:
@@ -101,7 +111,7 @@ def build(config: Config, times: Mapping[str, Any] | None = None) -> Parts:
         )
 
     try:
-        if trainer.budget is not None:
+        if not planned and (trainer.budget or "").startswith("flops:"):
             # a trial, which leaves no trace
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 twin = copy.deepcopy(whole)
@@ -109,7 +119,7 @@ def build(config: Config, times: Mapping[str, Any] | None = None) -> Parts:
                 trial = made_sparse(twin, again, total_steps)
             items = sum(task.sizes(0, 0, 1))
             total_steps = flops.steps_in(
-                trainer.budget,
+                str(trainer.budget),
                 flops.count(twin, task, trial.sparse),
                 trial.recipe,
                 total_steps,

@@ -41,17 +41,17 @@ class Probe(NamedTuple):
     flops: dict[str, int]
 
 
-def find_decay(config: Config) -> Found:
+def find_decay(config: Config, total_steps: int | None = None) -> Found:
     """The first decay, searching up or down from 2e-4 by half powers of ten, whose mu is in range.
 
     Every probe trains from the initial weights for a tenth of the run; ``config`` is of recipe
-    t_sr_ste. If no value is in range, the one nearest to it in the direction of the search is
-    taken, and said.
+    t_sr_ste, and ``total_steps`` are the run's where they are planned. If no value is in range, the
+    one nearest to it in the direction of the search is taken, and said.
     """
     began, flops = time.perf_counter(), Counter[str]()
 
     def rate(decay: float, dense: bool) -> float:
-        probe = _probe(config, decay, dense)
+        probe = _probe(config, decay, dense, total_steps)
         flops.update(probe.flops)
         return probe.flip_rate
 
@@ -77,12 +77,12 @@ def find_decay(config: Config) -> Found:
     return Found(GRID[best], said, time.perf_counter() - began, flops)
 
 
-def _probe(config: Config, decay: float, dense: bool) -> Probe:
+def _probe(config: Config, decay: float, dense: bool, total_steps: int | None = None) -> Probe:
     """A short training."""
     plain = copy.deepcopy(config.plain)
     plain["recipe"] |= {"decay": decay, "dense_end": 0.0}
     trial = Config(plain, config.pattern)
-    parts = build(trial)
+    parts = build(trial, total_steps)
     loop, rule = Loop(trial, parts, Console(None)), parts.handle.recipe
     interval = plain["recipe"]["interval"]
     steps = min(parts.total_steps, max(2 * interval, round(PROBE * parts.total_steps)))

@@ -47,7 +47,8 @@ class Loop:
     pattern (for dense training: of all), with its ``epoch``; ``best_weights`` are the plain weights
     of that moment (this rank's parts of them), and ``candidates`` the number of such evaluations.
     ``accumulate`` is how many micro-batches a batch is cut into. ``seconds`` and ``flops`` (of
-    training) count all sittings, and what the recipe took beforehand.
+    training) count all sittings, and what the recipe took beforehand; ``training_seconds`` count
+    steps and their logging alone, without the first step of a sitting, which warms up.
     """
 
     def __init__(self, config: Config, parts: Parts, console: Console) -> None:
@@ -108,7 +109,7 @@ class Loop:
         self.diagnostics: Diagnostics | None = None
         if self.trainer.diagnose_every is not None:
             self.diagnostics = Diagnostics(self.model, self.handle, self.task)
-        self.seconds = parts.attached_in
+        self.seconds, self.training_seconds = parts.attached_in, 0.0
         self.items = 0  # seen in this sitting
         self._shown: dict[str, float] = {}
 
@@ -116,7 +117,7 @@ class Loop:
         """Train to the last step and return True, or False as soon as there is a signal, on any
         rank; ``checkpoint.pt`` has the state then. ``signals`` wait, but for evaluations.
         """
-        earlier, began = self.seconds, time.perf_counter()
+        earlier, began, begun = self.seconds, time.perf_counter(), self.step
         window_began, window_step, window_items = began, self.step, self.items
         self.model.train()
         while self.step < self.total_steps or self.row is not None:
@@ -134,6 +135,7 @@ class Loop:
                 diagnostics = self.diagnostics if diagnosed else None
                 if diagnostics is not None:
                     diagnostics.before()
+                step_began, warm = time.perf_counter(), self.step > begun
                 first = self._train_step(epoch, index, measure_flips=log_due)
                 if epoch_ends or last:
                     self.average.add(left=self.epochs - epoch - 1)
@@ -148,6 +150,10 @@ class Loop:
                         self.items - window_items,
                         time.perf_counter() - window_began,
                     )
+                if evaluate_due or save_due or not warm:
+                    synchronize(self.device)
+                if warm:
+                    self.training_seconds += time.perf_counter() - step_began
                 if diagnostics is not None:
                     row |= diagnostics.after(first)
             put_off = False
@@ -445,6 +451,7 @@ class Loop:
             "average": self.average.state_dict(),
             "random": ranks.gathered(checkpoint.random_state()),
             "acceleration": self.acceleration,
+            "total_steps": self.total_steps,
             "loop": {
                 "step": self.step,
                 "accumulate": self.accumulate,
@@ -458,6 +465,7 @@ class Loop:
                 "events": self.events,
                 "flops": dict(self.flops),
                 "seconds": self.seconds,
+                "training_seconds": self.training_seconds,
             },
             **({"diagnostics": self.diagnostics.state_dict()} if self.diagnostics else {}),
         }
@@ -477,3 +485,9 @@ class Loop:
         self.best_weights = {name: tensor.to("cpu") for name, tensor in best.items()}
         if self.diagnostics is not None:
             self.diagnostics.load_state_dict(state.get("diagnostics"))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given, so that a clock shows it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

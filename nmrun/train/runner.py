@@ -26,7 +26,7 @@ from nmrun.config.identity import finished, identity, result_in
 from nmrun.errors import ConfigError, RunError
 from nmrun.settings.config import Config
 from nmrun.signals import Signals
-from nmrun.train import checkpoint, environment, plan
+from nmrun.train import checkpoint, environment, pace, plan
 from nmrun.train.build import Parts, build
 from nmrun.train.console import Console
 from nmrun.train.decay_search import Found, find_decay
@@ -58,7 +58,7 @@ def run(
     shows.
     """
     if config.dry:
-        parts, _ = _build(config, search=False)
+        parts, *_ = _build(config, None, search=False)
         print(
             "\n".join(
                 [
@@ -109,17 +109,25 @@ def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any
 
 
 def _build(
-    config: Config, search: bool, times: dict[str, Any] | None = None
-) -> tuple[Parts, Found | None]:
-    """The parts of a run, and what was found beforehand: ``recipe.decay=auto`` is a search, whose
-    result a checkpoint has.
+    config: Config, state: dict[str, Any] | None, search: bool = True
+) -> tuple[Parts, str, Found | None]:
+    """The parts of a run, and what was found beforehand: the steps of a budget of seconds, in a
+    sentence, and what ``recipe.decay=auto`` searched for. A checkpoint, ``state``, has both.
     """
-    if config.recipe.options.get("decay") != "auto":
-        return build(config, times), None
-    found = find_decay(config) if search else None
-    decay = found.decay if found else 0.0
+    steps, said, found = None, "", None
+    auto = config.recipe.options.get("decay") == "auto"
+    if (config.trainer.budget or "").startswith("seconds:"):
+        undecided = _with_decay(config, 0.0) if auto else config
+        steps, said = (state["total_steps"], "") if state else pace.plan(undecided)
+    if auto:
+        found = find_decay(config, steps) if search and state is None else None
+        config = _with_decay(config, found.decay if found else 0.0)
+    return build(config, steps, (state or {}).get("acceleration")), said, found
+
+
+def _with_decay(config: Config, decay: float) -> Config:
     plain = {**config.plain, "recipe": {**config.plain["recipe"], "decay": decay}}
-    return build(Config(plain, config.pattern), times), found
+    return Config(plain, config.pattern)
 
 
 class _Run:
@@ -191,7 +199,9 @@ class _Run:
                     self.loop.device if self.loop else torch.device("cpu")
                 )
                 | ({"command": self.command} if self.command else {}),
+                "steps": self.loop.total_steps if self.loop else None,
                 "seconds": round(self.loop.seconds, 3) if self.loop else 0.0,
+                "training_seconds": round(self.loop.training_seconds, 3) if self.loop else 0.0,
                 **outcome,
             }
         )
@@ -259,8 +269,8 @@ class _Run:
         state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
         _, wrong = finished(folder)
         complaints += [f"finished before, but {name}: {what}" for name, what in wrong.items()]
-        rows, times = ((state or {}).get(key) for key in ("rows", "acceleration"))
-        parts, found = _build(config, search=state is None, times=times)
+        rows = (state or {}).get("rows")
+        parts, planned, found = _build(config, state)
         if ranks.leads():
             if state is None:
                 for name in FILES:
@@ -282,6 +292,8 @@ class _Run:
             if found:
                 loop.count_beforehand(found.seconds, found.flops)
                 loop.events.insert(0, found.said)
+            if planned:
+                loop.events.insert(0, planned)
             for event in loop.events:
                 self.console.say(f"  {event}")
         else:

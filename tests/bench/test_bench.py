@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -308,6 +309,21 @@ def test_each_way_finds_the_same_masks(arm: str, ratio: str) -> None:
     assert torch.equal(out, hard_threshold(weight, pattern))
 
 
+def test_the_functions_measure_what_they_say() -> None:
+    weight = torch.tensor([[3.0, -1.0, 2.0, 0.5], [1.0, 4.0, -2.0, 2.0]])
+    before = torch.tensor([[True, True, False, False], [False, True, True, False]])
+    call = {
+        name: partial(each, weight, before, Pattern(2, 4)) for name, each in masks.FUNCTIONS.items()
+    }
+    assert call["nm_mask"]().tolist() == [[True, False, True, False], [False, True, True, False]]
+    assert call["flip_rate"]() == 2 / 8
+    assert call["kept_energy"]() == pytest.approx(
+        (9 + 4 + 16 + 4) / (9 + 1 + 4 + 0.25 + 1 + 16 + 4 + 4)
+    )
+    columns = call["nm_mask dim 0"]()  # the same memory as a matrix (4, 2)
+    assert columns.tolist() == [[True, False], [True, False], [False, True], [False, True]]
+
+
 def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--patterns",
@@ -323,11 +339,12 @@ def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert bench.main(["masks", *words]) == 0
     rows = written(tmp_path / "new", "masks", printed := capsys.readouterr().out)
-    assert len(rows) == 2 * 2 * 5
+    assert len(rows) == 2 * 2 * (2 + len(masks.ARMS) + len(masks.FUNCTIONS))
+    assert "| clone " in printed
     assert "| 2:4 " in printed
     for row in rows:
         assert row["gb_per_second"] > 0
-        assert row["copies"] == 1 or row["arm"] != "copy"
+        assert row["copies"] == 1 or row["arm"] not in ("copy", "clone")
     assert (tmp_path / "new" / "masks_cpu.png").read_bytes().startswith(b"\x89PNG")
 
 

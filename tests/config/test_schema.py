@@ -49,7 +49,10 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "model.include": ([None, "inner.*", ["inner.0"]], ["(", ["a", "["], 5, [5]]),
         "model.exclude": (["stem", [], ["stem", "head"]], ["*", [None], 1.0]),
         "trainer.epochs": ([1, 30], NO_COUNT),
-        "trainer.budget": ([None, "flops:dense", "flops:1e9", "flops:2e9"], ["1e9", "flops:", "flops:0", "flops:inf", "flops:nan", 5]),
+        "trainer.budget": (
+            [None, "flops:dense", "flops:1e9", "flops:2e9", "seconds:60"],
+            ["1e9", "flops:", "flops:0", "flops:inf", "flops:nan", "seconds:", "seconds:0", "seconds:-1", "seconds:nan", "minutes:3", 5],
+        ),
         "trainer.batch_size": ([1, 100], NO_COUNT),
         "trainer.accumulate": ([1, 2], NO_COUNT),
         "trainer.clip": ([None, 0.5, 2.0], [0, -1, "off", True, float("inf")]),

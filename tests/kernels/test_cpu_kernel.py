@@ -1,20 +1,23 @@
 """The compiled projection gives the bits of the torch reference, and everything works without it."""
 
+import itertools
 import multiprocessing
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from nmrun import sparsity
 from nmrun.kernels import compiled as c_library
 from nmrun.kernels import cpu
 from nmrun.patterns import Pattern
 from nmrun.recipes.s_ste import SSTE
 from nmrun.recipes.ste import STE
-from nmrun.sparsity import hard_threshold, nm_mask, soft_threshold
+from nmrun.sparsity import plain
 from nmrun.sparsity.weight import SparseWeight
 
 pytestmark = pytest.mark.usefixtures("kernels_for_small_weights")
@@ -40,9 +43,15 @@ def both(weight: Tensor, ratio: str, dim: int, scale: float | None) -> tuple[Ten
     """(compiled, reference); scale None: hard threshold."""
     out = torch.full_like(weight, 7.0)
     assert cpu.project(weight, out, Pattern.parse(ratio), dim, scale is not None, scale or 1.0)
-    return out, hard_threshold(weight, ratio, dim) if scale is None else soft_threshold(
-        weight, ratio, dim
-    ) * scale
+    return out, hard(weight, ratio, dim) if scale is None else soft(weight, ratio, dim) * scale
+
+
+def hard(weight: Tensor, pattern: str | Pattern, dim: int) -> Tensor:
+    return plain.hard_threshold(weight, Pattern.parse(pattern), dim)
+
+
+def soft(weight: Tensor, pattern: str | Pattern, dim: int) -> Tensor:
+    return plain.soft_threshold(weight, Pattern.parse(pattern), dim)
 
 
 @needs_compiler
@@ -64,6 +73,12 @@ def both(weight: Tensor, ratio: str, dim: int, scale: float | None) -> tuple[Ten
         ("3:16", (2, 32, 7, 7), 1),
         ("3:16", (5, 48), 1),
         ("7:32", (3, 64, 3, 3), 1),
+        ("14:32", (9, 64), 1),  # the last that insertion finds
+        ("15:16", (33, 48), 1),  # the first that sorting does
+        ("16:32", (40, 64), 1),
+        ("16:32", (64, 50), 0),
+        ("17:31", (3, 62, 3, 3), 1),
+        ("32:32", (5, 64), 1),
         ("1:128", (9, 256), 1),
         ("255:256", (2, 512), 1),
     ],
@@ -72,12 +87,13 @@ def test_bits_equal_the_reference(
     ratio: str, shape: tuple[int, ...], dim: int, scale: float | None
 ) -> None:
     weight = nasty(shape)
-    if scale is not None:
-        # infinity minus infinity has no right answer
-        weight = weight.nan_to_num(nan=torch.nan, posinf=3.0)
     before = weight.clone()
     compiled, reference = both(weight, ratio, dim, scale)
     assert torch.equal(bits(compiled), bits(reference))
+    mask = torch.empty_like(weight, dtype=torch.bool)
+    assert cpu.mask(weight, mask, pattern := Pattern.parse(ratio), dim)
+    assert torch.equal(mask, plain.nm_mask(weight, pattern, dim))
+    assert mask.view(torch.uint8).max() == 1
     assert torch.equal(bits(weight), bits(before))
 
 
@@ -100,8 +116,12 @@ def test_weights_with_channels_last(
     out = torch.full_like(last, 7.0)
     assert cpu.project(last, out, pattern, dim)
     assert out.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(bits(out.contiguous()), bits(hard_threshold(weight, pattern, dim)))
+    assert torch.equal(bits(out.contiguous()), bits(hard(weight, pattern, dim)))
     assert not cpu.project(last, torch.empty(shape), pattern, dim)  # two orders
+    mask = torch.empty_like(last, dtype=torch.bool)
+    assert cpu.mask(last, mask, pattern, dim)
+    assert torch.equal(mask, plain.nm_mask(weight, pattern, dim))
+    assert not cpu.mask(last, torch.empty(shape, dtype=torch.bool), pattern, dim)
 
 
 @needs_compiler
@@ -114,12 +134,12 @@ def test_pruned_weights_fade(ratio: str, shape: tuple[int, ...], dim: int, facto
     weight = nasty(shape)
     out = torch.full_like(weight, 7.0)
     assert cpu.project(weight, out, Pattern.parse(ratio), dim, factor=factor)
-    mask = nm_mask(weight, ratio, dim)
+    mask = plain.nm_mask(weight, Pattern.parse(ratio), dim)
     assert torch.equal(
         bits(out), bits(torch.where(mask, weight, weight * torch.tensor(factor)) + 0.0)
     )
     assert cpu.project(weight, out, Pattern.parse(ratio), dim)  # without a factor, code of its own
-    assert torch.equal(bits(out), bits(hard_threshold(weight, ratio, dim)))
+    assert torch.equal(bits(out), bits(hard(weight, ratio, dim)))
 
 
 @needs_compiler
@@ -143,11 +163,91 @@ def test_rows_in_another_order(
     weight = weight.to(memory_format=torch.channels_last) if last else weight
     order, out = torch.randperm(shape[0]), torch.full_like(weight, 7.0)
     assert cpu.project_rows(weight, out, Pattern.parse(ratio), order)
-    wanted = hard_threshold(weight[order].contiguous(), ratio, 0)[order.argsort()]
+    wanted = hard(weight[order].contiguous(), ratio, 0)[order.argsort()]
     assert torch.equal(bits(out.contiguous()), bits(wanted.contiguous()))
     assert not cpu.project_rows(weight, out, Pattern(1, 5), order)  # groups that are not whole
     assert not cpu.project_rows(weight, out, Pattern.parse(ratio), torch.arange(shape[0] + 5))
     assert not cpu.project_rows(weight.double(), out.double(), Pattern.parse(ratio), order)
+
+
+# --- the public functions -------------------------------------------------------------------------
+
+FUNCTIONS = ("nm_mask", "hard_threshold", "soft_threshold")
+
+
+def same(found: Tensor, wanted: Tensor) -> bool:
+    return (
+        torch.equal(found, wanted)
+        if found.dtype == torch.bool
+        else torch.equal(bits(found), bits(wanted))
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    "stored",
+    [
+        lambda w: w,
+        lambda w: w.T.contiguous().T,
+        lambda w: w.repeat_interleave(2, 1)[:, ::2],
+        lambda w: w[:1].expand(12, 28),
+        lambda w: nn.Parameter(w),
+    ],
+    ids=["contiguous", "transposed", "with gaps", "expanded", "parameter"],
+)
+@pytest.mark.parametrize(
+    ("ratio", "dim", "pad"), [("2:4", 1, False), ("3:4", -2, False), ("2:8", 0, True)]
+)
+def test_public_functions_go_through_the_kernel(
+    ratio: str, dim: int, pad: bool, stored: Any, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, pattern = stored(nasty((12, 28))), Pattern.parse(ratio)
+    pattern = pattern.over(weight.shape[dim]) if pad else pattern
+    wanted = getattr(plain, function)(weight, pattern, dim % 2)
+    monkeypatch.setattr(plain, function, None)
+    found = getattr(sparsity, function)(weight, ratio, dim, pad)
+    assert found.shape == weight.shape
+    assert not found.requires_grad
+    assert same(found, wanted)
+
+
+@needs_compiler
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("shape", [(4, 8, 3, 3), (3, 8, 5), (2, 8, 2, 2, 3)])
+def test_public_functions_in_any_order_of_memory(shape: tuple[int, ...], function: str) -> None:
+    weight = nasty(shape)
+    wanted = getattr(plain, function)(weight, Pattern(2, 4), 1)
+    for order in itertools.permutations(range(len(shape))):
+        back = sorted(range(len(shape)), key=order.__getitem__)
+        stored = weight.permute(order).contiguous().permute(back)
+        assert same(getattr(sparsity, function)(stored, "2:4", 1), wanted)
+
+
+@needs_compiler
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_whoever_looks_at_the_operations_sees_them(function: str) -> None:
+    """torch.func, tracers and fake tensors, for which memory says nothing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def call(w: Tensor) -> Tensor:
+        return getattr(sparsity, function)(w, "2:4", 1)
+
+    first, second = nasty((8, 16)), torch.randn(8, 16)
+    assert same(torch.func.vmap(call)(second.view(2, 4, 16)).view(8, 16), call(second))
+    assert same(make_fx(call)(first)(second), call(second))
+    with FakeTensorMode():
+        assert call(torch.empty(8, 16)).shape == (8, 16)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_other_dtypes_stay_with_torch(function: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(8, 16).to(dtype)
+    found = getattr(sparsity, function)(weight, "2:4")
+    assert torch.equal(found, getattr(plain, function)(weight, Pattern(2, 4), 1))
 
 
 @needs_compiler
@@ -233,6 +333,8 @@ def test_without_a_working_compiler_the_result_is_the_same(
     cpu.load.cache_clear()
     assert cpu.load(Pattern(2, 4)) is None
     assert torch.equal(bits(_project(recipe, weight)), bits(wanted))
+    mask = sparsity.nm_mask(weight, "2:4")
+    assert torch.equal(mask, plain.nm_mask(weight, Pattern(2, 4), 1))
 
 
 @needs_compiler

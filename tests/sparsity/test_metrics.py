@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun.handle import Handle
-from nmrun.sparsity.metrics import gradient_variance, layer_metrics, mask_of, pack, unpack
+from nmrun.sparsity import metrics
+from nmrun.sparsity.metrics import (
+    energies,
+    gradient_variance,
+    layer_metrics,
+    mask_of,
+    pack,
+    unpack,
+)
 
 # three weights (2, 4), with 2:4 masks that can be read off: 1100 0011, then 1001 0011, then the
 # first again
@@ -85,6 +93,27 @@ def test_energy_and_norm_in_closed_form(recipe: str) -> None:
     layer = layer_metrics(handle.sparse, handle.recipe)
     assert layer["layer/0.weight/kept_energy"] == pytest.approx(50 / 60)
     assert layer["layer/0.weight/density"] == (0.5 if recipe == "ste" else 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_energies_are_summed_over_all_pieces(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "PIECE", 7)
+    weight, mask = torch.randn(5, 3, 2).to(dtype), torch.rand(5, 3, 2) < 0.4
+    kept, pruned = energies(weight, mask)
+    squares = list(zip((weight * weight).flatten().tolist(), mask.flatten().tolist(), strict=True))
+    assert float(kept) == pytest.approx(math.fsum(s for s, m in squares if m), rel=1e-6)
+    assert float(pruned) == pytest.approx(math.fsum(s for s, m in squares if not m), rel=1e-6)
+    assert energies(weight.new_zeros(0, 4), mask.new_zeros(0, 4)) == [0, 0]
+
+
+def test_a_weight_that_is_zero_is_in_no_mask() -> None:
+    """Virtual masks are the support of the projection, not the places of the largest."""
+    _, _, handle = start("asp", prune_at=0.9, total_steps=10)
+    with torch.no_grad():
+        handle.sparse[0].parameter[0] = torch.tensor([0.0, 0.0, 0.0, 5.0])
+    assert mask_of(handle.sparse[0], handle.recipe)[0].tolist() == [False, False, False, True]
 
 
 def test_the_first_masks_are_those_of_the_beginning_and_are_saved() -> None:

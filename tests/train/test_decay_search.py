@@ -108,7 +108,7 @@ def test_the_choice_is_that_of_trying_them_all(tmp_path, monkeypatch, centre, sl
     mus = {decay: 0.8 * 2.0 ** (slope * (centre - i)) for i, decay in enumerate(GRID)}
     tried = []
 
-    def probe(made: schema.Config, decay: float, dense: bool) -> Probe:
+    def probe(made: schema.Config, decay: float, dense: bool, steps: int | None) -> Probe:
         tried.append(decay)
         return Probe(0.01 if dense else 0.01 * mus[decay], {"training_hardware": 2})
 
@@ -154,7 +154,7 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
     auto = made("auto", "auto")
     decay, said, seconds, flops = find_decay(auto)
     monkeypatch.setattr(
-        runner, "find_decay", lambda config: find_decay(config)._replace(seconds=1000.0)
+        runner, "find_decay", lambda *run: find_decay(*run)._replace(seconds=1000.0)
     )
     result = runner.run(auto, run_folder(auto))
     assert result["status"] == "finished"
@@ -187,7 +187,7 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
     with pytest.raises(Killed):
         runner.run(cut, run_folder(cut))
     monkeypatch.setattr(Loop, "_train_step", step)
-    monkeypatch.setattr(runner, "find_decay", lambda config: pytest.fail("it is searched for once"))
+    monkeypatch.setattr(runner, "find_decay", lambda *run: pytest.fail("it is searched for once"))
     resumed = runner.run(cut, run_folder(cut))
     assert died == [7]
     assert resumed["events"] == [said]

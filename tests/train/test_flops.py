@@ -365,11 +365,25 @@ def test_schedule_and_phases_follow_the_budget(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["dense", "flops:", "flops:-1", "flops:0", "flops:inf", "flops:many", "1e12", "0"]
+    "value",
+    [
+        "dense",
+        "flops:",
+        "flops:-1",
+        "flops:0",
+        "flops:inf",
+        "flops:many",
+        "1e12",
+        "0",
+        "seconds:0",
+        "seconds:dense",
+        "seconds:",
+    ],
 )
 def test_what_is_no_budget(value: str, tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"trainer.budget=.*: it takes flops:dense, flops:<number above 0>"
+        ConfigError,
+        match=r"trainer.budget=.*: it takes flops:dense, flops:<number above 0> .*, seconds:<number above 0>",
     ):
         config(tmp_path, f"trainer.budget={value}")
 

@@ -1,0 +1,82 @@
+"""Masks and projections in plain torch: the reference that the compiled kernels equal bit for bit,
+and what is computed where none applies. What they mean is said in ``nmrun.sparsity.masks``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nmrun.kernels.layout import filled
+from nmrun.patterns import Pattern
+
+
+def grouped(
+    weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = False
+) -> tuple[Tensor, Pattern, int]:
+    """View a weight with ``dim`` split into (groups, M).
+
+    Args:
+        weight: a tensor of any shape.
+        pattern: the N:M pattern.
+        dim: the dimension that groups run along.
+        pad: let the last group be short. The view is then of a copy that zeros fill up.
+
+    Returns:
+        The view, without gradient; the pattern; and the dimension of the view that runs over the
+        members of a group.
+
+    Raises:
+        ValueError: where M does not divide the size of ``dim`` and the last group may not be short.
+    """
+    pattern = Pattern.parse(pattern)
+    dim = dim % weight.dim() if weight.dim() else 0
+    if pad and weight.dim():
+        pattern = pattern.over(weight.shape[dim])
+    return filled(weight.detach(), pattern, dim).unflatten(dim, (-1, pattern.m)), pattern, dim + 1
+
+
+def ungrouped(groups: Tensor, size: int, d: int) -> Tensor:
+    """Undo :func:`grouped`.
+
+    Args:
+        groups: a tensor (..., groups, M, ...).
+        size: the size of the weight's dimension.
+        d: the dimension of ``groups`` that runs over the members of a group.
+
+    Returns:
+        The tensor with one dimension of ``size`` again, without what filled up a short last group.
+    """
+    whole = groups.flatten(d - 1, d)
+    return whole if whole.shape[d - 1] == size else whole.narrow(d - 1, 0, size).contiguous()
+
+
+def _sizes(groups: Tensor) -> Tensor:
+    """Compute ``|w|``, and -1 for a NaN, which so takes no place among the N largest."""
+    return groups.abs().masked_fill_(groups.isnan(), -1.0)
+
+
+def nm_mask(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
+    """:func:`nmrun.sparsity.nm_mask`."""
+    groups, pattern, d = grouped(weight, pattern, dim)
+    size = _sizes(groups)
+    threshold = size.topk(pattern.n, d).values.narrow(d, pattern.n - 1, 1)
+    above, equal = size > threshold, size == threshold
+    room = pattern.n - above.sum(d, keepdim=True)
+    keep = above | (equal & (equal.cumsum(d) <= room)) | groups.isnan()
+    return ungrouped(keep, weight.shape[d - 1], d)
+
+
+def hard_threshold(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
+    """:func:`nmrun.sparsity.hard_threshold`."""
+    return torch.where(nm_mask(weight, pattern, dim), weight.detach(), 0.0) + 0.0
+
+
+def soft_threshold(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
+    """:func:`nmrun.sparsity.soft_threshold`."""
+    groups, pattern, d = grouped(weight, pattern, dim)
+    if pattern.n == pattern.m:
+        return weight.detach() + 0.0
+    threshold = _sizes(groups).topk(pattern.n + 1, d).values.narrow(d, pattern.n, 1).clamp_min(0.0)
+    shrunk = torch.copysign((groups.abs() - threshold).clamp_min(0.0), groups) + 0.0
+    return ungrouped(shrunk, weight.shape[d - 1], d)
