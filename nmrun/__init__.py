@@ -3,8 +3,10 @@
 ``nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=T)`` makes any training
 loop sparse; ``nmrun.accelerate(handle, pass_once)`` then computes its layers by 2:4 products where
 the GPU at hand is faster with them; ``nmrun.optim`` holds the Adam and AdamW whose second moment
-can be frozen, ``nmrun.sparsity`` the masks and projections. Importing ``nmrun`` is cheap: torch is
-imported when the first of these names is used.
+can be frozen, ``nmrun.sparsity`` the masks and projections.
+
+``nmrun.run``, ``sweep``, ``runs``, ``table`` and ``plot`` do what the command line does. Importing
+``nmrun`` is cheap: torch and pandas are imported when a name that needs them is used.
 """
 
 from __future__ import annotations
@@ -15,18 +17,33 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nmrun import optim as optim
     from nmrun import sparsity as sparsity
+    from nmrun.api.reports import plot as plot
+    from nmrun.api.reports import runs as runs
+    from nmrun.api.reports import table as table
+    from nmrun.api.result import Result as Result
+    from nmrun.api.runs import run as run
+    from nmrun.api.runs import sweep as sweep
     from nmrun.attach import sparsify as sparsify
     from nmrun.handle import Handle as Handle
     from nmrun.products.acceleration import accelerate as accelerate
 
 __version__ = "0.1.0"
-__all__ = ["Handle", "Pattern", "__version__", "accelerate", "optim", "sparsify", "sparsity"]
+__all__ = [
+    "Handle", "Pattern", "Result", "__version__", "accelerate", "optim", "plot", "run", "runs",
+    "sparsify", "sparsity", "sweep", "table",
+]  # fmt: skip
 
 _LAZY = {
     "accelerate": "nmrun.products.acceleration",
     "sparsify": "nmrun.attach",
     "Handle": "nmrun.handle",
     "Pattern": "nmrun.patterns",
+    "Result": "nmrun.api.result",
+    "plot": "nmrun.api.reports",
+    "run": "nmrun.api.runs",
+    "runs": "nmrun.api.reports",
+    "sweep": "nmrun.api.runs",
+    "table": "nmrun.api.reports",
 }
 
 

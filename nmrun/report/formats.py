@@ -8,6 +8,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nmrun.config.metric import higher_is_better
 from nmrun.report.captions import caption, comparison
@@ -131,7 +132,12 @@ def as_csv(tables: Sequence[Table]) -> str:
     A dense reference is one line, not one for each ratio. Empty: undefined.
     """
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+    csv.writer(out, lineterminator="\n").writerows(cell_by_cell(tables))
+    return out.getvalue()
+
+
+def cell_by_cell(tables: Sequence[Table]) -> list[list[Any]]:
+    """The lines of :func:`as_csv`, its head first."""
     groups = [
         key
         for key in ("dataset", "model")
@@ -139,7 +145,9 @@ def as_csv(tables: Sequence[Table]) -> str:
     ]
     keys = [*groups, *tables[0].row_keys, *tables[0].column_keys]
     compared = ["difference", "low", "high", "p", "least"] if tables[0].baseline else []
-    writer.writerow([*keys, "metric", "mean", "sd", "n", "best", "without", "median", *compared])
+    lines: list[list[Any]] = [
+        [*keys, "metric", "mean", "sd", "n", "best", "without", "median", *compared]
+    ]
     for table in tables:
         group = [table.shared[key] for key in groups]
         for row in table.rows:
@@ -158,8 +166,8 @@ def as_csv(tables: Sequence[Table]) -> str:
                         table.metric_of(row, column),
                         [cell.mean, cell.sd, cell.n, best, without, cell.median],
                     )
-                    writer.writerow([*group, *row, *ratio, metric, *numbers, *found])
-    return out.getvalue()
+                    lines.append([*group, *row, *ratio, metric, *numbers, *found])
+    return lines
 
 
 def html_table(grid: Grid) -> str:
