@@ -11,6 +11,7 @@ from typing import Any
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 
 from nmrun.config import command_line, sweep
+from nmrun.config.hydra_quoting import RATIOS
 from nmrun.config.schema import flatten
 from nmrun.errors import ConfigError
 
@@ -54,7 +55,11 @@ def written(settings: Mapping[str, Any]) -> list[str]:
         ConfigError: for a value that is no number, text, truth value, None, path, list, or
             dictionary.
     """
-    return [_word(key, value) for key, value in flatten(dict(settings)).items()]
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        group = isinstance(value, dict) and key != RATIOS
+        flat.update(flatten(value, f"{key}.") if group else {key: value})
+    return [_word(key, value) for key, value in flat.items()]
 
 
 def _word(key: str, value: Any) -> str:

@@ -38,7 +38,8 @@ def process() -> dict[str, Any]:
     """What a notebook would notice, were it changed."""
     return {
         "folder": os.getcwd(),
-        "environment": dict(os.environ),
+        # scikit-learn sets KMP_... when it is imported
+        "environment": {k: v for k, v in os.environ.items() if not k.startswith("KMP_")},
         "arguments": list(sys.argv),
         "streams": (sys.stdout, sys.stderr),
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
@@ -204,8 +205,8 @@ def test_mistakes_get_a_line(nmrun_cli: Any) -> None:
 
 
 def test_a_failed_run_is_an_error() -> None:
-    with pytest.raises(RunError, match=r"^[^\n]*not finite[^\n]*outputs/\S+$"):
-        nmrun.run(SHORT, optimizer={"lr": 1e30})
+    with pytest.raises(RunError, match=r"^step 2: the loss is [^\n]*outputs/\S+$"):
+        nmrun.run([*SHORT, "optimizer=sgd"], optimizer={"lr": 1e30})
 
 
 @pytest.mark.parametrize(
@@ -261,7 +262,7 @@ def test_a_sweep_is_that_of_the_command_line(nmrun_cli: Any, tmp_path: Path) -> 
 
 
 def test_a_sweep_goes_on_behind_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    found = nmrun.sweep([*SHORT, "optimizer.lr=1e30,1e-3"])
+    found = nmrun.sweep([*SHORT, "optimizer=sgd", "optimizer.lr=1e30,1e-3"])
     assert found["status"].tolist() == ["failed", "finished"]
     assert found["optimizer.lr"].tolist() == [1e30, 1e-3]
     assert "sweep of 2: 1 finished, 1 not done" in capsys.readouterr().out
