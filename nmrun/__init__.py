@@ -1,11 +1,13 @@
 """nmrun: train neural networks with N:M structured sparsity, and compare the recipes that do it.
 
 ``nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=T)`` makes any training
-loop sparse; ``nmrun.accelerate(handle, pass_once)`` then computes its layers by 2:4 products where
-the GPU at hand is faster with them; ``nmrun.deploy(model, sample)`` packs the N:M weights of a
-trained model for inference, and ``nmrun.load_packed`` reads them packed; ``nmrun.optim`` holds the Adam and AdamW whose second moment
-can be frozen, ``nmrun.sparsity`` the masks and projections. Importing ``nmrun`` is cheap: torch is
-imported when the first of these names is used.
+loop sparse; ``nmrun.accelerate(handle, pass_once)`` then computes its layers by N:M products where
+the device at hand is faster with them; ``nmrun.deploy(model, sample)`` packs the N:M weights of a
+trained model for inference, and ``nmrun.load_packed`` reads them packed; ``nmrun.optim`` holds the
+Adam and AdamW whose second moment can be frozen, ``nmrun.sparsity`` the masks and projections.
+
+``nmrun.run``, ``sweep``, ``runs``, ``table`` and ``plot`` do what the command line does. Importing
+``nmrun`` is cheap: torch and pandas are imported when a name that needs them is used.
 """
 
 from __future__ import annotations
@@ -16,6 +18,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nmrun import optim as optim
     from nmrun import sparsity as sparsity
+    from nmrun.api.reports import plot as plot
+    from nmrun.api.reports import runs as runs
+    from nmrun.api.reports import table as table
+    from nmrun.api.result import Result as Result
+    from nmrun.api.runs import run as run
+    from nmrun.api.runs import sweep as sweep
     from nmrun.attach import sparsify as sparsify
     from nmrun.export.load import load_packed as load_packed
     from nmrun.handle import Handle as Handle
@@ -24,8 +32,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Handle", "Pattern", "__version__", "accelerate", "deploy", "load_packed", "optim", "sparsify",
-    "sparsity",
+    "Handle", "Pattern", "Result", "__version__", "accelerate", "deploy", "load_packed", "optim",
+    "plot", "run", "runs", "sparsify", "sparsity", "sweep", "table",
 ]  # fmt: skip
 
 _LAZY = {
@@ -35,6 +43,12 @@ _LAZY = {
     "sparsify": "nmrun.attach",
     "Handle": "nmrun.handle",
     "Pattern": "nmrun.patterns",
+    "Result": "nmrun.api.result",
+    "plot": "nmrun.api.reports",
+    "run": "nmrun.api.runs",
+    "runs": "nmrun.api.reports",
+    "sweep": "nmrun.api.runs",
+    "table": "nmrun.api.reports",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import html
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -169,6 +170,36 @@ class Handle(Steps):
         """
         for module in self._fsdp_modules:
             module.reshard()
+
+    def __repr__(self) -> str:
+        lines = self._layers()
+        widths = [max(len(line[i]) for line in lines) for i in range(3)] if lines else []
+        rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        return "\n".join([self._title(), *(f"  {row}" for row in rows)])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>"
+            for line in self._layers()
+        )
+        head = "<tr><th>weight</th><th>pattern</th><th>shape</th></tr>"
+        return f"<p>{html.escape(self._title())}</p><table>{head}{rows}</table>"
+
+    def _title(self) -> str:
+        recipe, number = self.recipe, len(self.sparse)
+        of = "" if recipe.total_steps is None else f" of {recipe.total_steps}"
+        return (
+            f"nmrun.Handle: {recipe.name or type(recipe).__name__}, {self.phase} phase, "
+            f"step {recipe.step}{of}; {number} sparse weight{'' if number == 1 else 's'}, "
+            f"{len(self.left_dense)} left dense"
+        )
+
+    def _layers(self) -> list[tuple[str, str, str]]:
+        """Name, pattern and shape of each sparse weight."""
+        return [
+            (w.name, str(w.pattern), " x ".join(map(str, w.parameter.shape))) for w in self.sparse
+        ]
 
     # --- saving and finishing --------------------------------------------------------------------
 

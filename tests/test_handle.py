@@ -19,6 +19,24 @@ from nmrun.recipes import RECIPES
 BY_OWN_STATE = [n for n in SPARSE if n not in ("ste", "sr_ste", "step", "s_ste", "asp")]
 
 
+def test_a_handle_shows_itself() -> None:
+    class Odd(nn.Module):
+        """With a name that HTML takes for a tag."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module("<b>", nn.Linear(8, 4))
+
+    model = Odd()
+    optimizer = nmrun.optim.AdamW(model.parameters())
+    handle = nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=10)
+    title = "nmrun.Handle: step, dense phase, step 0 of 10; 1 sparse weight, 0 left dense"
+    assert repr(handle).splitlines() == [title, "  <b>.weight  2:4  4 x 8"]
+    shown = handle._repr_html_()
+    assert "<td>&lt;b&gt;.weight</td><td>2:4</td><td>4 x 8</td>" in shown
+    assert "<b>" not in shown
+
+
 # --- saved and restored ---------------------------------------------------------------------------
 
 

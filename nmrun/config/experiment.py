@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_module
+from hydra import compose
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from nmrun.config import schema, source, zipped
+from nmrun.config.composing import composing
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
 from nmrun.registry import did_you_mean
@@ -230,8 +230,7 @@ def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list
     """
     found: dict[str, Config] = {}
     source.register()
-    GlobalHydra.instance().clear()
-    with initialize_config_module("nmrun.conf", version_base="1.3"):
+    with composing():
         for words in experiment.overrides(scale, own):
             try:
                 parsed = OverridesParser.create().parse_overrides(

@@ -11,9 +11,6 @@ from typing import Any
 
 from hydra import compose
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import IntervalSweep, Override
@@ -22,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.config import command_line, schema
+from nmrun.config.composing import composing
 from nmrun.config.hydra_quoting import RATIOS
 from nmrun.config.source import GROUP as RATIO
 from nmrun.errors import ConfigError
@@ -68,26 +66,16 @@ def look(
         The mistakes, the number of jobs and the output folder.
     """
     findings = Findings()
-    search_path = create_config_search_path("pkg://nmrun.conf")
-    if config_dir is not None:
-        if not Path(config_dir).is_dir():
-            findings.problems.append(f"--config-dir {config_dir}: no such folder")
-        else:
-            search_path.prepend(
-                "command-line",
-                f"file://{Path(config_dir).absolute()}",
-                SearchPathQuery(provider="schema"),
-            )
-    GlobalHydra.instance().clear()
+    if config_dir is not None and not Path(config_dir).is_dir():
+        findings.problems.append(f"--config-dir {config_dir}: no such folder")
+        config_dir = None
     try:
-        Hydra.create_main_hydra2("nmrun", search_path)
-        _Look(words, multirun, findings, {} if done is None else done).check_jobs()
+        with composing(config_dir):
+            _Look(words, multirun, findings, {} if done is None else done).check_jobs()
     except (HydraException, OmegaConfBaseException) as error:
         findings.problems.append(str(error).splitlines()[0])
     except ConfigError as error:
         findings.problems += error.problems
-    finally:
-        GlobalHydra.instance().clear()
     findings.problems = list(dict.fromkeys(findings.problems))
     return findings
 

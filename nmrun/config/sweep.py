@@ -7,7 +7,9 @@ Other processes read it while the sweep runs, and jobs may run in several proces
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
 import re
 import time
 from collections import Counter
@@ -28,6 +30,14 @@ UNTRAINED = (
     "running",
     "refused",
 )  # ends of jobs that took no time to speak of
+
+
+def new_folder(output_dir: str) -> Path:
+    """The folder for the record of a sweep that begins now, which does not exist yet."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    place = Path(output_dir, ".sweeps").absolute()
+    names = itertools.chain([name], (f"{name}-{again}" for again in itertools.count(2)))
+    return next(folder for each in names if not (folder := place / each).exists())
 
 
 def begin(

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from nmrun import seal
+from nmrun import models, seal, tasks
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
+from nmrun.settings.config import Config
 from nmrun.sparsity.check import check_nm
+from nmrun.tasks.base import Task
 
 
 class NoRun(ConfigError):
@@ -69,11 +72,26 @@ def write_about(about: dict[str, Any], folder: Path) -> None:
 
 
 def load(folder: Path) -> Finished:
-    """Read and check a run, against the hashes of its files too.
+    """Read and check a sparse run, against the hashes of its files too.
 
     Raises:
         NoRun: if it is not finished.
         ValueError: if it is dense, damaged, changed, or not N:M after all.
+    """
+    run = read(folder)
+    if not run.layers:
+        raise ValueError(
+            f"{folder} is a dense run: no weight of it is N:M, and its model.safetensors is plain as it is"
+        )
+    return run
+
+
+def read(folder: Path) -> Finished:
+    """Read and check a run, sparse or dense, against the hashes of its files too.
+
+    Raises:
+        NoRun: if it is not finished.
+        ValueError: if it is damaged, changed, or not N:M after all.
     """
     try:
         result = json.loads((folder / "result.json").read_text())
@@ -105,10 +123,6 @@ def load(folder: Path) -> Finished:
         raise ValueError(
             f"{folder / 'result.json'} does not say which layers are sparse ({error} is missing)"
         ) from None
-    if not layers:
-        raise ValueError(
-            f"{folder} is a dense run: no weight of it is N:M, and its model.safetensors is plain as it is"
-        )
     for layer in layers:
         if layer.name not in state:
             raise ValueError(f"{source} has no {layer.name}, which is sparse by result.json")
@@ -118,3 +132,12 @@ def load(folder: Path) -> Finished:
             raise ValueError(f"{layer.name}: {str(error).removeprefix('tensor ')}") from None
         state[layer.name] = state[layer.name] + 0.0
     return Finished(folder, result, state, layers)
+
+
+def network(run: Finished) -> tuple[nn.Module, Task]:
+    """The run's network with its weights, on the CPU and set to evaluation, and the run's task."""
+    config = Config(run.result["config"], None)
+    task = tasks.build(config, torch.device("cpu"))
+    model = models.build(config.model.mapping(), task.inputs).cpu().eval()
+    model.load_state_dict(run.state)
+    return model, task

@@ -22,9 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nmrun import models, tasks
-from nmrun.export.finished import Finished, write_about
-from nmrun.settings.config import Config
+from nmrun.export.finished import Finished, network, write_about
 
 # bytes of weights in the file itself, which may have 2 GiB; more go to a file beside it
 LARGEST = 1 << 30
@@ -83,15 +81,13 @@ def write(run: Finished, folder: Path) -> list[str]:
 
 def _built(run: Finished) -> tuple[nn.Module, tuple[int, ...]]:
     """The run's network with its weights, on the CPU, and the shape of one image."""
-    config = Config(run.result["config"], None)
-    task = tasks.build(config, torch.device("cpu"))
+    model, task = network(run)
     shape = task.inputs.get("shape")
     if shape is None:
+        name = run.result["config"]["model"]["name"]
         raise ValueError(
-            f"--format onnx takes models for images; model={config.model.name} is made from {' and '.join(task.inputs)}"
+            f"--format onnx takes models for images; model={name} is made from {' and '.join(task.inputs)}"
         )
-    model = models.build(config.model.mapping(), task.inputs).cpu().eval()
-    model.load_state_dict(run.state)
     return model, tuple(shape)
 
 

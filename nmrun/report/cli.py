@@ -15,6 +15,7 @@ from nmrun.verbs import Parser, files_of_the_command
 
 if TYPE_CHECKING:
     import pandas as pd
+    from matplotlib.figure import Figure
 
     from nmrun.report.tables import Table
 
@@ -71,20 +72,25 @@ def table(argv: Sequence[str]) -> int:
         options = parser.parse_args(argv)
         if options.experiment:
             return _experiments(options)
-        tables = [each for _, each in _parts(options, options.show, verified=options.verify)]
-        if options.baseline:
-            from nmrun.report.differences import compare
-
-            tables = [compare(each, options.baseline, options.test) for each in tables]
         from nmrun.report.formats import render
 
-        text = render(tables, options.format)
+        text = render(tables(options), options.format)
         if options.out is None:
             _print(text)
         else:
             options.out.write_text(text, encoding="utf-8")
             sys.stdout.write(f"{options.out}\n")
     return 0
+
+
+def tables(options: argparse.Namespace) -> list[Table]:
+    """The tables that the options of ``nmrun table`` ask for."""
+    found = [each for _, each in _parts(options, options.show, verified=options.verify)]
+    if options.baseline:
+        from nmrun.report.differences import compare
+
+        found = [compare(each, options.baseline, options.test) for each in found]
+    return found
 
 
 def plot(argv: Sequence[str]) -> int:
@@ -107,31 +113,42 @@ def plot(argv: Sequence[str]) -> int:
         )
         if out.suffix not in SUFFIXES:
             raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
-        wanted, options.metric = (
-            (options.metric, None) if options.kind == "curves" else (None, options.metric)
-        )
-        parts = _parts(options, several=False)
-        from nmrun.report import plots, style
-        from nmrun.report.history import History
+        from nmrun.report.style import save
 
-        if wanted:  # what is logged while training goes on, which the results need not have
-            _known(
-                wanted,
-                sorted({key for runs, each in parts for key in History(each, runs).logged()}),
-                "metric",
-            )
-        figures = [
-            plots.draw(options.kind, each, runs, wanted or _logged(runs, each))
-            for runs, each in parts
-        ]
-        drawn = [figure for figure in figures if figure is not None]
-        if not drawn:
-            raise ConfigError(f"--kind {options.kind}: {plots.KINDS[options.kind].nothing}")
+        drawn = figures(options)
         for i, figure in enumerate(drawn):
             target = out if len(drawn) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
-            style.save(figure, target)
+            save(figure, target)
             sys.stdout.write(f"{target}\n")
     return 0
+
+
+def figures(options: argparse.Namespace) -> list[Figure]:
+    """The pictures that the options of ``nmrun plot`` ask for, one for each data set and model.
+
+    Raises:
+        ConfigError: where the runs have nothing of this kind.
+    """
+    wanted, options.metric = (
+        (options.metric, None) if options.kind == "curves" else (None, options.metric)
+    )
+    parts = _parts(options, several=False)
+    from nmrun.report import plots
+    from nmrun.report.history import History
+
+    if wanted:  # what is logged while training goes on, which the results need not have
+        _known(
+            wanted,
+            sorted({key for runs, each in parts for key in History(each, runs).logged()}),
+            "metric",
+        )
+    every = [
+        plots.draw(options.kind, each, runs, wanted or _logged(runs, each)) for runs, each in parts
+    ]
+    drawn = [figure for figure in every if figure is not None]
+    if not drawn:
+        raise ConfigError(f"--kind {options.kind}: {plots.KINDS[options.kind].nothing}")
+    return drawn
 
 
 def report(argv: Sequence[str]) -> int:
@@ -267,30 +284,12 @@ def _parts(
     ``runs``: these, instead of what is below the paths. ``verified``: only if their files are those
     of their results.
     """
-    from nmrun.report.collect import WANDB, collect
-
-    paths = options.paths if runs is None else []
-    if runs is None and not paths:
-        raise ConfigError("the following arguments are required: PATH")
-    for path in paths:
-        if not path.startswith(WANDB) and not Path(path).is_dir():
-            raise ConfigError(f"{path}: no such folder")
-    for condition in options.filter:
-        if "=" not in condition:
-            raise ConfigError(
-                f"--filter {condition}: write KEY=VALUE, such as optimizer.lr=0.001 (folders come before --filter)"
-            )
     from nmrun.report.tables import build
 
-    runs = collect(paths) if runs is None else runs
-    if runs.empty:
-        raise ConfigError(
-            f"no run below {', '.join(options.paths)} (a run's folder holds result.json)"
-        )
-    metrics = [c for c in runs.columns if "/" in c] + ["seconds", "training_seconds"]
-    keys = [c for c in runs.columns if c not in metrics]
+    runs = collected(options.paths) if runs is None else runs
+    metrics, keys = _metrics_and_keys(runs)
     rows, columns = (options.rows or "recipe").split(","), (options.cols or "sparsity").split(",")
-    for key in [*rows, *columns, *(condition.partition("=")[0] for condition in options.filter)]:
+    for key in [*rows, *columns]:
         _known(key, keys, "key")
     if (
         runs["status"] == "finished"
@@ -303,8 +302,7 @@ def _parts(
         raise ConfigError(
             f"--metric {options.metric}: several metrics need a place: --cols metric, say, with --rows recipe,sparsity"
         )
-    for condition in options.filter:
-        runs = _filtered(runs, condition)
+    runs = filtered(runs, options.filter)
     if verified:
         verify(runs)
     groups = [key for key in ("dataset", "model") if key not in (*rows, *columns)]
@@ -313,6 +311,30 @@ def _parts(
         (part, build(part, options.metric or _metric(part), rows, columns, statistic))
         for part in parts
     ]
+
+
+def collected(paths: Sequence[str]) -> pd.DataFrame:
+    """The runs below the paths, as of :func:`nmrun.report.collect.collect`.
+
+    Raises:
+        ConfigError: where there is no such folder, or no run.
+    """
+    from nmrun.report.collect import WANDB, collect
+
+    if not paths:
+        raise ConfigError("the following arguments are required: PATH")
+    for path in paths:
+        if not path.startswith(WANDB) and not Path(path).is_dir():
+            raise ConfigError(f"{path}: no such folder")
+    runs = collect(paths)
+    if runs.empty:
+        raise ConfigError(f"no run below {', '.join(paths)} (a run's folder holds result.json)")
+    return runs
+
+
+def _metrics_and_keys(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
+    metrics = [c for c in runs.columns if "/" in c] + ["seconds"]
+    return metrics, [c for c in runs.columns if c not in metrics]
 
 
 def _metric(runs: pd.DataFrame) -> str:
@@ -331,19 +353,30 @@ def _logged(runs: pd.DataFrame, table: Table) -> str:
     return f"eval/{name if split in ('test', 'eval') else _metric(runs).partition('/')[2]}"
 
 
-def _filtered(runs: pd.DataFrame, condition: str) -> pd.DataFrame:
-    """The runs whose key has this value, and those without that key (an STE run has no
+def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
+    """The runs whose keys have these values, and those without such a key (an STE run has no
     ``recipe.switch`` to differ in).
+
+    Raises:
+        ConfigError: for a condition that is not ``KEY=VALUE``, an unknown key, or if no run is
+            left.
     """
     from nmrun.report.tables import label
 
-    key, _, wanted = condition.partition("=")
-    labels = runs[key].map(label)
-    chosen = labels.map(lambda text: _same(text, wanted.replace(" ", "")))
-    if not chosen.any():
-        there = ", ".join(sorted(set(labels) - {"-"}))
-        raise ConfigError(f"--filter {condition} leaves no run; {key} is {there}")
-    return runs[chosen | (labels == "-")]
+    for condition in conditions:
+        key, equals, wanted = condition.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"--filter {condition}: write KEY=VALUE, such as optimizer.lr=0.001 (folders come before --filter)"
+            )
+        _known(key, _metrics_and_keys(runs)[1], "key")
+        labels = runs[key].map(label)
+        chosen = labels.map(lambda text, wanted=wanted: _same(text, wanted.replace(" ", "")))
+        if not chosen.any():
+            there = ", ".join(sorted(set(labels) - {"-"}))
+            raise ConfigError(f"--filter {condition} leaves no run; {key} is {there}")
+        runs = runs[chosen | (labels == "-")]
+    return runs
 
 
 def _same(a: str, b: str) -> bool:

@@ -9,6 +9,7 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nmrun.config.metric import higher_is_better
 from nmrun.report.captions import caption, comparison
@@ -134,7 +135,13 @@ def as_csv(tables: Sequence[Table]) -> str:
     A dense reference is one line, not one for each ratio. Empty: undefined.
     """
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
+    lines = ([_no_formula(cell) for cell in line] for line in cell_by_cell(tables))
+    csv.writer(out, lineterminator="\n").writerows(lines)
+    return out.getvalue()
+
+
+def cell_by_cell(tables: Sequence[Table]) -> list[list[Any]]:
+    """The lines of :func:`as_csv`, its head first."""
     groups = [
         key
         for key in ("dataset", "model")
@@ -142,8 +149,9 @@ def as_csv(tables: Sequence[Table]) -> str:
     ]
     keys = [*groups, *tables[0].row_keys, *tables[0].column_keys]
     compared = ["difference", "low", "high", "p", "least"] if tables[0].baseline else []
-    heads = [*keys, "metric", "mean", "sd", "n", "best", "without", "median", *compared]
-    writer.writerow(map(_no_formula, heads))
+    lines: list[list[Any]] = [
+        [*keys, "metric", "mean", "sd", "n", "best", "without", "median", *compared]
+    ]
     for table in tables:
         group = [table.shared[key] for key in groups]
         for row in table.rows:
@@ -162,9 +170,8 @@ def as_csv(tables: Sequence[Table]) -> str:
                         table.metric_of(row, column),
                         [cell.mean, cell.sd, cell.n, best, without, cell.median],
                     )
-                    line = [*group, *row, *ratio, metric, *numbers, *found]
-                    writer.writerow(map(_no_formula, line))
-    return out.getvalue()
+                    lines.append([*group, *row, *ratio, metric, *numbers, *found])
+    return lines
 
 
 def _no_formula(value: object) -> object:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pandas as pd
-from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
@@ -25,9 +24,8 @@ def ratio(table: Table) -> Figure | None:
     if all(cell.mean is None for cell in table.cells.values()):
         return None
     unit = scale(table.metric)
-    figure, axes = pyplot.subplots(
-        figsize=(max(5.6, 3.2 + 1.2 * len(table.columns)), 4.0), layout="constrained"
-    )
+    figure = Figure(figsize=(max(5.6, 3.2 + 1.2 * len(table.columns)), 4.0), layout="constrained")
+    axes = figure.subplots()
     rows = [row for row in table.rows if row not in table.references]
     # side by side, so that error bars do not cover each other, nor reach the next ratio
     spread = min(0.06, 0.7 / max(1, len(rows)))
@@ -72,7 +70,8 @@ def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
         return None
     cost = build(runs, FLOPS, table.row_keys, table.column_keys)
     unit = scale(table.metric)
-    figure, axes = pyplot.subplots(figsize=(7.0, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    axes = figure.subplots()
     drawn: list[tuple[float, float]] = []
     named: list[tuple[str, float, float, str]] = []
     for row in table.rows:
@@ -109,7 +108,6 @@ def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
             named += [(" ".join(column), x, y, style["color"]) for column, x, y, _ in found]
         drawn += [(x, y) for _, x, y, _ in found]
     if not drawn:
-        pyplot.close(figure)
         return None
     costs = [x for x, _ in drawn]
     # within a decade a logarithmic axis has hardly a number, or too many
@@ -121,15 +119,15 @@ def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
     axes.set_ylabel(f"{metric_label(table.metric)} (mean, sd)")
     figure.suptitle(title(table), fontsize=10)
     plain(axes)
-    _name(axes, named)
+    _name(figure, axes, named)
     return figure
 
 
-def _name(axes: Axes, points: list[tuple[str, float, float, str]]) -> None:
+def _name(figure: Figure, axes: Axes, points: list[tuple[str, float, float, str]]) -> None:
     """Write the names beside the points, those of the lowest first, and leave out whatever would
     cover a name that is there.
     """
-    axes.figure.canvas.draw()  # positions are known after the layout
+    figure.draw_without_rendering()  # positions are known after the layout
     taken: list[Bbox] = []
     for name, x, y, colour in sorted(points, key=lambda point: point[2]):
         text = axes.annotate(

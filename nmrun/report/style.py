@@ -9,10 +9,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -73,15 +69,8 @@ def panels(table: Table, columns: list[Key]) -> tuple[Figure, list[Axes]]:
     """One panel a column of the table, side by side, with common axes."""
     across = min(ACROSS, len(columns))
     down = -(-len(columns) // across)
-    figure, grid = pyplot.subplots(
-        down,
-        across,
-        figsize=(1.9 + 3.3 * across, 0.6 + 2.7 * down),
-        sharex=True,
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
-    )
+    figure = Figure(figsize=(1.9 + 3.3 * across, 0.6 + 2.7 * down), layout="constrained")
+    grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     axes = list(grid.flat)
     for spare in axes[len(columns) :]:
         spare.set_axis_off()
@@ -128,16 +117,14 @@ def _as_written(figure: Figure) -> None:
 
 
 def save(figure: Figure, out: Path) -> None:
-    """The format follows the suffix of ``out``. The figure is closed."""
+    """The format follows the suffix of ``out``."""
     _as_written(figure)
     figure.savefig(out, dpi=150)
-    pyplot.close(figure)
 
 
 def embedded(figure: Figure, name: str) -> str:
-    """The picture as an ``img`` element that has all of it inside. The figure is closed."""
+    """The picture as an ``img`` element that has all of it inside."""
     picture = io.BytesIO()
     _as_written(figure)
     figure.savefig(picture, format="png", dpi=120)
-    pyplot.close(figure)
     return f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'

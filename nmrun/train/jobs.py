@@ -5,7 +5,9 @@ Imports no torch before a run begins.
 
 from __future__ import annotations
 
+import argparse
 import atexit
+import contextlib
 import functools
 import gc
 import os
@@ -14,6 +16,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from nmrun.config import command_line, experiment, precheck, schema, source, swe
 from nmrun.config.identity import finished, run_folder
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError, leads, refuse
+from nmrun.settings.config import Config
 
 # Told to job processes: how many jobs were launched before this launch.
 BEFORE = "NMRUN_BEFORE"
@@ -47,6 +51,33 @@ def main(argv: list[str]) -> int:
     if asked.help or asked.hydra_help or asked.shell_completion:
         _hydra(flags, asked.overrides)
         return 0
+    sweeps, looks = checked(asked)
+    if asked.cfg or asked.info or not asked.multirun:
+        _hydra(flags, sweeps[0])
+        return 0 if asked.cfg or asked.info else _exit_status(_outcomes[-1])
+    from nmrun.config import sweeper
+
+    sweeper.register()
+    counts = [found.jobs for found in looks]
+    together = sweeps if _one_launch(sweeps, counts) else []
+    with recorded(looks, shlex.join(["nmrun", *argv]), together) as folder:
+        os.environ[sweep.SWEEP] = str(folder)
+        status = _launch(
+            flags, [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True))
+        )
+        if not leads():
+            return status
+        lines, bad = sweep.summary(folder)
+    print(lines)
+    return max(status, bad)
+
+
+def checked(asked: argparse.Namespace) -> tuple[list[list[str]], list[precheck.Findings]]:
+    """The overrides of each sweep that a command line asks for, and what was found there.
+
+    Raises:
+        ConfigError: with all that is wrong.
+    """
     sweeps = [
         command_line.own_recipe(words)
         for words in experiment.expand(asked.overrides, asked.multirun)
@@ -55,30 +86,28 @@ def main(argv: list[str]) -> int:
     looks = [precheck.look(words, asked.multirun, asked.config_dir, composed) for words in sweeps]
     if problems := list(dict.fromkeys(problem for found in looks for problem in found.problems)):
         raise ConfigError(problems)
-    if asked.cfg or asked.info or not asked.multirun:
-        _hydra(flags, sweeps[0])
-        return 0 if asked.cfg or asked.info else _exit_status(_outcomes[-1])
-    from nmrun.config import sweeper
+    return sweeps, looks
 
-    sweeper.register()
+
+@contextlib.contextmanager
+def recorded(
+    looks: list[precheck.Findings], command: str, together: list[list[str]]
+) -> Iterator[Path]:
+    """A new record of a sweep, which is alive while the context is entered.
+
+    Args:
+        looks: what was found at the overrides of each sweep.
+        command: as it was typed.
+        together: the overrides of each sweep, where they are launched together.
+    """
     with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
-        name, output_dir = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}", looks[0].output_dir
-        folder = Path(output_dir, ".sweeps", name).absolute() if leads() else Path(nowhere)
+        output_dir, counts = looks[0].output_dir, [found.jobs for found in looks]
+        folder = sweep.new_folder(output_dir) if leads() else Path(nowhere)
         _make(folder, output_dir)
-        os.environ[sweep.SWEEP] = str(folder)
-        counts = [found.jobs for found in looks]
         total = None if None in counts else sum(count or 0 for count in counts)
         with locks.hold(folder):  # shows that the sweep is alive
-            together = sweeps if _one_launch(sweeps, counts) else []
-            sweep.begin(folder, total, shlex.join(["nmrun", *argv]), output_dir, together)
-            status = _launch(
-                flags, [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True))
-            )
-        if not leads():
-            return status
-        lines, bad = sweep.summary(folder)
-        print(lines)
-        return max(status, bad)
+            sweep.begin(folder, total, command, output_dir, together)
+            yield folder
 
 
 def _one_launch(sweeps: list[list[str]], jobs: list[int | None]) -> bool:
@@ -116,24 +145,44 @@ _outcomes: list[dict[str, Any]] = []
 
 @hydra.main(config_path="pkg://nmrun.conf", config_name="nmrun", version_base="1.3")
 def _job(composed: DictConfig) -> float | None:
-    job, began = HydraConfig.get(), time.monotonic()
+    job = HydraConfig.get()
     folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [sweep.typed(word) for word in job.overrides.task]
     with verbs.ends_quietly():  # once more, as jobs may run in other processes
         if folder:
-            print(
-                sweep.title(folder, int(os.environ[BEFORE]) + job.job.num + 1, overrides),
-                flush=True,
-            )
-        outcome, values = _outcomes_of(
-            composed, folder.name if folder else None, _command(job, overrides)
-        )
+            number = int(os.environ[BEFORE]) + job.job.num + 1
+            command = _command(job, overrides)
+            outcome, values = of_sweep(folder, number, composed, overrides, command)
+        else:
+            outcome, values = _outcomes_of(composed, None, _command(job, overrides))
     _outcomes.append(outcome)
-    if folder and leads():
-        sweep.add(folder, outcome, overrides, time.monotonic() - began)
-        if outcome["status"] == "interrupted":
-            raise SystemExit(_exit_status(outcome))
+    if folder and leads() and outcome["status"] == "interrupted":
+        raise SystemExit(_exit_status(outcome))
     return sum(values) / len(values) if values else None
+
+
+def of_sweep(
+    folder: Path, number: int, composed: DictConfig, overrides: list[str], command: str
+) -> tuple[dict[str, Any], list[float]]:
+    """Run the ``number``-th job of the sweep that is recorded in ``folder``.
+
+    Args:
+        folder: that of the record, in which the job's end is noted.
+        number: of the job, from 1.
+        composed: the job's config.
+        overrides: the job's, as they are typed.
+        command: what asks for this job alone.
+
+    Returns:
+        The outcome, as of :func:`nmrun.train.runner.run`, with the status ``refused`` for a
+        mistake; and what a Hydra sweeper minimises, by seed.
+    """
+    began = time.monotonic()
+    print(sweep.title(folder, number, overrides), flush=True)
+    outcome, values = _outcomes_of(composed, folder.name, command)
+    if leads():
+        sweep.add(folder, outcome, overrides, time.monotonic() - began)
+    return outcome, values
 
 
 def _command(job: Any, overrides: list[str]) -> str:
@@ -173,24 +222,7 @@ def _outcomes_of(
 
 def _outcome(composed: DictConfig, sweep: str | None, command: str) -> dict[str, Any]:
     try:
-        config = schema.check(composed)
-        folder = run_folder(config)
-        result = None if config.force or config.dry else finished(folder)[0]
-        if result is not None:
-            metrics = "  ".join(
-                f"{key} {value:.4g}" for key, value in result["metrics"]["final"].items()
-            )
-            print(f"finished already: {metrics}\n  {folder} (force=true runs it again)", flush=True)
-            return {**result, "status": "skipped", "folder": str(folder)}
-        if not config.dry:
-            _make(folder, config.output_dir)  # before torch is imported for nothing
-        try:
-            run = _runner().run
-        except (ImportError, OSError, MemoryError) as error:  # with too little memory, say
-            line = f"torch, or what a run needs beside it, cannot be loaded: {error}"
-            refuse([line])
-            return {"status": "failed", "folder": str(folder), "error": line}
-        return run(config, folder, sweep, command)
+        return one(schema.check(composed), sweep, command)
     except ConfigError as error:
         refuse(error.problems)
         return {"status": "refused", "folder": None, "error": "; ".join(error.problems)}
@@ -211,6 +243,39 @@ def _runner() -> Any:
             gc.enable()
     atexit.register(gc.freeze)
     return runner
+
+
+def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str, Any]:
+    """Run what a config asks for, unless that has finished already.
+
+    Args:
+        config: the config.
+        sweep: the name of the sweep that the run belongs to.
+        command: what asks for this run alone.
+
+    Returns:
+        The outcome, as of :func:`nmrun.train.runner.run`.
+
+    Raises:
+        ConfigError: for a mistake that only the built model or the file system shows.
+    """
+    folder = run_folder(config)
+    result = None if config.force or config.dry else finished(folder)[0]
+    if result is not None:
+        metrics = "  ".join(
+            f"{key} {value:.4g}" for key, value in result["metrics"]["final"].items()
+        )
+        print(f"finished already: {metrics}\n  {folder} (force=true runs it again)", flush=True)
+        return {**result, "status": "skipped", "folder": str(folder)}
+    if not config.dry:
+        _make(folder, config.output_dir)  # before torch is imported for nothing
+    try:
+        run = _runner().run
+    except (ImportError, OSError, MemoryError) as error:  # with too little memory, say
+        line = f"torch, or what a run needs beside it, cannot be loaded: {error}"
+        refuse([line])
+        return {"status": "failed", "folder": str(folder), "error": line}
+    return run(config, folder, sweep, command)
 
 
 def _make(folder: Path, output_dir: str) -> None:

@@ -1,0 +1,147 @@
+"""``nmrun.runs``, ``nmrun.table`` and ``nmrun.plot``: run folders as DataFrames and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from nmrun.api.frames import of_runs, typed
+from nmrun.errors import ConfigError
+from nmrun.registry import did_you_mean
+from nmrun.report import cli
+from nmrun.report.formats import cell_by_cell
+from nmrun.verbs import files_of_the_command
+
+Paths = str | Path | Sequence[str | Path]
+Keys = str | Sequence[str] | None
+
+
+def runs(path: Paths = "outputs", filter: Sequence[str] | str = ()) -> pd.DataFrame:
+    """List the runs that have a result.
+
+    Args:
+        path: folders with runs in them, or ``wandb://entity/project``.
+        filter: conditions ``KEY=VALUE``; runs without the key stay, as with ``nmrun table``.
+
+    Returns:
+        A row for each run: ``dataset``, ``model``, ``recipe``, ``sparsity`` (``2:8`` or ``dense``),
+        ``optimizer``, ``schedule``, ``seed``, ``status``; the settings that differ between the runs
+        by their keys (``optimizer.lr``); the metrics (``test/accuracy``, ``best/test/accuracy``,
+        ``flops/...``); ``seconds``, ``metric`` (the task's own), ``commit``, ``id``, ``folder``.
+        Columns have the type of their values, whole numbers with missing ones ``Int64``.
+        ``attrs["shared"]`` has the settings that do not differ.
+
+    Raises:
+        ConfigError: where there is no run, or the filter leaves none.
+    """
+    with files_of_the_command():
+        return of_runs(cli.filtered(cli.collected(_texts(path)), _texts(filter)))
+
+
+def table(
+    path: Paths = "outputs",
+    *,
+    rows: Keys = None,
+    cols: Keys = None,
+    metric: Keys = None,
+    filter: Sequence[str] | str = (),
+    baseline: str | None = None,
+    test: str = "t",
+) -> pd.DataFrame:
+    """Compare runs, as ``nmrun table --format csv`` does. ::
+
+        nmrun.table("outputs/digits").pivot(index="recipe", columns="sparsity", values="mean")
+
+    Args:
+        path: as of :func:`runs`.
+        rows: config keys; ``recipe`` by default.
+        cols: likewise; ``sparsity`` by default.
+        metric: that of the task by default; several with ``cols="metric"``.
+        filter: as of :func:`runs`.
+        baseline: the row that each is compared with, seed by seed.
+        test: ``t`` or ``wilcoxon``, for the baseline.
+
+    Returns:
+        A row for each cell: its labels, ``metric``, ``mean``, ``sd``, ``n``, ``best`` (of its
+        column), ``without`` (runs that gave no value) and ``median``; with a baseline
+        ``difference``, its interval ``low`` to ``high``, ``p`` and ``least``, the smallest
+        difference that could have been shown. Metrics are in their own unit: accuracies from 0 to
+        1.
+
+    Raises:
+        ConfigError: as ``nmrun table`` does, whose options have the names of the arguments.
+    """
+    _known("test", test, cli.TESTS)
+    options = _options(path, rows, cols, metric, filter)
+    options.show, options.baseline, options.test = "mean", baseline, test
+    with files_of_the_command():
+        head, *lines = cell_by_cell(cli.tables(options))
+    found = pd.DataFrame(lines, columns=head, dtype=object)
+    found = typed(found.loc[:, ~found.columns.duplicated()])  # the metric is a label, too
+    for key in head[: head.index("mean")]:  # labels are texts, those of numbers too
+        with contextlib.suppress(ValueError):
+            found[key] = pd.to_numeric(found[key])
+    return found.astype({"best": bool})
+
+
+def plot(
+    path: Paths = "outputs",
+    *,
+    kind: str = "ratio",
+    rows: Keys = None,
+    cols: Keys = None,
+    metric: str | None = None,
+    filter: Sequence[str] | str = (),
+) -> Figure:
+    """Draw runs, as ``nmrun plot`` does, without pyplot: its backend and figures stay as they were.
+
+    Args:
+        path, rows, cols, metric, filter: as of :func:`table`, with one metric.
+        kind: ``ratio``, ``curves``, ``flips``, ``autoswitch`` or ``flops``.
+
+    Returns:
+        The figure; ``savefig`` writes it.
+
+    Raises:
+        ConfigError: as ``nmrun plot`` does, and where runs of several data sets or models would
+            need several figures.
+    """
+    _known("kind", kind, cli.KINDS)
+    options = _options(path, rows, cols, metric, filter)
+    options.kind = kind
+    with files_of_the_command():
+        figures = cli.figures(options)
+    if len(figures) > 1:
+        raise ConfigError(
+            f"these are {len(figures)} figures, one for each data set and model; choose one by filter, "
+            "as in filter=['dataset=digits']"
+        )
+    return figures[0]
+
+
+def _options(
+    path: Paths, rows: Keys, cols: Keys, metric: Keys, filter: Sequence[str] | str
+) -> argparse.Namespace:
+    """The options of a verb."""
+    keys: dict[str, Any] = {"rows": rows, "cols": cols, "metric": metric}
+    joined = {
+        name: given if given is None else ",".join(_texts(given)) for name, given in keys.items()
+    }
+    return argparse.Namespace(paths=_texts(path), filter=_texts(filter), **joined)
+
+
+def _texts(given: Paths) -> list[str]:
+    return [str(given)] if isinstance(given, str | Path) else [str(one) for one in given]
+
+
+def _known(name: str, given: str, names: Sequence[str]) -> None:
+    if given not in names:
+        raise ConfigError(
+            f"{name}={given}: no such {name}{did_you_mean(given, names)} (there are {', '.join(names)})"
+        )

@@ -1,0 +1,152 @@
+"""``nmrun.run`` and ``nmrun.sweep``: what a command line without a verb does, in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra import compose
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig
+
+from nmrun.api import words
+from nmrun.api.frames import of_runs
+from nmrun.api.kept import kept
+from nmrun.api.result import Result
+from nmrun.config import schema
+from nmrun.config import sweep as record
+from nmrun.config.composing import composing
+from nmrun.config.identity import run_folder
+from nmrun.errors import ConfigError, RunError
+from nmrun.report.collect import collect
+from nmrun.train import jobs
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result:
+    """Do one run, as ``nmrun [overrides]`` does. ::
+
+        nmrun.run("recipe=step sparsity=2:8", seed=3, trainer={"epochs": 2})
+
+    A run that has finished is skipped, one that was interrupted goes on from its checkpoint. What
+    the command prints is printed. The process stays as it was: working folder, logging, Hydra,
+    random numbers, torch's threads and determinism. While it trains, SIGINT and SIGTERM are
+    handled.
+
+    Args:
+        overrides: words of the command line, ``--config-dir DIR`` included; a text is split as a
+            shell splits it.
+        settings: more overrides, which win: ``seed=3`` or ``trainer={"epochs": 2}``. A text is
+            what one would type after ``key=``.
+
+    Returns:
+        The finished run.
+
+    Raises:
+        ConfigError: with all that is wrong with the settings, one line each.
+        RunError: where the run failed; its folder has the traceback in ``run.log``.
+        KeyboardInterrupt: after SIGINT, once the checkpoint is saved.
+        SystemExit: likewise after another signal.
+    """
+    asked = words.asked(overrides, settings, multirun=False)
+    (own,), _ = jobs.checked(asked)
+    with composing(asked.config_dir):
+        composed = compose("nmrun", own)
+    if composed.get("seeds") is not None:
+        raise ConfigError(f"seeds={list(composed.seeds)}: one run has one seed; see nmrun.sweep")
+    config = schema.check(composed)
+    with kept():
+        outcome = jobs.one(config, command=_command(asked.config_dir, own))
+    _raise_interrupt(outcome)
+    if outcome["status"] not in ("finished", "skipped", "planned"):
+        raise RunError(" ".join(f"{outcome['error']}: {outcome['folder']}".split()))
+    found = outcome.get("metrics", {"final": {}, "best": {}})
+    metrics = found["final"] | {f"best/{key}": value for key, value in found["best"].items()}
+    folder = Path(outcome["folder"]).absolute()
+    return Result(outcome["status"], outcome.get("config", config.plain), metrics, folder)
+
+
+def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
+    """Do the runs of a sweep one after the other, as ``nmrun -m overrides`` does without a
+    launcher. ::
+
+        nmrun.sweep("recipe=step,sr_ste sparsity=2:4,1:8 seed=0,1,2")
+
+    Finished runs are skipped, and a failed one does not stop the others. The sweep is recorded for
+    ``nmrun status``. The process stays as it was, as with :func:`run`.
+
+    Args:
+        overrides: words of the command line, with lists of values, ``zip=`` and ``experiment=``.
+
+    Returns:
+        A row for each run that has a result, failed ones included, as of :func:`nmrun.runs`.
+
+    Raises:
+        ConfigError: with all that is wrong, one line each, before anything is run.
+        RunError: where no run has a result.
+        KeyboardInterrupt: after SIGINT, once the checkpoint is saved.
+        SystemExit: likewise after another signal.
+    """
+    asked = words.asked(overrides, {}, multirun=True)
+    for word in filter(record.is_hydras, asked.overrides):
+        raise ConfigError(
+            f"{word}: Hydra's launchers and sweepers are for the command line, nmrun -m"
+        )
+    sweeps, looks = jobs.checked(asked)
+    command = _command(asked.config_dir, ["-m", *asked.overrides])
+    folders = []
+    with kept(), jobs.recorded(looks, command, []) as recorded:
+        for number, (own, composed) in enumerate(_jobs(sweeps, asked.config_dir), 1):
+            folders += _folders(composed)
+            again = _command(asked.config_dir, own)
+            outcome, _ = jobs.of_sweep(recorded, number, composed, own, again)
+            _raise_interrupt(outcome)
+        print(record.summary(recorded)[0])
+    found = collect(folders)
+    if found.empty:
+        raise RunError("no run of this sweep has a result")
+    return of_runs(found)
+
+
+def _jobs(
+    sweeps: list[list[str]], config_dir: str | None
+) -> Iterator[tuple[list[str], DictConfig]]:
+    """The jobs of the sweeps: the overrides of each as they are typed, and its config."""
+    for overrides in sweeps:
+        with composing(config_dir):
+            parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
+            every = BasicSweeper.split_arguments(parser.parse_overrides(overrides), None)[0]
+        for own in every:
+            with composing(config_dir):
+                composed = compose("nmrun", list(own))
+            yield [record.typed(word) for word in own], composed
+
+
+def _folders(composed: DictConfig) -> list[Path]:
+    """The run folders of a job, one for each of its seeds; none of a job that will be refused."""
+    found = []
+    for seed in [composed.seed] if composed.get("seeds") is None else composed.seeds:
+        composed.seed = seed
+        with contextlib.suppress(ConfigError):
+            found.append(run_folder(schema.check(composed)))
+    return found
+
+
+def _command(config_dir: str | None, overrides: Sequence[str]) -> str:
+    place = [] if config_dir is None else ["--config-dir", str(Path(config_dir).absolute())]
+    return shlex.join(["nmrun", *place, *overrides])
+
+
+def _raise_interrupt(outcome: dict[str, Any]) -> None:
+    if outcome["status"] == "interrupted":
+        if outcome["signal"] == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + int(outcome["signal"]))
