@@ -21,7 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nmrun import cli, locks
+from nmrun import cli
+from nmrun.files import locks
 
 # 5 recipes, 2 ratios and 2 seeds: 20 runs of 40 steps, checkpoints after every 5th; STEP switches
 # and ASP prunes halfway

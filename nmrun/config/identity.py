@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nmrun import seal
+from nmrun.files import seal
 from nmrun.settings.config import Config
 from nmrun.settings.models import GPTS
 

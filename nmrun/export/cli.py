@@ -11,9 +11,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from nmrun import seal
 from nmrun.errors import RunError
 from nmrun.export import finished
+from nmrun.files import seal
 from nmrun.verbs import Parser
 
 FORMATS = {

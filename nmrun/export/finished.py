@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from nmrun import models, seal, tasks
+from nmrun import models, tasks
 from nmrun.errors import ConfigError
+from nmrun.files import seal
 from nmrun.patterns import Pattern
 from nmrun.settings.config import Config
 from nmrun.sparsity.check import check_nm

@@ -14,10 +14,10 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
-from nmrun import jsonl
 from nmrun.config.experiment import Experiment, configs
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
+from nmrun.files import jsonl
 from nmrun.report import formats, plots, style
 from nmrun.report.collect import row
 from nmrun.report.differences import compare

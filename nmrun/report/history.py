@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from nmrun import jsonl
+from nmrun.files import jsonl
 from nmrun.report.tables import Key, Run, Table, label
 
 SWITCH = re.compile(r"step (\d+): STEP freezes")

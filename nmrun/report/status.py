@@ -17,9 +17,9 @@ from typing import Any
 
 import yaml
 
-from nmrun import jsonl, locks
 from nmrun.config import sweep
 from nmrun.errors import ConfigError
+from nmrun.files import jsonl, locks
 from nmrun.verbs import Parser
 
 STATES = ("finished", "running", "interrupted", "failed", "killed")

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nmrun import seal
 from nmrun.config.identity import result_in
 from nmrun.errors import ConfigError, RunError
+from nmrun.files import seal
 
 if TYPE_CHECKING:
     import pandas as pd

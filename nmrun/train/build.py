@@ -16,8 +16,8 @@ from torch import nn
 from nmrun import models, ranks, tasks
 from nmrun.attach import sparsify
 from nmrun.errors import ConfigError
+from nmrun.files.locks import free_gpu
 from nmrun.handle import Handle
-from nmrun.locks import free_gpu
 from nmrun.patterns import Pattern
 from nmrun.products.acceleration import Choice, accelerate
 from nmrun.products.times import from_data

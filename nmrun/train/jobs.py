@@ -25,11 +25,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from nmrun import locks, verbs
+from nmrun import verbs
 from nmrun.config import command_line, experiment, precheck, schema, source, sweep
 from nmrun.config.identity import finished, run_folder
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError, leads, refuse
+from nmrun.files import locks
 from nmrun.settings.config import Config
 
 # Told to job processes: how many jobs were launched before this launch.

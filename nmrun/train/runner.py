@@ -21,9 +21,10 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nmrun import locks, ranks, seal
+from nmrun import ranks
 from nmrun.config.identity import finished, identity, result_in
 from nmrun.errors import ConfigError, RunError
+from nmrun.files import locks, seal
 from nmrun.settings.config import Config
 from nmrun.signals import Signals
 from nmrun.train import checkpoint, environment, pace, plan

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from nmrun import jsonl
+from nmrun.files import jsonl
 from nmrun.train import checkpoint
 
 INIT_TIMEOUT = 10.0  # seconds that an online W&B may take to answer, once a process

@@ -24,10 +24,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
-from nmrun import cli, locks, verbs
+from nmrun import cli, verbs
 from nmrun.config import experiment, sweep
 from nmrun.config.sweeper import NMSweeper
 from nmrun.errors import ConfigError
+from nmrun.files import locks
 from nmrun.train import jobs
 
 NOW = 1_000_000.0

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from verbs import verb
 
 import nmrun
-from nmrun import seal
 from nmrun.errors import RunError
 from nmrun.export.cli import main
+from nmrun.files import seal
 from nmrun.sparsity import check_nm
 from nmrun.sparsity.check import layer_report
 from nmrun.train.replicated import Replicated

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nmrun import seal
+from nmrun.files import seal
 
 
 @pytest.fixture

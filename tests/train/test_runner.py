@@ -20,11 +20,12 @@ from safetensors.torch import load_file
 from sklearn.datasets import load_digits
 from torch.nn import functional
 
-from nmrun import models, seal, sparsify
+from nmrun import models, sparsify
 from nmrun.config.identity import identity, run_folder
 from nmrun.config.schema import Config
 from nmrun.data import digits
 from nmrun.errors import ConfigError, RunError
+from nmrun.files import seal
 from nmrun.models.small_conv import SmallConv
 from nmrun.recipes.asp import ASP
 from nmrun.sparsity import check_nm

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from nmrun import locks
+from nmrun.files import locks
 
 HOLDER = """
 import errno, fcntl, os, sys, time
 from pathlib import Path
-from nmrun import locks
+from nmrun.files import locks
 if sys.argv[2] == "none":
     def none(*_): raise OSError(errno.ENOLCK, "No locks available")
     fcntl.flock = none
