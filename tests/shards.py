@@ -4,10 +4,13 @@ stop, and compare notes.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+import one_rank
 import torch
 from runs import config
 from torch import Tensor, nn
@@ -17,7 +20,7 @@ import nmrun
 from nmrun import ranks
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
-from nmrun.train import runner
+from nmrun.train import checkpoint, runner
 from nmrun.train.loop import Loop
 
 OPTIONS = (
@@ -140,6 +143,10 @@ def check_shards(loop: Loop) -> None:
         assert weight.dense.numel() < weight.shape.numel()
 
 
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def check_odd() -> None:
     """A model by hand: the same steps as in one process, its state dicts those of one process."""
     from nmrun.train import sharded
@@ -154,8 +161,7 @@ def check_odd() -> None:
     sharded.shard(model, torch.device("cpu"), {"layers.1.weight"})
     assert model.first.weight is model.layers[0].weight
     for name, tensor in model.state_dict().items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        assert torch.equal(whole, alone.state_dict()[name]), name
+        assert torch.equal(full(tensor), alone.state_dict()[name]), name
     assert torch.equal(model.hidden, alone.hidden)
     batches = torch.randn(5, 8, 8)
     made = []
@@ -177,22 +183,26 @@ def check_odd() -> None:
             optimizer.step()
             optimizer.zero_grad()
     saved, final = held.state_dict(), held.final_state_dict()
-    for expected, gathered in (
+    for expected, parts in (
         (whole.state_dict()["model"], saved["model"]),
         (whole.final_state_dict(), final),
     ):
+        assert list(parts) == list(expected)
+        gathered = held.gathered(parts)
         assert list(gathered) == (list(expected) if ranks.leads() else [])
         for name, tensor in gathered.items():
             torch.testing.assert_close(tensor, expected[name], msg=name)
-    if ranks.leads():
-        moments = whole.state_dict()["optimizer"]["state"]
-        assert moments.keys() == saved["optimizer"]["state"].keys()
-        for number, entries in moments.items():
-            torch.testing.assert_close(saved["optimizer"]["state"][number], entries)
+    moments = whole.state_dict()["optimizer"]["state"]
+    assert moments.keys() == saved["optimizer"]["state"].keys()
+    for number, entries in moments.items():
+        torch.testing.assert_close(
+            {key: full(value) for key, value in saved["optimizer"]["state"][number].items()},
+            entries,
+        )
     state = whole.state_dict()
-    state["model"]["norm.running_mean"] = torch.full((8,), 1.0 + ranks.rank())
+    state["model"]["norm.running_mean"] = torch.ones(8)
     held.load_state_dict(state)
-    assert model.norm.running_mean.tolist() == [1.0] * 8  # the leader's
+    assert model.norm.running_mean.tolist() == [1.0] * 8
     for weight, other in zip(made[1][2].sparse, made[0][2].sparse, strict=True):
         assert torch.equal(weight.whole(weight.dense), other.dense)
     model.norm.running_mean += ranks.rank()
@@ -214,9 +224,41 @@ def check_odd() -> None:
             raise AssertionError(complaint)
 
 
+def check_resharded(folder: Path) -> None:
+    """What one rank has saved in shards, two have in theirs."""
+    from nmrun.train import sharded
+
+    model = nn.ParameterDict({n: torch.zeros(shape) for n, shape in one_rank.SHAPES.items()})
+    sharded.shard(model, torch.device("cpu"))
+    state, said = checkpoint.load_last(folder)
+    assert state is not None
+    assert not said
+    parts = checkpoint.complete(folder, state, model)["model"]
+    for name, tensor in one_rank.values(2).items():
+        assert parts[name].to_local().shape == model[name].to_local().shape
+        assert torch.equal(full(parts[name]), tensor)
+
+
+def killed(output_dir: str) -> None:
+    """Rank 1 is killed in the middle of its second checkpoint."""
+    original, calls = os.fsync, 0
+
+    def fsync(number: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(number)
+
+    if not ranks.leads():
+        os.fsync = fsync
+    run(output_dir, "step", "trainer.distributed=fsdp")
+
+
 def main(output_dir: str) -> None:
     """``resumed`` begins with what one process has stopped; ``stopped`` is for one process to go on
-    with.
+    with; ``again`` is stopped and goes on in shards; ``replicas`` is stopped in shards and goes on
+    without.
     """
     train = Loop.train
 
@@ -238,11 +280,16 @@ def main(output_dir: str) -> None:
         assert (
             run(f"{output_dir}/resumed", case, "trainer.distributed=fsdp")["status"] == "finished"
         )
+        for place, kind in (("again", "fsdp"), ("replicas", "ddp")):
+            run(f"{output_dir}/{place}", case, "trainer.distributed=fsdp", stop=STOP)
+            result = run(f"{output_dir}/{place}", case, f"trainer.distributed={kind}")
+            assert result["status"] == "finished"
     for kind in ("ddp", "fsdp"):
         made = config(f"{output_dir}/{kind}", *ESTIMATED, f"trainer.distributed={kind}")
         assert runner.run(made, run_folder(made))["status"] == "finished"
     check_odd()
+    check_resharded(Path(output_dir) / "one")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    {"main": main, "killed": killed}[sys.argv[1]](sys.argv[2])

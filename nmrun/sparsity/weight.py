@@ -126,7 +126,7 @@ class SparseWeight:
             value: the tensor. If it has the shape of :attr:`dense`, it is sharded like the weight.
         """
         alike = self.is_sharded and value.shape == self.dense.shape
-        self._tensors[key] = self._as_shard(value) if alike else value
+        self._tensors[key] = self.as_shard(value) if alike else value
 
     def with_dense(self, dense: Tensor) -> SparseWeight:
         """Return this weight with another dense weight, such as an average.
@@ -151,7 +151,7 @@ class SparseWeight:
         if not self.is_sharded:
             return part
         plain = part.view(torch.uint8) if part.dtype == torch.bool else part
-        full: Tensor = self._as_shard(plain.contiguous()).full_tensor()
+        full: Tensor = self.as_shard(plain.contiguous()).full_tensor()
         return full.view(part.dtype)
 
     def part(self, whole: Tensor) -> Tensor:
@@ -162,7 +162,8 @@ class SparseWeight:
         """
         return local(part_like(whole, self.parameter))
 
-    def _as_shard(self, part: Tensor) -> Any:
+    def as_shard(self, part: Tensor) -> Any:
+        """A tensor shaped like :attr:`dense` as the ``DTensor`` that a sharded parameter is."""
         from torch.distributed.tensor import DTensor
 
         p: Any = self.parameter

@@ -45,18 +45,16 @@ class Average:
             for name, tensor in self._tensors().items():
                 tensor.copy_(self.sums[name] / self.count)
 
-    def state_dict(
-        self, gathered: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict
-    ) -> dict[str, Any]:
-        """The sums; ``gathered`` makes whole tensors of what each process has of them."""
-        return {"sums": gathered(self.sums), "count": self.count}
+    def state_dict(self) -> dict[str, Any]:
+        """The sums, of which each process has a part where the model is sharded."""
+        return {"sums": dict(self.sums), "count": self.count}
 
     def load_state_dict(
         self,
         state: dict[str, Any],
         handed_out: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
     ) -> None:
-        """Restore :meth:`state_dict`; ``handed_out`` is the inverse of its ``gathered``."""
+        """Restore :meth:`state_dict`; ``handed_out`` gives this process's parts of whole tensors."""
         sums = handed_out(state["sums"]) if state["count"] else {}
         self.sums = {
             name: sums[name].to(tensor.device)

@@ -161,7 +161,7 @@ def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Modul
             overrides=config.sparsity.overrides,
             pad=config.sparsity.pad,
         )
-    whole = copy.deepcopy(model).to("meta")
+    whole = sharded.without_values(model)
     sharded.shard(model, device, {c.name for c in chosen if c.dim == 0})
     return model, whole
 

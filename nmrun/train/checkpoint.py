@@ -1,5 +1,9 @@
 """Files that are either whole or not there, the checkpoint of a run, and the states of the random
 number generators.
+
+A checkpoint is ``checkpoint.pt``. What processes hold in shards lies in a folder beside it
+(``nmrun.train.shards``), which the file names: the folder is whole before the file is, and it is
+removed when no file names it any more.
 """
 
 from __future__ import annotations
@@ -10,32 +14,41 @@ import os
 import random
 import shutil
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+
+from nmrun import ranks
 
 CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
+SHARDS = ("checkpoint.shards.0", "checkpoint.shards.1")  # taken in turn
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """Where to write a file, so that a kill or a power cut at any moment leaves the old content or
+    the new, never a part.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        yield partial
+        with partial.open("r+b") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except Exception:
+        # a full disk: what could be written is of no use and takes the place of what is
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def write(path: Path, content: bytes | str) -> None:
-    """Write a file so that a kill or a power cut at any moment leaves the old content or the new,
-    never a part.
-    """
-    data = content.encode() if isinstance(content, str) else content
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except (
-        OSError
-    ):  # a full disk: what could be written is of no use and takes the place of what is
-        partial.unlink(missing_ok=True)
-        raise
+    """Write a file whole: see :func:`replaced`."""
+    with replaced(path) as partial:
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -46,27 +59,101 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def save_next(folder: Path, state: dict[str, Any]) -> None:
-    """Save as the run's checkpoint; the one before it stays as ``checkpoint.previous.pt``."""
-    _keep(folder / CHECKPOINT, folder / PREVIOUS)
-    save(folder / CHECKPOINT, state)
+    """Save as the run's checkpoint; the one before it stays as ``checkpoint.previous.pt``.
 
-
-def load_last(folder: Path, mapped: bool = False) -> tuple[dict[str, Any] | None, list[str]]:
-    """The run's newest checkpoint that is whole, None if there is none, and what is to be said of
-    those that are not.
-
-    ``mapped`` leaves its tensors on the disk until they are looked at.
+    All ranks call. The leader writes its state but for sharded tensors, of which every rank writes
+    its part.
     """
-    said = []
+    free = SHARDS[0]
+    if ranks.leads():
+        _keep(folder / CHECKPOINT, folder / PREVIOUS)
+        taken = remove_unnamed(folder)
+        free = next(name for name in SHARDS if name not in taken)
+    state, parts = _split(state)
+    if parts:
+        from nmrun.train import shards  # half a second that others need not wait for
+
+        state["shards"] = shards.save(folder / ranks.from_leader(free), parts)
+    if ranks.leads():
+        save(folder / CHECKPOINT, state)
+
+
+def remove_unnamed(folder: Path) -> set[str]:
+    """Remove the folders of shards that no checkpoint names; return those that one does."""
+    there = {name for name in SHARDS if (folder / name).exists()}
+    named = set()
+    for name in (CHECKPOINT, PREVIOUS) if there else ():
+        # a damaged one can name nothing
+        with contextlib.suppress(ValueError):
+            named.add(((load(folder / name, mapped=True) or {}).get("shards") or {}).get("folder"))
+    for name in there - named:
+        shutil.rmtree(folder / name)
+    return there & named
+
+
+def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """The run's newest checkpoint that is whole, None if there is none, and what is to be said of
+    those that are not. It is ``checkpoint.pt`` from here on.
+
+    All ranks call, and :func:`complete` what is returned. In several processes its tensors stay on
+    the disk until they are looked at.
+    """
+    several, said = ranks.world() > 1, list[str]()
     for name in (CHECKPOINT, PREVIOUS):
-        try:
-            state = load(folder / name, mapped)
-        except ValueError as error:
-            said.append(f"{name} is damaged ({error})")
-            continue
-        if state is not None:
-            return state, [*said, f"going on from {name}, the one before it"] if said else []
+        state, problem = None, ""
+        if ranks.leads():
+            try:
+                state = load(folder / name, mapped=several)
+            except ValueError as error:
+                problem = str(error)
+        there, problem, record = ranks.from_leader(
+            (state is not None, problem, (state or {}).get("shards"))
+        )
+        if record:
+            from nmrun.train import shards
+
+            problem = shards.damage(folder, record)
+        if problem:
+            said.append(f"{name} is damaged ({problem})")
+        elif there:
+            if said:
+                said.append(f"going on from {name}, the one before it")
+            if ranks.leads() and name == PREVIOUS:
+                # or else the next save would keep the damaged one in its place
+                os.replace(folder / PREVIOUS, folder / CHECKPOINT)
+            ranks.from_leader(None)
+            return state if ranks.leads() else _read(folder / CHECKPOINT, mapped=True), said
     return None, [*said, "starting over"] if said else []
+
+
+def complete(folder: Path, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """A state that :func:`load_last` gave, with its shards: this rank's parts if ``model`` is
+    sharded, in however many processes; whole tensors if not. All ranks call.
+    """
+    if record := state.pop("shards", None):
+        from nmrun.train import shards
+
+        for path, tensor in shards.load(folder, record, model).items():
+            inner = state
+            for key in path[:-1]:
+                inner = inner[key]
+            inner[path[-1]] = tensor
+    return state
+
+
+def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[tuple[Any, ...], Any]]:
+    """Nested dicts with None in the place of sharded tensors, and those by their paths."""
+    rest: dict[str, Any] = {}
+    parts: dict[tuple[Any, ...], Any] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            rest[key], inner = _split(value)
+            parts |= {(key, *path): part for path, part in inner.items()}
+        elif hasattr(value, "_local_tensor"):
+            rest[key], parts[(key,)] = None, value
+        else:
+            rest[key] = value
+    return rest, parts
 
 
 def _keep(path: Path, previous: Path) -> None:
@@ -90,7 +177,7 @@ def _keep(path: Path, previous: Path) -> None:
 
 def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
     """What :func:`save` wrote, on the CPU. None if there is no file. Raises ValueError if it is
-    damaged, be it by one bit.
+    damaged, be it by one bit. ``mapped`` leaves tensors on the disk until they are looked at.
 
     torch writes a checksum of every record and never looks at it again.
     """
@@ -99,7 +186,7 @@ def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
             broken = records.testzip()
         if broken is not None:
             raise ValueError(f"the checksum of {broken} is wrong")
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        state = _read(path, mapped)
     except FileNotFoundError:
         return None
     except Exception as error:  # damage can surface as anything
@@ -107,6 +194,10 @@ def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
     if not isinstance(state, dict):
         raise ValueError(f"it holds a {type(state).__name__}")
     return state
+
+
+def _read(path: Path, mapped: bool) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 def seed_everything(seed: int) -> None:

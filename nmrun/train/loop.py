@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,6 @@ from nmrun.train.replicated import Replicated
 from nmrun.train.schedules import scheduled
 from nmrun.train.track import Tracker
 
-if TYPE_CHECKING:
-    from nmrun.train.sharded import Sharded
-
 SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succeed any more
 
 
@@ -45,9 +42,9 @@ class Loop:
     ``step`` counts batches, ``updates`` the optimizer steps done (loss scaling may skip some).
     ``best`` is the evaluation with the best ``task.metric`` while the forward weights held the
     pattern (for dense training: of all), with its ``epoch``; ``best_weights`` are the plain weights
-    of that moment, and ``candidates`` the number of such evaluations. ``accumulate`` is how many
-    micro-batches a batch is cut into. ``seconds`` and ``flops`` (of training) count all sittings,
-    and what the recipe took beforehand.
+    of that moment (this rank's parts of them), and ``candidates`` the number of such evaluations.
+    ``accumulate`` is how many micro-batches a batch is cut into. ``seconds`` and ``flops`` (of
+    training) count all sittings, and what the recipe took beforehand.
     """
 
     def __init__(self, config: Config, parts: Parts, console: Console) -> None:
@@ -74,7 +71,7 @@ class Loop:
             self.forward = torch.compile(
                 self.model, fullgraph=True, mode=None if how is True else how
             )
-        self.held: Replicated | Sharded = Replicated(self.model, self.optimizer, self.handle)
+        self.held = Replicated(self.model, self.optimizer, self.handle)
         # with FSDP no rank can pass through the model without the others
         self.in_step = ranks.world() > 1 and self.trainer.distributed == "fsdp"
         if self.in_step:
@@ -166,7 +163,7 @@ class Loop:
                 state = self.state_dict()
                 if tracker is not None:
                     tracker.sync()
-                    checkpoint.save_next(folder, state)
+                checkpoint.save_next(folder, state)
             if stop:
                 return False
             if row:
@@ -373,8 +370,8 @@ class Loop:
         )
 
     def finalize(self) -> dict[str, Tensor]:
-        """Training is over: the weights that are left (the leader has them), exactly N:M, which
-        evaluations use from here on.
+        """Training is over: the weights that are left (parts of them where they are sharded), exactly
+        N:M, which evaluations use from here on.
         """
         weights = self.held.final_state_dict()
         self.handle.finalize()
@@ -383,11 +380,12 @@ class Loop:
     # --- saving -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to end with the same bits: tensors and plain data."""
+        """All that a resumed run needs to end with the same bits: tensors (this rank's parts of what
+        is sharded) and plain data."""
         return {
             **self.held.state_dict(),
             "scaler": self.scaler.state_dict(),
-            "average": self.average.state_dict(self.held.gathered),
+            "average": self.average.state_dict(),
             "random": ranks.gathered(checkpoint.random_state()),
             "acceleration": self.acceleration,
             "loop": {
@@ -417,5 +415,7 @@ class Loop:
         for name, value in state["loop"].items():
             setattr(self, name, value)
         self.losses = [loss.to(self.device) for loss in self.losses]
+        best = self.held.handed_out(self.best_weights)
+        self.best_weights = {name: tensor.to("cpu") for name, tensor in best.items()}
         if self.diagnostics is not None:
             self.diagnostics.load_state_dict(state.get("diagnostics"))

@@ -1,6 +1,6 @@
 """A model that every process holds whole: how its state is given and taken.
 
-``nmrun.train.sharded.Sharded`` has the same methods where processes hold shards.
+``nmrun.train.sharded.Sharded`` does it where processes hold shards.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Replicated:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
-    def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by the names of parameters and buffers, whole: as they are."""
+    def handed_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This process's parts of tensors by the names of parameters and buffers: as they are."""
         return dict(tensors)
 
-    def handed_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of :meth:`gathered`."""
-        return dict(tensors)
+    def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of :meth:`handed_out`, for a file: on the CPU, contiguous."""
+        return {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
 
     def final_state_dict(self) -> dict[str, Tensor]:
         """Copies of what the model would have if training ended now, sparse weights N:M."""
@@ -51,5 +51,5 @@ class Replicated:
         return dict(sorted(plain.items()))
 
     def load_final_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Evaluate with the leader's :meth:`final_state_dict` from here on."""
+        """Evaluate with a :meth:`final_state_dict` from here on."""
         self.model.load_state_dict(state)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import save as safetensors_bytes
+from safetensors.torch import save_file
 from torch import Tensor
 
 from nmrun import locks, ranks
@@ -222,14 +222,13 @@ class _Run:
 
     def _sitting(self, accumulate: int, fresh: bool) -> dict[str, Any]:
         config, folder = self.config, self.folder
-        state, complaints = (
-            (None, []) if fresh else checkpoint.load_last(folder, mapped=not ranks.leads())
-        )
+        state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
         parts, found = _build(config, search=state is None, times=(state or {}).get("acceleration"))
         if ranks.leads():
             if state is None:
                 for name in FILES:
                     (folder / name).unlink(missing_ok=True)
+                checkpoint.remove_unnamed(folder)
                 shutil.rmtree(folder / "wandb", ignore_errors=True)
             (folder / "result.json").unlink(missing_ok=True)
             said = f"# {self.command}\n" if self.command else ""
@@ -254,7 +253,8 @@ class _Run:
                     "checkpoint.pt is of an older nmrun, which kept the dense weights in the model; force=true starts over"
                 )
             try:
-                loop.load_state_dict(state)
+                loop.load_state_dict(checkpoint.complete(folder, state, loop.model))
+                state = None  # or else it would be kept beside what the loop has
             except (KeyError, RuntimeError, ValueError, TypeError) as error:
                 raise RunError(
                     f"checkpoint.pt does not fit this version of the code; force=true starts over ({error})"
@@ -276,16 +276,16 @@ class _Run:
             report = parts.handle.report()
             weights = loop.finalize()  # from here on, what is evaluated is what is saved
             final, best = loop.evaluate("val") | loop.evaluate("test"), dict(loop.best)
-            if ranks.leads():
-                _save_weights(folder / "model.safetensors", weights)
+            _save_weights(folder / "model.safetensors", loop.held.gathered(weights))
             if best:
-                if ranks.leads():
-                    _save_weights(folder / "best.safetensors", loop.best_weights)
+                _save_weights(folder / "best.safetensors", loop.held.gathered(loop.best_weights))
                 loop.held.load_final_state_dict(loop.best_weights)
                 best |= {"candidates": loop.candidates}
                 best |= loop.evaluate("test")
         metrics = {"final": final, "best": best}
-        (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)
+        if ranks.leads():
+            (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)
+            checkpoint.remove_unnamed(folder)
         notes = dict(parts.task.notes)
         return {
             "status": "finished",
@@ -366,12 +366,9 @@ def _both(metrics: dict[str, float], metric: str) -> str:
 
 
 def _save_weights(path: Path, weights: dict[str, Tensor]) -> None:
-    checkpoint.write(
-        path,
-        safetensors_bytes(
-            {name: tensor.detach().cpu().contiguous().clone() for name, tensor in weights.items()}
-        ),
-    )
+    if ranks.leads():
+        with checkpoint.replaced(path) as partial:
+            save_file(weights, partial)
 
 
 def _strict(value: Any) -> Any:

@@ -1,11 +1,13 @@
 """A model of which every process holds a part (FSDP2), by the same means as a user's own script.
 
-``fully_shard`` first, then the optimizer over the sharded parameters, then ``nmrun.sparsify``. What
-is saved is what one process would save, so that any number of processes can go on with it.
+``fully_shard`` first, then the optimizer over the sharded parameters, then ``nmrun.sparsify``. No
+process ever has the whole model in its memory, and any number of processes can go on with what is
+saved.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
@@ -19,10 +21,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.handle import Handle
 from nmrun.recipes.base import Recipe
 from nmrun.settings.config import Config
 from nmrun.tasks.base import Task
+from nmrun.train.on_disk import OnDisk, mapped
+from nmrun.train.replicated import Replicated
 
 # of the trainer: what each option has to be
 ALONE: dict[str, Any] = {"compile": False, "diagnose_every": None, "input_gradient": "exact"}
@@ -66,7 +69,9 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
             the CPU everywhere.
 
     Returns:
-        The model, on the CPU or the meta device. Random generators are the leader's afterwards.
+        The model, on the meta device or, with the values that it has in a single process, on the
+        CPU, where large tensors are on the disk (``nmrun.train.on_disk``). Random generators are
+        the leader's afterwards.
     """
     before = torch.get_rng_state()
     model = None
@@ -76,11 +81,21 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
                 model = make()
         except (RuntimeError, NotImplementedError):
             torch.set_rng_state(before)
-    model = make() if model is None else model
+    if model is None:
+        with OnDisk():
+            model = make()
     state = torch.get_rng_state()
     dist.broadcast(state, src=0)
     torch.set_rng_state(state)
     return model
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, for which no value is copied."""
+    bare: dict[int, Any] = {id(b): b.to("meta") for b in model.buffers()}
+    for p in model.parameters():
+        bare[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+    return copy.deepcopy(model, bare)
 
 
 def shard(model: nn.Module, device: torch.device, transposed: Collection[str] = ()) -> None:
@@ -123,28 +138,20 @@ def shard(model: nn.Module, device: torch.device, transposed: Collection[str] = 
     _agree(model.buffers())  # also those that no state dict has
 
 
-class Sharded:
+class Sharded(Replicated):
     """A sparse model, its optimizer and its handle, of which every process has a part.
 
-    All processes have to call each method. What is returned is on the CPU, and empty but on the
-    leader. Whole parameters exist one at a time.
+    All processes have to call each method, and each gets its parts. Whole parameters exist one at
+    a time.
     """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle) -> None:
-        self.model, self.optimizer, self.handle = model, optimizer, handle
 
     def forward(self, model: Any) -> Any:
         """``model`` as it is: its gradients are averaged over the ranks and cut already."""
         return model
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint of one process has of model and optimizer."""
-        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        return {"model": self.gathered(model), "optimizer": _on_leader(optimizer)}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`, which every rank has to have, if only mapped."""
-        self._load_model(state["model"])
+        """Restore :meth:`state_dict`, in parts or whole; every rank has to have it, if only mapped."""
+        self.model.load_state_dict(self.handed_out(state["model"]))
         saved = state["optimizer"]
         own = [p for group in self.optimizer.param_groups for p in group["params"]]
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
@@ -157,52 +164,34 @@ class Sharded:
         }
         self.optimizer.load_state_dict({**saved, "state": parts})
 
-    def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors by the names of parameters and buffers, whole."""
-        whole: dict[str, Tensor] = _on_leader(dict(tensors))
-        return whole
-
     def handed_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of :meth:`gathered`, of what every rank has."""
+        """This process's parts of tensors by the names of parameters and buffers; what is in parts
+        already stays as it is."""
         own = self.model.state_dict()
-        return {name: ranks.part_like(tensor, own[name]) for name, tensor in tensors.items()}
+        return {name: ranks.part_like(tensor, own.get(name)) for name, tensor in tensors.items()}
+
+    def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of :meth:`handed_out`, for a file: the leader gets whole tensors, which are
+        mapped (``nmrun.train.on_disk``), the others none."""
+        found = {}
+        for name, tensor in tensors.items():
+            whole: Any = tensor
+            if isinstance(tensor, DTensor):  # on the device: one at a time
+                whole = whole.to(tensor.device_mesh.device_type).full_tensor()
+            if ranks.leads():
+                found[name] = mapped(whole.contiguous())
+        return found
 
     def final_state_dict(self) -> dict[str, Tensor]:
-        """Copies of what the model would have if training ended now, sparse weights N:M."""
+        """Copies of what the model would have if training ended now, sparse weights N:M; on the
+        CPU."""
         own = {w.name: w for w in self.handle.sparse}
         final: dict[str, Tensor] = {}
         for name, tensor in sorted(self.model.state_dict().items()):
             if (weight := own.get(name)) is not None:
-                tensor = weight.whole(self.handle.final_weight(weight))
-            final |= _on_leader({name: tensor})
+                tensor = weight.as_shard(self.handle.final_weight(weight))
+            final[name] = tensor.detach().to("cpu", copy=True)
         return final
-
-    def load_final_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Evaluate with the leader's :meth:`final_state_dict` from here on."""
-        self._load_model(state)
-
-    def _load_model(self, state: Mapping[str, Tensor]) -> None:
-        names = ranks.from_leader(list(state))
-        if missing := self.model.state_dict().keys() ^ set(names):
-            raise ValueError(
-                f"not both in the model and in what is loaded: {', '.join(sorted(missing))}"
-            )
-        set_model_state_dict(self.model, dict(state) if ranks.leads() else {}, options=FROM_LEADER)
-
-
-def _on_leader(value: Any) -> Any:
-    """Copies of whole tensors on the CPU, made one after the other; the leader alone has some."""
-    if isinstance(value, dict):
-        every = {key: (each, _on_leader(each)) for key, each in value.items()}
-        return {
-            k: new
-            for k, (each, new) in every.items()
-            if ranks.leads() or not isinstance(each, Tensor)
-        }
-    if not isinstance(value, Tensor):
-        return value
-    whole = value.full_tensor().detach() if isinstance(value, DTensor) else value.detach()
-    return whole.to("cpu", copy=True) if ranks.leads() else None
 
 
 def _agree(buffers: Iterable[Tensor]) -> None:

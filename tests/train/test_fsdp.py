@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import one_rank
 import pytest
 import shards
 import torch
@@ -25,12 +26,13 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``alone``, ``together``, ``stopped`` (together), ``resumed`` (stopped alone, then together)."""
+    """See ``shards.main``; and ``one``, a checkpoint of one rank in shards."""
     folder = tmp_path_factory.mktemp("fsdp")
     for case in shards.RESUMED:
         assert shards.run(folder / "resumed", case, stop=shards.STOP)["status"] == "interrupted"
+    one_rank.saved(folder / "one", 1, 2)
     done = subprocess.run(
-        [*TORCHRUN, shards.__file__, str(folder)],
+        [*TORCHRUN, shards.__file__, "main", str(folder)],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[1],
@@ -56,7 +58,13 @@ def compare(alone: Path, other: Path) -> None:
         )
     for one, two in zip(rows(alone), rows(other), strict=True):
         assert two == pytest.approx(one, rel=1e-3, abs=1e-6)
-    assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in alone.iterdir())
+    names = []
+    for run in (alone, other):
+        saved = torch.load(run / "checkpoint.pt", weights_only=True).get("shards")
+        own = {saved["folder"]} if saved else set()
+        assert own == {path.name for path in run.glob("checkpoint.shards.*")}
+        names.append({path.name for path in run.iterdir()} - own)
+    assert names[0] == names[1]
 
 
 @pytest.mark.parametrize("case", shards.CASES)
@@ -92,6 +100,41 @@ def test_checkpoints_go_from_one_process_to_two_and_back(
     assert shards.run(folder / "stopped", case)["status"] == "finished"
     assert "goes on at step 6 of 9" in (folder / "stopped" / place / "run.log").read_text()
     compare(alone, folder / "stopped" / place)
+
+
+@pytest.mark.parametrize("case", shards.RESUMED)
+def test_a_run_goes_on_in_shards_with_the_same_bits(case: str, folder: Path) -> None:
+    left, again = (
+        run_folder(config(folder / place, *shards.CASES[case])) for place in ("together", "again")
+    )
+    assert "goes on at step 6 of 9" in (again / "run.log").read_text()
+    for name in ("model.safetensors", "best.safetensors"):
+        assert (again / name).read_bytes() == (left / name).read_bytes()
+    assert rows(again) == rows(left)
+
+
+@pytest.mark.parametrize("case", shards.RESUMED)
+def test_replicas_go_on_with_shards(case: str, folder: Path) -> None:
+    left, replicas = (
+        run_folder(config(folder / place, *shards.CASES[case]))
+        for place in ("together", "replicas")
+    )
+    assert "goes on at step 6 of 9" in (replicas / "run.log").read_text()
+    compare(left, replicas)
+
+
+def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path) -> None:
+    killed = subprocess.run(
+        [*TORCHRUN, shards.__file__, "killed", str(tmp_path)],
+        capture_output=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert killed.returncode == 1
+    alone = Path(shards.run(tmp_path / "alone", "step")["folder"])
+    result = shards.run(tmp_path, "step")
+    assert result["status"] == "finished"
+    assert "goes on at step 3 of 9" in (Path(result["folder"]) / "run.log").read_text()
+    compare(alone, Path(result["folder"]))
 
 
 def test_a_run_is_the_same_on_shards(tmp_path: Path) -> None:
