@@ -53,6 +53,7 @@ def table(
     filter: Sequence[str] | str = (),
     baseline: str | None = None,
     test: str = "t",
+    verify: bool = False,
 ) -> pd.DataFrame:
     """Compare runs, as ``nmrun table --format csv`` does. ::
 
@@ -66,6 +67,7 @@ def table(
         filter: as of :func:`runs`.
         baseline: the row that each is compared with, seed by seed.
         test: ``t`` or ``wilcoxon``, for the baseline.
+        verify: refuse runs whose files changed after they finished.
 
     Returns:
         A row for each cell: its labels, ``metric``, ``mean``, ``sd``, ``n``, ``best`` (of its
@@ -80,6 +82,7 @@ def table(
     _known("test", test, cli.TESTS)
     options = _options(path, rows, cols, metric, filter)
     options.show, options.baseline, options.test = "mean", baseline, test
+    options.verify = verify
     with files_of_the_command():
         head, *lines = cell_by_cell(cli.tables(options))
     found = pd.DataFrame(lines, columns=head, dtype=object)
