@@ -253,7 +253,7 @@ def _odd(folder: Path) -> list[Path]:
 def _result(folder: Path) -> dict[str, Any]:
     result = json.loads((folder / "result.json").read_text())
     # the hashes are of files with the clock's figures in them
-    without = ("files", "sha256", "seconds", "environment")
+    without = ("files", "sha256", "seconds", "training_seconds", "environment")
     kept = {key: value for key, value in result.items() if key not in without}
     return {**kept, "config": {**result["config"], "output_dir": ""}}
 

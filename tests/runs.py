@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from hydra import compose, initialize_config_module
 
 from nmrun import recipes
 from nmrun.config import schema, source
+from nmrun.signals import Signals
 
 RECIPES = tuple(recipes.RECIPES)
 # what 12 steps and 8 channels ask for
@@ -63,3 +66,24 @@ def rows(folder: Path) -> list[dict[str, Any]]:
         }
         for line in lines
     ]
+
+
+def stopping(train: Callable[..., bool], at: int | None) -> Callable[..., bool]:
+    """``Loop.train`` with a signal behind step ``at``."""
+
+    def stopped(loop: Any, folder: Path, tracker: Any, signals: Signals) -> bool:
+        step = loop._train_step
+
+        def stepped(*where: Any, **how: Any) -> Any:
+            found = step(*where, **how)
+            if loop.step == at:
+                signals.caught = signal.SIGTERM
+            return found
+
+        loop._train_step = stepped
+        try:
+            return train(loop, folder, tracker, signals)
+        finally:
+            del loop._train_step
+
+    return stopped

@@ -12,7 +12,7 @@ from typing import Any
 
 import one_rank
 import torch
-from runs import config
+from runs import config, stopping
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -116,10 +116,7 @@ def run(
     made = config(output_dir, *CASES[case], *overrides)
     train = Loop.train
 
-    def stopped(loop: Loop, folder: Path, tracker: Any, signal: Any) -> bool:
-        return train(loop, folder, tracker, lambda: loop.step == stop or signal())
-
-    Loop.train = stopped  # type: ignore[method-assign]
+    Loop.train = stopping(train, stop)  # type: ignore[method-assign]
     try:
         return runner.run(made, run_folder(made))
     finally:

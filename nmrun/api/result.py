@@ -65,7 +65,10 @@ class Result:
 
         try:
             with kept():  # building draws random numbers
-                return finished.network(finished.read(self.folder))[0]
+                run = finished.read(self.folder)
+                model, _ = finished.network(run)
+                model.load_state_dict(run.state)
+                return model
         except (ValueError, RuntimeError) as error:
             raise RunError(" ".join(str(error).split())) from None
 

@@ -23,7 +23,7 @@ from torch.nn import functional
 from nmrun.bench import gemm_cpu, output, picture
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
 from nmrun.patterns import Pattern
-from nmrun.products import backends24, simulated
+from nmrun.products import acceleration, backends24, simulated
 
 SHAPES = ("768x3072", "1024x4096", "1280x5120", "1600x6400", "2048x8192", "4096x16384")
 TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -130,7 +130,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     device = output.begin(options, parser)
     output.needs_products(device)
-    on_cpu = device.type == "cpu"
+    on_cpu = not acceleration.is_24(device)
     shapes = options.shapes or map(output.shape, gemm_cpu.SHAPES if on_cpu else SHAPES)
     tokens_of = options.tokens or (gemm_cpu.TOKENS if on_cpu else TOKENS)
     both = [

@@ -93,7 +93,7 @@ def measure(
     make = partial(
         Arm, inputs=inputs, outputs=outputs, tokens=tokens, accumulate=accumulate, device=device
     )
-    products, rows = not acceleration.obstacle(device), list[Row]()
+    products, rows = acceleration.is_24(device) and not acceleration.obstacle(device), list[Row]()
     names = [name for name in ARMS if products or name != "2:4"]
     arms: dict[str, Callable[[], None]] = {}
     paths = {}
@@ -141,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
             output.note(f"{inputs} to {outputs}, micro-batches: {accumulate}")
             rows += measure(inputs, outputs, tokens, accumulate, options.rounds, device)
     shown = [{**row, "size": f"{row['shape']}, x{row['accumulate']}"} for row in rows]
-    products = not acceleration.obstacle(device)
+    products = acceleration.is_24(device) and not acceleration.obstacle(device)
     title = (
         f"Forward and backward of a linear layer, {tokens} tokens a micro-batch (xN: N of them share a projection): how many times as fast as"
         f" dense, median [quartiles] of paired rounds, n = {options.rounds}. "

@@ -136,9 +136,8 @@ def read(folder: Path) -> Finished:
 
 
 def network(run: Finished) -> tuple[nn.Module, Task]:
-    """The run's network with its weights, on the CPU and set to evaluation, and the run's task."""
+    """The run's network, on the CPU and set to evaluation, and the run's task; its weights
+    (``run.state``) are still to be loaded."""
     config = Config(run.result["config"], None)
     task = tasks.build(config, torch.device("cpu"))
-    model = models.build(config.model.mapping(), task.inputs).cpu().eval()
-    model.load_state_dict(run.state)
-    return model, task
+    return models.build(config.model.mapping(), task.inputs).cpu().eval(), task

@@ -88,6 +88,7 @@ def _built(run: Finished) -> tuple[nn.Module, tuple[int, ...]]:
         raise ValueError(
             f"--format onnx takes models for images; model={name} is made from {' and '.join(task.inputs)}"
         )
+    model.load_state_dict(run.state)
     return model, tuple(shape)
 
 

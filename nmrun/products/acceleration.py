@@ -182,6 +182,11 @@ def _side(device: torch.device) -> ModuleType | None:
     return {"cuda": choice24, "cpu": choice_cpu}.get(device.type)
 
 
+def is_24(device: torch.device) -> bool:
+    """Whether products on this device are 2:4."""
+    return _side(device) is choice24
+
+
 def obstacle(device: torch.device) -> str:
     """Why nothing can be accelerated on this device; empty if something might."""
     side = _side(device)

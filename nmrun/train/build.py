@@ -19,6 +19,7 @@ from nmrun.errors import ConfigError
 from nmrun.files.locks import free_gpu
 from nmrun.handle import Handle
 from nmrun.patterns import Pattern
+from nmrun.products import acceleration
 from nmrun.products.acceleration import Choice, accelerate
 from nmrun.products.times import from_data
 from nmrun.settings.config import Config
@@ -222,6 +223,10 @@ def _accelerated(
     accumulate = trainer.accumulate * ranks.world()
     in_shards = ranks.world() > 1 and trainer.distributed == "fsdp"
     why_not = "with trainer.distributed=fsdp weights are in shards" if in_shards else ""
+
+    on_cpu = not acceleration.is_24(device)
+    if trainer.acceleration == "auto" and on_cpu and _left_alone(model.parameters(), device):
+        why_not = "small networks are left alone"
 
     def pass_once() -> None:
         with autocast(device, precision):

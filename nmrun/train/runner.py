@@ -118,8 +118,7 @@ def _build(
     steps, said, found = None, "", None
     auto = config.recipe.options.get("decay") == "auto"
     if (config.trainer.budget or "").startswith("seconds:"):
-        undecided = _with_decay(config, 0.0) if auto else config
-        steps, said = (state["total_steps"], "") if state else pace.plan(undecided)
+        steps, said = (state["total_steps"], "") if state else pace.plan(config)
     if auto:
         found = find_decay(config, steps) if search and state is None else None
         config = _with_decay(config, found.decay if found else 0.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config, rows
+from runs import config, rows, stopping
 from torch import Tensor, nn
 
 import nmrun
@@ -253,11 +253,7 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path, monkeypatch: pytest.Monk
     alone, made = config(tmp_path / "alone", *options), config(tmp_path / "cut", *options)
     runner.run(alone, run_folder(alone))
     train = Loop.train
-    monkeypatch.setattr(
-        Loop,
-        "train",
-        lambda self, folder, tracker, _: train(self, folder, tracker, lambda: self.step == 5),
-    )
+    monkeypatch.setattr(Loop, "train", stopping(train, 5))
     assert runner.run(made, run_folder(made))["status"] == "interrupted"
     monkeypatch.undo()
     assert runner.run(made, run_folder(made))["status"] == "finished"

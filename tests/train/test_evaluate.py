@@ -9,6 +9,7 @@ import pytest
 import torch
 from runs import config
 
+from nmrun.signals import Signals
 from nmrun.train.build import build
 from nmrun.train.console import Console
 from nmrun.train.loop import Loop
@@ -22,7 +23,7 @@ def test_metrics_are_of_the_weights_that_were_asked_for(mode: str, tmp_path: Pat
     asked = config(tmp_path, *LONG[:3], f"trainer.evaluate={mode}")
     parts = build(asked)
     loop = Loop(asked, parts, Console(None))
-    assert loop.train(tmp_path, None, lambda: False)
+    assert loop.train(tmp_path, None, Signals())
     twin = copy.deepcopy(parts.model).eval()
     with torch.no_grad():
         of_sparse = parts.task.evaluate(twin, "val")
@@ -30,7 +31,7 @@ def test_metrics_are_of_the_weights_that_were_asked_for(mode: str, tmp_path: Pat
             twin.get_parameter(weight.name).copy_(weight.dense)
         of_dense = parts.task.evaluate(twin, "val")
     assert of_sparse["loss"] != of_dense["loss"]
-    row = loop._evaluation_row(1)
+    row = loop._evaluation_row(1, Signals())
     wanted = of_dense if mode == "dense" else of_sparse
     assert {key: row[f"eval/{key}"] for key in wanted} == pytest.approx(wanted)
     beside = {key.removeprefix("eval/dense/"): v for key, v in row.items() if "dense/" in key}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import config
+from runs import config, stopping
 from torch import Tensor, nn
 
 import nmrun
@@ -294,11 +294,7 @@ def test_a_resumed_run_counts_all_its_steps(
     options = ["recipe=step", "recipe.switch=0.6"]
     alone = finished(tmp_path / "alone", *options)
     made, train = config(tmp_path / "cut", *options), Loop.train
-    monkeypatch.setattr(
-        Loop,
-        "train",
-        lambda self, folder, tracker, _: train(self, folder, tracker, lambda: self.step == 5),
-    )
+    monkeypatch.setattr(Loop, "train", stopping(train, 5))
     assert runner.run(made, run_folder(made))["status"] == "interrupted"
     assert used(run_folder(made))["training_dense"] == alone["training_dense"] * 5 / 12
     monkeypatch.undo()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import config
+from runs import config, stopping
 
 from nmrun.config.identity import identity, run_folder
 from nmrun.errors import ConfigError
@@ -118,9 +118,8 @@ def test_the_trial_leaves_no_trace_and_a_plan_gives_the_same_bits(
 def test_a_resumed_run_keeps_its_number_of_steps(
     recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    auto = ["recipe.decay=auto"] if recipe == "t_sr_ste" else []
     made = [
-        config(tmp_path / name, f"recipe={recipe}", BUDGET, "schedule=cosine", *auto)
+        config(tmp_path / name, f"recipe={recipe}", BUDGET, "schedule=cosine")
         for name in ("whole", "cut")
     ]
     monkeypatch.setattr(pace, "plan", lambda config: (14, "14 steps"))
@@ -128,10 +127,7 @@ def test_a_resumed_run_keeps_its_number_of_steps(
     assert whole["steps"] == 14
     train = Loop.train
 
-    def cut_off(loop: Loop, folder: Path, tracker: Any, stopped: Any) -> bool:
-        return train(loop, folder, tracker, lambda: loop.step == 5)
-
-    monkeypatch.setattr(Loop, "train", cut_off)
+    monkeypatch.setattr(Loop, "train", stopping(train, 5))
     assert runner.run(made[1], run_folder(made[1]))["status"] == "interrupted"
     monkeypatch.setattr(Loop, "train", train)
     monkeypatch.setattr(pace, "plan", lambda config: pytest.fail("it is planned once"))
