@@ -322,10 +322,10 @@ def test_a_process_that_a_run_has_forked_ends_as_ever(
             os.kill(child, signal.SIGTERM)
             codes.append(os.waitpid(child, 0)[1])
 
-    made = make(tmp_path, "ste")
+    made, alone = make(tmp_path, "ste"), left_alone(tmp_path, "ste")
     with monkeypatch.context() as patch:
         patch.setattr(Loop, "_train_step", forking)
-        assert outcome(made) == left_alone(tmp_path, "ste")
+        assert outcome(made) == alone
     assert codes == [signal.SIGTERM]
 
 
