@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from nmrun.api.frames import of_runs, typed
 from nmrun.errors import ConfigError
 from nmrun.registry import did_you_mean
-from nmrun.report import cli
+from nmrun.report import chosen, cli
 from nmrun.report.formats import cell_by_cell
 from nmrun.verbs import files_of_the_command
 
@@ -41,7 +41,7 @@ def runs(path: Paths = "outputs", filter: Sequence[str] | str = ()) -> pd.DataFr
         ConfigError: where there is no run, or the filter leaves none.
     """
     with files_of_the_command():
-        return of_runs(cli.filtered(cli.collected(_texts(path)), _texts(filter)))
+        return of_runs(chosen.filtered(chosen.collected(_texts(path)), _texts(filter)))
 
 
 def table(
@@ -84,7 +84,7 @@ def table(
     options.show, options.baseline, options.test = "mean", baseline, test
     options.verify = verify
     with files_of_the_command():
-        head, *lines = cell_by_cell(cli.tables(options))
+        head, *lines = cell_by_cell(chosen.tables(options))
     found = pd.DataFrame(lines, columns=head, dtype=object)
     found = typed(found.loc[:, ~found.columns.duplicated()])  # the metric is a label, too
     for key in head[: head.index("mean")]:  # labels are texts, those of numbers too
@@ -119,7 +119,7 @@ def plot(
     options = _options(path, rows, cols, metric, filter)
     options.kind = kind
     with files_of_the_command():
-        figures = cli.figures(options)
+        figures = chosen.figures(options)
     if len(figures) > 1:
         raise ConfigError(
             f"these are {len(figures)} figures, one for each data set and model; choose one by filter, "

@@ -6,18 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError
-from nmrun.registry import did_you_mean
+from nmrun.report import chosen
 from nmrun.report.verify import verify
 from nmrun.verbs import Parser, files_of_the_command
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from matplotlib.figure import Figure
-
-    from nmrun.report.tables import Table
 
 TESTS = ("t", "wilcoxon")
 FORMATS = ("markdown", "latex", "csv", "html")
@@ -74,23 +67,13 @@ def table(argv: Sequence[str]) -> int:
             return _experiments(options)
         from nmrun.report.formats import render
 
-        text = render(tables(options), options.format)
+        text = render(chosen.tables(options), options.format)
         if options.out is None:
             _print(text)
         else:
             options.out.write_text(text, encoding="utf-8")
             sys.stdout.write(f"{options.out}\n")
     return 0
-
-
-def tables(options: argparse.Namespace) -> list[Table]:
-    """The tables that the options of ``nmrun table`` ask for."""
-    found = [each for _, each in _parts(options, options.show, verified=options.verify)]
-    if options.baseline:
-        from nmrun.report.differences import compare
-
-        found = [compare(each, options.baseline, options.test) for each in found]
-    return found
 
 
 def plot(argv: Sequence[str]) -> int:
@@ -115,40 +98,12 @@ def plot(argv: Sequence[str]) -> int:
             raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
         from nmrun.report.style import save
 
-        drawn = figures(options)
+        drawn = chosen.figures(options)
         for i, figure in enumerate(drawn):
             target = out if len(drawn) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
             save(figure, target)
             sys.stdout.write(f"{target}\n")
     return 0
-
-
-def figures(options: argparse.Namespace) -> list[Figure]:
-    """The pictures that the options of ``nmrun plot`` ask for, one for each data set and model.
-
-    Raises:
-        ConfigError: where the runs have nothing of this kind.
-    """
-    wanted, options.metric = (
-        (options.metric, None) if options.kind == "curves" else (None, options.metric)
-    )
-    parts = _parts(options, several=False)
-    from nmrun.report import plots
-    from nmrun.report.history import History
-
-    if wanted:  # what is logged while training goes on, which the results need not have
-        _known(
-            wanted,
-            sorted({key for runs, each in parts for key in History(each, runs).logged()}),
-            "metric",
-        )
-    every = [
-        plots.draw(options.kind, each, runs, wanted or _logged(runs, each)) for runs, each in parts
-    ]
-    drawn = [figure for figure in every if figure is not None]
-    if not drawn:
-        raise ConfigError(f"--kind {options.kind}: {plots.KINDS[options.kind].nothing}")
-    return drawn
 
 
 def report(argv: Sequence[str]) -> int:
@@ -166,11 +121,13 @@ def report(argv: Sequence[str]) -> int:
             raise ConfigError(
                 "a report needs run folders: curves, errors and environments are not in W&B"
             )
-        parts = _parts(options, several=False)
+        parts = chosen.parts(options, several=False)
         from nmrun.report.html_report import write
 
         target = options.to or Path(options.paths[0], "report.html")
-        write(options.paths, [(runs, each, _logged(runs, each)) for runs, each in parts], target)
+        write(
+            options.paths, [(runs, each, chosen.logged(runs, each)) for runs, each in parts], target
+        )
         sys.stdout.write(f"{target}\n")
     return 0
 
@@ -234,7 +191,8 @@ def _experiments(options: argparse.Namespace) -> int:
             for keys in (own.rows, own.cols)
         )
         tables = [
-            experiments.with_paper(each, asked) for _, each in _parts(own, options.show, runs=runs)
+            experiments.with_paper(each, asked)
+            for _, each in chosen.parts(own, options.show, runs=runs)
         ]
         if options.baseline:
             tables = [compare(each, options.baseline, options.test) for each in tables]
@@ -242,7 +200,9 @@ def _experiments(options: argparse.Namespace) -> int:
             tables = [experiments.compared(each, asked.baseline, options.test) for each in tables]
         if "metric" in own.cols:  # pictures are of one metric, and tell ratios apart
             own.cols, own.metric = "sparsity", own.metric.split(",")[0]
-        sections.append(experiments.Section(asked, options.scale, tables, _parts(own, runs=runs)))
+        sections.append(
+            experiments.Section(asked, options.scale, tables, chosen.parts(own, runs=runs))
+        )
     if not sections:
         raise ConfigError(
             f"no run of any of these experiments is finished at scale={options.scale}"
@@ -269,129 +229,3 @@ def _print(text: str) -> None:
 
         text = text.replace(MINUS, "-")
     sys.stdout.write(text)
-
-
-def _parts(
-    options: argparse.Namespace,
-    statistic: str = "mean",
-    several: bool = True,
-    runs: pd.DataFrame | None = None,
-    verified: bool = False,
-) -> list[tuple[pd.DataFrame, Table]]:
-    """The runs and their table, for each data set and model, unless a row or column tells them
-    apart. ``several``: metrics in one table.
-
-    ``runs``: these, instead of what is below the paths. ``verified``: only if their files are those
-    of their results.
-    """
-    from nmrun.report.tables import build
-
-    runs = collected(options.paths) if runs is None else runs
-    metrics, keys = _metrics_and_keys(runs)
-    rows, columns = (options.rows or "recipe").split(","), (options.cols or "sparsity").split(",")
-    for key in [*rows, *columns]:
-        _known(key, keys, "key")
-    if (
-        runs["status"] == "finished"
-    ).any():  # else there are no metrics to know, but failures to show
-        for metric in (options.metric or metrics[0]).split(","):
-            _known(metric, metrics, "metric")
-    if "," in (options.metric or "") and not several:
-        raise ConfigError(f"--metric {options.metric}: one at a time")
-    if "," in (options.metric or "") and "metric" not in (*rows, *columns):
-        raise ConfigError(
-            f"--metric {options.metric}: several metrics need a place: --cols metric, say, with --rows recipe,sparsity"
-        )
-    runs = filtered(runs, options.filter)
-    if verified:
-        verify(runs)
-    groups = [key for key in ("dataset", "model") if key not in (*rows, *columns)]
-    parts = [part for _, part in runs.groupby(groups)] if groups else [runs]
-    return [
-        (part, build(part, options.metric or _metric(part), rows, columns, statistic))
-        for part in parts
-    ]
-
-
-def collected(paths: Sequence[str]) -> pd.DataFrame:
-    """The runs below the paths, as of :func:`nmrun.report.collect.collect`.
-
-    Raises:
-        ConfigError: where there is no such folder, or no run.
-    """
-    from nmrun.report.collect import WANDB, collect
-
-    if not paths:
-        raise ConfigError("the following arguments are required: PATH")
-    for path in paths:
-        if not path.startswith(WANDB) and not Path(path).is_dir():
-            raise ConfigError(f"{path}: no such folder")
-    runs = collect(paths)
-    if runs.empty:
-        raise ConfigError(f"no run below {', '.join(paths)} (a run's folder holds result.json)")
-    return runs
-
-
-def _metrics_and_keys(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
-    metrics = [c for c in runs.columns if "/" in c] + ["seconds"]
-    return metrics, [c for c in runs.columns if c not in metrics]
-
-
-def _metric(runs: pd.DataFrame) -> str:
-    """That of the runs' task on the test split, or on the validation split where there is no
-    other; runs that did not finish do not say.
-    """
-    own = runs["metric"].dropna()
-    name = own.iloc[0] if len(own) else "accuracy"
-    tested = f"test/{name}" in runs and runs[f"test/{name}"].notna().any()
-    return f"eval/{name}" if len(own) and not tested and f"eval/{name}" in runs else f"test/{name}"
-
-
-def _logged(runs: pd.DataFrame, table: Table) -> str:
-    """The metric of the table as it is logged while training goes on: on the validation split."""
-    split, _, name = table.metric.removeprefix("best/").partition("/")
-    return f"eval/{name if split in ('test', 'eval') else _metric(runs).partition('/')[2]}"
-
-
-def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
-    """The runs whose keys have these values, and those without such a key (an STE run has no
-    ``recipe.switch`` to differ in).
-
-    Raises:
-        ConfigError: for a condition that is not ``KEY=VALUE``, an unknown key, or if no run is
-            left.
-    """
-    from nmrun.report.tables import label
-
-    for condition in conditions:
-        key, equals, wanted = condition.partition("=")
-        if not equals:
-            raise ConfigError(
-                f"--filter {condition}: write KEY=VALUE, such as optimizer.lr=0.001 (folders come before --filter)"
-            )
-        _known(key, _metrics_and_keys(runs)[1], "key")
-        labels = runs[key].map(label)
-        chosen = labels.map(lambda text, wanted=wanted: _same(text, wanted.replace(" ", "")))
-        if not chosen.any():
-            there = ", ".join(sorted(set(labels) - {"-"}))
-            raise ConfigError(f"--filter {condition} leaves no run; {key} is {there}")
-        runs = runs[chosen | (labels == "-")]
-    return runs
-
-
-def _same(a: str, b: str) -> bool:
-    try:
-        return a == b or float(a) == float(b)
-    except ValueError:
-        return False
-
-
-def _known(name: str, names: Sequence[str], what: str) -> None:
-    if name not in names:
-        hint = did_you_mean(name, names)
-        family = [n for n in names if n.partition(".")[0] == name.partition(".")[0]] or [
-            n for n in names if "." not in n
-        ]
-        raise ConfigError(
-            f"no {what} {name!r} in these runs{hint} (there are {', '.join(sorted(family))})"
-        )

@@ -1,0 +1,233 @@
+"""The runs, tables and pictures that the options of ``nmrun table``, ``plot`` and ``report`` ask
+for.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nmrun.errors import ConfigError
+from nmrun.registry import did_you_mean
+from nmrun.report.verify import verify
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+    from nmrun.report.tables import Table
+
+
+def tables(options: argparse.Namespace) -> list[Table]:
+    """Make the tables that the options of ``nmrun table`` ask for.
+
+    Args:
+        options: the parsed command line: ``paths``, ``rows``, ``cols``, ``metric``, ``filter``,
+            ``show``, ``verify``, ``baseline`` and ``test``.
+
+    Returns:
+        One table for each data set and model, compared with the baseline if there is one.
+
+    Raises:
+        ConfigError: for an unknown key, metric or baseline, and where no run is left.
+    """
+    found = [each for _, each in parts(options, options.show, verified=options.verify)]
+    if options.baseline:
+        from nmrun.report.differences import compare
+
+        found = [compare(each, options.baseline, options.test) for each in found]
+    return found
+
+
+def figures(options: argparse.Namespace) -> list[Figure]:
+    """Draw the pictures that the options of ``nmrun plot`` ask for.
+
+    Args:
+        options: the parsed command line: ``paths``, ``rows``, ``cols``, ``metric``, ``filter`` and
+            ``kind``.
+
+    Returns:
+        One picture for each data set and model that has something of this kind.
+
+    Raises:
+        ConfigError: where the runs have nothing of this kind.
+    """
+    wanted, options.metric = (
+        (options.metric, None) if options.kind == "curves" else (None, options.metric)
+    )
+    found = parts(options, several=False)
+    from nmrun.report import plots
+    from nmrun.report.history import History
+
+    if wanted:  # what is logged while training goes on, which the results need not have
+        _known(
+            wanted,
+            sorted({key for runs, each in found for key in History(each, runs).logged()}),
+            "metric",
+        )
+    every = [
+        plots.draw(options.kind, each, runs, wanted or logged(runs, each)) for runs, each in found
+    ]
+    drawn = [figure for figure in every if figure is not None]
+    if not drawn:
+        raise ConfigError(f"--kind {options.kind}: {plots.KINDS[options.kind].nothing}")
+    return drawn
+
+
+def parts(
+    options: argparse.Namespace,
+    statistic: str = "mean",
+    several: bool = True,
+    runs: pd.DataFrame | None = None,
+    verified: bool = False,
+) -> list[tuple[pd.DataFrame, Table]]:
+    """Group runs by data set and model, and make the table of each group.
+
+    A row or column ``dataset`` or ``model`` tells runs apart, so it does not make groups.
+
+    Args:
+        options: the parsed command line: ``paths``, ``rows``, ``cols``, ``metric`` and ``filter``.
+        statistic: what stands in a cell: ``mean``, ``median`` or ``best``.
+        several: allow several metrics in one table.
+        runs: the runs, as of :func:`collected`. None, the default: those below the paths.
+        verified: refuse runs whose files changed after they finished.
+
+    Returns:
+        The runs and the table of each group.
+
+    Raises:
+        ConfigError: for an unknown key or metric, where no run is left, and for changed files.
+    """
+    from nmrun.report.tables import build
+
+    runs = collected(options.paths) if runs is None else runs
+    metrics, keys = _metrics_and_keys(runs)
+    rows, columns = (options.rows or "recipe").split(","), (options.cols or "sparsity").split(",")
+    for key in [*rows, *columns]:
+        _known(key, keys, "key")
+    # without a finished run there are no metrics to know, but failures to show
+    if (runs["status"] == "finished").any():
+        for metric in (options.metric or metrics[0]).split(","):
+            _known(metric, metrics, "metric")
+    if "," in (options.metric or "") and not several:
+        raise ConfigError(f"--metric {options.metric}: one at a time")
+    if "," in (options.metric or "") and "metric" not in (*rows, *columns):
+        raise ConfigError(
+            f"--metric {options.metric}: several metrics need a place: --cols metric, say, with --rows recipe,sparsity"
+        )
+    runs = filtered(runs, options.filter)
+    if verified:
+        verify(runs)
+    groups = [key for key in ("dataset", "model") if key not in (*rows, *columns)]
+    return [
+        (part, build(part, options.metric or _metric(part), rows, columns, statistic))
+        for part in ([part for _, part in runs.groupby(groups)] if groups else [runs])
+    ]
+
+
+def collected(paths: Sequence[str]) -> pd.DataFrame:
+    """Read the runs below some paths.
+
+    Args:
+        paths: folders with runs in them, or ``wandb://entity/project``.
+
+    Returns:
+        A row for each run, as of :func:`nmrun.report.collect.collect`.
+
+    Raises:
+        ConfigError: where there is no such folder, or no run.
+    """
+    from nmrun.report.collect import WANDB, collect
+
+    if not paths:
+        raise ConfigError("the following arguments are required: PATH")
+    for path in paths:
+        if not path.startswith(WANDB) and not Path(path).is_dir():
+            raise ConfigError(f"{path}: no such folder")
+    runs = collect(paths)
+    if runs.empty:
+        raise ConfigError(f"no run below {', '.join(paths)} (a run's folder holds result.json)")
+    return runs
+
+
+def _metrics_and_keys(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
+    metrics = [c for c in runs.columns if "/" in c] + ["seconds"]
+    return metrics, [c for c in runs.columns if c not in metrics]
+
+
+def _metric(runs: pd.DataFrame) -> str:
+    """That of the runs' task on the test split, or on the validation split where there is no
+    other. Runs that did not finish do not say which it is.
+    """
+    own = runs["metric"].dropna()
+    name = own.iloc[0] if len(own) else "accuracy"
+    tested = f"test/{name}" in runs and runs[f"test/{name}"].notna().any()
+    return f"eval/{name}" if len(own) and not tested and f"eval/{name}" in runs else f"test/{name}"
+
+
+def logged(runs: pd.DataFrame, table: Table) -> str:
+    """Name a table's metric as it is logged in training: on the validation split.
+
+    Args:
+        runs: the runs of the table, whose task has a metric.
+        table: a table with one metric, such as ``test/accuracy``.
+
+    Returns:
+        Its name in ``metrics.jsonl``, such as ``eval/accuracy``.
+    """
+    split, _, name = table.metric.removeprefix("best/").partition("/")
+    return f"eval/{name if split in ('test', 'eval') else _metric(runs).partition('/')[2]}"
+
+
+def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
+    """Keep the runs whose keys have some values.
+
+    A run without such a key stays: an STE run has no ``recipe.switch`` to differ in.
+
+    Args:
+        runs: as of :func:`collected`.
+        conditions: ``KEY=VALUE`` each, such as ``optimizer.lr=0.001``. All must hold.
+
+    Returns:
+        The rows that are left.
+
+    Raises:
+        ConfigError: for a condition that is not ``KEY=VALUE``, an unknown key, or if no run is
+            left.
+    """
+    from nmrun.report.tables import label
+
+    for condition in conditions:
+        key, equals, wanted = condition.partition("=")
+        if not equals:
+            raise ConfigError(
+                f"--filter {condition}: write KEY=VALUE, such as optimizer.lr=0.001 (folders come before --filter)"
+            )
+        _known(key, _metrics_and_keys(runs)[1], "key")
+        labels = runs[key].map(label)
+        alike = labels.map(lambda text, wanted=wanted: _same(text, wanted.replace(" ", "")))
+        if not alike.any():
+            there = ", ".join(sorted(set(labels) - {"-"}))
+            raise ConfigError(f"--filter {condition} leaves no run; {key} is {there}")
+        runs = runs[alike | (labels == "-")]
+    return runs
+
+
+def _same(a: str, b: str) -> bool:
+    try:
+        return a == b or float(a) == float(b)
+    except ValueError:
+        return False
+
+
+def _known(name: str, names: Sequence[str], what: str) -> None:
+    if name not in names:
+        hint = did_you_mean(name, names)
+        family = [n for n in names if n.partition(".")[0] == name.partition(".")[0]] or [
+            n for n in names if "." not in n
+        ]
+        raise ConfigError(
+            f"no {what} {name!r} in these runs{hint} (there are {', '.join(sorted(family))})"
+        )
