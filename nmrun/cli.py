@@ -31,7 +31,7 @@ VERBS = {
 
 
 def main() -> int:
-    """The console entry point; returns the exit status (see the README)."""
+    """The console entry point; returns the exit status (see docs/command-line.md)."""
     # Idle OpenMP threads spin by default; where other processes want the cores too, that slows
     # small models tenfold and more.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

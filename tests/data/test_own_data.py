@@ -1,4 +1,4 @@
-"""The data set and the model of the README's section on one's own: its very text, run by its very
+"""The data set and the model of the page on one's own: its very text, run by its very
 command.
 """
 
@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
-SECTION = README.read_text().partition("## Your own data set and model\n")[2].partition("\n## ")[0]
+PAGE = Path(__file__).parents[2] / "docs/own-data-and-model.md"
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", SECTION, re.S)
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.S)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The recipe of the README's section on one's own: its text, its commands, its entry point, and
+"""The recipe of the page on one's own: its text, its commands, its entry point, and
 what it computes.
 """
 
@@ -24,18 +24,17 @@ import nmrun.train.jobs  # registers the source of ratios
 from nmrun import recipes
 from nmrun.config import command_line, precheck
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs/own-recipe.md"
 QUICK = ("sparsity=2:8", "debug=fast", "output_dir=out")
 
 
 def blocks(language: str) -> list[str]:
-    section = README.read_text().partition("## Your own recipe\n")[2].partition("\n## ")[0]
-    return re.findall(rf"```{language}\n(.*?)```", section, re.S)
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.S)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the README's file in it, under the name that its commands use."""
+    """A folder with the page's file in it, under the name that its commands use."""
     (code,) = blocks("python")
     (tmp_path / "saliency.py").write_text(code)
     return tmp_path
@@ -49,7 +48,7 @@ def module(folder: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def install(folder: Path) -> dict[str, str]:
-    """What installing a package with the README's entry point leaves: its metadata on the path.
+    """What installing a package with the page's entry point leaves: its metadata on the path.
     Returns the environment for it.
     """
     (text,) = blocks("toml")
@@ -234,7 +233,7 @@ def test_it_is_what_a_scalar_loop_gives(module):
 
 
 def test_its_state_is_saved_with_the_model(module):
-    """Six steps, or three, all that the README says to save, and three more: the same bits."""
+    """Six steps, or three, all that the page says to save, and three more: the same bits."""
 
     def fresh() -> tuple[torch.nn.Linear, nmrun.Handle, torch.optim.Optimizer]:
         torch.manual_seed(0)

@@ -1,0 +1,141 @@
+"""The words of the README and of docs/ are true: their code runs, their commands are accepted, their
+errors are printed so, their links lead to files that are there.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nmrun.cli as cli
+import nmrun.train.jobs  # noqa: F401  (registers the source of ratios and recipes)
+from nmrun.config import command_line, experiment, precheck
+from nmrun.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OPTIONS_OF_HYDRA = ("--help", "--cfg", "--config-dir")
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), re.S)
+
+
+COMMANDS = sorted(
+    {
+        line.partition("  #")[0].strip()
+        for page in PAGES
+        for text in blocks(page, "bash")
+        for line in text.splitlines()
+        if line.startswith("nmrun ")
+    }
+)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/own-loop.md"])
+def test_the_library_examples_run(page):
+    (code,) = [text for text in blocks(ROOT / page, "python") if "nmrun.sparsify(" in text]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "['0.weight', '2.weight']"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_are_accepted(command, tmp_path, monkeypatch):
+    words = shlex.split(command)[1:]
+    if words[0] in OPTIONS_OF_HYDRA:
+        return
+    if words[0] in cli.VERBS:
+        monkeypatch.chdir(tmp_path)
+        assert is_parsed(words)
+        return
+    # Hydra's launchers and sweepers are extras
+    asked = command_line.options([word for word in words if not word.startswith("hydra")])
+    for overrides in experiment.expand(asked.overrides, asked.multirun):
+        assert precheck.look(command_line.own_recipe(overrides), asked.multirun).problems == []
+
+
+def is_parsed(words: list[str]) -> bool:
+    """Whether a verb's parser takes the words; nothing is done with them."""
+
+    class Parsed(Exception):
+        pass
+
+    def parse_known_args(parser, argv=None, namespace=None):
+        _, unknown = whole(parser, argv, namespace)
+        if unknown:
+            raise ConfigError(f"unrecognized: {unknown}")
+        raise Parsed
+
+    whole = cli.verbs.Parser.parse_known_args
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli.verbs.Parser, "parse_known_args", parse_known_args)
+        try:
+            cli.find("verb", words[0], cli.VERBS)(words[1:])
+        except Parsed:
+            return True
+    return False
+
+
+def test_an_option_that_does_not_exist_is_not_parsed():
+    with pytest.raises(ConfigError):
+        is_parsed(["table", "--basline", "dense"])
+
+
+def test_the_errors_are_printed_as_shown(nmrun_cli):
+    (text,) = [text for page in PAGES for text in blocks(page, "console")]
+    command, *lines = text.strip().splitlines()
+    done = nmrun_cli(*shlex.split(command)[2:])
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == lines
+
+
+def test_all_recipes_are_described():
+    from nmrun.recipes import RECIPES
+
+    text = (ROOT / "docs/recipes/index.md").read_text()
+    for name in RECIPES:
+        assert re.search(rf"^\| `{name}` \|", text, re.M), name
+
+
+def test_all_verbs_are_described():
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/command-line.md").read_text(), re.M)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} >= set(cli.VERBS)
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and Python-Markdown make them."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    bare = (re.sub(r"[^\w\- ]", "", heading.replace("`", "")).strip() for heading in headings)
+    return {re.sub(r"[\s-]+", "-", heading.lower()) for heading in bare}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"\w+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), target
+        assert path.is_relative_to(ROOT), target
+        assert not anchor or anchor in anchors(path), target
+
+
+def test_the_readme_leads_to_every_page():
+    """Directly, or by a page that it leads to."""
+    found: set[Path] = set()
+    following = [ROOT / "README.md"]
+    while following:
+        page = following.pop()
+        if page in found:
+            continue
+        found.add(page)
+        links = re.findall(r"\]\(([^)#\s]+\.md)", page.read_text())
+        following += [(page.parent / link).resolve() for link in links if "://" not in link]
+    assert set(PAGES) - {ROOT / "docs/index.md"} <= found
