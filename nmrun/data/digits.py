@@ -32,6 +32,18 @@ def load(split_seed: int = 0, val_fraction: float = 0.15, test_fraction: float =
     test images; the fractions are of all images. Pixels are normalised by mean and standard
     deviation of the training images.
     """
+    splits = _pixels(split_seed, val_fraction, test_fraction)
+    mean, std = _spread(splits["train"][0])
+    return {name: ((images - mean) / std, labels) for name, (images, labels) in splits.items()}
+
+
+def _spread(train: Tensor) -> tuple[Tensor, Tensor]:
+    return train.mean(), train.std()
+
+
+@cache
+def _pixels(split_seed: int, val_fraction: float, test_fraction: float) -> Splits:
+    """The splits of :func:`load`, with pixels from 0 to 16."""
     images, labels = _read()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(split_seed))
     members: dict[str, list[Tensor]] = {"test": [], "val": [], "train": []}
@@ -53,16 +65,22 @@ def load(split_seed: int = 0, val_fraction: float = 0.15, test_fraction: float =
             f"dataset.val_fraction={val_fraction} and dataset.test_fraction={test_fraction} "
             f"leave no image for {empty[0]}"
         )
-    train = images[chosen["train"]]
-    images = (images - train.mean()) / train.std()
     return {name: (images[rows], labels[rows]) for name, rows in chosen.items()}
 
 
 def build(config: Config, device: torch.device) -> Classification:
     """The task of the config's ``dataset`` group."""
     options = config.dataset.as_kind(Digits)
-    splits = load(options.split_seed, options.val_fraction, options.test_fraction)
-    return Classification.of(config, splits, CLASSES, device)
+    division = options.split_seed, options.val_fraction, options.test_fraction
+    mean, std = map(float, _spread(_pixels(*division)["train"][0]))
+    return Classification.of(
+        config,
+        load(*division),
+        CLASSES,
+        device,
+        names=[str(digit) for digit in range(CLASSES)],
+        prepared={"colours": "grey", "range": [0, 16], "mean": [mean], "std": [std]},
+    )
 
 
 def _read() -> tuple[Tensor, Tensor]:

@@ -65,6 +65,11 @@ def build(config: Config, device: torch.device) -> Any:
         classes,
         device,
         about(parts, loaded.splits["train"][0].shape[1:], classes, place),
+        names=loaded.classes,
+        prepared={
+            "colours": "RGB",
+            "resize": {"shorter_side": options.resolution, "crop": options.resolution},
+        },
     )
 
 

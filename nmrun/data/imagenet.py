@@ -44,4 +44,4 @@ def build(config: Config, device: torch.device) -> ImageStream:
     pool, test = (rows[:trained], labels[:trained]), (rows[trained:], labels[trained:])
     parts = split(pool, test, classes, **sizes)
     said = about(parts, (3, options.resolution, options.resolution), classes, place)
-    return ImageStream(config, paths, parts, classes, device, said)
+    return ImageStream(config, paths, parts, classes, device, said, names)

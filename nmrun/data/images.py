@@ -38,17 +38,23 @@ def build(config: Config, device: torch.device) -> Classification:
     here nor to be downloaded.
     """
     options = config.dataset.as_kind(Images)
-    pool, test, place = read(options.name)
-    classes = int(pool[1].max()) + 1
+    pool, test, names, place = read(options.name)
+    shape, classes = pool[0].shape[1:], len(names)
     splits = split(pool, test, classes, **options.sizes())
     return Classification.of(
-        config, splits, classes, device, about(splits, pool[0].shape[1:], classes, place)
+        config,
+        splits,
+        classes,
+        device,
+        about(splits, shape, classes, place),
+        names=names,
+        prepared={"colours": "RGB" if shape[0] == 3 else "grey"},
     )
 
 
-def read(name: str) -> tuple[Labelled, Labelled, Path]:
+def read(name: str) -> tuple[Labelled, Labelled, list[str], Path]:
     """Training and test images of a data set in ``FILES``, uint8 (N, C, H, W) with int64 labels
-    (N,), and where they lie.
+    (N,), the names of the classes, and where they lie.
 
     Looked for in ``NMRUN_DATA`` itself and in its folder of that name, and downloaded to the latter
     by torchvision.
@@ -63,24 +69,28 @@ def read(name: str) -> tuple[Labelled, Labelled, Path]:
         loaded = image_folder.load(name, place, size=32)
         if "test" not in loaded.splits:
             raise ConfigError(f"dataset={name}: {place} has no folders train and test")
-        return loaded.splits["train"], loaded.splits["test"], place
+        return loaded.splits["train"], loaded.splits["test"], loaded.classes, place
     try:
-        train, test = (_of_torchvision(name, place.parent, train) for train in (True, False))
+        train, names = _of_torchvision(name, place.parent, train=True)
+        test, _ = _of_torchvision(name, place.parent, train=False)
     except (RuntimeError, ValueError, AssertionError, EOFError, OSError) as error:
         problem = str(error).split(". ")[0] or "damaged"
         raise ConfigError(
             f"dataset={name}: {place}: {problem}; remove it, and it is downloaded anew"
         ) from None
-    return train, test, place
+    return train, test, names, place
 
 
-def _of_torchvision(name: str, root: Path, train: bool, download: bool = False) -> Labelled:
+def _of_torchvision(
+    name: str, root: Path, train: bool, download: bool = False
+) -> tuple[Labelled, list[str]]:
     from torchvision import datasets
 
     source = getattr(datasets, FILES[name][0])(root, train=train, download=download)
     images = torch.as_tensor(source.data)
     images = images.unsqueeze(1) if images.ndim == 3 else images.permute(0, 3, 1, 2)
-    return images.contiguous(), torch.as_tensor(source.targets, dtype=torch.int64)
+    labelled = images.contiguous(), torch.as_tensor(source.targets, dtype=torch.int64)
+    return labelled, list(source.classes)
 
 
 def _download(name: str, missing: ConfigError) -> Path:

@@ -56,8 +56,9 @@ class Finished:
         return str(self.result["sparsity"]["pattern"])
 
     def about(self, layers: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-        """What goes beside the weights as JSON. ``layers``: other lines than the report's, where a
-        format names layers otherwise.
+        """What goes beside the weights as JSON: pattern, recipe, layers, the run's id, and the
+        task's ``signature`` (``input`` and ``classes``). ``layers``: other lines than the report's,
+        where a format names layers otherwise.
         """
         sparsity = self.result["sparsity"]
         return {
@@ -65,6 +66,7 @@ class Finished:
             "recipe": self.result["config"]["recipe"],
             "layers": sparsity["layers"] if layers is None else layers,
             "id": self.result["id"],
+            **self.result.get("signature", {}),
         }
 
 

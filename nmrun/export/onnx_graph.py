@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import json
 import logging
 import warnings
 from collections.abc import Iterator
@@ -30,7 +31,8 @@ LARGEST = 1 << 30
 
 def write(run: Finished, folder: Path) -> list[str]:
     """``model.onnx``: input ``images`` (batch, channels, height, width) float32 with any batch,
-    output ``logits``.
+    output ``logits``. What ``sparsity.json`` says, but for the layers, is in the file's metadata
+    too, each key with its value as JSON.
 
     Raises ValueError for models that take other inputs, if a package is missing, and if
     onnxruntime's logits differ from torch's.
@@ -44,6 +46,9 @@ def write(run: Finished, folder: Path) -> list[str]:
     model, shape = _built(run)
     graph = _graph(model, shape)
     layers = _located(graph.graph, run, onnx.numpy_helper)
+    about = run.about(layers)
+    told = {key: json.dumps(value) for key, value in about.items() if key != "layers"}
+    onnx.helper.set_model_props(graph, told)
     outside = sum(tensor.nbytes for tensor in run.state.values()) > LARGEST
     onnx.save_model(
         graph, str(folder / "model.onnx"), save_as_external_data=outside, location="model.onnx.data"
@@ -66,7 +71,7 @@ def write(run: Finished, folder: Path) -> list[str]:
         raise ValueError(
             f"onnxruntime's logits differ from torch's by {difference:.2g} of the largest: not written"
         )
-    write_about(run.about(layers), folder)
+    write_about(about, folder)
     fits, missing = sum(layer["tensorrt"] for layer in layers), len(run.layers) - len(layers)
     return [
         f"model.onnx: {run.pattern} holds in {len(layers)} layers; onnxruntime's logits differ by {difference:.1g} of the largest",

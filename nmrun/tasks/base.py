@@ -44,6 +44,9 @@ class Task(ABC):
     """Words for the plan on what a batch is, if not ``trainer.batch_size`` items."""
     notes: Mapping[str, str] = MappingProxyType({})
     """Texts for ``result.json`` on how the metrics were computed."""
+    signature: Mapping[str, Any] = MappingProxyType({})
+    """For ``result.json`` and exports, as plain data: what the network takes and gives, see
+    ``nmrun.tasks.vision``."""
 
     @abstractmethod
     def micro_batches(
@@ -151,7 +154,7 @@ class Adopted(Task):
             own.inputs,
             own.metric,
         )
-        for name in ("has_test", "about", "batches_of", "notes"):
+        for name in ("has_test", "about", "batches_of", "notes", "signature"):
             setattr(self, name, getattr(own, name, getattr(Task, name)))
 
     def micro_batches(

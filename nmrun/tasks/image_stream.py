@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.settings.datasets import ImageNet
 from nmrun.tasks.augment import Augment, Share, generator
 from nmrun.tasks.base import Batch, turns
-from nmrun.tasks.vision import Classification, Normalise
+from nmrun.tasks.vision import Classification, Normalise, signature
 
 if TYPE_CHECKING:
     from nmrun.settings.config import Config
@@ -57,6 +57,7 @@ class ImageStream(Classification):
         classes: int,
         device: torch.device,
         about: str = "",
+        names: Sequence[str] = (),
     ) -> None:
         options, trainer = config.dataset.as_kind(ImageNet), config.trainer
         self.device, self.seed, self.about = device, config.seed, about
@@ -72,6 +73,12 @@ class ImageStream(Classification):
         # done where an image is read
         self.augment: Augment = dataclasses.replace(Augment.of(options.values()), flip=False)
         self.normalise = Normalise(MEAN, STD, device)
+        resize = {"shorter_side": round(options.resolution * WHOLE), "crop": options.resolution}
+        self.signature = signature(
+            self.inputs["shape"],
+            names,
+            {"colours": "RGB", **self.normalise.plain, "resize": resize},
+        )
         self.batch_size, self.label_smoothing = trainer.batch_size, trainer.label_smoothing
         own_cores = max(1, (os.cpu_count() or 1) // ranks.local_world())
         self.workers = own_cores if options.workers is None else options.workers

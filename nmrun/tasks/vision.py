@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +33,12 @@ class Classification(Task):
     Each epoch is a fresh permutation of the training images, a pure function of (seed, epoch), and
     augmentation one of (seed, epoch, index). A last batch that would be smaller than ``batch_size``
     is left out; which images that hits changes from epoch to epoch.
+
+    ``signature`` says how an image becomes what the network takes: ``input`` has ``shape``, and of
+    pixels in ``range`` the ``mean`` and ``std`` of each channel in that range, so that
+    ``(pixel - mean) / std`` is the network's input; ``classes`` has their names, in the order of
+    the logits. ``prepared`` are what the data set adds to or says instead of ``input``, such as
+    ``resize``; images that come as floats say nothing of pixels but for that.
     """
 
     metric = "accuracy"
@@ -47,6 +54,8 @@ class Classification(Task):
         device: torch.device | str = "cpu",
         augment: Augment | None = None,
         about: str = "",
+        names: Sequence[str] = (),
+        prepared: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self.normalise = Normalise.of(splits["train"][0], device)
         self.splits = {
@@ -57,6 +66,8 @@ class Classification(Task):
         self.has_test = "test" in splits
         self.classes = classes
         self.inputs: dict[str, Any] = {"shape": tuple(self.images.shape[1:]), "classes": classes}
+        pixels = self.normalise.plain if self.images.dtype == torch.uint8 else {}
+        self.signature = signature(self.inputs["shape"], names, {**pixels, **prepared})
         self.augment = augment or Augment()
         self.about = about
         self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
@@ -77,6 +88,8 @@ class Classification(Task):
         classes: int,
         device: torch.device,
         about: str = "",
+        names: Sequence[str] = (),
+        prepared: Mapping[str, Any] = MappingProxyType({}),
     ) -> Classification:
         """With batch size, seed, smoothing, limits and augmentation of a run's config
         (``nmrun.settings.config.Config``).
@@ -91,6 +104,8 @@ class Classification(Task):
             device=device,
             augment=Augment.of(config.dataset.values()),
             about=about,
+            names=names,
+            prepared=prepared,
         )
 
     def micro_batches(
@@ -169,12 +184,28 @@ class Classification(Task):
         return self.normalise(self.images[:2]), self.labels[:2]
 
 
+def signature(
+    shape: Sequence[int], names: Sequence[str], prepared: Mapping[str, Any]
+) -> dict[str, Any]:
+    """That of :class:`Classification`, without ``classes`` where they have no names."""
+    return {
+        "input": {"shape": list(shape), **prepared},
+        **({"classes": list(names)} if names else {}),
+    }
+
+
 class Normalise:
     """uint8 images to float32, less ``mean`` and divided by ``std`` of each channel (on the scale
     of 0 to 255); float images stay as they are."""
 
     def __init__(self, mean: Tensor, std: Tensor, device: torch.device | str) -> None:
         self.mean, self.std = (value.float().view(-1, 1, 1).to(device) for value in (mean, std))
+
+    @property
+    def plain(self) -> dict[str, list[float]]:
+        """As plain data, for a :func:`signature`."""
+        mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
+        return {"range": [0, 255], "mean": mean, "std": std}
 
     @classmethod
     def of(cls, train: Tensor, device: torch.device | str) -> Normalise:

@@ -345,12 +345,12 @@ class _Run:
         if ranks.leads():
             (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)
             checkpoint.remove_unnamed(folder)
-        notes = dict(parts.task.notes)
         return {
             "status": "finished",
             "metric": parts.task.metric,
             "metrics": metrics,
-            "notes": notes,
+            "notes": dict(parts.task.notes),
+            "signature": dict(parts.task.signature),
             "sparsity": report,
         }
 

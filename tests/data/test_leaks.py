@@ -49,7 +49,7 @@ def from_pool(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
             )
             for rows in (200, 50)
         ]
-        monkeypatch.setattr(images, "read", lambda _: (*several, tmp_path))
+        monkeypatch.setattr(images, "read", lambda _: (*several, [*"0123456789"], tmp_path))
         return pixels(task(tmp_path, f"dataset={name}").splits)
 
     return made

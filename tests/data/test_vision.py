@@ -5,6 +5,7 @@ said of data that are not right.
 from __future__ import annotations
 
 import io
+import json
 import multiprocessing
 import os
 import pickle
@@ -284,6 +285,42 @@ def test_sizes_that_the_data_do_not_have() -> None:
         splits.split(numbered(8, 2), pool, 2, split_seed=0, **{**NONE, "val_size": 8})
 
 
+@pytest.mark.parametrize("dataset", ["image_folder", "imagenet"])
+def test_what_the_signature_says_makes_the_networks_input(dataset: str, tmp_path: Path) -> None:
+    """With PIL and NumPy alone, as somebody does it who has no nmrun."""
+    place = make_folder(tmp_path / "data" / "some", (32, 64))
+    task: Any = (
+        stream(tmp_path, "dataset.workers=0", "dataset.resolution=14")
+        if dataset == "imagenet"
+        else tasks.build(folder_config(tmp_path), CPU)
+    )
+    told = json.loads(json.dumps(task.signature))
+    assert told["classes"] == ["ant", "bee", "cat"]
+    given, size = told["input"], told["input"]["resize"]
+    assert given["range"] == [0, 255]
+    prepared = []
+    files = sorted((place / "val").rglob("*.png"))
+    for file in files:
+        with Image.open(file) as opened:
+            image = opened.convert(given["colours"])
+        scale = size["shorter_side"] / min(image.size)
+        image = image.resize(
+            (round(scale * image.width), round(scale * image.height)), Image.Resampling.BILINEAR
+        )
+        left, top = ((side - size["crop"]) // 2 for side in image.size)
+        image = image.crop((left, top, left + size["crop"], top + size["crop"]))
+        pixels = np.asarray(image, np.float32).transpose(2, 0, 1)
+        mean, std = (np.float32(given[key])[:, None, None] for key in ("mean", "std"))
+        prepared.append((pixels - mean) / std)
+        assert list(prepared[-1].shape) == given["shape"]
+    found = torch.cat([images for images, _, _ in task._evaluated("test")])
+    assert len(found) == len(files)
+    inside = np.s_[..., 1:-1, 1:-1]  # what lies beyond the cut is mixed into its border, or not
+    near = [np.abs(np.stack(prepared) - image.numpy())[inside].max((1, 2, 3)) for image in found]
+    assert sorted(int(gaps.argmin()) for gaps in near) == list(range(len(files)))
+    assert max(gaps.min() for gaps in near) < 1e-5
+
+
 # --- torchvision's data sets ----------------------------------------------------------------------
 
 
@@ -323,6 +360,7 @@ def test_cifar_as_torchvision_stores_it(
     found, labels = task.splits["test"]  # type: ignore[attr-defined]
     for image, label in zip(found, labels, strict=True):
         assert np.array_equal(image.numpy(), pixels[50 + int(label)])
+    assert task.signature["classes"] == [f"class {number}" for number in range(10)]
 
 
 def test_fashion_mnist_as_torchvision_stores_it(tmp_path: Path) -> None:
@@ -337,11 +375,12 @@ def test_fashion_mnist_as_torchvision_stores_it(tmp_path: Path) -> None:
             b"\0\0\x08\x03" + count + side + side + pixels[part].tobytes()
         )
         (raw / f"{name}-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01" + count + labels.tobytes())
-    (train, labels), (test, _), _ = images.read("fashion_mnist")
+    (train, labels), (test, _), names, _ = images.read("fashion_mnist")
     assert train.shape == (30, 1, 28, 28)
     assert np.array_equal(train[:, 0].numpy(), pixels[:30])
     assert np.array_equal(test[:, 0].numpy(), pixels[30:])
     assert labels.tolist() == [number % 10 for number in range(30)]
+    assert names[0] == "T-shirt/top"
 
 
 def test_cifar_from_its_archive_of_images(tmp_path: Path) -> None:
@@ -349,11 +388,12 @@ def test_cifar_from_its_archive_of_images(tmp_path: Path) -> None:
     (tmp_path / "data" / "cifar10").mkdir(parents=True)
     with tarfile.open(tmp_path / "data" / "cifar10" / "cifar10-jpeg.tar.xz", "w:xz") as tar:
         tar.add(place, "cifar10-jpeg")
-    (train, labels), (test, _), found = images.read("cifar10")
+    (train, labels), (test, _), names, found = images.read("cifar10")
     assert found.name == "cifar10-jpeg.tar.xz"
     assert train.shape == (36, 3, 32, 32)
     assert np.array_equal(test[4].permute(1, 2, 0).numpy(), picture("test", 1, 0, (32, 32)))
     assert torch.bincount(labels).tolist() == [12] * 3
+    assert names == ["ant", "bee", "cat"]
 
 
 def test_without_data_and_network_it_is_said_in_a_line(
@@ -405,10 +445,10 @@ def test_a_download_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             (root / "cifar-100-python.tar.gz").write_text("all of it, compressed")
         assert (root / "cifar-100-python" / "train").read_text() == "all of it"
         places.append(root)
-        return numbered(4, 2)
+        return numbered(4, 2), ["a", "b"]
 
     monkeypatch.setattr(images, "_of_torchvision", torchvision)
-    _, _, place = images.read("cifar100")
+    _, _, _, place = images.read("cifar100")
     assert place == tmp_path / "data" / "cifar100" / "cifar-100-python"
     assert places[1:] == [place.parent] * 2
     assert [path.relative_to(tmp_path / "data") for path in sorted((tmp_path / "data").rglob("*"))] == [

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from runs import config
@@ -20,9 +21,12 @@ from verbs import verb
 
 import nmrun
 from nmrun import models
+from nmrun.config.identity import run_folder
+from nmrun.data import digits
 from nmrun.export import cli, packed
 from nmrun.patterns import Pattern
 from nmrun.sparsity import nm_mask
+from nmrun.train import runner
 
 LAST = "model.packed.safetensors"
 
@@ -464,6 +468,39 @@ def test_onnx_computes_the_same_with_zeros_where_tensorrt_looks(
         assert node.op_type in ("MatMul", "Gemm")
         assert int((weight.reshape(-1, 4) != 0).sum(1).max()) == 2
         assert line["tensorrt"] is True
+
+
+def test_onnxruntime_alone_is_as_accurate_by_what_the_file_says(tmp_path: Path) -> None:
+    pytest.importorskip("onnx", reason="needs nmrun[onnx]")
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    made = config(
+        tmp_path,
+        *("recipe=ste", "model=mlp", "model.hidden=[32,32]", "optimizer.lr=0.01"),
+        *("trainer.epochs=2", "trainer.limit_batches=null"),
+    )
+    result, to = runner.run(made, run_folder(made)), tmp_path / "to"
+    assert cli.main([str(run_folder(made)), "--to", str(to), "--format", "onnx"]) == 0
+
+    session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
+    told = {
+        key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()
+    }
+    given = told["input"]
+    # the test images as their files have them: whole numbers from 0 to 16, whatever they are scaled to
+    images, labels = digits.load()["test"]
+    levels, raw = np.unique(images.numpy(), return_inverse=True)
+    assert given["range"] == [0, len(levels) - 1] == [0, 16]
+    mean, std = (np.float32(given[key])[:, None, None] for key in ("mean", "std"))
+    (logits,) = session.run(
+        None, {"images": (raw.reshape(-1, *given["shape"]).astype(np.float32) - mean) / std}
+    )
+    names = np.array(told["classes"])[logits.argmax(1)]
+    accuracy = result["metrics"]["final"]["test/accuracy"]
+    assert np.mean(names == labels.numpy().astype(str)) == pytest.approx(accuracy, abs=1e-9)
+    assert accuracy > 0.5  # of ten classes
+    beside = json.loads((to / "sparsity.json").read_text())
+    assert told == {key: value for key, value in beside.items() if key != "layers"}
 
 
 def test_folded_and_transposed_weights_are_found_in_the_graph() -> None:
