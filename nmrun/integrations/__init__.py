@@ -1,0 +1,1 @@
+"""nmrun in other people's training stacks: each a thin file over ``nmrun.sparsify``."""

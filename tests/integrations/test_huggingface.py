@@ -1,0 +1,215 @@
+"""The Trainer of transformers, by the callback: the plain loop's bits, checkpoints, refusals."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from training import bits
+
+import nmrun
+from nmrun.errors import ConfigError, RunError
+
+pytest.importorskip("transformers", reason="needs transformers: pip install 'nmrun[huggingface]'")
+pytest.importorskip("accelerate", reason="needs accelerate: pip install 'nmrun[huggingface]'")
+import hf
+from transformers import GPT2LMHeadModel, TrainerCallback, get_scheduler
+
+from nmrun.integrations.huggingface import NMCallback
+
+
+def weights(model: torch.nn.Module) -> Any:
+    return bits(dict(model.state_dict()))
+
+
+def callback(recipe: str, **options: Any) -> NMCallback:
+    return NMCallback(recipe, "2:4", **hf.OPTIONS[recipe], **options)
+
+
+def trained(folder: Path, recipe: str, resume: str | None = None, **changes: Any) -> Any:
+    """The trainer and the callback after training; STEP with an optimizer that it can freeze."""
+    model = changes.pop("model", None) or hf.gpt2()
+    sparse = callback(recipe)
+    if recipe == "step":
+        changes["optimizers"] = hf.adamw(model), None
+    trainer = hf.trainer(folder, [sparse], model=model, **changes)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, sparse
+
+
+def plain_loop(recipe: str, batches: list[dict[str, Tensor]]) -> torch.nn.Module:
+    """What the Trainer does, written out; torch's AdamW has two groups there."""
+    model = hf.gpt2()
+    if recipe == "step":
+        optimizer = hf.adamw(model)
+    else:
+        decayed = [p for n, p in model.named_parameters() if p.ndim > 1]
+        others = [p for n, p in model.named_parameters() if p.ndim == 1]
+        groups = [{"params": decayed}, {"params": others}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.0)
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", hf.STEPS, **hf.OPTIONS[recipe])
+    schedule = get_scheduler("linear", optimizer, 0, hf.STEPS)
+    for i in range(hf.STEPS):
+        pair = batches[2 * i : 2 * i + 2]
+        tokens = sum(batch["labels"].numel() for batch in pair)
+        for batch in pair:
+            model(**batch, num_items_in_batch=torch.tensor(tokens)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    handle.finalize()
+    return model
+
+
+@pytest.mark.parametrize("recipe", hf.OPTIONS)
+def test_the_weights_of_a_plain_loop(recipe: str, tmp_path: Path, monkeypatch: Any) -> None:
+    batches: list[dict[str, Tensor]] = []
+    collate = hf.collate
+
+    def recorded(rows: Any) -> Any:
+        batches.append(collate(rows))
+        return batches[-1]
+
+    monkeypatch.setattr(hf, "collate", recorded)
+    trainer, sparse = trained(tmp_path, recipe)
+    assert sparse.handle.recipe.step == trainer.state.global_step == hf.STEPS
+    nmrun.sparsity.check_nm(trainer.model, "2:4")
+    assert weights(trainer.model) == weights(plain_loop(recipe, batches))
+
+
+@pytest.mark.parametrize("recipe", hf.OPTIONS)
+def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe: str, tmp_path: Path) -> None:
+    """Taken in the dense phase of those that have one, and after it."""
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    whole, _ = trained(tmp_path / "whole", recipe, **saving)
+    for step in (3, 6):
+        saved = tmp_path / "whole" / f"checkpoint-{step}"
+        model, found = GPT2LMHeadModel.from_pretrained(saved, output_loading_info=True)
+        assert not (found["missing_keys"])
+        assert not (found["unexpected_keys"])
+        assert not (found["mismatched_keys"])
+        if step == 6 or recipe in ("sr_ste", "s_ste"):
+            nmrun.sparsity.check_nm(model, "2:4")
+        again, sparse = trained(tmp_path / "again", recipe, str(saved), **saving)
+        assert sparse.handle.recipe.step == hf.STEPS
+        assert weights(again.model) == weights(whole.model), step
+
+
+class Best:
+    """A metric that is best at first, when ASP's weights are still dense."""
+
+    count = 0
+
+    def __call__(self, predictions: Any) -> dict[str, float]:
+        self.count += 1
+        return {"badness": float(self.count)}
+
+
+def test_only_sparse_models_compete_for_the_best(tmp_path: Path) -> None:
+    trainer, _sparse = trained(
+        tmp_path, "asp", save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1,
+        load_best_model_at_end=True, metric_for_best_model="badness", greater_is_better=False,
+        compute_metrics=Best(),
+    )  # fmt: skip
+    assert re.fullmatch(r".*checkpoint-4", trainer.state.best_model_checkpoint)
+    best = GPT2LMHeadModel.from_pretrained(trainer.state.best_model_checkpoint)
+    nmrun.sparsity.check_nm(trainer.model, "2:4")
+    assert weights(trainer.model) == weights(best)
+    last = GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-8")
+    assert weights(best) != weights(last)
+
+
+def test_a_dense_model_that_is_loaded_at_the_end_is_an_error(tmp_path: Path) -> None:
+    dense = hf.gpt2().state_dict()
+
+    class Loads(TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+            model.load_state_dict(dense)
+
+    trainer = hf.trainer(tmp_path, [Loads(), callback("sr_ste")])
+    with pytest.raises(RunError, match=r"c_attn\.weight was loaded at the end .* not 2:4") as e:
+        trainer.train()
+    assert "\n" not in str(e.value)
+
+
+def test_another_optimizer_is_refused_at_its_first_step(tmp_path: Path) -> None:
+    class Replaces(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+
+    sparse = callback("asp")
+    trainer = hf.trainer(tmp_path, [sparse, Replaces()])
+    with pytest.raises(RunError, match="another optimizer than the Trainer's") as e:
+        trainer.train()
+    assert "\n" not in str(e.value)
+    assert trainer.state.global_step == 3
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_checkpointing": True},
+        {"torch_compile": True, "torch_compile_backend": "eager"},
+        {"bf16": True},
+    ],
+    ids=["gradient_checkpointing", "compile", "bf16"],
+)
+def test_with_the_trainer_s_options(changes: dict[str, Any], tmp_path: Path) -> None:
+    trainer, sparse = trained(tmp_path, "step", **changes)
+    plain, _ = trained(tmp_path, "step")
+    assert sparse.handle.recipe.step == hf.STEPS
+    nmrun.sparsity.check_nm(trainer.model, "2:4")
+    assert all(p.dtype == torch.float32 for p in trainer.model.parameters())
+    same = weights(trainer.model) == weights(plain.model)
+    assert same != ("bf16" in changes)
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    """They train what one process trains with twice the batch."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = Path(__file__).with_name("hf_ranks.py")
+    done = subprocess.run([*command, str(script), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    alone = trained(tmp_path / "alone", "sr_ste")[0].model.state_dict()
+    for rank in (0, 1):
+        found = torch.load(tmp_path / f"{rank}.pt")
+        assert found["step"] == hf.STEPS
+        assert bits(found["weights"]) == bits(torch.load(tmp_path / "0.pt")["weights"])
+        for name, tensor in alone.items():
+            torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"recipe": "spet"}, ConfigError, "recipe=spet: no such recipe; did you mean step?"),
+        ({"pattern": "5:4"}, ValueError, "5:4 is not an N:M pattern"),
+        ({"decya": 0.1}, TypeError, "sr_ste has no hyperparameter decya; did you mean decay?"),
+        ({"decay": -1.0}, ConfigError, "decay=-1.0 must be"),
+    ],
+)
+def test_mistakes_are_told_before_the_training(arguments: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)) as e:
+        NMCallback(**arguments)
+    assert "\n" not in str(e.value)
+
+
+def test_step_names_the_optimizer_it_needs(tmp_path: Path) -> None:
+    trainer = hf.trainer(tmp_path, [callback("step")])
+    with pytest.raises(ValueError, match=r"use nmrun\.optim\.AdamW, a drop-in"):
+        trainer.train()
+
+
+def test_without_transformers_the_import_names_the_extra() -> None:
+    code = "import sys; sys.modules['transformers'] = None; import nmrun.integrations.huggingface"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last.endswith("needs transformers: pip install 'nmrun[huggingface]'")
