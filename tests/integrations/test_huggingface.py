@@ -172,6 +172,7 @@ def test_with_the_trainer_s_options(changes: dict[str, Any], tmp_path: Path) -> 
     assert same != ("bf16" in changes)
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     """They train what one process trains with twice the batch."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
