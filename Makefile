@@ -11,7 +11,7 @@ export NMRUN_DATA ?= $(if $(DATA),$(abspath $(DATA)),$(HOME)/.cache/nmrun)
 
 SCALE ?= small
 
-.PHONY: help run test demo tables bench bench-gpu lint clean
+.PHONY: help run test demo tables bench bench-gpu docs lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*## */  make \1\t/' | expand -t 16
@@ -43,6 +43,9 @@ bench: $(VENV)/installed  ## the cost of a training step of every recipe over de
 bench-gpu: $(VENV)/installed-all  ## all that wants a GPU: doctor, its tests, then gemm, masks, layer, train and infer (ten minutes at most)
 	PYTHON=$(BIN)/python benchmarks/gpu.sh
 
+docs: $(VENV)/installed-docs  ## the site of docs/, in site/; every page, link and name in it has to be there
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 lint: $(VENV)/installed-all  ## ruff, mypy, and that imports only go down
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -63,6 +66,10 @@ $(UV):
 $(VENV)/installed: pyproject.toml constraints.txt | $(UV)
 	@echo "installing nmrun and its libraries (torch among them: a minute or a few)"
 	@$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	@$(INSTALL) --editable '.[docs]'
 	@touch $@
 
 # fairseq compiles against the torch that is already there, hence no build isolation, and only when its version changes.

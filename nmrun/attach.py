@@ -69,9 +69,11 @@ def sparsify(
         pattern: at most N non-zeros in every M consecutive weights along the input dimension, any
             1 <= N <= M.
         total_steps: optimizer steps of the whole run. Recipes with phases need it.
-        include, exclude: regular expressions for whole module names. By default every weight of a
-            known layer whose inputs are a multiple of M is sparse; ``handle.left_dense`` says why
-            the others are not. ``exclude="auto"`` leaves the first layer and the heads dense.
+        include: regular expressions for whole module names. By default every weight of a known
+            layer whose inputs are a multiple of M is sparse; ``handle.left_dense`` says why the
+            others are not.
+        exclude: likewise, of those that stay dense. ``"auto"`` leaves the first layer and the heads
+            dense.
         overrides: other patterns for some layers, by such expressions:
             ``{"layer3\\..*": "1:8", "fc": "dense"}``. The first match counts, and more than
             ``exclude``.

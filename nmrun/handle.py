@@ -24,7 +24,9 @@ class Handle(Steps):
     """What :func:`nmrun.sparsify` returns. The base class :class:`Steps` does the steps.
 
     Args:
-        optimizer, recipe, sparse: as in :class:`Steps`.
+        optimizer: as in :class:`Steps`.
+        recipe: as in :class:`Steps`.
+        sparse: as in :class:`Steps`.
         left_dense: the weights that are not sparse, each with the reason.
         fsdp_modules: the modules of the model that ``fully_shard`` manages.
 

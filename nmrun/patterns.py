@@ -21,7 +21,8 @@ class Pattern:
     """N:M sparsity: at most ``n`` non-zeros in every group of ``m``. ``str(pattern)`` is ``2:4``.
 
     Args:
-        n, m: 1 <= n <= m.
+        n: from 1 to m.
+        m: the size of a group.
         length: the size of a dimension whose last group may be short (see :meth:`over`). 0, the
             default: M must divide the size of every dimension.
 

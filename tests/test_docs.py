@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import nmrun.cli as cli
-import nmrun.train.jobs  # noqa: F401  (registers the source of ratios and recipes)
+import nmrun.train.jobs
 from nmrun.config import command_line, experiment, precheck
 from nmrun.errors import ConfigError
 
@@ -125,6 +125,38 @@ def test_links_lead_somewhere(page):
         assert path.exists(), target
         assert path.is_relative_to(ROOT), target
         assert not anchor or anchor in anchors(path), target
+
+
+def test_the_site_is_built_strictly(tmp_path):
+    pytest.importorskip("mkdocs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    page = (tmp_path / "results/index.html").read_text()
+    for target in set(re.findall(r'href="(\.\./files/[^"#]+)', page)):
+        assert (tmp_path / "results" / target).is_file()
+    assert "../files/benchmarks/results/masks_cpu.html" in page
+    assert 'id="nmrun.sparsify"' in (tmp_path / "reference/sparsify.html").read_text()
+    hosts = {
+        host
+        for html in tmp_path.rglob("*.html")
+        for host in re.findall(
+            r'<(?:script|link|img)[^>]+(?:src|href)="https?://([^/"]+)', html.read_text()
+        )
+    }
+    assert hosts == set()  # a reader's browser asks nobody else
+
+
+def test_the_reference_has_every_public_name():
+    shown = {
+        name.removeprefix("nmrun.patterns.").removeprefix("nmrun.")
+        for page in (ROOT / "docs/reference").glob("*.md")
+        for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)
+    }
+    assert set(nmrun.__all__) - {"__version__", "sparsity"} <= shown
+    assert {f"sparsity.{name}" for name in nmrun.sparsity.__all__} <= shown
 
 
 def test_the_readme_leads_to_every_page():

@@ -105,8 +105,12 @@ def plot(
     """Draw runs, as ``nmrun plot`` does, without pyplot: its backend and figures stay as they were.
 
     Args:
-        path, rows, cols, metric, filter: as of :func:`table`, with one metric.
+        path: as of :func:`runs`.
         kind: ``ratio``, ``curves``, ``flips``, ``autoswitch`` or ``flops``.
+        rows: as of :func:`table`.
+        cols: as of :func:`table`.
+        metric: as of :func:`table`; one metric.
+        filter: as of :func:`runs`.
 
     Returns:
         The figure; ``savefig`` writes it.

@@ -30,9 +30,11 @@ def check_nm(
         model_or_tensor: a model, or one weight.
         pattern: the N:M pattern.
         dim: the dimension that the groups of a tensor run along; not read for a model.
-        include, exclude, overrides, dims: which weights of a model are checked, as in ``select``;
-            not read for a tensor.
+        include: which weights of a model are checked, as in ``select``; not read for a tensor.
+        exclude: likewise.
+        overrides: likewise.
         pad: let the last group be short. Without it, M must divide the tensor's size.
+        dims: as ``include``.
 
     Returns:
         The names of the weights that were checked; ``["tensor"]`` for a tensor.

@@ -60,7 +60,10 @@ def hard_threshold(
     """Keep the N largest magnitudes of every M: the projection of SR-STE and STEP.
 
     Args:
-        weight, pattern, dim, pad: as in :func:`nm_mask`.
+        weight: a tensor of any shape.
+        pattern: the N:M pattern.
+        dim: the dimension that groups run along.
+        pad: let the last group be short.
 
     Returns:
         ``weight`` where the mask is True and +0.0 elsewhere; shape and dtype of ``weight``.
@@ -84,7 +87,10 @@ def soft_threshold(
     2024, arXiv 2409.09099, section 4.1.
 
     Args:
-        weight, pattern, dim, pad: as in :func:`nm_mask`.
+        weight: a tensor of any shape.
+        pattern: the N:M pattern.
+        dim: the dimension that groups run along.
+        pad: let the last group be short.
 
     Returns:
         S(w): shape and dtype of ``weight``.
@@ -107,7 +113,10 @@ def soft_threshold_scale(
     2024, arXiv 2409.09099, section 4.2. Sums are in double precision.
 
     Args:
-        weight, pattern, dim, pad: as in :func:`nm_mask`.
+        weight: a tensor of any shape.
+        pattern: the N:M pattern.
+        dim: the dimension that groups run along.
+        pad: let the last group be short.
 
     Returns:
         beta: 0-dimensional, in the dtype of ``weight``; 1.0 where S(w) is 0 everywhere.
