@@ -1,0 +1,173 @@
+"""Lightning's Trainer: ``Trainer(callbacks=[NMCallback("step", "2:4")])``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nmrun.errors import ConfigError
+from nmrun.handle import Handle
+from nmrun.integrations.training import Training, end
+from nmrun.patterns import Pattern
+from nmrun.recipes.base import Recipe
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+except ImportError:
+    raise ImportError(
+        "nmrun.integrations.lightning needs lightning: pip install 'nmrun[lightning]'"
+    ) from None
+
+
+class NMCallback(Callback):
+    """Lets Lightning train with N:M sparse weights. ::
+
+        trainer = Trainer(max_epochs=10, callbacks=[NMCallback("sr_ste", "2:4")])
+        trainer.fit(module, loader)
+
+    Checkpoints are plain, and ``ckpt_path`` resumes with the same bits.
+    ``StochasticWeightAveraging`` averages the dense weights; the average becomes N:M.
+    ``ModelCheckpoint`` and ``EarlyStopping`` begin anew when the weights become sparse.
+
+    Args:
+        recipe, pattern: as of :func:`nmrun.sparsify`.
+        total_steps: optimizer steps of the whole run. None, the default: as the Trainer estimates
+            with automatic optimization, and ``max_steps`` with manual.
+        optimizer: which of the module's optimizers has the sparse weights, from 0; a module with
+            several must say so.
+        options: other arguments of :func:`nmrun.sparsify`, the recipe's hyperparameters among them.
+
+    Attributes:
+        handle: the handle, from the beginning of the training on.
+
+    Raises:
+        ConfigError: for an unknown recipe, pattern or value.
+        TypeError: for an unknown hyperparameter.
+    """
+
+    def __init__(
+        self,
+        recipe: str | Recipe = "sr_ste",
+        pattern: str | Pattern = "2:4",
+        total_steps: int | None = None,
+        optimizer: int | None = None,
+        **options: Any,
+    ) -> None:
+        self.handle: Handle | None = None
+        self._training = Training(recipe, pattern, total_steps, options)
+        self._optimizer, self._was_sparse = optimizer, True
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the weights sparse. The optimizer's state is loaded after this.
+
+        Raises:
+            ConfigError: for several optimizers none of which was named, for ``WeightAveraging``,
+                and as :func:`nmrun.sparsify`.
+        """
+        averaging = getattr(callbacks, "WeightAveraging", None)
+        if averaging and any(isinstance(each, averaging) for each in _callbacks(trainer)):
+            raise ConfigError(
+                "WeightAveraging averages and saves what the network computes with, and an average "
+                "of N:M weights is not N:M: use StochasticWeightAveraging"
+            )
+        optimizers = trainer.optimizers
+        if self._optimizer is None and len(optimizers) > 1:
+            raise ConfigError(
+                f"this module has {len(optimizers)} optimizers: say which one has the sparse "
+                "weights, as by NMCallback(optimizer=0)"
+            )
+        steps = None if self._training.total_steps else planned_steps(trainer, pl_module)
+        self.handle = self._training.begin(pl_module, optimizers[self._optimizer or 0], steps)
+        for each in _callbacks(trainer):
+            if isinstance(each, callbacks.StochasticWeightAveraging):
+                average_dense(each, self.handle)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the phase, after a checkpoint was loaded."""
+        assert self.handle is not None
+        self._was_sparse = self.handle.is_sparse
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, *arguments: Any
+    ) -> None:
+        """See when the weights become sparse: only such models compete for the best."""
+        assert self.handle is not None
+        if self.handle.is_sparse and not self._was_sparse:
+            for each in _callbacks(trainer):
+                forget_best(each)
+        self._was_sparse = self.handle.is_sparse
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the recipe.
+
+        Raises:
+            RunError: as :meth:`nmrun.Handle.finalize`.
+        """
+        assert self.handle is not None
+        end(self.handle)
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    found: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return found
+
+
+def planned_steps(trainer: Trainer, module: LightningModule) -> int | None:
+    """Count the optimizer steps that a Trainer plans.
+
+    Args:
+        trainer: the trainer, which has made its loops.
+        module: what it trains.
+
+    Returns:
+        The number; None where the Trainer does not know it.
+    """
+    if not module.automatic_optimization:
+        return trainer.max_steps if trainer.max_steps > 0 else None
+    steps, epochs = trainer.estimated_stepping_batches, trainer.max_epochs or 0
+    for each in _callbacks(trainer):
+        # its last epoch, for batch norm, has no steps
+        own = getattr(each, "_max_epochs", epochs)
+        if isinstance(each, callbacks.StochasticWeightAveraging) and 0 < own < epochs:
+            steps = steps * own / epochs
+    return None if steps == float("inf") else int(steps)
+
+
+def average_dense(swa: callbacks.StochasticWeightAveraging, handle: Handle) -> None:
+    """Let an averaging callback average dense weights, and project their average.
+
+    Args:
+        swa: the callback.
+        handle: of the training.
+    """
+    kind = type(swa)
+
+    def update(*arguments: Any) -> None:
+        with handle.dense_weights():
+            kind.update_parameters(*arguments)
+
+    def transfer(average: LightningModule, module: LightningModule) -> None:
+        # the training is over, though batch norm has an epoch more, at whose end Lightning steps
+        # with the gradients that are left
+        handle.finalize(average)
+        handle.finalize()
+        kind.transfer_weights(average, module)
+        module.zero_grad()
+
+    vars(swa).update(update_parameters=update, transfer_weights=transfer)
+
+
+def forget_best(callback: Callback) -> None:
+    """Let a callback that compares models by a metric begin anew; other callbacks stay.
+
+    Args:
+        callback: any callback.
+    """
+    if isinstance(callback, callbacks.ModelCheckpoint):
+        callback.best_k_models, callback.best_model_score = {}, None
+        callback.best_model_path = callback.kth_best_model_path = ""
+    if isinstance(callback, callbacks.EarlyStopping):
+        worst = torch.tensor(float("inf"))
+        callback.best_score = worst if callback.monitor_op == torch.lt else -worst
+        callback.wait_count = 0

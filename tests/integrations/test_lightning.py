@@ -1,0 +1,253 @@
+"""Lightning, by the callback: the plain loop's bits in every kind of optimization, averages."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import bits
+
+import nmrun
+from nmrun.errors import ConfigError
+
+pytest.importorskip("lightning", reason="needs lightning: pip install 'nmrun[lightning]'")
+import lightning.pytorch as pl
+import lit
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+
+from nmrun.integrations.lightning import NMCallback
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # few workers, no validation loop, SWA's loop
+
+
+def callback(recipe: str) -> NMCallback:
+    return NMCallback(recipe, "2:4", **lit.OPTIONS[recipe])
+
+
+def weights(module: nn.Module) -> Any:
+    return bits(dict(module.state_dict()))
+
+
+def sparse(model: nn.Module, optimizer: Any, recipe: str, steps: int = lit.STEPS) -> nmrun.Handle:
+    return nmrun.sparsify(model, optimizer, recipe, "2:4", steps, **lit.OPTIONS[recipe])
+
+
+def plain_loop(recipe: str, accumulate: int = lit.ACCUMULATE, clip: bool = True) -> nn.Module:
+    module = lit.Module()
+    optimizer: Any = module.configure_optimizers()
+    handle = sparse(module, optimizer, recipe, lit.BATCHES * lit.EPOCHS // accumulate)
+    for _ in range(lit.EPOCHS):
+        for index, batch in enumerate(lit.loader()):
+            (module.loss(batch) / accumulate).backward()
+            if index % accumulate == accumulate - 1:
+                if clip:
+                    nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+    handle.finalize()
+    return module
+
+
+@pytest.mark.parametrize("recipe", lit.OPTIONS)
+def test_the_weights_of_a_plain_loop(recipe: str, tmp_path: Path) -> None:
+    module, watch = lit.Module(), callback(recipe)
+    trainer = lit.trainer(tmp_path, [watch])
+    trainer.fit(module, lit.loader())
+    assert watch.handle is not None
+    assert watch.handle.recipe.step == trainer.global_step == lit.STEPS
+    nmrun.sparsity.check_nm(module, "2:4")
+    assert weights(module) == weights(plain_loop(recipe))
+
+
+@pytest.mark.parametrize("closure", [False, True])
+def test_manual_optimization(closure: bool, tmp_path: Path) -> None:
+    module = lit.Manual(closure)
+    steps = lit.STEPS * (2 if closure else 1)
+    options = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_epochs": lit.EPOCHS}
+    trainer = lit.trainer(tmp_path, [callback("step")], max_steps=steps, **options)
+    trainer.fit(module, lit.loader())
+    assert trainer.global_step == steps
+    nmrun.sparsity.check_nm(module, "2:4")
+    same = plain_loop("step", 1, clip=False) if closure else plain_loop("step")
+    assert weights(module) == weights(same)
+
+
+@pytest.mark.parametrize("recipe", lit.OPTIONS)
+def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe: str, tmp_path: Path) -> None:
+    """Taken after each epoch: in the dense phase of those that have one, and after it."""
+    module = lit.Module()
+    saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    trainer = lit.trainer(tmp_path, [callback(recipe), saves], enable_checkpointing=True)
+    trainer.fit(module, lit.loader())
+    for epoch in (0, 2):
+        saved = tmp_path / f"epoch={epoch}.ckpt"
+        model = lit.Module.load_from_checkpoint(saved, weights_only=True)
+        if epoch == 2 or recipe in ("sr_ste", "s_ste"):
+            nmrun.sparsity.check_nm(model, "2:4")
+        again, watch = lit.Module(lr=0.5), callback(recipe)
+        lit.trainer(tmp_path, [watch]).fit(again, lit.loader(), ckpt_path=saved)
+        assert watch.handle is not None
+        assert watch.handle.recipe.step == lit.STEPS
+        assert weights(again) == weights(module), epoch
+
+
+def test_only_sparse_models_compete_for_the_best(tmp_path: Path) -> None:
+    """The metric is best in the first epoch, when ASP's weights are dense still."""
+    best = ModelCheckpoint(tmp_path, monitor="epoch", save_top_k=1)
+    stop = EarlyStopping("epoch", patience=3)
+    options = {"enable_checkpointing": True, "num_sanity_val_steps": 0, "max_epochs": 8}
+    trainer = lit.trainer(tmp_path, [callback("asp"), best, stop], **options)
+    trainer.fit(lit.Module(), lit.loader(), lit.loader(count=1))
+    # sparse from the end of epoch 3 on; without a new beginning it would stop there
+    assert best.best_model_score == 3.0
+    assert trainer.current_epoch == 7
+    nmrun.sparsity.check_nm(lit.Module.load_from_checkpoint(best.best_model_path), "2:4")
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "s_ste"])
+def test_swa_averages_dense_weights(recipe: str, norm: bool, first: bool, tmp_path: Path) -> None:
+    """Against averages kept by hand; batch norm gets statistics of the projected network."""
+    module = lit.Module(norm)
+    swa = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=2, annealing_epochs=1)
+    watch = callback(recipe)
+    seen: list[dict[str, torch.Tensor]] = []
+
+    class Watch(pl.Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            assert watch.handle is not None
+            if 1 <= trainer.current_epoch < lit.EPOCHS:
+                seen.append({w.name: w.dense.clone() for w in watch.handle.sparse})
+                kept.extend(w for w in watch.handle.sparse if len(seen) == 1)
+
+    kept: list[Any] = []
+    order = [watch, swa] if first else [swa, watch]
+    trainer = lit.trainer(tmp_path, [Watch(), *order])
+    trainer.fit(module, lit.loader())
+    assert watch.handle is not None
+    assert watch.handle.recipe.total_steps == watch.handle.recipe.step == lit.STEPS
+    assert len(seen) == lit.EPOCHS - 1
+    nmrun.sparsity.check_nm(module, "2:4")
+    for weight in kept:
+        mean = torch.stack([each[weight.name] for each in seen]).mean(0)
+        expected = torch.empty_like(mean)
+        watch.handle.recipe.project_final(weight.with_dense(mean), expected)
+        found = module.get_parameter(weight.name)
+        torch.testing.assert_close(found.detach(), expected)
+    if norm:
+        with torch.no_grad():
+            inputs = [module.net[0](batch) for batch in lit.loader()]
+        means = torch.stack([x.mean(0) for x in inputs]).mean(0)
+        torch.testing.assert_close(module.net[1].running_mean, means, rtol=1e-4, atol=1e-6)
+
+
+def test_averages_of_projected_weights_are_refused(tmp_path: Path) -> None:
+    trainer = lit.trainer(tmp_path, [callback("sr_ste"), WeightAveraging()])
+    with pytest.raises(ConfigError, match="use StochasticWeightAveraging") as e:
+        trainer.fit(lit.Module(), lit.loader())
+    assert "\n" not in str(e.value)
+
+
+class Two(lit.Manual):
+    """One optimizer for a part of the weights, one for the rest."""
+
+    def configure_optimizers(self) -> Any:
+        parts = self.net[0], self.net[3:]
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
+
+    def training_step(self, batch: Any, index: int) -> None:  # type: ignore[override]
+        self.manual_backward(self.loss(batch))
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_of_several_optimizers_one_has_the_sparse_weights(tmp_path: Path) -> None:
+    options = {"accumulate_grad_batches": 1, "gradient_clip_val": None, "max_epochs": 1}
+    with pytest.raises(ConfigError, match=r"2 optimizers: say which .* NMCallback\(optimizer=0\)"):
+        lit.trainer(tmp_path, [callback("sr_ste")], **options).fit(Two(False), lit.loader())
+    module, watch = Two(False), NMCallback("sr_ste", "2:4", optimizer=1)
+    lit.trainer(tmp_path, [watch], **options).fit(module, lit.loader())
+    assert watch.handle is not None
+    assert watch.handle.recipe.step == lit.BATCHES
+    assert (module.net[0].weight != 0).all()
+    nmrun.sparsity.check_nm(module, "2:4", exclude="net.0")
+
+
+def test_without_a_length_the_option_is_named(tmp_path: Path) -> None:
+    trainer = lit.trainer(tmp_path, [callback("asp")], max_epochs=-1)
+    with pytest.raises(ValueError, match="asp needs total_steps"):
+        trainer.fit(lit.Module(), lit.loader())
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path: Path) -> None:
+    """They train what one process trains with twice the batch."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = Path(__file__).with_name("lit_ranks.py")
+    done = subprocess.run([*command, str(script), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    for recipe in lit.OPTIONS:
+        found = [torch.load(tmp_path / f"{recipe}{rank}.pt") for rank in (0, 1)]
+        assert bits(found[0]) == bits(found[1]), recipe
+        alone = plain_loop(recipe).state_dict()
+        for name, tensor in alone.items():
+            torch.testing.assert_close(found[0][name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("recipe", ["sr_ste", "step"])
+def test_fabric_before_and_after_setup(recipe: str, first: bool) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    module: Any = lit.Module()
+    optimizer: Any = module.configure_optimizers()
+    net = module.net
+    if first:
+        handle = sparse(module, optimizer, recipe)
+    net, optimizer = fabric.setup(net, optimizer)
+    if not first:
+        handle = sparse(module, optimizer, recipe)
+    for _ in range(lit.EPOCHS):
+        for index, batch in enumerate(fabric.setup_dataloaders(lit.loader())):
+            loss = (net(batch) - batch[:, :4].square()).square().mean()
+            fabric.backward(loss / lit.ACCUMULATE)
+            if index % lit.ACCUMULATE == lit.ACCUMULATE - 1:
+                fabric.clip_gradients(net, optimizer, max_norm=0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+    handle.finalize()
+    assert weights(module) == weights(plain_loop(recipe))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"recipe": "spet"}, ConfigError, "recipe=spet: no such recipe; did you mean step?"),
+        ({"decya": 0.1}, TypeError, "sr_ste has no hyperparameter decya; did you mean decay?"),
+    ],
+)
+def test_mistakes_are_told_before_the_training(arguments: Any, error: Any, message: str) -> None:
+    with pytest.raises(error, match=re.escape(message)):
+        NMCallback(**arguments)
+
+
+def test_without_lightning_the_import_names_the_extra() -> None:
+    code = (
+        "import sys; sys.modules['lightning.pytorch'] = None; import nmrun.integrations.lightning"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last.endswith("needs lightning: pip install 'nmrun[lightning]'")
