@@ -265,7 +265,7 @@ def ours(loop: Loop) -> Iterator[None]:
     loop.model.train()
     while True:
         epoch, index = divmod(loop.step, loop.task.batches_per_epoch)
-        loop._train_step(epoch, index, measure_flips=False)
+        loop.train_step(epoch, index, measure_flips=False)
         # as if a row was logged
         loop.losses, loop.logged_step = (
             loop.losses[-10:],

@@ -29,6 +29,7 @@ import torch
 from nmrun import cli
 from nmrun.bench.machine import hardware
 from nmrun.train import jobs
+from nmrun.train.evaluation import Evaluation
 from nmrun.train.loop import Loop
 
 LIMIT = 0.3
@@ -67,7 +68,8 @@ def measure(runs: int, folder: str) -> tuple[list[Clock], list[Clock]]:
     step, and the evaluations."""
     sweep(2, f"{folder}/warm")  # pays for what a process loads once
     ends, training = [], []
-    outcome, originals, trained = jobs._outcome, (Loop._train_step, Loop.evaluate), [0.0, 0.0]
+    outcome, trained = jobs._outcome, [0.0, 0.0]
+    originals = Loop.train_step, Evaluation.evaluate
 
     def timed(function: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -86,13 +88,14 @@ def measure(runs: int, folder: str) -> tuple[list[Clock], list[Clock]]:
         training.append((trained[0], trained[1]))
         return value
 
-    jobs._outcome, Loop._train_step, Loop.evaluate = one, timed(originals[0]), timed(originals[1])
+    jobs._outcome = one
+    Loop.train_step, Evaluation.evaluate = map(timed, originals)
     ends.append(now())
     try:
         sweep(runs, f"{folder}/measured")
     finally:
         jobs._outcome = outcome
-        Loop._train_step, Loop.evaluate = originals
+        Loop.train_step, Evaluation.evaluate = originals
     ends[-1] = now()
     return [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(ends)], training
 

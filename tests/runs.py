@@ -72,7 +72,7 @@ def stopping(train: Callable[..., bool], at: int | None) -> Callable[..., bool]:
     """``Loop.train`` with a signal behind step ``at``."""
 
     def stopped(loop: Any, folder: Path, tracker: Any, signals: Signals) -> bool:
-        step = loop._train_step
+        step = loop.train_step
 
         def stepped(*where: Any, **how: Any) -> Any:
             found = step(*where, **how)
@@ -80,10 +80,10 @@ def stopping(train: Callable[..., bool], at: int | None) -> Callable[..., bool]:
                 signals.caught = signal.SIGTERM
             return found
 
-        loop._train_step = stepped
+        loop.train_step = stepped
         try:
             return train(loop, folder, tracker, signals)
         finally:
-            del loop._train_step
+            del loop.train_step
 
     return stopped

@@ -23,9 +23,8 @@ from nmrun.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
 from nmrun.report.markdown import table
 from nmrun.settings.config import Config
 from nmrun.train.build import autocast, build
-from nmrun.train.console import Console
 from nmrun.train.flops import peak_flops
-from nmrun.train.loop import Loop
+from nmrun.train.steps import Steps
 
 USUAL = {
     "cuda": ("gpt2", "gpt2_medium", "gpt2_large", "vit_large", "vit_huge"),
@@ -36,19 +35,16 @@ Prepared = tuple[Callable[[], None], Row]
 
 
 def ours(config: Config, steps: int) -> Prepared:
-    """A stretch of ``steps`` steps of nmrun's loop, and what there is to say of it."""
-    loop = Loop(config, parts := build(config), Console(None))
+    """A stretch of ``steps`` steps of nmrun's training, and what there is to say of it."""
+    loop = Steps(config, parts := build(config))
     loop.model.train()
     items = sum(loop.task.sizes(0, 0, 1))
 
     def stretch() -> None:
         for _ in range(steps):
-            loop._train_step(*divmod(loop.step, loop.task.batches_per_epoch), measure_flips=False)
+            loop.train_step(*divmod(loop.step, loop.task.batches_per_epoch), measure_flips=False)
             # as if a row was logged
-            loop.losses, loop.logged_step = (
-                loop.losses[-1:],
-                loop.step - 1,
-            )
+            loop.losses, loop.logged_step = loop.losses[-1:], loop.step - 1
 
     by_products = sum(choice.path is not None for choice in parts.accelerated)
     about = {

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from nmrun.settings.config import Config
 from nmrun.train.build import build
-from nmrun.train.console import Console
-from nmrun.train.loop import Loop
+from nmrun.train.steps import Steps
 
 LOW, HIGH = 0.60, 0.95
 GRID = (6e-6, 2e-5, 6e-5, 2e-4, 6e-4, 2e-3, 6e-3, 2e-2, 6e-2)
@@ -25,7 +24,7 @@ PROBE = 0.1  # of the run's steps; never fewer than two mask intervals
 
 class Found(NamedTuple):
     """A decay, ``said``, a sentence for the log, and what the search took: ``seconds``, and
-    ``flops`` by the names of :attr:`nmrun.train.loop.Loop.flops`, without ``training_dense``.
+    ``flops`` by the names of :attr:`nmrun.train.steps.Steps.flops`, without ``training_dense``.
     """
 
     decay: float
@@ -83,7 +82,7 @@ def _probe(config: Config, decay: float, dense: bool, total_steps: int | None = 
     plain["recipe"] |= {"decay": decay, "dense_end": 0.0}
     trial = Config(plain, config.pattern)
     parts = build(trial, total_steps)
-    loop, rule = Loop(trial, parts, Console(None)), parts.handle.recipe
+    training, rule = Steps(trial, parts), parts.handle.recipe
     interval = plain["recipe"]["interval"]
     steps = min(parts.total_steps, max(2 * interval, round(PROBE * parts.total_steps)))
     if dense:
@@ -94,9 +93,9 @@ def _probe(config: Config, decay: float, dense: bool, total_steps: int | None = 
     parts.model.train()
     for step in range(steps):
         before = [mask.clone() for mask in masks] if (step + 1) % interval == 0 else []
-        loop._train_step(*divmod(step, parts.task.batches_per_epoch), measure_flips=False)
+        training.train_step(*divmod(step, parts.task.batches_per_epoch), measure_flips=False)
         if before:
             refreshes += 1
             flips += sum(float((a ^ b).sum()) for a, b in zip(before, masks, strict=True))
     rate = flips / max(1.0, refreshes * sum(mask.numel() for mask in masks))
-    return Probe(rate, {k: v for k, v in loop.flops.items() if k != "training_dense"})
+    return Probe(rate, {k: v for k, v in training.flops.items() if k != "training_dense"})

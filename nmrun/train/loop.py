@@ -1,278 +1,167 @@
-"""The training loop, the only one: micro-batches, precision, clipping, schedule, evaluation,
-checkpoints.
-
-Recipes do not appear here. Their hooks hang on ``optimizer.step``, which sees the gradient of the
-whole batch, unscaled and clipped.
-"""
+"""The training loop, the only one: steps, evaluations, checkpoints, and what is logged of them."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nmrun import ranks
-from nmrun.config.metric import higher_is_better
 from nmrun.errors import RunError
 from nmrun.kernels.layout import local
 from nmrun.products.times import as_data
 from nmrun.settings.config import Config
 from nmrun.signals import Signals
-from nmrun.sparsity.metrics import layer_metrics
-from nmrun.tasks.base import Batch
 from nmrun.train import checkpoint, nonfinite
 from nmrun.train.averaging import Average
-from nmrun.train.build import Parts, autocast
+from nmrun.train.build import Parts
 from nmrun.train.console import Console
 from nmrun.train.diagnostics import Diagnostics
+from nmrun.train.evaluation import Evaluation
 from nmrun.train.flops import peak_flops
-from nmrun.train.replicated import Replicated
-from nmrun.train.schedules import scheduled
+from nmrun.train.steps import Steps, synchronize
 from nmrun.train.track import Tracker
 
-SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succeed any more
+# what a checkpoint keeps of a loop's attributes
+KEPT = (
+    *("step", "accumulate", "updates", "logged_step", "losses", "row"),
+    *("events", "flops", "seconds", "training_seconds"),
+)
 
 
-class Loop:
+class Due(NamedTuple):
+    """What follows a step. ``epoch`` and ``batch`` are counted from 0; the last step of
+    a run ends its epoch.
+    """
+
+    epoch: int
+    batch: int
+    epoch_ends: bool
+    log: bool
+    evaluate: bool
+    save: bool
+    diagnose: bool
+
+
+class Loop(Steps):
     """The training of one run; what changes while it goes on is in :meth:`state_dict`.
 
-    ``step`` counts batches, ``updates`` the optimizer steps done (loss scaling may skip some).
-    ``best`` is the evaluation with the best ``task.metric`` while the forward weights held the
-    pattern (for dense training: of all), with its ``epoch``; ``best_weights`` are the plain weights
-    of that moment (this rank's parts of them), and ``candidates`` the number of such evaluations.
-    ``accumulate`` is how many micro-batches a batch is cut into. ``seconds`` and ``flops`` (of
-    training) count all sittings, and what the recipe took beforehand; ``training_seconds`` count
-    steps and their logging alone, without the first step of a sitting, which warms up.
+    Attributes:
+        row: what there is to log of a step whose evaluation a signal put off, else None.
+        evaluation: the evaluations, with the best of them.
+        events: sentences on what happened, in order.
+        seconds: of all sittings, with those that the recipe took beforehand.
+        training_seconds: of steps and their logging alone, without the first step of a sitting,
+            which warms up.
     """
 
     def __init__(self, config: Config, parts: Parts, console: Console) -> None:
-        self.trainer, self.console, self.accumulate = (
-            config.trainer,
-            console,
-            config.trainer.accumulate,
-        )
-        self.task, self.model, self.optimizer, self.handle = (
-            parts.task,
-            parts.model,
-            parts.optimizer,
-            parts.handle,
-        )
-        self.device, self.precision, self.total_steps = (
-            parts.device,
-            parts.precision,
-            parts.total_steps,
-        )
+        super().__init__(config, parts)
+        self.console = console
         self.acceleration = as_data({str(c.shape): c.times for c in parts.accelerated if c.times})
         self.epochs = -(-self.total_steps // self.task.batches_per_epoch)
-        self.forward: Any = self.model
-        if how := self.trainer.compile:
-            self.forward = torch.compile(
-                self.model, fullgraph=True, mode=None if how is True else how
-            )
-        self.held = Replicated(self.model, self.optimizer, self.handle)
-        # with FSDP no rank can pass through the model without the others
-        self.in_step = ranks.world() > 1 and self.trainer.distributed == "fsdp"
-        if self.in_step:
-            from nmrun.train.sharded import Sharded  # half a second that others need not wait for
-
-            self.held = Sharded(self.model, self.optimizer, self.handle)
-        self.forward = self.held.forward(self.forward)
-        if ranks.world() > 1:
-            # dropout differs between ranks, the weights do not
-            torch.manual_seed(config.seed + 1_000_003 * ranks.rank())
-        self.scaler = torch.amp.grad_scaler.GradScaler(
-            self.device.type, enabled=self.precision == "fp16"
-        )
-        self.lr_factor = scheduled(config.schedule.mapping(), config.optimizer.lr, self.total_steps)
-        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-
-        self.step = self.updates = self.logged_step = 0
-        self.losses: list[
-            Tensor
-        ] = []  # of the steps since ``logged_step``, left on the device until they are logged
-        # what there is to log of a step whose evaluation a signal put off
         self.row: dict[str, float] | None = None
-        self.best: dict[str, float] = {}
-        self.best_weights: dict[str, Tensor] = {}
-        self.candidates = 0
+        self.evaluation = Evaluation(self)
         self.average = Average(self.model, self.handle, self.trainer.average)
         self.events = self.handle.pop_events()
-        self.handle.mask_metrics.begin()
-        self.cost = parts.cost
-        self.flops = {"training_arithmetic": 0, "training_hardware": 0, "training_dense": 0}
         self.diagnostics: Diagnostics | None = None
         if self.trainer.diagnose_every is not None:
             self.diagnostics = Diagnostics(self.model, self.handle, self.task)
         self.seconds, self.training_seconds = parts.attached_in, 0.0
-        self.items = 0  # seen in this sitting
         self._shown: dict[str, float] = {}
 
     def train(self, folder: Path, tracker: Tracker | None, signals: Signals) -> bool:
-        """Train to the last step and return True, or False as soon as there is a signal, on any
-        rank; ``checkpoint.pt`` has the state then. ``signals`` wait, but for evaluations.
+        """Train to the last step, or until there is a signal, on any rank.
+
+        Args:
+            folder: the run's folder, for ``checkpoint.pt``.
+            tracker: logs rows; None where another rank does.
+            signals: they wait, but for evaluations.
+
+        Returns:
+            Whether training is over. ``checkpoint.pt`` has the state.
+
+        Raises:
+            RunError: if a loss is not finite.
         """
-        earlier, began, begun = self.seconds, time.perf_counter(), self.step
-        window_began, window_step, window_items = began, self.step, self.items
+        earlier, began = self.seconds, time.perf_counter()
+        begun = self.step
+        self._open_window()
         self.model.train()
         while self.step < self.total_steps or self.row is not None:
-            at = self.step if self.row is None else self.step - 1
-            epoch, index = divmod(at, self.task.batches_per_epoch)
-            last = at + 1 == self.total_steps
-            epoch_ends = index + 1 == self.task.batches_per_epoch
-            log_due = last or (at + 1) % self.trainer.log_every == 0
-            evaluate_due = last or (epoch_ends and (epoch + 1) % self.trainer.eval_every == 0)
-            save_due = last or (epoch_ends and (epoch + 1) % self.trainer.checkpoint_every == 0)
-
-            row, self.row = self.row, None
-            if row is None:
-                diagnosed = (at + 1) % (self.trainer.diagnose_every or math.inf) == 0
-                diagnostics = self.diagnostics if diagnosed else None
-                if diagnostics is not None:
-                    diagnostics.before()
-                step_began, warm = time.perf_counter(), self.step > begun
-                first = self._train_step(epoch, index, measure_flips=log_due)
-                if epoch_ends or last:
-                    self.average.add(left=self.epochs - epoch - 1)
-                for event in self.handle.pop_events():
-                    self.events.append(event)
-                    self.console.say(f"  {event}")
-                row = {}
-                if log_due:
-                    row |= self._training_row()
-                    row |= self._speed(
-                        self.step - window_step,
-                        self.items - window_items,
-                        time.perf_counter() - window_began,
-                    )
-                if evaluate_due or save_due or not warm:
-                    synchronize(self.device)
-                if warm:
-                    self.training_seconds += time.perf_counter() - step_began
-                if diagnostics is not None:
-                    row |= diagnostics.after(first)
-            put_off = False
-            if evaluate_due:
-                evaluated = self._evaluation_row(epoch + 1, signals)
-                if evaluated is None:
-                    self.row, put_off = row, True
-                else:
-                    row |= evaluated
+            due = self._due(self.step if self.row is None else self.step - 1)
+            row = self._step_row(due, self.step > begun) if self.row is None else self.row
+            evaluated = self.evaluation.row(due.epoch + 1, signals) if due.evaluate else {}
+            put_off = evaluated is None
+            self.row = row if put_off else None
+            row = {**row, **(evaluated or {})}
             if row and not put_off:
                 if tracker is not None:
-                    tracker.log({"step": self.step, "epoch": epoch + 1, **row})
+                    tracker.log({"step": self.step, "epoch": due.epoch + 1, **row})
                 self._shown |= row
             self.console.progress(self.step, self.total_steps, self._status)
-            if evaluate_due and not put_off and not self.console.on_terminal:
+            if due.evaluate and not put_off and not self.console.on_terminal:
                 self.console.detail(f"  {self._status()}")
 
             self.seconds = earlier + time.perf_counter() - began
             stop = put_off or ranks.any_of(signals.caught is not None)
-            if save_due or stop:
-                self._check_losses()
-                state = self.state_dict()
-                if tracker is not None:
-                    tracker.sync()
-                    state["rows"] = tracker.mark
-                checkpoint.save_next(folder, state)
+            if due.save or stop:
+                self._save(folder, tracker)
             if stop:
                 return False
             if row:
-                window_began, window_step, window_items = time.perf_counter(), self.step, self.items
+                self._open_window()
         self.average.apply()
         return True
 
-    def _train_step(self, epoch: int, index: int, measure_flips: bool) -> Batch:
-        """One step; returns its first micro-batch (of this rank)."""
-        parts = self.accumulate * ranks.world()
-        sizes = self.task.sizes(epoch, index, parts)
-        items = sum(sizes)
-        self._count_flops(items)
-        mine = ranks.share(len(sizes), self.accumulate)
-        batches = ranks.together(
-            lambda: self.task.micro_batches(epoch, index, parts, mine or range(1))
+    def _due(self, step: int) -> Due:
+        """What follows a step, counted from 0."""
+        trainer = self.trainer
+        epoch, index = divmod(step, self.task.batches_per_epoch)
+        last, epoch_ends = step + 1 == self.total_steps, index + 1 == self.task.batches_per_epoch
+        return Due(
+            *(epoch, index, epoch_ends or last),
+            log=last or (step + 1) % trainer.log_every == 0,
+            evaluate=last or (epoch_ends and (epoch + 1) % trainer.eval_every == 0),
+            save=last or (epoch_ends and (epoch + 1) % trainer.checkpoint_every == 0),
+            diagnose=(step + 1) % (trainer.diagnose_every or math.inf) == 0,
         )
-        shares = [
-            (batch, sizes[number] / items) for number, batch in zip(mine, batches, strict=False)
-        ]
-        total = torch.zeros((), device=self.device)
-        rounds = min(self.accumulate, len(sizes)) if self.in_step else 1
-        shares += [(batches[0], 0.0)] * (rounds - len(shares))
-        for number, (batch, share) in enumerate(shares, 1):
-            if self.trainer.compile:
-                torch.compiler.cudagraph_mark_step_begin()  # the last pass's outputs are done with
-            with self._averaged_over_ranks(number >= len(shares)):
-                with self.autocast():
-                    loss = self.task.loss(self.forward, batch) * share
-                self.scaler.scale(loss * ranks.world()).backward()
-            total += loss.detach()
-        self.step += 1
-        self.losses.append(ranks.total(total))
-        # elsewhere it would wait for the device: there losses are read when a row is logged
-        if self.device.type == "cpu":
-            self._check_losses()
 
-        self.scaler.unscale_(self.optimizer)
-        if self.trainer.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.trainer.clip)
-        factor = self.lr_factor(self.updates)
-        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
-            group["lr"] = base * factor
-        self.handle.measure_flips = measure_flips
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        # a lower scale: this step was skipped
-        self.updates += int(self.scaler.get_scale() >= scale)
-        self.optimizer.zero_grad(set_to_none=True)
-        return batches[0]
+    def _step_row(self, due: Due, warm: bool) -> dict[str, float]:
+        """Make one step; what is logged of it. The first of a sitting is not warm."""
+        diagnostics = self.diagnostics if due.diagnose else None
+        if diagnostics is not None:
+            diagnostics.before()
+        began = time.perf_counter()
+        first = self.train_step(due.epoch, due.batch, measure_flips=due.log)
+        if due.epoch_ends:
+            self.average.add(left=self.epochs - due.epoch - 1)
+        for event in self.handle.pop_events():
+            self.events.append(event)
+            self.console.say(f"  {event}")
+        row = self._training_row() | self._speed() if due.log else {}
+        if due.evaluate or due.save or not warm:
+            synchronize(self.device)
+        if warm:
+            self.training_seconds += time.perf_counter() - began
+        return row if diagnostics is None else row | diagnostics.after(first)
 
-    def _averaged_over_ranks(self, now: bool) -> contextlib.AbstractContextManager[Any]:
-        """For a micro-batch: gradients are averaged over the ranks after the last one alone."""
-        everywhere = now or ranks.world() == 1 or self.in_step  # FSDP keeps no whole gradient
-        return contextlib.nullcontext() if everywhere else self.forward.no_sync()
-
-    def _count_flops(self, items: int) -> None:
-        self.items += items
-        recipe = self.handle.recipe
-        self.flops["training_arithmetic"] += round(items * self.cost.training(recipe))
-        self.flops["training_hardware"] += round(items * self.cost.training(recipe, hardware=True))
-        self.flops["training_dense"] += round(items * self.cost.dense)
-
-    def count_beforehand(self, seconds: float, flops: Mapping[str, int]) -> None:
-        """Count what was needed before the first step as part of the run."""
-        self.seconds += seconds
-        for name, number in flops.items():
-            self.flops[name] += number
-
-    @property
-    def flops_used(self) -> dict[str, int]:
-        """FLOPs of the training steps so far, those of a search for the decay included, and of
-        inference with the final weights on one item; see ``nmrun.train.flops.Flops``.
-
-        ``..._arithmetic`` leaves out every multiplication with a zero that the recipe puts there,
-        ``..._hardware`` what 2:4 sparse tensor cores can leave out, ``training_dense`` is the run's
-        own number of dense steps.
-        """
-        inference = {"arithmetic": self.cost.forward_sparse, "hardware": self.cost.forward_hardware}
-        return {
-            **self.flops,
-            **{f"inference_{kind}": round(flops) for kind, flops in inference.items()},
-        }
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of every forward pass."""
-        return autocast(self.device, self.precision)
+    def _save(self, folder: Path, tracker: Tracker | None) -> None:
+        self.check_losses()
+        state = self.state_dict()
+        if tracker is not None:
+            tracker.sync()
+            state["rows"] = tracker.mark
+        checkpoint.save_next(folder, state)
 
     # --- what is logged ---------------------------------------------------------------------------
 
     def _training_row(self) -> dict[str, float]:
-        losses = self._check_losses()
+        losses = self.check_losses()
         self.losses, self.logged_step = [], self.step
         row = {
             "train/loss": sum(losses) / len(losses),
@@ -282,152 +171,57 @@ class Loop:
             row["loss_scale"] = self.scaler.get_scale()
         return row | self.handle.metrics()
 
-    def _speed(self, steps: int, items: int, seconds: float) -> dict[str, float]:
+    def _open_window(self) -> None:
+        """Speeds count from here on."""
+        self._window = (time.perf_counter(), self.step, self.items)
+
+    def _speed(self) -> dict[str, float]:
         """Steps and items (images, tokens) a second and, where the device's peak is known, ``mfu``:
         the share of it that a dense network's FLOPs take up (model FLOPs utilisation, Chowdhery et
         al. 2022, appendix B)."""
-        row = {"steps_per_second": steps / seconds, "items_per_second": items / seconds}
-        peak = peak_flops(self.device, self.precision)
-        return (
-            row
-            if peak is None
-            else {**row, "mfu": row["items_per_second"] * self.cost.dense / (peak * ranks.world())}
-        )
-
-    def _evaluation_row(self, epoch: int, signals: Signals) -> dict[str, float] | None:
-        """None, and nothing has changed, where a signal came before or meanwhile."""
-        if ranks.any_of(signals.caught is not None):
-            return None
-        random = checkpoint.random_state()
-        try:
-            # the other ranks wait for this one's share
-            with signals.set("wait" if ranks.world() > 1 else "interrupt"):
-                row = self.evaluate("val") | self.evaluate_dense("val")
-        except KeyboardInterrupt:
-            checkpoint.restore_random_state(random)
-            return None
-        sparse = self.handle.evaluates_sparse
-        if self.handle.sparse:
-            # of the projected weights; in a dense phase the forward pass uses others
-            report = self.handle.report()
-            row["sparsity/density"] = report["density"] if sparse else 1.0
-            row |= layer_metrics(self.handle.sparse, self.handle.recipe)
-            row["sparsity/holds"] = float(
-                sparse and all(layer["holds"] for layer in report["layers"])
-            )
-            sparse &= self.trainer.evaluate != "dense"  # what is saved was not evaluated
-        candidate = sparse or not self.handle.sparse
-        self.candidates += candidate
-        if candidate and self._is_best(row):
-            self.best = {
-                **{key: value for key, value in row.items() if key.startswith("eval/")},
-                "epoch": epoch,
-            }
-            self.best_weights = self.held.final_state_dict()
+        began, step, items = self._window
+        seconds, peak = time.perf_counter() - began, peak_flops(self.device, self.precision)
+        row = {
+            "steps_per_second": (self.step - step) / seconds,
+            "items_per_second": (self.items - items) / seconds,
+        }
+        if peak is not None:
+            row["mfu"] = row["items_per_second"] * self.cost.dense / (peak * ranks.world())
         return row
-
-    def _is_best(self, row: dict[str, float]) -> bool:
-        metric = f"eval/{self.task.metric}"
-        if math.isnan(row[metric]):  # a correlation with what is constant, say
-            return False
-        sign = 1 if higher_is_better(metric) else -1
-        return not self.best or sign * row[metric] > sign * self.best[metric]
-
-    def evaluate(self, split: str) -> dict[str, float]:
-        """The task's metrics with the weights as they are: ``eval/...`` for split ``"val"``,
-        ``test/...`` for ``"test"``, nothing where there is no test split.
-
-        Raises:
-            RunError: if the loss is not finite.
-        """
-        return self._evaluate(split, self.handle.evaluation_weights(), "")
-
-    def evaluate_dense(self, split: str) -> dict[str, float]:
-        """Those with the dense weights, if ``trainer.evaluate`` asks for them: with ``dense`` they
-        take the place of the others, with ``both`` they are ``eval/dense/...`` and
-        ``test/dense/...``.
-        """
-        if self.trainer.evaluate == "sparse":
-            return {}
-        beside = "dense/" if self.trainer.evaluate == "both" else ""
-        return self._evaluate(split, self.handle.dense_weights(), beside)
-
-    def _evaluate(
-        self, split: str, weights: contextlib.AbstractContextManager[None], beside: str
-    ) -> dict[str, float]:
-        if split == "test" and not self.task.has_test:
-            return {}
-        ranks.share_statistics(self.model)
-        self.model.eval()
-        with weights, torch.no_grad(), self.autocast():
-            metrics = ranks.from_leader(self.task.evaluate(self.model, split))
-        self.model.train()
-        name = "eval" if split == "val" else split
-        if not math.isfinite(metrics.get("loss", 0.0)):
-            names = nonfinite.broken(self.model)
-            where = f"parameter {names[0]}" if names else "an output, of finite weights"
-            raise RunError(self._told(self.step, f"{name}/loss is {metrics['loss']}", where))
-        return {f"{name}/{beside}{key}": value for key, value in metrics.items()}
 
     def _status(self) -> str:
         epoch = -(-self.step // self.task.batches_per_epoch)
+        parts = [f"epoch {epoch}/{self.epochs}"]
+        if self.handle.sparse:
+            parts.append(f"{self.handle.phase} phase")
         shown = [
             ("loss", "train/loss", ".4f"),
             (self.task.metric, f"eval/{self.task.metric}", ".4f"),
             ("lr", "lr", ".2e"),
             ("steps/s", "steps_per_second", ".0f"),
         ]
-        parts = [
-            f"epoch {epoch}/{self.epochs}",
-            *([f"{self.handle.phase} phase"] if self.handle.sparse else []),
-        ]
-        return "  ".join(
-            parts
-            + [
-                f"{word} {self._shown[key]:{form}}"
-                for word, key, form in shown
-                if key in self._shown
-            ]
-        )
+        known = self._shown
+        parts += [f"{word} {known[key]:{form}}" for word, key, form in shown if key in known]
+        return "  ".join(parts)
 
-    # --- what can go wrong ------------------------------------------------------------------------
+    # --- the beginning and the end ----------------------------------------------------------------
 
-    def _check_losses(self) -> list[float]:
-        """The losses since the last training row. Raises RunError, with what is known, if one is
-        not finite.
+    def count_beforehand(self, seconds: float, flops: Mapping[str, int]) -> None:
+        """Count what was needed before the first step as part of the run.
+
+        Args:
+            seconds: what it took.
+            flops: by the names of :attr:`flops`.
         """
-        losses: list[float] = torch.stack(self.losses).tolist() if self.losses else []
-        for step, loss in enumerate(losses, self.logged_step + 1):
-            if not math.isfinite(loss):
-                raise RunError(self._diagnosis(step, f"the loss is {loss}"))
-        if self.scaler.is_enabled() and self.scaler.get_scale() < SMALLEST_SCALE:
-            raise RunError(
-                self._diagnosis(self.step, "no gradient is finite, however small the loss scale")
-            )
-        return losses
-
-    def _diagnosis(self, step: int, what: str) -> str:
-        epoch, index = divmod(step - 1, self.task.batches_per_epoch)
-        batches = self.task.micro_batches(epoch, index, self.accumulate)
-        where = "looked for with trainer.distributed=ddp only"
-        if not self.in_step:
-            where = nonfinite.culprit(self.model, self.task, batches, self.autocast)
-        return self._told(step, what, where)
-
-    def _told(self, step: int, what: str, where: str) -> str:
-        advice = [
-            f"a lower optimizer.lr (it was {self.base_lrs[0] * self.lr_factor(self.updates):.3g})"
-        ]
-        advice += ["trainer.clip=1"] if self.trainer.clip is None else []
-        advice += ["trainer.precision=bf16 or fp32"] if self.precision == "fp16" else []
-        advice += ["trainer.precision=fp32"] if self.precision == "bf16" else []
-        return (
-            f"step {step}: {what}; the first non-finite value is {where}. Try {', '.join(advice)}"
-        )
+        self.seconds += seconds
+        for name, number in flops.items():
+            self.flops[name] += number
 
     def finalize(self) -> dict[str, Tensor]:
-        """Training is over: the weights that are left (parts of them where they are sharded), exactly
-        N:M, which evaluations use from here on.
+        """End the training: evaluations use the final weights from here on.
+
+        Returns:
+            The weights by name, exactly N:M (this rank's parts of them where they are sharded).
 
         Raises:
             RunError: on all ranks, if one is not finite.
@@ -436,15 +230,20 @@ class Loop:
         broken = [name for name, part in weights.items() if not nonfinite.is_finite(local(part))]
         if broken := sorted({name for names in ranks.gathered(broken) for name in names}):
             what = "the last update broke the weights"
-            raise RunError(self._told(self.step, what, f"parameter {broken[0]}"))
+            raise RunError(self.not_finite(self.step, what, f"parameter {broken[0]}"))
         self.handle.finalize()
         return weights
 
     # --- saving -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs to end with the same bits: tensors (this rank's parts of what
-        is sharded) and plain data."""
+        """Return all that a resumed run needs to end with the same bits.
+
+        Returns:
+            Tensors (this rank's parts of what is sharded) and plain data.
+        """
+        own = {name: getattr(self, name) for name in KEPT}
+        own |= {"losses": list(self.losses), "flops": dict(self.flops)}
         return {
             **self.held.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -452,42 +251,25 @@ class Loop:
             "random": ranks.gathered(checkpoint.random_state()),
             "acceleration": self.acceleration,
             "total_steps": self.total_steps,
-            "loop": {
-                "step": self.step,
-                "accumulate": self.accumulate,
-                "updates": self.updates,
-                "logged_step": self.logged_step,
-                "losses": list(self.losses),
-                "row": self.row,
-                "best": self.best,
-                "best_weights": self.best_weights,
-                "candidates": self.candidates,
-                "events": self.events,
-                "flops": dict(self.flops),
-                "seconds": self.seconds,
-                "training_seconds": self.training_seconds,
-            },
+            "loop": own | self.evaluation.state_dict(),
             **({"diagnostics": self.diagnostics.state_dict()} if self.diagnostics else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore :meth:`state_dict`."""
+        """Restore :meth:`state_dict`.
+
+        Args:
+            state: of as many ranks or of others.
+        """
         self.held.load_state_dict(state)
         self.scaler.load_state_dict(state["scaler"])
         self.average.load_state_dict(state["average"], self.held.handed_out)
         # more ranks than before: the new ones draw from where they are
         if ranks.rank() < len(state["random"]):
             checkpoint.restore_random_state(state["random"][ranks.rank()])
-        for name, value in state["loop"].items():
-            setattr(self, name, value)
+        for name in KEPT:
+            setattr(self, name, state["loop"][name])
         self.losses = [loss.to(self.device) for loss in self.losses]
-        best = self.held.handed_out(self.best_weights)
-        self.best_weights = {name: tensor.to("cpu") for name, tensor in best.items()}
+        self.evaluation.load_state_dict(state["loop"])
         if self.diagnostics is not None:
             self.diagnostics.load_state_dict(state.get("diagnostics"))
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given, so that a clock shows it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

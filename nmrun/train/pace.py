@@ -16,8 +16,7 @@ from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.settings.config import Config
 from nmrun.train.build import build
-from nmrun.train.console import Console
-from nmrun.train.loop import Loop, synchronize
+from nmrun.train.steps import Steps, synchronize
 
 FIRST_LOOK = 6  # steps that say how long the trial can be
 SHARE = 0.05  # of the budget, for the trial
@@ -65,17 +64,17 @@ def _trial(config: Config, total_steps: int | None, steps: int) -> tuple[float, 
     epoch.
     """
     parts = build(config, total_steps)
-    loop = Loop(config, parts, Console(None))
+    trial = Steps(config, parts)
     parts.model.train()
     taken: list[tuple[str, float]] = []
     for step in range(min(steps, parts.total_steps)):
         began = time.perf_counter()
         measure = (step + 1) % config.trainer.log_every == 0
-        loop._train_step(*divmod(step, parts.task.batches_per_epoch), measure_flips=measure)
+        trial.train_step(*divmod(step, parts.task.batches_per_epoch), measure_flips=measure)
         synchronize(parts.device)
         taken.append((parts.handle.phase, time.perf_counter() - began))
     epoch = parts.task.batches_per_epoch
-    del loop, parts
+    del trial, parts
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return ranks.from_leader(mean_by_phase(taken)), epoch

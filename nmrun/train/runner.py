@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
-import math
 import os
 import shutil
 import signal
@@ -18,8 +16,6 @@ from typing import Any
 import torch
 import yaml
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
-from torch import Tensor
 
 from nmrun import ranks
 from nmrun.config.identity import finished, identity, result_in
@@ -27,49 +23,42 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.files import locks, seal
 from nmrun.settings.config import Config
 from nmrun.signals import Signals
-from nmrun.train import checkpoint, environment, pace, plan
+from nmrun.train import checkpoint, last_files, pace, plan, result
 from nmrun.train.build import Parts, build
 from nmrun.train.console import Console
 from nmrun.train.decay_search import Found, find_decay
 from nmrun.train.loop import Loop
 from nmrun.train.track import Tracker
 
-FILES = (
-    *(
-        checkpoint.CHECKPOINT,
-        checkpoint.PREVIOUS,
-        seal.RESULT,
-        "run.log",
-    ),
-    *seal.FILES,
-)
+# what a run that starts over removes
+FILES = (checkpoint.CHECKPOINT, checkpoint.PREVIOUS, seal.RESULT, "run.log", *seal.FILES)
 
 
 def run(
     config: Config, folder: Path, sweep: str | None = None, command: str = ""
 ) -> dict[str, Any]:
-    """Train what ``config`` asks for in ``folder``; returns what is in ``result.json``, and the
-    ``folder``.
+    """Train what a config asks for.
 
-    ``status`` is ``finished``, ``failed`` (with ``error``), ``interrupted`` (with ``signal``), or,
-    without a file, ``planned`` for a dry run, ``running`` where another process is at work on the
-    same run, and ``skipped`` where one has just finished it. ``sweep`` names the sweep it belongs to: its W&B group, and fewer lines
-    on the screen. ``command`` is what asks for this run alone, for ``result.json`` and the top of
-    ``config.yaml``. Raises ConfigError for a mistake that only the built model or the file system
-    shows.
+    Args:
+        config: checked. ``dry`` builds all and trains nothing.
+        folder: the run's folder, made if need be.
+        sweep: the name of the sweep that the run belongs to: its W&B group, and fewer lines on the
+            screen.
+        command: what asks for this run alone, for ``result.json`` and the top of ``config.yaml``.
+
+    Returns:
+        What is in ``result.json``, and the ``folder``. ``status`` is ``finished``, ``failed`` (with
+        ``error``), ``interrupted`` (with ``signal``), or, without a file, ``planned`` for a dry
+        run, ``running`` where another process is at work on the same run, and ``skipped`` where
+        one has finished it.
+
+    Raises:
+        ConfigError: for a mistake that only the built model or the file system shows.
     """
     if config.dry:
         parts, *_ = _build(config, None, search=False)
-        print(
-            "\n".join(
-                [
-                    plan.title(config),
-                    *plan.lines(config, parts),
-                    *(f"  {event}" for event in parts.handle.pop_events()),
-                ]
-            ),
-            flush=True,
-        )
+        events = [f"  {event}" for event in parts.handle.pop_events()]
+        print("\n".join([plan.title(config), *plan.lines(config, parts), *events]), flush=True)
         return {"status": "planned", "id": identity(config), "folder": str(folder)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,9 +90,8 @@ def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any
     if done is not None:
         return {**done, "status": "skipped"}
     if seal.METRICS in wrong:  # a checkpoint does not have its rows
-        error = (
-            f"{seal.METRICS} of this finished run: {wrong[seal.METRICS]}; force=true makes all anew"
-        )
+        what = f"{seal.METRICS} of this finished run: {wrong[seal.METRICS]}"
+        error = f"{what}; force=true makes all anew"
         print(f"nmrun: {error}: {folder}", file=sys.stderr, flush=True)
         return {"status": "failed", "error": error}
     return None
@@ -116,18 +104,13 @@ def _build(
     sentence, and what ``recipe.decay=auto`` searched for. A checkpoint, ``state``, has both.
     """
     steps, said, found = None, "", None
-    auto = config.recipe.options.get("decay") == "auto"
     if (config.trainer.budget or "").startswith("seconds:"):
         steps, said = (state["total_steps"], "") if state else pace.plan(config)
-    if auto:
+    if config.recipe.options.get("decay") == "auto":
         found = find_decay(config, steps) if search and state is None else None
-        config = _with_decay(config, found.decay if found else 0.0)
+        recipe = {**config.plain["recipe"], "decay": found.decay if found else 0.0}
+        config = Config({**config.plain, "recipe": recipe}, config.pattern)
     return build(config, steps, (state or {}).get("acceleration")), said, found
-
-
-def _with_decay(config: Config, decay: float) -> Config:
-    plain = {**config.plain, "recipe": {**config.plain["recipe"], "decay": decay}}
-    return Config(plain, config.pattern)
 
 
 class _Run:
@@ -135,9 +118,8 @@ class _Run:
 
     def __init__(self, config: Config, folder: Path, sweep: str | None, command: str) -> None:
         self.config, self.folder, self.sweep, self.command = config, folder, sweep, command
-        self.console = Console(
-            folder / "run.log" if ranks.leads() else None, brief=sweep is not None
-        )
+        log = folder / "run.log" if ranks.leads() else None
+        self.console = Console(log, brief=sweep is not None)
         self.signals = Signals()
         self.alone = False  # a failure that the other ranks do not know of, and wait
         self.loop: Loop | None = None
@@ -148,15 +130,15 @@ class _Run:
         leaves nothing).
         """
         with self.signals:
-            result = self._written(self._outcome())
+            ended = self._written(self._outcome())
             if self.loop is not None:
                 self.loop.task.close()
         if self.alone and ranks.world() > 1:
             raise SystemExit(1)  # torchrun ends them
         # too late for this run, but a sweep has to stop
-        if result["status"] == "finished" and self.signals.caught is not None:
-            return {**result, "status": "interrupted", "signal": self.signals.caught}
-        return result
+        if ended["status"] == "finished" and self.signals.caught is not None:
+            return {**ended, "status": "interrupted", "signal": self.signals.caught}
+        return ended
 
     def _outcome(self) -> dict[str, Any]:
         """Train; what there is to say of it, whatever happened. From then on signals wait."""
@@ -186,51 +168,22 @@ class _Run:
 
     def _written(self, outcome: dict[str, Any]) -> dict[str, Any]:
         """What is in ``result.json`` from now on."""
-        result: dict[str, Any] = _strict(
-            {
-                "status": outcome["status"],
-                "id": identity(self.config),
-                "config": self.config.plain,
-                "metrics": {"final": {}, "best": self.loop.best if self.loop else {}},
-                "sparsity": {},
-                "flops": self.loop.flops_used if self.loop else {},
-                "events": self.loop.events if self.loop else [],
-                "environment": environment.describe(
-                    self.loop.device if self.loop else torch.device("cpu")
-                )
-                | ({"command": self.command} if self.command else {}),
-                "steps": self.loop.total_steps if self.loop else None,
-                "seconds": round(self.loop.seconds, 3) if self.loop else 0.0,
-                "training_seconds": round(self.loop.training_seconds, 3) if self.loop else 0.0,
-                **outcome,
-            }
-        )
-        try:
-            if ranks.leads():
-                if result["status"] == "finished":
-                    result = seal.sealed(result, self.folder)
-                checkpoint.write(self.folder / seal.RESULT, json.dumps(result, indent=2) + "\n")
-        except OSError as error:  # a full disk, say
-            result |= {
-                "status": "failed",
-                "error": f"result.json cannot be written: {error.strerror}",
-            }
+        ended = result.of_outcome(outcome, self.config, self.command, self.loop)
+        ended = result.write(ended, self.folder)
         if self.tracker is not None:
             here = ("id", "config", "files", "sha256")
-            summary = {key: value for key, value in result.items() if key not in here}
-            self.tracker.finish(summary, 0 if result["status"] == "finished" else 1)
-        self._say_result(result)
-        return result
+            summary = {key: value for key, value in ended.items() if key not in here}
+            self.tracker.finish(summary, 0 if ended["status"] == "finished" else 1)
+        result.say(ended, self.folder, self.console, self.loop)
+        return ended
 
     def _train(self) -> dict[str, Any]:
         """Train to the end, with smaller and smaller micro-batches where memory runs out and
         ``trainer.on_oom=halve``.
         """
-        outcome, accumulate, fresh = (
-            None,
-            self.config.trainer.accumulate,
-            not self.config.resume or (self.config.force and not _forced_before(self.folder)),
-        )
+        outcome, trainer = None, self.config.trainer
+        accumulate = trainer.accumulate
+        fresh = not self.config.resume or (self.config.force and not _forced_before(self.folder))
         while outcome is None:
             try:
                 outcome = self._sitting(accumulate, fresh)
@@ -239,13 +192,8 @@ class _Run:
                     raise
                 accumulate, fresh = 2 * self.loop.accumulate, False
                 told = f"step {self.loop.step + 1}: out of memory ({str(error).strip().splitlines()[0]})"
-                # else the other ranks wait for a gradient that never comes
-                alone = ranks.world() == 1
-                if (
-                    self.config.trainer.on_oom != "halve"
-                    or accumulate > self.config.trainer.batch_size
-                    or not alone
-                ):
+                several = ranks.world() > 1  # the others wait for a gradient that never comes
+                if trainer.on_oom != "halve" or accumulate > trainer.batch_size or several:
                     raise RunError(
                         f"{told}. Try trainer.accumulate={accumulate} or trainer.on_oom=halve"
                     ) from error
@@ -265,6 +213,7 @@ class _Run:
             torch.cuda.empty_cache()
 
     def _sitting(self, accumulate: int, fresh: bool) -> dict[str, Any]:
+        """Train from the last checkpoint to the end, or to a signal."""
         config, folder = self.config, self.folder
         state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
         _, wrong = finished(folder)
@@ -272,16 +221,7 @@ class _Run:
         rows = (state or {}).get("rows")
         parts, planned, found = _build(config, state)
         if ranks.leads():
-            if state is None:
-                for name in FILES:
-                    (folder / name).unlink(missing_ok=True)
-                checkpoint.remove_unnamed(folder)
-                shutil.rmtree(folder / "wandb", ignore_errors=True)
-            (folder / "result.json").unlink(missing_ok=True)
-            said = f"# {self.command}\n" if self.command else ""
-            checkpoint.write(
-                folder / "config.yaml", said + OmegaConf.to_yaml(OmegaConf.create(config.plain))
-            )
+            self._begin_files(anew=state is None)
         self.console.say(plan.title(config))
         if complaints:
             self.console.say(f"  {'; '.join(complaints)}")
@@ -297,17 +237,8 @@ class _Run:
             for event in loop.events:
                 self.console.say(f"  {event}")
         else:
-            if any(".parametrizations." in f".{name}" for name in state["model"]):
-                raise RunError(
-                    "checkpoint.pt is of an older nmrun, which kept the dense weights in the model; force=true starts over"
-                )
-            try:
-                loop.load_state_dict(checkpoint.complete(folder, state, loop.model))
-                state = None  # or else it would be kept beside what the loop has
-            except (KeyError, RuntimeError, ValueError, TypeError) as error:
-                raise RunError(
-                    f"checkpoint.pt does not fit this version of the code; force=true starts over ({error})"
-                ) from error
+            _restore(loop, folder, state)
+            state = None  # or else it would be kept beside what the loop has
             self.console.say(f"  goes on at step {loop.step} of {loop.total_steps}")
         loop.accumulate = max(accumulate, loop.accumulate)
         if ranks.leads():
@@ -324,67 +255,33 @@ class _Run:
             while not loop.train(folder, self.tracker, self.signals):
                 if not (alone and self.signals.passed_on()):
                     return self._interrupted(signal.SIGTERM)  # another rank's, if not ours
-        # all that follows can be done again from the last checkpoint
         with self.signals.set("act" if alone else "wait"):
-            return self._last_files(parts, loop)
+            return last_files.write(folder, loop)
 
-    def _last_files(self, parts: Parts, loop: Loop) -> dict[str, Any]:
-        folder, report = self.folder, parts.handle.report()
-        of_dense = loop.evaluate_dense("val") | loop.evaluate_dense("test")
-        weights = loop.finalize()  # from here on, what is evaluated is what is saved
-        final, best = loop.evaluate("val") | loop.evaluate("test") | of_dense, dict(loop.best)
-        if not math.isfinite(final[f"eval/{parts.task.metric}"]):
-            raise RunError(f"the final eval/{parts.task.metric} is not finite")
-        _save_weights(folder / "model.safetensors", loop.held.gathered(weights))
-        if best:
-            _save_weights(folder / "best.safetensors", loop.held.gathered(loop.best_weights))
-            loop.held.load_final_state_dict(loop.best_weights)
-            best |= {"candidates": loop.candidates}
-            best |= loop.evaluate("test")
-        metrics = {"final": final, "best": best}
-        if ranks.leads():
-            (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)
+    def _begin_files(self, anew: bool) -> None:
+        folder = self.folder
+        if anew:
+            for name in FILES:
+                (folder / name).unlink(missing_ok=True)
             checkpoint.remove_unnamed(folder)
-        return {
-            "status": "finished",
-            "metric": parts.task.metric,
-            "metrics": metrics,
-            "notes": dict(parts.task.notes),
-            "signature": dict(parts.task.signature),
-            "sparsity": report,
-        }
+            shutil.rmtree(folder / "wandb", ignore_errors=True)
+        (folder / seal.RESULT).unlink(missing_ok=True)
+        said = f"# {self.command}\n" if self.command else ""
+        plain = OmegaConf.to_yaml(OmegaConf.create(self.config.plain))
+        checkpoint.write(folder / "config.yaml", said + plain)
 
-    def _say_result(self, result: dict[str, Any]) -> None:
-        say = self.console.say
-        if result["status"] == "failed":
-            say(
-                f"nmrun: failed: {result['error']}\n  {self.folder} (run.log has the traceback)",
-                error=True,
-            )
-        elif result["status"] == "interrupted":
-            at = f" at step {self.loop.step} of {self.loop.total_steps}" if self.loop else ""
-            say(
-                f"  interrupted{at}; the same command goes on from the last checkpoint\n  {self.folder}"
-            )
-        else:
-            final, best, layers = (
-                result["metrics"]["final"],
-                result["metrics"]["best"],
-                result["sparsity"]["layers"],
-            )
-            held = sum(layer["holds"] for layer in layers)
-            pattern = (
-                f"; {result['sparsity']['pattern']} holds in {held} of {len(layers)} sparse layers"
-                if layers
-                else ""
-            )
-            metric = result["metric"]
-            say(f"  {metric}: {_both(final, metric)}{pattern}; {result['seconds']:.1f} s")
-            if best:
-                self.console.detail(
-                    f"  best epoch by validation, {best['epoch']}: {_both(best, metric)}"
-                )
-            say(f"  {self.folder}")
+
+def _restore(loop: Loop, folder: Path, state: dict[str, Any]) -> None:
+    if any(".parametrizations." in f".{name}" for name in state["model"]):
+        raise RunError(
+            "checkpoint.pt is of an older nmrun, which kept the dense weights in the model; force=true starts over"
+        )
+    try:
+        loop.load_state_dict(checkpoint.complete(folder, state, loop.model))
+    except (KeyError, RuntimeError, ValueError, TypeError) as error:
+        raise RunError(
+            f"checkpoint.pt does not fit this version of the code; force=true starts over ({error})"
+        ) from error
 
 
 def _forced_before(folder: Path) -> bool:
@@ -398,27 +295,5 @@ def _forced_before(folder: Path) -> bool:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(
-        error
-    )
-
-
-def _both(metrics: dict[str, float], metric: str) -> str:
-    splits = {"test": "test", "validation": "eval"}
-    found = {word: metrics.get(f"{split}/{metric}") for word, split in splits.items()}
-    return ", ".join(f"{word} {value:.4f}" for word, value in found.items() if value is not None)
-
-
-def _save_weights(path: Path, weights: dict[str, Tensor]) -> None:
-    if ranks.leads():
-        with checkpoint.replaced(path) as partial:
-            save_file(weights, partial)
-
-
-def _strict(value: Any) -> Any:
-    """Plain data that every JSON reader accepts: numbers that are not finite become null."""
-    if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or "DefaultCPUAllocator" in str(error)

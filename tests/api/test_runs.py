@@ -92,14 +92,14 @@ def test_an_interrupted_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     from nmrun.train.loop import Loop
 
     whole = nmrun.run(SHORT, output_dir="whole")
-    step, sent = Loop._train_step, list[None]()
+    step, sent = Loop.train_step, list[None]()
 
     def interrupted(self: Loop, *where: Any, **how: Any) -> Any:
         if self.step == 3 and not sent:
             sent.append(os.kill(os.getpid(), signal.SIGINT))
         return step(self, *where, **how)
 
-    monkeypatch.setattr(Loop, "_train_step", interrupted)
+    monkeypatch.setattr(Loop, "train_step", interrupted)
     before = process()
     with pytest.raises(KeyboardInterrupt):
         nmrun.run(SHORT)

@@ -398,7 +398,7 @@ def test_fine_tuning_that_was_cut_off_ends_with_the_same_bits(
         for name in ("alone", "cut")
     )
     assert runner.run(alone, run_folder(alone))["status"] == "finished"
-    original = Loop._train_step
+    original = Loop.train_step
 
     def dying(loop: Loop, *args: Any, **kwargs: Any) -> None:
         if loop.step == 7:
@@ -406,7 +406,7 @@ def test_fine_tuning_that_was_cut_off_ends_with_the_same_bits(
         original(loop, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_train_step", dying)
+        patch.setattr(Loop, "train_step", dying)
         assert runner.run(cut, run_folder(cut))["status"] == "interrupted"
     assert runner.run(cut, run_folder(cut))["status"] == "finished"
     assert (run_folder(cut) / "model.safetensors").read_bytes() == (

@@ -557,7 +557,7 @@ def test_resumed_in_the_middle_the_bits_are_the_same(tmp_path, monkeypatch):
     config = runs.config(tmp_path / "out", *TEXT, *data, "trainer.epochs=2")
     runner.run(config, tmp_path / "whole")
 
-    step = Loop._train_step
+    step = Loop.train_step
 
     def stopped(loop, *arguments, **options):
         step(loop, *arguments, **options)
@@ -565,7 +565,7 @@ def test_resumed_in_the_middle_the_bits_are_the_same(tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_train_step", stopped)
+        patch.setattr(Loop, "train_step", stopped)
         assert runner.run(config, tmp_path / "cut")["status"] == "interrupted"
     torch.manual_seed(99)
     assert runner.run(config, tmp_path / "cut")["status"] == "finished"

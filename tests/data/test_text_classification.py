@@ -295,7 +295,7 @@ def test_a_run_that_was_cut_off_ends_with_the_same_bits(
     overrides = (*SMALL, f"recipe={recipe}", "trainer.accumulate=2")
     alone, cut = config(tmp_path / "alone", *overrides), config(tmp_path / "cut", *overrides)
     assert runner.run(alone, run_folder(alone))["status"] == "finished"
-    original = Loop._train_step
+    original = Loop.train_step
 
     def dying(loop: Loop, *args: Any, **kwargs: Any) -> None:
         if loop.step == 7:
@@ -303,7 +303,7 @@ def test_a_run_that_was_cut_off_ends_with_the_same_bits(
         original(loop, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_train_step", dying)
+        patch.setattr(Loop, "train_step", dying)
         assert runner.run(cut, run_folder(cut))["status"] == "interrupted"
     assert runner.run(cut, run_folder(cut))["status"] == "finished"
     for name in ("model.safetensors", "best.safetensors"):

@@ -28,7 +28,8 @@ from nmrun.data.copy_reverse import Vocabulary
 from nmrun.data.translation import detokenizer
 from nmrun.errors import ConfigError
 from nmrun.tasks.fairseq_import import fairseq
-from nmrun.tasks.translation import Corpus, Translation, corpus_bleu
+from nmrun.tasks.sentences import Corpus
+from nmrun.tasks.translation import Translation, corpus_bleu
 from nmrun.train import runner
 from nmrun.train.loop import Loop
 from nmrun.train.schedules import inverse_sqrt_factor
@@ -639,7 +640,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
         made = config(tmp_path / name, *options)
         folder = run_folder(made)
         if name == "cut":
-            step, calls = Loop._train_step, itertools.count(1)
+            step, calls = Loop.train_step, itertools.count(1)
 
             def dying(
                 self: Loop, *args: Any, step: Any = step, calls: Any = calls, **kwargs: Any
@@ -649,7 +650,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
                 step(self, *args, **kwargs)
 
             with monkeypatch.context() as patch:
-                patch.setattr(Loop, "_train_step", dying)
+                patch.setattr(Loop, "train_step", dying)
                 assert runner.run(made, folder)["status"] == "interrupted"
         result = runner.run(made, folder)
         assert result["status"] == "finished", result

@@ -502,7 +502,7 @@ def test_a_run_cut_off_ends_with_the_same_bits(
         config(tmp_path / name, f"dataset={dataset}", *options) for name in ("alone", "broken")
     )
     assert runner.run(alone, run_folder(alone))["status"] == "finished"
-    original, calls = Loop._train_step, []
+    original, calls = Loop.train_step, []
 
     def dying(self: Loop, *args: Any, **kwargs: Any) -> None:
         calls.append(1)
@@ -510,7 +510,7 @@ def test_a_run_cut_off_ends_with_the_same_bits(
             raise KeyboardInterrupt
         original(self, *args, **kwargs)
 
-    monkeypatch.setattr(Loop, "_train_step", dying)
+    monkeypatch.setattr(Loop, "train_step", dying)
     statuses = [runner.run(broken, run_folder(broken))["status"] for _ in range(3)]
     assert statuses == ["interrupted", "interrupted", "finished"]
     assert rows(run_folder(alone)) == rows(run_folder(broken))
@@ -600,7 +600,7 @@ def test_a_signal_to_all_processes_ends_a_run_in_order(
         *("dataset.val_size=6", "trainer.batch_size=5", "dataset.workers=2"),
     )
     made, alone = (config(tmp_path / name, *options) for name in ("cut", "alone"))
-    original, readers = Loop._train_step, list[Any]()
+    original, readers = Loop.train_step, list[Any]()
     before = multiprocessing.active_children()  # of other tests
 
     def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
@@ -611,7 +611,7 @@ def test_a_signal_to_all_processes_ends_a_run_in_order(
         original(loop, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_train_step", signalled)
+        patch.setattr(Loop, "train_step", signalled)
         result = runner.run(made, run_folder(made))
     assert (result["status"], result.get("signal")) == ("interrupted", signal.SIGTERM)
     assert len(readers) == 2

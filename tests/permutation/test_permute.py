@@ -707,7 +707,7 @@ def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(
             result["events"],
         )
 
-    original = Loop._train_step
+    original = Loop.train_step
     alone = outcome(tmp_path / "alone")
     for step in (5, 7, 10):
         made = config(tmp_path / f"cut{step}", *overrides)
@@ -719,7 +719,7 @@ def test_a_run_killed_around_the_pruning_ends_with_the_same_bits(
             return first
 
         with monkeypatch.context() as patch:
-            patch.setattr(Loop, "_train_step", dying)
+            patch.setattr(Loop, "train_step", dying)
             with pytest.raises(Killed):
                 runner.run(made, run_folder(made))
         assert outcome(tmp_path / f"cut{step}") == alone

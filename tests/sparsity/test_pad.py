@@ -571,8 +571,8 @@ def test_a_run_that_is_cut_off_ends_the_same(
     density = (8 * 4 + 9 * 4) / (8 * 10 + 9 * 8)
     assert result["sparsity"]["density"] == pytest.approx(density)
     with monkeypatch.context() as patch:
-        step, calls = Loop._train_step, list[int]()
-        patch.setattr(Loop, "_train_step", dying)
+        step, calls = Loop.train_step, list[int]()
+        patch.setattr(Loop, "train_step", dying)
         with pytest.raises(Killed):
             runner.run(cut, run_folder(cut))
     assert runner.run(cut, run_folder(cut))["status"] == "finished"

@@ -28,7 +28,7 @@ def test_the_final_weights_are_the_mean_of_the_last_epochs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
     seen: list[dict[str, torch.Tensor]] = []
-    step = Loop._train_step
+    step = Loop.train_step
 
     def watched(self: Loop, *args: Any, **kwargs: Any) -> None:
         step(self, *args, **kwargs)
@@ -37,7 +37,7 @@ def test_the_final_weights_are_the_mean_of_the_last_epochs(
             plain = dict(self.model.named_parameters())
             seen.append({name: tensor.detach().clone() for name, tensor in (plain | dense).items()})
 
-    monkeypatch.setattr(Loop, "_train_step", watched)
+    monkeypatch.setattr(Loop, "train_step", watched)
     made = config(
         tmp_path, f"recipe={recipe}", f"trainer.average={LAST}", f"trainer.epochs={EPOCHS}"
     )
@@ -59,7 +59,7 @@ def test_an_interrupted_run_has_the_same_mean(
     found = []
     for name, cut in (("alone", 0), ("cut", 11)):  # in the last epoch, when one was added already
         made = config(tmp_path / name, "recipe=step", "recipe.switch=0.5", "trainer.average=2")
-        step = Loop._train_step
+        step = Loop.train_step
 
         def dying(self: Loop, *args: Any, cut: int = cut, step: Any = step, **kwargs: Any) -> None:
             if self.step == cut - 1:
@@ -68,7 +68,7 @@ def test_an_interrupted_run_has_the_same_mean(
 
         if cut:
             with monkeypatch.context() as patch:
-                patch.setattr(Loop, "_train_step", dying)
+                patch.setattr(Loop, "train_step", dying)
                 assert runner.run(made, run_folder(made))["status"] == "interrupted"
         assert runner.run(made, run_folder(made))["status"] == "finished"
         found.append((run_folder(made) / "model.safetensors").read_bytes())

@@ -129,12 +129,12 @@ def test_a_rank_that_fails_alone_ends_the_run(tmp_path: Path) -> None:
         "import sys\n"
         "from nmrun import cli, ranks\n"
         "from nmrun.train.loop import Loop\n"
-        "step = Loop._train_step\n"
+        "step = Loop.train_step\n"
         "def broken(loop, *args, **kwargs):\n"
         "    if ranks.rank() == 1 and loop.step == 5:\n"
         "        raise ValueError('a broken disk')\n"
         "    step(loop, *args, **kwargs)\n"
-        "Loop._train_step = broken\n"
+        "Loop.train_step = broken\n"
         "sys.exit(cli.main())\n"
     )
     words = [*TINY, "recipe=ste", f"output_dir={tmp_path}"]

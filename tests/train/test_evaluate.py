@@ -31,12 +31,14 @@ def test_metrics_are_of_the_weights_that_were_asked_for(mode: str, tmp_path: Pat
             twin.get_parameter(weight.name).copy_(weight.dense)
         of_dense = parts.task.evaluate(twin, "val")
     assert of_sparse["loss"] != of_dense["loss"]
-    row = loop._evaluation_row(1, Signals())
+    row = loop.evaluation.row(1, Signals())
     wanted = of_dense if mode == "dense" else of_sparse
     assert {key: row[f"eval/{key}"] for key in wanted} == pytest.approx(wanted)
     beside = {key.removeprefix("eval/dense/"): v for key, v in row.items() if "dense/" in key}
     assert beside == pytest.approx(of_dense if mode == "both" else {})
-    assert bool(loop.best) == (mode != "dense")  # best.safetensors is N:M, and was not evaluated
+    assert bool(loop.evaluation.best) == (
+        mode != "dense"
+    )  # best.safetensors is N:M, and was not evaluated
 
 
 @pytest.mark.parametrize("recipe", ["dense", "asp", "sr_ste", "t_sr_ste"])

@@ -109,7 +109,7 @@ def test_a_file_that_does_not_fit(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_from_some_step_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made, original, full = config(tmp_path), Loop._train_step, []
+    made, original, full = config(tmp_path), Loop.train_step, []
 
     def step(loop: Loop, *args: Any, **kwargs: Any) -> None:
         original(loop, *args, **kwargs)
@@ -127,7 +127,7 @@ def test_a_disk_that_is_full_from_some_step_on(
         return opened(path, mode, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_train_step", step)
+        patch.setattr(Loop, "train_step", step)
         patch.setattr(os, "fsync", fsync)
         patch.setattr(Path, "open", appending)
         result = runner.run(made, run_folder(made))
@@ -200,7 +200,7 @@ def test_a_batch_of_one_image_cannot_be_halved(
     def never(*_: object, **__: object) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(Loop, "_train_step", never)
+    monkeypatch.setattr(Loop, "train_step", never)
     made = config(tmp_path, "trainer.on_oom=halve")
     result = runner.run(made, run_folder(made))
     assert result["status"] == "failed"

@@ -189,14 +189,14 @@ def test_a_step_that_loss_scaling_skips_did_not_happen(tmp_path: Path) -> None:
 
     def prepare(loop: Loop) -> None:
         with_scale(2.0**30)(loop)
-        original = loop._train_step
+        original = loop.train_step
 
         def watched(*args: Any, **kwargs: Any) -> None:
             original(*args, **kwargs)
             same = all(torch.equal(start[name], now) for name, now in weights(loop).items())
             seen.append((loop.updates, loop.handle.recipe.step, same))
 
-        loop._train_step = watched  # type: ignore[method-assign]
+        loop.train_step = watched  # type: ignore[method-assign]
 
     loop, logged = trained(with_trainer(made, epochs=12), tmp_path, prepare)
     updates = [number for number, _, _ in seen]
@@ -268,12 +268,12 @@ def test_the_best_evaluation_counts_only_while_sparse(
     )
     switch = {"step": ["recipe.switch=0.58"], "asp": ["recipe.prune_at=0.58"]}.get(recipe, [])
     loop, logged = trained(config(tmp_path, f"recipe={recipe}", *switch), tmp_path)
-    assert loop.best == {
+    assert loop.evaluation.best == {
         "eval/loss": 1.0,
         "eval/accuracy": [0.9, 0.8, 0.7, 0.6][expected - 1],
         "epoch": expected,
     }
-    assert loop.candidates == 5 - expected
+    assert loop.evaluation.candidates == 5 - expected
     if recipe != "dense":
         holds = [row["sparsity/holds"] for row in logged if "sparsity/holds" in row]
         assert holds == [0.0] * (expected - 1) + [1.0] * (5 - expected)
@@ -334,7 +334,7 @@ def failure(made: Config, folder: Path, prepare: Any = None) -> str:
 
 def test_overflow_names_step_and_layer_and_says_what_to_try(tmp_path: Path) -> None:
     def prepare(loop: Loop) -> None:
-        original = loop._train_step
+        original = loop.train_step
 
         def sabotaged(*args: Any, **kwargs: Any) -> None:
             if loop.step == 4:
@@ -342,7 +342,7 @@ def test_overflow_names_step_and_layer_and_says_what_to_try(tmp_path: Path) -> N
                     loop.model.inner[1].weight.fill_(3e38)  # type: ignore[index,union-attr,operator]
             original(*args, **kwargs)
 
-        loop._train_step = sabotaged  # type: ignore[method-assign]
+        loop.train_step = sabotaged  # type: ignore[method-assign]
 
     said = failure(config(tmp_path, "recipe=ste"), tmp_path, prepare)
     assert said.startswith("step 5: the loss is ")
@@ -415,7 +415,7 @@ def test_losses_read_late_still_tell_the_step(tmp_path: Path) -> None:
     loop.logged_step, loop.step = 4, 8
     loop.losses = [torch.tensor(x) for x in (1.0, 0.9, math.nan, math.nan)]
     with pytest.raises(RunError, match=r"^step 7: the loss is nan"):
-        loop._check_losses()
+        loop.check_losses()
 
 
 def test_parts_of_the_build(tmp_path: Path) -> None:
@@ -483,7 +483,7 @@ def test_the_head_has_a_learning_rate_of_its_own(optimizer: str, tmp_path: Path)
         )
         loop = Loop(made, build.build(made), Console(None))
         before = weights(loop)
-        loop._train_step(0, 0, measure_flips=False)
+        loop.train_step(0, 0, measure_flips=False)
         moved.append({name: weight - before[name] for name, weight in weights(loop).items()})
     for name, delta in moved[0].items():
         factor = 20.0 if name.startswith("head.") else 1.0

@@ -16,7 +16,9 @@ from nmrun.errors import ConfigError
 from nmrun.train import pace, runner
 from nmrun.train.build import build
 from nmrun.train.console import Console
+from nmrun.train.evaluation import Evaluation
 from nmrun.train.loop import Loop
+from nmrun.train.steps import Steps
 
 BUDGET = "trainer.budget=seconds:2"
 DENSE, SPARSE, EVALUATION, FIRST = 0.01, 0.03, 5.0, 9.0
@@ -29,25 +31,25 @@ class Clock:
         self.now = 0.0
         self.trained = 0  # steps of the loop at work
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-        step, evaluate, build = Loop._train_step, Loop.evaluate, Loop.__init__
+        step, evaluate, build = Steps.train_step, Evaluation.evaluate, Steps.__init__
 
-        def init(loop: Loop, *args: Any) -> None:
+        def init(loop: Steps, *args: Any) -> None:
             build(loop, *args)
             self.trained = 0
 
-        def train_step(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        def train_step(loop: Steps, *args: Any, **kwargs: Any) -> None:
             dense = loop.handle.phase == "dense"
             step(loop, *args, **kwargs)
             self.now += FIRST if self.trained == 0 else DENSE if dense else SPARSE
             self.trained += 1
 
-        def evaluated(loop: Loop, split: str) -> dict[str, float]:
+        def evaluated(evaluation: Evaluation, split: str) -> dict[str, float]:
             self.now += EVALUATION
-            return evaluate(loop, split)
+            return evaluate(evaluation, split)
 
-        monkeypatch.setattr(Loop, "__init__", init)
-        monkeypatch.setattr(Loop, "_train_step", train_step)
-        monkeypatch.setattr(Loop, "evaluate", evaluated)
+        monkeypatch.setattr(Steps, "__init__", init)
+        monkeypatch.setattr(Steps, "train_step", train_step)
+        monkeypatch.setattr(Evaluation, "evaluate", evaluated)
 
 
 @pytest.fixture

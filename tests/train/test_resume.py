@@ -24,7 +24,8 @@ from nmrun.config.identity import run_folder
 from nmrun.config.schema import Config
 from nmrun.models.small_conv import SmallConv
 from nmrun.tasks.vision import Classification
-from nmrun.train import checkpoint, runner
+from nmrun.train import checkpoint, last_files, runner
+from nmrun.train.evaluation import Evaluation
 from nmrun.train.loop import Loop
 
 # 12 steps, checkpoints after 3, 6, 9 and 12; STEP switches and ASP prunes after step 7
@@ -130,7 +131,7 @@ def test_killed_after_a_step(
     recipe: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = make(tmp_path, recipe)
-    cut(monkeypatch, made, Loop, "_train_step", step)
+    cut(monkeypatch, made, Loop, "train_step", step)
     assert outcome(made) == left_alone(tmp_path, recipe)
 
 
@@ -140,7 +141,7 @@ def test_killed_again_and_again(
 ) -> None:
     made = make(tmp_path, recipe)
     for _ in range(3):
-        cut(monkeypatch, made, Loop, "_train_step", 4)  # three steps forward, one back
+        cut(monkeypatch, made, Loop, "train_step", 4)  # three steps forward, one back
     assert outcome(made) == left_alone(tmp_path, recipe)
 
 
@@ -150,8 +151,8 @@ def test_killed_again_and_again(
         (os, "replace", 3, True),  # the checkpoint is written, not yet in place
         (os, "replace", 3, False),
         (checkpoint, "save", 4, False),  # trained to the end, not evaluated
-        (Loop, "evaluate", 6, False),
-        (runner, "_save_weights", 1, False),
+        (Evaluation, "evaluate", 6, False),
+        (last_files, "save_weights", 1, False),
     ],
 )
 def test_killed_at_an_awkward_moment(
@@ -164,7 +165,7 @@ def test_killed_at_an_awkward_moment(
 
 def test_killed_while_writing_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make(tmp_path, "ste")
-    cut(monkeypatch, made, Loop, "_train_step", 8)
+    cut(monkeypatch, made, Loop, "train_step", 8)
     metrics = run_folder(made) / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 8, "epo')
     assert outcome(made) == left_alone(tmp_path, "ste")
@@ -175,7 +176,7 @@ def test_killed_while_writing_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_signal_saves_between_epochs_too(
     number: signal.Signals, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, original = make(tmp_path, "step"), Loop._train_step
+    made, original = make(tmp_path, "step"), Loop.train_step
 
     def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
         original(loop, *args, **kwargs)
@@ -183,7 +184,7 @@ def test_a_signal_saves_between_epochs_too(
             os.kill(os.getpid(), number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_train_step", signalled)
+        patch.setattr(Loop, "train_step", signalled)
         result = runner.run(made, run_folder(made))
     assert (result["status"], result["signal"]) == ("interrupted", number)
     state = checkpoint.load(run_folder(made) / "checkpoint.pt")
@@ -199,8 +200,8 @@ def test_a_signal_saves_between_epochs_too(
         (Classification, "evaluate", 4, 12),  # of the last step
         (Classification, "evaluate", 5, 12),  # of the final weights
         (Classification, "evaluate", 7, 12),  # of the best
-        (runner, "_save_weights", 1, 12),
-        (runner, "_save_weights", 2, 12),
+        (last_files, "save_weights", 1, 12),
+        (last_files, "save_weights", 2, 12),
     ],
 )
 def test_a_signal_stops_evaluations_and_the_last_files(
@@ -250,7 +251,7 @@ def test_a_signal_comes_while_an_error_is_on_its_way(
 
     made = make(tmp_path, "ste")
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_train_step", broken)
+        patch.setattr(Loop, "train_step", broken)
         result = runner.run(made, run_folder(made))
     assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
     assert "error" not in result
@@ -261,7 +262,7 @@ def test_a_launcher_s_handler_is_called_when_all_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """submitit's, for instance, which puts the job into the queue again and exits; others return."""
-    made, original, saved = make(tmp_path, "step"), Loop._train_step, []
+    made, original, saved = make(tmp_path, "step"), Loop.train_step, []
 
     def handler(number: int, frame: Any) -> None:
         state = checkpoint.load(run_folder(made) / "checkpoint.pt")
@@ -277,7 +278,7 @@ def test_a_launcher_s_handler_is_called_when_all_is_saved(
     former = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGUSR2)}
     try:
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(Loop, "_train_step", signalled)
+            patch.setattr(Loop, "train_step", signalled)
             runner.run(made, run_folder(made))
     finally:
         for number, before in former.items():
@@ -290,7 +291,7 @@ def test_a_signal_that_is_sent_twice_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """timeout(1) sends it to the process and to its group."""
-    made, original = make(tmp_path, "ste"), Loop._train_step
+    made, original = make(tmp_path, "ste"), Loop.train_step
 
     def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
         original(loop, *args, **kwargs)
@@ -298,7 +299,7 @@ def test_a_signal_that_is_sent_twice_is_one(
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_train_step", signalled)
+        patch.setattr(Loop, "train_step", signalled)
         assert runner.run(made, run_folder(made))["signal"] == signal.SIGTERM
     assert outcome(made) == left_alone(tmp_path, "ste")
 
@@ -307,7 +308,7 @@ def test_a_process_that_a_run_has_forked_ends_as_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pool of a data set of one's own, which ends its processes by SIGTERM."""
-    original, codes = Loop._train_step, list[int]()
+    original, codes = Loop.train_step, list[int]()
 
     def forking(loop: Loop, *args: Any, **kwargs: Any) -> None:
         original(loop, *args, **kwargs)
@@ -324,7 +325,7 @@ def test_a_process_that_a_run_has_forked_ends_as_ever(
 
     made, alone = make(tmp_path, "ste"), left_alone(tmp_path, "ste")
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "_train_step", forking)
+        patch.setattr(Loop, "train_step", forking)
         assert outcome(made) == alone
     assert codes == [signal.SIGTERM]
 
@@ -350,7 +351,7 @@ def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     made = make(tmp_path, "ste")
-    cut(monkeypatch, made, Loop, "_train_step", 8)  # the checkpoint is of step 6
+    cut(monkeypatch, made, Loop, "train_step", 8)  # the checkpoint is of step 6
     metrics = run_folder(made) / "metrics.jsonl"
     lines = metrics.read_bytes().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [2, 3, 4, 6]
@@ -376,7 +377,7 @@ def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(
 
 def test_loss_scaling_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = make(tmp_path, "sr_ste", "trainer.precision=fp16")
-    cut(monkeypatch, made, Loop, "_train_step", 8)
+    cut(monkeypatch, made, Loop, "train_step", 8)
     assert outcome(made) == left_alone(tmp_path, "sr_ste", "trainer.precision=fp16")
 
 
@@ -405,7 +406,7 @@ def test_a_damaged_checkpoint_costs_a_line_and_the_steps_since_the_one_before(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     made = make(tmp_path, "ste")
-    cut(monkeypatch, made, Loop, "_train_step", 8)
+    cut(monkeypatch, made, Loop, "train_step", 8)
     for name in ("checkpoint.pt", "checkpoint.previous.pt")[: 1 + both]:
         path = run_folder(made) / name
         data = path.read_bytes()
@@ -432,7 +433,7 @@ def test_resume_false_starts_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = make(tmp_path, "ste")
-    cut(monkeypatch, made, Loop, "_train_step", 8)
+    cut(monkeypatch, made, Loop, "train_step", 8)
     capsys.readouterr()
     assert outcome(make(tmp_path, "ste", "resume=false")) == left_alone(tmp_path, "ste")
     assert "goes on at" not in capsys.readouterr().out

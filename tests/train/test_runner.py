@@ -30,7 +30,7 @@ from nmrun.models.small_conv import SmallConv
 from nmrun.recipes.asp import ASP
 from nmrun.sparsity import check_nm
 from nmrun.tasks.vision import Classification
-from nmrun.train import build, flops, plan, runner
+from nmrun.train import build, flops, last_files, plan, runner
 from nmrun.train.console import Console
 from nmrun.train.loop import Loop
 
@@ -211,14 +211,14 @@ def test_a_weight_that_is_not_finite_is_never_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though no loss tells: the evaluation does not see it."""
-    original = Loop._train_step
+    original = Loop.train_step
 
     def last(loop: Loop, *args: Any, **kwargs: Any) -> None:
         original(loop, *args, **kwargs)
         if loop.step == 12:
             dict(loop.model.named_parameters())["head.bias"].data[3] = math.inf
 
-    monkeypatch.setattr(Loop, "_train_step", last)
+    monkeypatch.setattr(Loop, "train_step", last)
     monkeypatch.setattr(Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": 0.5})
     made = config(tmp_path, "recipe=dense")
     result = run(made)
@@ -322,7 +322,7 @@ def test_a_forced_run_that_was_cut_off_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain, forced = (config(tmp_path, "recipe=ste", *words) for words in ((), ("force=true",)))
-    original = Loop._train_step
+    original = Loop.train_step
 
     def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
         original(loop, *args, **kwargs)
@@ -336,7 +336,7 @@ def test_a_forced_run_that_was_cut_off_goes_on(
 
     def cut(made: Config) -> bool:
         with monkeypatch.context() as patch:
-            patch.setattr(Loop, "_train_step", signalled)
+            patch.setattr(Loop, "train_step", signalled)
             return went_on(made)
 
     assert not cut(plain)
@@ -407,7 +407,7 @@ def test_a_second_signal_acts_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
         os.kill(os.getpid(), 2)
         pytest.fail("went on after the second one")
 
-    monkeypatch.setattr(Loop, "_train_step", twice)
+    monkeypatch.setattr(Loop, "train_step", twice)
     # a shell starts what runs in the background with it ignored
     former = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -462,7 +462,7 @@ def test_a_checkpoint_of_another_model_is_not_forced_in(
 
     made = config(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_save_weights", interrupted)
+        patch.setattr(last_files, "save_weights", interrupted)
         run(made)
     monkeypatch.setattr(
         models, "build", lambda config, inputs: SmallConv(**inputs, channels=[4, 4, 4, 4])
@@ -482,7 +482,7 @@ def test_a_checkpoint_of_an_older_version_is_told_in_a_line(
 
     made = config(tmp_path, "recipe=ste")
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_save_weights", interrupted)
+        patch.setattr(last_files, "save_weights", interrupted)
         run(made)
     path = run_folder(made) / "checkpoint.pt"
     state = torch.load(path, weights_only=True)

@@ -24,7 +24,7 @@ from nmrun.tasks import augment
 from nmrun.tasks.augment import Augment
 from nmrun.tasks.base import Adopted, Task, turns
 from nmrun.tasks.image_stream import ImageStream, _Files
-from nmrun.tasks.translation import Corpus
+from nmrun.tasks.sentences import Corpus
 from nmrun.tasks.vision import Classification
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
