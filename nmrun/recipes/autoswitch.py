@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nmrun.optim import Adam
+from nmrun.optim import Adam, second_moment
 from nmrun.recipes.switch import Switch
 from nmrun.sparsity.shards import summed
 from nmrun.sparsity.weight import SparseWeight
@@ -77,11 +77,11 @@ class AutoSwitch(Switch):
         count = sum(weight.shape.numel() for weight in weights if weight.grad is not None)
         if not count:
             return
-        *sums, _ = adam.second_moment_change(parameters, logs=self.geometric)
+        *sums, _ = second_moment.change(adam, parameters, logs=self.geometric)
         total, logs, nonzero = summed(weights, torch.stack(sums)).unbind()
         self.keep((logs / nonzero).exp().nan_to_num(0.0) if self.geometric else total / count)
         if self.threshold is not None:
-            total = summed(weights, adam.second_moment_sum(parameters))
+            total = summed(weights, second_moment.total(adam, parameters))
             self.size = self.rest * total / count
 
     def measure(self) -> Tensor:

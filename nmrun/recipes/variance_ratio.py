@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from nmrun.optim import Adam
+from nmrun.optim import Adam, second_moment
 from nmrun.recipes.switch import Switch, steps_of
 from nmrun.sparsity.shards import summed
 from nmrun.sparsity.weight import SparseWeight
@@ -29,7 +29,7 @@ class VarianceRatio(Switch):
         return steps_of(beta2) + 1
 
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
-        self.keep(summed(weights, adam.second_moment_sum([w.parameter for w in weights])))
+        self.keep(summed(weights, second_moment.total(adam, [w.parameter for w in weights])))
 
     def measure(self) -> Tensor:
         oldest, newest = self.samples % len(self.window), (self.samples - 1) % len(self.window)

@@ -1,11 +1,7 @@
-"""Adam and AdamW whose second moment can be frozen and that carry out a rule in their own pass;
-SGD. Where nothing is compiled, none of them imports torch's compiler.
-"""
+"""Adam and AdamW whose second moment can be frozen and that carry out a rule in their own pass."""
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -15,44 +11,14 @@ from torch import Tensor
 from nmrun.kernels.adam import OnePass
 from nmrun.kernels.layout import local
 from nmrun.kernels.operands import Update, decoupled
-from nmrun.kernels.uncompiled import uncompiled
+from nmrun.optim.loss_scaling import skipped_by_loss_scaling
+from nmrun.optim.stock import Uncompiled, stock_step
 from nmrun.ranks import part_like
 
 EPS_MODES = ("inside", "outside", "floor")
 
 
-def _uncompiled(method: Callable[..., Any]) -> Any:
-    """A method of torch's optimizer without torch's own wrapper, which keeps ``torch.compile`` out
-    as well, but imports it."""
-    return uncompiled(getattr(method, "__wrapped__", method))
-
-
-class _Uncompiled(torch.optim.Optimizer):
-    """An optimizer that leaves torch's compiler alone where nothing is compiled: torch's own ones
-    import it when they are made and when they step, which takes a second.
-    """
-
-    add_param_group = _uncompiled(torch.optim.Optimizer.add_param_group)
-    zero_grad = _uncompiled(torch.optim.Optimizer.zero_grad)
-    state_dict = _uncompiled(torch.optim.Optimizer.state_dict)
-    load_state_dict = _uncompiled(torch.optim.Optimizer.load_state_dict)
-
-
-class SGD(_Uncompiled, torch.optim.SGD):
-    """``torch.optim.SGD``, which does not import torch's compiler where nothing is compiled."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do one optimizer step, as ``torch.optim.SGD.step``."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        _stock_step(self, torch.optim.SGD)
-        return loss
-
-
-class Adam(_Uncompiled, torch.optim.Adam):
+class Adam(Uncompiled, torch.optim.Adam):
     """``torch.optim.Adam`` (coupled weight decay) whose second moment can be frozen.
 
     Arguments, state and results are those of ``torch.optim.Adam``. After
@@ -194,14 +160,14 @@ class Adam(_Uncompiled, torch.optim.Adam):
         for p, _ in done:
             p.grad = None  # the stock step passes over parameters without a gradient
         try:
-            _stock_step(self, torch.optim.Adam)
+            stock_step(self, torch.optim.Adam)
         finally:
             for p, grad in done:
                 p.grad = grad
         return loss
 
     def _frozen_step(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        grads = self._gradients(group, params)
+        grads = gradients(group, params)
         states = [self.state[p] for p in params]
         weights = [local(p.detach()) for p in params]
         moments = [local(s["exp_avg"]) for s in states]
@@ -233,81 +199,6 @@ class Adam(_Uncompiled, torch.optim.Adam):
         if self._one_pass is not None:
             self._one_pass.forget()
 
-    @torch.no_grad()
-    def second_moment_change(
-        self, params: Iterable[Tensor], logs: bool = True
-    ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Compute how far :meth:`step` would move the second moment: AutoSwitch's sample.
-
-        From the gradients as they are, ``dv = (1 - beta2) (g^2 - v)``, so no copy of v is needed.
-
-        Args:
-            params: parameters of this optimizer; those without a gradient do not count.
-            logs: compute the second and third result, which take most of the time.
-
-        Returns:
-            Over all coordinates, ``sum |dv|``, ``sum log |dv|`` where dv is not 0, the number of
-            coordinates where dv is not 0, and the number of all. The first three are 0-dimensional
-            float64 tensors on the gradients' device, without synchronisation; the second and third
-            are 0 with ``logs=False``.
-        """
-        wanted = {id(p) for p in params}
-        total: list[Tensor] = []
-        log_sum: list[Tensor] = []
-        nonzero: list[Tensor] = []
-        count = 0
-        for group in self.param_groups:
-            chosen = [p for p in group["params"] if id(p) in wanted and p.grad is not None]
-            if not chosen:
-                continue
-            rest = 1 - group["betas"][1]
-            for p, grad in zip(chosen, self._gradients(group, chosen), strict=True):
-                v = self.state.get(p, {}).get("exp_avg_sq")
-                v = None if v is None else local(v)
-                change = (
-                    grad.square() if v is None else torch.addcmul(v, grad, grad, value=-1).abs_()
-                )
-                total.append(change.sum().double() * rest)
-                if logs:
-                    moved = change > 0
-                    nonzero.append(moved.sum().double())
-                    logs_of_moved = torch.where(moved, change, 1.0).log().sum(dtype=torch.float64)
-                    log_sum.append(logs_of_moved + nonzero[-1] * math.log(rest))
-                count += grad.numel()
-        zero = torch.zeros((), dtype=torch.float64, device=total[0].device if total else None)
-        sums = [torch.stack(parts).sum() if parts else zero for parts in (total, log_sum, nonzero)]
-        return sums[0], sums[1], sums[2], count
-
-    def second_moment_sum(self, params: Iterable[Tensor]) -> Tensor:
-        """The sum of v over all coordinates of ``params`` as :meth:`step` would leave it with the
-        gradients as they are: 0-dimensional, float64, on their device. Parameters without a
-        gradient keep the v that they have.
-        """
-        wanted, sums = {id(p) for p in params}, []
-        for group in self.param_groups:
-            chosen = [p for p in group["params"] if id(p) in wanted]
-            beta2 = group["betas"][1]
-            stepped = [p for p in chosen if p.grad is not None]
-            for p in chosen:
-                if (v := self.state.get(p, {}).get("exp_avg_sq")) is not None:
-                    sums.append(local(v).sum().double() * (1.0 if p.grad is None else beta2))
-            for grad in self._gradients(group, stepped):
-                sums.append(grad.square().sum().double() * (1 - beta2))
-        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.float64)
-
-    def _gradients(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
-        """Return gradients as Adam's moments see them: with the sign and coupled weight decay."""
-        grads = [local(p.grad) for p in params if p.grad is not None]
-        if group["maximize"]:
-            grads = list(torch._foreach_neg(grads))
-        if group["weight_decay"] and not decoupled(group):
-            grads = list(
-                torch._foreach_add(
-                    grads, [local(p.detach()) for p in params], alpha=group["weight_decay"]
-                )
-            )
-        return grads
-
 
 class AdamW(Adam):
     """``torch.optim.AdamW`` (decoupled weight decay, default 1e-2) with what :class:`Adam` adds."""
@@ -325,6 +216,25 @@ class AdamW(Adam):
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad, decoupled_weight_decay=True, **kwargs
         )
+
+
+def gradients(group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
+    """Return gradients as Adam's moments see them: with the sign and coupled weight decay.
+
+    Args:
+        group: the parameters' group of the optimizer.
+        params: parameters that have a gradient. Of a sharded one it is this process's part.
+    """
+    grads = [local(p.grad) for p in params if p.grad is not None]
+    if group["maximize"]:
+        grads = list(torch._foreach_neg(grads))
+    if group["weight_decay"] and not decoupled(group):
+        grads = list(
+            torch._foreach_add(
+                grads, [local(p.detach()) for p in params], alpha=group["weight_decay"]
+            )
+        )
+    return grads
 
 
 def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:
@@ -347,47 +257,3 @@ def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:
         f"{recipe} freezes Adam's second moment, which {type(optimizer).__module__}.{type(optimizer).__name__} cannot: "
         f"use nmrun.optim.{own}, a drop-in with the same arguments"
     )
-
-
-def skipped_by_loss_scaling(optimizer: torch.optim.Optimizer) -> bool:
-    """Unscale the gradients where a GradScaler left that to the optimizer.
-
-    A GradScaler gives its scale and its overflow flag to optimizers whose fused kernel applies
-    them. A recipe edits gradients before this kernel: they must be unscaled, and a step that
-    overflows must not count.
-
-    Args:
-        optimizer: the optimizer that is about to step.
-
-    Returns:
-        Whether the gradients overflowed, so that the step is skipped.
-    """
-    found_inf = getattr(optimizer, "found_inf", None)
-    if found_inf is not None and bool(found_inf):
-        return True
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is not None:
-        grads = [
-            p.grad
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        torch._foreach_div_(grads, float(scale))
-        optimizer.grad_scale = None  # type: ignore[attr-defined]
-    return False
-
-
-def _stock_step(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
-    """Call ``kind.step`` without hooks: a plain optimizer makes torch wrap them around it."""
-    step: Any = kind.step
-    while getattr(step, "hooked", False):
-        step = step.__wrapped__
-    # What torch still has around it sets the grad mode and ends a graph that is being compiled, and
-    # imports the compiler for that.
-    inner = getattr(step, "__wrapped__", None)
-    if inner is None or "torch._dynamo" in sys.modules:
-        step(optimizer)
-        return
-    with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
-        inner(optimizer)

@@ -1,0 +1,69 @@
+"""torch's optimizers without torch's compiler, which they import when they are made and when they
+step: that takes a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nmrun.kernels.uncompiled import uncompiled
+
+
+def _uncompiled(method: Callable[..., Any]) -> Any:
+    """A method of torch's optimizer without torch's own wrapper, which keeps ``torch.compile`` out
+    as well, but imports it."""
+    return uncompiled(getattr(method, "__wrapped__", method))
+
+
+class Uncompiled(torch.optim.Optimizer):
+    """An optimizer that leaves torch's compiler alone where nothing is compiled."""
+
+    add_param_group = _uncompiled(torch.optim.Optimizer.add_param_group)
+    zero_grad = _uncompiled(torch.optim.Optimizer.zero_grad)
+    state_dict = _uncompiled(torch.optim.Optimizer.state_dict)
+    load_state_dict = _uncompiled(torch.optim.Optimizer.load_state_dict)
+
+
+class SGD(Uncompiled, torch.optim.SGD):
+    """``torch.optim.SGD``, which does not import torch's compiler where nothing is compiled."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step, as ``torch.optim.SGD.step`` does.
+
+        Args:
+            closure: computes gradients and returns the loss, or None.
+
+        Returns:
+            The closure's result, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        stock_step(self, torch.optim.SGD)
+        return loss
+
+
+def stock_step(optimizer: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> None:
+    """Call ``kind.step`` without hooks: a plain optimizer makes torch wrap them around it.
+
+    Args:
+        optimizer: the optimizer that steps.
+        kind: the class of torch's whose step it is.
+    """
+    step: Any = kind.step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    # What torch still has around it sets the grad mode and ends a graph that is being compiled, and
+    # imports the compiler for that.
+    inner = getattr(step, "__wrapped__", None)
+    if inner is None or "torch._dynamo" in sys.modules:
+        step(optimizer)
+        return
+    with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+        inner(optimizer)
