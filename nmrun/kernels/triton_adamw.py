@@ -22,14 +22,13 @@ from torch import Tensor
 from nmrun.kernels.operands import Operands
 from nmrun.kernels.triton_groups import (
     MODES,
-    launches,
     locate,
-    on,
     pointer,
     project_tile,
     select,
     write,
 )
+from nmrun.kernels.triton_launches import launches, on
 
 TILE = 1024  # weights a program has: five tensors of them have to fit into registers
 

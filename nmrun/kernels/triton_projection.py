@@ -15,16 +15,13 @@ from torch import Tensor
 
 from nmrun.kernels.triton_groups import (
     MODES,
-    applies,
-    launches,
     locate,
-    on,
     pointer,
     project_tile,
     select,
-    shape_of,
     write,
 )
+from nmrun.kernels.triton_launches import applies, launches, on, shape_of
 from nmrun.patterns import Pattern
 
 

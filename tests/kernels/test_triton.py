@@ -67,11 +67,11 @@ class Compiled:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        from nmrun.kernels import triton_groups
+        from nmrun.kernels import triton_launches
 
         shape, dim = ((64, 33), 0) if strided else ((64, 64 + short), 1)
         pattern = Pattern.parse(ratio).over(shape[dim])
-        _, fixed = triton_groups.shape_of(torch.empty(shape, device="meta"), pattern, dim)
+        _, fixed = triton_launches.shape_of(torch.empty(shape, device="meta"), pattern, dim)
         fixed |= {"CAST": False, "FLIPS": False, **constants}
         types = {
             "weight": "*fp32", "out": "*fp32", "cast": "*bf16", "amount": "fp32", "flips": "*i64", "table": "*i64", "owner": "*i32",

@@ -1,0 +1,154 @@
+"""Launches of Triton's kernels: the constants for a weight, and tables of the weights that share a
+launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nmrun.kernels.layout import LARGEST, as_stored, stored_alike
+from nmrun.kernels.triton_groups import LARGEST_M
+from nmrun.patterns import Pattern
+
+TILE = 2048  # weights a program has at least, if there are so many: 16 a thread
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def shape_of(
+    weight: Tensor, pattern: Pattern, dim: int, tile: int = TILE
+) -> tuple[tuple[int, int, int], dict[str, Any]]:
+    """((columns, elements between neighbours of a group, size of the dimension), the kernel's
+    constants) for one weight.
+    """
+    dim, (weight,) = as_stored(dim, weight)
+    inner, size = weight.shape[dim + 1 :].numel(), weight.shape[dim]
+    columns = weight.shape[:dim].numel() * -(-size // pattern.m) * inner
+    width = triton.next_power_of_2(pattern.m)
+    constants = {
+        "N": pattern.n, "M": pattern.m, "P": width, "STRIDED": inner > 1, "SHORT": size % pattern.m > 0,
+        "COLUMNS": max(128 if inner > 1 else 1, tile // width),
+    }  # fmt: skip
+    return (columns, inner, size), constants
+
+
+def applies(
+    weight: Tensor, out: Tensor, pattern: Pattern, dim: int, *others: Tensor | None
+) -> bool:
+    """Whether these kernels can read ``weight`` and write ``out`` and the others, which have its
+    shape.
+    """
+    size = weight.shape[dim] if weight.dim() else 0
+    tensors = [t for t in (weight, out, *others) if t is not None]
+    return (
+        (weight.is_cuda or triton.knobs.runtime.interpret)
+        and 0 < weight.numel() < LARGEST
+        and pattern.m <= LARGEST_M
+        and (size % pattern.m == 0 or size == pattern.length)
+        and all(
+            t.dtype in DTYPES and t.device == weight.device and t.shape == weight.shape
+            for t in tensors
+        )
+        and stored_alike(*tensors)
+    )
+
+
+class Table:
+    """Sizes and addresses of weights that share a launch, on their device; written anew only when a
+    tensor has moved.
+
+    A row has the number of columns, the elements between neighbours of a group, the size of the
+    dimension, the first program; then the addresses of the tensors that the kernel takes, in its
+    order.
+    """
+
+    def __init__(
+        self, sizes: Sequence[tuple[int, int, int]], columns: int, device: torch.device
+    ) -> None:
+        programs = [triton.cdiv(size[0], columns) for size in sizes]
+        self.programs = sum(programs)
+        first = [sum(programs[:i]) for i in range(len(programs))]
+        self.sizes = [[*size, at] for size, at in zip(sizes, first, strict=True)]
+        counts = torch.tensor(programs)
+        self.owner = (
+            torch.arange(len(programs), dtype=torch.int32).repeat_interleave(counts).to(device)
+        )
+        self._addresses: list[list[int]] = []
+        self._rows = torch.empty(0, dtype=torch.int64, device=device)
+
+    def rows(self, tensors: Sequence[Sequence[Tensor | None]]) -> Tensor:
+        """The table (weights, fields) for these tensors of each weight. Raises ValueError for one
+        that does not begin at 16 bytes.
+        """
+        addresses = [[0 if t is None else t.data_ptr() for t in row] for row in tensors]
+        if addresses != self._addresses:
+            if any(address % 16 for row in addresses for address in row):
+                raise ValueError("a tensor of a table must begin at a multiple of 16 bytes")
+            rows = [size + row for size, row in zip(self.sizes, addresses, strict=True)]
+            if not self._rows.numel():
+                self._rows = torch.empty(
+                    len(rows), len(rows[0]), dtype=torch.int64, device=self.owner.device
+                )
+            # in place: a captured graph reads this tensor
+            self._rows.copy_(torch.tensor(rows), non_blocking=True)
+            self._addresses = addresses
+        return self._rows
+
+
+class Launch(NamedTuple):
+    """Weights, by their indices, that one launch can take."""
+
+    members: list[int]
+    table: Table
+    constants: dict[str, Any]
+
+
+def launches(
+    weights: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    patterns: Sequence[Pattern],
+    dims: Sequence[int],
+    casts: Sequence[Tensor | None],
+    tile: int = TILE,
+) -> list[Launch]:
+    """The fewest launches for these weights: one for each device, pattern, kind of layout and pair
+    of dtypes.
+
+    Raises ValueError where the kernels do not apply to a weight (see :func:`applies`).
+    """
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    found = []
+    for i, (weight, out, pattern, dim, cast) in enumerate(
+        zip(weights, outs, patterns, dims, casts, strict=True)
+    ):
+        dim %= max(1, weight.dim())
+        if not applies(weight, out, pattern, dim, cast):
+            raise ValueError(
+                f"weight {i} of the batch, {list(weight.shape)} {weight.dtype}, is none for the kernels"
+            )
+        sizes, constants = shape_of(weight, pattern, dim, tile)
+        constants |= {
+            "WEIGHT": DTYPES[weight.dtype], "OUT": DTYPES[out.dtype],
+            "CAST": cast is not None, "CASTED": DTYPES[out.dtype if cast is None else cast.dtype],
+        }  # fmt: skip
+        found.append((sizes, constants))
+        kinds.setdefault((weight.device, *constants.values()), []).append(i)
+    made = []
+    for members in kinds.values():
+        constants = found[members[0]][1]
+        table = Table(
+            [found[i][0] for i in members], constants["COLUMNS"], weights[members[0]].device
+        )
+        made.append(Launch(members, table, constants))
+    return made
+
+
+def on(tensor: Tensor) -> Any:
+    """Launches go to the tensor's device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
