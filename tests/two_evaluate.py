@@ -25,8 +25,9 @@ from nmrun.tasks.base import Task
 from nmrun.tasks.image_stream import _Files
 from nmrun.tasks.language import LanguageModelling
 from nmrun.tasks.pairs import Words
+from nmrun.tasks.sentences import Corpus
 from nmrun.tasks.text_classification import TextClassification
-from nmrun.tasks.translation import Corpus, Translation
+from nmrun.tasks.translation import Translation
 from nmrun.tasks.vision import Classification
 from nmrun.train import runner
 

@@ -12,7 +12,8 @@ import torch
 
 from nmrun.errors import ConfigError
 from nmrun.settings.datasets import CopyReverse
-from nmrun.tasks.translation import Corpus, Translation
+from nmrun.tasks.sentences import Corpus
+from nmrun.tasks.translation import Translation
 
 if TYPE_CHECKING:
     from nmrun.settings.config import Config
@@ -23,7 +24,7 @@ SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]  # with the numbers that fairseq giv
 
 
 class Vocabulary:
-    """A fixed list of words as a dictionary; see :class:`nmrun.tasks.translation.Dictionary`."""
+    """A fixed list of words as a dictionary; see :class:`nmrun.tasks.sentences.Dictionary`."""
 
     def __init__(self, words: list[str]) -> None:
         self.symbols = [*SPECIAL, *words]

@@ -14,7 +14,8 @@ import torch
 from nmrun.errors import ConfigError
 from nmrun.settings.datasets import Fairseq
 from nmrun.tasks.fairseq_import import fairseq
-from nmrun.tasks.translation import Corpus, Dictionary, Translation, check
+from nmrun.tasks.sentences import Corpus, Dictionary, check
+from nmrun.tasks.translation import Translation
 
 if TYPE_CHECKING:
     from nmrun.settings.config import Config

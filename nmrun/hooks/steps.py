@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nmrun.hooks.resume import Resume, makes_state
 from nmrun.kernels.operands import Update
@@ -28,7 +28,7 @@ from nmrun.recipes.base import Recipe
 from nmrun.sparsity.batch import Batch
 from nmrun.sparsity.metrics import MaskMetrics
 from nmrun.sparsity.replicas import agree_over_ranks
-from nmrun.sparsity.weight import LIVE, SparseWeight, owns_its_storage
+from nmrun.sparsity.weight import LIVE, SparseWeight
 
 COMPARED_EVERY = 500  # steps between comparisons that find writes through ``.data``
 
@@ -73,7 +73,7 @@ class Steps:
         captured = any(group.get("capturable") for group in optimizer.param_groups)
         for weight in sparse:
             LIVE[id(weight.parameter)] = weight.parameter
-            weight.copies = captured or not owns_its_storage(weight.parameter)
+            weight.copies = captured or not _owns_its_storage(weight.parameter)
         if sparse:
             self._hooks = [
                 optimizer.register_step_pre_hook(_marked(self._before_step)),
@@ -250,3 +250,14 @@ def _marked(hook: Callable[..., Any]) -> Callable[..., Any]:
     run = uncompiled(hook)
     run.nmrun = True  # type: ignore[attr-defined]
     return run
+
+
+def _owns_its_storage(parameter: Tensor) -> bool:
+    """Say whether a parameter is a plain tensor that alone uses its whole storage.
+
+    A sharded parameter and one of a flattened recurrent layer do not.
+    """
+    if type(parameter) is not nn.Parameter or hasattr(parameter, "_local_tensor"):
+        return False
+    size = parameter.numel() * parameter.element_size()
+    return parameter.storage_offset() == 0 and parameter.untyped_storage().nbytes() == size

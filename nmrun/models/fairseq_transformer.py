@@ -10,7 +10,7 @@ from nmrun.tasks.fairseq_import import fairseq
 
 if TYPE_CHECKING:
     from nmrun.models.fairseq_modules import Transformer
-    from nmrun.tasks.translation import Dictionary
+    from nmrun.tasks.sentences import Dictionary
 
 
 def build(

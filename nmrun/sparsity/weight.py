@@ -294,14 +294,3 @@ class SparseWeight:
     def clear(self) -> None:
         """Drop the weight's tensors; the parameter stays as it is."""
         self._tensors = {}
-
-
-def owns_its_storage(parameter: Tensor) -> bool:
-    """Say whether a parameter is a plain tensor that alone uses its whole storage.
-
-    A sharded parameter and one of a flattened recurrent layer do not.
-    """
-    if type(parameter) is not nn.Parameter or hasattr(parameter, "_local_tensor"):
-        return False
-    size = parameter.numel() * parameter.element_size()
-    return parameter.storage_offset() == 0 and parameter.untyped_storage().nbytes() == size

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,64 +18,13 @@ from nmrun.errors import ConfigError
 from nmrun.settings.datasets import Translated
 from nmrun.tasks.base import Batch, Tally, Task, picked, turns
 from nmrun.tasks.fairseq_import import fairseq
+from nmrun.tasks.sentences import Dictionary, Pair, Rows, bucketed, check, shuffled_within
 
 if TYPE_CHECKING:
     from nmrun.settings.config import Config
 
 # a translation ends after 1.2 * (length of the longest source sentence of its batch) + 10 tokens
-LONGEST = (
-    1.2,
-    10,
-)
-Rows = NDArray[np.int64]
-
-
-class Dictionary(Protocol):
-    """The tokens of a language; ``fairseq.data.Dictionary`` is one. Token i is ``symbols[i]``."""
-
-    symbols: list[str]
-
-    def pad(self) -> int: ...
-    def eos(self) -> int: ...
-    def unk(self) -> int: ...
-    def __len__(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Sentences as token numbers, one after the other: sentence i is ``tokens[starts[i] : starts[i
-    + 1]]``, its last token the end mark.
-    """
-
-    tokens: NDArray[Any]
-    starts: Rows
-
-    @classmethod
-    def of(cls, sentences: Sequence[Sequence[int]]) -> Corpus:
-        flat = [token for sentence in sentences for token in sentence]
-        return cls(np.array(flat, np.int32), np.cumsum([0, *map(len, sentences)]))
-
-    @property
-    def lengths(self) -> Rows:
-        return np.diff(self.starts)
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def padded(
-        self, rows: Rows, padding: int, left: bool = False
-    ) -> tuple[Rows, NDArray[np.bool_]]:
-        """The sentences ``rows``, padded to the longest of them, at the right or at the left; and
-        where there is no padding.
-        """
-        lengths = (self.starts[rows + 1] - self.starts[rows])[:, None]
-        columns = np.arange(lengths.max()) - (lengths.max() - lengths if left else 0)
-        inside = (columns >= 0) & (columns < lengths)
-        places = np.where(inside, self.starts[rows, None] + columns, 0)
-        return np.where(inside, self.tokens[places], padding), inside
-
-
-Pair = tuple[Corpus, Corpus]
+LONGEST = (1.2, 10)
 
 
 class Translation(Task):
@@ -287,30 +234,6 @@ def _logits(model: Any, source: Tensor, previous: Tensor, where: Tensor) -> Tens
     return logits.float()
 
 
-def bucketed(pair: Pair, max_tokens: int) -> tuple[Rows, Rows]:
-    """The sentences ordered by length, and where to cut them into batches: batch i is
-    ``rows[cuts[i] : cuts[i + 1]]``.
-    """
-    source, target = (corpus.lengths for corpus in pair)
-    rows = np.lexsort((target, source))
-    cuts, widest = [0], 0
-    for end, width in enumerate(np.maximum(source, target)[rows].tolist()):
-        widest = max(widest, width)
-        if widest * (end + 1 - cuts[-1]) > max_tokens and end > cuts[-1]:
-            cuts.append(end)
-            widest = width
-    return rows, np.array([*cuts, len(rows)])
-
-
-def shuffled_within(rows: Rows, pair: Pair, random: np.random.Generator) -> Rows:
-    """``rows`` of :func:`bucketed` in another order that it could have been as well: sentences of
-    equal lengths change places.
-    """
-    mixed = random.permutation(rows)
-    source, target = (corpus.lengths[mixed] for corpus in pair)
-    return mixed[np.lexsort((target, source))]
-
-
 def corpus_bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
     """sacreBLEU (Post 2018, arXiv 1804.08771) of detokenised text, 0 to 100, and its signature."""
     from sacrebleu.metrics.bleu import BLEU
@@ -318,30 +241,3 @@ def corpus_bleu(translations: Sequence[str], references: Sequence[str]) -> tuple
     bleu = BLEU()
     score = bleu.corpus_score(list(translations), [list(references)])
     return float(score.score), str(bleu.get_signature())
-
-
-def check(name: str, pair: Pair, dictionaries: tuple[Dictionary, Dictionary]) -> None:
-    """Raise ConfigError, in one line, if the two sides of a split do not fit each other or their
-    dictionaries.
-    """
-    if len(pair[0]) != len(pair[1]):
-        raise ConfigError(
-            f"{name}: {len(pair[0])} source sentences, but {len(pair[1])} target sentences; it takes as many of both"
-        )
-    if len(pair[0]) == 0:
-        raise ConfigError(f"{name}: there are no sentences")
-    for side, corpus, dictionary in zip(("source", "target"), pair, dictionaries, strict=True):
-        outside = np.flatnonzero(corpus.tokens >= len(dictionary))
-        if len(outside):
-            row = int(np.searchsorted(corpus.starts, outside[0], side="right"))
-            token = corpus.tokens[outside[0]]
-            raise ConfigError(
-                f"{name}: sentence {row} of the {side} has the token {token}, outside its dictionary of {len(dictionary)} tokens"
-            )
-        endless = np.flatnonzero(
-            (corpus.lengths == 0) | (corpus.tokens[corpus.starts[1:] - 1] != dictionary.eos())
-        )
-        if len(endless):
-            raise ConfigError(
-                f"{name}: sentence {endless[0] + 1} of the {side} does not end with the end mark {dictionary.symbols[dictionary.eos()]}"
-            )

@@ -1,0 +1,113 @@
+"""Pairs of sentences as token numbers, and how they are cut into batches of similar lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nmrun.errors import ConfigError
+
+Rows = NDArray[np.int64]
+
+
+class Dictionary(Protocol):
+    """The tokens of a language; ``fairseq.data.Dictionary`` is one. Token i is ``symbols[i]``."""
+
+    symbols: list[str]
+
+    def pad(self) -> int: ...
+    def eos(self) -> int: ...
+    def unk(self) -> int: ...
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Sentences as token numbers, one after the other: sentence i is ``tokens[starts[i] : starts[i
+    + 1]]``, its last token the end mark.
+    """
+
+    tokens: NDArray[Any]
+    starts: Rows
+
+    @classmethod
+    def of(cls, sentences: Sequence[Sequence[int]]) -> Corpus:
+        flat = [token for sentence in sentences for token in sentence]
+        return cls(np.array(flat, np.int32), np.cumsum([0, *map(len, sentences)]))
+
+    @property
+    def lengths(self) -> Rows:
+        return np.diff(self.starts)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def padded(
+        self, rows: Rows, padding: int, left: bool = False
+    ) -> tuple[Rows, NDArray[np.bool_]]:
+        """The sentences ``rows``, padded to the longest of them, at the right or at the left; and
+        where there is no padding.
+        """
+        lengths = (self.starts[rows + 1] - self.starts[rows])[:, None]
+        columns = np.arange(lengths.max()) - (lengths.max() - lengths if left else 0)
+        inside = (columns >= 0) & (columns < lengths)
+        places = np.where(inside, self.starts[rows, None] + columns, 0)
+        return np.where(inside, self.tokens[places], padding), inside
+
+
+Pair = tuple[Corpus, Corpus]
+
+
+def bucketed(pair: Pair, max_tokens: int) -> tuple[Rows, Rows]:
+    """The sentences ordered by length, and where to cut them into batches: batch i is
+    ``rows[cuts[i] : cuts[i + 1]]``.
+    """
+    source, target = (corpus.lengths for corpus in pair)
+    rows = np.lexsort((target, source))
+    cuts, widest = [0], 0
+    for end, width in enumerate(np.maximum(source, target)[rows].tolist()):
+        widest = max(widest, width)
+        if widest * (end + 1 - cuts[-1]) > max_tokens and end > cuts[-1]:
+            cuts.append(end)
+            widest = width
+    return rows, np.array([*cuts, len(rows)])
+
+
+def shuffled_within(rows: Rows, pair: Pair, random: np.random.Generator) -> Rows:
+    """``rows`` of :func:`bucketed` in another order that it could have been as well: sentences of
+    equal lengths change places.
+    """
+    mixed = random.permutation(rows)
+    source, target = (corpus.lengths[mixed] for corpus in pair)
+    return mixed[np.lexsort((target, source))]
+
+
+def check(name: str, pair: Pair, dictionaries: tuple[Dictionary, Dictionary]) -> None:
+    """Raise ConfigError, in one line, if the two sides of a split do not fit each other or their
+    dictionaries.
+    """
+    if len(pair[0]) != len(pair[1]):
+        raise ConfigError(
+            f"{name}: {len(pair[0])} source sentences, but {len(pair[1])} target sentences; it takes as many of both"
+        )
+    if len(pair[0]) == 0:
+        raise ConfigError(f"{name}: there are no sentences")
+    for side, corpus, dictionary in zip(("source", "target"), pair, dictionaries, strict=True):
+        outside = np.flatnonzero(corpus.tokens >= len(dictionary))
+        if len(outside):
+            row = int(np.searchsorted(corpus.starts, outside[0], side="right"))
+            token = corpus.tokens[outside[0]]
+            raise ConfigError(
+                f"{name}: sentence {row} of the {side} has the token {token}, outside its dictionary of {len(dictionary)} tokens"
+            )
+        endless = np.flatnonzero(
+            (corpus.lengths == 0) | (corpus.tokens[corpus.starts[1:] - 1] != dictionary.eos())
+        )
+        if len(endless):
+            raise ConfigError(
+                f"{name}: sentence {endless[0] + 1} of the {side} does not end with the end mark {dictionary.symbols[dictionary.eos()]}"
+            )
