@@ -15,7 +15,7 @@ import sys
 import nmrun
 from nmrun import verbs
 from nmrun.errors import ConfigError, RunError, leads, refuse
-from nmrun.registry import did_you_mean, find
+from nmrun.registry import find, nearest
 
 VERBS = {
     "table": "nmrun.report.cli.table",
@@ -23,9 +23,12 @@ VERBS = {
     "report": "nmrun.report.cli.report",
     "export": "nmrun.export.cli.main",
     "bench": "nmrun.bench.main",
-    "search": "nmrun.train.ratio_search.main",
+    "ratios": "nmrun.train.ratios.main",
     "prepare": "nmrun.data.cli.prepare",
     "status": "nmrun.report.status.main",
+    "compare": "nmrun.report.compare.main",
+    "rerun": "nmrun.api.rerun.main",
+    "rm": "nmrun.report.remove.main",
     "doctor": "nmrun.bench.doctor.main",
 }
 
@@ -59,23 +62,37 @@ def _main(argv: list[str]) -> int:
         os.getcwd()
     except FileNotFoundError:
         raise ConfigError("the current folder does not exist any more; change to another") from None
-    if argv and argv[0] in VERBS:
+    if "--help" in argv or "-h" in argv:  # wherever it stands
+        argv = ["--help", *(word for word in argv if word not in ("--help", "-h"))]
+        if len(argv) > 1 and _is_verb(argv[1]):
+            argv = [argv[1], "--help"]
+        elif not any(word.startswith("--hydra-help") for word in argv):
+            from nmrun.config import help
+
+            print(help.text())
+            return 0
+    if argv and _is_verb(argv[0]):
         return int(find("verb", argv[0], VERBS)(argv[1:]))
-    if argv and "=" not in argv[0] and argv[0][:1] not in "-~+":
-        hint = did_you_mean(argv[0], VERBS)
-        known = f"{', '.join(VERBS)}; a run takes group=option and key=value"
-        raise ConfigError(f"{argv[0]}: no such verb{hint} (there are {known})")
     if argv == ["--version"]:
         print(f"nmrun {nmrun.__version__}")
-        return 0
-    if argv in (["--help"], ["-h"]):  # with other words beside it, Hydra says it
-        from nmrun.config import help
-
-        print(help.text())
         return 0
     from nmrun.train import jobs
 
     return jobs.main(argv)
+
+
+def _is_verb(word: str) -> bool:
+    """Whether a word is a verb, and no option or override.
+
+    Raises:
+        ConfigError: for one that is neither.
+    """
+    if word in VERBS or "=" in word or word[:1] in "-~+":
+        return word in VERBS
+    meant = word.replace(":", "=", 1) if ":" in word else nearest(word, VERBS)
+    hint = f"; did you mean {meant}?" if meant else ""
+    known = f"{', '.join(VERBS)}; a run takes group=option and key=value"
+    raise ConfigError(f"{word}: no such verb{hint} (there are {known})")
 
 
 if __name__ == "__main__":

@@ -193,6 +193,10 @@ WIDTHS = Check(
     "a list of at least two whole numbers, 1 or more",
     lambda value: isinstance(value, list) and len(value) >= 2 and all(map(whole(1).holds, value)),
 )
+SEED = Check(
+    "a whole number, 0 or more, below 2^63",
+    lambda value: type(value) is int and 0 <= value < 2**63,
+)
 SEEDS = Check(
     "null or a list of different whole numbers, 0 or more, such as [0,1,2]",
     lambda value: (
@@ -200,7 +204,7 @@ SEEDS = Check(
         or (
             isinstance(value, list)
             and bool(value)
-            and all(map(whole(0).holds, value))
+            and all(map(SEED.holds, value))
             and len(set(value)) == len(value)
         )
     ),

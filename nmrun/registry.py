@@ -61,22 +61,59 @@ def imported(path: str, what: str) -> Any:
         raise ValueError(f"{what} cannot be imported: {error}") from None
 
 
-def did_you_mean(word: str, options: Iterable[str]) -> str:
-    """Ask whether a similar option was meant.
+# what values are called elsewhere
+ALSO = {
+    "gpu": "cuda",
+    "half": "fp16",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float": "fp32",
+    "float32": "fp32",
+    "tb": "tensorboard",
+    "wb": "wandb",
+    "none": "local",
+}
 
-    Swapped letters are the most frequent mistake, so an anagram is preferred.
+
+def did_you_mean(word: str, options: Iterable[str]) -> str:
+    """Ask whether another option was meant.
 
     Args:
         word: the unknown word.
         options: the known words.
 
     Returns:
-        ``"; did you mean ...?"``, or an empty string where no option is similar.
+        ``"; did you mean ...?"``, or an empty string where no option is near.
     """
-    options = list(options)
-    meant = [option for option in options if sorted(option) == sorted(word)]
-    if not meant and options:
+    meant = nearest(word, options)
+    return f"; did you mean {meant}?" if meant else ""
+
+
+def nearest(word: str, options: Iterable[str]) -> str | None:
+    """The option that was probably meant: the one that is called so elsewhere, then the same but
+    for capitals and dashes, the same letters in another order (the most frequent mistake), similar
+    letters, and one that has the word in it.
+
+    Args:
+        word: the unknown word.
+        options: the known words.
+
+    Returns:
+        The option, or None where none is near.
+    """
+    by_letters: dict[str, str] = {}
+    for option in options:
+        by_letters.setdefault(_letters(option), option)
+    letters = _letters(word)
+    meant = [ALSO.get(word.lower(), word), letters]
+    meant += [each for each in by_letters if sorted(each) == sorted(letters)]
+    if not any(each in by_letters for each in meant):
         import difflib  # only for a mistake
 
-        meant = difflib.get_close_matches(word, options, 1)
-    return f"; did you mean {meant[0]}?" if meant else ""
+        meant += difflib.get_close_matches(letters, by_letters, 1)
+        meant += [each for each in by_letters if len(letters) > 2 and letters in each]
+    return next((by_letters[each] for each in meant if each in by_letters), None)
+
+
+def _letters(word: str) -> str:
+    return word.lower().replace("-", "").replace("_", "")

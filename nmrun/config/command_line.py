@@ -87,7 +87,10 @@ def parsed(words: Sequence[str]) -> tuple[list[Override], list[str]]:
     while rest:
         word = rest.pop(0)
         try:
-            found.append(OverridesParser.create().parse_override(word))
+            override = OverridesParser.create().parse_override(word)
+            if not override.key_or_group:
+                raise HydraException
+            found.append(override)
         except HydraException:
             while rest and "=" not in rest[0] and word.count("{") > word.count("}"):
                 word += f" {rest.pop(0)}"  # the shell cut it at its spaces

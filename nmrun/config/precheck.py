@@ -18,9 +18,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nmrun.config import command_line, schema
+from nmrun.config import command_line, early, schema, unknown
 from nmrun.config.composing import composing
-from nmrun.config.hydra_quoting import RATIOS
 from nmrun.config.source import GROUP as RATIO
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
@@ -28,6 +27,15 @@ from nmrun.settings import reader
 
 # jobs that are checked ahead; a mistake shows in the first few, and each job is checked as it begins
 MOST_JOBS = 5000
+# the extra of nmrun that a plug-in of Hydra comes with
+EXTRAS = {
+    "hydra/launcher": {
+        **dict.fromkeys(("joblib", "submitit_local", "submitit_slurm"), "launchers"),
+        **dict.fromkeys(("ray", "ray_aws"), "ray"),
+    },
+    "hydra/sweeper": {"optuna": "launchers"},
+}
+HERE = ("basic", "joblib", "submitit_local")  # launchers whose jobs run on this machine
 Done = dict[tuple[str, ...], DictConfig]
 
 
@@ -71,7 +79,7 @@ def look(
         config_dir = None
     try:
         with composing(config_dir):
-            _Look(words, multirun, findings, {} if done is None else done).check_jobs()
+            _Look(words, multirun, findings, {} if done is None else done).check_jobs(multirun)
     except (HydraException, OmegaConfBaseException) as error:
         findings.problems.append(str(error).splitlines()[0])
     except ConfigError as error:
@@ -91,7 +99,7 @@ class _Look:
         self.unsure: set[str] = set()
         overrides, unreadable = command_line.parsed(words)
         findings.problems += unreadable
-        self.for_hydra = [
+        self.for_hydra: list[str] = [
             o.input_line or ""
             for o in overrides
             if o.is_delete() or o.key_or_group.startswith("hydra")
@@ -99,6 +107,7 @@ class _Look:
         self.written = {o.key_or_group: o for o in overrides if o.input_line not in self.for_hydra}
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
+        self.here = self._plugins(overrides, loader).get("hydra/launcher", "basic") in HERE
         search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
         names = loader.get_group_options("", ObjectType.GROUP, overrides=search_path)
         self.groups = {
@@ -111,6 +120,29 @@ class _Look:
             findings.jobs = None
         for key, override in self.written.items():
             self._read(key, override, multirun)
+
+    def _plugins(self, overrides: list[Override], loader: ConfigLoaderImpl) -> dict[str, str]:
+        """The launcher and the sweeper that are asked for. Where one is not installed, what is said
+        to either is left out.
+        """
+        found = {o.key_or_group: str(o.value()) for o in overrides if o.key_or_group in EXTRAS}
+        missing = False
+        for group, name in found.items():
+            installed = loader.get_group_options(group)
+            extra = EXTRAS[group].get(name)
+            if name in installed:
+                continue
+            missing = True
+            if extra is None:
+                options = sorted({*installed, *EXTRAS[group]})
+                self.findings.problems.append(reader.no_option(group, group, name, options))
+            else:
+                line = f"{group}={name} is not installed: pip install 'nmrun[{extra}]'"
+                self.findings.problems.append(line)
+        if missing:
+            plugins = ("hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper")
+            self.for_hydra = [word for word in self.for_hydra if not word.startswith(plugins)]
+        return found
 
     def _read(self, key: str, override: Override, multirun: bool) -> None:
         """Note the values of an override: options of a group, or values of a key."""
@@ -140,7 +172,7 @@ class _Look:
         if len(wrong) < len(several):
             self.chosen[key] = [one for one in several if _word(one) not in wrong]
 
-    def check_jobs(self) -> None:
+    def check_jobs(self, multirun: bool) -> None:
         """Join the options of groups and the values of keys to jobs, and check each."""
         first = {group: options[0] for group, options in self.chosen.items()}
         swept = {group: options for group, options in self.chosen.items() if len(options) > 1}
@@ -163,6 +195,8 @@ class _Look:
             )
             parts[group, option] = {key: full[key] for key in own}
         self.findings.output_dir = str(plain.get("output_dir"))
+        if not multirun and (line := _not_sparse(first)):
+            self.findings.problems.append(line)
 
         # sorted, so that a group of the command line overrides an overlay
         in_order = sorted(swept, key=lambda group: group in plain)
@@ -186,7 +220,10 @@ class _Look:
                     self.findings.problems.append(
                         f"{key}: no such key with {group}={choice.get(group)}"
                     )
-            self.findings.problems += schema.problems(config, self.unsure)
+            wrong = schema.problems(config, self.unsure)
+            self.findings.problems += wrong
+            if not wrong and not self.findings.problems:
+                self.findings.problems += early.problems(config, self.here)
 
     def _composed(self, choices: dict[str, Any]) -> DictConfig:
         """Compose the config with these options of groups, without the values of keys."""
@@ -233,8 +270,19 @@ class _Look:
                 and not _adds(override)
                 and key.partition(".")[0] not in self.unsure
             ):
-                self.findings.problems.append(_unknown(key, known | set(self.groups)))
+                self.findings.problems.append(unknown.line(key, known | set(self.groups)))
                 del self.values[key]
+
+
+def _not_sparse(chosen: dict[str, Any]) -> str | None:
+    """Of a sweep, which has one dense column, that is no mistake."""
+    recipe = _word(chosen.get("recipe", "dense"))
+    if recipe == "dense" or chosen.get(RATIO) != "dense":
+        return None
+    return (
+        f"recipe={recipe} with sparsity=dense: no weight would be sparse; "
+        "for the dense reference write recipe=dense"
+    )
 
 
 def _adds(override: Override) -> bool:
@@ -269,22 +317,7 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
             Pattern.parse(option)
         except PatternError as error:
             return f"sparsity={option}: {error}; or dense"
-        return None
+        return None if ":" in option else f"sparsity={option}: write it with a colon"
     if option in options or os.sep in option:
         return None
     return reader.no_option(group, group, option, options)
-
-
-def _unknown(key: str, known: set[str]) -> str:
-    """Write the line for an unknown key, with the nearest key of its group, or of its last part."""
-    if key.startswith(f"{RATIOS}."):
-        return f"{key}: no such key; ratios by layer are one value: '{RATIOS}={{{key.removeprefix(RATIOS)[1:]}: 1:8}}'"
-    group, _, leaf = key.rpartition(".")
-    beside = {one for one in known if one.rpartition(".")[0] == group}
-    line = reader.no_key(key, beside or {one for one in known if "." not in one})
-    same = sorted(one for one in known if one.rpartition(".")[2] == leaf)
-    return (
-        line
-        if "did you mean" in line or not same
-        else line.replace("no such key", f"no such key; did you mean {same[0]}?", 1)
-    )

@@ -36,8 +36,8 @@ class Facts:
     def __init__(self, plain: dict[str, Any], good: Good) -> None:
         self._good = good
         self.output_dir: Any = plain.get("output_dir")
-        groups = ("recipe", "optimizer", "model", "trainer", "sparsity")
-        self.recipe, self.optimizer, self.model, self.trainer, self.sparsity = (
+        groups = ("recipe", "optimizer", "model", "dataset", "trainer", "sparsity")
+        self.recipe, self.optimizer, self.model, self.dataset, self.trainer, self.sparsity = (
             plain.get(group) or {} for group in groups
         )
 
@@ -224,6 +224,24 @@ RULES = (
             f"sparsity={at.pattern}: model {at.model['name']} has no layer whose inputs are a "
             f"multiple of {at.pattern and at.pattern.m} (its inner layers have "
             f"{_widths(at.inputs)} inputs); sparsity.pad=true allows that"
+        ),
+    ),
+    Rule(
+        ("trainer.average", "trainer.epochs", "trainer.budget"),
+        lambda at: at.trainer["budget"] is None and at.trainer["average"] > at.trainer["epochs"],
+        lambda at: (
+            f"trainer.average={at.trainer['average']}: there are trainer.epochs={at.trainer['epochs']} to average over"
+        ),
+    ),
+    Rule(
+        ("dataset.val_fraction", "dataset.test_fraction"),
+        lambda at: (
+            "_target_" not in at.dataset
+            and at.dataset.get("val_fraction", 0) + at.dataset.get("test_fraction", 0) >= 1
+        ),
+        lambda at: (
+            f"dataset.val_fraction={at.dataset['val_fraction']} and dataset.test_fraction="
+            f"{at.dataset['test_fraction']} leave nothing to train with"
         ),
     ),
     Rule(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from nmrun.data.multi30k import files
-from nmrun.data.prepare import beside
-from nmrun.data.prepare import prepare as prepare_texts
 from nmrun.errors import ConfigError
 from nmrun.verbs import Parser
 
@@ -51,21 +48,25 @@ def prepare(argv: list[str]) -> int:
     )
     asked = parser.parse_args(argv)
     languages = asked.source, asked.target
-    if asked.corpus == "multi30k":
-        texts = files(languages, "test_2016_flickr")
-    else:
-        prefixes = {split: getattr(asked, split) for split in ("train", "valid", "test")}
-        missing = [f"--{split}" for split, prefix in prefixes.items() if prefix is None]
-        if missing:
+    if asked.corpus == "parallel":
+        given = {split: getattr(asked, split) for split in ("train", "valid", "test")}
+        if missing := [f"--{split}" for split, prefix in given.items() if prefix is None]:
             raise ConfigError(
                 f"prepare parallel: {', '.join(missing)} missing: the text without its .{asked.source} and .{asked.target}"
             )
-        texts = {
-            split: (beside(prefix, asked.source), beside(prefix, asked.target))
-            for split, prefix in prefixes.items()
-        }
     if asked.to.exists():
         raise ConfigError(f"--to {asked.to}: it is there already")
+    from nmrun.data.multi30k import files  # torch
+    from nmrun.data.prepare import beside
+    from nmrun.data.prepare import prepare as prepare_texts
+
+    if asked.corpus == "multi30k":
+        texts = files(languages, "test_2016_flickr")
+    else:
+        texts = {
+            split: (beside(prefix, asked.source), beside(prefix, asked.target))
+            for split, prefix in given.items()
+        }
     said = prepare_texts(
         texts,
         languages,

@@ -10,11 +10,14 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nmrun.errors import RunError
-from nmrun.export import finished
+from nmrun.errors import ConfigError, RunError
 from nmrun.files import seal
 from nmrun.verbs import Parser
+
+if TYPE_CHECKING:
+    from nmrun.export import finished
 
 FORMATS = {
     "safetensors": "nmrun.export.plain",
@@ -56,6 +59,10 @@ def main(argv: list[str]) -> int:
         help="default: safetensors, zeros and all",
     )
     options = parser.parse_args(argv)
+    if not (options.run / seal.RESULT).is_file():
+        raise ConfigError(f"{options.run} holds no finished run: there is no {seal.RESULT}")
+    from nmrun.export import finished  # torch
+
     try:
         if options.to.resolve() == options.run.resolve():
             raise ValueError(f"--to {options.to} is the run's own folder; name another")

@@ -78,7 +78,7 @@ def _run(folder: Path) -> Run:
     step = _step(folder)
     if state == "running":
         return Run(str(folder), state, step=step)
-    return Run(str(folder), state, result.get("error"), step, _command(folder, result))
+    return Run(str(folder), state, result.get("error"), step, command(folder, result))
 
 
 def _read(file: Path, parse: Any) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _step(folder: Path) -> int | None:
     return None
 
 
-def _command(folder: Path, result: dict[str, Any]) -> str | None:
+def command(folder: Path, result: dict[str, Any]) -> str | None:
     """What asks for this run alone, as it stands above ``config.yaml``; else what was typed then."""
     try:
         first = (folder / "config.yaml").read_text(encoding="utf-8").partition("\n")[0]

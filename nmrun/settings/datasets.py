@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from nmrun.ranges import FLAG, OPTIONAL_TEXT, PATH, TEXT, number, one_of, whole
 from nmrun.settings import reader
@@ -12,11 +12,16 @@ from nmrun.settings.groups import Group, Named
 
 Keys = TypeVar("Keys", bound=Group)
 SHARE = number(0, 0.5, open_low=True)
+# what a data set has, and a model takes
+IMAGES, TEXTS = "images", "texts with labels"
+RUNNING_TEXT, PAIRS = "running text", "pairs of sentences"
 
 
 @dataclass(frozen=True)
 class Dataset(Named):
-    """A data set."""
+    """A data set. ``data`` is what is in it."""
+
+    data: ClassVar[str] = IMAGES
 
     def as_kind(self, kind: type[Keys]) -> Keys:
         """The keys of ``kind``, which a data set of the user's own may have as well.
@@ -152,12 +157,16 @@ class ImageNet(Augmented, Subset, Dataset):
 class GeneratedText(Encoded, Seeded, Dataset):
     """Generated reviews."""
 
+    data: ClassVar[str] = TEXTS
+
     size: Annotated[int, whole(1)]
 
 
 @dataclass(frozen=True)
 class Glue(Encoded, Seeded, Dataset):
     """A task of GLUE."""
+
+    data: ClassVar[str] = TEXTS
 
     task: Annotated[
         str, one_of("cola", "sst2", "mrpc", "qqp", "stsb", "mnli", "qnli", "rte", "wnli")
@@ -170,6 +179,8 @@ class Glue(Encoded, Seeded, Dataset):
 class StdlibText(Context, Dataset):
     """The source of Python's standard library."""
 
+    data: ClassVar[str] = RUNNING_TEXT
+
     sha256: Annotated[str, TEXT]
 
 
@@ -177,15 +188,21 @@ class StdlibText(Context, Dataset):
 class WikiText(Tokenized, Dataset):
     """WikiText-2 and WikiText-103."""
 
+    data: ClassVar[str] = RUNNING_TEXT
+
 
 @dataclass(frozen=True)
 class Shakespeare(Fractions, Tokenized, Dataset):
     """Tiny Shakespeare."""
 
+    data: ClassVar[str] = RUNNING_TEXT
+
 
 @dataclass(frozen=True)
 class TextFiles(Fractions, Tokenized, Dataset):
     """Any text files."""
+
+    data: ClassVar[str] = RUNNING_TEXT
 
     train: Annotated[str, PATH]
     val: Annotated[str | None, OPTIONAL_TEXT]
@@ -196,6 +213,8 @@ class TextFiles(Fractions, Tokenized, Dataset):
 class TokenBin(Context, Dataset):
     """Files of tokens."""
 
+    data: ClassVar[str] = RUNNING_TEXT
+
     folder: Annotated[str, PATH]
     vocabulary: Annotated[int, whole(4)]
 
@@ -203,6 +222,8 @@ class TokenBin(Context, Dataset):
 @dataclass(frozen=True)
 class CopyReverse(Translated, Seeded, Dataset):
     """Generated sentences to be copied or reversed."""
+
+    data: ClassVar[str] = PAIRS
 
     version: Annotated[int, whole(2, 2)]
     size: Annotated[int, whole(1)]
@@ -216,6 +237,8 @@ class CopyReverse(Translated, Seeded, Dataset):
 class Multi30k(Translated, Dataset):
     """Multi30k."""
 
+    data: ClassVar[str] = PAIRS
+
     source: Annotated[str, TEXT]
     target: Annotated[str, TEXT]
     test: Annotated[str, TEXT]
@@ -225,6 +248,8 @@ class Multi30k(Translated, Dataset):
 @dataclass(frozen=True)
 class Fairseq(Translated, Dataset):
     """A folder of fairseq-preprocess."""
+
+    data: ClassVar[str] = PAIRS
 
     path: Annotated[str, PATH]
     source: Annotated[str | None, OPTIONAL_TEXT]

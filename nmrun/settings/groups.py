@@ -23,6 +23,7 @@ from nmrun.ranges import (
     INPUT_GRADIENTS,
     PATTERN,
     RATIOS,
+    SEED,
     SEEDS,
     TEXT,
     number,
@@ -59,7 +60,7 @@ class Named(Group):
 class Run(Group):
     """The keys that are in no group."""
 
-    seed: Annotated[int, whole(0)]
+    seed: Annotated[int, SEED]
     seeds: Annotated[list[int] | None, SEEDS]
     output_dir: Annotated[str, TEXT]
     resume: Annotated[bool, FLAG]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from nmrun.ranges import EXPRESSIONS, FLAG, FRACTION, TEXT, WIDTHS, Check, one_of, whole
 from nmrun.settings import reader
+from nmrun.settings.datasets import IMAGES, PAIRS, RUNNING_TEXT, TEXTS
 from nmrun.settings.groups import Group, Named
 
 ARGUMENTS = Check(
@@ -20,10 +21,12 @@ ARGUMENTS = Check(
 class Model(Named):
     """What all models have: the modules that may be sparse.
 
-    ``decays`` is which parameters its literature lets decay, for ``optimizer.decay=null``.
+    ``decays`` is which parameters its literature lets decay, for ``optimizer.decay=null``;
+    ``data`` is what it takes, as data sets say it.
     """
 
     decays: ClassVar[str] = "all"
+    data: ClassVar[str] = IMAGES
 
     include: Annotated[list[str] | None, EXPRESSIONS]
     exclude: Annotated[list[str] | None, EXPRESSIONS]
@@ -101,11 +104,14 @@ class Transformer(Blocks, Model):
     """A Transformer that has no other keys, such as the encoder of texts."""
 
     decays: ClassVar[str] = "matrices"  # nanoGPT; DeiT's code; BERT's code
+    data: ClassVar[str] = TEXTS
 
 
 @dataclass(frozen=True)
 class GPT(Transformer):
     """GPT-2's architecture."""
+
+    data: ClassVar[str] = RUNNING_TEXT
 
     bias: Annotated[bool, FLAG]
 
@@ -113,6 +119,8 @@ class GPT(Transformer):
 @dataclass(frozen=True)
 class ViT(Transformer):
     """Vision Transformers."""
+
+    data: ClassVar[str] = IMAGES
 
     patch: Annotated[int | None, whole(1, optional=True)]
     stochastic_depth: Annotated[float, FRACTION]
@@ -123,6 +131,7 @@ class Pretrained(Model):
     """A network of Hugging Face."""
 
     decays: ClassVar[str] = "matrices"  # BERT's code, and the Trainer of transformers
+    data: ClassVar[str] = RUNNING_TEXT
 
     pretrained: Annotated[str, TEXT]
     dropout: Annotated[float, FRACTION]
@@ -132,6 +141,8 @@ class Pretrained(Model):
 class Encoder(Pretrained):
     """An encoder of Hugging Face with a new head."""
 
+    data: ClassVar[str] = TEXTS
+
     pooling: Annotated[str, one_of("cls", "mean", "similarity")]
 
 
@@ -140,6 +151,7 @@ class FairseqTransformer(Transformer):
     """fairseq's Transformer."""
 
     decays: ClassVar[str] = "all"  # as fairseq-train
+    data: ClassVar[str] = PAIRS
 
     ffn: Annotated[int, whole(1)]
     attention_dropout: Annotated[float, FRACTION]

@@ -66,11 +66,15 @@ def wrong_values(
 
 def no_key(key: str, known: Iterable[str]) -> str:
     """The line for a key that does not exist; ``known`` are those beside it."""
-    known = sorted(known)
+    known = list(known)
+    return f"{key}: no such key{did_you_mean(key, known)} ({listed(key, known)})"
+
+
+def listed(key: str, known: Iterable[str]) -> str:
+    """The keys beside one, in words: ``optimizer has lr, name``."""
     group = key.rpartition(".")[0]
-    has = ", ".join(name.rpartition(".")[2] for name in known)
-    there = f"{group} has" if group else "there are"
-    return f"{key}: no such key{did_you_mean(key, known)} ({there} {has})"
+    has = ", ".join(name.rpartition(".")[2] for name in sorted(known))
+    return f"{group} has {has}" if group else f"there are {has}"
 
 
 def no_option(key: str, group: str, option: str, options: Iterable[str]) -> str:

@@ -69,6 +69,11 @@ class Options:
         """
         return _first(self._overrides, parameter.module_names) or default
 
+    def override(self, parameter: NamedParameter) -> str | None:
+        """Return the expression of the override that gives a parameter its pattern, if one does."""
+        texts = [(expression, expression.pattern) for expression, own in self._overrides if own]
+        return _first(texts, parameter.module_names)
+
     def reason(self, parameter: NamedParameter) -> str:
         """Say why a parameter stays dense by the options, or cannot be sparse.
 

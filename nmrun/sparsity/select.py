@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.sparsity.options import Options
 from nmrun.sparsity.parameters import NamedParameter
@@ -121,13 +122,16 @@ def select(
         ``named_parameters``. A weight that two layers share is sparse once, under its first name.
 
     Raises:
-        ConfigError: for regular expressions that do not compile or match nothing, and for wrong
-            patterns and dimensions.
+        ConfigError: for regular expressions that do not compile or match nothing, for wrong
+            patterns and dimensions, and for an override that none of its layers can hold.
     """
     options = Options(model, include, exclude, overrides, dims)
     sparse: list[Candidate] = []
     dense: list[LeftDense] = []
     seen: dict[int, str] = {}  # a parameter's first name; empty where that one is sparse
+    fits: dict[
+        str, str
+    ] = {}  # by override: why its first weight does not hold it; empty where one does
     for found in options.parameters:
         own = options.pattern(found, pattern)
         if (first := seen.get(id(found.parameter))) is not None:
@@ -136,12 +140,17 @@ def select(
             reason = options.reason(found) or f"tied to {first}"
         else:
             reason = options.reason(found) or _untrained(found, owned)
+            if (text := options.override(found)) and not reason:
+                unfit = _unfit(found, own, pad)
+                fits[text] = unfit and fits.get(text, f"{found.name} with {own}: {unfit}")
             reason = reason or _unfit(found, own, pad) or _refused(found, own, refuses)
             seen[id(found.parameter)] = found.name if reason else ""
         if reason:
             dense.append(LeftDense(found.name, found.shape, reason))
         else:
             sparse.append(_candidate(found, own, pad))
+    if wrong := [f"overrides: {text!r} fits no layer: {why}" for text, why in fits.items() if why]:
+        raise ConfigError(wrong)
     return sparse, dense
 
 

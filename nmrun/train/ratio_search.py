@@ -1,5 +1,4 @@
-"""Layer-wise ratios under a budget: ``nmrun search RUN --density 0.125`` reads a trained model and
-proposes N for every layer.
+"""Layer-wise ratios under a budget: N for every layer, proposed for a trained model (``nmrun ratios``).
 
 In the spirit of DominoSearch (Sun et al. 2021, NeurIPS): M is fixed, every layer starts dense (N =
 M), and N is halved where it hurts least until the budget is met. DominoSearch finds out what hurts
@@ -11,13 +10,8 @@ is met exactly no other choice keeps more. Then train with the proposed ratios.
 
 from __future__ import annotations
 
-import json
-import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +22,6 @@ from nmrun.sparsity.candidates import by_group
 from nmrun.sparsity.select import candidates, select
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.tasks.base import Task
-from nmrun.verbs import Parser
-
-if TYPE_CHECKING:
-    from nmrun.settings.config import Config
 
 
 @dataclass(frozen=True)
@@ -117,101 +107,3 @@ def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task) -> dict[s
         ]
         found[name] = sum(p.forward for _, p in flops.count(model, task, weights).sparse)
     return found
-
-
-def main(argv: Sequence[str]) -> int:
-    """``nmrun search RUN``: print a ratio for every layer, and the overrides that train with them."""
-    parser = Parser(
-        prog="nmrun search",
-        description="Propose layer-wise ratios for the model of a finished run.",
-    )
-    parser.add_argument(
-        "run",
-        type=Path,
-        help="a run folder, dense as a rule (holds config.yaml and model.safetensors)",
-    )
-    parser.add_argument(
-        "--density",
-        type=float,
-        default=0.125,
-        help="what is left of the sparse layers' cost (default 0.125)",
-    )
-    parser.add_argument(
-        "--m", type=int, default=16, help="M of all ratios, a power of two (default 16)"
-    )
-    parser.add_argument(
-        "--cost",
-        choices=("weights", "flops"),
-        default="weights",
-        help="what the density is of (default weights)",
-    )
-    options = parser.parse_args(argv)
-    from omegaconf import OmegaConf
-    from safetensors.torch import load_file
-
-    from nmrun import models, tasks
-    from nmrun.config import schema
-    from nmrun.config.identity import completed
-
-    try:
-        saved: Any = OmegaConf.to_container(OmegaConf.load(options.run / "config.yaml"))
-        # a run has one seed
-        config = schema.check(OmegaConf.create({"seeds": None, **completed(saved)}))
-        task = tasks.build(config, torch.device("cpu"))
-        model = models.build(config.model.mapping(), task.inputs)
-        model.load_state_dict(load_file(options.run / "model.safetensors"))
-        limits: dict[str, Any] = {
-            "include": config.model.include,
-            "exclude": config.model.exclude or (),
-        }
-        names = [c.module_name for c in select(model, Pattern(1, options.m), **limits)[0]]
-        costs = flops_by_layer(model, names, task) if options.cost == "flops" else None
-        proposal = search_ratios(model, options.density, options.m, costs, **limits)
-    except OSError as error:
-        why = f"{error.strerror}: {error.filename}"
-        raise ConfigError(f"{options.run} holds no finished run ({why})") from None
-    except ValueError as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
-    width = max(map(len, proposal.ratios))
-    for name, ratio in proposal.ratios.items():
-        print(
-            f"  {name:<{width}}  {ratio!s:>7}  keeps {proposal.kept[name]:.1%} of the squared weights"
-        )
-    print(f"  density {proposal.density:.3f} of {options.cost}")
-    ratios = ", ".join(
-        f"{name}: {'dense' if r.n == r.m else r}" for name, r in proposal.ratios.items()
-    )
-    base = Pattern(max(1, round(options.density * options.m)), options.m)
-    words = [*_settings(config), f"sparsity={base}", f"sparsity.overrides={{{ratios}}}"]
-    print(f"  nmrun {' '.join(map(shlex.quote, words))}")
-    return 0
-
-
-def _settings(config: Config) -> list[str]:
-    """The overrides that give a new run this one's data, model, optimizer, schedule and trainer."""
-    from hydra import compose, initialize_config_module
-
-    from nmrun.config import schema, source
-
-    source.register()
-    named = ("dataset", "model", "optimizer", "schedule")
-    words = [f"{group}={config.plain[group]['name']}" for group in named]
-    with initialize_config_module("nmrun.conf", version_base="1.3"):
-        default = schema.check(compose("nmrun", words))
-    for group in (*named, "trainer"):
-        before = schema.flatten(default.plain[group])
-        words += [
-            f"{group}.{k}={_word(v)}"
-            for k, v in schema.flatten(config.plain[group]).items()
-            if v != before.get(k)
-        ]
-    return words
-
-
-def _word(value: Any) -> str:
-    """A value as Hydra reads it: texts are quoted, but where they are plain words."""
-    if isinstance(value, list):
-        return f"[{','.join(map(_word, value))}]"
-    if isinstance(value, str):
-        return value if re.fullmatch(r"[A-Za-z_][\w./-]*", value) else f'"{value}"'
-    return json.dumps(value)

@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_module
 from safetensors.torch import load_file
 
 import nmrun.train.jobs  # noqa: F401  (registers the source of ratios)
-from nmrun.config import precheck, schema
+from nmrun.config import early, precheck, schema
 
 ACCEPTED = {  # a line as it stands in a shell, and what is meant
     "'sparsity.overrides={inner.1: 1:8}'": {"inner.1": "1:8"},
@@ -55,6 +55,12 @@ GENERAL = {  # what cannot be guessed, or can be read and means nothing
     "sparsity.overrides.inner.1=1:8": "'sparsity.overrides={inner.1: 1:8}'",
     "'+sparsity.overrides={inner.1: 1:8}'": "write it without +",
 }
+
+
+@pytest.fixture(autouse=True)
+def layers_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The texts are looked at, not whether a network has such layers."""
+    monkeypatch.setattr(early, "LAYERS", {})
 
 
 def checked(*words: str) -> schema.Config:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_schema import composed
 
-from nmrun.config import command_line, precheck, schema
+from nmrun.config import command_line, early, precheck, schema
 from nmrun.errors import ConfigError
 
 
@@ -73,6 +73,7 @@ def test_each_job_of_a_sweep_is_looked_at_as_hydra_composes_it(
     monkeypatch.setattr(
         schema, "problems", lambda plain, unsure: seen.append(copy.deepcopy(plain)) or []
     )
+    monkeypatch.setattr(early, "problems", lambda plain, here: [])
     found = precheck.look(
         [f"{key}={','.join(values)}" for key, values in axes.items()], multirun=True
     )
@@ -145,7 +146,7 @@ def test_a_folder_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_class_of_ones_own_has_keys_of_its_own() -> None:
-    words = command_line.own_recipe(["recipe._target_=pack.Mine", "recipe.strength=3", "seed=2"])
+    words = command_line.own_recipe(["recipe._target_=runs.Mine", "recipe.strength=3", "seed=2"])
     assert precheck.look(words).problems == []
     (problem,) = precheck.look([*words, "optimizer.strength=3"]).problems
     assert problem.startswith("optimizer.strength: no such key")

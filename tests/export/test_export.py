@@ -404,5 +404,5 @@ def test_only_finished_runs_are_copied(tmp_path: Path, capsys: pytest.CaptureFix
     for run in (failed, bare, garbled, tmp_path / "nothing"):
         assert verb("export", str(run), "--to", str(tmp_path / "to")) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"nmrun: {run} holds no finished run (")
+        assert line.startswith(f"nmrun: {run} holds no finished run")
     assert not (tmp_path / "to").exists()

@@ -247,10 +247,9 @@ def test_inputs_must_be_a_multiple_of_m() -> None:
         "a.weight",
         "b.weight",
     ]
-    assert (
-        "12 inputs are not a multiple of 5"
-        in reasons(model, "1:4", overrides={"a": "1:5"})["a.weight"]
-    )
+    assert names(model, "1:4", overrides={"[ab]": "1:8"}) == ["b.weight", "d.weight"]
+    with pytest.raises(ConfigError, match=r"'a' fits no layer: a.weight with 1:5: 12 inputs"):
+        select(model, Pattern(1, 4), overrides={"a": "1:5"})
 
 
 # --- why the others stay dense --------------------------------------------------------------------

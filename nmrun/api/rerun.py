@@ -1,0 +1,41 @@
+"""``nmrun rerun RUN [key=value ...]``: the command of a run once more, with changes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from nmrun.config.identity import result_in
+from nmrun.errors import ConfigError
+from nmrun.report import settings, status
+from nmrun.verbs import Parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the command and do it; returns its exit status."""
+    parser = Parser(prog="nmrun rerun", description=(__doc__ or "").partition(": ")[2])
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument(
+        "changes",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="overrides, such as seed=1; without one that matters, force=true repeats a finished run",
+    )
+    options = parser.parse_args(argv)
+    settings.of(options.run)
+    command = status.command(options.run, result_in(options.run))
+    if command is None:
+        raise ConfigError(f"{options.run}: its command is not known")
+    words = shlex.split(command)
+    if words[0] == "cd":  # a folder, && and the command
+        os.chdir(words[1])
+        words = words[3:]
+    changed = {word.lstrip("+~").partition("=")[0] for word in options.changes}
+    kept = [word for word in words[1:] if word.lstrip("+~").partition("=")[0] not in changed]
+    words = [*kept, *options.changes]
+    print(shlex.join(["nmrun", *words]), flush=True)
+    from nmrun.train import jobs
+
+    return jobs.main(words)

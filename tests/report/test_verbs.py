@@ -1,0 +1,115 @@
+"""Runs side by side, deleted, and done again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from verbs import verb
+
+from nmrun.files import locks
+
+
+def test_runs_side_by_side(write, capsys: pytest.CaptureFixture[str]) -> None:
+    one = write("ste", "2:4", 0, 0.5, optimizer__lr=0.1)
+    other = write("step", "1:8", 0, 0.625, recipe__switch=0.25)
+    assert verb("compare", str(one), str(other)) == 0
+    out = capsys.readouterr().out.splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in out if line}
+    assert out[:2] == [f"[1] {one}", f"[2] {other}"]
+    assert rows["recipe"] == ["ste", "step"]
+    assert rows["sparsity"] == ["2:4", "1:8"]
+    assert rows["optimizer.lr"] == ["0.1", "0.001"]
+    assert rows["recipe.switch"] == ["-", "0.25"]
+    assert rows["test/accuracy"] == ["0.5", "0.625", "+0.125"]
+    assert "seed" not in rows
+    assert verb("compare", str(one), str(one), "--all") == 0
+    assert "seed" in capsys.readouterr().out
+
+
+def test_a_run_without_a_result_is_compared_by_its_config(
+    write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = write("ste", "2:4", 0, 0.5), write("ste", "2:4", 1)
+    result = json.loads((other / "result.json").read_text())
+    (other / "config.yaml").write_text(json.dumps(result["config"]))  # JSON is YAML
+    (other / "result.json").unlink()
+    assert verb("compare", str(one), str(other)) == 0
+    said = capsys.readouterr().out
+    assert ["seed", "0", "1"] in [line.split() for line in said.splitlines()]
+    assert "no result" in said
+
+
+@pytest.fixture
+def runs(write) -> dict[str, Path]:
+    return {
+        "good": write("ste", "2:4", 0, 0.5),
+        "failed": write("ste", "2:4", 1, status="failed"),
+        "dense": write("dense", "dense", 0, 0.5),
+        "other": write("step", "2:4", 0, 0.5, trainer__epochs=2),
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "gone"),
+    [
+        (("--failed",), {"failed"}),
+        (("--filter", "recipe=ste"), {"good", "failed"}),
+        (("--filter", "recipe=ste", "--failed"), {"failed"}),
+        (("--filter", "recipe=ste", "seed=0"), {"good"}),
+        (("--filter", "sparsity=dense"), {"dense"}),
+        (("--filter", "trainer.epochs=2.0"), {"other"}),
+    ],
+)
+def test_what_is_deleted(runs, words, gone: set[str], tmp_path: Path, capsys) -> None:
+    assert verb("rm", str(tmp_path / "outputs"), *words, "--yes") == 0
+    assert {name for name, folder in runs.items() if not folder.exists()} == gone
+    assert f"{len(gone)} run" in capsys.readouterr().out
+
+
+def test_it_asks_first(runs, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("rm", str(tmp_path / "outputs"), "--failed")
+    assert verb(*words) == 2
+    assert "--yes deletes without" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    answers = iter(["", "n", "y"])
+    monkeypatch.setattr("builtins.input", lambda _: next(answers))
+    for left in (True, True, False):
+        assert verb(*words) == 0
+        assert runs["failed"].exists() is left
+
+
+def test_a_run_at_work_is_not_deleted(runs, tmp_path: Path, capsys) -> None:
+    with locks.hold(runs["good"]):
+        words = ("rm", str(tmp_path / "outputs"), "--filter", "recipe=ste", "--yes")
+        assert verb(*words) == 0
+    assert runs["good"].exists()
+    assert not runs["failed"].exists()
+
+
+def test_the_command_of_a_run_once_more(tmp_path: Path, nmrun_cli) -> None:
+    first = nmrun_cli("recipe=ste", "debug=fast", "output_dir=out", "optimizer.lr=0.01")
+    assert first.returncode == 0, first.stderr
+    (folder,) = (path.parent for path in tmp_path.rglob("result.json"))
+    again = nmrun_cli("rerun", str(folder), "optimizer.lr=0.02", "dry=true")
+    assert again.returncode == 0, again.stderr
+    line = "nmrun recipe=ste debug=fast output_dir=out optimizer.lr=0.02 dry=true"
+    assert again.stdout.startswith(f"{line}\n")
+    moved = tmp_path / "elsewhere"
+    shutil.move(tmp_path / "out", moved)
+    place = moved / folder.relative_to(tmp_path / "out")
+    same = nmrun_cli("rerun", str(place))
+    assert "finished already" in same.stdout
+
+
+def test_help_stands_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (("table", "--help"), ("--help", "table"), ("-h", "table")):
+        with pytest.raises(SystemExit) as stop:
+            verb(*words)
+        assert stop.value.code == 0
+        assert "usage: nmrun table" in capsys.readouterr().out
+    for words in (("--help",), ("recipe=sr_ste", "--help"), ("-m", "seed=0,1", "-h")):
+        assert verb(*words) == 0
+        assert "== Groups and their options ==" in capsys.readouterr().out
