@@ -11,11 +11,11 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from nmrun.api.frames import of_runs, typed
 from nmrun.errors import ConfigError
 from nmrun.registry import did_you_mean
 from nmrun.report import chosen, cli
-from nmrun.report.formats import cell_by_cell
+from nmrun.report.frames import of_runs, typed
+from nmrun.report.records import of_cells
 from nmrun.verbs import files_of_the_command
 
 Paths = str | Path | Sequence[str | Path]
@@ -70,8 +70,9 @@ def table(
         verify: refuse runs whose files changed after they finished.
 
     Returns:
-        A row for each cell: its labels, ``metric``, ``mean``, ``sd``, ``n``, ``best`` (of its
-        column), ``without`` (runs that gave no value) and ``median``; with a baseline
+        A row for each cell: its labels, ``metric``, ``mean``, ``sd``, ``n``, ``best`` (of those it
+        is compared with), ``without`` (runs that gave no value), ``median``, ``seeds`` and their
+        ``values`` (lists); with a baseline
         ``difference``, its interval ``low`` to ``high``, ``p`` and ``least``, the smallest
         difference that could have been shown. Metrics are in their own unit: accuracies from 0 to
         1.
@@ -84,10 +85,10 @@ def table(
     options.show, options.baseline, options.test = "mean", baseline, test
     options.verify = verify
     with files_of_the_command():
-        head, *lines = cell_by_cell(chosen.tables(options))
+        head, *lines = of_cells(chosen.tables(options))
     found = pd.DataFrame(lines, columns=head, dtype=object)
     found = typed(found.loc[:, ~found.columns.duplicated()])  # the metric is a label, too
-    for key in head[: head.index("mean")]:  # labels are texts, those of numbers too
+    for key in map(str, head[: head.index("mean")]):  # labels are texts, those of numbers too
         with contextlib.suppress(ValueError):
             found[key] = pd.to_numeric(found[key])
     return found.astype({"best": bool})

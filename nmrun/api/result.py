@@ -42,7 +42,7 @@ class Result:
         Raises:
             RunError: where there is no such file.
         """
-        from nmrun.api.frames import frame
+        from nmrun.report.frames import frame
 
         try:
             text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")

@@ -16,7 +16,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from nmrun.api import words
-from nmrun.api.frames import of_runs
 from nmrun.api.kept import kept
 from nmrun.api.result import Result
 from nmrun.config import schema
@@ -25,6 +24,7 @@ from nmrun.config.composing import composing
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError, RunError
 from nmrun.report.collect import collect
+from nmrun.report.frames import of_runs
 from nmrun.train import jobs
 
 if TYPE_CHECKING:

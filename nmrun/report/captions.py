@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 
+from nmrun.report import names
 from nmrun.report.numbers import places, printed, unit
 from nmrun.report.statistics import FEWEST, Difference
 from nmrun.report.tables import Table, words
@@ -13,9 +15,17 @@ SPLITS = {"test": "on the test split", "eval": "on the validation split"}
 TESTS = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}
 
 
-def title(table: Table) -> str:
-    """What all runs of the table have in common, in short."""
-    has = table.shared
+def title(table: Table, own: Mapping[str, str] | None = None) -> str:
+    """What all runs of the table have in common, in short.
+
+    Args:
+        table: the table.
+        own: names that the user gave; None: names as they are in configs.
+    """
+    has = dict(table.shared)
+    if own is not None:
+        groups = (key for key in ("model", "dataset", "optimizer") if key in has)
+        has |= {key: names.written(has[key], own) for key in groups}
     where = " on ".join(has[key] for key in ("model", "dataset") if key in has)
     optimizer = (
         " lr ".join(has[key] for key in ("optimizer", "optimizer.lr") if key in has)
@@ -32,7 +42,7 @@ def caption(table: Table) -> str:
     best = table.metric.startswith("best/")
     weights = "the best weights by validation" if best else "the last weights"
     if several := "metric" in (*table.row_keys, *table.column_keys):
-        what = table.metric.replace(",", ", ") + _units(table, difference=False)
+        what = table.metric.replace(",", ", ")
     elif slash:
         what = f"{name} {SPLITS.get(split, f'({split})')}{_in(table.metric)}, {weights}"
     else:
@@ -46,7 +56,8 @@ def caption(table: Table) -> str:
     if table.references and len(table.columns) > 1:
         notes.append("dense has no ratio and stands in every column")
     if table.best:
-        notes.append("best of each column in bold")
+        axis, agree = table.compared
+        notes.append(f"best of each {' and '.join([axis, *agree])} in bold")
     if table.paper:
         notes.append(f"(paper): {table.paper_source}")
     notes += _unlike(table)
@@ -62,9 +73,13 @@ def comparison(table: Table) -> str:
     gaps = list(table.differences.values())
     tested = [gap for gap in gaps if gap.p is not None]
     several = "metric" in (*table.row_keys, *table.column_keys)
-    units = _units(table, difference=True) if several else _in(table.metric, difference=True)
+    units = (
+        (" (accuracies in percentage points)" if "accuracy" in table.metric else "")
+        if several
+        else _in(table.metric, difference=True)
+    )
     notes = [
-        f"Difference to {', '.join(map(words, table.baseline))}{units} over the seeds that both have (number of seeds), "
+        f"Difference to {', '.join(words(table.row_keys, row) for row in table.baseline)}{units} over the seeds that both have (number of seeds), "
         "each with its own 95 % interval of Student's t, whose spread is at least one step of the metric"
     ]
     if tested:
@@ -109,7 +124,8 @@ def _least(table: Table) -> list[str]:
 
 def _chosen_from(table: Table) -> str:
     return ", ".join(
-        f"{'not known how many' if number == '-' else number} ({', '.join(map(words, rows))})"
+        f"{'not known how many' if number == '-' else number} "
+        f"({', '.join(words(table.row_keys, row) for row in rows)})"
         for number, rows in table.candidates.items()
     )
 
@@ -122,13 +138,3 @@ def _unlike(table: Table) -> list[str]:
 def _in(metric: str, difference: bool = False) -> str:
     name = unit(metric, difference)
     return f" in {name}" if name else ""
-
-
-def _units(table: Table, difference: bool) -> str:
-    """The units of several metrics."""
-    said = {
-        "accuracies": _in("accuracy", difference) if "accuracy" in table.metric else "",
-        "seconds": _in("seconds", difference) if "seconds" in table.metric.split(",") else "",
-    }
-    named = ", ".join(f"{metrics}{units}" for metrics, units in said.items() if units)
-    return f" ({named})" if named else ""

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from nmrun.report.tables import Table
 
 
+RATIO = ("sparsity", "sparsity.n", "sparsity.m")
+
+
 def tables(options: argparse.Namespace) -> list[Table]:
     """Make the tables that the options of ``nmrun table`` ask for.
 
@@ -39,6 +42,40 @@ def tables(options: argparse.Namespace) -> list[Table]:
 
         found = [compare(each, options.baseline, options.test) for each in found]
     return found
+
+
+def runs(options: argparse.Namespace) -> pd.DataFrame:
+    """The runs that the options of ``nmrun table --runs`` ask for.
+
+    Args:
+        options: the parsed command line: ``paths``, ``filter`` and ``verify``.
+
+    Returns:
+        As of :func:`collected`.
+
+    Raises:
+        ConfigError: where no run is left.
+    """
+    found = filtered(collected(options.paths), options.filter)
+    if options.verify:
+        verify(found)
+    return found
+
+
+def labels(given: str | None) -> dict[str, str]:
+    """The user's names for labels.
+
+    Args:
+        given: ``NAME=TEXT`` with commas between, such as ``step=Ours,dense=Dense``.
+
+    Raises:
+        ConfigError: for a part that is not ``NAME=TEXT``.
+    """
+    pairs = [part.partition("=") for part in (given or "").split(",") if part]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise ConfigError(f"--labels {name}: write NAME=TEXT, such as sr_ste=SR-STE")
+    return {name: text for name, _, text in pairs}
 
 
 def figures(options: argparse.Namespace) -> list[Figure]:
@@ -184,7 +221,8 @@ def logged(runs: pd.DataFrame, table: Table) -> str:
 def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
     """Keep the runs whose keys have some values.
 
-    A run without such a key stays: an STE run has no ``recipe.switch`` to differ in.
+    A run without such a key stays: an STE run has no ``recipe.switch`` to differ in, and dense
+    training, the reference, has no ratio.
 
     Args:
         runs: as of :func:`collected`.
@@ -211,7 +249,8 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
         if not alike.any():
             there = ", ".join(sorted(set(labels) - {"-"}))
             raise ConfigError(f"--filter {condition} leaves no run; {key} is {there}")
-        runs = runs[alike | (labels == "-")]
+        without = labels == "-" if key not in RATIO else runs["sparsity"] == "dense"
+        runs = runs[alike | without]
     return runs
 
 

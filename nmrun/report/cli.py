@@ -13,7 +13,9 @@ from nmrun.report.verify import verify
 from nmrun.verbs import Parser, files_of_the_command
 
 TESTS = ("t", "wilcoxon")
-FORMATS = ("markdown", "latex", "csv", "html")
+RECORDS = ("csv", "json", "parquet")  # for programs
+FORMATS = ("markdown", "latex", "html", *RECORDS)
+BY_SUFFIX = {".md": "markdown", ".tex": "latex", ".htm": "html"}  # and those that are its name
 SUFFIXES = (".png", ".svg", ".pdf")
 KINDS = ("ratio", "curves", "flips", "autoswitch", "flops")
 
@@ -25,9 +27,18 @@ def table(argv: Sequence[str]) -> int:
     parser = _parser("table", "Compare the runs below PATH: mean +- standard deviation over seeds.")
     parser.add_argument(
         "--format",
-        default="markdown",
         choices=FORMATS,
-        help="default markdown; csv is one line a cell",
+        help="default that of the suffix of --out, else markdown; csv, json and parquet have a line a cell",
+    )
+    parser.add_argument(
+        "--runs",
+        action="store_true",
+        help="a line a run instead, as csv (default), json or parquet",
+    )
+    parser.add_argument(
+        "--labels",
+        metavar="NAME=TEXT,...",
+        help="names in LaTeX, such as step=Ours (default: as papers write them)",
     )
     parser.add_argument(
         "--show",
@@ -65,15 +76,46 @@ def table(argv: Sequence[str]) -> int:
         options = parser.parse_args(argv)
         if options.experiment:
             return _experiments(options)
-        from nmrun.report.formats import render
-
-        text = render(chosen.tables(options), options.format)
-        if options.out is None:
-            _print(text)
-        else:
-            options.out.write_text(text, encoding="utf-8")
-            sys.stdout.write(f"{options.out}\n")
+        _write(_content(options), options.out)
     return 0
+
+
+def _format(options: argparse.Namespace) -> str:
+    """The format that is asked for."""
+    suffix = "" if options.out is None else options.out.suffix.lower()
+    by_suffix = BY_SUFFIX.get(suffix, suffix.removeprefix("."))
+    otherwise = "csv" if options.runs else "markdown"
+    style = str(options.format or (by_suffix if by_suffix in FORMATS else otherwise))
+    if options.runs and style not in RECORDS:
+        raise ConfigError(f"--runs --format {style}: a line a run is {', '.join(RECORDS)}")
+    if style == "parquet" and options.out is None:
+        raise ConfigError("--format parquet: name a file with --out")
+    return style
+
+
+def _content(options: argparse.Namespace) -> str | bytes:
+    from nmrun.report import records
+
+    style = _format(options)
+    if options.runs:
+        from nmrun.report.frames import of_runs
+
+        return records.written(records.of_runs(of_runs(chosen.runs(options))), style)
+    tables = chosen.tables(options)
+    if style in RECORDS:
+        return records.written(records.of_cells(tables), style)
+    from nmrun.report.formats import render
+
+    return render(tables, style, chosen.labels(options.labels))
+
+
+def _write(content: str | bytes, out: Path | None) -> None:
+    """To a file, whose name is printed, or to the terminal."""
+    if out is None:
+        _print(str(content))
+    else:
+        out.write_bytes(content.encode() if isinstance(content, str) else content)
+        sys.stdout.write(f"{out}\n")
 
 
 def plot(argv: Sequence[str]) -> int:
@@ -164,9 +206,11 @@ def _experiments(options: argparse.Namespace) -> int:
     from nmrun.report import experiments
     from nmrun.report.differences import compare
 
-    every = experiment.chosen(options.experiment)
-    if options.format == "csv" and len(every) > 1:
-        raise ConfigError(f"--format csv --experiment {options.experiment}: one at a time")
+    every, style = experiment.chosen(options.experiment), _format(options)
+    if options.runs or style == "parquet":
+        raise ConfigError("--experiment: --runs and --format parquet are for folders")
+    if style in RECORDS and len(every) > 1:
+        raise ConfigError(f"--format {style} --experiment {options.experiment}: one at a time")
     sections = []
     for asked in every:
         own = argparse.Namespace(**vars(options))
@@ -207,7 +251,7 @@ def _experiments(options: argparse.Namespace) -> int:
         raise ConfigError(
             f"no run of any of these experiments is finished at scale={options.scale}"
         )
-    text = experiments.render(sections, options.format)
+    text = experiments.render(sections, style)
     files = experiments.draw(sections, options.figures) if options.figures else []
     if options.out is None:
         _print(text)

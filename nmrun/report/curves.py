@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 
 from nmrun.report.captions import title
 from nmrun.report.history import Curve, History
-from nmrun.report.numbers import scale
-from nmrun.report.style import label, look, metric_label, panels
+from nmrun.report.numbers import labelled, scale
+from nmrun.report.style import label, look, panels
 from nmrun.report.tables import Key, Table
 
 FLIPS, SAMPLE, WINDOW = "sparsity/flip_rate", "step/variance_change", "step/variance_change_window"
@@ -34,7 +34,7 @@ def curves(table: Table, history: History, metric: str) -> Figure | None:
     ):
         low = min(float(curve.mean[curve.steps >= 0.1 * curve.steps[-1]].min()) for curve in drawn)
         every[0].set_ylim(bottom=max(0.0, 100.0 * low - 2.0))
-    return _labelled(figure, table, f"{metric_label(metric)} (mean, sd)")
+    return _labelled(figure, table, f"{labelled(metric)} (mean, sd)")
 
 
 def flips(table: Table, history: History) -> Figure | None:

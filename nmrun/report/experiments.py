@@ -18,7 +18,7 @@ from nmrun.config.experiment import Experiment, configs
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
 from nmrun.files import jsonl
-from nmrun.report import formats, plots, style
+from nmrun.report import formats, plots, records, style
 from nmrun.report.collect import row
 from nmrun.report.differences import compare
 from nmrun.report.tables import Table
@@ -107,8 +107,8 @@ def render(sections: Sequence[Section], style_: str) -> str:
     """Title, source, note and tables of each; HTML is one page with the pictures in it, CSV the
     tables alone.
     """
-    if style_ == "csv":
-        return formats.as_csv(sections[0].tables)
+    if style_ in ("csv", "json"):
+        return str(records.written(records.of_cells(sections[0].tables), style_))
     if style_ == "html":
         return formats.page("nmrun: experiments", "".join(map(_html, sections)))
     mark = "%" if style_ == "latex" else "#"

@@ -1,29 +1,21 @@
-"""Tables as Markdown, LaTeX, CSV and HTML."""
+"""Tables to be read: Markdown, LaTeX and HTML. ``records`` has those for programs."""
 
 from __future__ import annotations
 
-import contextlib
-import csv
 import html
-import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nmrun.config.metric import higher_is_better
 from nmrun.report.captions import caption, comparison
+from nmrun.report.latex import latex
 from nmrun.report.markdown import plain
 from nmrun.report.markdown import table as aligned
-from nmrun.report.numbers import MINUS, NEGLIGIBLE, places, printed, signed
+from nmrun.report.numbers import MINUS, deviates, labelled, places, printed, signed
 from nmrun.report.statistics import Cell, shown
-from nmrun.report.tables import Key, Table
+from nmrun.report.tables import Key, Table, short, words
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
-LATEX = {
-    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "|": r"\textbar{}", "[": "{[}", "]": "{]}", **{c: f"\\{c}" for c in "_%&#${}"}, MINUS: "$-$",
-}  # fmt: skip
 STYLE = (
     ":root{color-scheme:light dark}body{font:15px sans-serif;margin:2em}"
     ".wide{overflow-x:auto;margin-bottom:2em}table{border-collapse:collapse}"
@@ -46,37 +38,62 @@ class Grid:
     lines: list[Line]
 
 
-def render(tables: Sequence[Table], style: str) -> str:
-    """``markdown``, ``latex``, ``csv`` (long: one line a cell, full precision) or ``html`` (one
-    page); ASCII, but for minus signs and the users' own names.
+def render(tables: Sequence[Table], style: str, labels: Mapping[str, str] | None = None) -> str:
+    """Write tables down.
+
+    Args:
+        tables: of one metric.
+        style: ``markdown``, ``latex`` or ``html`` (one page).
+        labels: the user's names, for LaTeX.
+
+    Returns:
+        The text; ASCII, but for minus signs and the users' own names.
     """
-    if style == "csv":
-        return as_csv(tables)
+    if style == "latex":
+        return "\n".join(latex(table, labels) for table in tables)
     drawn = [grid for table in tables for grid in grids(table)]
     if style == "html":
         return page(f"nmrun: {tables[0].metric}", "".join(map(html_table, drawn)))
-    return "\n".join((latex if style == "latex" else markdown)(grid) for grid in drawn)
+    return "\n".join(map(markdown, drawn))
 
 
 def grids(table: Table) -> list[Grid]:
     """The values, and where there is a baseline the differences to it."""
-    head = [*table.row_keys, *(" ".join(column) for column in table.columns)]
+    head = [*table.row_keys, *(words(table.column_keys, column) for column in table.columns)]
+    with_units = [*table.row_keys, *(_headed(table, column) for column in table.columns)]
     lines = [
         (
-            list(row),
+            _labels(table, row, labelled),
             [(text(table, row, column), (row, column) in table.best) for column in table.columns],
         )
         for row in table.rows
     ]
-    found = [Grid(caption(table), len(table.row_keys), head, _with_paper(table, lines))]
+    found = [Grid(caption(table), len(table.row_keys), with_units, _with_paper(table, lines))]
     if table.baseline:
         others = [row for row in table.rows if row not in table.baseline]
         compared = [
-            (list(row), [_difference(table, row, column) for column in table.columns])
+            (
+                _labels(table, row, str),
+                [_difference(table, row, column) for column in table.columns],
+            )
             for row in others
         ]
         found.append(Grid(comparison(table), len(table.row_keys), head, compared))
     return found
+
+
+def _labels(table: Table, row: Key, metric: Callable[[str], str]) -> list[str]:
+    """The labels of a row; a metric as ``metric`` writes it."""
+    pairs = zip(table.row_keys, row, strict=True)
+    return [metric(label) if key == "metric" else short(label) for key, label in pairs]
+
+
+def _headed(table: Table, column: Key) -> str:
+    """The labels of a column; a metric with its unit."""
+    pairs = zip(table.column_keys, column, strict=True)
+    return words(
+        table.column_keys, tuple(labelled(text) if key == "metric" else text for key, text in pairs)
+    )
 
 
 def _with_paper(table: Table, lines: list[Line]) -> list[Line]:
@@ -107,81 +124,6 @@ def markdown(grid: Grid) -> str:
         for labels, cells in grid.lines
     ]
     return f"{plain(grid.caption)}\n\n{aligned(grid.head, lines)}\n"
-
-
-def latex(grid: Grid) -> str:
-    """A ``table`` environment; needs the package booktabs."""
-
-    def escape(value: str) -> str:
-        return "".join(LATEX.get(c, c) for c in value.replace("+-", "\0")).replace("\0", r"$\pm$")
-
-    lines = [r"\begin{table}", r"\centering", rf"\caption{{{escape(grid.caption)}}}"]
-    lines += [
-        rf"\begin{{tabular}}{{{'l' * grid.keys}{'r' * (len(grid.head) - grid.keys)}}}",
-        r"\toprule",
-    ]
-    lines += [" & ".join(map(escape, grid.head)) + r" \\", r"\midrule"]
-    for labels, cells in grid.lines:
-        values = [rf"\textbf{{{escape(cell)}}}" if out else escape(cell) for cell, out in cells]
-        lines.append(" & ".join([*map(escape, labels), *values]) + r" \\")
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}"]) + "\n"
-
-
-def as_csv(tables: Sequence[Table]) -> str:
-    """Columns: what tells the tables apart, the keys of row and column, metric, mean, sd, n, best
-    (0 or 1), without (runs that gave no value), median, and with a baseline the difference to it,
-    its interval, p-value and the smallest that could have been shown.
-
-    A dense reference is one line, not one for each ratio. Empty: undefined.
-    """
-    out = io.StringIO()
-    lines = ([_no_formula(cell) for cell in line] for line in cell_by_cell(tables))
-    csv.writer(out, lineterminator="\n").writerows(lines)
-    return out.getvalue()
-
-
-def cell_by_cell(tables: Sequence[Table]) -> list[list[Any]]:
-    """The lines of :func:`as_csv`, its head first."""
-    groups = [
-        key
-        for key in ("dataset", "model")
-        if key not in (*tables[0].row_keys, *tables[0].column_keys)
-    ]
-    keys = [*groups, *tables[0].row_keys, *tables[0].column_keys]
-    compared = ["difference", "low", "high", "p", "least"] if tables[0].baseline else []
-    lines: list[list[Any]] = [
-        [*keys, "metric", "mean", "sd", "n", "best", "without", "median", *compared]
-    ]
-    for table in tables:
-        group = [table.shared[key] for key in groups]
-        for row in table.rows:
-            for column in table.columns[:1] if row in table.references else table.columns:
-                cell = table.cells.get((row, column))
-                if cell is not None:
-                    ratio: Key = ("dense",) if row in table.references else column
-                    best, without = int((row, column) in table.best), sum(cell.without.values())
-                    gap = table.differences.get((row, column))
-                    found = (
-                        [gap.mean, gap.low, gap.high, gap.p, gap.least]
-                        if gap is not None
-                        else [None] * len(compared)
-                    )
-                    metric, numbers = (
-                        table.metric_of(row, column),
-                        [cell.mean, cell.sd, cell.n, best, without, cell.median],
-                    )
-                    lines.append([*group, *row, *ratio, metric, *numbers, *found])
-    return lines
-
-
-def _no_formula(value: object) -> object:
-    """A text that a spreadsheet would take for a formula, with the apostrophe that keeps it one."""
-    if not isinstance(value, str) or value == "-" or not value.startswith(FORMULA):
-        return value
-    with contextlib.suppress(ValueError):
-        float(value)
-        return value
-    return f"'{value}"
 
 
 def html_table(grid: Grid) -> str:
@@ -226,8 +168,10 @@ def text(table: Table, row: Key, column: Key) -> str:
     value = shown(cell, table.statistic, higher_is_better(metric))
     if value is not None and cell.sd is not None and table.statistic == "mean":
         # without a spread, both as a single value is printed
-        at = places(value, metric, cell.sd) if cell.sd > NEGLIGIBLE * abs(value) else None
-        parts.append(f"{printed(value, metric, at)} +- {printed(cell.sd, metric, at)} ({cell.n})")
+        at = places(value, metric, cell.sd) if deviates(value, cell.sd) else None
+        counted = at is None and metric.startswith("flops/")  # all runs have the same
+        spread = "" if counted else f" +- {printed(cell.sd, metric, at)}"
+        parts.append(f"{printed(value, metric, at)}{spread} ({cell.n})")
     elif value is not None:
         parts.append(f"{printed(value, metric)} ({cell.n})")
     parts += [f"{reason} ({count})" for reason, count in cell.without.items()]

@@ -6,6 +6,7 @@ import math
 
 MINUS = "\N{MINUS SIGN}"
 NEGLIGIBLE = 1e-6  # a spread that is a smaller share of the value is rounding
+THOUSANDS = " kMGTPEZY"  # of FLOPs
 
 
 def scale(metric: str) -> float:
@@ -20,6 +21,16 @@ def unit(metric: str, difference: bool = False) -> str:
     return "s" if metric == "seconds" else "FLOPs" if metric.startswith("flops/") else ""
 
 
+def labelled(metric: str) -> str:
+    """A metric with its unit, if that is not in its name: ``test/accuracy in %``."""
+    return f"{metric} in %" if unit(metric) == "%" else metric
+
+
+def deviates(value: float, spread: float | None) -> bool:
+    """Whether a spread is more than rounding."""
+    return spread is not None and spread > NEGLIGIBLE * abs(value)
+
+
 def places(value: float, metric: str, spread: float | None = None) -> int:
     """How many digits after the point are shown; -2: whole hundreds.
 
@@ -32,7 +43,7 @@ def places(value: float, metric: str, spread: float | None = None) -> int:
         spread: the value's standard deviation, or half an interval, in the same unit.
     """
     value, spread = abs(value) * scale(metric), (spread or 0.0) * scale(metric)
-    if spread > NEGLIGIBLE * value:
+    if deviates(value, spread):
         mantissa, exponent = f"{spread:.1e}".split("e")
         return int(float(mantissa) < 2) - int(exponent)
     if scale(metric) == 100.0:
@@ -48,13 +59,19 @@ def printed(value: float, metric: str, at: int | None = None) -> str:
         value: in the metric's own unit.
         metric: its name.
         at: digits after the point, as ``places`` has them; None: those of a value without spread,
-            zeros at the end left out where it is no percentage. Numbers of nine digits and more
-            have an exponent.
+            zeros at the end left out where it is no percentage. FLOPs have a letter (``34.9G``),
+            other numbers of nine digits and more an exponent.
     """
     value *= scale(metric)
     digits = places(value / scale(metric), metric) if at is None else at
     value = round(value, digits) + 0.0  # no -0.0
-    if abs(value) >= 1e8:
+    if unit(metric) == "FLOPs" and abs(value) >= 1e3:
+        power = min(int(math.log10(abs(value)) // 3), len(THOUSANDS) - 1)
+        text = f"{value / 1000**power:.{max(0, digits + 3 * power)}f}"
+        text = (text.rstrip("0").rstrip(".") if at is None and "." in text else text) + (
+            THOUSANDS[power]
+        )
+    elif abs(value) >= 1e8:
         text = f"{value:.{max(0, math.floor(math.log10(abs(value))) + digits)}e}"
     else:
         text = f"{value:.{max(0, digits)}f}"

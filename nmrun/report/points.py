@@ -12,8 +12,8 @@ from matplotlib.transforms import Bbox
 
 from nmrun.patterns import Pattern, PatternError
 from nmrun.report.captions import title
-from nmrun.report.numbers import scale
-from nmrun.report.style import label, look, metric_label, plain
+from nmrun.report.numbers import labelled, scale
+from nmrun.report.style import label, look, plain
 from nmrun.report.tables import Key, Table, build
 
 FLOPS = "flops/training_arithmetic"
@@ -55,7 +55,7 @@ def ratio(table: Table) -> Figure | None:
         if table.column_keys == ("sparsity",)
         else " ".join(table.column_keys)
     )
-    axes.set_ylabel(f"{metric_label(table.metric)} (mean, sd)")
+    axes.set_ylabel(f"{labelled(table.metric)} (mean, sd)")
     figure.suptitle(title(table), fontsize=10)
     plain(axes)
     return figure
@@ -116,7 +116,7 @@ def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
     else:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 220G
     axes.set_xlabel("FLOPs of training, without the multiplications by zero")
-    axes.set_ylabel(f"{metric_label(table.metric)} (mean, sd)")
+    axes.set_ylabel(f"{labelled(table.metric)} (mean, sd)")
     figure.suptitle(title(table), fontsize=10)
     plain(axes)
     _name(figure, axes, named)

@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from nmrun.patterns import Pattern, PatternError
-from nmrun.report.numbers import unit
 from nmrun.report.tables import Key, Table, words
 
 # Okabe and Ito's palette for colour-blind readers, without the yellow, which is too pale for a line
@@ -46,13 +45,7 @@ def label(table: Table, row: Key) -> str:
         id(cell): cell for (r, _), cell in table.cells.items() if r == row
     }.values()  # a reference is one cell in all columns
     missing = sum(sum(cell.without.values()) for cell in cells)
-    return words(row) + (f" ({missing} not finished)" if missing else "")
-
-
-def metric_label(metric: str) -> str:
-    """With its unit."""
-    name = unit(metric)
-    return f"{metric} in {name}" if name else metric
+    return words(table.row_keys, row) + (f" ({missing} not finished)" if missing else "")
 
 
 def column_name(table: Table, column: Key) -> str:

@@ -4,6 +4,7 @@ it down.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shlex
 from collections import Counter
@@ -26,13 +27,15 @@ Key = tuple[str, ...]
 Run = Mapping[Any, Any]  # a row of ``collect``
 
 RECIPE_ORDER = tuple(RECIPES)
+APART = ("dataset", "model", "sparsity", "metric")  # recipes that differ in one are no rivals
+LONG = 8  # characters of a number
 
 
 @dataclass(frozen=True)
 class Table:
     """Cells by (row, column).
 
-    ``best`` are the best cells of each column; ``references`` the rows without a ratio, whose one
+    ``best`` are the best cells of each comparison, see ``compared``; ``references`` the rows without a ratio, whose one
     value stands in every column; ``shared`` what all runs have in common; ``differing`` the
     settings that are not the same in all cells, though no row or column names them; ``commits`` the
     versions of the code; ``candidates``, where the metric is of the best weights and their number
@@ -63,6 +66,16 @@ class Table:
     paper: dict[str, dict[str, str]] = field(default_factory=dict)
     paper_source: str = ""
 
+    @property
+    def compared(self) -> tuple[str, list[str]]:
+        """What is compared for ``best``: the cells of a ``column``, or of a ``row`` where recipes
+        stand side by side; and the keys of that axis in which they have to agree.
+        """
+        recipes_are_columns = "recipe" in self.column_keys and "recipe" not in self.row_keys
+        keys = self.column_keys if recipes_are_columns else self.row_keys
+        apart = APART if "recipe" in keys else ("metric",)
+        return "row" if recipes_are_columns else "column", [key for key in keys if key in apart]
+
     def metric_of(self, row: Key, column: Key) -> str:
         """The metric of a cell: where rows or columns are metrics, its own."""
         own = [
@@ -80,8 +93,8 @@ def build(
     column_keys: Sequence[str],
     statistic: str = "mean",
 ) -> Table:
-    """Fold runs into a table. Columns go from dense to sparse, recipes in ``RECIPE_ORDER``, other
-    labels by size or alphabet.
+    """Fold runs into a table. Columns go from dense to sparse, recipes in ``RECIPE_ORDER``, metrics
+    as in ``metric``, other labels by size or alphabet.
 
     Raises ConfigError where a cell would average over runs that differ in more than their seed,
     naming the keys, or would count a seed twice.
@@ -100,11 +113,12 @@ def build(
     if columns == ("sparsity",):
         with_ratio = {row for row, column in members if column != ("dense",)}
         references = {row for row, _ in members} - with_ratio if with_ratio else set()
-    column_labels = sorted({column for row, column in members if row not in references}, key=_order)
+    sparse = {column for row, column in members if row not in references}
+    column_labels = sorted(sparse, key=lambda column: _order(columns, column, every))
     for row in references:
         dense = cells.pop((row, ("dense",)))
         cells |= {(row, column): dense for column in column_labels}
-    row_labels = sorted({row for row, _ in cells}, key=_order)
+    row_labels = sorted({row for row, _ in cells}, key=lambda row: _order(rows, row, every))
 
     everything = [run for group in members.values() for run in group]
     named = {"recipe", "sparsity", *rows, *columns}
@@ -135,8 +149,7 @@ def build(
         commits,
         _candidates(members) if "best/" in metric else {},
     )
-    for column in column_labels:
-        table.best.update((row, column) for row in _best(table, column))
+    table.best.update(_best(table))
     return table
 
 
@@ -149,9 +162,22 @@ def label(value: Any) -> str:
     return "-" if value != value else str(value)
 
 
-def words(key: Key) -> str:
-    """The values of a key, without a dash for what a run has not."""
-    return " ".join(value for value in key if value != "-") or "-"
+def short(label: str) -> str:
+    """A label with four digits where it is a long number."""
+    with contextlib.suppress(ValueError):
+        return f"{float(label):.4g}" if len(label) > LONG else label
+    return label
+
+
+def named(key: str, label: str) -> str:
+    """A label that says of what it is, where it is a setting: ``lr=0.001``."""
+    return f"{key.rpartition('.')[2]}={short(label)}" if "." in key else short(label)
+
+
+def words(keys: Key, labels: Key) -> str:
+    """The labels of a row or column, without a dash for what a run has not."""
+    pairs = zip(keys, labels, strict=True)
+    return " ".join(named(key, label) for key, label in pairs if label != "-") or "-"
 
 
 def _cell(group: Sequence[Run]) -> Cell:
@@ -219,38 +245,45 @@ def _candidates(members: Mapping[tuple[Key, Key], Sequence[Run]]) -> dict[str, l
     return dict(sorted(found.items())) if len(found) > 1 else {}
 
 
-def _best(table: Table, column: Key) -> list[Key]:
-    """All rows that tie at the printed precision; none where there is nothing to compare."""
-    values = {}
-    for row in table.rows:
-        metric, cell = table.metric_of(row, column), table.cells.get((row, column))
-        value = None if cell is None else shown(cell, table.statistic, higher_is_better(metric))
-        # of what was logged: neither way is better
-        judged = metric.partition("/")[0] not in (
-            "mean",
-            "positive",
-        )
-        if judged and row not in table.references and value is not None:
-            values[row] = value
-    if len(values) < 2 or "metric" in table.row_keys:
+def _best(table: Table) -> list[tuple[Key, Key]]:
+    """All cells that tie at the printed precision; none where there is nothing to compare."""
+    axis, agree = table.compared
+    keys = table.row_keys if axis == "column" else table.column_keys
+    rivals: dict[tuple[Key, Key], dict[tuple[Key, Key], float]] = {}
+    for (row, column), cell in table.cells.items():
+        metric = table.metric_of(row, column)
+        value = shown(cell, table.statistic, higher_is_better(metric))
+        # of what was logged neither way is better
+        if value is None or row in table.references or metric.startswith(("mean/", "positive/")):
+            continue
+        along, across = (row, column) if axis == "column" else (column, row)
+        same = tuple(text for key, text in zip(keys, along, strict=True) if key in agree)
+        rivals.setdefault((across, same), {})[row, column] = value
+    return [place for values in rivals.values() for place in _ties(table, values)]
+
+
+def _ties(table: Table, values: Mapping[tuple[Key, Key], float]) -> list[tuple[Key, Key]]:
+    if len(values) < 2:
         return []
-    metric = table.metric_of(table.rows[0], column)
-
-    def digits(row: Key) -> int:
-        spread = table.cells[row, column].sd if table.statistic == "mean" else None
-        return places(values[row], metric, spread)
-
+    metric = table.metric_of(*next(iter(values)))
     top = (max if higher_is_better(metric) else min)(values, key=values.__getitem__)
 
-    def ties(row: Key) -> bool:
-        at = min(digits(row), digits(top))
-        return round(scale(metric) * values[row], at) == round(scale(metric) * values[top], at)
+    def digits(place: tuple[Key, Key]) -> int:
+        spread = table.cells[place].sd if table.statistic == "mean" else None
+        return places(values[place], metric, spread)
+
+    def ties(place: tuple[Key, Key]) -> bool:
+        at = min(digits(place), digits(top))
+        return round(scale(metric) * values[place], at) == round(scale(metric) * values[top], at)
 
     return list(filter(ties, values))
 
 
-def _order(labels: Key) -> tuple[tuple[int, float, int, str], ...]:
-    return tuple(_order_of_one(each) for each in labels)
+def _order(keys: Key, labels: Key, metrics: Sequence[str]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(
+        (0, metrics.index(text), 0, "") if key == "metric" else _order_of_one(text)
+        for key, text in zip(keys, labels, strict=True)
+    )
 
 
 def _order_of_one(text: str) -> tuple[int, float, int, str]:

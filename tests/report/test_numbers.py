@@ -18,7 +18,7 @@ from nmrun.report.numbers import places, printed, signed, unit
         (12345.6, 220.0, "test/perplexity", "12300", "200"),
         (0.000123, 0.0000142, "mean/sparsity/flip_rate", "0.000123", "0.000014"),
         (-0.31, 0.05, "test/loss", "\N{MINUS SIGN}0.31", "0.05"),
-        (3.7821e11, 2.3e9, "flops/training_dense", "3.78e+11", "2e+09"),
+        (3.7821e11, 2.3e9, "flops/training_dense", "378G", "2G"),
     ],
 )
 def test_a_mean_ends_where_its_deviation_begins(value, spread, metric, shown, of_spread) -> None:
@@ -37,7 +37,7 @@ def test_a_mean_ends_where_its_deviation_begins(value, spread, metric, shown, of
         (0.5, "test/loss", "0.5"),
         (0.0, "test/loss", "0"),
         (100.0, "test/bleu", "100"),
-        (3.7821e11, "flops/training_dense", "3.782e+11"),
+        (3.7821e11, "flops/training_dense", "378.2G"),
         (1.5e-5, "test/loss", "0.000015"),
     ],
 )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from verbs import verb
 
@@ -238,10 +239,10 @@ def test_rows_and_columns_of_any_keys(write, table) -> None:
     ]  # fmt: skip
     turned = cells(table("--rows", "sparsity", "--cols", "recipe,optimizer.lr")[1])
     assert turned["2:4"] == {
-        "dense 0.01": "-",
-        "dense 0.1": "-",
-        "ste 0.01": "90.1 (1)",
-        "ste 0.1": "91.0 (1)",
+        "dense lr=0.01": "-",
+        "dense lr=0.1": "-",
+        "ste lr=0.01": "90.1 (1)",
+        "ste lr=0.1": "**91.0 (1)**",
     }
     # dense and sparse runs share a row: dense is then a column
     by_rate = cells(table("--rows", "optimizer.lr")[1])
@@ -354,19 +355,8 @@ def test_csv_is_long_and_exact(write, table, tmp_path: Path) -> None:
     assert table("--format", "csv", "--out", str(target))[1] == f"{target}\n"
     rows = list(csv.DictReader(target.open()))
     assert list(rows[0]) == [
-        *(
-            "dataset",
-            "model",
-            "recipe",
-            "sparsity",
-            "metric",
-            "mean",
-            "sd",
-            "n",
-            "best",
-            "without",
-            "median",
-        )
+        *("dataset", "model", "recipe", "sparsity", "metric", "mean", "sd", "n", "best"),
+        *("without", "median", "seeds", "values"),
     ]
     by_cell = {(row["model"], row["recipe"], row["sparsity"]): row for row in rows}
     assert len(by_cell) == len(rows) == 6
@@ -381,6 +371,7 @@ def test_csv_is_long_and_exact(write, table, tmp_path: Path) -> None:
         "0",
     ]
     assert by_cell["small_conv", "dense", "dense"]["n"] == "3"
+    assert (step["seeds"], step["values"]) == ("0 1 2", "0.97 0.98 0.99")
     assert [by_cell["mlp", "ste", "2:4"][key] for key in ("mean", "sd", "n", "best")] == [
         "0.25",
         "",
@@ -389,36 +380,76 @@ def test_csv_is_long_and_exact(write, table, tmp_path: Path) -> None:
     ]
 
 
-def test_latex_is_escaped_and_marks_the_best(write, table) -> None:
-    comparison(write)
-    lines = table("--format", "latex")[1].splitlines()
-    assert r"sr\_ste & - & 90.0 (1) \\" in lines
-    assert r"step & - & \textbf{98.0 $\pm$ 1.0 (3)} \\" in lines
-    assert r"recipe & 2:4 & 1:8 \\" in lines
-    caption = next(line for line in lines if line.startswith(r"\caption"))
-    assert r"small\_conv" in caption
-    assert r"in \%" in caption
-    inside = lines[lines.index(r"\toprule") + 1 : lines.index(r"\bottomrule")]
-    assert {line.count(" & ") for line in inside if line != r"\midrule"} == {2}
+def test_the_best_recipe_is_bold_wherever_recipes_stand(write, table) -> None:
+    for recipe, at24, at18 in (("ste", 0.9, 0.7), ("step", 0.8, 0.75)):
+        write(recipe, "2:4", 0, at24, loss=1 - at24)
+        write(recipe, "1:8", 0, at18, loss=1 - at18)
+    bold = {("ste", "2:4"), ("step", "1:8")}
+    rows = cells(table()[1])
+    turned = cells(table("--rows", "sparsity", "--cols", "recipe")[1])
+    found = {(r, c) for r in rows for c, text in rows[r].items() if text.startswith("**")}
+    assert found == bold
+    assert {(c, r) for r in turned for c, text in turned[r].items() if "**" in text} == bold
+    lines = table(
+        "--rows", "recipe,sparsity", "--cols", "metric", "--metric", "test/loss,test/accuracy"
+    )[1].splitlines()
+    split = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert split[0] == ["recipe", "sparsity", "test/loss", "test/accuracy in %"], "as asked for"
+    assert {tuple(line[:2]) for line in split[2:] if "**" in line[2]} == bold
+    assert {tuple(line[:2]) for line in split[2:] if "**" in line[3]} == bold
 
 
-@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex")
-def test_latex_compiles(write, table, tmp_path: Path) -> None:
+def test_dense_stays_under_a_filter_of_the_ratio(write, table) -> None:
     comparison(write)
-    write("odd_#$%&~^\\{}<|>", "1:8", 0, 0.9)
-    text = (
-        table("--format", "latex", "--rows", "recipe,model.channels")[1]
-        + table("--format", "latex", "--rows", "model.channels,recipe")[1]
+    found = cells(table("--filter", "sparsity=1:8")[1])
+    assert list(found) == ["dense", "ste", "sr_ste", "step"]
+    assert found["dense"] == {"1:8": "99.0 +- 0.5 (3)"}
+    assert list(cells(table("--filter", "recipe=ste")[1])) == ["ste"]
+
+
+def test_long_numbers_are_short_and_settings_say_their_key(write, table) -> None:
+    write("ste", "2:4", 0, 0.9, optimizer__lr=6.263703785921783e-05)
+    assert cells(table("--cols", "sparsity,optimizer.lr")[1]) == {
+        "ste": {"2:4 lr=6.264e-05": "90.0 (1)"}
+    }
+    exact = table("--rows", "optimizer.lr", "--format", "csv")[1]
+    assert "6.263703785921783e-05" in exact
+
+
+@pytest.mark.parametrize("style", ["csv", "json", "parquet"])
+def test_a_line_a_run(write, table, tmp_path: Path, style: str) -> None:
+    comparison(write)
+    write("=1+1", "2:4", 7, status="failed")
+    target = tmp_path / f"runs.{style}"
+    if style == "parquet":
+        pytest.importorskip("pyarrow", reason="needs nmrun[parquet]")
+    assert table("--runs", "--out", str(target))[:2] == (0, f"{target}\n")
+    read = {"csv": pd.read_csv, "json": pd.read_json, "parquet": pd.read_parquet}[style]
+    runs = read(target)
+    assert len(runs) == 11
+    step = runs[runs["recipe"] == "step"].sort_values("seed")
+    assert step["test/accuracy"].tolist() == [0.97, 0.98, 0.99]
+    failed = runs[runs["status"] == "failed"]
+    assert failed["recipe"].tolist() == ["'=1+1" if style == "csv" else "=1+1"]
+    assert failed["test/accuracy"].isna().all()
+
+
+def test_formats_that_do_not_fit(write, table) -> None:
+    write("ste", "2:4", 0, 0.9)
+    assert (
+        "--runs --format latex: a line a run is csv, json, parquet"
+        in (table("--runs", "--format", "latex")[2])
     )
-    document = (
-        "\\documentclass{article}\\usepackage{booktabs}\\begin{document}\n"
-        + text
-        + "\\end{document}\n"
-    )
-    (tmp_path / "t.tex").write_text(document)
-    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout[-2000:]
+    assert "name a file with --out" in table("--format", "parquet")[2]
+    assert "--labels step: write NAME=TEXT" in table("--labels", "step")[2]
+
+
+def test_json_has_the_values_of_the_seeds(write, table) -> None:
+    comparison(write)
+    cells_ = {(c["recipe"], c["sparsity"]): c for c in json.loads(table("--format", "json")[1])}
+    assert cells_["step", "1:8"]["values"] == [0.97, 0.98, 0.99]
+    assert cells_["step", "1:8"]["seeds"] == [0, 1, 2]
+    assert cells_["sr_ste", "1:8"]["sd"] is None
 
 
 def test_html_is_one_page_of_all_tables(write, table) -> None:
@@ -513,7 +544,10 @@ def test_plots_of_two_models_go_below_the_path(
         (["--rows", "recipe,optimizer.lrr"], ["'optimizer.lrr'", "did you mean optimizer.lr?"]),
         (["--cols", "sparsty"], ["did you mean sparsity?", "recipe, "]),
         (["--filter", "sed=0"], ["did you mean seed?"]),
-        (["--format", "markdwon"], ["'markdwon'", "'markdown', 'latex', 'csv', 'html'"]),
+        (
+            ["--format", "markdwon"],
+            ["'markdwon'", "'markdown', 'latex', 'html', 'csv', 'json', 'parquet'"],
+        ),
         (["--out", "/nowhere/at/all.md"], ["/nowhere/at/all.md: No such file or directory"]),
         (["--nonsense"], ["--nonsense"]),
     ],

@@ -272,10 +272,10 @@ def test_a_table_of_differences(write, table) -> None:
     assert f"{least:.1f} (" in caption  # the middle one, whose spread is the step of 1 %
     assert "no test" not in caption
     assert "Wilcoxon" in table("--baseline", "dense", "--test", "wilcoxon")[1]
-    for style in ("latex", "html"):
-        text = table("--baseline", "dense", "--format", style)[1]
-        assert text.isascii()
-        assert {"latex": "$-$2.15", "html": "&minus;2.15"}[style] in text
+    assert table("--baseline", "dense", "--format", "latex")[1].isascii()
+    page = table("--baseline", "dense", "--format", "html")[1]
+    assert page.isascii()
+    assert "&minus;2.15" in page
     exact = list(csv.DictReader(table("--baseline", "dense", "--format", "csv")[1].splitlines()))
     one = next(row for row in exact if (row["recipe"], row["sparsity"]) == ("ste", "1:8"))
     assert float(one["difference"]) == pytest.approx(-0.0215)
@@ -393,8 +393,16 @@ def test_several_metrics_side_by_side(write, table) -> None:
     write("asp", "2:4", 0, 0.8, loss=0.25)
     out = cells(table("--metric", "test/accuracy,test/loss,seconds", "--cols", "metric")[1])
     assert out == {
-        "asp": {"seconds": "**2.5 (1)**", "test/accuracy": "80.0 (1)", "test/loss": "**0.25 (1)**"},
-        "ste": {"seconds": "**2.5 (1)**", "test/accuracy": "**90.0 (1)**", "test/loss": "0.5 (1)"},
+        "asp": {
+            "seconds": "**2.5 (1)**",
+            "test/accuracy in %": "80.0 (1)",
+            "test/loss": "**0.25 (1)**",
+        },
+        "ste": {
+            "seconds": "**2.5 (1)**",
+            "test/accuracy in %": "**90.0 (1)**",
+            "test/loss": "0.5 (1)",
+        },
     }
     status, _, err = table("--metric", "test/accuracy,test/loss")
     assert status == 2

@@ -1,0 +1,104 @@
+"""Recipes, networks, data sets and metrics as papers write them, for pictures and LaTeX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from nmrun.report.numbers import unit
+from nmrun.report.tables import named
+
+PAPERS = {
+    "asp": "ASP",
+    "ste": "STE",
+    "ste_periodic": "STE, periodic",
+    "sr_ste": "SR-STE",
+    "step": "STEP",
+    "s_ste": "S-STE",
+    "t_sr_ste": "T-SR-STE",
+    "bi_mask": "Bi-Mask",
+    "mdgf_linear": "MdGf-Linear",
+    "mdgf_exponential": "MdGf-Exponential",
+    "sdgf_stepwise": "SdGf-Stepwise",
+    "sdgf_geometric": "SdGf-Geometric",
+    "decay_mask": "decaying mask",
+    "decay_structure": "decaying structure",
+    "lbc": "LBC",
+    "maskllm": "MaskLLM",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "sgd": "SGD",
+    "cifar10": "CIFAR-10",
+    "cifar100": "CIFAR-100",
+    "fashion_mnist": "Fashion-MNIST",
+    "imagenet": "ImageNet",
+    "glue": "GLUE",
+    "multi30k": "Multi30k",
+    "wikitext2": "WikiText-2",
+    "wikitext103": "WikiText-103",
+    "resnet18": "ResNet-18",
+    "resnet20": "ResNet-20",
+    "resnet32": "ResNet-32",
+    "resnet34": "ResNet-34",
+    "resnet50": "ResNet-50",
+    "densenet121": "DenseNet-121",
+    "mobilenet_v2": "MobileNetV2",
+    "vgg16_bn": "VGG-16-BN",
+    "deit_tiny": "DeiT-Tiny",
+    "deit_small": "DeiT-Small",
+    "vit_tiny": "ViT-Tiny",
+    "vit_small": "ViT-Small",
+    "vit_base": "ViT-Base",
+    "swin_v2_t": "SwinV2-T",
+    "gpt2": "GPT-2",
+    "gpt2_medium": "GPT-2 Medium",
+    "gpt2_large": "GPT-2 Large",
+    "gpt2_xl": "GPT-2 XL",
+}
+SPLITS = {"test": "test", "eval": "validation", "train": "training"}
+METRICS = {
+    "bleu": "BLEU",
+    "f1": "F1",
+    "flops/training_arithmetic": "FLOPs of training, without the multiplications by zero",
+    "flops/training_dense": "FLOPs of dense training",
+    "sparsity/flip_rate": "flip rate",
+    "seconds": "time",
+}
+
+
+def written(label: str, own: Mapping[str, str] | None = None) -> str:
+    """A label of a table as papers write it.
+
+    Args:
+        label: such as ``sr_ste``.
+        own: the user's names, which win.
+    """
+    return {**PAPERS, **(own or {})}.get(label, label)
+
+
+def metric(name: str) -> str:
+    """Words for a metric, with its unit: ``test accuracy (%)``."""
+    best = name.startswith("best/")
+    split, _, rest = name.removeprefix("best/").partition("/")
+    words = METRICS.get(name) or (
+        f"{SPLITS[split]} {METRICS.get(rest, rest.replace('_', ' '))}" if split in SPLITS else name
+    )
+    of_best = " of the best epoch" if best else ""
+    its_unit = "" if name.startswith("flops/") else unit(name)
+    return f"{words}{of_best} ({its_unit})" if its_unit else f"{words}{of_best}"
+
+
+def column(
+    keys: Sequence[str], labels: Sequence[str], own: Mapping[str, str] | None = None
+) -> list[str]:
+    """The labels of a row or column, with the names of settings: ``SR-STE``, ``lr=0.001``.
+
+    Args:
+        keys: the config keys.
+        labels: their values.
+        own: the user's names, which win.
+    """
+    return [
+        metric(label) if key == "metric" else written(named(key, label), own)
+        for key, label in zip(keys, labels, strict=True)
+        if label != "-"
+    ] or ["-"]
