@@ -1,9 +1,10 @@
 """``nmrun bench infer`` on a CPU: forward passes of networks with N:M weights, dense by torch, dense
-by oneDNN, and packed, by tokens.
+by oneDNN, and packed, by tokens or images.
 
 Weights are random, float32 and pruned by magnitude in all arms: ``torch`` multiplies their zeros as
-the network does by itself, ``onednn`` by torch's oneDNN products of reordered weights, ``packed``
-is what ``nmrun.deploy`` makes of it. Times are those of the wall, with one thread its CPU time.
+the network does by itself, ``onednn`` by torch's oneDNN products and convolutions of reordered
+weights, convolutions between channels last, ``packed`` is what ``nmrun.deploy`` makes of it. Times
+are those of the wall, with one thread its CPU time.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from nmrun.bench.timing import Clock, Row, rounds, speedup
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.products.deploy import deploy
-from nmrun.products.sites import install, sites
+from nmrun.products.sites import ConvolutionSite, install, sites, watch
 from nmrun.sparsity.masks import nm_mask
 
 PAST = 128  # tokens that a decoder has in its cache
 # layers, width, heads
 ENCODERS = {"transformer": (6, 512, 8), "bert_base": (12, 768, 12), "tiny": (1, 64, 2)}
-MODELS = (*ENCODERS, "gpt2")
+IMAGES = ("resnet18",)
+MODELS = (*ENCODERS, "gpt2", *IMAGES)
 USUAL = ("transformer", "bert_base", "gpt2")
 
 
@@ -42,6 +44,23 @@ class OneDNN(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return made
+
+
+class OneDNNConvolution(nn.Module):
+    """A dense convolution by oneDNN, its weight reordered for inputs of one shape."""
+
+    def __init__(self, site: ConvolutionSite) -> None:
+        super().__init__()
+        (shape, *_), w = site.shapes, site.window
+        self.bias, self.moves = site.bias, [list(p) for p in (w.padding, w.stride, w.dilation)]
+        reorder = torch.ops.mkldnn._reorder_convolution_weight
+        self.weight = reorder(site.weight, *self.moves, 1, list(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        convolve = torch.ops.mkldnn._convolution_pointwise
+        x = x.contiguous(memory_format=torch.channels_last)
+        made: Tensor = convolve(x, self.weight, self.bias, *self.moves, 1, "none", [], "")
         return made
 
 
@@ -73,15 +92,22 @@ def network(name: str) -> nn.Module:
     """A network of :data:`MODELS`, random weights."""
     if name == "gpt2":
         return Decoder().eval()
+    if name in IMAGES:
+        from nmrun.models import torchvision_models
+
+        return torchvision_models.build(name, (3, 32, 32), 10).eval()
     layers, width, heads = ENCODERS[name]
     layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True)
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False).eval()
 
 
 def example(name: str, tokens: int) -> Tensor:
-    """One sequence for an encoder, one token each of so many sequences for a decoder."""
+    """One sequence for an encoder, one token each of so many sequences for a decoder, so many images
+    of 32x32."""
     if name == "gpt2":
         return torch.randint(50257, (tokens, 1))
+    if name in IMAGES:
+        return torch.randn(tokens, 3, 32, 32)
     return torch.randn(1, tokens, ENCODERS[name][1])
 
 
@@ -95,11 +121,17 @@ def prune(model: nn.Module, pattern: Pattern) -> None:
 
 @torch.no_grad()
 def by_onednn(model: nn.Module, x: Tensor) -> nn.Module:
-    """A copy of the model whose linear layers go by oneDNN."""
+    """A copy of the model whose linear layers and convolutions go by oneDNN."""
     twin = copy.deepcopy(model)
-    for module, held in sites(twin)[0].items():
+    found, _ = sites(twin)
+    watch(twin, found, x)
+    for module, held in found.items():
         for site in held:
-            site.layer = OneDNN(site.weight, site.bias, x.numel() if x.dim() == 2 else x.shape[1])
+            if isinstance(site, ConvolutionSite):
+                site.layer = OneDNNConvolution(site)
+            else:
+                (tokens, _), *_ = site.shapes
+                site.layer = OneDNN(site.weight, site.bias, tokens)
         install(twin, module, held)
     return twin
 
@@ -135,6 +167,10 @@ def measure(name: str, pattern: Pattern, tokens: int, count: int) -> list[Row]:
     return rows
 
 
+def _unit(name: str) -> str:
+    return "images" if name in IMAGES else "tokens"
+
+
 def held_bytes(model: nn.Module) -> int:
     """What a model's weights and buffers take."""
     return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
@@ -154,11 +190,12 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument(
         "--patterns", nargs="+", type=output.pattern, default=[*map(Pattern.parse, ("2:4", "1:4", "1:8", "1:16"))],
-        help="N:M of all linear layers (default: 2:4 1:4 1:8 1:16)",
+        help="N:M of all linear layers and convolutions (default: 2:4 1:4 1:8 1:16)",
     )  # fmt: skip
     parser.add_argument(
         "--tokens", nargs="+", type=output.positive, default=[1, 64, 512],
-        help="of a sequence; for gpt2 sequences, with one new token each (default: 1 64 512)",
+        help="of a sequence; for gpt2 sequences, with one new token each; for resnet18 images "
+        "(default: 1 64 512)",
     )  # fmt: skip
     parser.add_argument("--threads", type=output.positive, help="default: as many as torch takes")
     options = parser.parse_args(argv)
@@ -170,12 +207,12 @@ def main(argv: Sequence[str]) -> int:
         for name in options.models:
             for pattern in options.patterns:
                 for tokens in options.tokens:
-                    output.note(f"{name}, {pattern}, {tokens} tokens")
+                    output.note(f"{name}, {pattern}, {tokens} {_unit(name)}")
                     rows += measure(name, pattern, tokens, options.rounds)
         clock = "CPU time" if torch.get_num_threads() == 1 else "wall time"
         threads = torch.get_num_threads()
         title = (
-            "Forward passes, float32, all linear layers N:M: milliseconds, and how many times as fast as dense, median [quartiles] of paired"
+            "Forward passes, float32, N:M in all layers: milliseconds, and how many times as fast as dense, median [quartiles] of paired"
             f" rounds, n = {options.rounds}; {clock}, {threads} threads. Packed: over torch; over the better dense; bytes of the model over dense."
         )
         size = {
@@ -190,7 +227,8 @@ def main(argv: Sequence[str]) -> int:
             return f"{row['ms']:.4g} ms; {'; '.join(over)}; {share:.0%}"
 
         shown = [
-            {**r, "network": f"{r['model']} {r['pattern']}, {r['tokens']} tokens"} for r in rows
+            {**r, "network": f"{r['model']} {r['pattern']}, {r['tokens']} {_unit(r['model'])}"}
+            for r in rows
         ]
         text = f"{title}\n\n{output.grid(shown, 'network', 'arm', cell)}"
         variant = f"_{threads}_threads"

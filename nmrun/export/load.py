@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
@@ -12,8 +15,10 @@ from nmrun.export import packed
 from nmrun.export.packed import Line
 from nmrun.kernels import cpu_products, cpu_tiles
 from nmrun.kernels.cpu_tiles import TiledMatrix
+from nmrun.products import packed_convolution
+from nmrun.products.packed_convolution import PackedConvolution
 from nmrun.products.packed_linear import PackedLinear
-from nmrun.products.sites import KEY_VALUE, Site, install, sites
+from nmrun.products.sites import KEY_VALUE, ConvolutionSite, Site, install, sites
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -23,8 +28,9 @@ def load_packed(path: Path | str, model: Model) -> Model:
     the CPU.
 
     Linear layers whose weights the file holds packed become packed layers, without a dense weight
-    in between; other weights of the file are unpacked. Nothing is measured: it is
-    :func:`nmrun.deploy` of a plain model that keeps layers dense where those are faster.
+    in between, and convolutions in float32, one dense weight at a time; other weights of the file
+    are unpacked. Nothing is measured: it is :func:`nmrun.deploy` of a plain model that keeps layers
+    dense where those are faster, as convolutions of a few images are.
 
     Args:
         path: the file, or its folder.
@@ -48,8 +54,8 @@ def load_packed(path: Path | str, model: Model) -> Model:
             raise ValueError(
                 "packed layers need a C compiler (cc, gcc, clang or $CC); nmrun.export.packed.load reads dense weights"
             )
-        matrices = _matrices(model, tensors, lines)
-        taken = {_stored(name) for name in matrices}
+        layers = _layers(model, tensors, lines)
+        taken = {_stored(name) for name in layers}
         for line in lines:
             parts = line.parts(tensors)
             if line.name not in taken:
@@ -60,8 +66,8 @@ def load_packed(path: Path | str, model: Model) -> Model:
     model.load_state_dict(tensors, strict=False, assign=on_meta)
     for module, held in sites(model)[0].items():
         for site in held:
-            if site.name in matrices:
-                site.layer = PackedLinear(matrices[site.name], site.bias)
+            if site.name in layers:
+                site.layer = layers[site.name](site.bias)
         if any(site.layer is not None for site in held):
             install(model, module, held)
     model.eval()
@@ -93,18 +99,29 @@ def _same_model(model: nn.Module, shapes: dict[str, list[int]]) -> None:
             )
 
 
-def _matrices(
+def _layers(
     model: nn.Module, tensors: dict[str, Tensor], lines: list[Line]
-) -> dict[str, TiledMatrix]:
-    """The packed weights of the model's linear layers, by the name of the site."""
+) -> dict[str, Callable[[Tensor | None], nn.Module]]:
+    """What makes the packed layers of the model from their biases, by the name of the site."""
     by_name = {line.name: line for line in lines}
-    found: dict[str, TiledMatrix] = {}
+    found: dict[str, Callable[[Tensor | None], nn.Module]] = {}
     for held in sites(model)[0].values():
         for site in held:
             line = by_name.get(_stored(site.name))
-            if line is not None:
-                found[site.name] = _matrix(site, line, tensors)
+            if line is None:
+                continue
+            if not isinstance(site, ConvolutionSite):
+                found[site.name] = partial(PackedLinear, _matrix(site, line, tensors))
+            elif (weight := _convolution(site, line, tensors)).dtype == torch.float32:
+                matrix = packed_convolution.packed(weight)
+                found[site.name] = partial(PackedConvolution, matrix, site.window)
     return found
+
+
+def _convolution(site: Site, line: Line, tensors: dict[str, Tensor]) -> Tensor:
+    values, places = (tensors[f"{line.name}.{part}"] for part in ("values", "places"))
+    weight = packed.unpack(values, places, line.pattern, line.dim, line.shape)
+    return weight if site.weight.is_meta else weight.to(site.weight.dtype)
 
 
 def _stored(name: str) -> str:

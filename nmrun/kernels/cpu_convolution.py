@@ -28,6 +28,11 @@ class Window:
     padding: Pair = (0, 0)
     dilation: Pair = (1, 1)
 
+    @property
+    def positions(self) -> int:
+        """How many taps the kernel has."""
+        return self.taps[0] * self.taps[1]
+
     def out(self, height: int, width: int) -> Pair:
         """The size of the output for an input of this size."""
         h, w = (

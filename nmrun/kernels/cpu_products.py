@@ -70,6 +70,24 @@ class PackedMatrix:
         """How many non-zeros it holds."""
         return int(self.start[-1])
 
+    def check(self) -> None:
+        """Raise ValueError unless these tensors hold a matrix of this shape, so that nothing outside
+        of them is read.
+        """
+        blocks = self.taps * blocks_of(self.columns)
+        fits = self.start.shape == (blocks * self.rows + 1,) and self.start.dtype == torch.int32
+        counts = self.start.diff() if fits else self.start
+        if not fits or int(self.start[0]) or bool((counts < 0).any()):
+            raise ValueError(f"start is not that of {self.rows} x {self.taps * self.columns}")
+        if self.values.shape != (self.count,) or self.index.shape != (self.count,):
+            raise ValueError(f"{len(self.values)} values where start says {self.count}")
+        if self.index.dtype != torch.uint8:
+            raise ValueError(f"index of {self.index.dtype}, not uint8")
+        last = torch.arange(blocks) % blocks_of(self.columns) * BLOCK
+        wide = (self.columns - last).clamp(max=BLOCK).repeat_interleave(self.rows)
+        if bool((self.index >= wide.repeat_interleave(counts)).any()):
+            raise ValueError("a column that is not of its block")
+
     def dense(self) -> Tensor:
         """The matrix with its zeros, (rows, taps * columns), float32."""
         out = torch.empty(self.rows, self.taps * self.columns)

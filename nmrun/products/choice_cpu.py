@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from nmrun.kernels import cpu_products
-from nmrun.kernels.cpu_convolution import Window
 from nmrun.products import convolution_cpu, layer, probe_cpu
 from nmrun.products.layer import Phase
 from nmrun.products.linear_cpu import Packed
@@ -37,9 +34,10 @@ def eligible(
         return f"{str(dtype).removeprefix('torch.')}: packed weights are float32", None
     shape: Shape | Convolution
     if convolution:
-        if reason := _no_convolution(weight.module, inputs):
-            return reason, None
-        shape = _convolution(weight, inputs)
+        try:
+            shape = _convolution(weight, inputs)
+        except ValueError as error:
+            return str(error), None
     else:
         mvue = None if weight.layer is None else weight.layer.mvue
         rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
@@ -54,19 +52,11 @@ def _is_float32(weight: SparseWeight) -> bool:
     return weight.parameter.dtype == torch.float32
 
 
-def _no_convolution(module: Any, inputs: torch.Size) -> str:
-    if not isinstance(module, nn.Conv2d) or len(inputs) != 4:
-        return "of convolutions those of batches of images are packed"
-    if module.groups != 1:
-        return "grouped convolutions are not packed"
-    plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
-    return "" if plain else f"padding {module.padding_mode}, {module.padding} is not packed"
-
-
 def _convolution(weight: SparseWeight, inputs: torch.Size) -> Convolution:
-    module: Any = weight.module
-    rows, columns, *taps = weight.shape
-    window = Window((taps[0], taps[1]), module.stride, module.padding, module.dilation)
+    """Raises ValueError: why it cannot be packed."""
+    if not isinstance(weight.module, nn.Conv2d) or len(inputs) != 4:
+        raise ValueError("of convolutions those of batches of images are packed")
+    window, (rows, columns, *_) = convolution_cpu.window_of(weight.module), weight.shape
     last = weight.parameter.is_contiguous(memory_format=torch.channels_last)
     return Convolution(
         rows, columns, inputs[0], (inputs[2], inputs[3]), window, weight.pattern, last

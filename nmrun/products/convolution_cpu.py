@@ -20,6 +20,26 @@ from nmrun.patterns import Pattern
 from nmrun.products.linear_cpu import KINDS, PARTS
 
 
+def window_of(module: nn.Conv2d) -> Window:
+    """How the kernel of a convolution moves.
+
+    Raises:
+        ValueError: why it cannot be packed.
+    """
+    if module.groups != 1:
+        raise ValueError("grouped convolutions are not packed")
+    padding = module.padding
+    if isinstance(padding, str):  # valid, or same, which may be wider on one side
+        left, right, top, bottom = module._reversed_padding_repeated_twice
+        padding = (top, left) if (top, left) == (bottom, right) else padding
+    if module.padding_mode != "zeros" or isinstance(padding, str):
+        raise ValueError(f"padding {module.padding_mode}, {module.padding} is not packed")
+    taps, stride, padding, dilation = (
+        (p[0], p[1]) for p in (module.kernel_size, module.stride, padding, module.dilation)
+    )
+    return Window(taps, stride, padding, dilation)
+
+
 class Packed(nn.Module):
     """The packed weight of one convolution, in buffers that keep their addresses; empty until
     :meth:`write`.
@@ -35,7 +55,7 @@ class Packed(nn.Module):
     def __init__(self, shape: Pair, window: Window, pattern: Pattern) -> None:
         super().__init__()
         self.shape, self.window = shape, window
-        taps = window.taps[0] * window.taps[1]
+        taps = window.positions
         (rows, columns), m = shape, pattern.m
         # the weight of the input gradient may be N:M along the outputs instead
         room = taps * pattern.n * max(rows * -(-columns // m), columns * -(-rows // m))
@@ -55,13 +75,13 @@ class Packed(nn.Module):
         """
         forward, backward = (self._matrix(kind) for kind in KINDS)
         if other is not None:
-            cpu_products.pack(_by_taps(other.transpose(0, 1)), backward)
-        cpu_products.pack(_by_taps(weight), forward, None if other is not None else backward)
+            cpu_products.pack(by_taps(other.transpose(0, 1)), backward)
+        cpu_products.pack(by_taps(weight), forward, None if other is not None else backward)
 
     def _matrix(self, kind: str) -> PackedMatrix:
         rows, columns = self.shape if kind == KINDS[0] else reversed(self.shape)
         parts = [getattr(self, f"{kind}_{part}") for part in PARTS]
-        return PackedMatrix.of(parts, rows, columns, self.window.taps[0] * self.window.taps[1])
+        return PackedMatrix.of(parts, rows, columns, self.window.positions)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x (images, channels, height, width) to (images, out channels, height, width), channels
@@ -71,8 +91,8 @@ class Packed(nn.Module):
         return convolution_cpu(x, weight, bias, *parts, w.stride, w.padding, w.dilation)
 
 
-def _by_taps(weight: Tensor) -> Tensor:
-    """(out channels, taps * channels), contiguous: no copy of a weight with channels last."""
+def by_taps(weight: Tensor) -> Tensor:
+    """A weight as (out channels, taps * channels), contiguous: no copy of a weight with channels last."""
     return weight.detach().permute(0, 2, 3, 1).contiguous().flatten(1)
 
 
@@ -87,8 +107,7 @@ def convolution_cpu(
     stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
 ) -> Tensor:  # fmt: skip
     window = _window(weight, (stride, padding, dilation))
-    taps = window.taps[0] * window.taps[1]
-    matrix = PackedMatrix.of(forward, weight.shape[0], weight.shape[1], taps)
+    matrix = PackedMatrix.of(forward, weight.shape[0], weight.shape[1], window.positions)
     return convolve(x, matrix, bias, window)
 
 
@@ -105,8 +124,7 @@ def convolution_back_cpu(
 ) -> Tensor:  # fmt: skip
     """The gradient of an input of height and width ``size``."""
     window = _window(weight, (stride, padding, dilation))
-    taps = window.taps[0] * window.taps[1]
-    matrix = PackedMatrix.of(parts, weight.shape[1], weight.shape[0], taps)
+    matrix = PackedMatrix.of(parts, weight.shape[1], weight.shape[0], window.positions)
     return convolve_back(dz, matrix, window, (size[0], size[1]))
 
 

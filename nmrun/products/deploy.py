@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,11 +24,13 @@ from nmrun.kernels import cpu_products
 from nmrun.patterns import Pattern
 from nmrun.products import backends24, choice24
 from nmrun.products.acceleration import Choice
+from nmrun.products.packed_convolution import PackedConvolution, packed
 from nmrun.products.packed_linear import Linear24, PackedLinear
-from nmrun.products.sites import Site, install, sites, watch
+from nmrun.products.sites import ConvolutionSite, Site, install, sites, watch
 from nmrun.sparsity.weight import LIVE
 
 SIZES = (*range(2, 17), 32, 64)  # M that are looked for
+NO_COMPILER = "no C compiler works here (cc, gcc, clang or $CC)"
 ROUNDS = 7  # in which dense and packed take turns
 # makes the packed layer of a weight (outputs, inputs) and its bias
 Path = Callable[[Tensor, Tensor | None], nn.Module]
@@ -38,8 +41,11 @@ def deploy(model: nn.Module, sample: Any) -> list[Choice]:
 
     Linear layers, Hugging Face's ``Conv1D`` and the projections of ``nn.MultiheadAttention`` become
     layers of :mod:`nmrun.products.packed_linear`, which hold the non-zeros and their places alone:
-    on the CPU 1.25 N/M of the bytes in float32, 1.5 N/M in bfloat16. Every layer may have a pattern
-    of its own. Results differ from those of the dense layers by rounding.
+    on the CPU 1.25 N/M of the bytes in float32, 1.5 N/M in bfloat16. On the CPU ``nn.Conv2d`` in
+    float32 becomes a :class:`~nmrun.products.packed_convolution.PackedConvolution`, 1.25 N/M of the
+    bytes and 4 bytes for every 128 channels of a row; it is timed against the faster of torch's
+    layouts, and wants a batch, whose images lie in the lanes. Every layer may have a pattern of its
+    own. Results differ from those of the dense layers by rounding.
 
     Args:
         model: a trained model, plain (``handle.finalize()`` was called); set to evaluation.
@@ -67,7 +73,7 @@ def deploy(model: nn.Module, sample: Any) -> list[Choice]:
             reason, pattern = _try(site)
             choices[site.name] = Choice(site.name, None, reason)
             if pattern is not None:
-                alike.setdefault((*_size(site), pattern, tuple(site.candidates)), []).append(site)
+                alike.setdefault((*site.alike, pattern, tuple(site.candidates)), []).append(site)
         for (*_, pattern, _), group in alike.items():
             path, told = _fastest(group)
             for site in group:
@@ -104,7 +110,7 @@ def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[st
         if dtype not in cpu_products.DTYPES:
             raise ValueError(f"{short}: packed weights on the CPU are float32 or bfloat16")
         if not cpu_products.available():
-            raise ValueError("no C compiler works here (cc, gcc, clang or $CC)")
+            raise ValueError(NO_COMPILER)
         return {"packed": PackedLinear.of}
     if why := choice24.obstacle(device):
         raise ValueError(why)
@@ -116,17 +122,34 @@ def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[st
     return {name: partial(Linear24, path=name) for name in sorted(names)}
 
 
+def _of_convolution(site: ConvolutionSite) -> dict[str, Path]:
+    """As :func:`paths`, for a convolution."""
+    if site.weight.device.type != "cpu":
+        raise ValueError("torch has no sparse convolution")
+    if site.dtype != torch.float32:
+        raise ValueError(
+            f"{str(site.dtype).removeprefix('torch.')}: packed convolutions are float32"
+        )
+    if not cpu_products.available():
+        raise ValueError(NO_COMPILER)
+    return {"packed": lambda weight, bias: PackedConvolution(packed(weight), site.window, bias)}
+
+
 def _try(site: Site) -> tuple[str, Pattern | None]:
     """Why a weight stays dense; or its pattern, and its right candidates at the site."""
     if site.dtype is None:
         return "the sample does not call it as a layer", None
     if site.weight.dtype != site.dtype:
         return f"its weight is {site.weight.dtype}, its input {site.dtype}", None
-    pattern = pattern_of(site.weight)
+    pattern = pattern_of(site.rows)
     if pattern is None:
         return "its weight is not N:M", None
     try:
-        ways = paths(site.weight.device, site.dtype, pattern)
+        ways = (
+            _of_convolution(site)
+            if isinstance(site, ConvolutionSite)
+            else paths(site.weight.device, site.dtype, pattern)
+        )
     except ValueError as error:
         return str(error), None
     wrong = []
@@ -143,16 +166,11 @@ def _try(site: Site) -> tuple[str, Pattern | None]:
     return ("", pattern) if site.candidates else ("; ".join(wrong), None)
 
 
-def _size(site: Site) -> tuple[Any, ...]:
-    """What the times of a weight depend on, beside its pattern."""
-    return site.weight.shape, site.dtype, tuple(site.shapes.items())
-
-
 def _fault(site: Site, layer: nn.Module, shape: tuple[int, ...]) -> str:
     """What is wrong with a layer, empty if nothing is."""
     x = _input(site, shape)
     bias = None if site.bias is None else site.bias.float()
-    return backends24.fault(partial(layer, x), F.linear(x.float(), site.weight.float(), bias))
+    return backends24.fault(partial(layer, x), site.product(x.float(), site.weight.float(), bias))
 
 
 def _fastest(alike: Sequence[Site]) -> tuple[str | None, str]:
@@ -160,23 +178,21 @@ def _fastest(alike: Sequence[Site]) -> tuple[str | None, str]:
     times of the commonest call. Weights alike take turns, since in the model, too, others come in
     between and a weight may have left the caches.
     """
-    site = alike[0]
-    total, said = dict.fromkeys(("dense", *site.candidates), 0.0), ""
+    site, total, said = alike[0], defaultdict[str, float](float), ""
     (common, _), *_ = site.shapes.most_common(1)
     for shape, count in site.shapes.items():
-        x = _input(site, shape)
+        ways = [s.ways(_input(s, shape)) for s in alike]
         taken = milliseconds(
-            {name: [partial(s.candidates.get(name, s.dense), x) for s in alike] for name in total},
-            x.device,
+            {name: [each[name] for each in ways] for name in ways[0]}, site.weight.device
         )
         for name, ms in taken.items():
             total[name] += ms * count
         if shape == common:
             said = ", ".join(f"{name} {ms:.3g} ms" for name, ms in taken.items())
     best = min(site.candidates, key=lambda name: total[name])
-    ratio = total["dense"] / total[best]
+    ratio = min(total[name] for name in total.keys() - site.candidates.keys()) / total[best]
     calls = "" if len(site.shapes) == 1 else f" of {site.shapes.total()} calls"
-    told = f"{common[0]} tokens: {said} ({ratio:.2f}x{calls})"
+    told = f"{site.about(common)}: {said} ({ratio:.2f}x{calls})"
     return (best if ratio > 1 else None), told
 
 

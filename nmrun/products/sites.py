@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
+from nmrun.kernels.cpu_convolution import Window
+from nmrun.products.convolution_cpu import window_of
 from nmrun.products.packed_linear import PackedAttention
 from nmrun.products.simulated import compute_dtype
 
@@ -41,14 +44,73 @@ class Site:
     candidates: dict[str, nn.Module] = field(default_factory=dict)
     layer: nn.Module | None = None
 
-    def dense(self, x: Tensor) -> Tensor:
-        """What is computed there with the dense weight."""
-        return F.linear(x, self.weight, self.bias)
+    @property
+    def rows(self) -> Tensor:
+        """The weight with its groups along the rows of a matrix."""
+        return self.weight
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """What the times of a weight depend on, beside its pattern."""
+        return self.weight.shape, self.dtype, tuple(self.shapes.items())
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What is computed there with a dense weight."""
+        return F.linear(x, weight, bias)
+
+    def ways(self, x: Tensor) -> dict[str, Callable[[], Tensor]]:
+        """What computes it for an input: the dense ways first, then the candidates."""
+        dense = partial(self.product, x, self.weight, self.bias)
+        return {"dense": dense} | {name: partial(c, x) for name, c in self.candidates.items()}
 
     def see(self, x: Any) -> None:
+        """Note an input."""
         if isinstance(x, Tensor) and x.numel():
             self.shapes[x.numel() // x.shape[-1], x.shape[-1]] += 1
             self.dtype = compute_dtype(x)
+
+    def about(self, shape: tuple[int, ...]) -> str:
+        """An input of this shape in words."""
+        return f"{shape[0]} tokens"
+
+
+@dataclass
+class ConvolutionSite(Site):
+    """The weight of a convolution, (out channels, channels, rows, columns).
+
+    Attributes:
+        window: how its kernel moves.
+    """
+
+    window: Window = field(kw_only=True)
+
+    @property
+    def rows(self) -> Tensor:
+        return self.weight.permute(0, 2, 3, 1).flatten(0, 2)
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        return *super().alike, self.window
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        w = self.window
+        return F.conv2d(x, weight, bias, w.stride, w.padding, w.dilation)
+
+    def ways(self, x: Tensor) -> dict[str, Callable[[], Tensor]]:
+        """Packed layers, too, give their neighbours channels last."""
+        last, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, self.weight))
+        return {
+            "dense": partial(self.product, x, self.weight, self.bias),
+            "dense, channels last": partial(self.product, last, weight, self.bias),
+        } | {name: partial(candidate, last) for name, candidate in self.candidates.items()}
+
+    def see(self, x: Any) -> None:
+        if isinstance(x, Tensor) and x.numel():
+            self.shapes[tuple(x.shape) if x.dim() == 4 else (1, *x.shape)] += 1
+            self.dtype = compute_dtype(x)
+
+    def about(self, shape: tuple[int, ...]) -> str:
+        return f"{shape[0]} images of {shape[2]}x{shape[3]}"
 
 
 # --- which weights --------------------------------------------------------------------------------
@@ -56,7 +118,7 @@ class Site:
 Weights = dict[str, tuple[Tensor, Tensor | None]]
 
 
-def _linear(module: Any) -> Weights:
+def _own(module: Any) -> Weights:
     return {"weight": (module.weight, module.bias)}
 
 
@@ -75,7 +137,8 @@ def _attention(module: Any) -> Weights:
 
 # the weights of a layer, by the class whose `forward` it has
 KINDS: dict[str, Callable[[Any], Weights]] = {
-    "torch.nn.modules.linear.Linear": _linear,
+    "torch.nn.modules.conv.Conv2d": _own,
+    "torch.nn.modules.linear.Linear": _own,
     "transformers.pytorch_utils.Conv1D": _conv1d,
     "torch.nn.modules.activation.MultiheadAttention": _attention,
 }
@@ -117,8 +180,12 @@ def sites(model: nn.Module) -> tuple[dict[nn.Module, list[Site]], dict[str, str]
             elif module is model:
                 left[name] = "it is the whole model: wrap it in nn.Sequential"
             else:
-                bias = None if bias is None else bias.detach()
-                found.setdefault(module, []).append(Site(name, weight.detach(), bias))
+                try:
+                    site = _site(module, name, weight.detach(), bias)
+                except ValueError as error:
+                    left[name] = str(error)
+                else:
+                    found.setdefault(module, []).append(site)
         if not held and not isinstance(module, nn.Embedding | nn.EmbeddingBag):
             for attribute, parameter in module._parameters.items():
                 if parameter is not None and parameter.dim() > 1:
@@ -126,6 +193,13 @@ def sites(model: nn.Module) -> tuple[dict[nn.Module, list[Site]], dict[str, str]
                         f"no packed layer stands for this {type(module).__name__}"
                     )
     return found, left
+
+
+def _site(module: nn.Module, name: str, weight: Tensor, bias: Tensor | None) -> Site:
+    bias = None if bias is None else bias.detach()
+    if isinstance(module, nn.Conv2d):
+        return ConvolutionSite(name, weight, bias, window=window_of(module))
+    return Site(name, weight, bias)
 
 
 # --- what they are given --------------------------------------------------------------------------

@@ -594,6 +594,19 @@ def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert all(row["layers"].endswith(" of 5") for row in rows if row["arm"] == "packed")
 
 
+@pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
+def test_infer_of_images_on_a_cpu(tmp_path: Path) -> None:
+    words = ["--models", "resnet18", "--patterns", "1:8", "--tokens", "2", "--rounds", "1"]
+    out = tmp_path / "out"
+    assert bench.main(["infer", "--device", "cpu", *words, "--out", str(out)]) == 0
+    (file,) = out.glob("infer_*.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["arm"] for row in rows] == ["torch", "onednn", "packed"]
+    assert all("wrong" not in row and row["ms"] > 0 for row in rows)
+    assert rows[-1]["layers"].endswith(" of 21")
+    assert "resnet18 1:8, 2 images" in file.with_suffix(".md").read_text()
+
+
 def test_a_compressed_network_computes_what_the_masked_one_does(gpu: played24.Machine) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))

@@ -20,8 +20,10 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.export import cli, packed
 from nmrun.kernels import compiled, cpu_products
+from nmrun.products.packed_convolution import PackedConvolution
 from nmrun.products.packed_linear import PackedLinear
 
+PACKED = (PackedLinear, PackedConvolution)
 pytestmark = pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
 
 
@@ -64,7 +66,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[str,
         {"pad": True, "overrides": {".*linear1": "1:8"}},
         7,
     ),
-    "images": (images, lambda: torch.randn(3, 4, 6, 6), {}, 1),
+    "images": (images, lambda: torch.randn(3, 4, 6, 6), {}, 2),
 }
 
 
@@ -78,7 +80,7 @@ def test_the_model_computes_what_the_run_did(tmp_path: Path, name: str, device: 
         empty = make()
     model = nmrun.load_packed(path, empty)
     assert model is empty
-    assert sum(isinstance(module, PackedLinear) for module in model.modules()) == layers
+    assert sum(isinstance(module, PACKED) for module in model.modules()) == layers
     with torch.no_grad():
         torch.testing.assert_close(model(x), dense(x), rtol=1e-4, atol=1e-5)
 
@@ -98,6 +100,7 @@ def test_a_model_of_hugging_face_with_tied_weights(tmp_path: Path) -> None:
 def test_the_values_are_cast_as_load_state_dict_would(tmp_path: Path) -> None:
     path, dense = exported(tmp_path, images())
     model = nmrun.load_packed(path, images().bfloat16())
+    assert torch.equal(model[0].weight, dense[0].weight.bfloat16())  # packed ones are float32
     assert torch.equal(model[3].dense(), dense[3].weight.bfloat16())
 
 
