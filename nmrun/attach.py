@@ -15,7 +15,7 @@ from nmrun.hooks.resume import Resume, dtypes_of, saved_settings
 from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.ranges import INPUT_GRADIENTS
-from nmrun.recipes.base import Recipe, whole_weights_only
+from nmrun.recipes.base import Recipe
 from nmrun.sparsity.select import Candidate, LeftDense, candidates, select
 from nmrun.sparsity.shards import check_shards
 from nmrun.sparsity.weight import LIVE, SparseWeight
@@ -127,7 +127,7 @@ def sparsify(
     saved = saved_settings(optimizer.param_groups)
     sparse = [_weight(c, pattern) for c in chosen]
     check_shards(sparse)
-    whole_weights_only(rule, sparse)
+    _whole_weights_only(rule, sparse)
     if input_gradient == "double_prune" and any(weight.is_sharded for weight in sparse):
         raise ConfigError(
             "input_gradient=double_prune looks across the rows of a weight, and weights are "
@@ -263,3 +263,13 @@ class _Undo:
                 else:
                     self.optimizer.state.pop(weight.parameter, None)
         self.optimizer.param_groups[:] = self.groups
+
+
+def _whole_weights_only(recipe: Recipe, weights: Sequence[SparseWeight]) -> None:
+    """Refuse sharded weights, for a recipe that looks across the rows of a weight."""
+    sharded = [weight.name for weight in weights if weight.is_sharded]
+    if sharded and recipe.looks_across_rows:
+        raise ConfigError(
+            f"recipe {recipe.name} looks across the rows of a weight, and of {sharded[0]} this "
+            "process has a part only (FSDP): replicate the model (DDP)"
+        )

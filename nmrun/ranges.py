@@ -26,6 +26,12 @@ class Check:
 
 
 def whole(low: int, high: float = math.inf, optional: bool = False) -> Check:
+    """A whole number in a range.
+
+    Args:
+        low, high: the ends, allowed; no upper end by default.
+        optional: whether null is allowed too.
+    """
     return Check(
         f"a whole number, {low} {'or more' if high == math.inf else f'to {high}'}"
         + (", or null" if optional else ""),
@@ -40,6 +46,14 @@ def number(
     open_high: bool = False,
     optional: bool = False,
 ) -> Check:
+    """A finite number in a range.
+
+    Args:
+        low, high: the ends; no upper end by default.
+        open_low, open_high: whether the end itself is not allowed.
+        optional: whether null is allowed too.
+    """
+
     def holds(value: Any) -> bool:
         if value is None or type(value) not in (int, float) or not math.isfinite(value):
             return optional and value is None

@@ -17,6 +17,8 @@ from nmrun.models import small_conv, torchvision_models
 from nmrun.patterns import Pattern
 from nmrun.sparsity.select import select
 
+DECAY = 2e-4  # of SR-STE, as its paper has it
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -53,8 +55,14 @@ WORKLOADS = {
 
 
 def argsort_mask(weight: Tensor, n: int, m: int) -> Tensor:
-    """The mask along dimension 1 by sorting each group, as the official code of SR-STE and STEP
-    finds it.
+    """Find a mask by sorting each group, as the official code of SR-STE and STEP does.
+
+    Args:
+        weight: (out, in) or (out, in, kh, kw); groups run along dimension 1.
+        n, m: the pattern.
+
+    Returns:
+        1 for kept and 0 for pruned, in the weight's dtype and shape.
     """
     inputs_last = weight.detach().abs().movedim(1, -1)
     groups = inputs_last.reshape(-1, m)
@@ -86,12 +94,12 @@ class ArgsortSRSTE(torch.autograd.Function):
 class ArgsortInForward(nn.Module):
     """The parametrization that puts :class:`ArgsortSRSTE` in front of a weight."""
 
-    def __init__(self, pattern: Pattern, decay: float = 2e-4) -> None:
+    def __init__(self, pattern: Pattern) -> None:
         super().__init__()
-        self.pattern, self.decay = pattern, decay
+        self.pattern = pattern
 
     def forward(self, weight: Tensor) -> Tensor:
-        return ArgsortSRSTE.apply(weight, self.pattern.n, self.pattern.m, self.decay)
+        return ArgsortSRSTE.apply(weight, self.pattern.n, self.pattern.m, DECAY)
 
 
 Attach = Callable[[nn.Module, torch.optim.Optimizer, Pattern, Sequence[str]], Any]

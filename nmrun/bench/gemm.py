@@ -37,7 +37,15 @@ def product(path: backends24.Path, weight: Tensor, x: Tensor) -> Callable[[], Te
 
 
 def dense_fp8(weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
-    """``x W^T`` of operands rounded to FP8, the weight beforehand."""
+    """Make a product of operands rounded to FP8, the weight beforehand.
+
+    Args:
+        weight: (outputs, inputs).
+        x: (tokens, inputs).
+
+    Returns:
+        A function that computes ``x W^T``, in the dtype of ``x``.
+    """
     values, scale = simulated.quantize(weight, simulated.FORWARD_FP8)
 
     def call() -> Tensor:
@@ -58,7 +66,16 @@ def measure(
     device: torch.device,
     fp8: bool = False,
 ) -> list[Row]:
-    """Dense and every path that is for it, at one size."""
+    """Measure the dense product and every path that is for it, at one size.
+
+    Args:
+        inputs, outputs: of the layer.
+        tokens: rows of the other operand.
+        count: rounds.
+        clock: what measures.
+        device: a GPU.
+        fp8: take the paths for FP8 operands.
+    """
     paths = backends24.candidates(fp8)
     about = {
         "shape": f"{inputs} to {outputs}",
@@ -105,6 +122,7 @@ def cell(row: Row) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run ``nmrun bench gemm`` with these words; returns the exit status."""
     parser = output.parser("gemm", __doc__, 20)
     parser.add_argument(
         "--shapes",

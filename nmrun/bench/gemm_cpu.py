@@ -50,16 +50,27 @@ def clock_of(device: torch.device) -> Clock:
     return ThreadClock(device) if torch.get_num_threads() == 1 else Clock(device)
 
 
-def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x W^T + bias`` by oneDNN."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def onednn(x: Tensor, weight: Tensor) -> Tensor:
+    """``x W^T`` by oneDNN."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
     return product
 
 
 def measure(
     inputs: int, outputs: int, tokens: int, ratios: Sequence[str], count: int, clock: Clock
 ) -> list[Row]:
-    """All that is measured of one layer; a row for each of :data:`WHAT` and ratio."""
+    """Measure all products of one layer.
+
+    Args:
+        inputs, outputs: of the layer.
+        tokens: rows of the other operand.
+        ratios: such as ``2:4``.
+        count: rounds.
+        clock: what measures.
+
+    Returns:
+        A row for each of :data:`WHAT`, ratio and arm.
+    """
     x, dz = torch.randn(tokens, inputs), torch.randn(tokens, outputs)
     full = torch.randn(outputs, inputs)
     reordered = torch.ops.mkldnn._reorder_linear_weight(full, tokens)
@@ -130,7 +141,12 @@ def speedup_of(times: Sequence[float], base: Sequence[float]) -> list[float]:
 
 
 def report(rows: Sequence[Row], count: int) -> str:
-    """The tables."""
+    """Make the tables.
+
+    Args:
+        rows: of :func:`measure`, of all sizes.
+        count: their rounds.
+    """
     clock = "CPU time of the thread" if torch.get_num_threads() == 1 else "wall time"
     parts = [
         "A linear layer's products with an N:M weight on the CPU, float32: how many times as fast "

@@ -35,7 +35,16 @@ USUAL = ("gpt2", "vit_large")
 
 
 def compressed(model: nn.Module, names: Sequence[str], path: str) -> tuple[nn.Module, int]:
-    """A copy of the model with these layers packed, and how many could be."""
+    """Pack layers of a copy of a model.
+
+    Args:
+        model: the model.
+        names: of the linear layers.
+        path: one of ``nmrun.products.backends24``.
+
+    Returns:
+        The copy, and how many layers could be packed.
+    """
     twin, done = copy.deepcopy(model), 0
     for name in names:
         layer = twin.get_submodule(name)
@@ -73,7 +82,19 @@ def measure(
     count: int,
     device: torch.device,
 ) -> list[Row]:
-    """One network, dense and by each path. Raises ConfigError for words that are none."""
+    """Measure one network, dense and by each path.
+
+    Args:
+        words: the network's overrides.
+        paths: names of paths.
+        batches: numbers of sequences or images.
+        compiled: compile all arms.
+        count: rounds.
+        device: a GPU.
+
+    Raises:
+        ConfigError: for words that are no overrides.
+    """
     with tempfile.TemporaryDirectory() as name:
         random_text(Path(name))
         config = composed(Path(name), ["recipe=dense", *words])
@@ -134,6 +155,7 @@ def example(inputs: Row, batch: int, device: torch.device) -> Tensor:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run ``nmrun bench infer`` with these words; returns the exit status."""
     if _on_cpu(argv):
         return infer_cpu.main(argv)
     parser = output.parser("infer", __doc__, 20)

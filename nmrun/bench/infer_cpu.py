@@ -34,7 +34,13 @@ USUAL = ("transformer", "bert_base", "gpt2")
 
 
 class OneDNN(nn.Module):
-    """A dense linear layer by oneDNN, its weight reordered for a number of tokens."""
+    """A dense linear layer by oneDNN.
+
+    Args:
+        weight: (outputs, inputs), float32.
+        bias: (outputs,), or None.
+        tokens: the number of rows that the weight is reordered for.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, tokens: int) -> None:
         super().__init__()
@@ -121,7 +127,12 @@ def prune(model: nn.Module, pattern: Pattern) -> None:
 
 @torch.no_grad()
 def by_onednn(model: nn.Module, x: Tensor) -> nn.Module:
-    """A copy of the model whose linear layers and convolutions go by oneDNN."""
+    """Let the linear layers and convolutions of a copy of a model go by oneDNN.
+
+    Args:
+        model: the model.
+        x: an input of the size that is measured.
+    """
     twin = copy.deepcopy(model)
     found, _ = sites(twin)
     watch(twin, found, x)
@@ -138,7 +149,17 @@ def by_onednn(model: nn.Module, x: Tensor) -> nn.Module:
 
 @torch.no_grad()
 def measure(name: str, pattern: Pattern, tokens: int, count: int) -> list[Row]:
-    """One network at one size: a row for each arm."""
+    """Measure one network at one size.
+
+    Args:
+        name: of the network, in :data:`MODELS`.
+        pattern: of all linear layers.
+        tokens: of a sequence; for a decoder sequences of one new token each.
+        count: rounds.
+
+    Returns:
+        A row for each arm.
+    """
     torch.manual_seed(0)
     model, x = network(name), example(name, tokens)
     prune(model, pattern)
@@ -184,6 +205,7 @@ def cpu_time(call: Callable[[], object]) -> float:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run ``nmrun bench infer`` on a CPU with these words; returns the exit status."""
     parser = output.parser("infer", __doc__, 12)
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=USUAL, help=f"default: {' '.join(USUAL)}"

@@ -45,7 +45,19 @@ ARMS: dict[str, tuple[str, dict[str, Any], bool]] = {
 
 
 class Arm:
-    """One copy of the layer. Calling it does a step. Raises ConfigError where no 2:4 path is right."""
+    """One copy of the layer. Calling it does a step.
+
+    Args:
+        recipe, options: the recipe and its hyperparameters.
+        by_products: take 2:4 products.
+        inputs, outputs: of the layer.
+        tokens: of a micro-batch.
+        accumulate: micro-batches of a step.
+        device: where it trains.
+
+    Raises:
+        ConfigError: where no 2:4 path is right.
+    """
 
     def __init__(
         self, recipe: str, options: dict[str, Any], by_products: bool, inputs: int, outputs: int, tokens: int, accumulate: int,
@@ -88,7 +100,15 @@ class Arm:
 def measure(
     inputs: int, outputs: int, tokens: int, accumulate: int, count: int, device: torch.device
 ) -> list[Row]:
-    """All arms at one size. ``tokens`` are those of a micro-batch."""
+    """Measure all arms at one size.
+
+    Args:
+        inputs, outputs: of the layer.
+        tokens: of a micro-batch.
+        accumulate: micro-batches of a step.
+        count: rounds.
+        device: where it trains.
+    """
     about = {"shape": f"{inputs} to {outputs}", "tokens": tokens, "accumulate": accumulate}
     make = partial(
         Arm, inputs=inputs, outputs=outputs, tokens=tokens, accumulate=accumulate, device=device
@@ -114,6 +134,7 @@ def measure(
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run ``nmrun bench layer`` with these words; returns the exit status."""
     parser = output.parser("layer", __doc__, 20)
     parser.add_argument(
         "--shapes",

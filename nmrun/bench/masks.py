@@ -91,8 +91,15 @@ def measure(
     count: int,
     device: torch.device,
 ) -> list[Row]:
-    """The copy, the clone and these arms on one random weight of about so many millions of
-    entries.
+    """Measure a copy, a clone and some arms on one random weight.
+
+    Args:
+        pattern: of the masks.
+        millions: entries of the weight, about.
+        arms: their names.
+        dtype: of the weight.
+        count: rounds.
+        device: where it is.
     """
     columns = COLUMNS // pattern.m * pattern.m
     about = {
@@ -159,6 +166,7 @@ def _cell(row: Row, unit: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run ``nmrun bench masks`` with these words; returns the exit status."""
     parser = output.parser("masks", __doc__, 10)
     usual = ["2:4", "1:4", "2:8", "1:16", "8:32", "16:32"]
     parser.add_argument(

@@ -76,8 +76,11 @@ COMMON = ("optimizer=adamw", "trainer.epochs=1000000", "track=local", "trainer.c
 
 
 def random_images(config: Config, device: torch.device) -> Classification:
-    """A data set for ``dataset._target_``: enough random images of ``dataset.side`` pixels for a
-    few batches, in 1,000 classes.
+    """Make a data set for ``dataset._target_``: random images, enough for a few batches.
+
+    Args:
+        config: ``dataset.side`` is the pixels of a side. There are 1,000 classes.
+        device: where the images are.
     """
     side, count = config.dataset.values()["side"], 4 * config.trainer.batch_size
     images = torch.randint(256, (count, 3, side, side), dtype=torch.uint8, device=device)
@@ -100,7 +103,16 @@ def random_text(folder: Path) -> None:
 def each(
     names: Sequence[str], parser: Parser, measure: Callable[[tuple[str, ...]], list[Row]]
 ) -> list[Row]:
-    """The rows of every network, measured by its words; a mistake in them is a ConfigError."""
+    """Measure some networks.
+
+    Args:
+        names: keys of ``NETWORKS``.
+        parser: tells mistakes.
+        measure: gives the rows of a network by its overrides.
+
+    Raises:
+        ConfigError: for overrides that are mistaken.
+    """
     rows = []
     for name in names:
         output.note(name)
@@ -114,7 +126,15 @@ def each(
 
 
 def composed(folder: Path, words: Sequence[str]) -> Config:
-    """The checked config of a run. Raises ConfigError."""
+    """Compose and check the config of a run.
+
+    Args:
+        folder: where its data and results are.
+        words: overrides.
+
+    Raises:
+        ConfigError: for overrides that are mistaken.
+    """
     source.register()
     data = [f"dataset.folder={folder}"] if "dataset=token_bin" in words else []
     with initialize_config_module("nmrun.conf", version_base="1.3"):

@@ -22,7 +22,13 @@ from nmrun.verbs import Parser
 
 
 def parser(name: str, about: str | None, default_rounds: int) -> Parser:
-    """With what all of them take: rounds, device and where the results go."""
+    """Make a parser with what all benchmarks take: rounds, device and where the results go.
+
+    Args:
+        name: of the benchmark.
+        about: its module's docstring, whose first paragraph is shown.
+        default_rounds: measurements of each arm.
+    """
     text = (about or "").split("\n\n")[0].replace("``", "")
     made = Parser(prog=f"nmrun bench {name}", description=text)
     made.add_argument(
@@ -74,8 +80,14 @@ def shape(text: str) -> tuple[int, int]:
 
 
 def begin(options: argparse.Namespace, made: Parser) -> torch.device:
-    """The device that was asked for, and the folder of the results made. Raises ConfigError for
-    mistakes.
+    """Choose the device that was asked for, and make the folder of the results.
+
+    Args:
+        options: as parsed.
+        made: the parser, which tells mistakes.
+
+    Raises:
+        ConfigError: for a device that is not there, and a folder that cannot be made.
     """
     if options.device == "cuda" and not torch.cuda.is_available():
         made.error("--device cuda: torch sees no CUDA device here")
@@ -97,16 +109,28 @@ def note(text: str) -> None:
     print(f"measuring {text} ...", file=sys.stderr, flush=True)
 
 
-def spread(row: Row, name: str, digits: int = 3) -> str:
-    """``1.32 [1.30, 1.35]``: a median and its quartiles."""
-    middle, q1, q3 = (
-        f"{row[key]:#.{digits}g}".rstrip(".") for key in (name, f"{name}_q1", f"{name}_q3")
-    )
+def spread(row: Row, name: str) -> str:
+    """Write a median and its quartiles: ``1.32 [1.30, 1.35]``.
+
+    Args:
+        row: has ``name``, ``name_q1`` and ``name_q3``.
+        name: the key of the median.
+    """
+    middle, q1, q3 = (f"{row[key]:#.3g}".rstrip(".") for key in (name, f"{name}_q1", f"{name}_q3"))
     return f"{middle} [{q1}, {q3}]"
 
 
 def grid(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]) -> str:
-    """A table of rows, with the values of one key down and of another across."""
+    """Make a table of rows.
+
+    Args:
+        rows: what was measured.
+        down, across: keys whose values are the table's rows and columns.
+        cell: writes a row's cell.
+
+    Returns:
+        Markdown.
+    """
     columns = list(dict.fromkeys(row[across] for row in rows))
     cells = {
         (row[down], row[across]): row["wrong"] if row.get("wrong") else cell(row) for row in rows
@@ -122,8 +146,20 @@ def finish(
     name: str, text: str, rows: Sequence[Row], argv: Sequence[str], device: torch.device, out: Path | None,
     picture: Callable[[Path], None] | None = None, variant: str = "",
 ) -> int:  # fmt: skip
-    """Print, and write to ``out`` where there is one, under the benchmark's name and ``variant``;
-    returns the exit status.
+    """Print the results, and write them where that was asked for.
+
+    Args:
+        name: of the benchmark.
+        text: the tables.
+        rows: what was measured.
+        argv: the command's words.
+        device: where it was measured.
+        out: the folder; None: nothing is written.
+        picture: draws into a file.
+        variant: follows the name in the files' names.
+
+    Returns:
+        The exit status.
     """
     machine, command = hardware(device), shlex.join(["nmrun", "bench", name, *argv])
     page = f"{text}\n\n{machine_line(machine)}\n\n    {command}"

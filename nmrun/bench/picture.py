@@ -18,11 +18,16 @@ def draw(
     labels: tuple[str, str],
     level: float | None,
 ) -> None:
-    """One panel for each value of ``panel``, in it a line for each of ``line``, ``value`` against
-    ``across`` with quartiles as bars.
+    """Draw panels of lines, with quartiles as bars.
 
-    ``labels`` of both axes; ``level`` is drawn as a grey line for reference. Rows without the value
-    are left out.
+    Args:
+        out: the file.
+        rows: what was measured; those without the value are left out.
+        panel: the key that has a panel for each of its values.
+        line: the key that has a line for each of its values.
+        across, value: the keys of both axes.
+        labels: of both axes.
+        level: drawn as a grey line for reference; None: none.
     """
     from matplotlib import pyplot  # a second that a benchmark without a picture need not wait for
 

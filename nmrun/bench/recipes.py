@@ -40,7 +40,14 @@ WARM_UP = 3  # rounds that are not counted: caches, oneDNN's first calls, the sw
 
 
 class Arm:
-    """One copy of the model with its optimizer, and the training step that is timed."""
+    """One copy of the model with its optimizer, and the training step that is timed.
+
+    Args:
+        model: it is copied.
+        attach: makes the copy sparse, and gives its optimizer.
+        pattern: of the weights.
+        exclude: modules that stay dense.
+    """
 
     def __init__(
         self, model: nn.Module, attach: Attach, pattern: Pattern, exclude: Sequence[str]
@@ -51,7 +58,12 @@ class Arm:
         fuse(self.optimizer, DEVICE)
 
     def seconds(self, batch: Tensor, steps: int) -> float:
-        """Seconds a step, over ``steps`` steps."""
+        """Measure the seconds of a step.
+
+        Args:
+            batch: the input.
+            steps: how many the mean is over.
+        """
         start = time.perf_counter()
         for _ in range(steps):
             self.model(batch).square().mean().backward()
@@ -78,8 +90,13 @@ class Row:
 
 
 def measure(name: str, pattern: Pattern, recipes: Sequence[str], rounds: int) -> list[Row]:
-    """Time ``recipes`` (keys of ``ARMS``) against dense training of the workload ``name``, in one
-    process.
+    """Measure recipes against dense training, in one process.
+
+    Args:
+        name: of a workload.
+        pattern: of the weights.
+        recipes: keys of ``ARMS``.
+        rounds: ratios of each recipe.
     """
     workload = WORKLOADS[name]
     torch.manual_seed(0)
@@ -115,7 +132,12 @@ def measure(name: str, pattern: Pattern, recipes: Sequence[str], rounds: int) ->
 
 
 def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
-    """The ratios as a table, recipes down and model with pattern across."""
+    """Make the table of ratios, recipes down and model with pattern across.
+
+    Args:
+        rows: of :func:`measure`.
+        machine: of :func:`nmrun.bench.machine.hardware`.
+    """
     columns = list(dict.fromkeys((row.model, row.pattern) for row in rows))
     cells = {(row.recipe, row.model, row.pattern): row for row in rows}
     lines = [

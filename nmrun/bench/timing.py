@@ -22,8 +22,12 @@ Row = dict[str, Any]
 
 
 class Clock:
-    """Milliseconds of a call on a device. On a GPU between two events, after a write to other
-    memory that empties its L2 cache (``flush``); on a CPU by the wall."""
+    """Milliseconds of a call on a device: on a GPU between two events, on a CPU by the wall.
+
+    Args:
+        device: the device.
+        flush: on a GPU, write to other memory before, which empties its L2 cache.
+    """
 
     def __init__(self, device: torch.device, flush: bool = True) -> None:
         self.gpu = device.type == "cuda"
@@ -52,8 +56,16 @@ def rounds(
     clock: Callable[[Callable[[], object]], float],
     warm_up: int = 2,
 ) -> dict[str, list[float]]:
-    """The milliseconds of each arm in ``count`` rounds; a round runs every arm once, in an order
-    shuffled anew.
+    """Time arms in turns: a round runs every arm once, in an order shuffled anew.
+
+    Args:
+        arms: what is timed, by name.
+        count: rounds.
+        clock: gives the milliseconds of a call.
+        warm_up: rounds before, which do not count.
+
+    Returns:
+        The milliseconds of each arm, round by round.
     """
     shuffled, times = random.Random(0), {name: list[float]() for name in arms}
     for _ in range(warm_up):
@@ -72,7 +84,12 @@ def rounds(
 
 
 def quartiles(name: str, values: Sequence[float]) -> Row:
-    """The median under ``name``, the quartiles under ``name_q1`` and ``name_q3``."""
+    """Compute a median and its quartiles.
+
+    Args:
+        name: the key of the median; quartiles have ``name_q1`` and ``name_q3``.
+        values: at least one.
+    """
     q1, median, q3 = (
         statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
     )
@@ -86,7 +103,15 @@ def speedup(times: Sequence[float], base: Sequence[float]) -> Row:
 
 
 def fault(call: Callable[[], Tensor], expected: Tensor) -> str:
-    """What is wrong with a product, if anything (``backends24.fault``); too little memory is, here."""
+    """Say what is wrong with a product, if anything (``backends24.fault``).
+
+    Args:
+        call: computes it.
+        expected: its result.
+
+    Returns:
+        A reason, too little memory among them; empty for none.
+    """
     try:
         return backends24.fault(call, expected)
     except torch.OutOfMemoryError:

@@ -35,7 +35,15 @@ Prepared = tuple[Callable[[], None], Row]
 
 
 def ours(config: Config, steps: int) -> Prepared:
-    """A stretch of ``steps`` steps of nmrun's training, and what there is to say of it."""
+    """Prepare a stretch of nmrun's training.
+
+    Args:
+        config: of the run.
+        steps: of the stretch.
+
+    Returns:
+        The stretch, and what there is to say of it.
+    """
     loop = Steps(config, parts := build(config))
     loop.model.train()
     items = sum(loop.task.sizes(0, 0, 1))
@@ -58,7 +66,15 @@ def ours(config: Config, steps: int) -> Prepared:
 
 
 def bare(config: Config, steps: int) -> Prepared:
-    """The same for a loop of a few lines."""
+    """Prepare a stretch of a loop of a few lines.
+
+    Args:
+        config: of the run.
+        steps: of the stretch.
+
+    Returns:
+        The stretch, and what there is to say of it.
+    """
     parts = build(config)
     model, task, accumulate = parts.model.train(), parts.task, config.trainer.accumulate
     forward = torch.compile(model, fullgraph=True) if config.trainer.compile else model
@@ -90,8 +106,18 @@ def measure(
     count: int,
     device: torch.device,
 ) -> list[Row]:
-    """These arms of one network. Raises ConfigError for words that are none, and for a recipe that
-    does not fit.
+    """Measure arms of one network.
+
+    Args:
+        words: the network's overrides.
+        recipe, ratio: of the sparse arms.
+        arms: of :data:`ARMS`.
+        steps: of a stretch.
+        count: rounds.
+        device: where it trains.
+
+    Raises:
+        ConfigError: for words that are no overrides, and for a recipe that does not fit.
     """
     dense, masked = ("recipe=dense",), (f"recipe={recipe}", f"sparsity='{ratio}'")
     sparse = {mode: (*masked, f"trainer.acceleration={mode}") for mode in ("off", "auto")}
@@ -128,6 +154,7 @@ def measure(
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run ``nmrun bench train`` with these words; returns the exit status."""
     parser = output.parser("train", __doc__, 10)
     parser.add_argument(
         "--models",

@@ -34,7 +34,15 @@ WARM_UP = 3  # rounds that are not counted: STEP's second phase begins in them
 def stepped(
     recipe: str | None, count: int, of: Pattern, device: torch.device, in_one_pass: bool = True
 ) -> Callable[[], Any]:
-    """The optimizer step of ``count`` weights under an arm of ``ARMS`` (None: dense)."""
+    """Prepare the optimizer step of some weights.
+
+    Args:
+        recipe: a key of ``ARMS``; None: dense.
+        count: of the weights.
+        of: their pattern.
+        device: where they are.
+        in_one_pass: let the optimizer carry out the rule.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(
         *(nn.Linear(SHAPE[1], SHAPE[0], bias=False, device=device) for _ in range(count))
@@ -53,8 +61,17 @@ def stepped(
 def measure(
     recipe: str, of: Pattern, millions: float, count: int, device: torch.device
 ) -> list[Row]:
-    """Milliseconds of both arms of a recipe, and how many times as long as the dense step of the
-    same rounds they take.
+    """Measure both arms of a recipe.
+
+    Args:
+        recipe: a key of ``ARMS``.
+        of: the pattern.
+        millions: entries of all weights, about.
+        count: rounds.
+        device: where they are.
+
+    Returns:
+        Milliseconds, and how many times as long as the dense step of the same rounds they take.
     """
     about = {"recipe": recipe, "pattern": str(of), "millions": millions}
     weights = max(1, round(millions * 1e6 / (SHAPE[0] * SHAPE[1])))
@@ -78,6 +95,7 @@ def measure(
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run ``nmrun bench update`` with these words; returns the exit status."""
     parser = output.parser("update", __doc__, 20)
     parser.add_argument(
         "--patterns",

@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nmrun.config import command_line, early, schema, unknown
+from nmrun.config import command_line, early, plugins, schema, unknown
 from nmrun.config.composing import composing
 from nmrun.config.source import GROUP as RATIO
 from nmrun.errors import ConfigError
@@ -27,15 +27,6 @@ from nmrun.settings import reader
 
 # jobs that are checked ahead; a mistake shows in the first few, and each job is checked as it begins
 MOST_JOBS = 5000
-# the extra of nmrun that a plug-in of Hydra comes with
-EXTRAS = {
-    "hydra/launcher": {
-        **dict.fromkeys(("joblib", "submitit_local", "submitit_slurm"), "launchers"),
-        **dict.fromkeys(("ray", "ray_aws"), "ray"),
-    },
-    "hydra/sweeper": {"optuna": "launchers"},
-}
-HERE = ("basic", "joblib", "submitit_local")  # launchers whose jobs run on this machine
 Done = dict[tuple[str, ...], DictConfig]
 
 
@@ -107,7 +98,11 @@ class _Look:
         self.written = {o.key_or_group: o for o in overrides if o.input_line not in self.for_hydra}
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
-        self.here = self._plugins(overrides, loader).get("hydra/launcher", "basic") in HERE
+        found, missing = plugins.asked(overrides, loader)
+        findings.problems += missing
+        if missing:  # then what is said to either is left out
+            self.for_hydra = [w for w in self.for_hydra if not w.startswith(plugins.WORDS)]
+        self.here = found.get("hydra/launcher", "basic") in plugins.HERE
         search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
         names = loader.get_group_options("", ObjectType.GROUP, overrides=search_path)
         self.groups = {
@@ -120,29 +115,6 @@ class _Look:
             findings.jobs = None
         for key, override in self.written.items():
             self._read(key, override, multirun)
-
-    def _plugins(self, overrides: list[Override], loader: ConfigLoaderImpl) -> dict[str, str]:
-        """The launcher and the sweeper that are asked for. Where one is not installed, what is said
-        to either is left out.
-        """
-        found = {o.key_or_group: str(o.value()) for o in overrides if o.key_or_group in EXTRAS}
-        missing = False
-        for group, name in found.items():
-            installed = loader.get_group_options(group)
-            extra = EXTRAS[group].get(name)
-            if name in installed:
-                continue
-            missing = True
-            if extra is None:
-                options = sorted({*installed, *EXTRAS[group]})
-                self.findings.problems.append(reader.no_option(group, group, name, options))
-            else:
-                line = f"{group}={name} is not installed: pip install 'nmrun[{extra}]'"
-                self.findings.problems.append(line)
-        if missing:
-            plugins = ("hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper")
-            self.for_hydra = [word for word in self.for_hydra if not word.startswith(plugins)]
-        return found
 
     def _read(self, key: str, override: Override, multirun: bool) -> None:
         """Note the values of an override: options of a group, or values of a key."""

@@ -31,6 +31,10 @@ class Facts:
     """A resolved config as the rules look at it: plain data, as parts of it may be wrong.
 
     Nothing is concluded from keys that are.
+
+    Args:
+        plain: the config.
+        good: says whether some keys have right values.
     """
 
     def __init__(self, plain: dict[str, Any], good: Good) -> None:

@@ -206,9 +206,13 @@ def _recipe_name(recipe: dict[str, Any]) -> str:
 
 
 def flatten(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as dotted keys.
+    """Flatten nested dictionaries to dotted keys.
 
     ``sparsity.overrides``, whose own keys are regular expressions, stays one value.
+
+    Args:
+        plain: nested dictionaries.
+        prefix: of all keys.
     """
     flat: dict[str, Any] = {}
     for key, value in plain.items():

@@ -56,6 +56,7 @@ class RatioSource(ConfigSource):
         return (group == GROUP and ":" in name) or (group == "recipe" and name in _recipes())
 
     def load_config(self, config_path: str) -> ConfigResult:
+        """Answer a config, as Hydra asks for it: ``sparsity/2:8`` or ``recipe/step``."""
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
         try:
             content = _recipe(name) if group == "recipe" else _ratio(name)
@@ -66,6 +67,12 @@ class RatioSource(ConfigSource):
         return ConfigResult(provider=self.provider, path=path, config=config, header=header)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """List the ratios or recipes, for Hydra's help and completion.
+
+        Args:
+            config_path: the group.
+            results_filter: groups or configs alone; None: both.
+        """
         path = config_path.strip("/")
         if path == "":
             return [GROUP, "recipe"] if results_filter in (None, ObjectType.GROUP) else []

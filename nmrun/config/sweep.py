@@ -67,7 +67,14 @@ def begin(
 
 
 def add(folder: Path, outcome: dict[str, Any], overrides: list[str], seconds: float) -> None:
-    """Note the end of a job."""
+    """Note the end of a job.
+
+    Args:
+        folder: the sweep's record.
+        outcome: of the run.
+        overrides: of the job.
+        seconds: that it took.
+    """
     line = {key: outcome.get(key) for key in ("status", "folder", "error", "metrics")}
     line |= {"overrides": overrides, "seconds": round(seconds, 3), "ended": time.time()}
     with (folder / "jobs.jsonl").open("a", encoding="utf-8") as file:
@@ -143,8 +150,12 @@ def read(folder: Path) -> Record:
 
 
 def title(folder: Path, number: int, overrides: list[str]) -> str:
-    """The line above a job, the ``number``-th of its sweep: ``[3/24] recipe=step seed=0 (12 min
-    left)``.
+    """Make the line above a job: ``[3/24] recipe=step seed=0 (12 min left)``.
+
+    Args:
+        folder: the sweep's record.
+        number: of the job, counted from 1.
+        overrides: of the job.
     """
     record = read(folder)
     left = record.left()
@@ -153,8 +164,11 @@ def title(folder: Path, number: int, overrides: list[str]) -> str:
 
 
 def summary(folder: Path) -> tuple[str, int]:
-    """The closing lines of a sweep; and 1 if a job failed or never reported, else 0. One that
-    another process is at work on is left to that.
+    """Make the closing lines of a sweep.
+
+    Returns:
+        The lines; and 1 if a job failed or never reported, else 0. One that another process is at
+        work on is left to that.
     """
     record = read(folder)
     good = {

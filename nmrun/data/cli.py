@@ -10,7 +10,7 @@ from nmrun.verbs import Parser
 
 
 def prepare(argv: list[str]) -> int:
-    """The verb's command line; returns the exit status."""
+    """Run ``nmrun prepare`` with these words; returns the exit status."""
     parser = Parser(
         "nmrun prepare",
         description="Raw parallel text into subwords and fairseq's binary files, for dataset=fairseq (or fairseq-train).",

@@ -52,8 +52,10 @@ class Vocabulary:
 
 
 def build(config: Config, device: torch.device) -> Translation:
-    """The task of the config's ``dataset`` group. Raises ConfigError if there are not so many
-    sentences.
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.tasks.build` says.
+
+    Raises:
+        ConfigError: if there are not so many different sentences.
     """
     options = config.dataset.as_kind(CopyReverse)
     vocabulary = Vocabulary([*ORDERS, *(f"w{number}" for number in range(options.words))])
@@ -68,11 +70,20 @@ def build(config: Config, device: torch.device) -> Translation:
 
 
 def sentences(options: CopyReverse, vocabulary: Vocabulary) -> dict[str, list[Pair]]:
-    """``{"train" | "val" | "test": [(source, target), ...]}``: different sentences, by
-    ``split_seed`` alone and not by the run's seed.
+    """Draw different sentences, by ``split_seed`` alone and not by the run's seed.
 
     They are drawn until there are enough, then dealt out at random, so that all splits have short
     and long ones in the same proportion.
+
+    Args:
+        options: the data set's keys.
+        vocabulary: gives the words their numbers.
+
+    Returns:
+        ``{"train" | "val" | "test": [(source, target), ...]}``.
+
+    Raises:
+        ConfigError: if there are not so many different sentences.
     """
     sizes = {"train": options.size, "val": options.val_size, "test": options.test_size}
     wanted = sum(sizes.values())

@@ -24,14 +24,22 @@ Encoded = tuple[dict[str, NDArray[Any]], int]
 
 
 def encode(texts: Mapping[str, bytes], tokenizer: str) -> Encoded:
-    """Each text as an array of token numbers, and the size of the vocabulary.
+    """Encode texts as token numbers.
 
-    ``byte``: 256 tokens. ``character``: those that occur in any of the texts, in the order of
-    Unicode. ``word``: what white space separates, and ``<eos>`` at the end of each line; the
-    vocabulary is that of ``texts["train"]``, and a word outside it is ``<unk>`` if the training
-    text has such a word itself. Anything else is a ``tokenizer.json``, a folder that has one, or a
-    name on the Hugging Face hub. Raises ConfigError for a word outside the vocabulary, a text that
-    is not UTF-8, and a tokenizer that cannot be had.
+    Args:
+        texts: UTF-8, by split.
+        tokenizer: ``byte``: 256 tokens. ``character``: those that occur in any of the texts, in the
+            order of Unicode. ``word``: what white space separates, and ``<eos>`` at the end of each
+            line; the vocabulary is that of ``texts["train"]``, and a word outside it is ``<unk>``
+            if the training text has such a word itself. Anything else is a ``tokenizer.json``, a
+            folder that has one, or a name on the Hugging Face hub.
+
+    Returns:
+        Each text as an array of token numbers, and the size of the vocabulary.
+
+    Raises:
+        ConfigError: for a word outside the vocabulary, a text that is not UTF-8, and a tokenizer
+            that cannot be had.
     """
     if tokenizer == "byte":
         return {name: np.frombuffer(text, np.uint8) for name, text in texts.items()}, 256

@@ -26,11 +26,17 @@ Splits = dict[str, tuple[Tensor, Tensor]]
 
 @cache
 def load(split_seed: int = 0, val_fraction: float = 0.15, test_fraction: float = 0.2) -> Splits:
-    """``{"train" | "val" | "test": (images, labels)}``: float32 (N, 1, 8, 8) and int64 (N,).
+    """Load scikit-learn's digits, split by ``split_seed`` alone.
 
-    Every class is split alike, by ``split_seed`` alone, so all runs of a comparison see the same
-    test images; the fractions are of all images. Pixels are normalised by mean and standard
-    deviation of the training images.
+    Every class is split alike, so all runs of a comparison see the same test images. Pixels are
+    normalised by mean and standard deviation of the training images.
+
+    Args:
+        split_seed: of the shuffle.
+        val_fraction, test_fraction: of all images.
+
+    Returns:
+        ``{"train" | "val" | "test": (images, labels)}``: float32 (N, 1, 8, 8) and int64 (N,).
     """
     splits = _pixels(split_seed, val_fraction, test_fraction)
     mean, std = _spread(splits["train"][0])
@@ -69,7 +75,7 @@ def _pixels(split_seed: int, val_fraction: float, test_fraction: float) -> Split
 
 
 def build(config: Config, device: torch.device) -> Classification:
-    """The task of the config's ``dataset`` group."""
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.tasks.build` says."""
     options = config.dataset.as_kind(Digits)
     division = options.split_seed, options.val_fraction, options.test_fraction
     mean, std = map(float, _spread(_pixels(*division)["train"][0]))

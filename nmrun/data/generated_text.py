@@ -46,12 +46,18 @@ Splits = dict[str, tuple[list[tuple[str, ...]], list[float]]]
 
 @cache
 def load(size: int = 4000, split_seed: int = 0) -> Splits:
-    """``{"train" | "val" | "test": (texts, labels)}``: ``size`` different sentences for training,
-    500 others for each of the rest.
+    """Generate different sentences with a verdict.
 
     A sentence has one or three verdicts among 4 to 12 fillers, each good or bad by an even chance
     and with "not" before it three times in ten; its label is 1 if most of them, turned around by
     their "not", are good.
+
+    Args:
+        size: of the training split; each of the others has 500 sentences.
+        split_seed: of the sentences.
+
+    Returns:
+        ``{"train" | "val" | "test": (texts, labels)}``.
     """
     rng = random.Random(split_seed)
     labelled: dict[str, int] = {}
@@ -71,7 +77,7 @@ def load(size: int = 4000, split_seed: int = 0) -> Splits:
 
 
 def build(config: Config, device: torch.device) -> TextClassification:
-    """The task of the config's ``dataset`` group."""
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.tasks.build` says."""
     from nmrun.tasks.text_classification import TextClassification
 
     options = config.dataset.as_kind(GeneratedText)

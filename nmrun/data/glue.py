@@ -66,13 +66,22 @@ TASKS = {
 def load(
     task: str, held_out: float = 0.05, split_seed: int = 0, limit: int | None = None
 ) -> dict[str, Rows]:
-    """``{"train" | "val" | "test": (texts, labels)}``, and ``test_mismatched`` for MNLI; labels are
-    classes from 0, scores for STS-B.
+    """Load a task of GLUE and split it.
 
-    ``held_out`` of the official training set, by ``split_seed`` alone, is for validation. With 0
-    the development set is for validation, and nothing is left for a test. Of the rest the first
-    ``limit``, in the order of the same shuffle, are for training. Raises ConfigError for files that
-    are missing or not as they should be.
+    Args:
+        task: its name in ``TASKS``.
+        held_out: the share of the official training set that is for validation. With 0 the
+            development set is for validation, and nothing is left for a test.
+        split_seed: what is held out.
+        limit: the first of the rest, in the order of the same shuffle, that are for training; None:
+            all.
+
+    Returns:
+        ``{"train" | "val" | "test": (texts, labels)}``, and ``test_mismatched`` for MNLI; labels
+        are classes from 0, scores for STS-B.
+
+    Raises:
+        ConfigError: for files that are missing or not as they should be.
     """
     spec = TASKS[task]
     found = {split: _read(task, spec, file) for split, file in (("train", "train"), *spec.tests)}
@@ -88,7 +97,7 @@ def load(
 
 
 def build(config: Config, device: torch.device) -> TextClassification:
-    """The task of the config's ``dataset`` group."""
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.tasks.build` says."""
     from nmrun.tasks.text_classification import TextClassification
 
     options = config.dataset.as_kind(Glue)
@@ -110,11 +119,20 @@ def _read(task: str, spec: Spec, file: str) -> Rows:
 
 
 def read(path: Path, spec: Spec) -> Rows:
-    """A TSV file: columns between tabs, quotes are characters like others, a byte-order mark is
-    none.
+    """Read a TSV file of GLUE.
 
-    Raises ConfigError for a missing column, a row of another length than the header, an unknown
-    label, and a file without rows.
+    Columns are between tabs, quotes are characters like others, a byte-order mark is none.
+
+    Args:
+        path: the file.
+        spec: the task.
+
+    Returns:
+        Texts and labels.
+
+    Raises:
+        ConfigError: for a missing column, a row of another length than the header, an unknown
+            label, and a file without rows.
     """
     try:
         lines = path.read_bytes().decode("utf-8-sig").rstrip("\n").split("\n")

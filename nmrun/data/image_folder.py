@@ -42,8 +42,10 @@ class Loaded:
 
 
 def build(config: Config, device: torch.device) -> Any:
-    """The task of the config's ``dataset`` group. Raises ConfigError for a folder that is missing
-    or that is not as said.
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.tasks.build` says.
+
+    Raises:
+        ConfigError: for a folder that is missing or that is not as said.
     """
     from nmrun.tasks.vision import Classification
 
@@ -74,12 +76,19 @@ def build(config: Config, device: torch.device) -> Any:
 
 
 def load(dataset: str, place: Path, size: int) -> Loaded:
-    """All images of a folder, or of a tar archive of one, centred and scaled to ``size`` where they
-    have another.
+    """Load all images of a folder, or of a tar archive of one.
 
     The folder has a folder for each of ``train``, ``val`` and ``test`` (some may be missing) with
     one for each class in it, or the classes' folders themselves, all of which is ``train`` then.
-    Decoded once, and cached.
+    Images are decoded once, and cached.
+
+    Args:
+        dataset: its name, for errors.
+        place: the folder or archive.
+        size: pixels a side, to which images of another size are centred and scaled.
+
+    Raises:
+        ConfigError: for a folder that is not so.
     """
     if place.is_file():
         arrays = local.cached(["images", size], [place], lambda: _unpacked(dataset, place, size))
@@ -100,8 +109,18 @@ def load(dataset: str, place: Path, size: int) -> Loaded:
 
 
 def listing(dataset: str, place: Path) -> tuple[list[str], dict[str, list[tuple[str, int]]]]:
-    """The names of the classes, and paths and class numbers of the images of each split that is
-    there.
+    """List the images of a folder by splits and classes.
+
+    Args:
+        dataset: its name, for errors.
+        place: the folder.
+
+    Returns:
+        The names of the classes, and paths and class numbers of the images of each split that is
+        there.
+
+    Raises:
+        ConfigError: for a folder without classes, and for splits with different ones.
     """
     from torchvision.datasets import ImageFolder
 
@@ -160,10 +179,17 @@ def _pixels(dataset: str, paths: Sequence[str], size: int) -> NDArray[np.uint8]:
 
 
 def decode(path: str, size: int) -> NDArray[np.uint8]:
-    """An image file as uint8 (size, size, 3): scaled until its shorter side fits, and the middle
-    cut out.
+    """Decode an image file: scaled until its shorter side fits, and the middle cut out.
 
-    Raises OSError, with the file's name, for one that is damaged or none at all.
+    Args:
+        path: the file.
+        size: pixels a side.
+
+    Returns:
+        (size, size, 3), uint8.
+
+    Raises:
+        OSError: with the file's name, for one that is damaged or none at all.
     """
     from PIL import Image, ImageOps
 

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
 
 def build(config: Config, device: torch.device) -> ImageStream:
-    """The task of the config's ``dataset`` group. ``val`` is the test split, as labels of
-    ImageNet's test images are nowhere, and validation images are taken from those for training.
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.tasks.build` says.
 
-    Raises ConfigError for a folder that is missing or that is not as said.
+    ``val`` is the test split, as labels of ImageNet's test images are nowhere, and validation
+    images are taken from those for training.
+
+    Raises:
+        ConfigError: for a folder that is missing or that is not as said.
     """
     options = config.dataset.as_kind(ImageNet)
     how = "dataset.path is a folder with train and val, and in each a folder of images for every class"

@@ -34,8 +34,10 @@ SECONDS_TO_ANSWER = 20.0  # of a server, before the download is given up
 
 
 def build(config: Config, device: torch.device) -> Classification:
-    """The task of the config's ``dataset`` group. Raises ConfigError where the data are neither
-    here nor to be downloaded.
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.tasks.build` says.
+
+    Raises:
+        ConfigError: where the data are neither here nor to be downloaded.
     """
     options = config.dataset.as_kind(Images)
     pool, test, names, place = read(options.name)
@@ -53,11 +55,20 @@ def build(config: Config, device: torch.device) -> Classification:
 
 
 def read(name: str) -> tuple[Labelled, Labelled, list[str], Path]:
-    """Training and test images of a data set in ``FILES``, uint8 (N, C, H, W) with int64 labels
-    (N,), the names of the classes, and where they lie.
+    """Read a data set in ``FILES``.
 
-    Looked for in ``NMRUN_DATA`` itself and in its folder of that name, and downloaded to the latter
-    by torchvision.
+    It is looked for in ``NMRUN_DATA`` itself and in its folder of that name, and downloaded to the
+    latter by torchvision.
+
+    Args:
+        name: of the data set.
+
+    Returns:
+        Training and test images, uint8 (N, C, H, W) with int64 labels (N,), the names of the
+        classes, and where they lie.
+
+    Raises:
+        ConfigError: where the data are neither here nor to be downloaded, or damaged.
     """
     _, folder, others = FILES[name]
     names = [f"{name}/{folder}", folder, *others]

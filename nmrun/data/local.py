@@ -30,9 +30,15 @@ def cache_folder() -> Path:
 
 
 def find(dataset: str, names: Iterable[str], how: str) -> Path:
-    """The first of these files or folders below ``NMRUN_DATA`` (default ``~/.cache/nmrun``).
+    """Find a file or folder below ``NMRUN_DATA`` (default ``~/.cache/nmrun``).
 
-    Raises ConfigError if there is none, with ``how`` to get it.
+    Args:
+        dataset: its name, for the error.
+        names: places below it; the first that is there is taken.
+        how: to get the data, for the error.
+
+    Raises:
+        ConfigError: if there is none.
     """
     root, names = data_folder(), list(names)
     for name in names:
@@ -46,9 +52,16 @@ def find(dataset: str, names: Iterable[str], how: str) -> Path:
 def cached(
     what: Any, sources: Iterable[Path], make: Callable[[], Mapping[str, NDArray[Any]]]
 ) -> dict[str, NDArray[Any]]:
-    """The arrays that ``make()`` gives, mapped from files below ``NMRUN_CACHE`` (default
-    ``~/.cache/nmrun/derived``) if it was called before for the same ``what`` (plain data) and the
-    same ``sources``: their paths, sizes and times of change.
+    """Keep arrays in files below ``NMRUN_CACHE`` (default ``~/.cache/nmrun/derived``).
+
+    Args:
+        what: plain data that, with the paths, sizes and times of change of ``sources``, says which
+            arrays they are.
+        sources: the files that they are made of.
+        make: makes them, if they are not there.
+
+    Returns:
+        The arrays, mapped from their files.
     """
     stats = [
         (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 def build(config: Config, device: torch.device) -> Translation:
-    """The task of the config's ``dataset`` group. What ``prepare`` makes of the raw text is kept in
-    the cache.
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.tasks.build` says.
+
+    What ``prepare`` makes of the raw text is kept in the cache.
     """
     options = config.dataset.as_kind(Multi30k)
     languages = options.source, options.target
@@ -45,7 +46,18 @@ def build(config: Config, device: torch.device) -> Translation:
 
 
 def files(languages: tuple[str, str], test: str) -> Files:
-    """The raw text. Raises ConfigError if it is not there, with how to get it."""
+    """Find the raw text.
+
+    Args:
+        languages: source and target.
+        test: the name of the test set.
+
+    Returns:
+        The files of train, valid and test for both languages.
+
+    Raises:
+        ConfigError: if it is not there, with how to get it.
+    """
     folder: Path = data_folder() / "multi30k"
     try:
         return {

@@ -24,7 +24,15 @@ Files = dict[str, tuple[Path, Path]]
 
 
 def beside(prefix: Path, language: str) -> Path:
-    """``<prefix>.<language>``, or that with ``.gz``. Raises ConfigError if there is neither."""
+    """Find ``<prefix>.<language>``, or that with ``.gz``.
+
+    Args:
+        prefix: the path without ending.
+        language: the ending.
+
+    Raises:
+        ConfigError: if there is neither.
+    """
     for name in (f"{prefix}.{language}", f"{prefix}.{language}.gz"):
         if Path(name).is_file():
             return Path(name)
@@ -39,15 +47,26 @@ def prepare(
     joint: bool = True,
     longest: int = 250,
 ) -> str:
-    """Write the folder ``to`` with ``texts``, files of train, valid and test for both
-    ``languages``; returns a line of what there is.
+    """Make subwords and fairseq's binary files of raw text.
 
-    BPE by sentencepiece is learned on the training text, of both languages together if ``joint``;
-    the dictionaries are made as ``fairseq-preprocess`` makes them. Training pairs with an empty
-    side, or more than ``longest`` subwords on one, are left out. Beside the binary files there are
-    the ``.model`` files of sentencepiece and the target of valid and test as plain text, for BLEU.
-    The folder appears when it is whole. Raises ConfigError for texts of unequal length, and a
-    vocabulary that they are too small for.
+    BPE by sentencepiece is learned on the training text; the dictionaries are made as
+    ``fairseq-preprocess`` makes them. Beside the binary files there are the ``.model`` files of
+    sentencepiece and the target of valid and test as plain text, for BLEU. The folder appears when
+    it is whole.
+
+    Args:
+        texts: files of train, valid and test for both languages.
+        languages: source and target.
+        to: the folder.
+        vocabulary: number of subwords.
+        joint: learn one BPE on both languages together.
+        longest: training pairs with more subwords on a side, or with an empty side, are left out.
+
+    Returns:
+        A line of what there is.
+
+    Raises:
+        ConfigError: for texts of unequal length, and a vocabulary that they are too small for.
     """
     try:
         import sentencepiece
@@ -121,8 +140,12 @@ def prepare(
 
 
 def read(file: Path) -> list[str]:
-    """The lines of a text, which may be compressed. Only a line feed ends one: other separators of
-    Unicode occur within sentences.
+    """Read the lines of a text, which may be compressed.
+
+    Only a line feed ends one: other separators of Unicode occur within sentences.
+
+    Raises:
+        ConfigError: for a file that is not UTF-8, or damaged.
     """
     try:
         with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as raw:

@@ -18,6 +18,6 @@ HOW = "it is data/tinyshakespeare/input.txt of https://github.com/karpathy/char-
 
 
 def build(config: Config, device: torch.device) -> LanguageModelling:
-    """The task of the config's ``dataset`` group."""
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.tasks.build` says."""
     file = local.find("shakespeare", ["tinyshakespeare/input.txt", "shakespeare/input.txt"], HOW)
     return text.task(config, {"train": file}, device)

@@ -23,12 +23,26 @@ def split(
     test_size: int | None,
     val: Labelled | None = None,
 ) -> dict[str, Labelled]:
-    """``{"train" | "val" | "test": (images, labels)}``, by ``split_seed`` alone.
+    """Split images, by ``split_seed`` alone.
 
     Sizes are numbers of images, with the same number of every class, or one more of the first ones.
-    By default ``val`` is a tenth of each class of ``pool``, ``test`` all of ``test``, or another
-    tenth where there is none, and ``train`` all the rest; a smaller training set is part of a
-    larger one. Raises ConfigError for a class that has too few images.
+    A smaller training set is part of a larger one.
+
+    Args:
+        pool: images and labels for training.
+        test: those for tests; None: they are taken from the pool.
+        classes: number of classes.
+        split_seed: which images.
+        train_size: None: all the rest.
+        val_size: None: a tenth of each class of the pool.
+        test_size: None: all of ``test``, or a tenth of each class of the pool where there is none.
+        val: those for validation; None: they are taken from the pool.
+
+    Returns:
+        ``{"train" | "val" | "test": (images, labels)}``.
+
+    Raises:
+        ConfigError: for a class that has too few images.
     """
     splits, rest = {}, pool
     for name, given, size in (
@@ -74,6 +88,13 @@ def _take(labels: Tensor, quotas: Tensor, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def about(splits: dict[str, Labelled], shape: Sequence[int], classes: int, place: Path) -> str:
-    """The line of the plan on the data."""
+    """Say what the data are, in a line of the plan.
+
+    Args:
+        splits: images and labels of train, val and test.
+        shape: (C, H, W).
+        classes: number of classes.
+        place: where the images lie.
+    """
     counts = ", ".join(f"{len(splits[name][1]):,} {name}" for name in ("train", "val", "test"))
     return f"images of {'x'.join(map(str, shape))} in {classes} classes ({counts}) from {place}"

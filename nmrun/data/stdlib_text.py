@@ -56,8 +56,10 @@ def digest() -> str:
 
 
 def build(config: Config, device: torch.device) -> LanguageModelling:
-    """The task of the config's ``dataset`` group. Raises ConfigError for a config that was made
-    with another Python's text.
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.tasks.build` says.
+
+    Raises:
+        ConfigError: for a config that was made with another Python's text.
     """
     import numpy as np
 

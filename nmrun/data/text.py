@@ -25,7 +25,11 @@ SPACE = re.compile(rb"\s|\Z")
 
 
 def build(config: Config, device: torch.device) -> LanguageModelling:
-    """The task of the config's ``dataset`` group."""
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.tasks.build` says.
+
+    Raises:
+        ConfigError: for a file that is not there.
+    """
     options = config.dataset.as_kind(TextFiles)
     given = {"train": options.train, "val": options.val, "test": options.test}
     paths = {split: Path(path).expanduser() for split, path in given.items() if path is not None}
@@ -36,11 +40,13 @@ def build(config: Config, device: torch.device) -> LanguageModelling:
 
 
 def task(config: Config, paths: Mapping[str, Path], device: torch.device) -> LanguageModelling:
-    """Language modelling on these files: ``train`` and, unless they are to be cut from the end of
-    it, ``val`` and ``test``.
+    """Build language modelling on some files.
 
-    The ``dataset`` group has ``tokenizer`` and ``context``, and ``<split>_fraction`` for each split
-    that is cut.
+    Args:
+        config: its ``dataset`` group has ``tokenizer`` and ``context``, and ``<split>_fraction``
+            for each split that is cut.
+        paths: ``train`` and, unless they are to be cut from the end of it, ``val`` and ``test``.
+        device: where batches go.
     """
     from nmrun.tasks.language import LanguageModelling
 

@@ -26,7 +26,10 @@ LOOKED_AT = 1 << 20
 
 
 def build(config: Config, device: torch.device) -> LanguageModelling:
-    """The task of the config's ``dataset`` group. Without ``test.bin`` there is no test split."""
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.tasks.build` says.
+
+    Without ``test.bin`` there is no test split.
+    """
     from nmrun.tasks.language import LanguageModelling
 
     options = config.dataset.as_kind(TokenBin)
@@ -39,8 +42,14 @@ def build(config: Config, device: torch.device) -> LanguageModelling:
 
 
 def read(path: Path, vocabulary: int) -> NDArray[np.uint16]:
-    """A file's tokens, mapped. Raises ConfigError if it is missing, or plainly not tokens of 16
-    bits below ``vocabulary``.
+    """Map a file's tokens.
+
+    Args:
+        path: the file: numbers of 16 bits, as nanoGPT writes them.
+        vocabulary: number of different tokens.
+
+    Raises:
+        ConfigError: if it is missing, or plainly not tokens of 16 bits below ``vocabulary``.
     """
     if not path.is_file():
         raise ConfigError(

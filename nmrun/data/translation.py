@@ -24,7 +24,13 @@ SUBWORDS = ("none", "sentencepiece", "subword_nmt")
 
 
 def build(config: Config, device: torch.device) -> Translation:
-    """The task of the config's ``dataset`` group: its ``path`` is such a folder."""
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.tasks.build` says.
+
+    Its ``path`` is a folder of fairseq's binary files.
+
+    Raises:
+        ConfigError: for a folder that is missing or that is not as said.
+    """
     options = config.dataset.as_kind(Fairseq)
     folder = Path(options.path).expanduser()
     if not folder.is_dir():
@@ -47,12 +53,23 @@ def load(
     subwords: str,
     moses: bool = False,
 ) -> Translation:
-    """Translation of the first language into the second.
+    """Build translation of the first language into the second.
 
-    ``texts`` are the names of the files for train, val and test. Where there is
-    ``<name>.<source>-<target>.<target>.txt``, as ``nmrun prepare`` writes it, BLEU is against the
-    sentences in it; else the target's tokens are detokenised, unknown ones remaining so. Raises
-    ConfigError for files that are missing or do not fit each other.
+    Where there is ``<name>.<source>-<target>.<target>.txt``, as ``nmrun prepare`` writes it, BLEU
+    is against the sentences in it; else the target's tokens are detokenised, unknown ones remaining
+    so.
+
+    Args:
+        config: the run's config.
+        device: where batches go.
+        folder: fairseq's binary files.
+        languages: source and target.
+        texts: the names of the files for train, val and test.
+        subwords: one of ``SUBWORDS``.
+        moses: whether Moses' tokenizer made the text.
+
+    Raises:
+        ConfigError: for files that are missing or do not fit each other.
     """
     pair = "-".join(languages)
     source, target = (_dictionary(folder, language) for language in languages)
@@ -78,8 +95,15 @@ def load(
 
 
 def detokenizer(subwords: str, moses: str | None = None) -> Callable[[list[str]], str]:
-    """From symbols to a plain sentence: subwords (one of ``SUBWORDS``) become words, and what
-    Moses' tokenizer for the language ``moses`` did is taken back."""
+    """Make a function from symbols to a plain sentence.
+
+    Args:
+        subwords: one of ``SUBWORDS``, which become words.
+        moses: the language whose Moses' tokenizer is taken back; None: none.
+
+    Raises:
+        ConfigError: with ``moses``, if sacremoses is not installed.
+    """
     joined: dict[str, Callable[[list[str]], str]] = {
         "none": " ".join,
         "sentencepiece": lambda symbols: "".join(symbols).replace("\u2581", " ").strip(),

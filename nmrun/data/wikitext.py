@@ -25,7 +25,7 @@ SPLITS = {"train": "train", "val": "valid", "test": "test"}
 
 
 def build(config: Config, device: torch.device) -> LanguageModelling:
-    """The task of the config's ``dataset`` group."""
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.tasks.build` says."""
     name = config.dataset.name
     folder = FOLDERS[name]
     how = f"it takes the three files of {folder}; dataset=text takes other divisions"

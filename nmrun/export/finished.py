@@ -42,8 +42,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Finished:
-    """``result`` is the run's ``result.json``, ``state`` its final weights on the CPU, pruned ones
-    +0.0.
+    """A finished run.
+
+    Attributes:
+        result: its ``result.json``.
+        state: its final weights on the CPU, pruned ones +0.0.
     """
 
     folder: Path
@@ -71,6 +74,12 @@ class Finished:
 
 
 def write_about(about: dict[str, Any], folder: Path) -> None:
+    """Write ``sparsity.json``.
+
+    Args:
+        about: plain data, as of :meth:`Finished.about`.
+        folder: where to.
+    """
     (folder / "sparsity.json").write_text(json.dumps(about, indent=2) + "\n")
 
 

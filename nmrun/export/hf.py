@@ -21,13 +21,22 @@ MODELS = ("hf_encoder", "hf_gpt2")
 
 
 def write(run: Finished, folder: Path) -> list[str]:
-    """What ``save_pretrained`` writes, with ``sparsity.json`` in the names and dimensions of these
-    weights.
+    """Write what ``save_pretrained`` writes.
 
-    ``AutoModelForCausalLM`` loads a GPT-2. ``AutoModelForSequenceClassification`` loads an encoder
-    where its own classifier computes what this one does (the logits are compared, bit for bit);
-    else the folder holds the encoder for ``AutoModel``, and ``head.safetensors`` the head. Raises
-    ValueError for other models, and if the config or tokenizer cannot be had again.
+    ``sparsity.json`` has the names and dimensions of these weights. ``AutoModelForCausalLM`` loads
+    a GPT-2. ``AutoModelForSequenceClassification`` loads an encoder where its own classifier
+    computes what this one does (the logits are compared, bit for bit); else the folder holds the
+    encoder for ``AutoModel``, and ``head.safetensors`` the head.
+
+    Args:
+        run: a finished run.
+        folder: where to.
+
+    Returns:
+        The lines to print.
+
+    Raises:
+        ValueError: for other models, and if the config or tokenizer cannot be had again.
     """
     options = run.result["config"]["model"]
     if options["name"] not in MODELS:

@@ -30,12 +30,22 @@ LARGEST = 1 << 30
 
 
 def write(run: Finished, folder: Path) -> list[str]:
-    """``model.onnx``: input ``images`` (batch, channels, height, width) float32 with any batch,
-    output ``logits``. What ``sparsity.json`` says, but for the layers, is in the file's metadata
-    too, each key with its value as JSON.
+    """Write ``model.onnx``.
 
-    Raises ValueError for models that take other inputs, if a package is missing, and if
-    onnxruntime's logits differ from torch's.
+    Its input is ``images`` (batch, channels, height, width) float32 with any batch, its output
+    ``logits``. What ``sparsity.json`` says, but for the layers, is in the file's metadata too, each
+    key with its value as JSON.
+
+    Args:
+        run: a finished run.
+        folder: where to.
+
+    Returns:
+        The lines to print.
+
+    Raises:
+        ValueError: for models that take other inputs, if a package is missing, and if onnxruntime's
+            logits differ from torch's.
     """
     try:
         onnx, runtime, _ = (

@@ -32,8 +32,19 @@ VERSION = 1
 
 
 def write(run: Finished, folder: Path) -> list[str]:
-    """``model.packed.safetensors``, read back and compared with the run's weights before it counts
-    as written.
+    """Write ``model.packed.safetensors``.
+
+    It is read back and compared with the run's weights before it counts as written.
+
+    Args:
+        run: a finished run.
+        folder: where to.
+
+    Returns:
+        The lines to print.
+
+    Raises:
+        ValueError: where what is read back differs.
     """
     tensors, layers = dict(run.state), []
     for layer in run.layers:
@@ -58,11 +69,17 @@ def write(run: Finished, folder: Path) -> list[str]:
 
 
 def load(path: Path | str) -> dict[str, Tensor]:
-    """The state dict of a packed file, or of the folder that holds one: dense tensors under the
-    model's own names.
+    """Load a packed file as a state dict.
 
-    Raises ValueError, in one line, if the file is cut off, changed, of a newer version, or no
-    packed file.
+    Args:
+        path: the file, or the folder that holds one.
+
+    Returns:
+        Dense tensors under the model's own names.
+
+    Raises:
+        ValueError: in one line, if the file is cut off, changed, of a newer version, or no packed
+            file.
     """
     tensors, layers = read(path)
     for line in layers:
@@ -85,8 +102,16 @@ class Line:
 
 
 def read(path: Path | str) -> tuple[dict[str, Tensor], list[Line]]:
-    """The tensors of a packed file as they are stored, proven whole, and the packed weights among
-    them. Raises as :func:`load` does.
+    """Read a packed file as it is stored, proven whole.
+
+    Args:
+        path: the file, or the folder that holds one.
+
+    Returns:
+        Its tensors, and the packed weights among them.
+
+    Raises:
+        ValueError: as :func:`load`.
     """
     path = Path(path)
     path = path / FILE if path.is_dir() else path
@@ -138,8 +163,15 @@ def _stored(line: Line) -> tuple[int, int]:
 
 
 def pack(weight: Tensor, pattern: Pattern, dim: int) -> tuple[Tensor, Tensor]:
-    """(values, places) of an N:M ``weight``, see above. Of a group with fewer than N non-zeros,
-    zeros fill up the values.
+    """Pack an N:M weight; see above.
+
+    Args:
+        weight: on the CPU.
+        pattern: that it holds.
+        dim: the dimension that groups run along.
+
+    Returns:
+        Values and places. Of a group with fewer than N non-zeros, zeros fill up the values.
     """
     last = weight.movedim(dim, -1)
     groups = functional.pad(last, (0, -last.shape[-1] % pattern.m)).reshape(-1, pattern.m)
@@ -156,7 +188,16 @@ def pack(weight: Tensor, pattern: Pattern, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack(values: Tensor, places: Tensor, pattern: Pattern, dim: int, shape: list[int]) -> Tensor:
-    """The inverse of :func:`pack`. Raises ValueError for positions that no :func:`pack` writes."""
+    """Unpack what :func:`pack` packed.
+
+    Args:
+        values, places: of :func:`pack`.
+        pattern, dim: of the weight.
+        shape: of the weight.
+
+    Raises:
+        ValueError: for positions that no :func:`pack` writes.
+    """
     where = positions(places, len(values), pattern)
     groups = torch.zeros(len(values), pattern.m, dtype=values.dtype).scatter_(1, where, values)
     moved = [*shape[:dim], *shape[dim + 1 :]]
@@ -164,8 +205,18 @@ def unpack(values: Tensor, places: Tensor, pattern: Pattern, dim: int, shape: li
 
 
 def positions(places: Tensor, count: int, pattern: Pattern) -> Tensor:
-    """(count, N), where the values of each group stand in it. Raises ValueError for positions that
-    no :func:`pack` writes.
+    """Read where the values of each group stand in it.
+
+    Args:
+        places: of :func:`pack`.
+        count: number of groups.
+        pattern: of the weight.
+
+    Returns:
+        (count, N), increasing in a group.
+
+    Raises:
+        ValueError: for positions that no :func:`pack` writes.
     """
     width = pattern.m if _by_mask(pattern) else pattern.n * _width(pattern)
     bits = np.unpackbits(places.numpy(), count=count * width, bitorder="little")

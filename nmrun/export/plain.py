@@ -12,7 +12,15 @@ from nmrun.export.finished import Finished, write_about
 
 
 def write(run: Finished, folder: Path) -> list[str]:
-    """``model.safetensors``, and ``sparsity.json`` with pattern, recipe and every sparse layer."""
+    """Write ``model.safetensors`` and ``sparsity.json``: pattern, recipe and every sparse layer.
+
+    Args:
+        run: a finished run.
+        folder: where to.
+
+    Returns:
+        The lines to print.
+    """
     (folder / "model.safetensors").write_bytes(save(run.state))
     write_about(run.about(), folder)
     return [f"model.safetensors: {run.pattern} holds in {len(run.layers)} layers"]

@@ -22,11 +22,21 @@ DTYPE = torch.bfloat16
 
 
 def write(run: Finished, folder: Path) -> list[str]:
-    """``model.pt`` for ``model.load_state_dict(torch.load(file, weights_only=False),
+    """Write ``model.pt`` for ``model.load_state_dict(torch.load(file, weights_only=False),
     assign=True)``, in bfloat16 on the GPU.
 
     Linear weights that are 2:4 are compressed where the product is right and faster than the dense
-    one; all others stay dense. Raises ValueError without a GPU, and if no layer can be compressed.
+    one; all others stay dense.
+
+    Args:
+        run: a finished run.
+        folder: where to.
+
+    Returns:
+        The lines to print.
+
+    Raises:
+        ValueError: without a GPU, and if no layer can be compressed.
     """
     if not torch.cuda.is_available():
         raise ValueError(

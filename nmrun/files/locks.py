@@ -193,10 +193,16 @@ _held: dict[int, int] = {}
 
 
 def free_gpu(count: int, wait: float = 1.0) -> int:
-    """The number of a GPU that no other process holds by this function, now this process's own.
-    Looks again every ``wait`` seconds.
+    """Take a GPU that no other process holds by this function, and wait for one if need be.
 
     ``CUDA_VISIBLE_DEVICES`` renumbers GPUs, so locks go by what it lists.
+
+    Args:
+        count: of the GPUs that torch sees.
+        wait: seconds between two looks.
+
+    Returns:
+        The GPU's number; it is this process's own until the process ends.
     """
     if _held:
         return next(iter(_held))

@@ -17,11 +17,15 @@ FILES = ("config.yaml", METRICS, "model.safetensors", "best.safetensors")
 
 
 def sealed(result: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """``result``, plain data, with what binds it to the files in ``folder``.
+    """Bind a result to the files of its run.
+
+    Args:
+        result: plain data.
+        folder: the run's folder.
 
     Returns:
-        It with ``files``, for each that is there its ``bytes`` and ``sha256``, and with ``sha256``,
-        that of the rest as :func:`_own` reads it.
+        The result with ``files``, for each that is there its ``bytes`` and ``sha256``, and with
+        ``sha256``, that of the rest as :func:`_own` reads it.
     """
     paths = (folder / name for name in FILES)
     files = {p.name: {"bytes": p.stat().st_size, "sha256": _of(p)} for p in paths if p.exists()}

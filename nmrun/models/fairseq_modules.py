@@ -48,9 +48,17 @@ class Encoder(TransformerEncoderBase):
 
 
 class Decoder(TransformerDecoderBase):
+    """(sentences, length) tokens of the target and the encoder's output to features."""
+
     def features(self, previous: Tensor, encoded: dict[str, list[Tensor]]) -> Tensor:
-        """(sentences, length) tokens of the target to (sentences, length, width), each place seeing
-        itself and those before it.
+        """Decode all places at once, each seeing itself and those before it.
+
+        Args:
+            previous: tokens of the target (sentences, length), moved by one.
+            encoded: what :class:`Encoder` gives.
+
+        Returns:
+            (sentences, length, width).
         """
         x = self.embed_scale * self.embed_tokens(previous) + self.embed_positions(previous)
         x = self.dropout_module(x).transpose(0, 1)
@@ -64,7 +72,13 @@ class Decoder(TransformerDecoderBase):
 
 
 class Transformer(TransformerModelBase):
-    """An encoder and a decoder, built by ``build_model`` as fairseq's."""
+    """An encoder and a decoder, built by ``build_model`` as fairseq's.
+
+    Args:
+        config: fairseq's.
+        encoder: the encoder.
+        decoder: the decoder, which attends to the encoder's output.
+    """
 
     def __init__(self, config: TransformerConfig, encoder: Encoder, decoder: Decoder) -> None:
         super().__init__(config, encoder, decoder)
@@ -75,10 +89,20 @@ class Transformer(TransformerModelBase):
 
     @classmethod
     def build_encoder(cls, config: TransformerConfig, dictionary: Any, embedding: Any) -> Encoder:
+        """Build the encoder, for fairseq's ``build_model``.
+
+        Args:
+            config, dictionary, embedding: as of ``TransformerModelBase.build_encoder``.
+        """
         return Encoder(config, dictionary, embedding)
 
     @classmethod
     def build_decoder(cls, config: TransformerConfig, dictionary: Any, embedding: Any) -> Decoder:
+        """Build the decoder, for fairseq's ``build_model``.
+
+        Args:
+            config, dictionary, embedding: as of ``TransformerModelBase.build_decoder``.
+        """
         return Decoder(config, dictionary, embedding)
 
     def forward(
@@ -88,8 +112,17 @@ class Transformer(TransformerModelBase):
         prev_output_tokens: Tensor,
         where: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Logits (sentences, length, target dictionary), or (tokens, target dictionary) of the
-        places ``where`` in the flattened batch alone.
+        """Compute logits.
+
+        Args:
+            src_tokens: (sentences, length), padded at the left.
+            src_lengths: not used; fairseq hands it over.
+            prev_output_tokens: of the target, moved by one (sentences, length).
+            where: places in the flattened batch (tokens,); None: all.
+
+        Returns:
+            Logits (sentences, length, target dictionary), or (tokens, target dictionary) of the
+            places alone; and nothing more.
         """
         features = self.decoder.features(prev_output_tokens, self.encoder(src_tokens))
         if where is not None:

@@ -25,13 +25,21 @@ def build(
     activation_dropout: float = 0.0,
     share_embeddings: str = "auto",
 ) -> Transformer:
-    """A Transformer between two dictionaries; parameters have fairseq's names.
+    """Build a Transformer between two dictionaries; parameters have fairseq's names.
 
-    ``width`` is that of the embeddings, ``ffn`` of the feed-forward networks, ``layers`` are of the
-    encoder and as many of the decoder. ``share_embeddings``: ``decoder`` (its input and output),
-    ``all`` (the encoder's too), ``none``, or ``auto``: all where both languages have one
-    dictionary, else decoder. Raises ConfigError if fairseq is not installed, if 2 * ``heads`` does
-    not divide ``width``, and if all embeddings are to be shared between two different dictionaries.
+    Args:
+        source, target: the dictionaries.
+        width: of the embeddings.
+        ffn: of the feed-forward networks.
+        layers: of the encoder, and as many of the decoder.
+        heads: of each attention.
+        dropout, attention_dropout, activation_dropout: probabilities, where fairseq has them.
+        share_embeddings: ``decoder`` (its input and output), ``all`` (the encoder's too), ``none``,
+            or ``auto``: all where both languages have one dictionary, else decoder.
+
+    Raises:
+        ConfigError: if fairseq is not installed, if 2 * ``heads`` does not divide ``width``, and if
+            all embeddings are to be shared between two different dictionaries.
     """
     if width % (2 * heads):
         raise ConfigError(f"model.width={width} is not a multiple of 2 * model.heads={heads}")

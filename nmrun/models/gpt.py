@@ -14,6 +14,12 @@ from nmrun.errors import ConfigError
 class Attention(nn.Module):
     """Causal self-attention over (B, T, width): ``c_attn`` makes queries, keys and values in one
     product, ``c_proj`` mixes the heads.
+
+    Args:
+        width: of input and output.
+        heads: they divide the width.
+        dropout: of the attention's weights and of the output.
+        bias: whether the layers have one.
     """
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
@@ -37,7 +43,13 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """``c_fc`` to four times the width, GELU (by tanh, as in GPT-2), ``c_proj`` back."""
+    """``c_fc`` to four times the width, GELU (by tanh, as in GPT-2), ``c_proj`` back.
+
+    Args:
+        width: of input and output.
+        dropout: of the output.
+        bias: whether the layers have one.
+    """
 
     def __init__(self, width: int, dropout: float, bias: bool) -> None:
         super().__init__()
@@ -50,7 +62,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x))."""
+    """x + attention(norm(x)), then x + feed-forward(norm(x)).
+
+    Args:
+        width, heads, dropout, bias: as of :class:`Attention`; norms have the bias too.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
         super().__init__()
@@ -69,8 +85,16 @@ class GPT(nn.Module):
     names of the original's variables.
 
     ``wte`` and ``lm_head`` are one weight. Weights start normal with deviation 0.02, those that end
-    in the residual stream with 0.02 / sqrt(2 * layers) (section 2.3). Without ``bias`` neither
-    linear layers nor norms have one.
+    in the residual stream with 0.02 / sqrt(2 * layers) (section 2.3).
+
+    Args:
+        vocabulary: number of different tokens.
+        context: the most tokens of an input.
+        layers: blocks.
+        heads: of each attention; they divide the width.
+        width: of the residual stream.
+        dropout: of embeddings, attention and outputs.
+        bias: whether linear layers and norms have one.
     """
 
     def __init__(
@@ -114,4 +138,9 @@ class GPT(nn.Module):
 def build(
     vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float, bias: bool
 ) -> GPT:
+    """Build a GPT with its initial weights.
+
+    Args:
+        vocabulary, context, layers, heads, width, dropout, bias: as of :class:`GPT`.
+    """
     return GPT(vocabulary, context, layers, heads, width, dropout, bias)

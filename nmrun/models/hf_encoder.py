@@ -15,15 +15,22 @@ from nmrun.tasks.pretrained import fetch
 
 
 class EncoderClassifier(nn.Module):
-    """``encoder``, as ``AutoModel`` makes it, and a linear ``head`` after dropout.
+    """An encoder as ``AutoModel`` makes it, and a linear ``head`` after dropout.
 
     Input tokens (B, T), mask (B, T) bool (False is padding), segments (B, T); output (B, classes).
-    ``pooling`` is what the head sees:
-    ``cls`` (the first token, through the encoder's own pooler if it has one), ``mean`` (over a
-    text's tokens), or ``similarity``: the two texts of a pair go through the encoder one by one,
-    and the head sees ``10 (c - 0.5)``, c the cosine between their means, as encoders of sentences
-    are trained (Reimers & Gurevych 2019, arXiv 1908.10084); so small a head wants
-    ``optimizer.head_lr=0.02`` or so. Raises ConfigError for single texts then.
+
+    Args:
+        encoder: a model of transformers.
+        classes: number of outputs.
+        pooling: what the head sees: ``cls`` (the first token, through the encoder's own pooler if
+            it has one), ``mean`` (over a text's tokens), or ``similarity``: the two texts of a pair
+            go through the encoder one by one, and the head sees ``10 (c - 0.5)``, c the cosine
+            between their means, as encoders of sentences are trained (Reimers & Gurevych 2019,
+            arXiv 1908.10084); so small a head wants ``optimizer.head_lr=0.02`` or so.
+        dropout: of what the head sees, but for ``similarity``.
+
+    Raises:
+        ConfigError: in a forward pass, for single texts with ``similarity``.
     """
 
     def __init__(self, encoder: Any, classes: int, pooling: str, dropout: float) -> None:
@@ -93,11 +100,19 @@ def build(
     pooling: str = "cls",
     dropout: float = 0.1,
 ) -> EncoderClassifier:
-    """The encoder of a folder or a name on the hub, with its weights, in float32.
+    """Build a classifier on a pretrained encoder, in float32.
 
-    Raises ConfigError if it cannot be had, is no encoder, does not fit the data's tokens, or if its
-    weights are of another architecture than its ``config.json`` says (with the first key that
-    differs).
+    Args:
+        vocabulary: number of different tokens in the data.
+        max_length: the most tokens of a text.
+        classes: number of outputs.
+        pretrained: the encoder's folder, or its name on the hub.
+        pooling, dropout: as of :class:`EncoderClassifier`.
+
+    Raises:
+        ConfigError: if it cannot be had, is no encoder, does not fit the data's tokens, or if its
+            weights are of another architecture than its ``config.json`` says (with the first key
+            that differs).
     """
     where = f"model.pretrained={pretrained}"
     config = fetch("AutoConfig", "model.pretrained", pretrained)

@@ -13,10 +13,15 @@ from torch import Tensor, nn
 
 
 class MLP(nn.Module):
-    """Linear ``stem`` (pixels to ``hidden[0]``), ``inner.0``, ... (``hidden[i]`` to ``hidden[i +
-    1]``), ``head``; ReLU between.
+    """Linear ``stem``, ``inner.0``, ... and ``head``, with ReLU between.
 
+    ``stem`` goes from pixels to ``hidden[0]``, ``inner.i`` from ``hidden[i]`` to ``hidden[i + 1]``.
     Input (B, C, H, W), output (B, classes) logits.
+
+    Args:
+        shape: (C, H, W).
+        classes: number of outputs.
+        hidden: widths, at least one.
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, hidden: Sequence[int]) -> None:

@@ -22,6 +22,11 @@ class CifarResNet(nn.Module):
     64 channels; ``fc``.
 
     Images (B, C, H, W) to logits (B, classes).
+
+    Args:
+        shape: (C, H, W).
+        classes: number of outputs.
+        depth: layers with weights: 20, 32, 44, 56, ...
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, depth: int) -> None:

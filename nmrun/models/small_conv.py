@@ -9,11 +9,16 @@ from torch import Tensor, nn
 
 
 class SmallConv(nn.Module):
-    """``stem`` (image to ``channels[0]``), ``inner.0``, ... (``channels[i]`` to ``channels[i +
-    1]``), linear ``head``.
+    """Convolutions ``stem``, ``inner.0``, ... and a linear ``head``.
 
-    A 2x2 max pooling follows each inner convolution while the map is larger than 2x2. Input (B, C,
-    H, W), output (B, classes) logits.
+    ``stem`` goes from the image to ``channels[0]``, ``inner.i`` from ``channels[i]`` to
+    ``channels[i + 1]``. A 2x2 max pooling follows each inner convolution while the map is larger
+    than 2x2. Input (B, C, H, W), output (B, classes) logits.
+
+    Args:
+        shape: (C, H, W).
+        classes: number of outputs.
+        channels: of stem and inner convolutions.
     """
 
     def __init__(self, shape: tuple[int, ...], classes: int, channels: Sequence[int]) -> None:

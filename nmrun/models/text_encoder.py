@@ -9,13 +9,19 @@ from nmrun.errors import ConfigError
 
 
 class TextEncoder(nn.Module):
-    """BERT's form (Devlin et al. 2019, arXiv 1810.04805) on ``nn.TransformerEncoder``: the
-    embeddings ``tokens``, ``positions`` and ``segments``, ``encoder.layers.0``, ... (attention
-    ``self_attn``, feed-forward ``linear1`` and ``linear2``; GELU, normalised before each), and
-    ``head`` on the mean over a text's tokens.
+    """BERT's form (Devlin et al. 2019, arXiv 1810.04805) on ``nn.TransformerEncoder``.
 
-    Input tokens (B, T) int64, mask (B, T) bool (False is padding), segments (B, T) of 0 and 1;
-    output (B, classes).
+    It has the embeddings ``tokens``, ``positions`` and ``segments``, ``encoder.layers.0``, ...
+    (attention ``self_attn``, feed-forward ``linear1`` and ``linear2``; GELU, normalised before
+    each), and ``head`` on the mean over a text's tokens. Input tokens (B, T) int64, mask (B, T)
+    bool (False is padding), segments (B, T) of 0 and 1; output (B, classes).
+
+    Args:
+        vocabulary: number of different tokens.
+        max_length: the most tokens of a text.
+        classes: number of outputs.
+        layers, heads, width: of the encoder; feed-forward layers have four times the width.
+        dropout: of embeddings, attention and feed-forward layers.
     """
 
     def __init__(

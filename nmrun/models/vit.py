@@ -62,10 +62,22 @@ def build(
     dropout: float = 0.0,
     stochastic_depth: float = 0.0,
 ) -> nn.Module:
-    """torchvision's VisionTransformer for square images; ``stochastic_depth`` rises linearly to the
-    last block (Huang et al. 2016).
+    """Build torchvision's VisionTransformer, for square images.
 
-    Raises ConfigError for sizes that do not divide.
+    Args:
+        shape: (C, H, W) with H = W.
+        classes: number of outputs.
+        layers, heads, width: of the encoder; feed-forward layers have four times the width.
+        patch: pixels a side, which divide the image's; None: by the size of the image.
+        dropout: of embeddings and feed-forward layers.
+        stochastic_depth: the probability that the last block is left out; it rises linearly from
+            the first to the last (Huang et al. 2016).
+
+    Returns:
+        Images (B, C, H, W) to logits (B, classes), with its initial weights.
+
+    Raises:
+        ConfigError: for sizes that do not divide.
     """
     from torchvision.models import VisionTransformer
     from torchvision.ops import StochasticDepth

@@ -80,7 +80,11 @@ def find(name: str) -> type[Recipe]:
 
 
 def build(recipe: str | Recipe, hyperparameters: Mapping[str, Any]) -> Recipe:
-    """A recipe by its name with these hyperparameters, checked; a recipe as it is.
+    """Make a recipe.
+
+    Args:
+        recipe: its name, or a recipe, which stays as it is.
+        hyperparameters: of the recipe of that name; they are checked.
 
     Raises:
         ConfigError: for an unknown name, or a value out of its range.

@@ -117,8 +117,12 @@ class Recipe:
         """Called after each step, when ``self.step`` counts it: the place to change phase."""
 
     def project(self, weight: SparseWeight, out: Tensor) -> None:
-        """Write the forward weight into ``out``. Default: by the rule, with the mask that
-        :meth:`choose` gives where the recipe has a ``choose`` of its own."""
+        """Write the forward weight: by the rule, with the mask of a :meth:`choose` of its own.
+
+        Args:
+            weight: the sparse weight.
+            out: written; of the shape of its ``dense``.
+        """
         rule = self.rule(weight)
         pattern = rule.pattern or weight.pattern
         if rule.mask is None and self.chooses and rule.soft_threshold_scale is None:
@@ -131,10 +135,8 @@ class Recipe:
 
     def project_final(self, weight: SparseWeight, out: Tensor) -> None:
         """Write the weight that the run would leave, were it to end now."""
-        if self.is_sparse:
-            self.project(weight, out)
-        else:
-            self.largest(weight, out)
+        write = self.project if self.is_sparse else self.largest
+        write(weight, out)
 
     def would_keep(self, weight: SparseWeight, out: Tensor) -> None:
         """Write the weight under the mask that the recipe would choose now, while what the forward
@@ -216,7 +218,12 @@ class Recipe:
         return mask.reshape(at_each_position.shape).movedim((-2, -1), sides)
 
     def largest(self, weight: SparseWeight, out: Tensor) -> None:
-        """Write the magnitude projection: what :class:`Recipe` itself would."""
+        """Write the magnitude projection: what :class:`Recipe` itself would.
+
+        Args:
+            weight: the sparse weight.
+            out: written; of the shape of its ``dense``.
+        """
         if self.transposable:
             torch.mul(weight.dense, self.largest_mask(weight), out=out)
         else:
@@ -244,24 +251,6 @@ class Recipe:
     def say(self, sentence: str) -> None:
         """Note an event of this step for the log."""
         self.events.append(f"step {self.step}: {sentence}")
-
-
-def whole_weights_only(recipe: Recipe, weights: Sequence[SparseWeight]) -> None:
-    """Refuse sharded weights, for a recipe that looks across the rows of a weight.
-
-    Args:
-        recipe: the recipe.
-        weights: the sparse weights.
-
-    Raises:
-        ConfigError: where a weight is sharded.
-    """
-    sharded = [weight.name for weight in weights if weight.is_sharded]
-    if sharded and recipe.looks_across_rows:
-        raise ConfigError(
-            f"recipe {recipe.name} looks across the rows of a weight, and of {sharded[0]} this "
-            "process has a part only (FSDP): replicate the model (DDP)"
-        )
 
 
 def hyperparameters(kind: type[Recipe]) -> dict[str, Check | None]:

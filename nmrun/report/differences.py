@@ -11,11 +11,21 @@ from nmrun.report.tables import Key, Table
 
 
 def compare(table: Table, baseline: str, test: str = "t") -> Table:
-    """The same with ``differences`` to the row named ``baseline``: by all its labels, or by that of
-    the recipe alone (where each row is compared with the one of that recipe that agrees with it in
-    all that is not of the recipe). Rows of another data set are not compared.
+    """Compare the rows of a table with a baseline, seed by seed.
 
-    Raises ConfigError if there is no such row, or if no other row shares a seed with it.
+    Rows of another data set are not compared.
+
+    Args:
+        table: as :func:`nmrun.report.tables.build` makes it.
+        baseline: a row by all its labels, or by that of the recipe alone. Then each row is compared
+            with the one of that recipe that agrees with it in all that is not of the recipe.
+        test: ``t`` or ``wilcoxon``.
+
+    Returns:
+        The same table with ``differences``.
+
+    Raises:
+        ConfigError: if there is no such row, or if no other row shares a seed with it.
     """
     names = {" ".join(row): row for row in table.rows}
     recipe = table.row_keys.index("recipe") if "recipe" in table.row_keys else 0

@@ -36,8 +36,11 @@ class Curve:
 
 
 class History:
-    """The files of the finished runs of each cell of ``table``; each is read once. Runs that lie
-    elsewhere (in W&B) have none.
+    """The files of the finished runs of each cell of a table; each is read once.
+
+    Args:
+        table: the table.
+        runs: its runs. Those that lie elsewhere (in W&B) have no files.
     """
 
     def __init__(self, table: Table, runs: pd.DataFrame) -> None:
@@ -68,8 +71,15 @@ class History:
         }
 
     def curve(self, row: Key, column: Key, key: str) -> Curve | None:
-        """``key`` over the steps at which the run with the fewest of them logged it; None if no run
-        of the cell did.
+        """Compute the curve of a logged value in a cell.
+
+        Args:
+            row, column: the cell.
+            key: what was logged, such as ``train/loss``.
+
+        Returns:
+            The value over the steps at which the run with the fewest of them logged it; None if no
+            run of the cell did.
         """
         series = []
         for run in self.cells.get((row, column), ()):
@@ -89,7 +99,14 @@ class History:
         return Curve(steps, values.mean(0), sd, values.min(0), values.max(0), len(values))
 
     def switches(self, row: Key, column: Key) -> list[int]:
-        """The steps at which STEP began to learn masks, one for each run that did, in order."""
+        """Find the steps at which STEP began to learn masks.
+
+        Args:
+            row, column: the cell.
+
+        Returns:
+            One step for each run that did, in order.
+        """
         found = [
             SWITCH.match(event)
             for run in self.cells.get((row, column), ())

@@ -40,8 +40,14 @@ class Cell:
 def summarise(
     values: Sequence[float] | Mapping[object, float], without: Sequence[str] = ()
 ) -> Cell:
-    """``values`` of the runs that have one; ``without``: why each of the others has none. The
-    deviation divides by n - 1.
+    """Summarise the values of several runs.
+
+    Args:
+        values: of the runs that have one, by seed or in order.
+        without: why each of the others has none.
+
+    Returns:
+        The cell; its deviation divides by n - 1.
     """
     by_seed: dict[object, float] = dict(
         values.items() if isinstance(values, Mapping) else enumerate(values)
@@ -175,8 +181,15 @@ def step_down(p: Floats) -> Floats:
 
 
 def holm(differences: Mapping[Place, Difference], test: str = "t") -> dict[Place, Difference]:
-    """The same with p-values corrected for their number, and ``least``, at the level that the
-    correction asks of the smallest p-value: 0.05 over their number.
+    """Correct p-values for their number by Holm's method (1979).
+
+    Args:
+        differences: by place.
+        test: ``t`` or ``wilcoxon``.
+
+    Returns:
+        The same differences with corrected p-values and with ``least``, at the level that the
+        correction asks of the smallest p-value: 0.05 over their number.
     """
     tested = {place: d for place, d in differences.items() if d.p is not None}
     if not tested:
@@ -195,10 +208,16 @@ def holm(differences: Mapping[Place, Difference], test: str = "t") -> dict[Place
 
 @functools.cache
 def detectable(n: int, level: float) -> float:
-    """The mean difference, in standard deviations of the differences, that a paired t-test of n
-    pairs, two-sided at ``level``, finds with a probability of 0.8.
+    """Compute which mean difference a paired t-test finds with a probability of 0.8.
 
     The noncentral t as a mean over the sample deviation's quantiles: scipy's own fails far out.
+
+    Args:
+        n: pairs.
+        level: of the test, two-sided.
+
+    Returns:
+        The difference in standard deviations of the differences.
     """
     from scipy import optimize, stats
 

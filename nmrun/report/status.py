@@ -168,6 +168,7 @@ def _block(run: Run) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
+    """Run ``nmrun status`` with these words; returns the exit status."""
     parser = Parser(prog="nmrun status", description=(__doc__ or "").partition(": ")[2])
     parser.add_argument(
         "path",

@@ -26,8 +26,9 @@ from nmrun.settings.reader import built
 class Config:
     """A checked config, with the groups as typed attributes: ``config.trainer.epochs``.
 
-    ``plain`` is the whole of it as plain data, in canonical form; ``pattern`` is None for a dense
-    run.
+    Args:
+        plain: the whole of it as plain data, in canonical form.
+        pattern: None for a dense run.
     """
 
     plain: dict[str, Any]

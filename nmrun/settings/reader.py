@@ -56,7 +56,16 @@ def wrong_keys(group: str, known: Iterable[str], given: Iterable[str]) -> dict[s
 def wrong_values(
     ranges: Mapping[str, Check | None], given: Mapping[str, Any], prefix: str
 ) -> Iterator[tuple[str, str]]:
-    """Each value out of its range: the problem, with the key that is wrong."""
+    """Find values out of their ranges.
+
+    Args:
+        ranges: by key; None for any value.
+        given: values by key.
+        prefix: of the keys, for the problem.
+
+    Returns:
+        Each problem, with the key that is wrong.
+    """
     for key, allowed in ranges.items():
         if allowed is not None and key in given and not allowed.holds(given[key]):
             hint = did_you_mean(str(given[key]), allowed.options)

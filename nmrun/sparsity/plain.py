@@ -57,7 +57,11 @@ def _sizes(groups: Tensor) -> Tensor:
 
 
 def nm_mask(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
-    """:func:`nmrun.sparsity.nm_mask`."""
+    """:func:`nmrun.sparsity.nm_mask`, in torch.
+
+    Args:
+        weight, pattern, dim: as there.
+    """
     groups, pattern, d = grouped(weight, pattern, dim)
     size = _sizes(groups)
     threshold = size.topk(pattern.n, d).values.narrow(d, pattern.n - 1, 1)
@@ -73,7 +77,11 @@ def hard_threshold(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
 
 
 def soft_threshold(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
-    """:func:`nmrun.sparsity.soft_threshold`."""
+    """:func:`nmrun.sparsity.soft_threshold`, in torch.
+
+    Args:
+        weight, pattern, dim: as there.
+    """
     groups, pattern, d = grouped(weight, pattern, dim)
     if pattern.n == pattern.m:
         return weight.detach() + 0.0

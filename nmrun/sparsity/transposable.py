@@ -21,6 +21,10 @@ ENUMERATED_UP_TO = 4  # 90 candidates for 2:4; 1:8 alone would have 40,320
 def block_patterns(n: int, m: int) -> Tensor:
     """List all 0/1 matrices whose rows and columns each sum to n. Feasible for m up to 4.
 
+    Args:
+        n: ones of a row.
+        m: rows and columns.
+
     Returns:
         (count, m, m), float64; 90 of them for 2:4.
     """

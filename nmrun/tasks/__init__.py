@@ -35,10 +35,18 @@ DATASETS = {
 
 
 def build(config: Config, device: torch.device) -> Task:
-    """The task for a run's whole config (``nmrun.settings.config.Config``): ``build(config,
-    device)`` of the data set's module, or the function that ``dataset._target_`` names.
+    """Build the task of a run.
 
-    Raises ConfigError for an unknown data set, and for data that is missing or unusable.
+    Args:
+        config: the run's whole config; ``dataset`` names the data set.
+        device: where batches go.
+
+    Returns:
+        What ``build(config, device)`` of the data set's module gives, or the function that
+        ``dataset._target_`` names.
+
+    Raises:
+        ConfigError: for an unknown data set, and for data that is missing or unusable.
     """
     if isinstance(config.dataset, OwnDataset):
         builder = find("dataset._target_", config.dataset.target, {})

@@ -19,11 +19,13 @@ from torch import Tensor
 from torch.nn import functional
 
 MAGNITUDES = 31  # RandAugment's scale, 0 to 30 (Cubuk et al. 2020 as in torchvision)
+TRIES = 10  # boxes that are drawn for an image, of which the first that fits is erased
 
 
 def generator(*numbers: int) -> torch.Generator:
-    """Random numbers for these whole numbers, such as seed, epoch and index: the same whatever was
-    drawn before.
+    """Make a generator of random numbers for some whole numbers, such as seed, epoch and index.
+
+    It gives the same numbers whatever was drawn before.
     """
     # torch's CPU generator looks at the low 32 bits of a seed only, so they are mixed into them
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
@@ -51,11 +53,19 @@ class Share:
         """The rows at hand."""
 
     def uniform(self, columns: int) -> Tensor:
-        """Numbers from 0 to 1 (rows at hand, ``columns``)."""
+        """Numbers from 0 to 1 (rows at hand, ``columns``), float32."""
         return torch.rand(self.count, columns, generator=self.random)[self.rows]
 
     def below(self, end: int, columns: int) -> Tensor:
-        """Whole numbers from 0 to ``end`` - 1 (rows at hand, ``columns``)."""
+        """Whole numbers below an end.
+
+        Args:
+            end: they are 0 to ``end`` - 1.
+            columns: how many for each row.
+
+        Returns:
+            (rows at hand, ``columns``), int64.
+        """
         return torch.randint(end, (self.count, columns), generator=self.random)[self.rows]
 
 
@@ -63,11 +73,14 @@ class Share:
 class Augment:
     """What is done to a batch of training images, in this order; each of it is off at 0.
 
-    ``crop_padding``: black pixels around, of which a window of the old size is cut out. ``flip``:
-    left and right, every second image. ``randaugment``: so many operations of RandAugment in a row,
-    at ``randaugment_magnitude`` (0 to 30). ``erasing``:
-    probability of random erasing, with the mean colour. ``mixup`` and ``cutmix``: the parameter of
-    their beta distribution; if both are on, every batch has one of them, with equal chances.
+    Attributes:
+        crop_padding: black pixels around, of which a window of the old size is cut out.
+        flip: left and right, every second image.
+        randaugment: so many operations of RandAugment in a row.
+        randaugment_magnitude: how strong they are, 0 to 30.
+        erasing: the probability of random erasing, with the mean colour.
+        mixup, cutmix: the parameter of their beta distribution. If both are on, every batch has one
+            of them, with equal chances.
     """
 
     crop_padding: int = 0
@@ -84,8 +97,15 @@ class Augment:
         return cls(**{key: options[key] for key in cls.__dataclass_fields__ if key in options})
 
     def share(self, random: torch.Generator, count: int, mine: range | None = None) -> Share:
-        """The rows that have to be at hand where the rows ``mine`` of a batch of ``count`` are
-        wanted.
+        """Draw random numbers for some rows of a batch.
+
+        Args:
+            random: of the whole batch.
+            count: rows of the whole batch.
+            mine: the rows that are wanted, side by side; None: all.
+
+        Returns:
+            The rows that have to be at hand, with their random numbers.
         """
         return Share(random, count, mine, mixing=bool(self.mixup or self.cutmix))
 
@@ -123,8 +143,16 @@ class Augment:
 
 
 def crop_and_flip(images: Tensor, padding: int, flip: bool, share: Share) -> Tensor:
-    """Each image (B, C, H, W) shifted by up to ``padding`` pixels in both directions, black moving
-    in; half of them mirrored.
+    """Shift each image, black moving in, and mirror half of them.
+
+    Args:
+        images: (B, C, H, W).
+        padding: by how many pixels at most, in both directions.
+        flip: whether half of them are mirrored.
+        share: random numbers of the B images.
+
+    Returns:
+        New images of the same shape.
     """
     count, channels, height, width = images.shape
     top, left = (share.below(2 * padding + 1, 1) for _ in range(2))
@@ -140,8 +168,15 @@ def crop_and_flip(images: Tensor, padding: int, flip: bool, share: Share) -> Ten
 
 
 def rand_augment(images: Tensor, magnitude: int, share: Share) -> Tensor:
-    """One of RandAugment's 14 operations on each uint8 image (Cubuk et al. 2020, with torchvision's
-    ranges).
+    """Apply one of RandAugment's 14 operations to each image (Cubuk et al. 2020).
+
+    Args:
+        images: (B, C, H, W), uint8.
+        magnitude: 0 to 30, with torchvision's ranges of the operations.
+        share: random numbers of the B images.
+
+    Returns:
+        New images of the same shape.
     """
     operations = _operations(magnitude, *images.shape[-2:])
     chosen = share.below(len(operations), 1)[:, 0]
@@ -194,14 +229,24 @@ def _operations(
     ]
 
 
-def erase(images: Tensor, probability: float, share: Share, tries: int = 10) -> Tensor:
-    """A box of zeros, the mean of normalised images, in a part of the images: 2 to 33 % of the
-    area, sides in a ratio of 0.3 to 3.3 (Zhong et al. 2020). Ten boxes are drawn for an image; the
-    first that fits counts, and if none does, it stays whole."""
+def erase(images: Tensor, probability: float, share: Share) -> Tensor:
+    """Put a box of zeros, the mean of normalised images, into some images (Zhong et al. 2020).
+
+    A box has 2 to 33 % of the area and sides in a ratio of 0.3 to 3.3. The first box that fits
+    counts. If none does, the image stays whole.
+
+    Args:
+        images: (B, C, H, W), normalised.
+        probability: of an image to get a box.
+        share: random numbers of the B images.
+
+    Returns:
+        New images of the same shape.
+    """
     (height, width), count, random = images.shape[-2:], share.count, share.random
-    area = height * width * (0.02 + 0.31 * torch.rand(count, tries, generator=random))
+    area = height * width * (0.02 + 0.31 * torch.rand(count, TRIES, generator=random))
     low, high = math.log(0.3), math.log(3.3)
-    ratio = torch.exp(low + (high - low) * torch.rand(count, tries, generator=random))
+    ratio = torch.exp(low + (high - low) * torch.rand(count, TRIES, generator=random))
     tall, wide = (area * ratio).sqrt().round(), (area / ratio).sqrt().round()
     fits = (tall < height) & (wide < width)
     first = fits.float().argmax(1, keepdim=True)
@@ -225,8 +270,17 @@ def mix(
     cutmix: float,
     random: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """torchvision's MixUp (Zhang et al. 2018) or CutMix (Yun et al. 2019) with labels as
-    probabilities (B, classes).
+    """Mix images by torchvision's MixUp (Zhang et al. 2018) or CutMix (Yun et al. 2019).
+
+    Args:
+        images: (B, C, H, W).
+        labels: (B,), int64.
+        classes: number of classes.
+        mixup, cutmix: the parameters of their beta distributions, 0 for off; one or both are on.
+        random: which of them, and how.
+
+    Returns:
+        The images, and labels as probabilities (B, classes).
     """
     from torchvision.transforms import v2
 

@@ -84,8 +84,14 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: Any, batch: Batch) -> Tensor:
-        """Mean training loss of a batch, a scalar with gradient. ``model`` is the module or its
-        compiled form.
+        """Compute the mean training loss of a batch.
+
+        Args:
+            model: the module or its compiled form.
+            batch: a micro-batch of :meth:`micro_batches`.
+
+        Returns:
+            A scalar with gradient.
         """
 
     @torch.no_grad()
@@ -179,12 +185,25 @@ class Adopted(Task):
 
 
 def picked(pieces: Sequence[T], mine: range | None) -> list[T]:
-    """Those of ``pieces`` whose numbers are in ``mine``; None: all."""
+    """Pick neighbouring pieces.
+
+    Args:
+        pieces: all of them.
+        mine: the numbers of those that are wanted, from 0; None: all.
+    """
     return list(pieces if mine is None else pieces[mine.start : mine.stop])
 
 
 def chunks(count: int, parts: int) -> list[range]:
-    """``range(count)`` in up to ``parts`` pieces, cut as ``torch.chunk`` cuts."""
+    """Cut ``range(count)`` as ``torch.chunk`` cuts.
+
+    Args:
+        count: the length of the range.
+        parts: the number of pieces; a shorter range has fewer.
+
+    Returns:
+        The pieces, of the same length but for the last.
+    """
     size = -(-count // parts)
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
 

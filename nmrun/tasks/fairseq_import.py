@@ -22,8 +22,13 @@ from nmrun.errors import ConfigError
 
 
 def fairseq(module: str) -> Any:
-    """The module ``fairseq.<module>``, or another that imports fairseq, by its whole name. Raises
-    ConfigError if fairseq is not installed.
+    """Import a module of fairseq, or one that imports fairseq.
+
+    Args:
+        module: ``data`` for ``fairseq.data``; modules of nmrun by their whole name.
+
+    Raises:
+        ConfigError: if fairseq is not installed.
     """
     if importlib.util.find_spec("fairseq") is None:
         raise ConfigError(

@@ -41,12 +41,22 @@ Key = tuple[int, int]  # epoch and row of an image
 
 
 class ImageStream(Classification):
-    """As :class:`Classification`, with ``splits`` of rows of ``paths``.
+    """As :class:`Classification`, with images that are read from files as they are needed.
 
     A training image is a part of 8 to 100 % of the file's area (``crop_scale``), in a ratio of 3/4
     to 4/3, scaled (Szegedy et al. 2015), every second one mirrored (``flip``), a pure function of
     (seed, epoch, row); all other augmentation is done in batches on the device. The order is one of
     (seed, epoch), so a resumed run begins to read where it stopped.
+
+    Args:
+        config: the run's config; the data set is folders of images (``ImageNet``).
+        paths: the files, as bytes.
+        splits: rows of ``paths`` and labels, both (N,), of ``train``, ``val`` and, if there is one,
+            ``test``.
+        classes: number of classes.
+        device: where batches go.
+        about: a line on the data for the plan.
+        names: of the classes, in the order of their numbers.
     """
 
     def __init__(

@@ -22,22 +22,43 @@ if TYPE_CHECKING:
 
 
 def cross_entropy(logits: Tensor, following: Tensor, **options: Any) -> Tensor:
-    """torch's, of logits (B, T, V) and targets (B, T), in float32."""
+    """Compute torch's cross entropy in float32.
+
+    Args:
+        logits: (B, T, V).
+        following: the next tokens (B, T).
+        options: torch's, such as ``label_smoothing``.
+
+    Returns:
+        The mean over all tokens, or what ``reduction`` asks for.
+    """
     return functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), **options)
 
 
 class LanguageModelling(Task):
     """Cross entropy of the next token; see :class:`nmrun.tasks.base.Task`.
 
-    ``splits`` has a one-dimensional array of token numbers for each of train, val and, if there is
-    one, test, in memory or mapped from a file. A training batch is ``batch_size`` windows of ``context`` + 1
-    tokens from random places of the training text, which depend on (seed, epoch, index) alone; an
-    epoch has as many windows as fit into the text side by side. An evaluation predicts every token
-    of a split but the first exactly once, from the at most ``context`` tokens before it in its
-    window.
+    A training batch is ``batch_size`` windows of ``context`` + 1 tokens from random places of the
+    training text, which depend on (seed, epoch, index) alone; an epoch has as many windows as fit
+    into the text side by side. An evaluation predicts every token of a split but the first exactly
+    once, from the at most ``context`` tokens before it in its window.
 
-    ``unit`` says what a token is: bits are per ``unit``. ``compiled`` compiles the training loss.
-    Raises ConfigError for a split that is shorter than a window.
+    Args:
+        splits: token numbers (tokens,) of train, val and, if there is one, test, in memory or
+            mapped from a file.
+        vocabulary: number of different tokens.
+        context: tokens that the model sees at most.
+        batch_size: windows of a training batch.
+        seed: of the places.
+        unit: what a token is, such as ``byte``; bits are per unit.
+        label_smoothing: torch's, in training alone.
+        accumulate: as many windows are evaluated at once as a batch has in so many micro-batches.
+        limit_batches: of an epoch, at most; None: all.
+        device: where batches go.
+        compiled: compile the training loss.
+
+    Raises:
+        ConfigError: for a split that is shorter than a window.
     """
 
     metric = "perplexity"
@@ -88,8 +109,11 @@ class LanguageModelling(Task):
         device: torch.device,
         unit: str = "token",
     ) -> LanguageModelling:
-        """With context, batch size, seed, smoothing and limits of a run's config
-        (``nmrun.settings.config.Config``).
+        """Build the task with context, batch size, seed, smoothing and limits of a run's config.
+
+        Args:
+            config: the run's config.
+            splits, vocabulary, device, unit: as of the class.
         """
         return cls(
             splits,

@@ -23,8 +23,12 @@ Text = tuple[str, ...]  # one text, or two: a premise and a hypothesis, say
 
 
 class Tokenizer(Protocol):
-    """``vocabulary`` is the number of different tokens, ``padding`` the one that fills up,
-    ``max_length`` the most that a text gets.
+    """What makes token numbers of texts.
+
+    Attributes:
+        vocabulary: the number of different tokens.
+        padding: the token that fills up.
+        max_length: the most tokens that a text gets.
     """
 
     vocabulary: int
@@ -32,14 +36,26 @@ class Tokenizer(Protocol):
     max_length: int
 
     def encode(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens (int32) and segments (uint8) of all texts, one after the other, and where each
-        starts (int64, texts + 1).
+        """Encode texts, or pairs of texts.
+
+        Args:
+            texts: each of one or two strings.
+
+        Returns:
+            Tokens (int32) and segments (uint8) of all texts, one after the other, and where each
+            starts (int64, texts + 1).
         """
 
 
 def tokenizer(options: Encoded) -> Tokenizer:
-    """That of a ``dataset:`` config: ``tokenizer`` (``words``, or a folder or name of Hugging
-    Face), ``vocabulary``, ``max_length``.
+    """Make the tokenizer of a ``dataset:`` config.
+
+    Args:
+        options: ``tokenizer`` is ``words``, or a folder or name of Hugging Face; ``vocabulary`` and
+            ``max_length`` are numbers of tokens.
+
+    Raises:
+        ConfigError: if it cannot be had, or cannot pad.
     """
     if options.tokenizer == "words":
         return Words(options.vocabulary, options.max_length)
@@ -47,11 +63,14 @@ def tokenizer(options: Encoded) -> Tokenizer:
 
 
 class Words:
-    """Lower-case words and punctuation marks, each hashed (CRC-32) to one of ``vocabulary`` - 3
-    numbers: the same everywhere, without a file.
+    """Words in lower case and punctuation marks, each hashed (CRC-32), which needs no file.
 
     0 is padding, 1 begins a text, 2 ends it, and each text of a pair. Where that is too long, words
     go from the end of the longer text.
+
+    Args:
+        vocabulary: number of different tokens; words have ``vocabulary`` - 3 of them.
+        max_length: the most tokens that a text gets.
     """
 
     padding, begin, end = 0, 1, 2
@@ -60,6 +79,7 @@ class Words:
         self.vocabulary, self.max_length = vocabulary, max_length
 
     def encode(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`Tokenizer.encode`."""
         tokens, segments = [], []
         for text in texts:
             parts = [self._words(part) for part in text]
@@ -77,8 +97,14 @@ class Words:
 
 
 class Pretrained:
-    """A tokenizer of Hugging Face by name or folder. Raises ConfigError if it cannot be had, or
-    cannot pad.
+    """A tokenizer of Hugging Face.
+
+    Args:
+        source: a name on the hub or a folder.
+        max_length: the most tokens that a text gets.
+
+    Raises:
+        ConfigError: if it cannot be had, or cannot pad.
     """
 
     def __init__(self, source: str, max_length: int) -> None:
@@ -99,6 +125,7 @@ class Pretrained:
         )
 
     def encode(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`Tokenizer.encode`."""
         columns = [list(column) for column in zip(*texts, strict=True)]
         encoded = self.tokenizer(
             *columns,

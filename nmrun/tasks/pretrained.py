@@ -12,10 +12,16 @@ from nmrun.errors import ConfigError
 
 
 def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
-    """``transformers.<kind>.from_pretrained(source)``, without its progress bars and warnings.
+    """Call ``transformers.<kind>.from_pretrained(source)`` without its progress bars and warnings.
 
-    Raises ConfigError, which names the config's ``key``, if transformers is not installed or
-    nothing can be loaded from ``source``.
+    Args:
+        kind: the class, such as ``AutoConfig``.
+        key: the config's key that names the source, for errors.
+        source: a name on the hub, or a folder.
+        options: of ``from_pretrained``.
+
+    Raises:
+        ConfigError: if transformers is not installed or nothing can be loaded.
     """
     try:
         import transformers

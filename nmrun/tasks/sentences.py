@@ -36,6 +36,7 @@ class Corpus:
 
     @classmethod
     def of(cls, sentences: Sequence[Sequence[int]]) -> Corpus:
+        """Join sentences, each a sequence of token numbers with the end mark last."""
         flat = [token for sentence in sentences for token in sentence]
         return cls(np.array(flat, np.int32), np.cumsum([0, *map(len, sentences)]))
 
@@ -49,8 +50,15 @@ class Corpus:
     def padded(
         self, rows: Rows, padding: int, left: bool = False
     ) -> tuple[Rows, NDArray[np.bool_]]:
-        """The sentences ``rows``, padded to the longest of them, at the right or at the left; and
-        where there is no padding.
+        """Pad sentences to the longest of them.
+
+        Args:
+            rows: numbers of the sentences (n,).
+            padding: the token that fills up.
+            left: fill up at the left, as encoders want it.
+
+        Returns:
+            Tokens (n, length), int64, and where there is no padding (n, length).
         """
         lengths = (self.starts[rows + 1] - self.starts[rows])[:, None]
         columns = np.arange(lengths.max()) - (lengths.max() - lengths if left else 0)
@@ -63,8 +71,14 @@ Pair = tuple[Corpus, Corpus]
 
 
 def bucketed(pair: Pair, max_tokens: int) -> tuple[Rows, Rows]:
-    """The sentences ordered by length, and where to cut them into batches: batch i is
-    ``rows[cuts[i] : cuts[i + 1]]``.
+    """Order sentences by length and cut them into batches.
+
+    Args:
+        pair: source and target.
+        max_tokens: of a batch on either side, padding included.
+
+    Returns:
+        The sentences' numbers ``rows``, and ``cuts``: batch i is ``rows[cuts[i] : cuts[i + 1]]``.
     """
     source, target = (corpus.lengths for corpus in pair)
     rows = np.lexsort((target, source))
@@ -78,8 +92,15 @@ def bucketed(pair: Pair, max_tokens: int) -> tuple[Rows, Rows]:
 
 
 def shuffled_within(rows: Rows, pair: Pair, random: np.random.Generator) -> Rows:
-    """``rows`` of :func:`bucketed` in another order that it could have been as well: sentences of
-    equal lengths change places.
+    """Let sentences of equal lengths change places.
+
+    Args:
+        rows: of :func:`bucketed`.
+        pair: source and target.
+        random: draws the order.
+
+    Returns:
+        ``rows`` in another order that :func:`bucketed` could have given as well.
     """
     mixed = random.permutation(rows)
     source, target = (corpus.lengths[mixed] for corpus in pair)
@@ -87,8 +108,16 @@ def shuffled_within(rows: Rows, pair: Pair, random: np.random.Generator) -> Rows
 
 
 def check(name: str, pair: Pair, dictionaries: tuple[Dictionary, Dictionary]) -> None:
-    """Raise ConfigError, in one line, if the two sides of a split do not fit each other or their
-    dictionaries.
+    """Check that the two sides of a split fit each other and their dictionaries.
+
+    Args:
+        name: of the split, for the error.
+        pair: source and target.
+        dictionaries: of source and target.
+
+    Raises:
+        ConfigError: for another number of sentences, for none, for a token outside the dictionary,
+            and for a sentence without the end mark.
     """
     if len(pair[0]) != len(pair[1]):
         raise ConfigError(

@@ -49,14 +49,27 @@ class TextClassification(Task):
     """Cross entropy over classes, or the squared error of a score; see
     :class:`nmrun.tasks.base.Task`.
 
-    ``splits`` has texts and their labels, classes from 0 as whole numbers or (where ``classes`` is
-    1) scores. Splits beside train, val and test are named ``test_<suffix>`` and evaluated along
-    with test; their metrics have the suffix too. Each epoch is a fresh permutation of the training
-    texts, a pure function of (seed, epoch); a last batch that would be smaller than ``batch_size``
-    is left out. A micro-batch is (tokens, mask, segments, labels), the first three (texts, length
-    of the longest of them): int64, bool (False is padding) and int64. Models give (texts, classes)
-    for ``model(tokens, mask, segments)``. ``metrics`` are names of :func:`scores`; the first is
-    what recipes are compared by.
+    Each epoch is a fresh permutation of the training texts, a pure function of (seed, epoch); a
+    last batch that would be smaller than ``batch_size`` is left out. A micro-batch is (tokens,
+    mask, segments, labels), the first three (texts, length of the longest of them): int64, bool
+    (False is padding) and int64. Models give (texts, classes) for ``model(tokens, mask,
+    segments)``.
+
+    Args:
+        splits: texts and their labels, classes from 0 as whole numbers or (where ``classes`` is 1)
+            scores. Splits beside train, val and test are named ``test_<suffix>`` and evaluated
+            along with test; their metrics have the suffix too.
+        tokenizer: encodes the texts.
+        classes: number of classes; 1 for a score.
+        metrics: names of :func:`scores`; the first is what recipes are compared by.
+        batch_size: texts of a training batch.
+        seed: of the order.
+        label_smoothing: torch's, in training alone.
+        limit_batches: of an epoch, at most; None: all.
+        device: where batches go.
+
+    Raises:
+        ConfigError: for fewer training texts than a batch takes, and for smoothed labels of scores.
     """
 
     def __init__(
@@ -106,8 +119,14 @@ class TextClassification(Task):
         metrics: Sequence[str],
         device: torch.device,
     ) -> TextClassification:
-        """With tokenizer, batch size, seed, smoothing and limits of a run's config
-        (``nmrun.settings.config.Config``).
+        """Build the task with tokenizer, batch size, seed, smoothing and limits of a run's config.
+
+        Args:
+            config: the run's config.
+            splits, classes, metrics, device: as of the class.
+
+        Raises:
+            ConfigError: as the class, and for a model of pairs with single texts.
         """
         if config.model.values().get("pooling") == "similarity" and len(splits["train"][0][0]) != 2:
             raise ConfigError(
@@ -232,12 +251,17 @@ class TextClassification(Task):
 
 
 def scores(metrics: Sequence[str], predictions: Tensor, labels: Tensor) -> dict[str, float]:
-    """The named metrics of predictions (n,) against labels (n,), as GLUE defines them (Wang et al.
-    2019, arXiv 1804.07461, section 3).
+    """Score predictions as GLUE does (Wang et al. 2019, arXiv 1804.07461, section 3).
 
-    ``accuracy``; ``f1`` of class 1; ``matthews``, Matthews' correlation; ``pearson`` and
-    ``spearman``, correlations of scores. Where one is undefined, because all predictions are the
-    same for example, it is 0.
+    Args:
+        metrics: of ``accuracy``; ``f1`` of class 1; ``matthews``, Matthews' correlation;
+            ``pearson`` and ``spearman``, correlations of scores.
+        predictions: classes or scores (n,).
+        labels: the right ones (n,).
+
+    Returns:
+        Each metric by name. Where one is undefined, because all predictions are the same for
+        example, it is 0.
     """
     import numpy as np
 

@@ -31,10 +31,6 @@ class Translation(Task):
     """Cross entropy over the tokens of the target language; see :class:`nmrun.tasks.base.Task`. An
     item is a target token.
 
-    ``splits`` has source and target of train, val and test; ``references`` the plain target
-    sentences of val and test; ``detokenize`` makes such a sentence of the symbols of a translation.
-    ``inputs`` are the dictionaries, ``source`` and ``target``.
-
     A batch has sentences of about the same length, as many as fit into ``max_tokens`` tokens a
     side, padding included. Sentences are ordered by the lengths of source and target, so the cuts
     between batches are the same in all epochs; which of the sentences of equal lengths fall into
@@ -45,9 +41,24 @@ class Translation(Task):
     left, the target as the decoder sees it, moved by one token (sentences, length), the places of
     its tokens in the flattened batch, and what follows at these (both (tokens,)). Models give, as
     fairseq's, a tuple with the logits (tokens, target dictionary) in front for ``model(source,
-    None, previous, where)``. ``label_smoothing`` is fairseq's: epsilon is spread over all tokens
-    but the right one. Raises ConfigError for a source and target of unequal length, for tokens
-    outside the dictionary, and for a sentence longer than ``max_tokens``.
+    None, previous, where)``.
+
+    Args:
+        splits: source and target of train, val and, if there is one, test.
+        source, target: the dictionaries; ``inputs`` has them by these names.
+        references: the plain target sentences of val and test.
+        detokenize: makes such a sentence of the symbols of a translation.
+        max_tokens: of a batch, a side.
+        seed: of the order.
+        label_smoothing: fairseq's: epsilon is spread over all tokens but the right one.
+        beam: width of the search.
+        length_penalty: fairseq's exponent of the length.
+        limit_batches: of an epoch, at most; None: all.
+        device: where batches go.
+
+    Raises:
+        ConfigError: for a source and target of unequal length, for tokens outside the dictionary,
+            and for a sentence longer than ``max_tokens``.
     """
 
     metric = "bleu"
@@ -98,8 +109,11 @@ class Translation(Task):
         detokenize: Callable[[list[str]], str],
         device: torch.device,
     ) -> Translation:
-        """With batch size, beam, seed, smoothing and limits of a run's config
-        (``nmrun.settings.config.Config``).
+        """Build the task with batch size, beam, seed, smoothing and limits of a run's config.
+
+        Args:
+            config: the run's config.
+            splits, source, target, references, detokenize, device: as of the class.
         """
         keys = config.dataset.as_kind(Translated)
         return cls(
@@ -235,7 +249,15 @@ def _logits(model: Any, source: Tensor, previous: Tensor, where: Tensor) -> Tens
 
 
 def corpus_bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
-    """sacreBLEU (Post 2018, arXiv 1804.08771) of detokenised text, 0 to 100, and its signature."""
+    """Compute sacreBLEU (Post 2018, arXiv 1804.08771).
+
+    Args:
+        translations: detokenised.
+        references: one for each translation.
+
+    Returns:
+        BLEU from 0 to 100, and its signature.
+    """
     from sacrebleu.metrics.bleu import BLEU
 
     bleu = BLEU()

@@ -25,10 +25,8 @@ PIXELS_AT_ONCE = 2**20  # of an evaluation; bounds its memory
 class Classification(Task):
     """Cross entropy over classes; see :class:`nmrun.tasks.base.Task`.
 
-    ``splits`` has images (N, C, H, W) and labels (N,) of ``train``, ``val`` and, if
-    there is one, ``test``. Images in
-    uint8 are normalised by mean and standard deviation of each channel over the training images,
-    batch by batch, and the training images augmented.
+    Images in uint8 are normalised by mean and standard deviation of each channel over the training
+    images, batch by batch, and the training images augmented.
 
     Each epoch is a fresh permutation of the training images, a pure function of (seed, epoch), and
     augmentation one of (seed, epoch, index). A last batch that would be smaller than ``batch_size``
@@ -37,8 +35,21 @@ class Classification(Task):
     ``signature`` says how an image becomes what the network takes: ``input`` has ``shape``, and of
     pixels in ``range`` the ``mean`` and ``std`` of each channel in that range, so that
     ``(pixel - mean) / std`` is the network's input; ``classes`` has their names, in the order of
-    the logits. ``prepared`` are what the data set adds to or says instead of ``input``, such as
-    ``resize``; images that come as floats say nothing of pixels but for that.
+    the logits. Images that come as floats say nothing of pixels but ``prepared``.
+
+    Args:
+        splits: images (N, C, H, W) and labels (N,) of ``train``, ``val`` and, if there is one,
+            ``test``.
+        classes: number of classes.
+        batch_size: images of a training batch.
+        seed: of order and augmentation.
+        label_smoothing: torch's, in training alone.
+        limit_batches: of an epoch, at most; None: all.
+        device: where batches go.
+        augment: what is done to training images; None: nothing.
+        about: a line on the data for the plan.
+        names: of the classes, in the order of their numbers.
+        prepared: what the data set adds to or says instead of ``input``, such as ``resize``.
     """
 
     metric = "accuracy"
@@ -91,8 +102,11 @@ class Classification(Task):
         names: Sequence[str] = (),
         prepared: Mapping[str, Any] = MappingProxyType({}),
     ) -> Classification:
-        """With batch size, seed, smoothing, limits and augmentation of a run's config
-        (``nmrun.settings.config.Config``).
+        """Build the task with batch size, seed, limits and augmentation of a run's config.
+
+        Args:
+            config: the run's config.
+            splits, classes, device, about, names, prepared: as of the class.
         """
         return cls(
             splits,
@@ -187,7 +201,16 @@ class Classification(Task):
 def signature(
     shape: Sequence[int], names: Sequence[str], prepared: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """That of :class:`Classification`, without ``classes`` where they have no names."""
+    """Say what a network of images takes.
+
+    Args:
+        shape: (C, H, W) of an image.
+        names: of the classes; none for classes without names.
+        prepared: what else there is to say of ``input``.
+
+    Returns:
+        The ``signature`` of :class:`Classification`.
+    """
     return {
         "input": {"shape": list(shape), **prepared},
         **({"classes": list(names)} if names else {}),
@@ -195,8 +218,13 @@ def signature(
 
 
 class Normalise:
-    """uint8 images to float32, less ``mean`` and divided by ``std`` of each channel (on the scale
-    of 0 to 255); float images stay as they are."""
+    """uint8 images to float32, normalised channel by channel; float images stay as they are.
+
+    Args:
+        mean: (C,), on the scale of 0 to 255, subtracted.
+        std: (C,), on the same scale, divided by.
+        device: where images are normalised.
+    """
 
     def __init__(self, mean: Tensor, std: Tensor, device: torch.device | str) -> None:
         self.mean, self.std = (value.float().view(-1, 1, 1).to(device) for value in (mean, std))
@@ -209,7 +237,12 @@ class Normalise:
 
     @classmethod
     def of(cls, train: Tensor, device: torch.device | str) -> Normalise:
-        """By mean and standard deviation of the training images."""
+        """Normalise by mean and standard deviation of the training images.
+
+        Args:
+            train: images (N, C, H, W).
+            device: where images are normalised.
+        """
         if train.dtype != torch.uint8:
             return cls(torch.zeros(1), torch.ones(1), device)
         counts = torch.stack(

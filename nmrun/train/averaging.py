@@ -14,11 +14,15 @@ from nmrun.handle import Handle
 
 
 class Average:
-    """Adds up what is saved of ``model``, parameters and running statistics, at the ends of the
-    ``last`` epochs; 1 does nothing.
+    """Adds up what is saved of a model, parameters and running statistics, at the ends of epochs.
 
     Of a sparse weight it is the dense one that is averaged; the mask is that of the mean (or the
     recipe's, where it is fixed).
+
+    Args:
+        model: the model.
+        handle: of its sparse weights.
+        last: how many epochs, at the end of the run, are averaged; 1 does nothing.
     """
 
     def __init__(self, model: nn.Module, handle: Handle, last: int) -> None:
@@ -54,7 +58,12 @@ class Average:
         state: dict[str, Any],
         handed_out: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
     ) -> None:
-        """Restore :meth:`state_dict`; ``handed_out`` gives this process's parts of whole tensors."""
+        """Restore :meth:`state_dict`.
+
+        Args:
+            state: of as many processes or of others.
+            handed_out: gives this process's parts of whole tensors; all of them by default.
+        """
         sums = handed_out(state["sums"]) if state["count"] else {}
         self.sums = {
             name: sums[name].to(tensor.device)

@@ -36,9 +36,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Parts:
-    """What a loop trains with. ``precision`` is fp32, bf16 or fp16; ``cost`` is that of one item;
-    ``accelerated`` is by which products the sparse layers are computed, ``attached_in`` the seconds
-    that the recipe took to begin (searches for a permutation among them)."""
+    """What a loop trains with.
+
+    Attributes:
+        precision: fp32, bf16 or fp16.
+        cost: of one item.
+        accelerated: by which products the sparse layers are computed.
+        attached_in: the seconds that the recipe took to begin (searches for a permutation among
+            them).
+    """
 
     task: Task
     model: nn.Module
@@ -179,7 +185,12 @@ def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Modul
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """The context of every forward pass."""
+    """Make the context of a forward pass.
+
+    Args:
+        device: where it runs.
+        precision: fp32, bf16 or fp16.
+    """
     return (
         contextlib.nullcontext()
         if precision == "fp32"
@@ -188,18 +199,31 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 
 
 def lay_out(model: nn.Module, device: torch.device, precision: str) -> None:
-    """Store the weights of convolutions with channels last where convolutions are faster so: on
-    GPUs in 16 bits, and on CPUs. It also puts the groups of a mask into one piece of memory. Sums
-    run in another order, so small networks on a CPU are left alone."""
+    """Store the weights of convolutions with channels last where convolutions are faster so.
+
+    That is on GPUs in 16 bits, and on CPUs. It also puts the groups of a mask into one piece of
+    memory. Sums run in another order, so small networks on a CPU are left alone.
+
+    Args:
+        model: changed in place.
+        device: where it is.
+        precision: fp32, bf16 or fp16.
+    """
     faster = device.type == "cpu" or precision != "fp32"
     if faster and not _left_alone(model.parameters(), device):
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def fuse(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Let one kernel do the whole step, where a step's time is worth it: torch's, and for sparse
-    weights nmrun's own where it can (``nmrun.kernels.adam``). It rounds differently, so small
-    networks on a CPU are left alone."""
+    """Let one kernel do the whole step, where a step's time is worth it.
+
+    It is torch's, and for sparse weights nmrun's own where it can (``nmrun.kernels.adam``). It
+    rounds differently, so small networks on a CPU are left alone.
+
+    Args:
+        optimizer: its groups get ``fused``.
+        device: where the parameters are.
+    """
     if _left_alone((p for group in optimizer.param_groups for p in group["params"]), device):
         return
     for group in optimizer.param_groups:

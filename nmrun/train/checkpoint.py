@@ -30,8 +30,10 @@ SHARDS = ("checkpoint.shards.0", "checkpoint.shards.1")  # taken in turn
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Where to write a file, so that a kill or a power cut at any moment leaves the old content or
-    the new, never a part.
+    """Replace a file whole: a kill or a power cut at any moment leaves the old content or the new.
+
+    Returns:
+        A context with the path to write to; the file takes its name at the end.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -46,13 +48,23 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def write(path: Path, content: bytes | str) -> None:
-    """Write a file whole: see :func:`replaced`."""
+    """Write a file whole: see :func:`replaced`.
+
+    Args:
+        path: the file.
+        content: bytes, or text for UTF-8.
+    """
     with replaced(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Save tensors and plain data, readable with ``torch.load(weights_only=True)``."""
+    """Save data, readable with ``torch.load(weights_only=True)``.
+
+    Args:
+        path: the file.
+        state: tensors and plain data.
+    """
     buffer = io.BytesIO()
     torch.save(state, buffer)
     write(path, buffer.getvalue())
@@ -63,6 +75,10 @@ def save_next(folder: Path, state: dict[str, Any]) -> None:
 
     All ranks call. The leader writes its state but for sharded tensors, of which every rank writes
     its part.
+
+    Args:
+        folder: the run's folder.
+        state: nested dictionaries of tensors and plain data.
     """
     free = SHARDS[0]
     if ranks.leads():
@@ -92,11 +108,13 @@ def remove_unnamed(folder: Path) -> set[str]:
 
 
 def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """The run's newest checkpoint that is whole, None if there is none, and what is to be said of
-    those that are not. It is ``checkpoint.pt`` from here on.
+    """Load the run's newest checkpoint that is whole. It is ``checkpoint.pt`` from here on.
 
     All ranks call, and :func:`complete` what is returned. In several processes its tensors stay on
     the disk until they are looked at.
+
+    Returns:
+        The state, None if there is none, and what is to be said of checkpoints that are not whole.
     """
     several, said = ranks.world() > 1, list[str]()
     for name in (CHECKPOINT, PREVIOUS):
@@ -127,8 +145,15 @@ def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
 
 
 def complete(folder: Path, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """A state that :func:`load_last` gave, with its shards: this rank's parts if ``model`` is
-    sharded, in however many processes; whole tensors if not. All ranks call.
+    """Give a state that :func:`load_last` gave its shards. All ranks call.
+
+    Args:
+        folder: the run's folder.
+        state: changed in place.
+        model: sharded, in however many processes, or whole.
+
+    Returns:
+        The state with this rank's parts if the model is sharded, with whole tensors if not.
     """
     if record := state.pop("shards", None):
         from nmrun.train import shards
@@ -176,10 +201,19 @@ def _keep(path: Path, previous: Path) -> None:
 
 
 def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
-    """What :func:`save` wrote, on the CPU. None if there is no file. Raises ValueError if it is
-    damaged, be it by one bit. ``mapped`` leaves tensors on the disk until they are looked at.
+    """Load what :func:`save` wrote, on the CPU.
 
-    torch writes a checksum of every record and never looks at it again.
+    torch writes a checksum of every record and never looks at it again: it is checked here.
+
+    Args:
+        path: the file.
+        mapped: leave tensors on the disk until they are looked at.
+
+    Returns:
+        The state, None if there is no file.
+
+    Raises:
+        ValueError: if it is damaged, be it by one bit.
     """
     try:
         with zipfile.ZipFile(path) as records:

@@ -23,8 +23,14 @@ PROBE = 0.1  # of the run's steps; never fewer than two mask intervals
 
 
 class Found(NamedTuple):
-    """A decay, ``said``, a sentence for the log, and what the search took: ``seconds``, and
-    ``flops`` by the names of :attr:`nmrun.train.steps.Steps.flops`, without ``training_dense``.
+    """What a search found.
+
+    Attributes:
+        decay: the decay.
+        said: a sentence for the log.
+        seconds: what the search took.
+        flops: likewise, by the names of :attr:`nmrun.train.steps.Steps.flops`, without
+            ``training_dense``.
     """
 
     decay: float
@@ -41,11 +47,17 @@ class Probe(NamedTuple):
 
 
 def find_decay(config: Config, total_steps: int | None = None) -> Found:
-    """The first decay, searching up or down from 2e-4 by half powers of ten, whose mu is in range.
+    """Search up or down from 2e-4, by half powers of ten, for the first decay whose mu is in range.
 
-    Every probe trains from the initial weights for a tenth of the run; ``config`` is of recipe
-    t_sr_ste, and ``total_steps`` are the run's where they are planned. If no value is in range, the
-    one nearest to it in the direction of the search is taken, and said.
+    Every probe trains from the initial weights for a tenth of the run.
+
+    Args:
+        config: of recipe t_sr_ste.
+        total_steps: of the run, where they are planned; None: those of ``trainer.epochs``.
+
+    Returns:
+        That decay. If no value is in range, the one nearest to it in the direction of the search,
+        which ``said`` tells.
     """
     began, flops = time.perf_counter(), Counter[str]()
 

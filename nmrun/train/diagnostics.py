@@ -24,10 +24,15 @@ Weights = dict[str, Tensor]  # by the names that parameters have in the plain mo
 
 
 class Diagnostics:
-    """Call :meth:`before` and :meth:`after` around a training step.
+    """The numbers of a diagnosed step: call :meth:`before` and :meth:`after` around it.
 
     Masks are compared from one such step to the next: :meth:`state_dict` has the flips so far, for
     a run that is resumed.
+
+    Args:
+        model: the model.
+        handle: of its sparse weights.
+        task: computes the losses.
     """
 
     def __init__(self, model: nn.Module, handle: Handle, task: Task) -> None:

@@ -21,6 +21,9 @@ from nmrun.train.steps import Steps
 class Evaluation:
     """The evaluations of one run.
 
+    Args:
+        steps: its training steps.
+
     Attributes:
         best: the metrics with the best ``task.metric`` while the forward weights held the pattern
             (for dense training: of all), with their ``epoch``; empty before.

@@ -62,13 +62,18 @@ def hardware_density(pattern: Pattern) -> float:
 def densities(
     recipe: Recipe, weight: SparseWeight, step: int | None = None, hardware: bool = False
 ) -> Densities:
-    """What the products of a sparse layer cost: in the next step, or in step ``step`` (from 0) as
-    planned.
+    """Say what the products of a sparse layer cost.
 
     Arithmetically, products with the weight have N/M of their multiplications once the weight is
-    N:M, and so has the weight's gradient if the rule masks it. On ``hardware`` see
-    :func:`hardware_density`: only a sparse operand counts, so the weight's gradient is dense, and
+    N:M, and so has the weight's gradient if the rule masks it. In hardware (see
+    :func:`hardware_density`) only a sparse operand counts, so the weight's gradient is dense, and
     the input's, which sums over the outputs, as well unless its weight is N:M along those too.
+
+    Args:
+        recipe: the recipe.
+        weight: of the layer.
+        step: as planned, counted from 0; None: the next step.
+        hardware: count for 2:4 sparse tensor cores.
     """
     if recipe.dense_forward if step is None else recipe.planned_dense(step):
         return Densities()
@@ -109,8 +114,11 @@ class Flops:
     as a dense network.
 
     Matrix products, convolutions and attention are counted, by torch's formulas; activations,
-    norms, the projection and the optimizer are not. ``sparse`` is the part in layers with N:M
-    weights: for each kind of them a weight that stands for all, and their products.
+    norms, the projection and the optimizer are not.
+
+    Attributes:
+        sparse: the part in layers with N:M weights: for each kind of them a weight that stands for
+            all, and their products.
     """
 
     forward: float
@@ -137,22 +145,40 @@ class Flops:
         )
 
     def training(self, recipe: Recipe, step: int | None = None, hardware: bool = False) -> float:
-        """Forward and backward pass in the recipe's next step, or in step ``step`` (from 0) as
-        planned.
+        """Count the forward and backward pass of one item.
+
+        Args:
+            recipe: the recipe.
+            step: as planned, counted from 0; None: the next step.
+            hardware: count for 2:4 sparse tensor cores.
         """
         saved = sum(p.saved(densities(recipe, w, step, hardware)) for w, p in self.sparse)
         return self.dense - saved
 
     def planned(self, recipe: Recipe, total_steps: int, hardware: bool = False) -> float:
-        """The mean of :meth:`training` over a run as planned; a switch that is found on the way
-        counts where it is at the latest.
+        """Compute the mean of :meth:`training` over a run as planned.
+
+        A switch that is found on the way counts where it is at the latest.
+
+        Args:
+            recipe: the recipe.
+            total_steps: of the run.
+            hardware: count for 2:4 sparse tensor cores.
         """
         steps = range(0, total_steps, -(-total_steps // PLANNED))
         return sum(self.training(recipe, step, hardware) for step in steps) / len(steps)
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """What a device can do in a second at ``bf16`` or ``fp16``, dense; None if that is not known."""
+    """Look up what a device can do in a second, dense.
+
+    Args:
+        device: the device.
+        precision: fp32, bf16 or fp16.
+
+    Returns:
+        FLOPs a second, None if that is not known.
+    """
     if device.type != "cuda" or precision == "fp32":
         return None
     name = torch.cuda.get_device_name(device)
@@ -160,19 +186,31 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: int) -> int:
-    """How many steps of ``items`` each use up the budget, arithmetically: ``flops:<number>``, or
-    ``flops:dense`` for what ``total_steps`` dense steps would use. ``recipe`` is the one for
-    ``total_steps``; its phases are taken as fractions of the run."""
+    """Compute how many steps use up a budget, arithmetically.
+
+    Args:
+        budget: ``flops:<number>``, or ``flops:dense`` for what ``total_steps`` dense steps would
+            use.
+        cost: of one item.
+        recipe: the one for ``total_steps``; its phases are taken as fractions of the run.
+        total_steps: of the run without a budget.
+        items: of a step.
+    """
     target = budget.removeprefix("flops:")
     wanted = cost.dense * total_steps if target == "dense" else float(target) / items
     return round(wanted / cost.planned(recipe, total_steps))
 
 
 def count(model: nn.Module, task: Task, weights: Sequence[SparseWeight] = ()) -> Flops:
-    """Count one item of ``task`` through a copy of ``model``, so that no state changes: on the CPU
-    where that is soon done, else on the meta device, where nothing is computed.
+    """Count one item through a copy of a model, so that no state changes.
 
-    ``weights`` are the model's sparse ones.
+    The copy is on the CPU where that is soon done, else on the meta device, where nothing is
+    computed.
+
+    Args:
+        model: the model.
+        task: its ``example`` is counted.
+        weights: the model's sparse ones.
     """
     parameters = list(model.parameters())
     computed = sum(p.numel() for p in parameters) < COMPUTED and all(p.is_cpu for p in parameters)

@@ -19,11 +19,18 @@ def culprit(
     batches: list[Batch],
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> str:
-    """Words for the first non-finite value on the way through one batch: its input, a parameter, a
-    layer's output, a gradient.
+    """Find the first non-finite value on the way through one batch.
 
-    ``batches`` are its micro-batches, ``autocast`` makes the context of the forward pass. Gradients
-    are overwritten.
+    It is the input, a parameter, a layer's output or a gradient.
+
+    Args:
+        model: the model. Its gradients are overwritten.
+        task: computes the loss.
+        batches: the batch's micro-batches.
+        autocast: makes the context of the forward pass.
+
+    Returns:
+        Words for it.
     """
     for batch in batches:
         if not all(is_finite(tensor) for tensor in batch):
@@ -77,4 +84,5 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor has no NaN and no infinity; whole numbers have none."""
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())

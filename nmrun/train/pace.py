@@ -25,10 +25,13 @@ WARM_UP = 3  # steps of a phase that are not counted: compilers, caches, a chang
 
 
 def plan(config: Config) -> tuple[int, str]:
-    """The steps that fill ``trainer.budget=seconds:...``, and a sentence for the log.
+    """Compute the steps that fill ``trainer.budget=seconds:...``.
 
     Seconds are those of training steps: neither evaluation nor checkpoints, compilation or what
     happens once between two phases.
+
+    Returns:
+        The number of steps, and a sentence for the log.
 
     Raises:
         ConfigError: where the recipe cannot make a run of so few steps, or the budget is shorter
@@ -81,8 +84,13 @@ def _trial(config: Config, total_steps: int | None, steps: int) -> tuple[float, 
 
 
 def mean_by_phase(taken: list[tuple[str, float]]) -> float:
-    """The mean of the seconds of steps, given with their phases: each phase counts by its number of
-    steps, with the mean over all but its first ones (three, or half where there are few).
+    """Compute the mean seconds of a step.
+
+    Each phase counts by its number of steps, with the mean over all but its first ones (three, or
+    half where there are few).
+
+    Args:
+        taken: the phase and the seconds of each step, in order.
     """
     total = 0.0
     for _, steps in groupby(taken, key=lambda step: step[0]):

@@ -15,8 +15,13 @@ def title(config: Config) -> str:
 
 
 def lines(config: Config, parts: Parts) -> list[str]:
-    """How long and on what, which weights are sparse, which are left dense and why, density and
-    FLOPs of the whole.
+    """Say how long and on what a run trains, and which weights are sparse.
+
+    Then follow the weights that are left dense and why, and density and FLOPs of the whole.
+
+    Args:
+        config: the run's config.
+        parts: what was built of it.
     """
     trainer, handle = config.trainer, parts.handle
     epochs = parts.total_steps / parts.task.batches_per_epoch

@@ -26,8 +26,12 @@ from nmrun.tasks.base import Task
 
 @dataclass(frozen=True)
 class Proposal:
-    """``ratios`` by module name (N = M means dense), with the share of squared weights each layer
-    keeps, and the density over all.
+    """A ratio for every layer.
+
+    Attributes:
+        ratios: by module name; N = M means dense.
+        kept: the share of squared weights that each layer keeps.
+        density: over all.
     """
 
     ratios: dict[str, Pattern]
@@ -44,13 +48,18 @@ def search_ratios(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
 ) -> Proposal:
-    """Choose N from m, m/2, m/4, ..., 1 for every layer that can hold groups of ``m`` (a power of
-    two), so that at most ``density`` is left.
+    """Choose N from m, m/2, m/4, ..., 1 for every layer that can hold groups of ``m``.
 
-    ``density`` is the sum of cost * N / m over the sum of cost of these layers; ``costs`` by module
-    name (such as FLOPs) is the number of weights by default. ``include`` and ``exclude`` as in
-    :func:`nmrun.sparsify`. Raises ConfigError for a density that no choice reaches, and ValueError
-    for an m that is no power of two.
+    Args:
+        model: with trained weights.
+        density: what may be left at most: the sum of cost * N / m over the sum of cost.
+        m: a power of two.
+        costs: by module name, such as FLOPs; None: the number of weights.
+        include, exclude: which weights, as in :func:`nmrun.sparsify`.
+
+    Raises:
+        ConfigError: for a density that no choice reaches.
+        ValueError: for an ``m`` that is no power of two.
     """
     if m < 2 or m & (m - 1):
         raise ValueError(f"m={m} must be a power of two, 2 or more: N is halved")
@@ -95,7 +104,13 @@ def search_ratios(
 
 
 def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task) -> dict[str, float]:
-    """The FLOPs of each layer's forward product, for one item of the task."""
+    """Count the FLOPs of layers' forward products.
+
+    Args:
+        model: the model.
+        names: of the modules.
+        task: the FLOPs are for one item of it.
+    """
     from nmrun.train import flops
 
     every = Pattern(1, 1)

@@ -17,7 +17,12 @@ from nmrun.handle import Handle
 
 
 class Replicated:
-    """A sparse model, its optimizer and its handle, whole in every process."""
+    """A sparse model, its optimizer and its handle, whole in every process.
+
+    Args:
+        model, optimizer: attached to the handle.
+        handle: of the sparse weights.
+    """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, handle: Handle) -> None:
         self.model, self.optimizer, self.handle = model, optimizer, handle

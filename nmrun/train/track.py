@@ -29,8 +29,24 @@ _unreachable = (
 
 
 class Tracker:
-    """One run's metrics. Rows are dictionaries with ``step`` and ``epoch``; a resumed run goes on
-    where its checkpoint was. ``events`` tells which of its rows are lost.
+    """One run's metrics, in ``metrics.jsonl`` and in W&B.
+
+    Rows are dictionaries with ``step`` and ``epoch``; a resumed run goes on where its checkpoint
+    was.
+
+    Args:
+        folder: the run's folder.
+        config: its config as plain data, for W&B.
+        run_id: its identity.
+        group: the sweep that it belongs to; None for none.
+        step: where training begins, 0 unless resumed. Rows of later steps are dropped, since they
+            will come again.
+        say: prints a line.
+        mark: that of the rows that there should be; None where it is not known.
+
+    Attributes:
+        events: which of the run's rows are lost.
+        mark: that of the rows that there are.
     """
 
     def __init__(
@@ -43,9 +59,6 @@ class Tracker:
         say: Callable[[str], None],
         mark: list[int] | None = None,
     ) -> None:
-        """``step``: where training begins, 0 unless resumed. Rows of later steps are dropped, since
-        they will come again. ``mark``: that of the rows that there should be, if it is known.
-        """
         path = folder / "metrics.jsonl"
         rows, damaged = jsonl.read(path) if step else ([], [])
         self._history = [row for row in rows if _step(row) <= step]
@@ -86,7 +99,12 @@ class Tracker:
         os.fsync(self._file.fileno())
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        """Close all; ``summary`` is nested plain data."""
+        """Close all.
+
+        Args:
+            summary: nested plain data, for W&B.
+            exit_code: 0 for a finished run.
+        """
         with contextlib.suppress(OSError):  # what a full disk did not take has been said already
             self._file.close()
         self._wandb(lambda run: run.summary.update(summary))
