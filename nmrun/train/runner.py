@@ -56,7 +56,7 @@ def run(
         ConfigError: for a mistake that only the built model or the file system shows.
     """
     if config.dry:
-        parts, *_ = _build(config, None, search=False)
+        parts, *_ = _build(config, None, config.trainer.accumulate, search=False)
         events = [f"  {event}" for event in parts.handle.pop_events()]
         print("\n".join([plan.title(config), *plan.lines(config, parts), *events]), flush=True)
         return {"status": "planned", "id": identity(config), "folder": str(folder)}
@@ -98,12 +98,15 @@ def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any
 
 
 def _build(
-    config: Config, state: dict[str, Any] | None, search: bool = True
+    config: Config, state: dict[str, Any] | None, accumulate: int, search: bool = True
 ) -> tuple[Parts, str, Found | None]:
-    """The parts of a run, and what was found beforehand: the steps of a budget of seconds, in a
-    sentence, and what ``recipe.decay=auto`` searched for. A checkpoint, ``state``, has both.
+    """The parts of a run that goes on with this number of micro-batches, and what was found
+    beforehand: the steps of a budget of seconds, in a sentence, and what ``recipe.decay=auto``
+    searched for. A checkpoint, ``state``, has both.
     """
     steps, said, found = None, "", None
+    trainer = {**config.plain["trainer"], "accumulate": accumulate}
+    config = Config({**config.plain, "trainer": trainer}, config.pattern)
     if (config.trainer.budget or "").startswith("seconds:"):
         steps, said = (state["total_steps"], "") if state else pace.plan(config)
     if config.recipe.options.get("decay") == "auto":
@@ -188,11 +191,15 @@ class _Run:
             try:
                 outcome = self._sitting(accumulate, fresh)
             except Exception as error:
-                if self.loop is None or not _out_of_memory(error):
-                    raise
-                accumulate, fresh = 2 * self.loop.accumulate, False
-                told = f"step {self.loop.step + 1}: out of memory ({str(error).strip().splitlines()[0]})"
                 several = ranks.world() > 1  # the others wait for a gradient that never comes
+                if not _out_of_memory(error) or (self.loop is None and several):
+                    raise
+                if self.loop is None:  # a pass that looks at the sizes of layers, or a trial
+                    accumulate, where = 2 * accumulate, "before training"
+                else:
+                    accumulate, fresh = 2 * self.loop.accumulate, False
+                    where = f"step {self.loop.step + 1}"
+                told = f"{where}: out of memory ({str(error).strip().splitlines()[0]})"
                 if trainer.on_oom != "halve" or accumulate > trainer.batch_size or several:
                     raise RunError(
                         f"{told}. Try trainer.accumulate={accumulate} or trainer.on_oom=halve"
@@ -219,7 +226,8 @@ class _Run:
         _, wrong = finished(folder)
         complaints += [f"finished before, but {name}: {what}" for name, what in wrong.items()]
         rows = (state or {}).get("rows")
-        parts, planned, found = _build(config, state)
+        accumulate = max(accumulate, state["loop"]["accumulate"] if state else 1)
+        parts, planned, found = _build(config, state, accumulate)
         if ranks.leads():
             self._begin_files(anew=state is None)
         self.console.say(plan.title(config))
@@ -240,7 +248,7 @@ class _Run:
             _restore(loop, folder, state)
             state = None  # or else it would be kept beside what the loop has
             self.console.say(f"  goes on at step {loop.step} of {loop.total_steps}")
-        loop.accumulate = max(accumulate, loop.accumulate)
+        loop.accumulate = accumulate
         if ranks.leads():
             self.tracker = Tracker(
                 *(folder, config.plain, identity(config), self.sweep, loop.step, self.console.say),

@@ -16,6 +16,7 @@ import torch
 from runs import TINY, config
 
 from nmrun.config.identity import run_folder
+from nmrun.kernels import cpu_products
 from nmrun.tasks.vision import Classification
 from nmrun.train import checkpoint, runner
 from nmrun.train.loop import Loop
@@ -192,6 +193,41 @@ def test_micro_batches_are_halved_until_they_fit(
         for line in (run_folder(made) / "metrics.jsonl").read_text().splitlines()
     ]
     assert steps == sorted(steps)
+
+
+def test_the_pass_before_training_is_halved_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pass that looks at the sizes of layers takes micro-batches as long as those of training;
+    what lies in the folder from before ``force=true`` is not gone on with."""
+    loss, tried = Classification.loss, []
+
+    def limited(task: Classification, model: Any, batch: Any) -> torch.Tensor:
+        tried.extend([len(batch[0])] if len(batch[0]) > 2 else [])
+        if len(batch[0]) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        return loss(task, model, batch)
+
+    looks = ("trainer.acceleration=force",) if cpu_products.available() else ()
+    monkeypatch.setattr("nmrun.products.probe_cpu.SMALLEST", 1)
+    made = config(tmp_path, *looks)
+    assert runner.run(made, run_folder(made))["status"] == "finished"
+    monkeypatch.setattr(Classification, "loss", limited)
+    failing = config(tmp_path, *looks, "force=true")
+    assert runner.run(failing, run_folder(failing))["error"] == (
+        "before training: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.). "
+        "Try trainer.accumulate=2 or trainer.on_oom=halve"
+    )
+    assert tried == [32]
+    tried.clear(), capsys.readouterr()
+    made = config(tmp_path, *looks, "trainer.on_oom=halve", "force=true")
+    assert runner.run(made, run_folder(made))["status"] == "finished"
+    said = capsys.readouterr().out
+    assert "  before training: out of memory (CUDA out of memory. Tried" in said
+    assert "on with trainer.accumulate=4" in said
+    assert "goes on at step" not in said
+    assert tried[:3] == [32, 16, 8]
+    assert set(tried[3:]) == {8}
 
 
 def test_a_batch_of_one_image_cannot_be_halved(
