@@ -24,6 +24,7 @@ VERBS = {
     "export": "nmrun.export.cli.main",
     "bench": "nmrun.bench.main",
     "ratios": "nmrun.train.ratios.main",
+    "tune": "nmrun.tune.cli.main",
     "prepare": "nmrun.data.cli.prepare",
     "status": "nmrun.report.status.main",
     "compare": "nmrun.report.compare.main",

@@ -25,6 +25,36 @@ class Check:
     options: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Search:
+    """Where ``nmrun tune`` looks for a value: among ``values``, or from ``low`` to ``high``."""
+
+    values: tuple[Any, ...] = ()
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+
+    def __str__(self) -> str:
+        if self.values:
+            return ", ".join(map(str, self.values))
+        return f"{self.low:g} to {self.high:g}" + (" (log)" if self.log else "")
+
+
+def among(*values: Any) -> Search:
+    """Look among these values."""
+    return Search(values)
+
+
+def between(low: float, high: float) -> Search:
+    """Look in an interval, uniformly."""
+    return Search(low=low, high=high)
+
+
+def log(low: float, high: float) -> Search:
+    """Look in an interval, uniformly in the logarithm."""
+    return Search(low=low, high=high, log=True)
+
+
 def whole(low: int, high: float = math.inf, optional: bool = False) -> Check:
     """A whole number in a range.
 

@@ -65,7 +65,7 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
     config = schema.check(composed)
     with kept():
         outcome = jobs.one(config, command=_command(asked.config_dir, own))
-    _raise_interrupt(outcome)
+    raise_interrupt(outcome)
     if outcome["status"] not in ("finished", "skipped", "planned"):
         raise RunError(" ".join(f"{outcome['error']}: {outcome['folder']}".split()))
     found = outcome.get("metrics", {"final": {}, "best": {}})
@@ -104,11 +104,11 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     command = _command(asked.config_dir, ["-m", *asked.overrides])
     folders = []
     with kept(), jobs.recorded(looks, command, []) as recorded:
-        for number, (own, composed) in enumerate(_jobs(sweeps, asked.config_dir), 1):
+        for number, (own, composed) in enumerate(jobs_of(sweeps, asked.config_dir), 1):
             folders += _folders(composed)
             again = _command(asked.config_dir, own)
             outcome, _ = jobs.of_sweep(recorded, number, composed, own, again)
-            _raise_interrupt(outcome)
+            raise_interrupt(outcome)
         print(record.summary(recorded)[0])
     found = collect(folders)
     if found.empty:
@@ -116,10 +116,18 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     return of_runs(found)
 
 
-def _jobs(
+def jobs_of(
     sweeps: list[list[str]], config_dir: str | None
 ) -> Iterator[tuple[list[str], DictConfig]]:
-    """The jobs of the sweeps: the overrides of each as they are typed, and its config."""
+    """Compose the jobs of sweeps.
+
+    Args:
+        sweeps: the overrides of each, checked.
+        config_dir: a folder of more configs.
+
+    Yields:
+        The overrides of each job as they are typed, and its config.
+    """
     for overrides in sweeps:
         with composing(config_dir):
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
@@ -145,7 +153,8 @@ def _command(config_dir: str | None, overrides: Sequence[str]) -> str:
     return shlex.join(["nmrun", *place, *overrides])
 
 
-def _raise_interrupt(outcome: dict[str, Any]) -> None:
+def raise_interrupt(outcome: dict[str, Any]) -> None:
+    """Raise KeyboardInterrupt or SystemExit where a signal ended a run."""
     if outcome["status"] == "interrupted":
         if outcome["signal"] == signal.SIGINT:
             raise KeyboardInterrupt

@@ -1,7 +1,7 @@
 """The hyperparameters of a recipe, read from the source of its class without an import.
 
 Recipes import torch, and the command line must not. Only their classes state a hyperparameter's
-default and range, such as ``decay: Annotated[float, number(0)] = 2e-4``. The
+default, range and search space, such as ``decay: Annotated[float, number(0), log(1e-6, 1e-2)] = 2e-4``. The
 ``nm://`` source (``nmrun.config.source``) serves the config group ``recipe`` from them.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun import ranges
-from nmrun.ranges import Check
+from nmrun.ranges import Check, Search
 from nmrun.recipes import RECIPES
 
 
@@ -27,10 +27,12 @@ class Field:
     Attributes:
         default: its default, as YAML reads it.
         check: its range; None for any value.
+        search: where a comparison looks for it (``nmrun tune``); None: it is not tuned.
     """
 
     default: Any
     check: Check | None
+    search: Search | None = None
 
 
 @functools.cache
@@ -137,18 +139,22 @@ def _field(line: ast.AnnAssign) -> Field | None:
         default = ast.literal_eval(line.value)
     except ValueError:  # such as field(init=False)
         return None
-    return Field(_plain(default), _check(annotation))
+    found = _annotated(annotation)
+    return Field(
+        _plain(default),
+        next((one for one in found if isinstance(one, Check)), None),
+        next((one for one in found if isinstance(one, Search)), None),
+    )
 
 
-def _check(annotation: ast.expr) -> Check | None:
-    """Read the range in ``Annotated``: a name of ``nmrun.ranges``, or a call of one."""
+def _annotated(annotation: ast.expr) -> list[Any]:
+    """Read what ``Annotated`` adds to the type: names of ``nmrun.ranges``, or calls of them."""
     if not isinstance(annotation, ast.Subscript) or not isinstance(annotation.slice, ast.Tuple):
-        return None
+        return []
     if ast.unparse(annotation.value).rpartition(".")[2] != "Annotated":
-        return None
-    expression = ast.Expression(annotation.slice.elts[1])
-    check = eval(compile(expression, "<annotation>", "eval"), vars(ranges))
-    return check if isinstance(check, Check) else None
+        return []
+    expressions = map(ast.Expression, annotation.slice.elts[1:])
+    return [eval(compile(one, "<annotation>", "eval"), vars(ranges)) for one in expressions]
 
 
 def _plain(value: Any) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from nmrun.patterns import Pattern
 from nmrun.permutation.channels import Channels
 from nmrun.permutation.permute import find_channels, permute_inputs
-from nmrun.ranges import FLAG, FRACTION
+from nmrun.ranges import FLAG, FRACTION, between
 from nmrun.recipes.base import Recipe
 from nmrun.recipes.periodic import keep_mask
 from nmrun.rule import Rule
@@ -41,7 +41,7 @@ class ASP(Recipe):
     name: ClassVar[str] = "asp"
     masks_can_be_transposable: ClassVar[bool] = True
 
-    prune_at: Annotated[float, FRACTION] = 0.5
+    prune_at: Annotated[float, FRACTION, between(0.0, 0.8)] = 0.5
     permute: Annotated[bool, FLAG] = False
 
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nmrun.kernels import projection
 from nmrun.products import layer
-from nmrun.ranges import number, whole
+from nmrun.ranges import log, number, whole
 from nmrun.recipes.base import Recipe
 from nmrun.rule import Rule
 from nmrun.sparsity.apply import keep_largest
@@ -42,7 +42,7 @@ class BiMask(Recipe):
 
     name: ClassVar[str] = "bi_mask"
 
-    decay: Annotated[float, number(0)] = 2e-4
+    decay: Annotated[float, number(0), log(1e-6, 1e-2)] = 2e-4
     interval: Annotated[int, whole(1)] = 100
     candidates: Annotated[int, whole(1)] = 100
 

@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar
 import torch
 
 from nmrun.patterns import Pattern
-from nmrun.ranges import FRACTION, number
+from nmrun.ranges import FRACTION, between, number
 from nmrun.recipes.base import Recipe
 from nmrun.rule import Rule
 from nmrun.sparsity.weight import SparseWeight
@@ -35,8 +35,8 @@ class Progressive(Recipe):
 
     needs_total_steps: ClassVar[str] = "its phases are fractions of the run"
 
-    dense: Annotated[float, FRACTION] = 0.1
-    final: Annotated[float, number(0, 1, open_low=True)] = 0.2
+    dense: Annotated[float, FRACTION, between(0.0, 0.4)] = 0.1
+    final: Annotated[float, number(0, 1, open_low=True), between(0.05, 0.5)] = 0.2
 
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
         super().begin(pattern, total_steps)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from nmrun.ranges import number
+from nmrun.ranges import log, number
 from nmrun.recipes.base import Recipe
 from nmrun.rule import Rule
 from nmrun.sparsity.weight import SparseWeight
@@ -30,7 +30,7 @@ class SRSTE(Recipe):
     name: ClassVar[str] = "sr_ste"
     masks_can_be_transposable: ClassVar[bool] = True
 
-    decay: Annotated[float, number(0)] = 2e-4
+    decay: Annotated[float, number(0), log(1e-6, 1e-2)] = 2e-4
 
     def rule(self, weight: SparseWeight) -> Rule:
         return Rule(pruned_gradient_decay=self.decay)

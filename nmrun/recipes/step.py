@@ -18,7 +18,7 @@ import torch
 
 from nmrun import optim
 from nmrun.patterns import Pattern
-from nmrun.ranges import FLAG, SWITCH, number, one_of
+from nmrun.ranges import FLAG, SWITCH, among, number, one_of
 from nmrun.recipes import switches
 from nmrun.recipes.base import Recipe
 from nmrun.rule import Rule
@@ -46,7 +46,7 @@ class STEP(Recipe):
     needs_total_steps: ClassVar[str] = "its switch is clipped to fractions of the run"
     masks_can_be_transposable: ClassVar[bool] = True
 
-    switch: Annotated[str | float, SWITCH] = "auto"
+    switch: Annotated[str | float, SWITCH, among("auto", 0.1, 0.2, 0.3, 0.5, 0.7)] = "auto"
     t_min: Annotated[float, number(0, 1)] = 0.1
     t_max: Annotated[float, number(0, 1)] = 0.5
     window: Annotated[str, one_of("full", "partial")] = "full"

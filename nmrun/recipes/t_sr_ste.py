@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nmrun.patterns import Pattern
-from nmrun.ranges import DECAY, FRACTION, whole
+from nmrun.ranges import DECAY, FRACTION, log, whole
 from nmrun.recipes.periodic import PeriodicMask
 from nmrun.rule import Rule
 from nmrun.sparsity.weight import SparseWeight
@@ -40,7 +40,7 @@ class TSRSTE(PeriodicMask):
     name: ClassVar[str] = "t_sr_ste"
     masks_can_be_transposable: ClassVar[bool] = True
 
-    decay: Annotated[float, DECAY] = 2e-4
+    decay: Annotated[float, DECAY, log(1e-6, 1e-2)] = 2e-4
     interval: Annotated[int, whole(1)] = 40
     dense_end: Annotated[float, FRACTION] = 0.0
 

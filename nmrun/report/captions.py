@@ -60,7 +60,7 @@ def caption(table: Table) -> str:
         notes.append(f"best of each {' and '.join([axis, *agree])} in bold")
     if table.paper:
         notes.append(f"(paper): {table.paper_source}")
-    notes += _unlike(table)
+    notes += table.tuned + _unlike(table)
     if len(table.commits) > 1:
         notes.append(
             f"made by {len(table.commits)} versions of the code: {', '.join(table.commits)}"

@@ -181,7 +181,9 @@ def collected(paths: Sequence[str]) -> pd.DataFrame:
     if not paths:
         raise ConfigError("the following arguments are required: PATH")
     for path in paths:
-        if not path.startswith(WANDB) and not Path(path).is_dir():
+        if path.startswith(WANDB) or (path.endswith(".csv") and Path(path).is_file()):
+            continue
+        if not Path(path).is_dir():
             raise ConfigError(f"{path}: no such folder")
     runs = collect(paths)
     if runs.empty:

@@ -13,13 +13,15 @@ import pandas as pd
 from nmrun.config.identity import completed
 from nmrun.config.schema import flatten
 from nmrun.errors import ConfigError
+from nmrun.report.rows import read as from_csv
 
 WANDB = "wandb://"
 
 
 def collect(paths: Sequence[str | Path]) -> pd.DataFrame:
     """One row for each ``result.json`` at or below ``paths``, once each; empty if there is none. A
-    path may be ``wandb://entity/project``.
+    path may be ``wandb://entity/project``, or a CSV file of :mod:`nmrun.report.rows`. What lies in
+    a hidden folder below a path, as the trials of ``nmrun tune`` do, is left out.
 
     Columns: ``status``, ``id``, ``folder``, ``seconds``, ``commit``, ``metric`` (the task's own),
     ``seed``; the config's groups by name (``recipe``, ``model``, ...; ``sparsity`` as ``2:4`` or
@@ -33,11 +35,14 @@ def collect(paths: Sequence[str | Path]) -> pd.DataFrame:
     for path in paths:
         if str(path).startswith(WANDB):
             rows += _from_wandb(str(path).removeprefix(WANDB).strip("/"))
+        elif str(path).endswith(".csv"):
+            rows += from_csv(path)
     for file in (
         file
         for path in paths
         if not str(path).startswith(WANDB)
         for file in sorted(Path(path).rglob("result.json"))
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
     ):
         if file.resolve() in seen:
             continue

@@ -19,6 +19,7 @@ from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
 from nmrun.recipes import RECIPES
+from nmrun.report import tuned
 from nmrun.report.numbers import places, scale
 from nmrun.report.statistics import Cell, Difference, shown, summarise
 
@@ -42,7 +43,8 @@ class Table:
     differs, the rows by the number of epochs that those were chosen from. ``differences`` to the
     rows ``baseline`` in the same column, their p-values corrected for their number; ``across`` are
     the keys of rows in which some are compared with a baseline of another value. ``statistic``:
-    what stands in a cell, ``mean``, ``median`` or ``best``. ``paper``: published figures as they
+    what stands in a cell, ``mean``, ``median`` or ``best``. ``tuned``: how the rows were tuned, if they
+    were. ``paper``: published figures as they
     are printed, by row and column, and where they stand, ``paper_source``.
     """
 
@@ -59,6 +61,7 @@ class Table:
     differing: list[str]
     commits: list[str]
     candidates: dict[str, list[Key]] = field(default_factory=dict)
+    tuned: list[str] = field(default_factory=list)
     baseline: list[Key] = field(default_factory=list)
     test: str = ""
     differences: dict[tuple[Key, Key], Difference] = field(default_factory=dict)
@@ -148,6 +151,7 @@ def build(
         differing,
         commits,
         _candidates(members) if "best/" in metric else {},
+        tuned.notes(_by_row(members)),
     )
     table.best.update(_best(table))
     return table
@@ -230,6 +234,13 @@ def _differing(runs: Sequence[Run]) -> list[str]:
     found = [key for key in keys if len({label(run[key]) for run in runs}) > 1]
     # `recipe` says it for `recipe.switch`
     return [key for key in found if "." not in key or key.partition(".")[0] not in found]
+
+
+def _by_row(members: Mapping[tuple[Key, Key], Sequence[Run]]) -> dict[Key, list[Run]]:
+    found: dict[Key, list[Run]] = {}
+    for (row, _), group in members.items():
+        found.setdefault(row, []).extend(group)
+    return found
 
 
 def _candidates(members: Mapping[tuple[Key, Key], Sequence[Run]]) -> dict[str, list[Key]]:

@@ -1,0 +1,56 @@
+"""What a caption says of the tuning that runs had before (``nmrun tune``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Run = Mapping[Any, Any]
+
+
+def notes(rows: Mapping[tuple[str, ...], Sequence[Run]]) -> list[str]:
+    """Say by how many trials each row was tuned, by which metric, and over which settings.
+
+    Args:
+        rows: the runs of each row of a table.
+
+    Returns:
+        One note, or none where no run was tuned.
+    """
+    over: dict[str, list[str]] = {}
+    by: dict[str, list[str]] = {}
+    for row, runs in rows.items():
+        for run in runs:
+            tuned = isinstance(run.get("tuned.over"), str)
+            _add(by, _how(run) if tuned else "none", row)
+            _add(over, run["tuned.over"] if tuned else "", row)
+    if set(by) <= {"none"}:
+        return []
+    spaces = {said: said.split("; ") if said else [] for said in over}
+    common = [s for s in next(iter(spaces.values())) if all(s in own for own in spaces.values())]
+    own = [
+        f"{', '.join(over[said])} over {' and '.join(rest)}"
+        for said, each in spaces.items()
+        if (rest := [s for s in each if s not in common])
+    ]
+    text = f"each cell tuned before by {_by(by)}" + (
+        f", over {', '.join(common)}" if common else ""
+    )
+    return ["; ".join([text, *own])]
+
+
+def _how(run: Run) -> str:
+    return f"{run['tuned.trials']} trials on {run['tuned.by']} with seed {run['tuned.seed']}"
+
+
+def _add(found: dict[str, list[str]], said: str, row: Iterable[str]) -> None:
+    name = " ".join(row)
+    names = found.setdefault(said, [])
+    if name not in names:
+        names.append(name)
+
+
+def _by(by: Mapping[str, list[str]]) -> str:
+    if len(by) == 1:
+        return next(iter(by))
+    return ", ".join(f"{how} ({', '.join(names)})" for how, names in by.items())

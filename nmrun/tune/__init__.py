@@ -1,0 +1,1 @@
+"""Equal tuning: every recipe of a comparison gets the same number of trials, then its seeds."""

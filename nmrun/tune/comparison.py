@@ -1,0 +1,236 @@
+"""A comparison of tuned recipes: its cells, the trials of each, and the runs of its seeds.
+
+A cell is what a table shows: one recipe at one ratio, and one value of every other key that is
+swept. Each cell has ``trials`` runs with the seed 1000, chosen by the validation split, and then a
+run for each seed with the best settings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra import compose
+
+from nmrun.api.kept import kept
+from nmrun.api.runs import jobs_of, raise_interrupt
+from nmrun.config import schema
+from nmrun.config.composing import composing
+from nmrun.config.identity import finished, identity, run_folder
+from nmrun.errors import ConfigError
+from nmrun.files import locks
+from nmrun.report.numbers import printed
+from nmrun.settings.config import Config
+from nmrun.train import jobs
+from nmrun.tune import space
+from nmrun.tune.study import SEED, Study
+
+DEFINITION = "study.json"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One recipe at one ratio.
+
+    Attributes:
+        name: recipe and ratio, and the other swept values.
+        words: its overrides, without a seed.
+        config: its config before tuning.
+        seeds: those that are reported.
+        folder: where its trials are.
+        searched: the search spaces by key.
+    """
+
+    name: str
+    words: list[str]
+    config: Config
+    seeds: list[int]
+    folder: Path
+    searched: space.Space
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The config's own values of what is searched."""
+        flat = schema.flatten(self.config.plain)
+        return {key: flat[key] for key in self.searched}
+
+
+def cells(folder: Path, sweeps: list[list[str]], given: space.Space) -> list[Cell]:
+    """List the cells of a comparison.
+
+    Args:
+        folder: that of the comparison.
+        sweeps: the overrides of each sweep.
+        given: search spaces by key, which win over the recipes' own.
+
+    Returns:
+        The cells in the order of the sweeps; dense runs, which have no ratio, are one cell.
+
+    Raises:
+        ConfigError: for a key of ``given`` that no cell has.
+    """
+    found: dict[str, tuple[list[str], Config, list[int]]] = {}
+    for words, composed in jobs_of(sweeps, None):
+        seeds = [composed.seed] if composed.seeds is None else list(composed.seeds)
+        composed.seed, composed.seeds = SEED, None
+        config = schema.check(composed)
+        bare = [
+            word for word in words if word.lstrip("+").partition("=")[0] not in ("seed", "seeds")
+        ]
+        known = found.setdefault(identity(config), (bare, config, []))[2]
+        known += [seed for seed in seeds if seed not in known]
+    unknown = [key for key in given if not any(space.has(c, key) for _, c, _ in found.values())]
+    if unknown:
+        raise ConfigError(f"--over {unknown[0]}: no run of this comparison has the key")
+    swept = _differing([config for _, config, _ in found.values()])
+    made = []
+    for words, config, seeds in found.values():
+        flat = schema.flatten(config.plain)
+        ratio = "" if config.pattern is None else str(config.pattern)
+        parts = [config.recipe.name, ratio, *(str(flat[key]) for key in swept if key in flat)]
+        name = " ".join(filter(None, parts))
+        place = "".join(c if c.isalnum() or c in "._" else "-" for c in name)
+        made.append(Cell(name, words, config, seeds, folder / place, space.of(config, given)))
+    return made
+
+
+def _differing(configs: Sequence[Config]) -> list[str]:
+    """Swept keys that neither recipe nor ratio says."""
+    flats = [schema.flatten(config.plain) for config in configs]
+    keys = dict.fromkeys(key for flat in flats for key in flat)
+    said = ("recipe.", "sparsity.")
+    found = [
+        key
+        for key in keys
+        if not key.startswith(said) and len({repr(flat.get(key)) for flat in flats}) > 1
+    ]
+    named = {key.partition(".")[0] for key in found if key.endswith(".name")}
+    return [key for key in found if key.partition(".")[0] not in named or key.endswith(".name")]
+
+
+def check(cell: Cell) -> None:
+    """Write what a cell's trials are of, or hold it against what is there.
+
+    Raises:
+        ConfigError: where the trials under this name were of other settings or another space.
+    """
+    flat = {
+        key: value
+        for key, value in schema.flatten(cell.config.plain).items()
+        if key not in cell.searched and key.partition(".")[0] not in ("track", "seed", "output_dir")
+    }
+    mine = {
+        "space": {key: str(search) for key, search in cell.searched.items()},
+        "settings": json.loads(json.dumps(flat)),
+        "identity": identity(cell.config),
+    }
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    file = cell.folder / DEFINITION
+    if not file.exists():
+        file.write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
+        return
+    try:
+        theirs = json.loads(file.read_text(encoding="utf-8"))
+        if theirs["identity"] == mine["identity"] and theirs["space"] == mine["space"]:
+            return
+        for part in ("space", "settings"):
+            for key in sorted({*theirs[part], *mine[part]}):
+                then, now = theirs[part].get(key), mine[part].get(key)
+                if then != now:
+                    what = "looked for in" if part == "space" else "tuned with"
+                    raise ConfigError(
+                        f"{cell.folder.parent.name}: {cell.name} was {what} {key}={then}, and now "
+                        f"{now} is asked for; give the comparison another name"
+                    )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{file} is not whole; remove {cell.folder} to tune anew") from None
+
+
+def run(cell: Cell, trials: int, say: Say) -> bool:
+    """Do a cell's trials and its seeds, as far as they are not done.
+
+    Args:
+        cell: the cell.
+        trials: the number of its trials.
+        say: prints a line.
+
+    Returns:
+        Whether the cell is done; False where another process is at work on it.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: after a signal, once the run's checkpoint is saved.
+        ConfigError: where the runs have no metric of a validation split.
+    """
+    with locks.hold(cell.folder) as ours:
+        if not ours:
+            return False
+        study = study_of(cell)
+        while (number := len(study.trials())) < trials:
+            params = study.propose(trials)
+            config = _composed(cell, params, SEED, cell.folder / "runs")
+            ended = _done(config, [*cell.words, *space.words(params)])
+            study.add(params, **ended, folder=str(run_folder(config)))
+            best = study.best(trials)
+            say(
+                f"{cell.name}  trial {number + 1}/{trials}  {shown(params)}  "
+                f"{_number(ended)}, best {_number(best)}  {ended['seconds']:.0f} s"
+            )
+        for config in configs(cell, trials):
+            if finished(run_folder(config))[0] is None:
+                ended = _done(config, [*cell.words, f"seed={config.seed}"])
+                say(f"{cell.name}  seed {config.seed}  {_number(ended)}  {ended['seconds']:.0f} s")
+    return True
+
+
+def configs(cell: Cell, trials: int) -> list[Config]:
+    """Compose the runs of a cell's seeds, with the best settings of its first ``trials`` trials;
+    none where all of these failed.
+    """
+    best = study_of(cell).best(trials)
+    return [_composed(cell, best["params"], seed, None) for seed in cell.seeds] if best else []
+
+
+def study_of(cell: Cell) -> Study:
+    """Open the study of a cell."""
+    return Study(cell.folder, cell.searched, cell.defaults)
+
+
+def shown(params: Mapping[str, Any]) -> str:
+    """Write settings in short: ``lr=0.002 decay=1e-05``."""
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in params.items())
+
+
+def _composed(cell: Cell, params: Mapping[str, Any], seed: int, place: Path | None) -> Config:
+    own = [*cell.words, *space.words(params), f"seed={seed}"]
+    with composing():
+        composed = compose("nmrun", [*own, *([f"output_dir='{place}'"] if place else [])])
+    return schema.check(composed)
+
+
+def _done(config: Config, words: Sequence[str]) -> dict[str, Any]:
+    """Do a run, whose own lines are in its ``run.log``: the metric, its value and the seconds."""
+    with kept(), contextlib.redirect_stdout(io.StringIO()):
+        outcome = jobs.one(config, command=shlex.join(["nmrun", *words]))
+    raise_interrupt(outcome)
+    if outcome["status"] not in ("finished", "skipped"):
+        return {"metric": "", "value": None, "seconds": outcome.get("seconds") or 0.0}
+    metric = f"eval/{outcome['metric']}"
+    if metric not in outcome["metrics"]["final"]:
+        raise ConfigError(f"{config.dataset.name} has no validation split to tune by")
+    value = float(outcome["metrics"]["final"][metric])
+    return {"metric": metric, "value": value, "seconds": float(outcome["seconds"])}
+
+
+def _number(ended: Mapping[str, Any] | None) -> str:
+    if ended is None or ended["value"] is None:
+        return "failed"
+    return f"{ended['metric']} {printed(ended['value'], ended['metric'])}"
