@@ -38,7 +38,7 @@ OF_THE_PAPERS = {
     *("sr_ste_resnet", "sr_ste_sad", "asp_imagenet"),
     *("s_ste_wmt", "s_ste_deit", "s_ste_gpt2", "s_ste_flips", "s_ste_continuity", "s_ste_ablation"),
     *("gradient_flow_vit", "gradient_flow_transformer", "gradient_flow_isoflops"),
-    "equal_time",
+    *("equal_time", "compare_language"),
 }
 OWN = """
 title: Own

@@ -1,0 +1,51 @@
+"""Runs as a CSV file: what is written is read again, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import math
+
+import pandas as pd
+import pytest
+
+from nmrun.errors import ConfigError
+from nmrun.report import rows
+from nmrun.report.collect import collect
+
+RUN = {
+    "recipe": "=step", "sparsity": "1:8", "seed": 3, "status": "finished", "metric": "accuracy", "dataset": "digits", "model": "mlp",
+    "optimizer.lr": 1e-05, "trainer.clip": None, "model.bias": True, "recipe.decay": math.nan, "test/accuracy": 0.1 + 0.2,
+    "model.exclude": "['a,b','c']", "folder": "/somewhere", "output_dir": "/somewhere", "track.name": "local",
+}  # fmt: skip
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    file = tmp_path / "runs.csv"
+    file.write_text(rows.written(pd.DataFrame([RUN], dtype=object)))
+    (read,) = rows.read(file)
+    assert read.pop("folder") == f"{file}:2"
+    assert math.isnan(read.pop("recipe.decay"))
+    gone = ("folder", "output_dir", "track.name", "recipe.decay")
+    assert read == {key: value for key, value in RUN.items() if key not in gone}
+    assert type(read["seed"]) is int and read["model.bias"] is True
+    assert "\n'=step," in file.read_text()  # no formula
+
+
+def test_a_table_may_be_of_folders_and_files(tmp_path, write):
+    write("ste", "1:8", 0, 0.5)
+    file = tmp_path / "runs.csv"
+    file.write_text(rows.written(pd.DataFrame([RUN], dtype=object)))
+    assert list(collect([tmp_path / "outputs", file])["recipe"]) == ["=step", "ste"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a,b\n1,2\n", "it has no column dataset"),
+        ("", "it has no column|no file of runs"),
+        (",".join(sorted(rows.NEEDED)) + "\n1,2\n", "line 2: 7 values are needed"),
+    ],
+)
+def test_another_file_gets_a_line(tmp_path, text, said):
+    (tmp_path / "runs.csv").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        rows.read(tmp_path / "runs.csv")

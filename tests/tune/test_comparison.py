@@ -1,0 +1,167 @@
+"""A comparison from nothing to its table: equal trials, seeds with what was found, and what stops it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from runs import TINY
+
+from nmrun.api.reports import table
+from nmrun.config import command_line
+from nmrun.errors import ConfigError
+from nmrun.files import locks
+from nmrun.report.collect import collect
+from nmrun.train import jobs
+from nmrun.tune import comparison
+from nmrun.tune.cli import main
+
+SWEEP = [
+    *(word for word in TINY if not word.startswith("sparsity")),
+    *("recipe=dense,sr_ste", "sparsity=1:4,1:8", "seed=0,1", "trainer.epochs=1"),
+]
+PLACE = Path("outputs/.tune/try")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def tune(*words: str) -> int:
+    return main(["try", "--trials", "3", *SWEEP, *words])
+
+
+def trials(place: Path = PLACE) -> dict[str, list[dict]]:
+    return {
+        file.parent.name: [json.loads(line) for line in file.read_text().splitlines()]
+        for file in sorted(place.rglob("trials.jsonl"))
+    }
+
+
+def test_every_cell_gets_the_same_trials_and_its_seeds_have_the_best(capsys):
+    assert tune() == 0
+    found = trials()
+    assert found.keys() == {"dense", "sr_ste-1-4", "sr_ste-1-8"}  # dense has no ratio
+    assert {len(lines) for lines in found.values()} == {3}
+    runs = collect(["outputs"])
+    assert len(runs) == 6 and set(runs["seed"]) == {0, 1}  # the trials lie in a hidden folder
+    for cell, lines in found.items():
+        best = max(lines, key=lambda line: line["value"])
+        name, _, ratio = cell.partition("-")
+        mine = runs[(runs["recipe"] == name) & (runs["sparsity"] == (ratio.replace("-", ":") or name))]
+        for key, value in best["params"].items():
+            assert set(mine[key]) == {value}
+        of_trial = json.loads(Path(best["folder"], "result.json").read_text())
+        assert of_trial["config"]["seed"] == 1000
+        assert of_trial["metrics"]["final"]["eval/accuracy"] == best["value"]
+    printed = capsys.readouterr().out
+    assert "3 trials on eval/accuracy with seed 1000, over optimizer.lr 0.0001 to 0.01 (log)" in printed
+    assert "sr_ste over recipe.decay 1e-06 to 0.01 (log)" in printed
+    assert re.search(r"sr_ste 1:8\s+\| 3\s+\| eval/accuracy", printed)
+
+
+def test_its_csv_has_every_cell_of_the_table():
+    tune()
+    keys = ["recipe", "sparsity", "mean", "sd", "n"]
+    pd.testing.assert_frame_equal(table(PLACE / "runs.csv")[keys], table("outputs")[keys])
+    assert str(Path.cwd()) not in (PLACE / "runs.csv").read_text()
+
+
+def test_given_again_it_does_nothing_and_prints_the_table(capsys, monkeypatch):
+    tune()
+    first = capsys.readouterr().out.splitlines()
+    monkeypatch.setattr(jobs, "one", None)
+    assert tune() == 0
+    again = capsys.readouterr().out.splitlines()
+    assert again == [line for line in first if not re.match(r"\S+ ?\S*  (trial|seed) ", line)]
+
+
+def test_cut_off_anywhere_it_ends_with_the_same(monkeypatch):
+    tune()
+    whole, runs = trials(), table(PLACE / "runs.csv")
+    do, left = jobs.one, [0]
+
+    def stopping(*args, **kwargs):
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return do(*args, **kwargs)
+
+    monkeypatch.setattr(jobs, "one", stopping)
+    for sitting in range(40):
+        left[0] = 2  # two runs in each sitting
+        try:
+            tune("output_dir=cut")
+        except KeyboardInterrupt:
+            continue
+        break
+    assert sitting >= 7  # 15 runs
+    cut = trials(Path("cut/.tune/try"))
+    values = {cell: [(t["params"], t["value"]) for t in lines] for cell, lines in cut.items()}
+    assert values == {c: [(t["params"], t["value"]) for t in ls] for c, ls in whole.items()}
+    pd.testing.assert_frame_equal(table("cut/.tune/try/runs.csv"), runs)
+
+
+def test_a_cell_that_another_process_has_is_left_to_it(capsys):
+    asked = command_line.options(SWEEP)
+    asked.multirun = True
+    cells = comparison.cells(PLACE.absolute(), jobs.checked(asked)[0], {})
+    cells[1].folder.mkdir(parents=True)
+    with locks.hold(cells[1].folder):
+        assert tune() == 0
+    said = capsys.readouterr().out
+    assert f"at work in other processes: {cells[1].name}; the same command goes on" in said
+    assert trials().keys() == {cells[0].folder.name, cells[2].folder.name}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trainer.epochs=3"], "was tuned with trainer.epochs=2, and now 3 is asked for"),
+        (
+            ["--over", "optimizer.lr=interval(0.1,0.2)"],
+            r"was looked for in optimizer.lr=0.0001 to 0.01 \(log\), and now 0.1 to 0.2",
+        ),
+    ],
+)
+def test_other_trials_under_the_same_name_are_refused(words, said):
+    tune("trainer.epochs=2", "recipe=dense")
+    before = {file: file.read_bytes() for file in PLACE.rglob("*.json*")}
+    with pytest.raises(ConfigError, match=said):
+        tune("trainer.epochs=2", "recipe=dense", *words)
+    assert before == {file: file.read_bytes() for file in PLACE.rglob("*.json*")}
+
+
+def test_more_trials_go_on_from_those_that_are_there():
+    tune("recipe=dense")
+    three = trials()["dense"]
+    assert main(["try", "--trials", "5", *SWEEP, "recipe=dense"]) == 0
+    five = trials()["dense"]
+    assert five[:3] == three and len(five) == 5
+
+
+def test_a_recipe_of_which_all_trials_fail_is_named(capsys):
+    failing = ["recipe=dense", "seed=0", "--over", "optimizer.lr=interval(1e30,2e30)"]
+    assert tune(*failing) == 1
+    assert "failed: dense" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["recipe=dense", "seed=0"], "the first word is a name"),
+        (["a/b", "seed=0"], "the first word is a name"),
+        (["try", "--trials", "0", "seed=0"], "--trials 0: it takes a whole number"),
+        (["try", "recipe=stpe"], "no such recipe; did you mean step"),
+        (["try", "recipe=dense", "--over", "recipe.decay=1,2"], "no run of this comparison has"),
+        (["try"], "required: words"),
+    ],
+)
+def test_a_mistake_gets_a_line_before_anything_runs(argv, said):
+    with pytest.raises(ConfigError, match=said):
+        main([*argv, *TINY] if len(argv) > 1 else argv)
+    assert not list(Path().rglob("result.json"))

@@ -1,0 +1,84 @@
+"""Which settings are tried next, and which were best."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nmrun.ranges import among, between, log
+from nmrun.tune.study import Study
+
+SPACE = {"optimizer.lr": log(1e-4, 1e-1), "recipe.switch": among("auto", 0.2, 0.5)}
+DEFAULTS = {"optimizer.lr": 1e-3, "recipe.switch": "auto"}
+
+
+def tuned(folder: Path, trials: int, value, metric: str = "eval/loss", sittings: int = 1) -> Study:
+    """Do the trials with ``value(params)``, in so many processes' lives."""
+    folder.mkdir(exist_ok=True)
+    for sitting in range(1, sittings + 1):
+        study = Study(folder, SPACE, DEFAULTS)
+        while len(study.trials()) < trials * sitting // sittings:
+            params = study.propose(trials)
+            study.add(params, metric, value(params), seconds=1.0)
+    return study
+
+
+def test_the_first_trial_has_the_defaults(tmp_path):
+    assert Study(tmp_path, SPACE, DEFAULTS).propose(8) == DEFAULTS
+
+
+def test_defaults_outside_of_the_space_are_not_tried(tmp_path):
+    space = SPACE | {"optimizer.lr": between(0.5, 0.9)}
+    assert 0.5 <= Study(tmp_path, space, DEFAULTS).propose(8)["optimizer.lr"] <= 0.9
+
+
+def test_all_that_is_proposed_lies_in_the_space(tmp_path):
+    for trial in tuned(tmp_path, 12, lambda params: params["optimizer.lr"]).trials():
+        assert 1e-4 <= trial["params"]["optimizer.lr"] <= 1e-1
+        assert trial["params"]["recipe.switch"] in ("auto", 0.2, 0.5)
+
+
+def test_numbers_have_three_digits(tmp_path):
+    study = tuned(tmp_path, 5, lambda params: 1.0)
+    rates = [trial["params"]["optimizer.lr"] for trial in study.trials()]
+    assert rates == [float(f"{rate:.3g}") for rate in rates] and len(set(rates)) == 5
+
+
+def test_a_study_that_was_cut_off_goes_on_with_the_same_proposals(tmp_path):
+    def bowl(params):
+        return (params["optimizer.lr"] - 0.01) ** 2
+
+    whole = tuned(tmp_path / "whole", 10, bowl).trials()
+    assert tuned(tmp_path / "cut", 10, bowl, sittings=5).trials() == whole
+
+
+def test_it_finds_the_bottom_of_a_bowl(tmp_path):
+    """The learning rate's error at the best of 24 trials, in decades; 0.5 would be the expected one of 3 random ones."""
+    from math import log10
+
+    study = tuned(tmp_path, 24, lambda params: abs(log10(params["optimizer.lr"] / 0.02)))
+    assert study.best(24)["value"] < 0.2
+
+
+@pytest.mark.parametrize(("metric", "best"), [("eval/loss", 2.0), ("eval/accuracy", 7.0)])
+def test_the_best_is_by_the_metrics_own_direction(tmp_path, metric, best):
+    study = Study(tmp_path, SPACE, DEFAULTS)
+    for value in (5.0, None, 2.0, 7.0, 9.0 if metric == "eval/accuracy" else 1.0):
+        study.add(DEFAULTS, metric, value)
+    assert study.best(4)["value"] == best  # the fifth does not count
+    assert study.best(5)["value"] == (9.0 if metric == "eval/accuracy" else 1.0)
+
+
+def test_failed_trials_count_and_are_never_the_best(tmp_path):
+    study = tuned(tmp_path, 6, lambda params: None)
+    assert len(study.trials()) == 6 and study.best(6) is None
+
+
+def test_after_failures_at_high_rates_it_looks_lower(tmp_path):
+    def diverges(params):
+        return None if params["optimizer.lr"] > 1e-3 else 1.0
+
+    rates = [t["params"]["optimizer.lr"] for t in tuned(tmp_path, 24, diverges).trials()]
+    early, late = rates[:12], rates[12:]  # random, then TPE's
+    assert sum(rate <= 1e-3 for rate in late) > sum(rate <= 1e-3 for rate in early)
