@@ -105,25 +105,22 @@ def text(outcome: Outcome) -> str:
                 formats.render([build(part, metric, ["recipe"], ["sparsity"])], "markdown")
             )
     head = ["cell", "trials", "best", "settings", "hours of tuning"]
-    lines = [_found(name, cell) for name, cell in outcome.trials.groupby("cell", sort=False)]
-    parts += ["What the trials found\n\n" + aligned(head, lines) + "\n"] if lines else []
+    lines: dict[str, list[dict[str, Any]]] = {}
+    for trial in outcome.trials.to_dict("records"):
+        lines.setdefault(trial["cell"], []).append({str(key): trial[key] for key in trial})
+    found = [_found(name, trials) for name, trials in lines.items()]
+    parts += ["What the trials found\n\n" + aligned(head, found) + "\n"] if found else []
     parts += [f"failed: {', '.join(outcome.failed)}\n"] if outcome.failed else []
     return "\n".join(parts)
 
 
-def _found(name: str, cell: pd.DataFrame) -> list[str]:
-    hours = f"{cell['seconds'].sum() / 3600:.2f}"
-    good = cell[cell["value"].notna()]
-    if good.empty:
-        return [name, str(len(cell)), "failed", "", hours]
-    values = good["value"].astype(float)
-    metric = good["metric"].iloc[0]
-    best = good.loc[values.idxmax() if higher_is_better(metric) else values.idxmin()]
-    params = {key: best[key] for key in cell.columns if "." in key and pd.notna(best[key])}
-    return [
-        name,
-        str(len(cell)),
-        f"{metric} {printed(best['value'], metric)}",
-        shown(params),
-        hours,
-    ]
+def _found(name: str, trials: list[dict[str, Any]]) -> list[str]:
+    hours = f"{sum(trial['seconds'] for trial in trials) / 3600:.2f}"
+    good = [trial for trial in trials if trial["value"] is not None]
+    if not good:
+        return [name, str(len(trials)), "failed", "", hours]
+    metric = good[0]["metric"]
+    best = (max if higher_is_better(metric) else min)(good, key=lambda trial: trial["value"])
+    params = {key: best[key] for key in best if "." in key and best[key] == best[key]}
+    value = f"{metric} {printed(best['value'], metric)}"
+    return [name, str(len(trials)), value, shown(params), hours]

@@ -78,7 +78,8 @@ class Study:
         sampler = optuna.samplers.TPESampler(seed=len(done), n_startup_trials=max(2, count // 2))
         metrics = [trial["metric"] for trial in done if trial["value"] is not None]
         higher = bool(metrics) and higher_is_better(metrics[0])
-        direction = "maximize" if higher else "minimize"
+        directions = optuna.study.StudyDirection
+        direction = directions.MAXIMIZE if higher else directions.MINIMIZE
         study = optuna.create_study(direction=direction, sampler=sampler)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Optuna 2 calls enqueueing experimental

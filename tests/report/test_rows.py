@@ -26,7 +26,8 @@ def test_what_is_written_is_read_again(tmp_path):
     assert math.isnan(read.pop("recipe.decay"))
     gone = ("folder", "output_dir", "track.name", "recipe.decay")
     assert read == {key: value for key, value in RUN.items() if key not in gone}
-    assert type(read["seed"]) is int and read["model.bias"] is True
+    assert type(read["seed"]) is int
+    assert read["model.bias"] is True
     assert "\n'=step," in file.read_text()  # no formula
 
 

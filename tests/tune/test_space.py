@@ -40,7 +40,8 @@ def test_what_recipes_declare_is_allowed(name):
         for value in field.search.values or (field.search.low, field.search.high):
             assert field.check.holds(value)
         ends = field.search.low <= field.default if not field.search.values else True
-        assert ends and (not field.search.values or field.default in field.search.values)
+        assert ends
+        assert not field.search.values or field.default in field.search.values
 
 
 def test_the_command_wins_where_the_run_has_the_key():

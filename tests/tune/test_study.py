@@ -42,7 +42,8 @@ def test_all_that_is_proposed_lies_in_the_space(tmp_path):
 def test_numbers_have_three_digits(tmp_path):
     study = tuned(tmp_path, 5, lambda params: 1.0)
     rates = [trial["params"]["optimizer.lr"] for trial in study.trials()]
-    assert rates == [float(f"{rate:.3g}") for rate in rates] and len(set(rates)) == 5
+    assert rates == [float(f"{rate:.3g}") for rate in rates]
+    assert len(set(rates)) == 5
 
 
 def test_a_study_that_was_cut_off_goes_on_with_the_same_proposals(tmp_path):
@@ -72,7 +73,8 @@ def test_the_best_is_by_the_metrics_own_direction(tmp_path, metric, best):
 
 def test_failed_trials_count_and_are_never_the_best(tmp_path):
     study = tuned(tmp_path, 6, lambda params: None)
-    assert len(study.trials()) == 6 and study.best(6) is None
+    assert len(study.trials()) == 6
+    assert study.best(6) is None
 
 
 def test_after_failures_at_high_rates_it_looks_lower(tmp_path):
