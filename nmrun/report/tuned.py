@@ -40,7 +40,7 @@ def notes(rows: Mapping[tuple[str, ...], Sequence[Run]]) -> list[str]:
 
 
 def _how(run: Run) -> str:
-    return f"{run['tuned.trials']} trials on {run['tuned.by']} with seed {run['tuned.seed']}"
+    return f"{run['tuned.trials']} trials by {run['tuned.by']}, the best two with three seeds"
 
 
 def _add(found: dict[str, list[str]], said: str, row: Iterable[str]) -> None:

@@ -1,8 +1,8 @@
 """A comparison of tuned recipes: its cells, the trials of each, and the runs of its seeds.
 
 A cell is what a table shows: one recipe at one ratio, and one value of every other key that is
-swept. Each cell has ``trials`` runs with the seed 1000, chosen by the validation split, and then a
-run for each seed with the best settings.
+swept. Each cell has ``trials`` runs with the seed 1000. The best two by the validation split are
+repeated with the seeds 1001 and 1002; the better mean wins, and has a run for each reported seed.
 """
 
 from __future__ import annotations
@@ -179,11 +179,16 @@ def run(cell: Cell, trials: int, say: Say) -> bool:
             config = _composed(cell, params, SEED, cell.folder / "runs")
             ended = _done(config, [*cell.words, *space.words(params)])
             study.add(params, **ended, folder=str(run_folder(config)))
-            best = study.best(trials)
+            best = next(iter(study.ranked(trials)), None)
             say(
                 f"{cell.name}  trial {number + 1}/{trials}  {shown(params)}  "
                 f"{_number(ended)}, best {_number(best)}  {ended['seconds']:.0f} s"
             )
+        for params, seed in study.to_repeat(trials):
+            config = _composed(cell, params, seed, cell.folder / "runs")
+            ended = _done(config, [*cell.words, *space.words(params), f"seed={seed}"])
+            study.repeated(params, seed, ended["value"], seconds=ended["seconds"])
+            say(f"{cell.name}  again  {shown(params)}  {_number(ended)}  {ended['seconds']:.0f} s")
         for config in configs(cell, trials):
             if finished(run_folder(config))[0] is None:
                 ended = _done(config, [*cell.words, f"seed={config.seed}"])

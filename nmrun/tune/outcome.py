@@ -11,7 +11,6 @@ from typing import Any
 import pandas as pd
 
 from nmrun.config.identity import finished, result_in, run_folder
-from nmrun.config.metric import higher_is_better
 from nmrun.report import formats, rows
 from nmrun.report.collect import row
 from nmrun.report.markdown import table as aligned
@@ -30,12 +29,15 @@ class Outcome:
     Attributes:
         runs: a row for each run of a seed, as of :func:`nmrun.report.collect.collect`, with
             ``tuned.*``: how the cell was tuned, and the seconds of that.
-        trials: a row for each trial.
+        trials: a row for each run of the tuning.
+        found: for each cell its name, the number of trials, the winner's mean and settings, and the
+            hours that the tuning took.
         failed: the names of cells without a good trial, and the folders of failed runs.
     """
 
     runs: pd.DataFrame
     trials: pd.DataFrame
+    found: list[list[str]]
     failed: list[str]
 
 
@@ -48,28 +50,24 @@ def of(cells: Sequence[Cell], trials: int) -> Outcome:
     """
     runs: list[dict[str, Any]] = []
     tried: list[dict[str, Any]] = []
+    found: list[list[str]] = []
     failed = []
     for cell in cells:
         study = study_of(cell)
-        done = study.trials()[:trials]
-        best = study.best(trials)
-        over = "; ".join(f"{key} {search}" for key, search in cell.searched.items())
+        done, best, seconds = study.trials()[:trials], study.best(trials), study.seconds(trials)
         tuned = {
             "tuned.trials": len(done),
-            "tuned.over": over,
+            "tuned.over": "; ".join(f"{key} {search}" for key, search in cell.searched.items()),
             "tuned.by": best["metric"] if best else "",
-            "tuned.seed": SEED,
-            "tuned.seconds": sum(trial["seconds"] for trial in done),
+            "tuned.seconds": seconds,
         }
-        for number, trial in enumerate(done, 1):
-            tried.append(
-                {
-                    "cell": cell.name,
-                    "trial": number,
-                    **{k: trial[k] for k in ("metric", "value", "seconds")},
-                    **trial["params"],
-                }
-            )
+        for trial in [*({"seed": SEED, **trial} for trial in done), *study.repeats()]:
+            own = {key: trial[key] for key in ("seed", "value", "seconds")}
+            tried.append({"cell": cell.name, **own, **trial["params"]})
+        value = f"{best['metric']} {printed(best['value'], best['metric'])}" if best else "failed"
+        settings = shown(best["params"]) if best else ""
+        if done:
+            found.append([cell.name, str(len(done)), value, settings, f"{seconds / 3600:.2f}"])
         failed += [cell.name] if len(done) == trials and best is None else []
         for config in configs(cell, trials):
             folder = run_folder(config)
@@ -78,7 +76,8 @@ def of(cells: Sequence[Cell], trials: int) -> Outcome:
                 runs.append(row(result, folder) | tuned)
             elif result.get("status") == "failed":
                 failed.append(str(folder))
-    return Outcome(pd.DataFrame(runs, dtype=object), pd.DataFrame(tried, dtype=object), failed)
+    every = (pd.DataFrame(each, dtype=object) for each in (runs, tried))
+    return Outcome(*every, found, failed)
 
 
 def write(folder: Path, outcome: Outcome) -> None:
@@ -104,23 +103,8 @@ def text(outcome: Outcome) -> str:
             parts.append(
                 formats.render([build(part, metric, ["recipe"], ["sparsity"])], "markdown")
             )
-    head = ["cell", "trials", "best", "settings", "hours of tuning"]
-    lines: dict[str, list[dict[str, Any]]] = {}
-    for trial in outcome.trials.to_dict("records"):
-        lines.setdefault(trial["cell"], []).append({str(key): trial[key] for key in trial})
-    found = [_found(name, trials) for name, trials in lines.items()]
-    parts += ["What the trials found\n\n" + aligned(head, found) + "\n"] if found else []
+    head = ["cell", "trials", "mean of three seeds", "settings", "hours of tuning"]
+    title = "What the trials found"
+    parts += [f"{title}\n\n{aligned(head, outcome.found)}\n"] if outcome.found else []
     parts += [f"failed: {', '.join(outcome.failed)}\n"] if outcome.failed else []
     return "\n".join(parts)
-
-
-def _found(name: str, trials: list[dict[str, Any]]) -> list[str]:
-    hours = f"{sum(trial['seconds'] for trial in trials) / 3600:.2f}"
-    good = [trial for trial in trials if trial["value"] is not None]
-    if not good:
-        return [name, str(len(trials)), "failed", "", hours]
-    metric = good[0]["metric"]
-    best = (max if higher_is_better(metric) else min)(good, key=lambda trial: trial["value"])
-    params = {key: best[key] for key in best if "." in key and best[key] == best[key]}
-    value = f"{metric} {printed(best['value'], metric)}"
-    return [name, str(len(trials)), value, shown(params), hours]

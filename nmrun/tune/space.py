@@ -19,7 +19,7 @@ from nmrun.recipes import RECIPES
 from nmrun.settings.config import Config
 
 RATE = "optimizer.lr"
-AROUND = 10.0  # the learning rate is looked for from a tenth to ten times the config's
+AROUND = 5.0  # the learning rate is looked for from a fifth to five times the config's
 Space = Mapping[str, Search]
 
 

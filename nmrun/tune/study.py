@@ -19,7 +19,9 @@ from nmrun.files import jsonl
 from nmrun.ranges import Search
 
 SEED = 1000  # of the trials' runs: the seeds that are reported decide nothing
-TRIALS = "trials.jsonl"
+FINALISTS = 2  # the best trials, which are repeated with each of
+AGAIN = (1001, 1002)
+TRIALS, REPEATS = "trials.jsonl", "repeats.jsonl"
 
 
 class Study:
@@ -34,27 +36,74 @@ class Study:
     def __init__(
         self, folder: Path, space: Mapping[str, Search], defaults: Mapping[str, Any]
     ) -> None:
-        self.file, self.space, self.defaults = folder / TRIALS, space, defaults
+        self.folder, self.space, self.defaults = folder, space, defaults
 
     def trials(self) -> list[dict[str, Any]]:
         """List the trials that ended: ``params``, ``metric``, ``value`` (None where the run failed),
         and what else :meth:`add` was given.
         """
-        return jsonl.read(self.file)[0]
+        return jsonl.read(self.folder / TRIALS)[0]
 
     def add(self, params: Mapping[str, Any], metric: str, value: float | None, **rest: Any) -> None:
         """Note the end of a trial."""
-        line = json.dumps({"params": dict(params), "metric": metric, "value": value, **rest})
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._append(TRIALS, {"params": dict(params), "metric": metric, "value": value, **rest})
+
+    def ranked(self, count: int) -> list[dict[str, Any]]:
+        """Order the first ``count`` trials, without those that failed, the best first."""
+        good = [trial for trial in self.trials()[:count] if trial["value"] is not None]
+        higher = bool(good) and higher_is_better(good[0]["metric"])
+        return sorted(good, key=lambda trial: trial["value"], reverse=higher)
+
+    def to_repeat(self, count: int) -> list[tuple[dict[str, Any], int]]:
+        """List the finalists' settings with the seeds that they have not been repeated with."""
+        done = [(again["params"], again["seed"]) for again in self.repeats()]
+        return [
+            (trial["params"], seed)
+            for trial in self.ranked(count)[:FINALISTS]
+            for seed in AGAIN
+            if (trial["params"], seed) not in done
+        ]
+
+    def repeated(
+        self, params: Mapping[str, Any], seed: int, value: float | None, **rest: Any
+    ) -> None:
+        """Note the end of a finalist's run with another seed."""
+        self._append(REPEATS, {"params": dict(params), "seed": seed, "value": value, **rest})
 
     def best(self, count: int) -> dict[str, Any] | None:
-        """Find the best of the first ``count`` trials; None where all of them failed."""
-        good = [trial for trial in self.trials()[:count] if trial["value"] is not None]
-        choose = max if good and higher_is_better(good[0]["metric"]) else min
-        return choose(good, key=lambda trial: trial["value"]) if good else None
+        """Find the settings whose mean over the tuning seeds is best.
+
+        One lucky seed makes no winner: near the largest learning rate that trains at all, a run
+        may go well or badly by its seed.
+
+        Args:
+            count: the number of trials that count.
+
+        Returns:
+            The trial, with the mean as ``value``; None where every finalist failed with some seed.
+        """
+        means = []
+        for trial in self.ranked(count)[:FINALISTS]:
+            own = [again for again in self.repeats() if again["params"] == trial["params"]]
+            values = [trial["value"], *(again["value"] for again in own)]
+            if None not in values:
+                means.append({**trial, "value": sum(values) / len(values)})
+        choose = max if means and higher_is_better(means[0]["metric"]) else min
+        return choose(means, key=lambda trial: trial["value"]) if means else None
+
+    def seconds(self, count: int) -> float:
+        """Add up the seconds of the trials that count and of the finalists' repeats."""
+        return sum(run["seconds"] for run in [*self.trials()[:count], *self.repeats()])
+
+    def repeats(self) -> list[dict[str, Any]]:
+        """List the finalists' runs with other seeds: ``params``, ``seed``, ``value``, ``seconds``."""
+        return jsonl.read(self.folder / REPEATS)[0]
+
+    def _append(self, name: str, content: Mapping[str, Any]) -> None:
+        with (self.folder / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(content) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def propose(self, count: int) -> dict[str, Any]:
         """Choose the settings of the next trial: first the defaults, then by Optuna's TPE.

@@ -22,7 +22,7 @@ def config(*words: str) -> schema.Config:
 
 def test_a_recipe_is_tuned_over_the_learning_rate_and_what_its_class_declares():
     assert space.of(config("recipe=dense", "optimizer.lr=0.01"), {}) == {
-        "optimizer.lr": log(0.001, 0.1)
+        "optimizer.lr": log(0.002, 0.05)
     }
     assert space.of(config("recipe=sr_ste"), {}).keys() == {"optimizer.lr", "recipe.decay"}
     assert space.of(config("recipe=step"), {})["recipe.switch"].values[0] == "auto"

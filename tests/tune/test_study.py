@@ -59,7 +59,7 @@ def test_it_finds_the_bottom_of_a_bowl(tmp_path):
     from math import log10
 
     study = tuned(tmp_path, 24, lambda params: abs(log10(params["optimizer.lr"] / 0.02)))
-    assert study.best(24)["value"] < 0.2
+    assert study.ranked(24)[0]["value"] < 0.2
 
 
 @pytest.mark.parametrize(("metric", "best"), [("eval/loss", 2.0), ("eval/accuracy", 7.0)])
@@ -67,14 +67,41 @@ def test_the_best_is_by_the_metrics_own_direction(tmp_path, metric, best):
     study = Study(tmp_path, SPACE, DEFAULTS)
     for value in (5.0, None, 2.0, 7.0, 9.0 if metric == "eval/accuracy" else 1.0):
         study.add(DEFAULTS, metric, value)
-    assert study.best(4)["value"] == best  # the fifth does not count
-    assert study.best(5)["value"] == (9.0 if metric == "eval/accuracy" else 1.0)
+    assert study.ranked(4)[0]["value"] == best  # the fifth does not count
+    assert study.ranked(5)[0]["value"] == (9.0 if metric == "eval/accuracy" else 1.0)
+    assert len(study.ranked(5)) == 4  # one failed
+
+
+def test_the_best_two_are_repeated_and_the_better_mean_wins(tmp_path):
+    study = Study(tmp_path, SPACE, DEFAULTS)
+    for rate, value in ((0.001, 3.0), (0.02, 1.0), (0.01, 2.0)):
+        study.add({"optimizer.lr": rate}, "eval/loss", value, seconds=10.0)
+    wanted = [({"optimizer.lr": rate}, seed) for rate in (0.02, 0.01) for seed in (1001, 1002)]
+    assert study.to_repeat(3) == wanted
+    for (params, seed), value in zip(wanted, (1.0, 7.0, 2.0, 2.5), strict=True):
+        assert (params, seed) in study.to_repeat(3)
+        study.repeated(params, seed, value, seconds=1.0)
+    assert study.to_repeat(3) == []
+    # the mean of 1, 1 and 7 is 3; that of 2, 2 and 2.5 is 6.5 / 3
+    best = study.best(3)
+    assert best["params"] == {"optimizer.lr": 0.01}
+    assert best["value"] == pytest.approx(6.5 / 3)
+    assert study.seconds(3) == 34.0
+
+
+def test_a_finalist_that_fails_with_another_seed_does_not_win(tmp_path):
+    study = Study(tmp_path, SPACE, DEFAULTS)
+    for rate, value in ((0.02, 1.0), (0.01, 2.0)):
+        study.add({"optimizer.lr": rate}, "eval/loss", value, seconds=1.0)
+    study.repeated({"optimizer.lr": 0.02}, 1001, None, seconds=1.0)
+    assert study.best(2)["params"] == {"optimizer.lr": 0.01}
 
 
 def test_failed_trials_count_and_are_never_the_best(tmp_path):
     study = tuned(tmp_path, 6, lambda params: None)
     assert len(study.trials()) == 6
     assert study.best(6) is None
+    assert study.to_repeat(6) == []
 
 
 def test_after_failures_at_high_rates_it_looks_lower(tmp_path):
