@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from nmrun.errors import ConfigError
-from nmrun.report.formats import FORMULA
+from nmrun.report.records import FORMULA
 from nmrun.report.tables import label
 
 NEEDED = {"recipe", "sparsity", "seed", "status", "metric", "dataset", "model"}

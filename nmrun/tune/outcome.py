@@ -76,8 +76,8 @@ def of(cells: Sequence[Cell], trials: int) -> Outcome:
                 runs.append(row(result, folder) | tuned)
             elif result.get("status") == "failed":
                 failed.append(str(folder))
-    every = (pd.DataFrame(each, dtype=object) for each in (runs, tried))
-    return Outcome(*every, found, failed)
+    of_seeds, of_trials = pd.DataFrame(runs, dtype=object), pd.DataFrame(tried, dtype=object)
+    return Outcome(of_seeds, of_trials, found, failed)
 
 
 def write(folder: Path, outcome: Outcome) -> None:
