@@ -17,9 +17,7 @@ import pandas as pd
 from nmrun.config.identity import GROUPS, IRRELEVANT
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError
-from nmrun.patterns import Pattern, PatternError
-from nmrun.recipes import RECIPES
-from nmrun.report import tuned
+from nmrun.report import order, tuned
 from nmrun.report.numbers import places, scale
 from nmrun.report.statistics import Cell, Difference, shown, summarise
 
@@ -27,7 +25,6 @@ from nmrun.report.statistics import Cell, Difference, shown, summarise
 Key = tuple[str, ...]
 Run = Mapping[Any, Any]  # a row of ``collect``
 
-RECIPE_ORDER = tuple(RECIPES)
 APART = ("dataset", "model", "sparsity", "metric")  # recipes that differ in one are no rivals
 LONG = 8  # characters of a number
 
@@ -96,7 +93,7 @@ def build(
     column_keys: Sequence[str],
     statistic: str = "mean",
 ) -> Table:
-    """Fold runs into a table. Columns go from dense to sparse, recipes in ``RECIPE_ORDER``, metrics
+    """Fold runs into a table. Columns go from dense to sparse, recipes in nmrun's order, metrics
     as in ``metric``, other labels by size or alphabet.
 
     Raises ConfigError where a cell would average over runs that differ in more than their seed,
@@ -151,7 +148,7 @@ def build(
         differing,
         commits,
         _candidates(members) if "best/" in metric else {},
-        tuned.notes(_by_row(members)),
+        tuned.notes(members),
     )
     table.best.update(_best(table))
     return table
@@ -236,13 +233,6 @@ def _differing(runs: Sequence[Run]) -> list[str]:
     return [key for key in found if "." not in key or key.partition(".")[0] not in found]
 
 
-def _by_row(members: Mapping[tuple[Key, Key], Sequence[Run]]) -> dict[Key, list[Run]]:
-    found: dict[Key, list[Run]] = {}
-    for (row, _), group in members.items():
-        found.setdefault(row, []).extend(group)
-    return found
-
-
 def _candidates(members: Mapping[tuple[Key, Key], Sequence[Run]]) -> dict[str, list[Key]]:
     """The rows by the number of epochs that their best weights were chosen from; empty where it is
     the same for all.
@@ -292,20 +282,6 @@ def _ties(table: Table, values: Mapping[tuple[Key, Key], float]) -> list[tuple[K
 
 def _order(keys: Key, labels: Key, metrics: Sequence[str]) -> tuple[tuple[Any, ...], ...]:
     return tuple(
-        (0, metrics.index(text), 0, "") if key == "metric" else _order_of_one(text)
+        (0, metrics.index(text), 0, "") if key == "metric" else order.of(text)
         for key, text in zip(keys, labels, strict=True)
     )
-
-
-def _order_of_one(text: str) -> tuple[int, float, int, str]:
-    if text in RECIPE_ORDER:
-        return (0, RECIPE_ORDER.index(text), 0, "")
-    try:
-        pattern = Pattern.parse(text)
-        return (1, -pattern.density, pattern.m, "")  # densest first; 2:4 before 4:8
-    except PatternError:
-        pass
-    try:
-        return (2, float(text), 0, "")
-    except ValueError:
-        return (3, 0.0, 0, text)

@@ -6,20 +6,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 Run = Mapping[Any, Any]
+Row = tuple[str, ...]
 
 
-def notes(rows: Mapping[tuple[str, ...], Sequence[Run]]) -> list[str]:
+def notes(cells: Mapping[tuple[Row, Row], Sequence[Run]]) -> list[str]:
     """Say by how many trials each row was tuned, by which metric, and over which settings.
 
     Args:
-        rows: the runs of each row of a table.
+        cells: the runs of each cell of a table, by row and column.
 
     Returns:
         One note, or none where no run was tuned.
     """
     over: dict[str, list[str]] = {}
     by: dict[str, list[str]] = {}
-    for row, runs in rows.items():
+    for (row, _), runs in cells.items():
         for run in runs:
             tuned = isinstance(run.get("tuned.over"), str)
             _add(by, _how(run) if tuned else "none", row)
