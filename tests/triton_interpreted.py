@@ -18,8 +18,7 @@ from triton.runtime import interpreter
 from nmrun import optim, sparsify
 from nmrun.kernels import projection as kernels
 from nmrun.kernels import triton_groups, triton_mvue, triton_projection
-from nmrun.kernels.operands import Operands, Update, scalars
-from nmrun.kernels.triton_adamw import FusedAdam
+from nmrun.kernels.operands import Update
 from nmrun.patterns import Pattern
 from nmrun.sparsity.estimators import inclusion_probabilities
 from nmrun.sparsity.plain import hard_threshold, nm_mask, soft_threshold
@@ -108,10 +107,6 @@ def reference(weight: Tensor, pattern: Pattern, dim: int, mode: str, amount: flo
     )
 
 
-def flipped(a: Tensor, b: Tensor) -> int:
-    return int((a.bool() ^ b.bool()).sum())
-
-
 @pytest.mark.parametrize(("ratio", "shape", "dim", "dtype"), CASES)
 def test_bits_equal_the_reference(
     ratio: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype
@@ -120,17 +115,8 @@ def test_bits_equal_the_reference(
     before = weight.clone()
     for mode, amount in (("hard", 1.0), ("soft", 1.4832), ("decayed", 0.37)):
         out = nasty(shape, dtype, seed=1)
-        earlier, flips = out.clone(), torch.tensor(5, device=DEVICE)
-        cast = torch.empty_like(out, dtype=BFLOAT if dtype == FLOAT else FLOAT)
-        assert triton_projection.project(
-            weight, out, pattern, dim, mode, amount, cast=cast, flips=flips
-        )
+        assert triton_projection.project(weight, out, pattern, dim, mode, amount)
         assert torch.equal(bits(out), bits(reference(weight, pattern, dim, mode, amount))), mode
-        if dtype == FLOAT:
-            assert torch.equal(bits(cast), bits(out.bfloat16()))
-        elif mode == "hard":
-            assert torch.equal(bits(cast), bits(out.float()))
-        assert int(flips) == 5 + flipped(earlier, out)
     assert triton_projection.project(weight, out, pattern, dim, "mask")
     assert torch.equal(out, nm_mask(weight, pattern, dim).to(dtype))
     assert torch.equal(bits(weight), bits(before))
@@ -176,12 +162,11 @@ def test_weights_of_many_kinds_in_one_batch() -> None:
         Pattern.parse(ratio).over(w.shape[dim])
         for w, (_, dim, ratio, _) in zip(weights, kinds, strict=True)
     ]
-    casts = [None if w.dtype == BFLOAT else torch.empty_like(w, dtype=HALF) for w in weights]
     scales = [
         torch.tensor(1.0 + i / 4, dtype=w.dtype, device=DEVICE) for i, w in enumerate(weights)
     ]
-    batch = triton_projection.Batch(weights, outs, patterns, dims, casts)
-    scaled = triton_projection.Batch(weights, outs, patterns, dims, None, scales)
+    batch = triton_projection.Batch(weights, outs, patterns, dims)
+    scaled = triton_projection.Batch(weights, outs, patterns, dims, scales)
     assert sorted(len(launch.members) for launch in batch._launches) == [1, 1, 1, 2, 2]
 
     def check(mode: str, amounts: list[float]) -> None:
@@ -190,12 +175,8 @@ def test_weights_of_many_kinds_in_one_batch() -> None:
         ):
             assert torch.equal(bits(out), bits(reference(weight, pattern, dim, mode, amount)))
 
-    flips = torch.tensor(0, device=DEVICE)
-    batch.project(flips=flips)
+    batch.project()
     check("hard", [1.0] * len(weights))
-    assert int(flips) == sum(int(out.count_nonzero()) for out in outs)
-    for out, cast in zip(outs, casts, strict=True):
-        assert cast is None or torch.equal(bits(cast), bits(out.half()))
     batch.project("decayed", 0.5)
     check("decayed", [0.5] * len(weights))
     scaled.project("soft")
@@ -231,7 +212,7 @@ def test_what_it_leaves_to_the_reference() -> None:
         triton_projection.Batch([weight, weight.double()], [out, out], [pattern] * 2, [1, 1])
     with pytest.raises(ValueError, match="scale 0 of the batch"):
         triton_projection.Batch(
-            [weight], [out], [pattern], [1], None, [torch.tensor(1.0, dtype=HALF, device=DEVICE)]
+            [weight], [out], [pattern], [1], [torch.tensor(1.0, dtype=HALF, device=DEVICE)]
         )
     shifted = weight.flatten()[1:65].view(1, 64)
     with pytest.raises(ValueError, match="16 bytes"):
@@ -373,22 +354,6 @@ def test_a_step_with_a_frozen_second_moment(decoupled: bool) -> None:
             assert torch.equal(
                 bits(kept.projected), bits(hard_threshold(p, kept.pattern, kept.dim))
             )
-
-
-def test_flips_and_casts_of_the_fused_step() -> None:
-    params, copies = made()
-    casts = [torch.empty_like(p, dtype=BFLOAT) for p in params]
-    outs = [c.projected for c in copies]
-    members = [
-        Operands(c, torch.randn_like(p), torch.zeros_like(p), torch.zeros_like(p), 1, False)
-        for p, c in zip(params, copies, strict=True)
-    ]
-    before, flips = [out.clone() for out in outs], torch.tensor(0, device=DEVICE)
-    fused = FusedAdam(members, casts)
-    fused.step(members, scalars({**OPTIONS, "lr": 0.5}, 1, copies[0].rule), flips=flips)
-    assert int(flips) == sum(map(flipped, before, outs)) > 0
-    for out, cast in zip(outs, casts, strict=True):
-        assert torch.equal(bits(cast), bits(out.bfloat16()))
 
 
 @pytest.mark.usefixtures("by_triton")

@@ -2,9 +2,8 @@
 the step, in Triton.
 
 While a tile of groups is in registers the gradient is edited, moments and weight are updated, and
-the new weight is projected into the working copy and its copy in the compute dtype. That moves 36
-bytes a weight (32 where the gradient needs no mask) instead of 28 for Adam alone, and 2 more for a
-16-bit copy; with a frozen second moment 28.
+the new weight is projected into the working copy. That moves 36 bytes a weight (32 where the
+gradient needs no mask) instead of 28 for Adam alone; with a frozen second moment 28.
 
 The arithmetic is that of ``torch.optim.AdamW``'s for-each form, operation by operation, without
 fused multiply-adds.
@@ -17,7 +16,6 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from nmrun.kernels.operands import Operands
 from nmrun.kernels.triton_groups import (
@@ -26,7 +24,6 @@ from nmrun.kernels.triton_groups import (
     pointer,
     project_tile,
     select,
-    write,
 )
 from nmrun.kernels.triton_launches import launches, on
 
@@ -35,10 +32,10 @@ TILE = 1024  # weights a program has: five tensors of them have to fit into regi
 
 @triton.jit
 def adam_many(
-    table, owner, scalars, flips,
+    table, owner, scalars,
     N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, SHORT: tl.constexpr,
     DECAYED: tl.constexpr, SPARED: tl.constexpr, HELD: tl.constexpr, MODE: tl.constexpr, COUPLED: tl.constexpr, FROZEN: tl.constexpr,
-    CAST: tl.constexpr, FLIPS: tl.constexpr, WEIGHT: tl.constexpr, OUT: tl.constexpr, CASTED: tl.constexpr, FIELDS: tl.constexpr,
+    WEIGHT: tl.constexpr, OUT: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """One step for all weights of a table; ``scalars`` are those of
     ``nmrun.kernels.operands.scalars``.
@@ -52,8 +49,7 @@ def adam_many(
         pointer(row, 6, WEIGHT),
         pointer(row, 7, WEIGHT),
     )
-    out, cast = pointer(row, 8, OUT), pointer(row, 9, CASTED)
-    mask, scale = pointer(row, 10, tl.int8), pointer(row, 11, WEIGHT)
+    out, mask, scale = pointer(row, 8, OUT), pointer(row, 9, tl.int8), pointer(row, 10, WEIGHT)
     columns, inner, size = (
         tl.load(row).to(tl.int32),
         tl.load(row + 1).to(tl.int32),
@@ -71,7 +67,7 @@ def adam_many(
     m = tl.load(first + offset, exists, other=0.0).to(tl.float32)
     v = tl.load(second + offset, exists, other=0.0).to(tl.float32)
     before = w
-    if DECAYED or FLIPS or (SPARED and not HELD):
+    if DECAYED or (SPARED and not HELD):
         before = tl.load(out + offset, exists, other=0.0).to(tl.float32)
     held = w
     if HELD:
@@ -105,51 +101,40 @@ def adam_many(
             amount = tl.load(scale).to(tl.float32)
         kept, shift = select(w, j, N, M, COLUMNS, STRIDED, SHORT)
         value = project_tile(w, kept, shift, amount, MODE, tl.float32)
-    write(value, before, offset, exists, out, cast, flips, CAST, FLIPS)
+    tl.store(out + offset, value.to(out.dtype.element_ty), exists)
 
 
 class FusedAdam:
     """Adam's step, with what is done around it, for some weights in as few launches as they allow.
 
-    ``members`` have ``Rule.kind`` in common. ``casts`` (None for none) get the projected values in
-    another dtype. Raises ValueError where the kernels do not apply to a weight (see
-    ``triton_projection.project``).
+    ``members`` have ``Rule.kind`` in common. Raises ValueError where the kernels do not apply to a
+    weight (see ``triton_projection.project``).
     """
 
-    def __init__(
-        self, members: Sequence[Operands], casts: Sequence[Tensor | None] | None = None
-    ) -> None:
-        self.casts = casts or [None] * len(members)
+    def __init__(self, members: Sequence[Operands]) -> None:
         decayed, spared, held, soft, fading = members[0].update.rule.kind
         mode = MODES["soft" if soft else "decayed" if fading else "hard"]
         self._constants = {"DECAYED": decayed, "SPARED": spared, "HELD": held, "MODE": mode}
         weights, outs = [o.update.dense for o in members], [o.update.projected for o in members]
         patterns, dims = [o.update.pattern for o in members], [o.update.dim for o in members]
-        self._launches = launches(weights, outs, patterns, dims, self.casts, TILE)
+        self._launches = launches(weights, outs, patterns, dims, TILE)
         # at one place for good: a captured graph reads them there
         self.scalars = torch.empty(11, device=weights[0].device)
 
-    def step(
-        self,
-        members: Sequence[Operands],
-        scalars: list[float],
-        frozen: bool = False,
-        flips: Tensor | None = None,
-    ) -> None:
-        """Update weights, moments, working copies and casts. ``members`` as in the constructor,
-        with their tensors of now.
+    def step(self, members: Sequence[Operands], scalars: list[float], frozen: bool = False) -> None:
+        """Update weights, moments and working copies. ``members`` as in the constructor, with their
+        tensors of now.
 
-        flips: as in ``triton_projection.project``. Raises ValueError if a tensor does not begin at
-        a multiple of 16 bytes.
+        Raises ValueError if a tensor does not begin at a multiple of 16 bytes.
         """
         self.scalars.copy_(torch.tensor(scalars), non_blocking=True)
         for chosen, table, constants in self._launches:
             rows = table.rows([
-                (*members[i].all, self.casts[i], members[i].update.rule.mask, members[i].update.rule.soft_threshold_scale)
+                (*members[i].all, members[i].update.rule.mask, members[i].update.rule.soft_threshold_scale)
                 for i in chosen
             ])  # fmt: skip
             with on(rows):
                 adam_many[(table.programs,)](
-                    rows, table.owner, self.scalars, flips, **constants, **self._constants, COUPLED=scalars[1] != 0, FROZEN=frozen,
-                    FLIPS=flips is not None, FIELDS=rows.shape[1], enable_fp_fusion=False,
+                    rows, table.owner, self.scalars, **constants, **self._constants, COUPLED=scalars[1] != 0, FROZEN=frozen,
+                    FIELDS=rows.shape[1], enable_fp_fusion=False,
                 )  # fmt: skip

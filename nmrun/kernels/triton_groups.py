@@ -149,26 +149,6 @@ def project_tile(w, kept, shift, amount, MODE: tl.constexpr, DTYPE: tl.constexpr
 
 
 @triton.jit
-def write(value, before, offset, exists, out, cast, flips, CAST: tl.constexpr, FLIPS: tl.constexpr):
-    """Store a tile of the working copy and of its copy in another dtype; count where its support is
-    not that of ``before``.
-    """
-    tl.store(out + offset, value.to(out.dtype.element_ty), exists)
-    if CAST:
-        target = cast + offset
-        if (
-            len(target.shape) == 1
-            # as many to a thread as of float32: more would have to change hands through shared memory
-        ):
-            target = tl.max_contiguous(target, 4)
-        tl.store(target, value.to(cast.dtype.element_ty), exists)
-    if FLIPS:
-        tl.atomic_add(
-            flips, tl.sum(((value != 0) != (before != 0)).to(tl.int32)).to(tl.int64), sem="relaxed"
-        )
-
-
-@triton.jit
 def pointer(row, field, DTYPE: tl.constexpr):
     """A pointer from a table; ``triton_launches.Table`` sees to it that 16 divides it."""
     return tl.multiple_of(tl.load(row + field).to(tl.pointer_type(DTYPE)), 16)

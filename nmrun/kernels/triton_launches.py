@@ -114,7 +114,6 @@ def launches(
     outs: Sequence[Tensor],
     patterns: Sequence[Pattern],
     dims: Sequence[int],
-    casts: Sequence[Tensor | None],
     tile: int = TILE,
 ) -> list[Launch]:
     """The fewest launches for these weights: one for each device, pattern, kind of layout and pair
@@ -124,19 +123,16 @@ def launches(
     """
     kinds: dict[tuple[Any, ...], list[int]] = {}
     found = []
-    for i, (weight, out, pattern, dim, cast) in enumerate(
-        zip(weights, outs, patterns, dims, casts, strict=True)
+    for i, (weight, out, pattern, dim) in enumerate(
+        zip(weights, outs, patterns, dims, strict=True)
     ):
         dim %= max(1, weight.dim())
-        if not applies(weight, out, pattern, dim, cast):
+        if not applies(weight, out, pattern, dim):
             raise ValueError(
                 f"weight {i} of the batch, {list(weight.shape)} {weight.dtype}, is none for the kernels"
             )
         sizes, constants = shape_of(weight, pattern, dim, tile)
-        constants |= {
-            "WEIGHT": DTYPES[weight.dtype], "OUT": DTYPES[out.dtype],
-            "CAST": cast is not None, "CASTED": DTYPES[out.dtype if cast is None else cast.dtype],
-        }  # fmt: skip
+        constants |= {"WEIGHT": DTYPES[weight.dtype], "OUT": DTYPES[out.dtype]}
         found.append((sizes, constants))
         kinds.setdefault((weight.device, *constants.values()), []).append(i)
     made = []

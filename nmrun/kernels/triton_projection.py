@@ -19,7 +19,6 @@ from nmrun.kernels.triton_groups import (
     pointer,
     project_tile,
     select,
-    write,
 )
 from nmrun.kernels.triton_launches import applies, launches, on, shape_of
 from nmrun.patterns import Pattern
@@ -27,56 +26,52 @@ from nmrun.patterns import Pattern
 
 @triton.jit
 def _tile(
-    block, weight, out, cast, scale, amount, flips, columns, inner, size,
+    block, weight, out, scale, amount, columns, inner, size,
     N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, SHORT: tl.constexpr,
-    MODE: tl.constexpr, SCALED: tl.constexpr, CAST: tl.constexpr, FLIPS: tl.constexpr,
+    MODE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     offset, exists, j = locate(block, columns, inner, size, M, P, COLUMNS, STRIDED, SHORT)
     w = tl.load(weight + offset, exists, other=0.0).to(tl.float32)
-    before = w
-    if FLIPS:
-        before = tl.load(out + offset, exists, other=0.0).to(tl.float32)
     kept, shift = select(w, j, N, M, COLUMNS, STRIDED, SHORT)
     if SCALED:
         amount = tl.load(scale).to(tl.float32)
     value = project_tile(w, kept, shift, amount, MODE, weight.dtype.element_ty)
-    write(value, before, offset, exists, out, cast, flips, CAST, FLIPS)
+    tl.store(out + offset, value.to(out.dtype.element_ty), exists)
 
 
 @triton.jit(do_not_specialize=["columns", "inner", "size"])
 def project_one(
-    weight, out, cast, scale, amount, flips, columns, inner, size,
+    weight, out, scale, amount, columns, inner, size,
     N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, SHORT: tl.constexpr,
-    MODE: tl.constexpr, SCALED: tl.constexpr, CAST: tl.constexpr, FLIPS: tl.constexpr,
+    MODE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """The projection of one weight."""
     _tile(
-        tl.program_id(0), weight, out, cast, scale, amount, flips, columns, inner, size,
-        N, M, P, COLUMNS, STRIDED, SHORT, MODE, SCALED, CAST, FLIPS,
+        tl.program_id(0), weight, out, scale, amount, columns, inner, size,
+        N, M, P, COLUMNS, STRIDED, SHORT, MODE, SCALED,
     )  # fmt: skip
 
 
 @triton.jit
 def project_many(
-    table, owner, amount, flips,
+    table, owner, amount,
     N: tl.constexpr, M: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, SHORT: tl.constexpr,
-    MODE: tl.constexpr, SCALED: tl.constexpr, CAST: tl.constexpr, FLIPS: tl.constexpr,
-    WEIGHT: tl.constexpr, OUT: tl.constexpr, CASTED: tl.constexpr, FIELDS: tl.constexpr,
+    MODE: tl.constexpr, SCALED: tl.constexpr,
+    WEIGHT: tl.constexpr, OUT: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """The projections of all weights of a table: ``owner`` has the row of each program."""
     program = tl.program_id(0)
     row = table + tl.load(owner + program) * FIELDS
     block = program - tl.load(row + 3).to(tl.int32)
-    weight, out = pointer(row, 4, WEIGHT), pointer(row, 5, OUT)
-    cast, scale = pointer(row, 6, CASTED), pointer(row, 7, WEIGHT)
+    weight, out, scale = pointer(row, 4, WEIGHT), pointer(row, 5, OUT), pointer(row, 6, WEIGHT)
     columns, inner, size = (
         tl.load(row).to(tl.int32),
         tl.load(row + 1).to(tl.int32),
         tl.load(row + 2).to(tl.int32),
     )
     _tile(
-        block, weight, out, cast, scale, amount, flips, columns, inner, size,
-        N, M, P, COLUMNS, STRIDED, SHORT, MODE, SCALED, CAST, FLIPS,
+        block, weight, out, scale, amount, columns, inner, size,
+        N, M, P, COLUMNS, STRIDED, SHORT, MODE, SCALED,
     )  # fmt: skip
 
 
@@ -88,29 +83,25 @@ def project(
     mode: str = "hard",
     amount: float = 1.0,
     scale: Tensor | None = None,
-    cast: Tensor | None = None,
-    flips: Tensor | None = None,
 ) -> bool:
     """Write the projection of ``weight`` into ``out``, without waiting for the device; False where
     these kernels do not apply.
 
     mode: ``hard``; ``soft``, times ``amount`` or ``scale`` (0-dimensional, on the device);
-    ``decayed``: ``w * (m + (1 - m) * amount)``; ``mask``: ones where weights are kept, else zeros
-    (not with ``flips``). cast: a tensor of another dtype that gets the same values. flips: a
-    0-dimensional int64 tensor to which is added how many entries of ``out`` became zero or ceased
-    to be. Applies to float32, bfloat16 and float16 tensors of fewer than 2^30 weights, all
+    ``decayed``: ``w * (m + (1 - m) * amount)``; ``mask``: ones where weights are kept, else zeros.
+    Applies to float32, bfloat16 and float16 tensors of fewer than 2^30 weights, all
     contiguous or all with their channels last, and M up to 64.
     """
     dim %= max(1, weight.dim())
-    if not applies(weight, out, pattern, dim, cast) or (
+    if not applies(weight, out, pattern, dim) or (
         scale is not None and scale.device != weight.device
     ):
         return False
     sizes, constants = shape_of(weight, pattern, dim)
     with on(weight):
         project_one[(triton.cdiv(sizes[0], constants["COLUMNS"]),)](
-            weight, out, cast, scale, float(amount), flips, *sizes, **constants, MODE=MODES[mode], SCALED=scale is not None,
-            CAST=cast is not None, FLIPS=flips is not None, enable_fp_fusion=False,
+            weight, out, scale, float(amount), *sizes, **constants, MODE=MODES[mode], SCALED=scale is not None,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return True
 
@@ -129,33 +120,25 @@ class Batch:
 
     def __init__(
         self, weights: Sequence[Tensor], outs: Sequence[Tensor], patterns: Sequence[Pattern], dims: Sequence[int],
-        casts: Sequence[Tensor | None] | None = None, scales: Sequence[Tensor] | None = None,
+        scales: Sequence[Tensor] | None = None,
     ) -> None:  # fmt: skip
-        self.weights, self.outs, self.casts, self.scales = (
-            weights,
-            outs,
-            casts or [None] * len(weights),
-            scales,
-        )
+        self.weights, self.outs, self.scales = weights, outs, scales
         for i, scale in enumerate(scales or ()):
             if scale.dtype != weights[i].dtype or scale.device != weights[i].device:
                 raise ValueError(
                     f"scale {i} of the batch must have the dtype and the device of its weight"
                 )
-        self._launches = launches(weights, outs, patterns, dims, self.casts)
+        self._launches = launches(weights, outs, patterns, dims)
 
-    def project(self, mode: str = "hard", amount: float = 1.0, flips: Tensor | None = None) -> None:
+    def project(self, mode: str = "hard", amount: float = 1.0) -> None:
         """Project all of them. Raises ValueError if one does not begin at a multiple of 16 bytes."""
         for members, table, constants in self._launches:
             scales = [self.scales[i] if self.scales else None for i in members]
             rows = table.rows(
-                [
-                    (self.weights[i], self.outs[i], self.casts[i], s)
-                    for i, s in zip(members, scales, strict=True)
-                ]
+                [(self.weights[i], self.outs[i], s) for i, s in zip(members, scales, strict=True)]
             )
             with on(rows):
                 project_many[(table.programs,)](
-                    rows, table.owner, float(amount), flips, **constants, MODE=MODES[mode], SCALED=self.scales is not None,
-                    FLIPS=flips is not None, FIELDS=rows.shape[1], enable_fp_fusion=False,
+                    rows, table.owner, float(amount), **constants, MODE=MODES[mode], SCALED=self.scales is not None,
+                    FIELDS=rows.shape[1], enable_fp_fusion=False,
                 )  # fmt: skip
