@@ -31,6 +31,7 @@ VERBS = {
     "rerun": "nmrun.api.rerun.main",
     "rm": "nmrun.report.remove.main",
     "doctor": "nmrun.bench.doctor.main",
+    "help": "nmrun.cli.explain",
 }
 
 
@@ -94,6 +95,24 @@ def _is_verb(word: str) -> bool:
     hint = f"; did you mean {meant}?" if meant else ""
     known = f"{', '.join(VERBS)}; a run takes group=option and key=value"
     raise ConfigError(f"{word}: no such verb{hint} (there are {known})")
+
+
+def explain(argv: list[str]) -> int:
+    """``nmrun help TOPIC``; returns the exit status."""
+    parser = verbs.Parser(prog="nmrun help", description="What a word of the command line means.")
+    parser.add_argument(
+        "topic",
+        nargs="?",
+        help="a key (trainer.epochs), a group (trainer, recipe), one of its options (recipe=step) or a verb; "
+        "without it, what nmrun --help says",
+    )
+    topic = parser.parse_args(argv).topic
+    if topic in VERBS:
+        return int(find("verb", topic, VERBS)(["--help"]))
+    from nmrun.config import explain, help
+
+    print(explain.about(topic) if topic else help.text())
+    return 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ errors are printed so, their links lead to files that are there.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -100,7 +101,12 @@ def test_all_recipes_are_described():
 
     text = (ROOT / "docs/recipes/index.md").read_text()
     for name in RECIPES:
-        assert re.search(rf"^\| `{name}` \|", text, re.M), name
+        row = re.search(rf"^\| \[`{name}`\]\((\w+\.md)\) \|", text, re.M)
+        assert row, name
+        page = (ROOT / "docs/recipes" / row[1]).read_text()
+        assert f"\n`recipe={name}`\n" in page
+        for section in ("Equation", "When to use", "Cost", "Evidence", "Hyperparameters"):
+            assert f"\n## {section}\n" in page, (name, section)
 
 
 def test_all_verbs_are_described():
@@ -125,6 +131,15 @@ def test_links_lead_somewhere(page):
         assert path.exists(), target
         assert path.is_relative_to(ROOT), target
         assert not anchor or anchor in anchors(path), target
+
+
+def test_what_is_written_of_the_keys_is_up_to_date():
+    """If not: ``python docs/generate.py``."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    for path, text in generate.pages().items():
+        assert path.read_text() == text, path.name
 
 
 def test_the_site_is_built_strictly(tmp_path):

@@ -10,8 +10,9 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ class Field:
         default: its default, as YAML reads it.
         check: its range; None for any value.
         search: where a comparison looks for it (``nmrun tune``); None: it is not tuned.
+        meaning: what the docstring of its class says of it, among its ``Args:``.
     """
 
     default: Any
     check: Check | None
     search: Search | None = None
+    meaning: str = ""
 
 
 @functools.cache
@@ -71,21 +74,47 @@ def node(name: str) -> dict[str, Any]:
     return {"name": name, **{key: field.default for key, field in fields(RECIPES[name]).items()}}
 
 
+def docstrings(path: str) -> tuple[str, str]:
+    """Read the docstrings of a recipe class and of its module, without an import.
+
+    Args:
+        path: as of :func:`fields`.
+    """
+    module, _, name = path.rpartition(".")
+    tree = _parsed(module)
+    return ast.get_docstring(_class(tree, module, name)) or "", ast.get_docstring(tree) or ""
+
+
 def _of_class(module: str, name: str, package: str) -> dict[str, Field]:
     tree = _parsed(module)
-    for statement in tree.body:
-        if isinstance(statement, ast.ClassDef) and statement.name == name:
-            break
-    else:
-        raise LookupError(f"{module} has no class {name}")
+    statement = _class(tree, module, name)
     found: dict[str, Field] = {}
     for base in reversed(statement.bases):
         place = _place(tree, module, ast.unparse(base), package)
         found |= {} if place is None else _of_class(*place, package)
     for line in statement.body:
         if isinstance(line, ast.AnnAssign) and (field := _field(line)) is not None:
-            found[ast.unparse(line.target)] = field
-    return found
+            key = ast.unparse(line.target)
+            found[key] = replace(field, meaning=found[key].meaning if key in found else "")
+    meanings = _meanings(ast.get_docstring(statement) or "")
+    return {
+        key: replace(field, meaning=meanings.get(key, field.meaning))
+        for key, field in found.items()
+    }
+
+
+def _class(tree: ast.Module, module: str, name: str) -> ast.ClassDef:
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef) and statement.name == name:
+            return statement
+    raise LookupError(f"{module} has no class {name}")
+
+
+def _meanings(docstring: str) -> dict[str, str]:
+    """Read what is said of each argument below ``Args:``."""
+    section = re.search(r"^Args:\n((?:    .*\n?|\n)*)", docstring, re.M)
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section[1] if section else "", re.M)
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 @functools.cache

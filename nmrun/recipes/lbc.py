@@ -35,7 +35,8 @@ class LBC(MaskScores):
     """Learning the best combination.
 
     Args:
-        t_i, t_f: fractions of all steps between which candidates are dropped.
+        t_i: the fraction of all steps at which candidates begin to be dropped.
+        t_f: the fraction at which one is left.
     """
 
     name: ClassVar[str] = "lbc"

@@ -33,7 +33,8 @@ class MaskLLM(MaskScores):
     """Learnable masks over frozen weights.
 
     Args:
-        kappa, temperature: from start to end.
+        kappa: factor of the logits, from start to end.
+        temperature: of the softmax, from start to end.
         prior: how much logits start out preferring large weights.
         reg: the weight of the kept energy in the loss at first; it falls to 0, linearly.
         lr_mult: the learning rate of the logits, over that of the first parameter group.

@@ -25,12 +25,11 @@ Curve = Callable[[float | None, int, int], float]
 
 @dataclass
 class MdGfLinear(Progressive):
-    """``D(j) = max(0, 1 - tau j)``.
+    """Pruned weights fade linearly, ``D(j) = max(0, 1 - tau j)``.
 
     Args:
-        tau: per step; None spreads the decay over the middle phase.
-        grad_mode: ``"scaled"`` or ``"ste"``.
-        dense, final: see :class:`nmrun.recipes.progressive.Progressive`.
+        tau: of D, per step; None spreads the decay over the middle phase.
+        grad_mode: the gradient of pruned weights: ``scaled`` by D, or ``ste``, unchanged.
     """
 
     name: ClassVar[str] = "mdgf_linear"
@@ -57,7 +56,7 @@ class MdGfLinear(Progressive):
 
 @dataclass
 class MdGfExponential(MdGfLinear):
-    """``D(j) = exp(-tau j)``; the rest as in :class:`MdGfLinear`."""
+    """Pruned weights fade exponentially, ``D(j) = exp(-tau j)``."""
 
     name: ClassVar[str] = "mdgf_exponential"
     curve: ClassVar[Curve] = staticmethod(progressive.exponential)

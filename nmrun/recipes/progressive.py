@@ -29,8 +29,9 @@ class Progressive(Recipe):
     """Subclasses override :meth:`factor` (D; here 0) or :meth:`frames` (the patterns in order).
 
     Args:
-        dense, final: fractions of all steps, together at most 1. The defaults are ours, the
-            papers' differ by model.
+        dense: the fraction of all steps that is dense, at the beginning; this default and the next
+            are ours, the papers' differ by model.
+        final: the fraction at the end that is N:M exactly; with ``dense`` at most 1.
     """
 
     needs_total_steps: ClassVar[str] = "its phases are fractions of the run"

@@ -25,7 +25,7 @@ from nmrun.sparsity.weight import SparseWeight
 
 @dataclass
 class SSTE(Recipe):
-    """No hyperparameters. The scale is kept with each weight."""
+    """The soft threshold; no hyperparameters. The scale is kept with each weight."""
 
     name: ClassVar[str] = "s_ste"
 

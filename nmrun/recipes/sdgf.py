@@ -19,11 +19,7 @@ from nmrun.recipes.progressive import Progressive
 
 @dataclass
 class SdGfStepwise(Progressive):
-    """M / N must be a power of two.
-
-    Args:
-        dense, final: see :class:`nmrun.recipes.progressive.Progressive`.
-    """
+    """Ever sparser patterns; M / N must be a power of two."""
 
     name: ClassVar[str] = "sdgf_stepwise"
 
@@ -38,7 +34,6 @@ class SdGfGeometric(Progressive):
     Args:
         frames: how many patterns, 4 in the authors' code; a layer's inputs must be a multiple of
             M * 2^(frames - 1).
-        dense, final: see :class:`nmrun.recipes.progressive.Progressive`.
     """
 
     name: ClassVar[str] = "sdgf_geometric"

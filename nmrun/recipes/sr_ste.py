@@ -24,7 +24,7 @@ class SRSTE(Recipe):
 
     Args:
         decay: the paper's lambda_w, 2e-4 there too. Ordinary weight decay acts besides, on all
-        weights.
+            weights.
     """
 
     name: ClassVar[str] = "sr_ste"

@@ -16,7 +16,7 @@ from nmrun.recipes.base import Recipe
 
 @dataclass
 class STE(Recipe):
-    """No hyperparameters."""
+    """The hard mask, anew at every step; no hyperparameters."""
 
     name: ClassVar[str] = "ste"
     masks_can_be_transposable: ClassVar[bool] = True

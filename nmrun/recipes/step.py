@@ -34,11 +34,13 @@ class STEP(Recipe):
     Args:
         switch: ``auto`` or ``auto_geometric`` (:mod:`nmrun.recipes.autoswitch`), ``variance_ratio``
             or ``gradient_norm`` (the modules of these names), or a fraction of all steps.
-        t_min, t_max: a rule fires after more than t_min of all steps, and after t_max in any case.
+        t_min: a rule fires after more than this fraction of all steps.
+        t_max: and after this fraction in any case.
         window: AutoSwitch needs its window ``full``, or takes what there is (``partial``).
         threshold: of AutoSwitch, relative to the mean of v; None: Adam's eps, as in the paper.
-        eps_mode, bias_correction: how the frozen denominator is formed, see
-            ``nmrun.optim.Adam.freeze_second_moment``.
+        eps_mode: where Adam's eps stands in the frozen denominator: ``inside`` the root,
+            ``outside``, or as its ``floor`` (``nmrun.optim.Adam.freeze_second_moment``).
+        bias_correction: whether the frozen moment is bias-corrected.
         decay: SR-STE's lambda in phase two (the paper: 0).
     """
 
