@@ -15,7 +15,7 @@ import pytest
 
 import nmrun.cli as cli
 import nmrun.train.jobs
-from nmrun.config import command_line, experiment, precheck
+from nmrun.config import command_line, early, experiment, precheck
 from nmrun.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -51,10 +51,12 @@ def test_commands_are_accepted(command, tmp_path, monkeypatch):
     words = shlex.split(command)[1:]
     if words[0] in OPTIONS_OF_HYDRA:
         return
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "saliency.py").write_text(*blocks(ROOT / "docs/own-recipe.md", "python"))
     if words[0] in cli.VERBS:
-        monkeypatch.chdir(tmp_path)
         assert is_parsed(words)
         return
+    monkeypatch.setattr(early, "DEVICES", (str(tmp_path),))  # a machine with a GPU
     # Hydra's launchers and sweepers are extras
     asked = command_line.options([word for word in words if not word.startswith("hydra")])
     for overrides in experiment.expand(asked.overrides, asked.multirun):
