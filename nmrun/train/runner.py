@@ -23,10 +23,8 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.files import locks, seal
 from nmrun.settings.config import Config
 from nmrun.signals import Signals
-from nmrun.train import checkpoint, last_files, pace, plan, result
-from nmrun.train.build import Parts, build
+from nmrun.train import beforehand, checkpoint, last_files, plan, result
 from nmrun.train.console import Console
-from nmrun.train.decay_search import Found, find_decay
 from nmrun.train.loop import Loop
 from nmrun.train.track import Tracker
 
@@ -56,7 +54,7 @@ def run(
         ConfigError: for a mistake that only the built model or the file system shows.
     """
     if config.dry:
-        parts, *_ = _build(config, None, config.trainer.accumulate, search=False)
+        parts, *_ = beforehand.parts(config, None, config.trainer.accumulate, search=False)
         events = [f"  {event}" for event in parts.handle.pop_events()]
         print("\n".join([plan.title(config), *plan.lines(config, parts), *events]), flush=True)
         return {"status": "planned", "id": identity(config), "folder": str(folder)}
@@ -95,25 +93,6 @@ def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any
         print(f"nmrun: {error}: {folder}", file=sys.stderr, flush=True)
         return {"status": "failed", "error": error}
     return None
-
-
-def _build(
-    config: Config, state: dict[str, Any] | None, accumulate: int, search: bool = True
-) -> tuple[Parts, str, Found | None]:
-    """The parts of a run that goes on with this number of micro-batches, and what was found
-    beforehand: the steps of a budget of seconds, in a sentence, and what ``recipe.decay=auto``
-    searched for. A checkpoint, ``state``, has both.
-    """
-    steps, said, found = None, "", None
-    trainer = {**config.plain["trainer"], "accumulate": accumulate}
-    config = Config({**config.plain, "trainer": trainer}, config.pattern)
-    if (config.trainer.budget or "").startswith("seconds:"):
-        steps, said = (state["total_steps"], "") if state else pace.plan(config)
-    if config.recipe.options.get("decay") == "auto":
-        found = find_decay(config, steps) if search and state is None else None
-        recipe = {**config.plain["recipe"], "decay": found.decay if found else 0.0}
-        config = Config({**config.plain, "recipe": recipe}, config.pattern)
-    return build(config, steps, (state or {}).get("acceleration")), said, found
 
 
 class _Run:
@@ -227,7 +206,7 @@ class _Run:
         complaints += [f"finished before, but {name}: {what}" for name, what in wrong.items()]
         rows = (state or {}).get("rows")
         accumulate = max(accumulate, state["loop"]["accumulate"] if state else 1)
-        parts, planned, found = _build(config, state, accumulate)
+        parts, planned, found = beforehand.parts(config, state, accumulate)
         if ranks.leads():
             self._begin_files(anew=state is None)
         self.console.say(plan.title(config))

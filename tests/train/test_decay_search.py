@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nmrun.config import schema
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
-from nmrun.train import decay_search, runner
+from nmrun.train import beforehand, decay_search, runner
 from nmrun.train.build import build
 from nmrun.train.decay_search import GRID, Probe, find_decay
 from nmrun.train.loop import Loop
@@ -154,7 +154,7 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
     auto = made("auto", "auto")
     decay, said, seconds, flops = find_decay(auto)
     monkeypatch.setattr(
-        runner, "find_decay", lambda *run: find_decay(*run)._replace(seconds=1000.0)
+        beforehand, "find_decay", lambda *run: find_decay(*run)._replace(seconds=1000.0)
     )
     result = runner.run(auto, run_folder(auto))
     assert result["status"] == "finished"
@@ -187,7 +187,9 @@ def test_a_run_trains_with_what_was_found_and_goes_on_with_it(tmp_path, monkeypa
     with pytest.raises(Killed):
         runner.run(cut, run_folder(cut))
     monkeypatch.setattr(Loop, "train_step", step)
-    monkeypatch.setattr(runner, "find_decay", lambda *run: pytest.fail("it is searched for once"))
+    monkeypatch.setattr(
+        beforehand, "find_decay", lambda *run: pytest.fail("it is searched for once")
+    )
     resumed = runner.run(cut, run_folder(cut))
     assert died == [7]
     assert resumed["events"] == [said]
