@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError
 from nmrun.registry import did_you_mean
-from nmrun.report import chosen, cli
+from nmrun.report import chosen, cli, figures
 from nmrun.report.frames import of_runs, typed
 from nmrun.report.records import of_cells
 from nmrun.verbs import files_of_the_command
@@ -102,6 +102,11 @@ def plot(
     cols: Keys = None,
     metric: str | None = None,
     filter: Sequence[str] | str = (),
+    title: str | None = None,
+    width: float | None = None,
+    labels: Mapping[str, str] | None = None,
+    ylim: tuple[float, float] | None = None,
+    x: str | None = None,
 ) -> Figure:
     """Draw runs, as ``nmrun plot`` does, without pyplot: its backend and figures stay as they were.
 
@@ -112,6 +117,11 @@ def plot(
         cols: as of :func:`table`.
         metric: as of :func:`table`; one metric.
         filter: as of :func:`runs`.
+        title: above it; by default what all runs have in common, ``""`` for none.
+        width: in inches; fonts keep their size.
+        labels: names that win over those of papers, ``{"step": "Ours"}``.
+        ylim: lowest and highest value of the y axis.
+        x: a config key to draw the metric against; of curves ``step``, ``epoch`` or ``seconds``.
 
     Returns:
         The figure; ``savefig`` writes it.
@@ -122,15 +132,17 @@ def plot(
     """
     _known("kind", kind, cli.KINDS)
     options = _options(path, rows, cols, metric, filter)
-    options.kind = kind
+    options.kind, options.title, options.width = kind, title, width
+    options.labels = ",".join(f"{name}={text}" for name, text in (labels or {}).items())
+    options.ylim, options.x = None if ylim is None else f"{ylim[0]},{ylim[1]}", x
     with files_of_the_command():
-        figures = chosen.figures(options)
-    if len(figures) > 1:
+        drawn = figures.figures(options)
+    if len(drawn) > 1:
         raise ConfigError(
-            f"these are {len(figures)} figures, one for each data set and model; choose one by filter, "
+            f"these are {len(drawn)} figures, one for each data set and model; choose one by filter, "
             "as in filter=['dataset=digits']"
         )
-    return figures[0]
+    return drawn[0]
 
 
 def _options(

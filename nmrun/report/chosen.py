@@ -1,4 +1,4 @@
-"""The runs, tables and pictures that the options of ``nmrun table``, ``plot`` and ``report`` ask
+"""The runs and tables that the options of ``nmrun table``, ``plot`` and ``report`` ask
 for.
 """
 
@@ -15,8 +15,6 @@ from nmrun.report.verify import verify
 
 if TYPE_CHECKING:
     import pandas as pd
-    from matplotlib.figure import Figure
-
     from nmrun.report.tables import Table
 
 
@@ -62,57 +60,6 @@ def runs(options: argparse.Namespace) -> pd.DataFrame:
     return found
 
 
-def labels(given: str | None) -> dict[str, str]:
-    """The user's names for labels.
-
-    Args:
-        given: ``NAME=TEXT`` with commas between, such as ``step=Ours,dense=Dense``.
-
-    Raises:
-        ConfigError: for a part that is not ``NAME=TEXT``.
-    """
-    pairs = [part.partition("=") for part in (given or "").split(",") if part]
-    for name, equals, _ in pairs:
-        if not equals:
-            raise ConfigError(f"--labels {name}: write NAME=TEXT, such as sr_ste=SR-STE")
-    return {name: text for name, _, text in pairs}
-
-
-def figures(options: argparse.Namespace) -> list[Figure]:
-    """Draw the pictures that the options of ``nmrun plot`` ask for.
-
-    Args:
-        options: the parsed command line: ``paths``, ``rows``, ``cols``, ``metric``, ``filter`` and
-            ``kind``.
-
-    Returns:
-        One picture for each data set and model that has something of this kind.
-
-    Raises:
-        ConfigError: where the runs have nothing of this kind.
-    """
-    wanted, options.metric = (
-        (options.metric, None) if options.kind == "curves" else (None, options.metric)
-    )
-    found = parts(options, several=False)
-    from nmrun.report import plots
-    from nmrun.report.history import History
-
-    if wanted:  # what is logged while training goes on, which the results need not have
-        _known(
-            wanted,
-            sorted({key for runs, each in found for key in History(each, runs).logged()}),
-            "metric",
-        )
-    every = [
-        plots.draw(options.kind, each, runs, wanted or logged(runs, each)) for runs, each in found
-    ]
-    drawn = [figure for figure in every if figure is not None]
-    if not drawn:
-        raise ConfigError(f"--kind {options.kind}: {plots.KINDS[options.kind].nothing}")
-    return drawn
-
-
 def parts(
     options: argparse.Namespace,
     statistic: str = "mean",
@@ -143,11 +90,11 @@ def parts(
     metrics, keys = _metrics_and_keys(runs)
     rows, columns = (options.rows or "recipe").split(","), (options.cols or "sparsity").split(",")
     for key in [*rows, *columns]:
-        _known(key, keys, "key")
+        known(key, keys, "key")
     # without a finished run there are no metrics to know, but failures to show
     if (runs["status"] == "finished").any():
         for metric in (options.metric or metrics[0]).split(","):
-            _known(metric, metrics, "metric")
+            known(metric, metrics, "metric")
     if "," in (options.metric or "") and not several:
         raise ConfigError(f"--metric {options.metric}: one at a time")
     if "," in (options.metric or "") and "metric" not in (*rows, *columns):
@@ -245,7 +192,7 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
             raise ConfigError(
                 f"--filter {condition}: write KEY=VALUE, such as optimizer.lr=0.001 (folders come before --filter)"
             )
-        _known(key, _metrics_and_keys(runs)[1], "key")
+        known(key, _metrics_and_keys(runs)[1], "key")
         labels = runs[key].map(label)
         alike = labels.map(lambda text, wanted=wanted: _same(text, wanted.replace(" ", "")))
         if not alike.any():
@@ -263,7 +210,7 @@ def _same(a: str, b: str) -> bool:
         return False
 
 
-def _known(name: str, names: Sequence[str], what: str) -> None:
+def known(name: str, names: Sequence[str], what: str) -> None:
     if name not in names:
         hint = did_you_mean(name, names)
         family = [n for n in names if n.partition(".")[0] == name.partition(".")[0]] or [

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nmrun.errors import ConfigError
-from nmrun.report import chosen
+from nmrun.report import chosen, figures
 from nmrun.report.verify import verify
 from nmrun.verbs import Parser, files_of_the_command
 
@@ -35,11 +35,7 @@ def table(argv: Sequence[str]) -> int:
         action="store_true",
         help="a line a run instead, as csv (default), json or parquet",
     )
-    parser.add_argument(
-        "--labels",
-        metavar="NAME=TEXT,...",
-        help="names in LaTeX, such as step=Ours (default: as papers write them)",
-    )
+    _labels(parser, "names in LaTeX")
     parser.add_argument(
         "--show",
         default="mean",
@@ -106,7 +102,7 @@ def _content(options: argparse.Namespace) -> str | bytes:
         return records.written(records.of_cells(tables), style)
     from nmrun.report.formats import render
 
-    return render(tables, style, chosen.labels(options.labels))
+    return render(tables, style, figures.labels(options.labels))
 
 
 def _write(content: str | bytes, out: Path | None) -> None:
@@ -130,6 +126,21 @@ def plot(argv: Sequence[str]) -> int:
         metavar="FILE",
         help="PNG, SVG or PDF by suffix (default PATH/plot.png, PATH/KIND.png)",
     )
+    parser.add_argument(
+        "--title", help="above it (default: what all runs have in common; '': none)"
+    )
+    parser.add_argument(
+        "--width",
+        type=float,
+        metavar="INCHES",
+        help="3.25 for a column of two; fonts keep their size",
+    )
+    _labels(parser, "names in the picture")
+    parser.add_argument("--ylim", metavar="LOW,HIGH", help="of the y axis, such as 90,100")
+    parser.add_argument(
+        "--x",
+        help="a config key to draw the metric against, such as recipe.decay; of curves step (default), epoch or seconds",
+    )
     with files_of_the_command():
         options = parser.parse_args(argv)
         name = "plot.png" if options.kind == "ratio" else f"{options.kind}.png"
@@ -140,7 +151,7 @@ def plot(argv: Sequence[str]) -> int:
             raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
         from nmrun.report.style import save
 
-        drawn = chosen.figures(options)
+        drawn = figures.figures(options)
         for i, figure in enumerate(drawn):
             target = out if len(drawn) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
             save(figure, target)
@@ -199,6 +210,14 @@ def _parser(verb: str, description: str) -> Parser:
         help="leave out runs where KEY has another value",
     )
     return parser
+
+
+def _labels(parser: Parser, what: str) -> None:
+    parser.add_argument(
+        "--labels",
+        metavar="NAME=TEXT,...",
+        help=f"{what}, such as step=Ours (default: as papers write them)",
+    )
 
 
 def _experiments(options: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ STYLE = (
     ".wide{overflow-x:auto;margin-bottom:2em}table{border-collapse:collapse}"
     "h1,code{overflow-wrap:anywhere}th,td{padding:.3em .9em;text-align:right;white-space:nowrap}"
     "tbody th,th.key{text-align:left}thead th{border-bottom:1px solid}tbody th{font-weight:normal}"
-    "img{max-width:100%;background:white}figure{margin:0 0 2em}dt{margin-top:1em}"
+    "svg{max-width:100%;height:auto}figure{margin:0 0 2em}dt{margin-top:1em}"
 )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +18,17 @@ import pandas as pd
 from nmrun.files import jsonl
 from nmrun.report.tables import Key, Run, Table, label
 
+SPEED = "steps_per_second"  # since the row before
 SWITCH = re.compile(r"step (\d+): STEP freezes")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Over ``steps``: mean, standard deviation (zeros for a single run), lowest and highest of
+    """Over ``x``, steps, epochs or seconds: mean, standard deviation (zeros for a single run), lowest and highest of
     ``n`` runs.
     """
 
-    steps: np.ndarray
+    x: np.ndarray
     mean: np.ndarray
     sd: np.ndarray
     low: np.ndarray
@@ -70,15 +71,16 @@ class History:
             for key in line
         }
 
-    def curve(self, row: Key, column: Key, key: str) -> Curve | None:
+    def curve(self, row: Key, column: Key, key: str, x: str = "step") -> Curve | None:
         """Compute the curve of a logged value in a cell.
 
         Args:
             row, column: the cell.
             key: what was logged, such as ``train/loss``.
+            x: what it is over: ``step``, ``epoch`` or ``seconds``, the time of the training steps.
 
         Returns:
-            The value over the steps at which the run with the fewest of them logged it; None if no
+            The value at the steps at which the run with the fewest of them logged it; None if no
             run of the cell did.
         """
         series = []
@@ -87,36 +89,53 @@ class History:
                 line["step"]: line[key] for line in self._read(run) if line.get(key) is not None
             }
             if points:
-                series.append(
-                    (np.array(list(points)), np.array(list(points.values()), dtype=float))
-                )
+                values = np.array(list(points.values()), dtype=float)
+                series.append((np.array(list(points)), values, self._over(run, x)))
         if not series:
             return None
         # Seeds log at the same steps, unless trainer.log_every differed
-        steps = min((steps for steps, _ in series), key=len)
-        values = np.stack([np.interp(steps, *one) for one in series])
+        steps = min((steps for steps, _, _ in series), key=len)
+        values = np.stack([np.interp(steps, own, logged) for own, logged, _ in series])
+        places = np.mean([over(steps) for _, _, over in series], axis=0)
         sd = values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(steps))
-        return Curve(steps, values.mean(0), sd, values.min(0), values.max(0), len(values))
+        return Curve(places, values.mean(0), sd, values.min(0), values.max(0), len(values))
 
-    def switches(self, row: Key, column: Key) -> list[int]:
-        """Find the steps at which STEP began to learn masks.
+    def switches(self, row: Key, column: Key, x: str = "step") -> list[float]:
+        """Find where STEP began to learn masks.
 
         Args:
             row, column: the cell.
+            x: as of :meth:`curve`.
 
         Returns:
-            One step for each run that did, in order.
+            One place for each run that did, in order.
         """
         found = [
-            SWITCH.match(event)
+            self._over(run, x)(np.array([int(match[1])])).item()
             for run in self.cells.get((row, column), ())
             for event in result(run).get("events", ())
+            if (match := SWITCH.match(event))
         ]
-        return sorted(int(match[1]) for match in found if match)
+        return sorted(found)
 
-    def last_step(self, run: Run) -> int:
-        """The step of the last row that the run logged, which is that of its last evaluation."""
-        return int(max((line["step"] for line in self._read(run)), default=0))
+    def last(self, run: Run, x: str = "step") -> float:
+        """The last row that the run logged, which is that of its last evaluation."""
+        step = max((line["step"] for line in self._read(run)), default=0)
+        return float(self._over(run, x)(np.array([step])).item())
+
+    def _over(self, run: Run, x: str) -> Callable[[np.ndarray], np.ndarray]:
+        """From steps of a run to what curves are over."""
+        lines = self._read(run)
+        if x == "step" or not lines:
+            return lambda steps: steps
+        if x == "epoch":
+            epochs, last = (max(line.get(key, 0) for line in lines) for key in ("epoch", "step"))
+            return lambda steps: steps * (epochs / max(last, 1))
+        timed = [(line["step"], line[SPEED]) for line in lines if line.get(SPEED)]
+        known = np.array([0, *(step for step, _ in timed)], dtype=float)
+        spent = np.diff(known) / np.array([speed for _, speed in timed], dtype=float)
+        passed = np.concatenate([[0.0], np.cumsum(spent)])
+        return lambda steps: np.interp(steps, known, passed)
 
     def _read(self, run: Run) -> list[dict[str, Any]]:
         folder = str(run["folder"])

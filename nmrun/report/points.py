@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -11,57 +12,120 @@ from matplotlib.ticker import EngFormatter
 from matplotlib.transforms import Bbox
 
 from nmrun.patterns import Pattern, PatternError
-from nmrun.report.captions import title
-from nmrun.report.numbers import labelled, scale
-from nmrun.report.style import label, look, plain
+from nmrun.report import names
+from nmrun.report.numbers import scale
+from nmrun.report.style import GREY, Layout, label, look, panels, title, x_label
 from nmrun.report.tables import Key, Table, build
 
+OTHERS = {"color": "#bbbbbb", "linewidth": 0.7, "zorder": 0}
+FEW = 7  # rows that one panel shows well
 FLOPS = "flops/training_arithmetic"
 
 
-def ratio(table: Table) -> Figure | None:
-    """Mean with the standard deviation as error bars, one line a row; dense as a horizontal band."""
+def ratio(table: Table, layout: Layout) -> Figure | None:
+    """Mean with the standard deviation as error bars, one line a row, against the columns: ratios,
+    or a setting that is a number. What has no column of its own (dense) is a horizontal band.
+
+    Of more than ``FEW`` rows each has a panel, with the others in grey.
+    """
     if all(cell.mean is None for cell in table.cells.values()):
         return None
-    unit = scale(table.metric)
-    figure = Figure(figsize=(max(5.6, 3.2 + 1.2 * len(table.columns)), 4.0), layout="constrained")
-    axes = figure.subplots()
-    rows = [row for row in table.rows if row not in table.references]
-    # side by side, so that error bars do not cover each other, nor reach the next ratio
-    spread = min(0.06, 0.7 / max(1, len(rows)))
-    for i, row in enumerate(rows):
-        cells = [
-            (x, table.cells[row, column])
-            for x, column in enumerate(table.columns)
-            if (row, column) in table.cells
+    bands = {
+        row
+        for row in table.rows
+        if row in table.references
+        or {c for r, c in table.cells if r == row} == {("-",) * len(table.column_keys)}
+    }
+    rows = [row for row in table.rows if row not in bands]
+    columns = [column for column in table.columns if set(column) != {"-"}] or table.columns
+    numbers = _numbers(columns)
+    if len(rows) > FEW:
+        figure, every = panels([label(table, row, layout) for row in rows], layout)
+        groups = [
+            (axes, [other for other in rows if other != row], [row])
+            for axes, row in zip(every, rows, strict=True)
         ]
-        known = [(x, cell.mean, cell.sd) for x, cell in cells if cell.mean is not None]
-        shift = spread * (i - (len(rows) - 1) / 2)
-        axes.errorbar(
-            [x + shift for x, _, _ in known], [unit * mean for _, mean, _ in known],
-            [math.nan if sd is None else unit * sd for _, _, sd in known],
-            label=label(table, row), **look(table, row), capsize=2, markersize=5, linewidth=1.2, elinewidth=0.9,
-        )  # fmt: skip
-    for row in (row for row in table.rows if row in table.references):
-        cell = table.cells[row, table.columns[0]]
-        if cell.mean is not None:
-            mean, sd = unit * cell.mean, unit * (cell.sd or 0.0)
-            axes.axhline(mean, label=label(table, row), zorder=0, **look(table, row))
-            axes.axhspan(mean - sd, mean + sd, color="grey", alpha=0.15, linewidth=0)
-    axes.set_xticks(range(len(table.columns)), [_tick(column) for column in table.columns])
-    axes.set_xlim(-0.5, len(table.columns) - 0.5)
-    axes.set_xlabel(
-        "N:M, and the weights it keeps"
-        if table.column_keys == ("sparsity",)
-        else " ".join(table.column_keys)
-    )
-    axes.set_ylabel(f"{labelled(table.metric)} (mean, sd)")
-    figure.suptitle(title(table), fontsize=10)
-    plain(axes)
+    else:
+        size = layout.size(max(5.2, 2.8 + 1.0 * len(columns)), 3.4)
+        figure = Figure(figsize=size, layout="constrained")
+        groups = [(figure.subplots(), [], rows)]
+    for axes, others, own in groups:
+        for row in others:
+            _errors(axes, table, row, columns, numbers, 0.0, OTHERS)
+        # side by side, so that error bars do not cover each other, nor reach the next ratio
+        apart = min(0.06, 0.7 / max(1, len(own))) if numbers is None else 0.0
+        for i, row in enumerate(own):
+            shift = apart * (i - (len(own) - 1) / 2)
+            told = {"label": label(table, row, layout)} if not others else {}
+            _errors(axes, table, row, columns, numbers, shift, {**look(table, row), **told})
+        for row in bands:
+            _band(axes, table, row, layout)
+        _x_axis(axes, columns, numbers)
+        if layout.ylim:
+            axes.set_ylim(layout.ylim)
+    shares = "N:M, and the share of the weights it keeps"
+    x_label(figure, shares if table.column_keys == ("sparsity",) else ", ".join(table.column_keys))
+    figure.supylabel(names.metric(table.metric), fontsize="medium")
+    title(figure, table, layout)
     return figure
 
 
-def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
+def _numbers(columns: list[Key]) -> list[float] | None:
+    """The columns as numbers, if they are."""
+    try:
+        return [float(text) for (text,) in columns]
+    except ValueError:
+        return None
+
+
+def _errors(
+    axes: Axes,
+    table: Table,
+    row: Key,
+    columns: list[Key],
+    numbers: list[float] | None,
+    shift: float,
+    how: dict[str, Any],
+) -> None:
+    """A row as a line with error bars."""
+    unit = scale(table.metric)
+    places = numbers or list(range(len(columns)))
+    found = [
+        (x + shift, cell.mean, math.nan if cell.sd is None else cell.sd)
+        for x, column in zip(places, columns, strict=True)
+        if (cell := table.cells.get((row, column))) is not None and cell.mean is not None
+    ]
+    axes.errorbar(
+        [x for x, _, _ in found],
+        [unit * mean for _, mean, _ in found],
+        None if how is OTHERS else [unit * sd for _, _, sd in found],
+        elinewidth=0.9,
+        **how,
+    )
+
+
+def _band(axes: Axes, table: Table, row: Key, layout: Layout) -> None:
+    """A row without columns of its own as a horizontal line, a standard deviation to each side."""
+    cell = next(cell for (r, _), cell in table.cells.items() if r == row)
+    if cell.mean is not None:
+        unit = scale(table.metric)
+        mean, sd = unit * cell.mean, unit * (cell.sd or 0.0)
+        how = look(table, row)
+        if row not in table.references:
+            how = {"color": GREY, "linestyle": "--"}
+        axes.axhline(mean, label=label(table, row, layout), zorder=0, **how)
+        axes.axhspan(mean - sd, mean + sd, color=GREY, alpha=0.15, linewidth=0)
+
+
+def _x_axis(axes: Axes, columns: list[Key], numbers: list[float] | None) -> None:
+    if numbers is None:
+        axes.set_xticks(range(len(columns)), [_tick(column) for column in columns])
+        axes.set_xlim(-0.5, len(columns) - 0.5)
+    elif min(numbers) > 0 and max(numbers) >= 10 * min(numbers):
+        axes.set_xscale("log")
+
+
+def flops(table: Table, runs: pd.DataFrame, layout: Layout) -> Figure | None:
     """Mean of the metric, with its standard deviation, against the FLOPs of training without the
     multiplications by zero; one line a row through its columns, their names beside the points where
     they have room.
@@ -70,55 +134,42 @@ def flops(table: Table, runs: pd.DataFrame) -> Figure | None:
         return None
     cost = build(runs, FLOPS, table.row_keys, table.column_keys)
     unit = scale(table.metric)
-    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    figure = Figure(figsize=layout.size(6.2, 3.6), layout="constrained")
     axes = figure.subplots()
-    drawn: list[tuple[float, float]] = []
+    costs: list[float] = []
     named: list[tuple[str, float, float, str]] = []
     for row in table.rows:
         columns = table.columns[:1] if row in table.references else table.columns
-        found = []
-        for column in columns:
-            cell, spent = table.cells.get((row, column)), cost.cells.get((row, column))
-            if (
-                cell is not None
-                and spent is not None
-                and cell.mean is not None
-                and spent.mean is not None
-            ):
-                found.append(
-                    (
-                        column,
-                        spent.mean,
-                        unit * cell.mean,
-                        math.nan if cell.sd is None else unit * cell.sd,
-                    )
-                )
+        found = [
+            (column, spent.mean, unit * cell.mean, unit * (math.nan if cell.sd is None else cell.sd))
+            for column in columns
+            if (cell := table.cells.get((row, column))) is not None and cell.mean is not None
+            and (spent := cost.cells.get((row, column))) is not None and spent.mean is not None
+        ]  # fmt: skip
         if not found:
             continue
-        style = (
-            {"marker": "s", "markerfacecolor": "none", **look(table, row)}
-            if row in table.references
-            else look(table, row)
-        )
+        how = look(table, row)
+        if row in table.references:
+            how |= {"marker": "s", "markerfacecolor": "none"}
         axes.errorbar(
             [x for _, x, _, _ in found], [y for _, _, y, _ in found], [sd for _, _, _, sd in found],
-            label=label(table, row), **style, capsize=2, markersize=5, linewidth=1.2, elinewidth=0.9,
+            label=label(table, row, layout), **how, elinewidth=0.9,
         )  # fmt: skip
         if row not in table.references:
-            named += [(" ".join(column), x, y, style["color"]) for column, x, y, _ in found]
-        drawn += [(x, y) for _, x, y, _ in found]
-    if not drawn:
+            named += [(" ".join(column), x, y, how["color"]) for column, x, y, _ in found]
+        costs += [x for _, x, _, _ in found]
+    if not costs:
         return None
-    costs = [x for x, _ in drawn]
     # within a decade a logarithmic axis has hardly a number, or too many
     if max(costs) > 10 * min(costs):
         axes.set_xscale("log")
     else:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 220G
-    axes.set_xlabel("FLOPs of training, without the multiplications by zero")
-    axes.set_ylabel(f"{labelled(table.metric)} (mean, sd)")
-    figure.suptitle(title(table), fontsize=10)
-    plain(axes)
+    axes.set_xlabel(names.metric(FLOPS))
+    axes.set_ylabel(names.metric(table.metric))
+    if layout.ylim:
+        axes.set_ylim(layout.ylim)
+    title(figure, table, layout)
     _name(figure, axes, named)
     return figure
 

@@ -1,27 +1,78 @@
 """How pictures look: told apart by colour, marker and line, so that print in grey and colour-blind
-readers lose nothing.
+readers lose nothing. ``paper.mplstyle`` has fonts, sizes and lines.
 """
 
 from __future__ import annotations
 
-import base64
+import contextlib
+import html
 import io
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import matplotlib
+from matplotlib import style as mpl_style
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from nmrun.patterns import Pattern, PatternError
-from nmrun.report.tables import Key, Table, words
+from nmrun.report import captions, names
+from nmrun.report.tables import Key, Table
 
+INK = "#1a1a1a"  # of paper.mplstyle
+GREY = "#777777"
 # Okabe and Ito's palette for colour-blind readers, without the yellow, which is too pale for a line
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", INK)
 MARKERS = "osD^vPX*"  # one more than colours, so that no two of the first 56 lines look the same
 LINES = ("-", "--", "-.", ":")
 REFERENCE_LINES = ("--", ":", "-.")
-ACROSS = 3  # panels in a row
+MARK = "mark"  # of what is no row of the table
+ACROSS = 3  # panels in a row, and one more where they would be four rows
+NARROW = 4.6  # inches; a legend beside takes too much of less
+LOWEST = 2.1  # inches; of a panel with its labels
+LETTERS, LINE = 14, 0.16  # letters on an inch, and inches of a line, in the style's fonts
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the user wants of a picture.
+
+    Attributes:
+        title: above it; None: what all runs have in common. Empty: none.
+        width: in inches; None: as much as there is to show. Fonts keep their size.
+        labels: names of recipes and others, which win over those of papers.
+        ylim: lowest and highest value of the y axis, in the units that it shows.
+        x: of learning curves: ``step``, ``epoch`` or ``seconds``.
+    """
+
+    title: str | None = None
+    width: float | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    ylim: tuple[float, float] | None = None
+    x: str = "step"
+
+    def size(self, width: float, height: float, down: int = 1) -> tuple[float, float]:
+        """That of a picture which is so large by itself, with so many panels below each other."""
+        if self.width is None:
+            return width, height
+        return self.width, max(height * self.width / width, LOWEST * down)
+
+
+@contextlib.contextmanager
+def looks(salt: str = "nmrun") -> Iterator[None]:
+    """Draw and save in ``paper.mplstyle``.
+
+    Args:
+        salt: makes the names inside of an SVG its own, where several stand on one page.
+    """
+    with mpl_style.context(Path(__file__).with_name("paper.mplstyle")):
+        matplotlib.rcParams["svg.hashsalt"] = salt
+        yield
 
 
 def look(table: Table, row: Key) -> dict[str, Any]:
@@ -30,8 +81,12 @@ def look(table: Table, row: Key) -> dict[str, Any]:
     """
     if row in table.references:
         place = [r for r in table.rows if r in table.references].index(row)
-        return {"color": "#555555", "linestyle": REFERENCE_LINES[place % len(REFERENCE_LINES)]}
-    i = [r for r in table.rows if r not in table.references].index(row)
+        return {"color": GREY, "linestyle": REFERENCE_LINES[place % len(REFERENCE_LINES)]}
+    return of_number([r for r in table.rows if r not in table.references].index(row))
+
+
+def of_number(i: int) -> dict[str, Any]:
+    """Colour, marker and line of the ``i``-th line."""
     return {
         "color": COLOURS[i % len(COLOURS)],
         "marker": MARKERS[i % len(MARKERS)],
@@ -39,64 +94,88 @@ def look(table: Table, row: Key) -> dict[str, Any]:
     }
 
 
-def label(table: Table, row: Key) -> str:
+def label(table: Table, row: Key, layout: Layout) -> str:
     """The row, and how many of its runs the picture does not show."""
     cells = {
         id(cell): cell for (r, _), cell in table.cells.items() if r == row
     }.values()  # a reference is one cell in all columns
     missing = sum(sum(cell.without.values()) for cell in cells)
-    return words(table.row_keys, row) + (f" ({missing} not finished)" if missing else "")
+    name = " ".join(names.column(table.row_keys, row, layout.labels))
+    return name + (f" ({missing} not finished)" if missing else "")
 
 
-def column_name(table: Table, column: Key) -> str:
-    """The heading of a panel: ``1:8 (12.5 % of the weights)``, or the keys and their values."""
+def seeds(table: Table) -> str:
+    """How many seeds the means are over: ``3 seeds``, ``2 to 3 seeds``."""
+    counts = sorted({cell.n for cell in table.cells.values() if cell.n})
+    if not counts:
+        return "no seed"
+    many = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{many} seed{'s' * (counts != [1])}"
+
+
+def title(figure: Figure, table: Table, layout: Layout) -> None:
+    """Above the picture: the user's, or what all runs have in common and the number of seeds."""
+    own = f"{captions.title(table, layout.labels)}; mean and sd of {seeds(table)}"
+    text = own.removeprefix("; ") if layout.title is None else layout.title
+    if text:
+        figure.suptitle(textwrap.fill(text, int(LETTERS * figure.get_figwidth())))
+
+
+def panel_name(table: Table, column: Key, layout: Layout) -> str:
+    """The heading of a panel: ``1:8 (12.5 % of the weights)``, or the labels."""
     if table.column_keys == ("sparsity",):
-        try:
+        with contextlib.suppress(PatternError):
             return f"{column[0]} ({100 * Pattern.parse(column[0]).density:.3g} % of the weights)"
-        except PatternError:
-            return column[0]
-    return ", ".join(f"{key} {value}" for key, value in zip(table.column_keys, column, strict=True))
+    return ", ".join(names.column(table.column_keys, column, layout.labels))
 
 
-def panels(table: Table, columns: list[Key]) -> tuple[Figure, list[Axes]]:
-    """One panel a column of the table, side by side, with common axes."""
-    across = min(ACROSS, len(columns))
-    down = -(-len(columns) // across)
-    figure = Figure(figsize=(1.9 + 3.3 * across, 0.6 + 2.7 * down), layout="constrained")
+def panels(headings: list[str], layout: Layout) -> tuple[Figure, list[Axes]]:
+    """A panel for each heading, side by side, with common axes."""
+    count = len(headings)
+    across = 2 if count == 4 else min(ACROSS + (count > ACROSS**2), count)
+    down = -(-len(headings) // across)
+    size = layout.size(1.7 + 2.7 * across, 0.6 + 2.2 * down, down)
+    figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False)
     axes = list(grid.flat)
-    for spare in axes[len(columns) :]:
+    for spare in axes[len(headings) :]:
         spare.set_axis_off()
-    for i, column in enumerate(columns):
-        plain(axes[i])
-        axes[i].set_title(column_name(table, column), fontsize=10)
+    for i, heading in enumerate(headings):
+        axes[i].set_title(heading)
         # the lowest of each column of panels, though it be not in the last row
-        axes[i].tick_params(labelbottom=i + across >= len(columns))
-    return figure, axes[: len(columns)]
-
-
-def plain(axes: Axes) -> None:
-    """A frame without ornaments."""
-    axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+        axes[i].tick_params(labelbottom=i + across >= len(headings))
+    return figure, axes[: len(headings)]
 
 
 def legend(figure: Figure) -> None:
-    """One legend for all panels, beside them."""
-    entries = {
+    """One legend for all panels: beside them, or below where the picture is narrow."""
+    found = {
         text: handle
         for axes in figure.axes
         for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    if entries:
-        figure.legend(
-            list(entries.values()),
-            list(entries),
-            loc="outside right center",
-            frameon=False,
-            fontsize=9,
-            handlelength=3,
-        )
+    # what marks a place (STEP's switch) comes last
+    entries = dict(sorted(found.items(), key=lambda entry: _is_mark(entry[1])))
+    if not entries:
+        return
+    width, height = figure.get_size_inches()
+    below = width < NARROW
+    across = max(1, int(width * LETTERS / (8 + max(map(len, entries))))) if below else 1
+    if below:
+        figure.set_figheight(height + LINE * -(-len(entries) // across))
+    place = "outside lower center" if below else "outside right center"
+    figure.legend(list(entries.values()), list(entries), loc=place, ncols=across)
+
+
+def _is_mark(handle: Any) -> bool:
+    return isinstance(handle, Artist) and handle.get_gid() == MARK
+
+
+def x_label(figure: Figure, text: str) -> None:
+    """Below each panel that has numbers below it."""
+    for axes in figure.axes:
+        if axes.axison and axes.xaxis.get_tick_params()["labelbottom"]:
+            axes.set_xlabel(text)
 
 
 def _as_written(figure: Figure) -> None:
@@ -112,12 +191,21 @@ def _as_written(figure: Figure) -> None:
 def save(figure: Figure, out: Path) -> None:
     """The format follows the suffix of ``out``."""
     _as_written(figure)
-    figure.savefig(out, dpi=150)
+    with looks(out.stem):
+        figure.savefig(out)
 
 
 def embedded(figure: Figure, name: str) -> str:
-    """The picture as an ``img`` element that has all of it inside."""
-    picture = io.BytesIO()
+    """The picture as an ``svg`` element of a page: its ink is the colour of the page's text.
+
+    Args:
+        figure: the picture.
+        name: what it shows, for those who cannot see it; another one for each picture of a page.
+    """
     _as_written(figure)
-    figure.savefig(picture, format="png", dpi=120)
-    return f'<img alt="{name}" src="data:image/png;base64,{base64.b64encode(picture.getvalue()).decode()}">'
+    drawn = io.StringIO()
+    with looks(name):
+        figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
+    text = drawn.getvalue()
+    text = text[text.index("<svg") :].replace(INK, "currentColor")
+    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(name)}"', 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from verbs import verb
 
 from nmrun.report import plots, style
 from nmrun.report.collect import collect
@@ -71,13 +73,13 @@ def test_metric_against_ratio(write: Any, tmp_path: Path) -> None:
     (axes,) = figure.axes
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2:4\n50 %", "1:8\n12.5 %"]
     found = {container.get_label(): container for container in axes.containers}
-    assert set(found) == {"ste (1 not finished)", "step"}
+    assert set(found) == {"STE (1 not finished)", "STEP"}
     for name, container in found.items():
         data, _, (bars,) = container
         cells = [
-            values[name.split()[0], ratio]
+            values[name.split()[0].lower(), ratio]
             for ratio in ("2:4", "1:8")
-            if (name.split()[0], ratio) in values
+            if (name.split()[0].lower(), ratio) in values
         ]
         assert list(data.get_ydata()) == pytest.approx(
             [100 * statistics.mean(cell) for cell in cells]
@@ -108,7 +110,7 @@ def test_learning_curves_with_step_s_switch(write: Any, tmp_path: Path) -> None:
     assert figure is not None
     both = panels(figure)
     assert set(both) == {"2:4", "1:8"}
-    steps, means = line(both["2:4"], "step")
+    steps, means = line(both["2:4"], "STEP")
     assert steps == list(STEPS)
     assert means == pytest.approx(
         [100 * (a + b) / 2 for a, b in zip(*curves.values(), strict=True)]
@@ -124,7 +126,8 @@ def test_learning_curves_with_step_s_switch(write: Any, tmp_path: Path) -> None:
     assert switches == [21, 22]
     assert not [each for each in both["1:8"].lines if each.get_label() == "STEP's switch"]
     names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert sorted(names) == ["STEP's switch", "ste", "step"]  # each once, however many panels
+    assert names[-1] == "STEP's switch"
+    assert sorted(names[:-1]) == ["STE", "STEP"]  # each once, however many panels
     assert drawn("curves", tmp_path, logged="eval/bleu") is None
 
 
@@ -141,7 +144,7 @@ def test_flip_rates_small_ones_beside_large_ones(
     figure = drawn("flips", tmp_path)
     assert figure is not None
     (axes,) = figure.axes
-    assert line(axes, "ste")[1] == pytest.approx([100 * rate for rate in rates])
+    assert line(axes, "STE")[1] == pytest.approx([100 * rate for rate in rates])
     assert axes.get_yscale() == how
     assert axes.get_ylim()[0] == 0
     place = axes.transData.transform
@@ -174,8 +177,8 @@ def test_autoswitch(threshold: float | None, write: Any, tmp_path: Path) -> None
     figure = drawn("autoswitch", tmp_path)
     assert figure is not None
     (axes,) = figure.axes
-    assert line(axes, "step: sample") == (list(STEPS), samples)
-    assert line(axes, "step: mean of the window") == (list(STEPS), means)
+    assert line(axes, "STEP: sample") == (list(STEPS), samples)
+    assert line(axes, "STEP: mean of the window") == (list(STEPS), means)
     drawn_threshold = [each for each in axes.lines if each.get_label() == "threshold, Adam's eps"]
     assert len(drawn_threshold) == (threshold is None)  # a relative one is no constant
     assert all(set(each.get_ydata()) == {1e-8} for each in drawn_threshold)
@@ -206,6 +209,111 @@ def test_metric_against_flops(factor: int, how: str, write: Any, tmp_path: Path)
     assert len(names & {"1:8", "1:16"}) == 1
     boxes = [text.get_window_extent() for text in axes.texts]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def drawn_by(tmp_path: Path, *words: str) -> ElementTree.Element:
+    """What ``nmrun plot`` writes as SVG."""
+    target = tmp_path / "plot.svg"
+    assert verb("plot", str(tmp_path / "outputs"), "--out", str(target), *words) == 0
+    return ElementTree.parse(target).getroot()
+
+
+def words_of(picture: ElementTree.Element) -> list[str]:
+    return ["".join(each.itertext()) for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_a_picture_for_a_paper(write: Any, tmp_path: Path) -> None:
+    """The words are text; names, title, width and axis are as asked for."""
+    for seed in range(3):
+        write("sr_ste", "2:4", seed, 0.95 + 0.001 * seed)
+        write("step", "2:4", seed, 0.96)
+        write("dense", "dense", seed, 0.97)
+    words = words_of(drawn_by(tmp_path))
+    title = "small_conv on digits, Adam lr 0.001, 12 epochs; mean and sd of 3 seeds"
+    assert {title, "SR-STE", "STEP", "dense", "test accuracy (%)"} <= set(words)
+    asked = ("--title", "A <title> & $x$", "--width", "3.25", "--labels", "step=Ours")
+    own = drawn_by(tmp_path, *asked, "--ylim", "90,100")
+    words = words_of(own)
+    assert {"A <title> & $x$", "Ours", "SR-STE", "90", "100"} <= set(words)
+    assert not {"STEP", title} & set(words)
+    assert own.get("width") == "234pt"  # 3.25 inches of 72 points
+    assert title not in words_of(drawn_by(tmp_path, "--title", ""))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--ylim", "9"), "--ylim 9: write LOW,HIGH"),
+        (("--ylim", "9,a"), "--ylim 9,a: write LOW,HIGH"),
+        (("--ylim", "9,3"), "--ylim 9,3: write LOW,HIGH"),
+        (("--width", "0.1"), "--width 0.1: inches, from 1 to 40"),
+        (("--kind", "curves", "--x", "recipe"), "curves are over step, epoch, seconds"),
+        (("--kind", "flops", "--x", "recipe"), "--x KEY is for --kind ratio"),
+        (("--x", "recipe.decy"), "no key 'recipe.decy' in these runs"),
+    ],
+)
+def test_layouts_that_are_none(
+    words: tuple[str, ...], said: str, write: Any, tmp_path: Path, capsys: Any
+) -> None:
+    write("ste", "2:4", 0, 0.9)
+    assert verb("plot", str(tmp_path / "outputs"), *words) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_metric_against_a_setting(write: Any, tmp_path: Path) -> None:
+    values = {1e-5: 0.9, 1e-4: 0.95, 1e-2: 0.8}
+    for decay, accuracy in values.items():
+        write("sr_ste", "2:4", 0, accuracy, recipe__decay=decay)
+    write("dense", "dense", 0, 0.99)
+    runs = collect([tmp_path])
+    table = build(runs, "test/accuracy", ["recipe"], ["recipe.decay"], "mean")
+    figure = plots.draw("ratio", table, runs, "eval/accuracy")
+    assert figure is not None
+    (axes,) = figure.axes
+    (container,) = axes.containers
+    assert list(container[0].get_xdata()) == list(values)
+    assert list(container[0].get_ydata()) == pytest.approx([100 * a for a in values.values()])
+    assert axes.get_xscale() == "log"
+    assert line(axes, "dense")[1] == pytest.approx([99.0, 99.0])
+
+
+def test_each_of_many_recipes_has_a_panel(write: Any, tmp_path: Path) -> None:
+    names = [f"recipe{i}" for i in range(9)]
+    for i, name in enumerate(names):
+        rows = [{"eval/accuracy": 0.5 + 0.01 * i}] * 4
+        log(write(name, "2:4", 0, 0.8 + 0.01 * i), rows)
+        log(write(name, "1:8", 0, 0.7 + 0.01 * i), rows)
+    figure = drawn("ratio", tmp_path)
+    assert figure is not None
+    assert [axes.get_title() for axes in figure.axes] == names
+    for i, axes in enumerate(figure.axes):
+        (own,) = [c for c in axes.containers if c.get_label() in names] or [axes.containers[-1]]
+        assert list(own[0].get_ydata()) == pytest.approx([80.0 + i, 70.0 + i])
+        assert len(axes.containers) == len(names), "the others in grey"
+    curves = drawn("curves", tmp_path)
+    assert curves is not None
+    assert [axes.get_title() for axes in curves.axes] == names
+    assert all(len(axes.lines) == 2 for axes in curves.axes), "a line a ratio"
+
+
+def test_curves_over_epochs_and_seconds(write: Any, tmp_path: Path) -> None:
+    folder = write("ste", "2:4", 0, 0.9)
+    speeds = [5.0, 10.0, 10.0, 2.0]  # 10 steps each: 2, 1, 1 and 5 seconds
+    rows = [
+        {"step": step, "epoch": (step + 19) // 20, "eval/accuracy": 0.5, "steps_per_second": speed}
+        for step, speed in zip(STEPS, speeds, strict=True)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runs = collect([tmp_path])
+    table = build(runs, "test/accuracy", ["recipe"], ["sparsity"], "mean")
+    for x, expected in (("epoch", [0.5, 1.0, 1.5, 2.0]), ("seconds", [2.0, 3.0, 4.0, 9.0])):
+        figure = plots.draw("curves", table, runs, "eval/accuracy", style.Layout(x=x))
+        assert figure is not None
+        (axes,) = figure.axes
+        assert line(axes, "STE")[0] == pytest.approx(expected)
+        assert axes.get_xlabel().startswith(x)
 
 
 @pytest.mark.parametrize("kind", plots.KINDS)
