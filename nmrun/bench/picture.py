@@ -53,7 +53,8 @@ def draw(
         if i >= len(panels):
             axes.set_axis_off()
             continue
-        style.plain(axes)
+        axes.grid(axis="y", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
         axes.set_title(str(panels[i]), fontsize=10)
         if level is not None:
             axes.axhline(level, color="#555555", linestyle="--", linewidth=0.9)

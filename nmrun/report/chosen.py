@@ -15,6 +15,7 @@ from nmrun.report.verify import verify
 
 if TYPE_CHECKING:
     import pandas as pd
+
     from nmrun.report.tables import Table
 
 
@@ -211,6 +212,13 @@ def _same(a: str, b: str) -> bool:
 
 
 def known(name: str, names: Sequence[str], what: str) -> None:
+    """Raise ConfigError for a name that the runs have not.
+
+    Args:
+        name: as it was given.
+        names: those that there are.
+        what: the word for them: ``key`` or ``metric``.
+    """
     if name not in names:
         hint = did_you_mean(name, names)
         family = [n for n in names if n.partition(".")[0] == name.partition(".")[0]] or [

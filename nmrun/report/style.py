@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import html
 import io
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -163,8 +164,12 @@ def legend(figure: Figure) -> None:
     across = max(1, int(width * LETTERS / (8 + max(map(len, entries))))) if below else 1
     if below:
         figure.set_figheight(height + LINE * -(-len(entries) // across))
-    place = "outside lower center" if below else "outside right center"
-    figure.legend(list(entries.values()), list(entries), loc=place, ncols=across)
+    figure.legend(
+        list(entries.values()),
+        list(entries),
+        loc="outside lower center" if below else "outside right center",
+        ncols=across,
+    )
 
 
 def _is_mark(handle: Any) -> bool:
@@ -207,5 +212,7 @@ def embedded(figure: Figure, name: str) -> str:
     with looks(name):
         figure.savefig(drawn, format="svg", transparent=True, metadata={"Date": None})
     text = drawn.getvalue()
+    # inside of HTML an svg element needs no namespaces
+    text = re.sub(r'<metadata>.*?</metadata>|\sxmlns(:\w+)?="[^"]*"', "", text, flags=re.DOTALL)
     text = text[text.index("<svg") :].replace(INK, "currentColor")
     return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(name)}"', 1)
