@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import zipfile
 from importlib import metadata, resources
 from pathlib import Path
 
 import pytest
+import yaml
+
+import nmrun
 
 ROOT = Path(__file__).parent.parent
-BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 
 
-def test_the_wheel_has_all_code_and_configs(tmp_path):
+def build(what: str, source: Path, to: Path) -> Path:
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, f"build_{what}", str(to)], cwd=source, capture_output=True, text=True
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return to / done.stdout.splitlines()[-1]
+
+
+def test_wheel_and_sdist_have_all_code_and_configs(tmp_path):
     pytest.importorskip("setuptools")
     source = tmp_path / "source"
-    for name in ("nmrun", "conf"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    ignored = (
+        shutil.ignore_patterns("__pycache__", "conf")
+        if (ROOT / "nmrun/conf").is_symlink()
+        else None
+    )
+    shutil.copytree(ROOT / "nmrun", source / "nmrun", ignore=ignored)
+    shutil.copytree(ROOT / "conf", source / "conf", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD, str(tmp_path)], cwd=source, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    (wheel,) = tmp_path.glob("*.whl")
+    wheel, sdist = build("wheel", source, tmp_path), build("sdist", source, tmp_path)
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
     for folder, suffixes in (("nmrun", {".py", ".c", ".typed"}), ("conf", {".py", ".yaml"})):
@@ -35,6 +52,18 @@ def test_the_wheel_has_all_code_and_configs(tmp_path):
             if path.is_file() and path.suffix in suffixes:
                 name = str(path.relative_to(source))
                 assert (f"nmrun/{name}" if folder == "conf" else name) in packed
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    (tmp_path / "again").mkdir()
+    with zipfile.ZipFile(build("wheel", unpacked, tmp_path / "again")) as archive:
+        assert set(archive.namelist()) == packed
+    pytest.importorskip("twine")
+    done = subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", wheel, sdist], capture_output=True, text=True
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("PASSED") == 2
 
 
 def test_configs_and_kernel_are_found_as_resources():
@@ -56,10 +85,107 @@ def test_make_help_lists_every_target():
         assert f"make {target}" in shown
 
 
+def constraints() -> list[str]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
 def test_constraints_name_versions_and_nothing_else():
-    lines = [
-        line
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if not line.startswith("#")
-    ]
-    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+", line) for line in lines)
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!]+", line) for line in constraints())
+
+
+def test_constraints_have_everything_that_is_asked_for():
+    asked = [*PROJECT["dependencies"], *(line for extra in EXTRAS.values() for line in extra)]
+    names = {re.match(r"[\w.-]+", line)[0].lower() for line in asked} - {"nmrun"}
+    assert names <= {line.partition("==")[0] for line in constraints()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_all_extras_resolve_together_to_the_constraints(version):
+    """Asks a registry."""
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if uv is None:
+        pytest.skip("there is no uv")
+    done = subprocess.run(
+        [
+            uv, "pip", "compile", "pyproject.toml", "--all-extras", "--constraint", "constraints.txt",
+            "--quiet", "--no-header", "--no-annotate", "--python-version", version,
+            "--python", sys.executable, "--no-build-isolation-package", "fairseq-fixed",
+        ],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    if "dns error" in done.stderr or "Connect" in done.stderr:
+        pytest.skip("there is no registry")
+    assert done.returncode == 0, done.stderr
+    resolved = {line for line in done.stdout.splitlines() if not re.match("nvidia-|cuda-", line)}
+    assert len(resolved) > 100
+    assert resolved <= set(constraints())
+
+
+def test_the_extra_all_has_every_other_but_those_for_developers_and_fairseq():
+    def of(extra: str) -> set[str]:
+        names = {extra}
+        for line in EXTRAS[extra]:
+            if inner := re.fullmatch(r"nmrun\[(.*)\]", line):
+                names |= {name for part in inner[1].split(",") for name in of(part)}
+        return names
+
+    assert of("all") == set(EXTRAS) - {"docs", "dev", "translation"}
+
+
+def test_what_the_dockerfile_copies_and_runs_is_there():
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    steps = [line.split() for line in text.splitlines() if line and not line.startswith("#")]
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    copied = [name for step in steps if step[0] == "COPY" for name in step[1:-1]]
+    for name in copied:
+        assert (ROOT / name).exists(), name
+        assert f"!{name}" in allowed
+    for needed in ("pyproject.toml", PROJECT["readme"], *PROJECT["license-files"], "conf", "nmrun"):
+        assert needed in copied  # by the installation
+    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.M)
+    assert set(extras.split(",")) <= set(EXTRAS)
+    (entry,) = re.findall(r'^ENTRYPOINT \["(\w+)"\]$', text, re.M)
+    assert entry in PROJECT["scripts"]
+    used = set(re.findall(r"\$\{(\w+)\}", text))
+    assert used == {"BASE", "EXTRAS"}
+    assert used <= set(re.findall(r"^ARG (\w+)", text, re.M))
+
+
+def test_the_workflow_runs_what_is_there_on_the_versions_that_are_named():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    jobs = workflow["jobs"]
+    run = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert run[0] == ".ci/run"
+    assert os.access(ROOT / ".ci/run", os.X_OK)
+    tested = jobs["linux"]["strategy"]["matrix"]["python"]
+    named = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if "Python :: 3." in line]
+    assert tested == named
+    assert PROJECT["requires-python"] == f">={tested[0]}"
+    (extra,) = re.findall(r"'\.\[(\w+)\]'", " ".join(run))
+    assert extra in EXTRAS
+
+
+@pytest.mark.parametrize(
+    "form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda p: p.stem
+)
+def test_issue_forms_have_what_github_asks_for(form):
+    content = yaml.safe_load(form.read_text())
+    if form.stem == "config":
+        return
+    assert {"name", "description", "body"} <= set(content)
+    for field in content["body"]:
+        assert field["type"] in ("textarea", "input", "dropdown", "checkboxes", "markdown")
+        assert field["attributes"]["label"]
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    assert citation["version"] == PROJECT["version"] == nmrun.__version__
+    assert citation["license"] == PROJECT["license"]
+    assert f"({PROJECT['version']})" in (ROOT / "CHANGELOG.md").read_text()
+    bibtex = (ROOT / "docs/index.md").read_text().partition("@software{")[2]
+    assert f"version = {{{PROJECT['version']}}}" in bibtex
+    assert citation["title"].removeprefix("nmrun: ") in " ".join(bibtex.split())

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from nmrun.config import recipe_fields, schema
-from nmrun.ranges import Check
+from nmrun.ranges import Check, Search
 from nmrun.recipes import RECIPES
 from nmrun.settings.groups import Run
 from nmrun.settings.reader import checks, shown
@@ -100,15 +100,18 @@ def _written(group: str, name: str, place: str, ranges: Mapping[str, Check | Non
 
 def _recipe(name: str, path: str) -> Option:
     keys = (
-        Key(f"recipe.{key}", field.meaning, _takes(field.check), _typed(field.default))
+        Key(
+            f"recipe.{key}", field.meaning, _takes(field.check, field.search), _typed(field.default)
+        )
         for key, field in recipe_fields.fields(path).items()
     )
     of_class, of_module = recipe_fields.docstrings(path)
     return Option("recipe", name, of_class.partition("\n\n")[0], tuple(keys), of_module)
 
 
-def _takes(check: Check | None) -> str:
-    return "" if check is None else check.allowed
+def _takes(check: Check | None, search: Search | None = None) -> str:
+    parts = ["" if check is None else check.allowed, f"nmrun tune tries {search}" if search else ""]
+    return "; ".join(filter(None, parts))
 
 
 def _typed(value: Any) -> str:
