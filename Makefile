@@ -10,6 +10,7 @@ DATA := $(wildcard ../shared/data)
 export NMRUN_DATA ?= $(if $(DATA),$(abspath $(DATA)),$(HOME)/.cache/nmrun)
 
 SCALE ?= small
+TRIALS ?= 6
 
 .PHONY: help run test demo tables bench bench-gpu docs lint clean
 
@@ -36,6 +37,9 @@ table-%: $(VENV)/installed  ## one table and its figures: make table-step-cifar1
 
 table-step-wmt table-s-ste-wmt table-s-ste-flips table-gradient-flow-transformer: $(VENV)/installed-all  # fairseq
 table-step-glue table-step-gpt2: $(VENV)/installed-all  # pretrained networks
+
+compare-%: $(VENV)/installed-all  ## a comparison of recipes that are tuned equally: make compare-language SCALE=smoke|small|paper (hours)
+	$(BIN)/nmrun tune $* --trials $(TRIALS) experiment=compare_$* scale=$(SCALE)
 
 bench: $(VENV)/installed  ## the cost of a training step of every recipe over dense
 	$(BIN)/python benchmarks/recipe_overhead.py

@@ -15,8 +15,9 @@ import pytest
 from verbs import verb
 
 from nmrun import cli
-from nmrun.config import experiment, identity, precheck, schema
+from nmrun.config import experiment, identity, precheck, recipe_fields, schema
 from nmrun.errors import ConfigError
+from nmrun.recipes import RECIPES
 from nmrun.report import cli as report
 from nmrun.report.experiments import KINDS
 from nmrun.train.schedules import scheduled
@@ -38,7 +39,8 @@ OF_THE_PAPERS = {
     *("sr_ste_resnet", "sr_ste_sad", "asp_imagenet"),
     *("s_ste_wmt", "s_ste_deit", "s_ste_gpt2", "s_ste_flips", "s_ste_continuity", "s_ste_ablation"),
     *("gradient_flow_vit", "gradient_flow_transformer", "gradient_flow_isoflops"),
-    *("equal_time", "compare_language"),
+    "equal_time",
+    *("compare_language", "compare_images", "compare_translation", "compare_finetuning"),
 }
 OWN = """
 title: Own
@@ -81,7 +83,7 @@ def test_every_job_is_accepted(name, scale, monkeypatch):
     looks = [precheck.look(words, multirun=True) for words in sweeps]
     assert [problem for found in looks for problem in found.problems] == []
     jobs = sum(found.jobs or 0 for found in looks)
-    assert 2 <= jobs <= (24 if scale == "smoke" else 120)
+    assert 2 <= jobs <= (24 if scale == "smoke" else 290)
     for words in sweeps if scale == "smoke" else []:
         values = dict(word.split("=", 1) for word in words)
         assert values["dataset"] in EMBEDDED
@@ -194,6 +196,25 @@ def test_asp_on_imagenet_trains_twice():
             assert config.recipe.options["prune_at"] == 0.5
             assert factor(499) < 1e-4  # the dense training is over
             assert [factor(s) for s in range(500)] == [factor(s) for s in range(500, 1000)]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("compare_")])
+def test_comparisons_differ_in_recipe_and_ratio_alone(name):
+    """Nothing that is not swept differs between the recipes: what does is for nmrun tune to find."""
+    for config in itertools.chain(*(made(name, scale) for scale in experiment.SCALES)):
+        declared = recipe_fields.fields(RECIPES[config.recipe.name])
+        assert config.recipe.options == {key: field.default for key, field in declared.items()}
+    for scale in experiment.SCALES:
+        alike: dict[str, set[str]] = {}
+        for config in made(name, scale):
+            own = {
+                key: value
+                for key, value in schema.flatten(config.plain).items()
+                if not key.startswith(("recipe.", "sparsity.", "seed"))
+            }
+            alike.setdefault(config.recipe.name, set()).add(json.dumps(own, sort_keys=True))
+        # what a recipe has at most: dense has all but ratios, STEP has no SGD
+        assert all(settings <= alike["dense"] for settings in alike.values())
 
 
 def test_gradient_flow_has_the_phases_of_the_authors_code():
