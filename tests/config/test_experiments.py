@@ -15,13 +15,14 @@ import pytest
 from verbs import verb
 
 from nmrun import cli
-from nmrun.config import experiment, identity, precheck, recipe_fields, schema
+from nmrun.config import experiment, identity, plugins, precheck, recipe_fields, schema, source
 from nmrun.errors import ConfigError
 from nmrun.recipes import RECIPES
 from nmrun.report import cli as report
 from nmrun.report.experiments import KINDS
 from nmrun.train.schedules import scheduled
 
+source.register()
 NAMES = experiment.names()
 EMBEDDED = ("digits", "generated_text", "stdlib_text", "copy_reverse")
 EVERY = list(itertools.product(NAMES, experiment.SCALES))
@@ -78,7 +79,7 @@ def test_there_is_a_file_for_each_table_and_figure():
 
 @pytest.mark.parametrize(("name", "scale"), EVERY)
 def test_every_job_is_accepted(name, scale, monkeypatch):
-    monkeypatch.setattr(precheck, "HERE", ())  # as on a machine with the data and a GPU
+    monkeypatch.setattr(plugins, "HERE", ())  # as on a machine with the data and a GPU
     sweeps = experiment.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
     looks = [precheck.look(words, multirun=True) for words in sweeps]
     assert [problem for found in looks for problem in found.problems] == []
