@@ -1,0 +1,158 @@
+"""Stock fairseq-train, fairseq-generate and a resume, with nmrun's folder as --user-dir."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training import bits
+
+from nmrun.integrations import fairseq as plugin
+
+pytest.importorskip("fairseq", reason="needs fairseq: pip install 'nmrun[translation]'")
+
+FOLDER = Path(plugin.__file__).parent / "user_dir" / "nmrun_fairseq"
+# Three epochs of four updates, each of two batches
+TRAIN = """--cpu --dataset-impl raw --arch transformer --encoder-embed-dim 16 --decoder-embed-dim 16
+    --encoder-ffn-embed-dim 32 --decoder-ffn-embed-dim 32 --encoder-layers 1 --decoder-layers 1
+    --encoder-attention-heads 2 --decoder-attention-heads 2 --lr 0.01 --batch-size 8
+    --update-freq 2 --clip-norm 0.5 --max-update 12 --no-progress-bar"""
+STEP = ["--nm-recipe", "step", "--nm-options", "switch=0.5", "--optimizer", "nm_adam"]
+
+
+def fairseq(command: str, data: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    # fairseq's checkpoints are not for torch's loader of plain data
+    environment = {**os.environ, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+    words = [sys.executable, "-W", "ignore", "-m", f"fairseq_cli.{command}", str(data), *arguments]
+    return subprocess.run(words, capture_output=True, text=True, env=environment)
+
+
+def train(data: Path, to: Path, *arguments: str, plug: bool = True) -> None:
+    ours = ["--user-dir", str(FOLDER)] if plug else []
+    done = fairseq("train", data, *TRAIN.split(), *ours, "--save-dir", str(to), *arguments)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "nmrun:" not in done.stderr
+
+
+def saved(folder: Path, name: str = "checkpoint_last.pt") -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(folder / name, weights_only=False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sentences of twenty words, and the same backwards."""
+    folder = tmp_path_factory.mktemp("data")
+    draw, words = random.Random(0), [f"w{i}" for i in range(20)]
+    for split, count in (("train", 64), ("valid", 8), ("test", 8)):
+        lines = [draw.choices(words, k=draw.randint(3, 7)) for _ in range(count)]
+        for side, step in (("src", 1), ("tgt", -1)):
+            text = "".join(" ".join(line[::step]) + "\n" for line in lines)
+            (folder / f"{split}.src-tgt.{side}").write_text(text)
+    for side in ("src", "tgt"):
+        (folder / f"dict.{side}.txt").write_text("".join(f"{word} 1\n" for word in words))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    train(data, folder, *STEP)
+    return folder
+
+
+def most_of_four(weight: torch.Tensor) -> int:
+    return int((weight.view(-1, 4) != 0).sum(1).max())
+
+
+def test_a_checkpoint_is_plain_and_nm(trained: Path) -> None:
+    """Its first moment is before STEP's sparse phase."""
+    for name, most, clock in (("checkpoint1.pt", 4, 4), ("checkpoint2.pt", 2, 8)):
+        state = saved(trained, name)
+        settings = state["last_optimizer_state"]["param_groups"][0]["nmrun"]
+        assert settings["state"]["step"] == clock == state["optimizer_history"][-1]["num_updates"]
+        assert len(settings["weights"]) == 17
+        assert not [key for key in state["model"] if "nmrun" in key or "parametriz" in key]
+        assert {most_of_four(state["model"][key]) for key in settings["weights"]} == {most}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
+def test_a_resumed_training_is_the_same(recipe: str, data: Path, tmp_path: Path) -> None:
+    """In and after ASP's dense phase. All data are one batch, since fairseq itself draws other
+    batches after a resume."""
+    asked = ["--nm-recipe", recipe, "--optimizer", "sgd", "--momentum", "0.9", "--lr", "0.5"]
+    asked += ["--batch-size", "64", "--update-freq", "1", "--dropout", "0", "--max-update", "6"]
+    train(data, tmp_path / "whole", *asked)
+    whole = saved(tmp_path / "whole")
+    for epoch in (2, 4):
+        again = ["--restore-file", str(tmp_path / "whole" / f"checkpoint{epoch}.pt")]
+        train(data, tmp_path / f"{epoch}", *asked, *again)
+        ended = saved(tmp_path / f"{epoch}")
+        assert ended["last_optimizer_state"]["param_groups"][0]["nmrun"]["state"]["step"] == 6
+        for name, tensor in whole["model"].items():
+            torch.testing.assert_close(ended["model"][name], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_generate_reads_it_without_the_folder(data: Path, trained: Path) -> None:
+    path = str(trained / "checkpoint2.pt")
+    options = ["--cpu", "--dataset-impl", "raw", "--beam", "2", "--max-len-b", "8"]
+    done = fairseq("generate", data, "--path", path, *options)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert sum(line.startswith("H-") for line in done.stdout.splitlines()) == 8
+
+
+@pytest.mark.slow
+def test_with_nothing_to_prune_it_is_the_stock_training(data: Path, tmp_path: Path) -> None:
+    sgd = ["--optimizer", "sgd", "--momentum", "0.9"]
+    train(data, tmp_path / "stock", *sgd, plug=False)
+    train(data, tmp_path / "ours", *sgd, "--nm-recipe", "sr_ste", "--nm-pattern", "4:4")
+    stock, ours = saved(tmp_path / "stock"), saved(tmp_path / "ours")
+    assert bits(stock["model"]) == bits(ours["model"])
+    assert "nmrun" in ours["last_optimizer_state"]["param_groups"][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--nm-recipe spet --optimizer adam", "recipe=spet: no such recipe; did you mean step?"),
+        ("--nm-recipe step --optimizer adam", "a drop-in with the same arguments: --optimizer nm_adam"),
+        ("--nm-recipe ste --nm-pattern 5:4 --optimizer sgd", "5:4 is not an N:M pattern"),
+        ("--nm-recipe asp --max-update 0 --max-epoch 1 --optimizer sgd", "asp needs total_steps"),
+        ("--nm-recipe ste --fp16 --optimizer sgd", "--fp16 and --bf16 step flat copies"),
+        ("--nm-recipe ste --store-ema --optimizer sgd", "--store-ema averages"),
+        ("--nm-recipe ste --nm-options decay --optimizer sgd", "--nm-options 'decay': it takes"),
+        ("--nm-recipe ste --nm-options x=1 --optimizer sgd", "ste has no hyperparameter x"),
+    ],
+)  # fmt: skip
+def test_mistakes_get_a_line(arguments: str, message: str, data: Path, tmp_path: Path) -> None:
+    ours = ["--user-dir", str(FOLDER), "--save-dir", str(tmp_path)]
+    done = fairseq("train", data, *TRAIN.split(), *ours, *arguments.split())
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line.startswith("nmrun: ")]
+    assert len(lines) == 1
+    assert message in lines[0]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_dense_end_is_told(data: Path, tmp_path: Path) -> None:
+    ours = ["--user-dir", str(FOLDER), "--save-dir", str(tmp_path), "--optimizer", "sgd"]
+    asp = ["--nm-recipe", "asp", "--nm-options", "total_steps=100"]
+    done = fairseq("train", data, *TRAIN.split(), *ours, *asp)
+    assert "nmrun: training ended in a dense phase of asp, after step 12" in done.stderr
+
+
+def test_the_folder_is_printed() -> None:
+    command = [sys.executable, "-m", "nmrun.integrations.fairseq"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(FOLDER)
+    assert (FOLDER / "__init__.py").is_file()
