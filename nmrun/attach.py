@@ -168,7 +168,8 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 
     Raises:
         ConfigError: for an object that is no torch optimizer, and for optimizers that evaluate
-            gradients several times a step or do not save the state of all parameters.
+            gradients several times a step, do not save the state of all parameters, or move
+            weights elsewhere than in a step.
     """
     while type(optimizer).__module__.partition(".")[0] in WRAPPERS:
         inner = next((vars(optimizer)[key] for key in INSIDE if key in vars(optimizer)), None)
@@ -177,6 +178,11 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
         optimizer = inner
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer) or "state" not in vars(optimizer):
+        if type(optimizer).__module__.partition(".")[0] == "deepspeed":
+            raise ConfigError(
+                f"{name} steps flat copies of the weights, which have no groups of M inputs: use "
+                "DDP, or fully_shard (FSDP2)"
+            )
         raise ConfigError(f"{name} is no torch optimizer: give sparsify the one that steps")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigError(
@@ -187,6 +193,16 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
         raise ConfigError(
             "ZeroRedundancyOptimizer leaves the dense weights out of its state dict, and a resume "
             "would lose them: use fully_shard (FSDP2), which shards the optimizer's state as well"
+        )
+    if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):
+        raise ConfigError(
+            f"{name} is not made by torch's constructor, so its steps cannot be followed: use its "
+            "base optimizer alone"
+        )
+    if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
+        raise ConfigError(
+            f"{name} exchanges the weights between train() and eval(), and an exchange would be "
+            "taken for new weights: use an optimizer with a schedule"
         )
     if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
         raise ConfigError(
