@@ -1,0 +1,145 @@
+"""The examples of training stacks: each runs, learns, and leaves N:M weights; three lines or fewer
+of it concern nmrun.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from training import bits
+
+from examples import nanogpt
+
+ROOT = Path(__file__).parent.parent.parent
+OURS = re.compile(r"\bnm_?run|\bnmrun|NMCallback|\bhandle\b|\bsparse\b|--nm-|nm_adam")
+SCRIPTS = [
+    pytest.param("plain_loop"),
+    pytest.param("huggingface_trainer", marks=pytest.mark.slow),
+    pytest.param("lightning_trainer", marks=pytest.mark.slow),
+    pytest.param("accelerate_loop", marks=pytest.mark.slow),
+    pytest.param("timm_train", marks=pytest.mark.slow),
+]
+NEEDS = {
+    "huggingface_trainer": "accelerate", "accelerate_loop": "accelerate",
+    "lightning_trainer": "lightning", "timm_train": "timm",
+}  # fmt: skip
+
+
+def code_of(path: Path) -> list[str]:
+    """The lines of a script without its docstring and comments."""
+    text = re.sub(r'\A""".*?"""', "", path.read_text(), flags=re.S)
+    return [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").iterdir()), ids=lambda path: path.name)
+def test_three_lines_concern_nmrun(path: Path) -> None:
+    if path.suffix not in (".py", ".sh") or path.name == "rnm_td3.py":
+        pytest.skip("no example of a stack")
+    ours = [line for line in code_of(path) if OURS.search(line)]
+    assert 1 <= len(ours) <= 3, ours
+
+
+def groups_hold(weights: dict[str, Tensor]) -> int:
+    """How many matrices are 2:4 along their inputs (their outputs, for GPT-2's Conv1D)."""
+    held = 0
+    for name, w in weights.items():
+        if w.ndim == 2 and name.endswith("weight"):
+            rows = w.T if ".c_" in name and "transformer" in name else w
+            held += bool(((rows.reshape(-1, 4) != 0).sum(1) <= 2).all())
+    return held
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(NEEDS.get(name, "torch"), reason="needs pip install 'nmrun[integrations]'")
+    out = tmp_path / ("folder" if name == "huggingface_trainer" else "model.pt")
+    command = [sys.executable, "-W", "ignore", "-m", f"examples.{name}", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    if name == "huggingface_trainer":
+        from safetensors.torch import load_file
+
+        assert groups_hold(load_file(out / "model.safetensors")) == 8
+        losses = [float(x) for x in re.findall(r"'loss': '?([\d.]+)", done.stdout)]
+        assert losses[-1] < losses[0] - 0.5
+        return
+    state = torch.load(out, weights_only=False)
+    assert groups_hold(state.get("state_dict", state)) == (8 if name == "timm_train" else 1)
+    (accuracy,) = re.findall(r"accuracy\W+(0\.\d+)", done.stdout)
+    assert float(accuracy) > 0.8
+
+
+@pytest.mark.slow
+def test_fairseq(tmp_path: Path) -> None:
+    pytest.importorskip("fairseq", reason="needs fairseq: pip install 'nmrun[translation]'")
+    scripts = str(Path(sys.executable).parent)
+    environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    command = [str(ROOT / "examples" / "fairseq.sh"), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "BLEU4 = " in done.stdout
+    state = torch.load(tmp_path / "saved" / "checkpoint_last.pt", weights_only=False)
+    assert groups_hold(state["model"]) == 17
+
+
+# --- after nanoGPT -------------------------------------------------------------------------------
+
+SMALL = ["max_iters=12", "eval_interval=4", "lr_decay_iters=12", "batch_size=4", "block_size=16"]
+
+
+def gpt(folder: Path, *words: str) -> dict[str, Any]:
+    """Run it, and return its last checkpoint."""
+    folder.mkdir(exist_ok=True)
+    nanogpt.main([f"out={folder}", *SMALL, *words])
+    state: dict[str, Any] = torch.load(folder / "ckpt.pt", weights_only=True)
+    return state
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "s_ste"])
+def test_a_language_model_resumes_with_the_same_bits(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = gpt(tmp_path / "whole", f"recipe={recipe}")
+    assert whole["optimizer"]["param_groups"][0]["nmrun"]["state"]["step"] == 12
+    assert groups_hold(whole["model"]) == 8
+    assert torch.equal(whole["model"]["lm_head.weight"], whole["model"]["wte.weight"])
+    saves = torch.save
+    for stop in (4, 8):  # asp prunes after step 6
+
+        def killed(state: dict[str, Any], file: Path, stop: int = stop) -> None:
+            saves(state, file)
+            if state["iter_num"] == stop:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(torch, "save", killed)
+            gpt(tmp_path / "again", f"recipe={recipe}")
+        again = gpt(tmp_path / "again", f"recipe={recipe}", "init_from=resume")
+        assert bits(again["model"]) == bits(whole["model"])
+        assert bits(again["optimizer"]) == bits(whole["optimizer"])
+
+
+def test_a_compiled_language_model_trains_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: compiled(model, backend="eager"))
+    found = [gpt(tmp_path / f"{i}", f"compile={i}", "recipe=asp") for i in (0, 1)]
+    assert bits(found[0]["model"]) == bits(found[1]["model"])
+
+
+def test_a_checkpoint_in_the_middle_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpt(tmp_path)
+    capsys.readouterr()
+    nanogpt.main([f"out={tmp_path}", "init_from=sample"])
+    assert len(capsys.readouterr().out) == len("def ") + 60 + 1
