@@ -2,9 +2,10 @@
    mask, a byte a weight. N, M and FADES are fixed at compile time.
 
    A column is one group: its M weights lie `inner` elements apart (inner = 1 for a linear layer's input dimension, kh * kw
-   for a convolution's). LANES columns go through a network side by side, which the compiler turns into vector code: top[k] is the
-   (k+1)-th largest magnitude, found by insertion where N is small, else by sorting. Ties keep the lower index, a NaN is kept on top of
-   the N, and every zero written is +0.0: the same bits as nmrun.sparsity.plain. */
+   for a convolution's). LANES columns go through a network side by side, which the compiler turns into vector code: the N-th largest
+   magnitude is found among the N + 1 largest or the M - N + 1 smallest, put in order by insertion where these are few, else by sorting
+   all. Ties keep the lower index, a NaN is kept on top of the N, and every zero written is +0.0: the same bits as
+   nmrun.sparsity.plain. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -16,8 +17,13 @@
 #define LANES 16
 #define BLOCK 256 /* columns of a group of rows that are put together */
 #define AHEAD 512 /* elements: what is fetched into the cache while a column block is at work */
-#define SORTS (N > 14) /* gcc unrolls loops of up to 16 rounds: beyond, insertion takes four times as long as sorting */
-#define TOPS (SORTS || N == M ? M : N + 1) /* how many of a group are put in order */
+#define FEWER (M - N < N ? M - N + 1 : N + 1)
+#define SORTS (FEWER > 17) /* beyond, insertion takes more registers than there are */
+#define FROM_BELOW (!SORTS && M - N < N)
+#define SQUARES (M > LANES && M % LANES == 0) /* a group is several vectors: turned one at a time */
+#define TOPS (SORTS ? M : FEWER)             /* how many of a group are put in order */
+#define NTH (FROM_BELOW ? M - N : N - 1)     /* where the N-th largest is among them */
+#define NEXT (FROM_BELOW ? M - N - 1 : N)    /* and the one after it, with N < M */
 
 static inline __attribute__((always_inline)) float number(int32_t bits) {
   float x;
@@ -40,18 +46,19 @@ static inline __attribute__((always_inline)) void exchange(int32_t *high, int32_
   for (int l = 0; l < LANES; l++) low[l] = a[l] > b[l] ? b[l] : a[l];
 }
 
-/* The TOPS largest sizes of each lane, the largest first. */
+/* The TOPS largest sizes of each lane, the largest first; FROM_BELOW the smallest, the smallest first. */
 static inline __attribute__((always_inline)) void order(int32_t size[][LANES], int32_t top[][LANES]) {
   if (!SORTS) {
     for (int k = 0; k < TOPS; k++)
-      for (int l = 0; l < LANES; l++) top[k][l] = -1;
+      for (int l = 0; l < LANES; l++) top[k][l] = FROM_BELOW ? INT32_MAX : -1;
     for (int j = 0; j < M; j++)
       for (int l = 0; l < LANES; l++) {
         int32_t x = size[j][l];
+#pragma GCC unroll 17
         for (int k = 0; k < TOPS; k++) {
-          int32_t larger = x > top[k][l] ? x : top[k][l];
-          x = x > top[k][l] ? top[k][l] : x;
-          top[k][l] = larger;
+          int32_t larger = x > top[k][l] ? x : top[k][l], smaller = x > top[k][l] ? top[k][l] : x;
+          top[k][l] = FROM_BELOW ? smaller : larger;
+          x = FROM_BELOW ? larger : smaller;
         }
       }
     return;
@@ -63,6 +70,25 @@ static inline __attribute__((always_inline)) void order(int32_t size[][LANES], i
     for (int q = half, r = 0, d = p; d > 0; d = q - p, q /= 2, r = p)
       for (int i = 0; i < M - d; i++)
         if ((i & p) == r) exchange(top[i], top[i + d]);
+}
+
+/* Whether in each lane just N are as large as the threshold. */
+static inline __attribute__((always_inline)) int no_ties(int32_t size[][LANES], const int32_t *threshold) {
+  int32_t count[LANES] = {0}, wrong = 0;
+  for (int j = 0; j < M; j++)
+    for (int l = 0; l < LANES; l++) count[l] += size[j][l] >= threshold[l];
+  for (int l = 0; l < LANES; l++) wrong |= count[l] ^ N;
+  return !wrong;
+}
+
+/* One group without ties, as it lies in memory. */
+static inline __attribute__((always_inline)) void in_order(const float *restrict weight, int32_t threshold, float *restrict out,
+                                                           uint8_t *restrict mask, float factor) {
+  for (int j = 0; j < M; j++) {
+    int32_t x = bits(weight[j]) & 0x7fffffff, kept = (x >= threshold) | (x > 0x7f800000);
+    if (mask) mask[j] = (uint8_t)kept;
+    else out[j] = (kept ? weight[j] : FADES ? weight[j] * factor : 0.0f) + 0.0f;
+  }
 }
 
 /* Columns `begin` to `end`; with a mask, that alone is written. */
@@ -85,7 +111,11 @@ static inline __attribute__((always_inline)) void columns(const float *restrict 
       int64_t c = l < lanes ? column + l : end - 1; /* idle lanes repeat the last column and store nothing */
       first[l] = inner == 1 ? c * M : (c / inner) * M * inner + c % inner;
     }
-    if (together)
+    if (together && SQUARES)
+      for (int part = 0; part < M; part += LANES) /* gcc turns such squares, but nothing larger */
+        for (int l = 0; l < LANES; l++)
+          for (int j = 0; j < LANES; j++) w[part + j][l] = bits(weight[(column + l) * M + part + j]);
+    else if (together)
       for (int l = 0; l < LANES; l++)
         for (int j = 0; j < M; j++) w[j][l] = bits(weight[(column + l) * M + j]);
     else if (row)
@@ -103,18 +133,25 @@ static inline __attribute__((always_inline)) void columns(const float *restrict 
     if (soft) {
       for (int j = 0; j < M; j++)
         for (int l = 0; l < LANES; l++) {
-          float left = fabsf(number(w[j][l])) - (N < M ? number(top[N % TOPS][l] < 0 ? 0 : top[N % TOPS][l]) : 0.0f);
+          float left = fabsf(number(w[j][l])) - (N < M ? number(top[NEXT % TOPS][l] < 0 ? 0 : top[NEXT % TOPS][l]) : 0.0f);
           w[j][l] = bits(copysignf(left < 0.0f ? 0.0f : left, number(w[j][l])) * scale + 0.0f);
         }
     } else {
+      if (together && SQUARES && no_ties(size, top[NTH])) {
+        for (int l = 0; l < LANES; l++) {
+          int64_t begins = (column + l) * M;
+          in_order(weight + begins, top[NTH][l], mask ? 0 : out + begins, mask ? mask + begins : 0, factor);
+        }
+        continue;
+      }
       for (int l = 0; l < LANES; l++) room[l] = N;
-      for (int k = 0; k < N; k++)
-        for (int l = 0; l < LANES; l++) room[l] -= top[k][l] > top[N - 1][l];
+      for (int j = 0; j < M; j++)
+        for (int l = 0; l < LANES; l++) room[l] -= size[j][l] > top[NTH][l];
       for (int j = 0; j < M; j++)
         for (int l = 0; l < LANES; l++) {
-          int32_t x = size[j][l], tie = (x == top[N - 1][l]) & (room[l] > 0);
+          int32_t x = size[j][l], tie = (x == top[NTH][l]) & (room[l] > 0);
           room[l] -= tie;
-          kept[j][l] = (x > top[N - 1][l]) | tie | (x < 0);
+          kept[j][l] = (x > top[NTH][l]) | tie | (x < 0);
         }
       if (!mask)
         for (int j = 0; j < M; j++)

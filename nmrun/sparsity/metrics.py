@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nmrun.kernels.layout import local
+from nmrun.kernels import cpu_split
+from nmrun.kernels.layout import has_memory, local
 from nmrun.sparsity.shards import summed
 from nmrun.sparsity.weight import FIRST_MASK, SparseWeight
 
@@ -237,19 +238,21 @@ def energies(weight: Tensor, mask: Tensor) -> list[Tensor]:
 def _split(values: Tensor, mask: Tensor, squares: bool = False) -> list[Tensor]:
     """The sums of ``values``, or of their squares, over the kept and over the pruned entries.
 
-    On a CPU piece by piece, in memory that is used again: what is computed on the way stays in the
-    cache.
+    In one pass where the compiled kernel applies. Else piece by piece on a CPU, in memory that is
+    used again: what is computed on the way stays in the cache.
     """
+    if has_memory(values) and (sums := cpu_split.split(values, mask, squares)) is not None:
+        return list(sums)
     size = min(values.numel(), PIECE) if values.is_cpu else values.numel()
     piece, share = values.new_empty((2, size), dtype=torch.float32)
-    sums = values.new_zeros(2, dtype=torch.float64)
+    total = values.new_zeros(2, dtype=torch.float64)
     flat, bits = values.flatten(), mask.flatten().view(torch.uint8)
     for some, kept in zip(flat.split(max(1, size)), bits.split(max(1, size)), strict=True):
         numbers, parts = piece[: len(some)], share[: len(some)].copy_(kept)
         torch.mul(some, some, out=numbers) if squares else numbers.copy_(some)
-        sums[0] += torch.dot(numbers, parts)
-        sums[1] += torch.dot(numbers, torch.sub(1, parts, out=parts))
-    return list(sums)
+        total[0] += torch.dot(numbers, parts)
+        total[1] += torch.dot(numbers, torch.sub(1, parts, out=parts))
+    return list(total)
 
 
 def _ratio(part: float, whole: float) -> float:

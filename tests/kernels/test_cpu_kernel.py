@@ -55,6 +55,30 @@ def soft(weight: Tensor, pattern: str | Pattern, dim: int) -> Tensor:
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    "ratio", ["1:32", "8:32", "16:32", "24:32", "31:32", "32:32", "20:48", "20:64", "48:64"]
+)
+def test_groups_of_several_vectors_with_ties_and_without(ratio: str) -> None:
+    """Sixteen groups without a tie are written in another way than those with one."""
+    torch.manual_seed(0)
+    m = Pattern.parse(ratio).m
+    weight = torch.randn(16 * 20, m)
+    weight[16:48] = (4 * weight[16:48]).round() / 4
+    weight[70, 3], weight[90, 5], weight[91, 5:7] = torch.nan, torch.inf, -0.0
+    weight[100] = torch.nan
+    weight = weight.view(-1, 5 * m)
+    for scale in (None, 1.5):
+        compiled, reference = both(weight, ratio, 1, scale)
+        assert torch.equal(bits(compiled), bits(reference))
+    mask, faded = torch.empty_like(weight, dtype=torch.bool), torch.empty_like(weight)
+    assert cpu.mask(weight, mask, Pattern.parse(ratio), 1)
+    kept = plain.nm_mask(weight, Pattern.parse(ratio), 1)
+    assert torch.equal(mask, kept)
+    assert cpu.project(weight, faded, Pattern.parse(ratio), 1, factor=0.7)
+    assert torch.equal(bits(faded), bits(torch.where(kept, weight, weight * 0.7) + 0.0))
+
+
+@needs_compiler
 @pytest.mark.parametrize("scale", [None, 1.0, 1.4832], ids=["hard", "soft", "scaled"])
 @pytest.mark.parametrize(
     ("ratio", "shape", "dim"),
@@ -73,9 +97,11 @@ def soft(weight: Tensor, pattern: str | Pattern, dim: int) -> Tensor:
         ("3:16", (2, 32, 7, 7), 1),
         ("3:16", (5, 48), 1),
         ("7:32", (3, 64, 3, 3), 1),
-        ("14:32", (9, 64), 1),  # the last that insertion finds
-        ("15:16", (33, 48), 1),  # the first that sorting does
-        ("16:32", (40, 64), 1),
+        ("14:32", (9, 64), 1),
+        ("15:16", (33, 48), 1),  # from below
+        ("16:32", (40, 64), 1),  # the last that insertion finds
+        ("17:34", (40, 68), 1),  # the first that sorting does
+        ("16:33", (40, 66), 1),
         ("16:32", (64, 50), 0),
         ("17:31", (3, 62, 3, 3), 1),
         ("32:32", (5, 64), 1),
