@@ -6,6 +6,7 @@ import math
 
 import pandas as pd
 import pytest
+from verbs import verb
 
 from nmrun.errors import ConfigError
 from nmrun.report import rows
@@ -50,3 +51,20 @@ def test_another_file_gets_a_line(tmp_path, text, said):
     (tmp_path / "runs.csv").write_text(text)
     with pytest.raises(ConfigError, match=said):
         rows.read(tmp_path / "runs.csv")
+
+
+def test_a_line_a_run_as_csv_gives_the_same_table(tmp_path, write, capsys):
+    for seed in (0, 1, 2):
+        write("dense", "dense", seed, 0.9 + seed / 100)
+        write("sr_ste", "1:8", seed, 0.8 + seed / 50, recipe__decay=2e-4)
+        write("step", "1:8", seed, 0.85 + seed / 50, recipe__threshold=None)
+
+    def printed(*words):
+        assert verb("table", *words) == 0
+        return capsys.readouterr().out
+
+    (tmp_path / "runs.csv").write_text(printed(str(tmp_path / "outputs"), "--runs"))
+    asked = ("--baseline", "sr_ste", "--format", "csv")
+    of_folders = printed(str(tmp_path / "outputs"), *asked)
+    assert printed(str(tmp_path / "runs.csv"), *asked) == of_folders
+    assert of_folders.count("\n") == 4
