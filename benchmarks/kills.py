@@ -43,7 +43,7 @@ SWEEP = (
     ),
     "track=local",
 )
-CLOCK = ("steps_per_second", "items_per_second")
+CLOCK = ("steps_per_second", "items_per_second", "time")
 FILES = {
     "config.yaml",
     "run.log",

@@ -69,15 +69,14 @@ def _main(argv: list[str]) -> int:
         if len(argv) > 1 and _is_verb(argv[1]):
             argv = [argv[1], "--help"]
         elif not any(word.startswith("--hydra-help") for word in argv):
-            from nmrun.config import help
-
-            print(help.text())
-            return 0
+            topics = [word.lstrip("+~") for word in argv if "=" in word]
+            return max([explain([_topic(word)]) for word in topics] or [explain([])])
     if argv and _is_verb(argv[0]):
         return int(find("verb", argv[0], VERBS)(argv[1:]))
     if argv == ["--version"]:
         print(f"nmrun {nmrun.__version__}")
         return 0
+    verbs.waiting("checking the settings")
     from nmrun.train import jobs
 
     return jobs.main(argv)
@@ -97,6 +96,12 @@ def _is_verb(word: str) -> bool:
     raise ConfigError(f"{word}: no such verb{hint} (there are {known})")
 
 
+def _topic(word: str) -> str:
+    """What help is asked for beside an override: its option of a group, or its key."""
+    key, _, value = word.partition("=")
+    return key if "." in key or "," in value or key in ("seed", "seeds", "output_dir") else word
+
+
 def explain(argv: list[str]) -> int:
     """``nmrun help TOPIC``; returns the exit status."""
     parser = verbs.Parser(prog="nmrun help", description="What a word of the command line means.")
@@ -109,9 +114,14 @@ def explain(argv: list[str]) -> int:
     topic = parser.parse_args(argv).topic
     if topic in VERBS:
         return int(find("verb", topic, VERBS)(["--help"]))
-    from nmrun.config import explain, help
+    if topic is None:
+        from nmrun.config import help
 
-    print(explain.about(topic) if topic else help.text())
+        print(help.text())
+    else:
+        from nmrun.config import explain
+
+        print(explain.about(topic))
     return 0
 
 

@@ -189,6 +189,13 @@ DECAY = Check(
     lambda value: value == "auto" or number(0).holds(value),
     lambda value: value if value == "auto" else float(value),
 )
+LOGGERS = Check(
+    "a list of tensorboard and mlflow",
+    lambda value: isinstance(value, list) and set(map(str, value)) <= {"tensorboard", "mlflow"},
+)
+TAGS = Check(
+    "a list of texts", lambda value: isinstance(value, list) and all(map(TEXT.holds, value))
+)
 EXPRESSIONS = Check(
     "a regular expression or a list of them",
     _is_expressions,

@@ -43,11 +43,28 @@ def files_of_the_command() -> Iterator[None]:
 STATUS = 128 + 13  # the status that shells give a program that SIGPIPE ended
 
 
+_waiting: list[Any] = []  # the stream of the line of waiting(), until something takes its place
+
+
+def waiting(text: str) -> None:
+    """Show on a terminal what takes a moment, until the next line takes its place."""
+    if isinstance(sys.stdout, _Stream) and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        sys.stdout.write(f"{text} ...")
+        sys.stdout.flush()
+        _waiting.append(sys.stdout)
+
+
+def _no_longer() -> None:
+    while _waiting:
+        _waiting.pop().write("\r\x1b[K")
+
+
 class _Stream:
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
+        _no_longer()
         with self._reader():
             # a replaced stream (a notebook's, pytest's) need not return how much it wrote
             self._stream.write(text)
@@ -72,6 +89,32 @@ class _Stream:
         return getattr(self._stream, name)
 
 
+class _Prefixed(_Stream):
+    def __init__(self, stream: Any, prefix: str) -> None:
+        super().__init__(stream)
+        self._prefix, self._at_start = prefix, True
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines(keepends=True):
+            super().write((self._prefix if self._at_start else "") + line)
+            self._at_start = line.endswith("\n")
+        return len(text)
+
+    def isatty(self) -> bool:
+        """No: others write between the lines."""
+        return False
+
+
+@contextlib.contextmanager
+def prefixed(prefix: str) -> Iterator[None]:
+    """Begin each line of the output with a text, while the context is entered."""
+    with (
+        contextlib.redirect_stdout(_Prefixed(sys.stdout, prefix)),
+        contextlib.redirect_stderr(_Prefixed(sys.stderr, prefix)),
+    ):
+        yield
+
+
 @contextlib.contextmanager
 def ends_quietly() -> Iterator[None]:
     """End the program where nobody reads its output any more, while the context is entered.
@@ -86,4 +129,5 @@ def ends_quietly() -> Iterator[None]:
         try:
             yield
         finally:
+            _no_longer()
             sys.stdout.flush()

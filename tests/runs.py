@@ -62,7 +62,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
         {
             key: value
             for key, value in line.items()
-            if key not in ("steps_per_second", "items_per_second")
+            if key not in ("steps_per_second", "items_per_second", "time")
         }
         for line in lines
     ]

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     from nmrun.kernels.cpu import load
     from nmrun.patterns import Pattern
     from nmrun.products import backends24
-    from nmrun.train.track import logged_in
+    from nmrun.train.loggers.weights_and_biases import logged_in
 
     compiler = find_compiler()
     built = load(Pattern(2, 4)) is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,6 +73,23 @@ def own_recipe(words: list[str]) -> list[str]:
         for word in words
     ]
     return words if "recipe" in keys else ["recipe=custom", *words]
+
+
+def of_job(job: Any, overrides: list[str]) -> str:
+    """Write the command that asks for one job alone; in a sweep that is not what was typed.
+
+    Args:
+        job: Hydra's config of it.
+        overrides: the job's, as they are typed.
+    """
+    words = [
+        word for word in job.overrides.hydra if word.lstrip("+").startswith("hydra.searchpath")
+    ]
+    for place in job.runtime.config_sources:
+        words += ["--config-dir", place.path] if place.provider == "command-line" else []
+    if "sparsity=dense" in overrides:  # by whatever recipe, which one run is not asked for then
+        overrides = [word for word in overrides if not word.lstrip("+").startswith("recipe")]
+    return shlex.join(["nmrun", *words, *overrides])
 
 
 def parsed(words: Sequence[str]) -> tuple[list[Override], list[str]]:

@@ -26,6 +26,8 @@ LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, int]]] = {
     "small_conv": lambda model: _layers(model["channels"]),
     "mlp": lambda model: _layers(model["hidden"]),
 }
+# The package and the extra of nmrun that a logger needs.
+LOGGERS = {"tensorboard": "tensorboard", "mlflow": "mlflow"}
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/nvmap")  # CUDA, WSL, ROCm, Jetson
 
 
@@ -39,6 +41,7 @@ def problems(plain: dict[str, Any], here: bool = True) -> Iterator[str]:
     own = {group for group in ("dataset", "model") if "_target_" in plain[group]}
     for group in ("dataset", "model", "recipe"):
         yield from _unknown_package(group, plain[group].get("_target_"))
+    yield from _no_logger(plain["track"])
     if not own:
         yield from _other_data(plain["dataset"]["name"], plain["model"]["name"])
     if "dataset" not in own:
@@ -63,6 +66,12 @@ def _unknown_package(group: str, target: Any) -> Iterator[str]:
         return
     if package not in sys.modules and importlib.util.find_spec(package) is None:
         yield f"{group}._target_={target} cannot be imported: there is no module {package}"
+
+
+def _no_logger(track: dict[str, Any]) -> Iterator[str]:
+    for name in dict.fromkeys([track["name"], *track["also"]]):
+        if name in LOGGERS and importlib.util.find_spec(LOGGERS[name]) is None:
+            yield f"track={name} is not installed: pip install 'nmrun[{name}]'"
 
 
 def _other_data(dataset: str, model: str) -> Iterator[str]:

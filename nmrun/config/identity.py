@@ -26,7 +26,9 @@ IRRELEVANT = {
 # of an id, so that finished runs are found again
 LATER: dict[str, dict[str, Any]] = {
     "optimizer": {"decay": "all"},
-    "trainer": {"evaluate": "sparse"},
+    "track": {"tags": [], "also": []},
+    "track=wandb": {"notes": None, "git": False, "console": False, "system": False},
+    "trainer": {"evaluate": "sparse", "limit_evaluation": None},
     **{f"schedule={name}": {"cycles": 1} for name in ("constant", "cosine", "linear")},
     **{f"model={name}": {"bias": True} for name in GPTS},
     "recipe=step": {"window": "full", "threshold": None},
@@ -54,6 +56,12 @@ def identity(config: Config) -> str:
     if overrides and len(overrides) > 1:  # the first that matches counts
         relevant["order"] = list(overrides)
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def title(config: Config) -> str:
+    """A run in one line: recipe, ratio, data set, model, optimizer, seed."""
+    what = "dense" if config.is_dense else f"{config.recipe.name} {config.pattern}"
+    return f"{what} on {config.dataset.name} with {config.model.name}, {config.optimizer.name}, seed {config.seed}"
 
 
 def completed(plain: dict[str, Any]) -> dict[str, Any]:

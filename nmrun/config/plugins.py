@@ -47,3 +47,32 @@ def asked(
         else:
             missing.append(f"{group}={name} is not installed: pip install 'nmrun[{extra}]'")
     return found, missing
+
+
+def trials(words: Sequence[str]) -> int | None:
+    """The number of jobs of a search by Optuna; None where there is none.
+
+    Args:
+        words: the overrides for Hydra.
+    """
+    if "hydra/sweeper=optuna" not in words:
+        return None
+    key = "hydra.sweeper.n_trials="
+    told = [word.removeprefix(key) for word in words if word.startswith(key)]
+    return next((int(number) for number in told if number.isdigit()), 20)
+
+
+def repeatable(words: list[str]) -> list[str]:
+    """Let a search by Optuna propose the same again when it is given again: it goes on then where
+    it was cut off, since finished runs are not repeated.
+
+    Args:
+        words: the overrides.
+
+    Returns:
+        The overrides, with a seed for Optuna's sampler unless they have one or name a storage.
+    """
+    own = ("hydra.sweeper.sampler.seed=", "hydra.sweeper.storage=", "hydra/sweeper/sampler=grid")
+    if trials(words) is None or any(word.startswith(own) for word in words):
+        return words
+    return [*words, "hydra.sweeper.sampler.seed=0"]

@@ -38,11 +38,13 @@ class Findings:
         problems: all mistakes, one line each.
         jobs: the number of jobs; None where a sweeper of another kind decides.
         output_dir: the output folder.
+        trials: the number of jobs of a search by Optuna; None where there is none.
     """
 
     problems: list[str] = field(default_factory=list)
     jobs: int | None = 1
     output_dir: str = ""
+    trials: int | None = None
 
 
 def look(
@@ -113,6 +115,7 @@ class _Look:
         self.sweeper = any(word.startswith("hydra/sweeper") for word in self.for_hydra)
         if self.sweeper:
             findings.jobs = None
+        findings.trials = plugins.trials(self.for_hydra)
         for key, override in self.written.items():
             self._read(key, override, multirun)
 

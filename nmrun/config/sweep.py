@@ -46,6 +46,7 @@ def begin(
     command: str,
     output_dir: str,
     sweeps: Sequence[Sequence[str]] = (),
+    search: bool = False,
 ) -> None:
     """Begin the record.
 
@@ -55,6 +56,7 @@ def begin(
         command: as it was typed.
         output_dir: as it was typed.
         sweeps: the overrides of each sweep, where they are launched together.
+        search: whether a sweeper looks for the best job.
     """
     content = {
         "begun": time.time(),
@@ -62,11 +64,18 @@ def begin(
         "command": command,
         "output_dir": output_dir,
         "sweeps": [list(words) for words in sweeps],
+        "search": search,
     }
     (folder / "sweep.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
 
 
-def add(folder: Path, outcome: dict[str, Any], overrides: list[str], seconds: float) -> None:
+def add(
+    folder: Path,
+    outcome: dict[str, Any],
+    overrides: list[str],
+    seconds: float,
+    value: float | None = None,
+) -> None:
     """Note the end of a job.
 
     Args:
@@ -74,9 +83,11 @@ def add(folder: Path, outcome: dict[str, Any], overrides: list[str], seconds: fl
         outcome: of the run.
         overrides: of the job.
         seconds: that it took.
+        value: what a sweeper minimises.
     """
-    line = {key: outcome.get(key) for key in ("status", "folder", "error", "metrics")}
+    line = {key: outcome.get(key) for key in ("status", "folder", "error", "metric", "metrics")}
     line |= {"overrides": overrides, "seconds": round(seconds, 3), "ended": time.time()}
+    line["value"] = value
     with (folder / "jobs.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -91,6 +102,7 @@ class Record:
     output_dir: str
     sweeps: list[list[str]]
     done: list[dict[str, Any]]
+    search: bool = False
 
     def counts(self) -> dict[str, int]:
         """Ended jobs by status, in the order of what went well to what did not."""
@@ -137,15 +149,16 @@ def read(folder: Path) -> Record:
             head["jobs"],
             (str(head["command"]), str(head["output_dir"])),
         )
-        sweeps = list(head.get("sweeps", []))
+        sweeps, search = list(head.get("sweeps", [])), bool(head.get("search"))
     except (OSError, ValueError, KeyError, TypeError):
-        begun, jobs, words, sweeps = None, None, ("", ""), []
+        begun, jobs, words, sweeps, search = None, None, ("", ""), [], False
     return Record(
         begun,
         jobs,
         *words,
         sweeps,
         [line for line in lines if "status" in line],
+        search,
     )
 
 
@@ -160,7 +173,19 @@ def title(folder: Path, number: int, overrides: list[str]) -> str:
     record = read(folder)
     left = record.left()
     ahead = "" if left is None else f" ({span(left)} left)"
-    return f"[{number}/{record.jobs or '?'}] {' '.join(overrides)}{ahead}"
+    return f"{_of(record, number)} {' '.join(overrides) or 'the defaults'}{ahead}"
+
+
+def prefix(folder: Path, number: int) -> str:
+    """What the lines of a job begin with where several run at a time: ``[3/24] ``; empty where the
+    sweep's own process runs it, as then they come one after the other.
+    """
+    own = re.search(rf"-{os.getpid()}(-|$)", folder.name)
+    return "" if own else f"{_of(read(folder), number)} "
+
+
+def _of(record: Record, number: int) -> str:
+    return f"[{number}/{record.jobs or '?'}]"
 
 
 def summary(folder: Path) -> tuple[str, int]:

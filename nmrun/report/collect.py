@@ -68,11 +68,9 @@ def _from_wandb(project: str) -> list[dict[str, Any]]:
     try:
         for run in wandb.Api(timeout=60).runs(project):
             try:
+                summary = _nested(_plain(run.summary))
                 rows.append(
-                    row(
-                        {**_plain(run.summary), "config": _plain(run.config), "id": run.id},
-                        Path(run.url),
-                    )
+                    row({**summary, "config": _plain(run.config), "id": run.id}, Path(run.url))
                 )
             except (KeyError, TypeError, AttributeError):
                 others += 1
@@ -86,6 +84,22 @@ def _from_wandb(project: str) -> list[dict[str, Any]]:
             file=sys.stderr,
         )
     return rows
+
+
+def _nested(summary: dict[str, Any]) -> dict[str, Any]:
+    """A flat summary as ``result.json`` has it; runs of earlier versions are so already."""
+    if "metrics" in summary:
+        return summary
+    best = {k.removeprefix("best/"): v for k, v in summary.items() if k.startswith("best/")}
+    flops = {k.removeprefix("flops/"): v for k, v in summary.items() if k.startswith("flops/")}
+    final = {k: v for k, v in summary.items() if k.startswith(("test/", "eval/"))}
+    told = {key: value for key, value in summary.items() if "/" not in key}
+    return {
+        **told,
+        "metrics": {"final": final, "best": best},
+        "flops": flops,
+        "environment": {"commit": summary.get("commit")},
+    }
 
 
 def _plain(value: Any) -> Any:

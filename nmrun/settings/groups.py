@@ -21,10 +21,13 @@ from nmrun.ranges import (
     FLAG,
     FRACTION,
     INPUT_GRADIENTS,
+    LOGGERS,
+    OPTIONAL_TEXT,
     PATTERN,
     RATIOS,
     SEED,
     SEEDS,
+    TAGS,
     TEXT,
     number,
     one_of,
@@ -163,12 +166,16 @@ class Trainer(Group):
     checkpoint_every: Annotated[int, whole(1)]
     average: Annotated[int, whole(1)]
     limit_batches: Annotated[int | None, whole(1, optional=True)]
+    limit_evaluation: Annotated[int | None, whole(1, optional=True)]
     threads: Annotated[int | None, whole(1, optional=True)]
 
 
 @dataclass(frozen=True)
 class Track(Named):
-    """Where metrics go beside ``metrics.jsonl``: nowhere."""
+    """Where metrics go beside ``metrics.jsonl``: to the loggers of ``also`` alone."""
+
+    also: Annotated[list[str], LOGGERS]
+    tags: Annotated[list[str], TAGS]
 
 
 @dataclass(frozen=True)
@@ -179,6 +186,17 @@ class WandB(Track):
     entity: str | None
     mode: Annotated[str, one_of("auto", "online", "offline")]
     group: str | None
+    notes: Annotated[str | None, OPTIONAL_TEXT]
+    git: Annotated[bool, FLAG]
+    console: Annotated[bool, FLAG]
+    system: Annotated[bool, FLAG]
+
+
+@dataclass(frozen=True)
+class MLflow(Track):
+    """MLflow."""
+
+    project: Annotated[str, TEXT]
 
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {"adam": Adam, "adamw": Adam, "sgd": SGD}
@@ -186,4 +204,8 @@ SCHEDULES: dict[str, type[Schedule]] = {
     **dict.fromkeys(("constant", "cosine", "linear"), Decay),
     "inverse_sqrt": InverseSqrt,
 }
-TRACKS: dict[str, type[Track]] = {"local": Track, "wandb": WandB}
+TRACKS: dict[str, type[Track]] = {
+    **dict.fromkeys(("local", "tensorboard"), Track),
+    "wandb": WandB,
+    "mlflow": MLflow,
+}

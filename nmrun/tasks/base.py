@@ -5,7 +5,8 @@ training.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -184,6 +185,37 @@ class Adopted(Task):
         return batch
 
 
+def limited(
+    splits: Mapping[str, T], most: int | None, first: Callable[[T, int], T]
+) -> dict[str, T]:
+    """Splits of which no more is evaluated than ``trainer.limit_evaluation`` says.
+
+    Args:
+        splits: by name; ``train`` stays whole.
+        most: items of each other split; None: all.
+        first: makes a split of at most so many items.
+
+    Returns:
+        The splits by name.
+    """
+    return {
+        name: split if name == "train" or most is None else first(split, most)
+        for name, split in splits.items()
+    }
+
+
+def thinned(split: Any, most: int) -> Any:
+    """At most so many items of a split, at equal distances, as classes may come one after the other.
+
+    Args:
+        split: (items, labels), two sequences of the same length.
+        most: how many.
+    """
+    items, labels = split
+    distance = -(-len(labels) // most)
+    return items[::distance], labels[::distance]
+
+
 def picked(pieces: Sequence[T], mine: range | None) -> list[T]:
     """Pick neighbouring pieces.
 
@@ -206,6 +238,20 @@ def chunks(count: int, parts: int) -> list[range]:
     """
     size = -(-count // parts)
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+# Who is told how far an evaluation is: with the batch that begins, from 0, and their number.
+Told = Callable[[int, int], None]
+evaluating: ContextVar[Told | None] = ContextVar("evaluating", default=None)
+
+
+def watched(batches: Sequence[T]) -> Iterator[T]:
+    """Yield the batches of an evaluation, and tell :data:`evaluating` of each."""
+    tell = evaluating.get()
+    for number, batch in enumerate(batches):
+        if tell is not None:
+            tell(number, len(batches))
+        yield batch
 
 
 def turns(count: int, rank: int, world: int) -> list[tuple[int, bool]]:

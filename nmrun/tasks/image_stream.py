@@ -21,7 +21,7 @@ from nmrun import ranks, signals
 from nmrun.errors import ConfigError, RunError
 from nmrun.settings.datasets import ImageNet
 from nmrun.tasks.augment import Augment, Share, generator
-from nmrun.tasks.base import Batch, turns
+from nmrun.tasks.base import Batch, limited, thinned, turns, watched
 from nmrun.tasks.vision import Classification, Normalise, signature
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class ImageStream(Classification):
     ) -> None:
         options, trainer = config.dataset.as_kind(ImageNet), config.trainer
         self.device, self.seed, self.about = device, config.seed, about
-        self.splits, self.has_test = splits, "test" in splits
+        self.splits = limited(splits, trainer.limit_evaluation, thinned)
+        self.has_test = "test" in splits
         self.files = _Files(
             paths, options.resolution, options.crop_scale, options.flip, config.seed
         )
@@ -137,7 +138,7 @@ class ImageStream(Classification):
         rows = self.splits[split][0].split(self.batch_size)
         mine = turns(len(rows), rank, world)
         read = self._read([(-1, row) for row in rows[number].tolist()] for number, _ in mine)
-        for (images, labels), (_, counts) in zip(read, mine, strict=True):
+        for (images, labels), (_, counts) in zip(read, watched(mine), strict=True):
             yield self.normalise(images), labels, counts
 
     def _read(self, keys: Iterator[list[Key]]) -> Iterator[Batch]:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.errors import ConfigError, RunError
 from nmrun.settings.datasets import Context
-from nmrun.tasks.base import Batch, Tally, Task, picked, turns
+from nmrun.tasks.base import Batch, Tally, Task, limited, picked, turns, watched
 
 if TYPE_CHECKING:
     from nmrun.settings.config import Config
@@ -115,10 +115,12 @@ class LanguageModelling(Task):
             config: the run's config.
             splits, vocabulary, device, unit: as of the class.
         """
+        context = config.dataset.as_kind(Context).context
+        most = config.trainer.limit_evaluation
         return cls(
-            splits,
+            limited(splits, most, lambda text, windows: text[: windows * context + 1]),
             vocabulary,
-            config.dataset.as_kind(Context).context,
+            context,
             batch_size=config.trainer.batch_size,
             seed=config.seed,
             unit=unit,
@@ -177,7 +179,7 @@ class LanguageModelling(Task):
         ]
         if predicted % self.context:
             batches.append((np.array([whole * self.context]), predicted % self.context))
-        for number, counts in turns(len(batches), rank, world):
+        for number, counts in watched(turns(len(batches), rank, world)):
             tokens, following = self._batch(split, *batches[number])
             yield tokens, following, counts
 

@@ -40,6 +40,11 @@ class Corpus:
         flat = [token for sentence in sentences for token in sentence]
         return cls(np.array(flat, np.int32), np.cumsum([0, *map(len, sentences)]))
 
+    def first(self, count: int) -> Corpus:
+        """The first ``count`` sentences."""
+        starts = self.starts[: count + 1]
+        return Corpus(self.tokens[: starts[-1]], starts)
+
     @property
     def lengths(self) -> Rows:
         return np.diff(self.starts)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.settings import datasets
-from nmrun.tasks.base import Batch, Tally, Task, chunks, picked, turns
+from nmrun.tasks.base import Batch, Tally, Task, chunks, limited, picked, thinned, turns, watched
 from nmrun.tasks.pairs import Text, Tokenizer, tokenizer
 
 if TYPE_CHECKING:
@@ -132,8 +132,9 @@ class TextClassification(Task):
             raise ConfigError(
                 "model.pooling=similarity is for pairs of texts; this data set has single ones"
             )
+        most = config.trainer.limit_evaluation
         return cls(
-            splits,
+            limited(splits, most, thinned),
             tokenizer(config.dataset.as_kind(datasets.Encoded)),
             classes,
             metrics,
@@ -199,7 +200,7 @@ class TextClassification(Task):
     def _evaluated(self, split: str, rank: int, world: int) -> Iterator[tuple[Tensor, Batch, bool]]:
         """A rank's batches of a split: rows, what they hold, and whether they count."""
         batches = self._by_length(split).split(EVALUATED_AT_ONCE)
-        for number, counts in turns(len(batches), rank, world):
+        for number, counts in watched(turns(len(batches), rank, world)):
             yield batches[number], self._batch(split, batches[number]), counts
 
     def _by_length(self, split: str) -> Tensor:

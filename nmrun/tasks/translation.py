@@ -16,7 +16,7 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.settings.datasets import Translated
-from nmrun.tasks.base import Batch, Tally, Task, picked, turns
+from nmrun.tasks.base import Batch, Tally, Task, limited, picked, turns, watched
 from nmrun.tasks.fairseq_import import fairseq
 from nmrun.tasks.sentences import Dictionary, Pair, Rows, bucketed, check, shuffled_within
 
@@ -116,11 +116,12 @@ class Translation(Task):
             splits, source, target, references, detokenize, device: as of the class.
         """
         keys = config.dataset.as_kind(Translated)
+        most = config.trainer.limit_evaluation
         return cls(
-            splits,
+            limited(splits, most, lambda pair, count: (pair[0].first(count), pair[1].first(count))),
             source,
             target,
-            references,
+            limited(references, most, lambda texts, count: texts[:count]),
             detokenize,
             max_tokens=keys.max_tokens,
             seed=config.seed,
@@ -197,7 +198,7 @@ class Translation(Task):
     def _evaluated(self, split: str, rank: int, world: int) -> Iterator[tuple[Rows, Batch, bool]]:
         """A rank's batches of a split: rows, what they hold, and whether they count."""
         rows, cuts = bucketed(self.splits[split], self.max_tokens)
-        for number, counts in turns(len(cuts) - 1, rank, world):
+        for number, counts in watched(turns(len(cuts) - 1, rank, world)):
             some = rows[cuts[number] : cuts[number + 1]]
             yield some, self._batch(split, some), counts
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.tasks.augment import Augment, Share, generator
-from nmrun.tasks.base import Batch, Tally, Task, chunks, picked, turns
+from nmrun.tasks.base import Batch, Tally, Task, chunks, limited, picked, thinned, turns, watched
 
 if TYPE_CHECKING:
     from nmrun.settings.config import Config
@@ -108,8 +108,9 @@ class Classification(Task):
             config: the run's config.
             splits, classes, device, about, names, prepared: as of the class.
         """
+        most = config.trainer.limit_evaluation
         return cls(
-            splits,
+            limited(splits, most, thinned),
             classes,
             batch_size=config.trainer.batch_size,
             seed=config.seed,
@@ -190,7 +191,7 @@ class Classification(Task):
         """
         images, labels = self.splits[split]
         at_once = max(1, min(1024, PIXELS_AT_ONCE // math.prod(images.shape[2:])))
-        for number, counts in turns(-(-len(labels) // at_once), rank, world):
+        for number, counts in watched(turns(-(-len(labels) // at_once), rank, world)):
             some = slice(number * at_once, (number + 1) * at_once)
             yield self.normalise(images[some]), labels[some], counts
 

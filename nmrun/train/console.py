@@ -1,4 +1,4 @@
-"""What a run says: on the screen, with a live line where that is a terminal, and as plain text in
+"""What a run says: on the screen, with a live display where that is a terminal, and as plain text in
 ``run.log``.
 """
 
@@ -8,11 +8,14 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-REFRESH = 0.1  # seconds between two drawings of the live line
+from nmrun.tasks.base import evaluating
+from nmrun.train.display import Display, Evaluated, Status
+
+REFRESH = 0.1  # seconds between two drawings of the display
 
 
 class Console:
@@ -20,25 +23,32 @@ class Console:
     them always.
 
     ``log`` is opened at the first line, so a run that is refused leaves no file; None writes none.
+    Colours are for terminals, unless NO_COLOR is set.
     """
 
     def __init__(self, log: Path | None, brief: bool = False) -> None:
         self.log, self.brief = log, brief
         self._live: Any = None
+        self._display: Display | None = None
         self._drawn = 0.0
         self.on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
-    def say(self, text: str, error: bool = False) -> None:
-        """A line for the screen (standard error with ``error``) and the log."""
+    def say(self, text: str, error: bool = False, style: str = "") -> None:
+        """A line for the screen (standard error with ``error``) and the log; ``style`` is its
+        colour on a terminal, such as ``bold green``.
+        """
         self.clear()
         # a full disk behind ``nmrun ... > file`` must not end a run; the log has the line
         with contextlib.suppress(OSError):
-            print(text, file=sys.stderr if error else sys.stdout, flush=True)
+            if style and self.on_terminal:
+                _rich(error).print(text, style=style, soft_wrap=True)
+            else:
+                print(text, file=sys.stderr if error else sys.stdout, flush=True)
         self.note(text)
 
-    def detail(self, text: str) -> None:
+    def detail(self, text: str, style: str = "") -> None:
         """A line for the log, and for the screen unless brief."""
-        self.note(text) if self.brief else self.say(text)
+        self.note(text) if self.brief else self.say(text, style=style)
 
     def note(self, text: str) -> None:
         """A line for the log only."""
@@ -55,36 +65,56 @@ class Console:
             )
             self.log = None
 
-    def progress(self, step: int, total: int, status: Callable[[], str]) -> None:
-        """Redraw the live line, at most every ``REFRESH`` seconds; does nothing where there is no
-        terminal.
+    def progress(self, status: Callable[[], Status]) -> None:
+        """Draw how far the training is, at most every ``REFRESH`` seconds; does nothing where there
+        is no terminal.
         """
-        now = time.monotonic()
-        if not self.on_terminal or now - self._drawn < REFRESH:
-            return
-        self._drawn = now
-        text = f"{step}/{total}  {status()}"
+        if self._due():
+            self._display = self._display or Display(status())
+            self._display.status, self._display.evaluated = status(), None
+            self._draw()
+
+    @contextlib.contextmanager
+    def evaluation(self, what: str) -> Iterator[None]:
+        """Draw how far an evaluation is, ``what`` it is called beside it, while entered."""
+
+        def tell(batch: int, total: int) -> None:
+            if self._display is not None and self._due():
+                self._display.evaluated = Evaluated(what, batch, total)
+                self._draw()
+
+        before = evaluating.set(tell)
+        try:
+            yield
+        finally:
+            evaluating.reset(before)
+
+    def _due(self) -> bool:
+        return self.on_terminal and time.monotonic() - self._drawn >= REFRESH
+
+    def _draw(self) -> None:
+        self._drawn = time.monotonic()
         if self._live is None:
-            self._live = _live_line(step, total, text)
-        self._live.update(self._live.task_ids[0], completed=step, status=text)
+            from rich.live import Live
+
+            self._live = Live(
+                self._display,
+                console=_rich(),
+                auto_refresh=False,
+                transient=True,
+                redirect_stderr=sys.stderr.isatty(),
+            )
+            self._live.start()
         self._live.refresh()
 
     def clear(self) -> None:
-        """Take the live line away; the next :meth:`progress` brings it back."""
+        """Take the display away; the next :meth:`progress` brings it back."""
         if self._live is not None:
             self._live.stop()
-            self._live = None
+            self._live, self._drawn = None, 0.0
 
 
-def _live_line(step: int, total: int, text: str) -> Any:
-    from rich.progress import BarColumn, Progress, TextColumn
-    from rich.table import Column
+def _rich(error: bool = False) -> Any:
+    from rich.console import Console as Rich
 
-    # it is the text that a narrow terminal cuts
-    bar = BarColumn(16, table_column=Column(min_width=16))
-    live = Progress(
-        bar, TextColumn("{task.fields[status]}", markup=False), transient=True, auto_refresh=False
-    )
-    live.add_task("", total=total, completed=step, status=text)
-    live.start()
-    return live
+    return Rich(stderr=error, highlight=False, markup=False, emoji=False)

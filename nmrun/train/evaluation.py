@@ -15,6 +15,7 @@ from nmrun.errors import RunError
 from nmrun.signals import Signals
 from nmrun.sparsity.metrics import layer_metrics
 from nmrun.train import checkpoint, nonfinite
+from nmrun.train.console import Console
 from nmrun.train.steps import Steps
 
 
@@ -29,15 +30,17 @@ class Evaluation:
             (for dense training: of all), with their ``epoch``; empty before.
         best_weights: the plain weights of that moment (this rank's parts of them).
         candidates: how many evaluations could have been the best.
+        last: the metrics of the last evaluation, with their ``step``; empty before.
     """
 
-    def __init__(self, steps: Steps) -> None:
-        self.steps = steps
+    def __init__(self, steps: Steps, console: Console) -> None:
+        self.steps, self.console = steps, console
         self.task, self.model, self.handle = steps.task, steps.model, steps.handle
         self.trainer, self.held = steps.trainer, steps.held
         self.best: dict[str, float] = {}
         self.best_weights: dict[str, Tensor] = {}
         self.candidates = 0
+        self.last: dict[str, float] = {}
 
     def row(self, epoch: int, signals: Signals) -> dict[str, float] | None:
         """Evaluate on the validation split, and keep the weights if they are the best so far.
@@ -62,6 +65,7 @@ class Evaluation:
         except KeyboardInterrupt:
             checkpoint.restore_random_state(random)
             return None
+        self.last = {**row, "step": self.steps.step}
         sparse = self.handle.evaluates_sparse
         if self.handle.sparse:
             # of the projected weights; in a dense phase the forward pass uses others
@@ -127,7 +131,8 @@ class Evaluation:
             return {}
         ranks.share_statistics(self.model)
         self.model.eval()
-        with weights, torch.no_grad(), self.steps.autocast():
+        shown = self.console.evaluation("validating" if split == "val" else "testing")
+        with shown, weights, torch.no_grad(), self.steps.autocast():
             metrics = ranks.from_leader(self.task.evaluate(self.model, split))
         self.model.train()
         name = "eval" if split == "val" else split
@@ -141,7 +146,7 @@ class Evaluation:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the evaluations."""
         kept = {"best": self.best, "best_weights": self.best_weights}
-        return {**kept, "candidates": self.candidates}
+        return {**kept, "candidates": self.candidates, "last": self.last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore :meth:`state_dict`.
@@ -150,5 +155,6 @@ class Evaluation:
             state: it may have other entries too. Weights may be whole or this rank's parts.
         """
         self.best, self.candidates = state["best"], state["candidates"]
+        self.last = state.get("last", {})  # checkpoints of earlier versions have none
         best = self.held.handed_out(state["best_weights"])
         self.best_weights = {name: tensor.to("cpu") for name, tensor in best.items()}

@@ -26,8 +26,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from nmrun import verbs
-from nmrun.config import command_line, experiment, precheck, schema, source, sweep
-from nmrun.config.identity import finished, run_folder
+from nmrun.config import (
+    command_line,
+    experiment,
+    plugins,
+    precheck,
+    schema,
+    source,
+    sweep,
+    sweep_end,
+)
+from nmrun.config.identity import finished, run_folder, title
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError, leads, refuse
 from nmrun.files import locks
@@ -69,6 +78,7 @@ def main(argv: list[str]) -> int:
         if not leads():
             return status
         lines, bad = sweep.summary(folder)
+        lines = "\n".join([lines, *sweep_end.lines(folder)])
     print(lines)
     return max(status, bad)
 
@@ -81,7 +91,7 @@ def checked(asked: argparse.Namespace) -> tuple[list[list[str]], list[precheck.F
     """
     sweeps = [
         command_line.own_recipe(words)
-        for words in experiment.expand(asked.overrides, asked.multirun)
+        for words in experiment.expand(plugins.repeatable(asked.overrides), asked.multirun)
     ]
     composed: precheck.Done = {}
     looks = [precheck.look(words, asked.multirun, asked.config_dir, composed) for words in sweeps]
@@ -102,12 +112,14 @@ def recorded(
         together: the overrides of each sweep, where they are launched together.
     """
     with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
-        output_dir, counts = looks[0].output_dir, [found.jobs for found in looks]
+        output_dir = looks[0].output_dir
         folder = sweep.new_folder(output_dir) if leads() else Path(nowhere)
         _make(folder, output_dir)
-        total = None if None in counts else sum(count or 0 for count in counts)
+        known = [found.jobs or found.trials for found in looks]
+        total = None if None in known else sum(count or 0 for count in known)
         with locks.hold(folder):  # shows that the sweep is alive
-            sweep.begin(folder, total, command, output_dir, together)
+            search = any(found.trials for found in looks)
+            sweep.begin(folder, total, command, output_dir, together, search)
             yield folder
 
 
@@ -152,10 +164,10 @@ def _job(composed: DictConfig) -> float | None:
     with verbs.ends_quietly():  # once more, as jobs may run in other processes
         if folder:
             number = int(os.environ[BEFORE]) + job.job.num + 1
-            command = _command(job, overrides)
+            command = command_line.of_job(job, overrides)
             outcome, values = of_sweep(folder, number, composed, overrides, command)
         else:
-            outcome, values = _outcomes_of(composed, None, _command(job, overrides))
+            outcome, values = _outcomes_of(composed, None, command_line.of_job(job, overrides))
     _outcomes.append(outcome)
     if folder and leads() and outcome["status"] == "interrupted":
         raise SystemExit(_exit_status(outcome))
@@ -180,22 +192,13 @@ def of_sweep(
     """
     began = time.monotonic()
     print(sweep.title(folder, number, overrides), flush=True)
-    outcome, values = _outcomes_of(composed, folder.name, command)
+    beside = sweep.prefix(folder, number)
+    with verbs.prefixed(beside) if beside else contextlib.nullcontext():
+        outcome, values = _outcomes_of(composed, folder.name, command)
     if leads():
-        sweep.add(folder, outcome, overrides, time.monotonic() - began)
+        value = sum(values) / len(values) if values else None
+        sweep.add(folder, outcome, overrides, time.monotonic() - began, value)
     return outcome, values
-
-
-def _command(job: Any, overrides: list[str]) -> str:
-    """What asks for this job alone; in a sweep that is not what was typed."""
-    words = [
-        word for word in job.overrides.hydra if word.lstrip("+").startswith("hydra.searchpath")
-    ]
-    for place in job.runtime.config_sources:
-        words += ["--config-dir", place.path] if place.provider == "command-line" else []
-    if "sparsity=dense" in overrides:  # by whatever recipe, which one run is not asked for then
-        overrides = [word for word in overrides if not word.lstrip("+").startswith("recipe")]
-    return shlex.join(["nmrun", *words, *overrides])
 
 
 def _outcomes_of(
@@ -272,6 +275,8 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
         return {**result, "status": "skipped", "folder": str(folder)}
     if not config.dry:
         _make(folder, config.output_dir)  # before torch is imported for nothing
+    print(title(config), flush=True)
+    verbs.waiting("loading torch and the data")
     try:
         run = _runner().run
     except (ImportError, OSError, MemoryError) as error:  # with too little memory, say

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from nmrun.train.loop import Loop
 
 
 def write(folder: Path, loop: Loop) -> dict[str, Any]:
-    """Evaluate and save the final weights and the best ones. All ranks call.
+    """Save the final weights and the best ones, and evaluate on each split what was not yet: the
+    last step's validation is that of the final weights, unless these are an average, and the best
+    weights may be the final ones. All ranks call.
 
-    All that is done here can be done again from the last checkpoint.
+    All that is done here can be done again from the last checkpoint, and counts as the run's time.
 
     Args:
         folder: the run's folder, which gets ``model.safetensors`` and, if an evaluation held the
@@ -32,19 +35,35 @@ def write(folder: Path, loop: Loop) -> dict[str, Any]:
         RunError: if the metric or a weight is not finite.
     """
     evaluation, report = loop.evaluation, loop.handle.report()
-    of_dense = evaluation.evaluate_dense("val") | evaluation.evaluate_dense("test")
+    began, metric = time.perf_counter(), f"eval/{loop.task.metric}"
+    last = evaluation.last if evaluation.last.get("step") == loop.step else {}
+    known = {key: value for key, value in last.items() if key.startswith("eval/")}
+    if loop.average.last > 1:
+        known = {}
+    of_dense = evaluation.evaluate_dense("test")
+    if not known:
+        of_dense |= evaluation.evaluate_dense("val")
+    if not math.isfinite(known.get(metric, 0.0)):
+        raise RunError(f"the final {metric} is not finite")
     weights = loop.finalize()  # from here on, what is evaluated is what is saved
-    final = evaluation.evaluate("val") | evaluation.evaluate("test") | of_dense
-    best: dict[str, float] = dict(evaluation.best)
-    if not math.isfinite(final[f"eval/{loop.task.metric}"]):
-        raise RunError(f"the final eval/{loop.task.metric} is not finite")
     save_weights(folder / "model.safetensors", loop.held.gathered(weights))
+    best: dict[str, float] = dict(evaluation.best)
     if best:
-        best_weights = evaluation.best_weights
-        save_weights(folder / "best.safetensors", loop.held.gathered(best_weights))
-        loop.held.load_final_state_dict(best_weights)
-        best |= {"candidates": evaluation.candidates}
-        best |= evaluation.evaluate("test")
+        save_weights(folder / "best.safetensors", loop.held.gathered(evaluation.best_weights))
+    final = (known or evaluation.evaluate("val")) | evaluation.evaluate("test") | of_dense
+    if not math.isfinite(final[metric]):
+        raise RunError(f"the final {metric} is not finite")
+    if best:
+        tested = {
+            key: value
+            for key, value in final.items()
+            if key.startswith("test/") and "/dense/" not in key
+        }
+        if not known or best["epoch"] < loop.epochs:
+            loop.held.load_final_state_dict(evaluation.best_weights)
+            tested = evaluation.evaluate("test")
+        best |= {"candidates": evaluation.candidates, **tested}
+    loop.seconds += time.perf_counter() - began
     if ranks.leads():
         (folder / checkpoint.PREVIOUS).unlink(missing_ok=True)
         checkpoint.remove_unnamed(folder)

@@ -23,6 +23,7 @@ from nmrun.train.console import Console
 from nmrun.train.diagnostics import Diagnostics
 from nmrun.train.evaluation import Evaluation
 from nmrun.train.flops import peak_flops
+from nmrun.train.progress import Progress
 from nmrun.train.steps import Steps, synchronize
 from nmrun.train.track import Tracker
 
@@ -65,14 +66,14 @@ class Loop(Steps):
         self.acceleration = as_data({str(c.shape): c.times for c in parts.accelerated if c.times})
         self.epochs = -(-self.total_steps // self.task.batches_per_epoch)
         self.row: dict[str, float] | None = None
-        self.evaluation = Evaluation(self)
+        self.evaluation = Evaluation(self, console)
         self.average = Average(self.model, self.handle, self.trainer.average)
         self.events = self.handle.pop_events()
         self.diagnostics: Diagnostics | None = None
         if self.trainer.diagnose_every is not None:
             self.diagnostics = Diagnostics(self.model, self.handle, self.task)
         self.seconds, self.training_seconds = parts.attached_in, 0.0
-        self._shown: dict[str, float] = {}
+        self.progress = Progress(self)
 
     def train(self, folder: Path, tracker: Tracker | None, signals: Signals) -> bool:
         """Train to the last step, or until there is a signal, on any rank.
@@ -91,6 +92,7 @@ class Loop(Steps):
         earlier, began = self.seconds, time.perf_counter()
         begun = self.step
         self._open_window()
+        self.progress.begin()
         self.model.train()
         while self.step < self.total_steps or self.row is not None:
             due = self._due(self.step if self.row is None else self.step - 1)
@@ -102,10 +104,10 @@ class Loop(Steps):
             if row and not put_off:
                 if tracker is not None:
                     tracker.log({"step": self.step, "epoch": due.epoch + 1, **row})
-                self._shown |= row
-            self.console.progress(self.step, self.total_steps, self._status)
-            if due.evaluate and not put_off and not self.console.on_terminal:
-                self.console.detail(f"  {self._status()}")
+                self.progress.row |= row
+            if due.evaluate and not put_off:
+                self.console.detail(f"  {self.progress.epoch()}")
+            self.console.progress(self.progress.status)
 
             self.seconds = earlier + time.perf_counter() - began
             stop = put_off or ranks.any_of(signals.caught is not None)
@@ -138,6 +140,7 @@ class Loop(Steps):
             diagnostics.before()
         began = time.perf_counter()
         first = self.train_step(due.epoch, due.batch, measure_flips=due.log)
+        self.progress.step(self.losses[-1])
         if due.epoch_ends:
             self.average.add(left=self.epochs - due.epoch - 1)
         for event in self.handle.pop_events():
@@ -188,21 +191,6 @@ class Loop(Steps):
         if peak is not None:
             row["mfu"] = row["items_per_second"] * self.cost.dense / (peak * ranks.world())
         return row
-
-    def _status(self) -> str:
-        epoch = -(-self.step // self.task.batches_per_epoch)
-        parts = [f"epoch {epoch}/{self.epochs}"]
-        if self.handle.sparse:
-            parts.append(f"{self.handle.phase} phase")
-        shown = [
-            ("loss", "train/loss", ".4f"),
-            (self.task.metric, f"eval/{self.task.metric}", ".4f"),
-            ("lr", "lr", ".2e"),
-            ("steps/s", "steps_per_second", ".0f"),
-        ]
-        known = self._shown
-        parts += [f"{word} {known[key]:{form}}" for word, key, form in shown if key in known]
-        return "  ".join(parts)
 
     # --- the beginning and the end ----------------------------------------------------------------
 

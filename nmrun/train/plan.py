@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from nmrun.products import acceleration
 from nmrun.settings.config import Config
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.train.build import Parts
-
-
-def title(config: Config) -> str:
-    """One line: recipe, ratio, data set, model, optimizer, seed."""
-    what = "dense" if config.is_dense else f"{config.recipe.name} {config.pattern}"
-    return f"{what} on {config.dataset.name} with {config.model.name}, {config.optimizer.name}, seed {config.seed}"
 
 
 def lines(config: Config, parts: Parts) -> list[str]:
@@ -35,12 +32,7 @@ def lines(config: Config, parts: Parts) -> list[str]:
     rows = [("sparse", weight.name, tuple(weight.shape), _held(weight)) for weight in handle.sparse]
     if not config.is_dense:
         rows += [("dense", left.name, left.shape, left.reason) for left in handle.left_dense]
-    shapes = ["x".join(map(str, shape)) for _, _, shape, _ in rows]
-    widths = [
-        max(map(len, column), default=0) for column in ([name for _, name, _, _ in rows], shapes)
-    ]
-    for (kind, name, _, note), shape in zip(rows, shapes, strict=True):
-        said.append(f"  {kind:<6}  {name:<{widths[0]}}  {shape:<{widths[1]}}  {note}")
+    said += [f"  {line}" for line in layers(rows)]
 
     total = sum(parameter.numel() for parameter in parts.model.parameters())
     kept = total - sum(
@@ -68,6 +60,37 @@ def lines(config: Config, parts: Parts) -> list[str]:
         )
         said.append(f"  FLOPs of the training: {_short(items * cost.dense)}")
     return said
+
+
+Row = tuple[str, str, tuple[int, ...], str]  # sparse or dense, name, shape, pattern or reason
+
+
+def layers(rows: Sequence[Row]) -> list[str]:
+    """Write the weights, those that differ in a number of their names alone in one line:
+    ``sparse  6 x blocks.*.attn.qkv.weight  1536x512  2:4``.
+
+    Args:
+        rows: one for each weight.
+    """
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for kind, name, shape, note in rows:
+        size = "x".join(map(str, shape))
+        alike.setdefault((kind, re.sub(r"\d+", "*", name), size, note), []).append(name)
+    lines = [
+        (kind, f"{len(names)} x {_joined(names)}" if len(names) > 1 else names[0], size, note)
+        for (kind, _, size, note), names in alike.items()
+    ]
+    widths = [max(map(len, column), default=0) for column in zip(*lines, strict=True)]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    ]
+
+
+def _joined(names: Sequence[str]) -> str:
+    """One name for several: a star where their numbers differ."""
+    parts = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
+    return "".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
 
 def _held(weight: SparseWeight) -> str:

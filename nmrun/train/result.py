@@ -82,6 +82,26 @@ def write(result: dict[str, Any], folder: Path) -> dict[str, Any]:
     return result
 
 
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """What loggers show of a run that has ended, without nesting.
+
+    Args:
+        result: as of :func:`write`.
+
+    Returns:
+        The final metrics by name, those of the best weights under ``best/``, FLOPs under
+        ``flops/``; and how the run ended.
+    """
+    metrics, told = result["metrics"], ("status", "error", "metric", "seconds", "training_seconds")
+    return {
+        **metrics["final"],
+        **{f"best/{key}": value for key, value in metrics["best"].items()},
+        **{f"flops/{key}": value for key, value in result.get("flops", {}).items()},
+        **{key: result[key] for key in told if key in result},
+        "commit": result["environment"].get("commit"),
+    }
+
+
 def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | None) -> None:
     """Say how a run ended, in a few lines.
 
@@ -93,11 +113,11 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
     """
     if result["status"] == "failed":
         where = f"{folder} (run.log has the traceback)"
-        console.say(f"nmrun: failed: {result['error']}\n  {where}", error=True)
+        console.say(f"nmrun: failed: {result['error']}\n  {where}", error=True, style="bold red")
     elif result["status"] == "interrupted":
         at = f" at step {loop.step} of {loop.total_steps}" if loop else ""
         told = f"  interrupted{at}; the same command goes on from the last checkpoint"
-        console.say(f"{told}\n  {folder}")
+        console.say(f"{told}\n  {folder}", style="yellow")
     else:
         final, best = result["metrics"]["final"], result["metrics"]["best"]
         metric, sparsity = result["metric"], result["sparsity"]
@@ -105,7 +125,7 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
         held = sum(layer["holds"] for layer in layers)
         pattern = f"; {sparsity['pattern']} holds in {held} of {len(layers)} sparse layers"
         told = f"{_both(final, metric)}{pattern if layers else ''}"
-        console.say(f"  {metric}: {told}; {result['seconds']:.1f} s")
+        console.say(f"  {metric}: {told}; {result['seconds']:.1f} s", style="bold green")
         if best:
             told = f"{best['epoch']}: {_both(best, metric)}"
             console.detail(f"  best epoch by validation, {told}")

@@ -18,7 +18,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from nmrun import ranks
-from nmrun.config.identity import finished, identity, result_in
+from nmrun.config.identity import finished, identity, result_in, title
 from nmrun.errors import ConfigError, RunError
 from nmrun.files import locks, seal
 from nmrun.settings.config import Config
@@ -56,7 +56,7 @@ def run(
     if config.dry:
         parts, *_ = beforehand.parts(config, None, config.trainer.accumulate, search=False)
         events = [f"  {event}" for event in parts.handle.pop_events()]
-        print("\n".join([plan.title(config), *plan.lines(config, parts), *events]), flush=True)
+        print("\n".join([*plan.lines(config, parts), *events]), flush=True)
         return {"status": "planned", "id": identity(config), "folder": str(folder)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -153,9 +153,8 @@ class _Run:
         ended = result.of_outcome(outcome, self.config, self.command, self.loop)
         ended = result.write(ended, self.folder)
         if self.tracker is not None:
-            here = ("id", "config", "files", "sha256")
-            summary = {key: value for key, value in ended.items() if key not in here}
-            self.tracker.finish(summary, 0 if ended["status"] == "finished" else 1)
+            code = 0 if ended["status"] == "finished" else 1
+            self.tracker.finish(result.summary(ended), code)
         result.say(ended, self.folder, self.console, self.loop)
         return ended
 
@@ -209,9 +208,9 @@ class _Run:
         parts, planned, found = beforehand.parts(config, state, accumulate)
         if ranks.leads():
             self._begin_files(anew=state is None)
-        self.console.say(plan.title(config))
+        self.console.note(title(config))
         if complaints:
-            self.console.say(f"  {'; '.join(complaints)}")
+            self.console.say(f"  {'; '.join(complaints)}", style="yellow")
         for line in plan.lines(config, parts):
             self.console.detail(line)
         loop = self.loop = Loop(config, parts, self.console)

@@ -192,7 +192,7 @@ IDS = {
     "recipe=custom ++recipe._target_=a.b.Mine ++recipe.x=1": "89e3b8390f",
     "++dataset._target_=a.b ++dataset.side=3": "712d31c815",
     "++model._target_=a.b ++model.w=3": "6e9efa28a9",
-    "schedule=inverse_sqrt track=local debug=fast trainer.acceleration=force": "e55aefbeff",
+    "schedule=inverse_sqrt track=local debug=fast trainer.acceleration=force": "7773f16bb0",
     "model=mlp model.hidden=[16,32] dataset=glue": "d309c6f4f4",
     "model=timm dataset=image_folder dataset.path=x model.include=a": "3438d7aa02",
 }

@@ -70,6 +70,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "trainer.diagnose_every": ([None, 1, 5], [0, 1.5, "never"]),
         "trainer.checkpoint_every": ([1, 5], NO_COUNT),
         "trainer.limit_batches": ([None, 1, 5], [0, 1.5, "all"]),
+        "trainer.limit_evaluation": ([None, 1, 500], [0, 1.5, "all"]),
         "trainer.threads": ([None, 1, 5], [0, 1.5, "all"]),
         "track.mode": (["auto", "online", "offline"], ["of", None]),
         "track.project": (["nmrun", "mine"], ["", None, 1]),

@@ -25,7 +25,7 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
 from nmrun import cli, verbs
-from nmrun.config import experiment, sweep
+from nmrun.config import experiment, plugins, sweep, sweep_end
 from nmrun.config.sweeper import NMSweeper
 from nmrun.errors import ConfigError
 from nmrun.files import locks
@@ -124,7 +124,8 @@ def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(
     done = nmrun_cli(
         "-m", "recipe=ste", "debug=fast", "sparsity=2:4,1:4,1:8", "seed=0,1,2", "zip=sparsity,seed"
     )
-    *_, last = done.stdout.splitlines()
+    *_, last, table = done.stdout.splitlines()
+    assert table == "  nmrun table outputs/digits"
     told = [
         re.sub(r" \(\d+ s left\)$", " (?)", line)
         for line in done.stdout.splitlines()
@@ -340,7 +341,7 @@ def test_a_run_that_another_process_has_is_left_to_it(nmrun_cli, tmp_path: Path)
     who = f"process {os.getpid()} on {os.uname().nodename} is at work on this very run"
     assert (alone.returncode, alone.stderr) == (1, f"nmrun: {who}: {there.relative_to(tmp_path)}\n")
     assert done.returncode == 0
-    last = done.stdout.splitlines()[-1]
+    last = done.stdout.splitlines()[-2]  # then the command for the table
     assert re.fullmatch(r"sweep of 2: 1 finished, 1 running in another process; \d+ s", last)
 
 
@@ -467,3 +468,63 @@ def test_the_jobs_are_those_that_were_checked(launches, tmp_path: Path) -> None:
     ]
     assert sweep.read(record.parent).sweeps == rows
     assert len(jobs) == 2
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+def ended(folder: Path, jobs: list[tuple[str, float | None]], search: bool) -> list[str]:
+    """What a sweep says whose jobs had these words and values."""
+    folder.mkdir()
+    sweep.begin(folder, len(jobs), "nmrun -m", "out", [], search)
+    for number, (words, value) in enumerate(jobs):
+        place = f"out/digits/small_conv/ste/2of4/s0-{number}"
+        status = "failed" if value is None else "finished"
+        outcome = {"status": status, "folder": place, "metric": "accuracy"}
+        sweep.add(folder, outcome, words.split(), 1.0, value)
+    return sweep_end.lines(folder)
+
+
+def test_a_search_ends_with_the_best(tmp_path: Path) -> None:
+    """Its value as the metric has it, the parameters that were searched for, and the folder."""
+    jobs = [("lr=1 recipe=ste", -0.5), ("lr=2 recipe=ste", -0.75), ("lr=3 recipe=ste", None)]
+    assert ended(tmp_path / "a", jobs, True) == [
+        "best of 2: eval/accuracy 0.75 with lr=2",
+        "  out/digits/small_conv/ste/2of4/s0-1",
+        "  nmrun table out/digits",
+    ]
+    assert ended(tmp_path / "b", jobs[2:], True) == []
+
+
+def test_a_sweep_ends_with_the_command_for_its_table(tmp_path: Path) -> None:
+    jobs = [("recipe=ste seed=0", 1.0), ("recipe=step seed=1", 1.0)]
+    assert ended(tmp_path / "a", jobs, False) == ["  nmrun table out/digits"]
+    jobs = [("recipe=ste optimizer.lr=1", 1.0), ("recipe=ste optimizer.lr=2", 1.0)]
+    assert ended(tmp_path / "b", jobs, False) == [
+        "  nmrun table out/digits --rows recipe,optimizer.lr"
+    ]
+
+
+def test_a_search_proposes_the_same_again() -> None:
+    words = ["hydra/sweeper=optuna", "seed=0"]
+    assert plugins.repeatable(words) == [*words, "hydra.sweeper.sampler.seed=0"]
+    for own in ("hydra.sweeper.sampler.seed=3", "hydra.sweeper.storage=sqlite:///a.db"):
+        assert plugins.repeatable([*words, own]) == [*words, own]
+    assert plugins.repeatable(["seed=0"]) == ["seed=0"]
+
+
+def test_lines_of_jobs_side_by_side_begin_with_the_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / f"20260101-000000-{os.getpid() + 1}"
+    own = tmp_path / f"20260101-000000-{os.getpid()}-2"
+    for folder in (other, own):
+        folder.mkdir()
+        sweep.begin(folder, 4, "nmrun -m", "out")
+    assert sweep.prefix(own, 2) == ""
+    assert sweep.prefix(other, 2) == "[2/4] "
+    with verbs.prefixed("[2/4] "):
+        assert not sys.stdout.isatty()
+        print("one\ntwo", end="")
+        print(" and a half\n\nthree")
+    assert capsys.readouterr().out == "[2/4] one\n[2/4] two and a half\n[2/4] \n[2/4] three\n"

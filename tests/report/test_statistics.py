@@ -33,6 +33,7 @@ from nmrun.report.statistics import (
     student,
     summarise,
 )
+from nmrun.train import result as logged
 
 OURS = {0: 0.97, 1: 0.96, 2: 0.99, 3: 0.95, 7: 0.5}
 BASE = {0: 0.95, 1: 0.95, 2: 0.96, 3: 0.96, 9: 0.1}
@@ -439,10 +440,7 @@ def test_runs_from_wandb_are_those_of_the_folders(
     tmp_path: Path,
 ) -> None:
     result = json.loads((write("ste", "2:4", 3, 0.9) / "result.json").read_text())
-    summary = {key: value for key, value in result.items() if key not in ("id", "config")} | {
-        "_step": 9,
-        "_wandb": {"x": 1},
-    }
+    summary = logged.summary(result) | {"_step": 9, "_wandb": {"x": 1}}
     ours = SimpleNamespace(
         config=result["config"],
         summary=summary,

@@ -151,7 +151,7 @@ def test_killed_again_and_again(
         (os, "replace", 3, True),  # the checkpoint is written, not yet in place
         (os, "replace", 3, False),
         (checkpoint, "save", 4, False),  # trained to the end, not evaluated
-        (Evaluation, "evaluate", 6, False),
+        (Evaluation, "evaluate", 5, False),
         (last_files, "save_weights", 1, False),
     ],
 )
@@ -198,8 +198,7 @@ def test_a_signal_saves_between_epochs_too(
     [
         (Classification, "evaluate", 1, 3),
         (Classification, "evaluate", 4, 12),  # of the last step
-        (Classification, "evaluate", 5, 12),  # of the final weights
-        (Classification, "evaluate", 7, 12),  # of the best
+        (Classification, "evaluate", 5, 12),  # of the final weights, which are the best here
         (last_files, "save_weights", 1, 12),
         (last_files, "save_weights", 2, 12),
     ],

@@ -9,6 +9,7 @@ import math
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +19,26 @@ import wandb
 from runs import config, rows
 
 from nmrun.config.identity import identity, run_folder
-from nmrun.train import runner, track
-from nmrun.train.console import Console
+from nmrun.train import loggers, runner
+from nmrun.train.loggers import weights_and_biases
 from nmrun.train.track import Tracker
 
-LOCAL = {"track": {"name": "local"}}
+KNOWN: dict[str, Any] = {
+    "dataset": {"name": "digits"},
+    "model": {"name": "mlp"},
+    "recipe": {"name": "step"},
+    "sparsity": {"n": 2, "m": 8},
+    "seed": 3,
+    "output_dir": "outputs",
+}
+LOCAL = {**KNOWN, "track": {"name": "local", "tags": [], "also": []}}
 WANDB = {
-    "track": {"name": "wandb", "project": "nmrun", "entity": None, "mode": "auto", "group": None},
+    **KNOWN,
+    "track": {
+        **{"name": "wandb", "project": "nmrun", "entity": None, "mode": "auto", "group": None},
+        **{"tags": ["mine"], "also": [], "notes": "a note"},
+        **{"git": False, "console": False, "system": False},
+    },
     "answer": 42,
 }
 
@@ -41,7 +55,9 @@ def test_rows_are_strict_json(tmp_path: Path) -> None:
     made.finish({}, 0)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     refuse = lambda word: pytest.fail(f"{word} is not JSON")  # noqa: E731
-    assert [json.loads(line, parse_constant=refuse) for line in lines] == [
+    read = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [abs(row.pop("time") - time.time()) < 60 for row in read] == [True, True]
+    assert read == [
         {"step": 1, "epoch": 1, "train/loss": 0.1},
         {"step": 2, "epoch": 1, "train/loss": None, "eval/loss": None},
     ]
@@ -171,8 +187,8 @@ def test_an_unreachable_server_is_waited_for_once(
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # nobody listens there
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
-        monkeypatch.setattr(track, "INIT_TIMEOUT", 1.0)
-        monkeypatch.setattr(track, "_unreachable", False)
+        monkeypatch.setattr(weights_and_biases, "INIT_TIMEOUT", 1.0)
+        monkeypatch.setattr(weights_and_biases, "_unreachable", False)
         for number in (0, 1):
             folder = tmp_path / f"a/b/{number}"
             folder.mkdir(parents=True)
@@ -215,24 +231,87 @@ def test_who_is_logged_in(
     if netrc is not None:
         path.write_text(netrc)
         path.chmod(0o600)
-    assert track.logged_in() is expected
+    assert weights_and_biases.logged_in() is expected
 
 
-def test_the_live_line_is_for_terminals_and_the_log_is_plain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    live = Console(tmp_path / "run.log")
-    live.progress(3, 12, lambda: "epoch 1/4  loss 2.3")
-    live.progress(4, 12, lambda: pytest.fail("too soon after the last one to be drawn"))
-    live.say("a line")
-    live.clear()
-    assert "epoch 1/4" in capsys.readouterr().out
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
-    plain = Console(tmp_path / "run.log", brief=True)
-    plain.progress(3, 12, lambda: pytest.fail("no terminal, no live line"))
-    plain.detail("a detail")
-    assert capsys.readouterr().out == ""
-    assert (tmp_path / "run.log").read_text() == "a line\na detail\n"
+# --- other loggers --------------------------------------------------------------------------------
+
+
+def test_what_a_run_is_called(tmp_path: Path) -> None:
+    run = loggers.Run(tmp_path, WANDB, "0123456789", None, [], lambda _: None)
+    assert run.name == "step 2:8 digits mlp s3"
+    assert run.tags == ["step", "digits", "mlp", "2:8", "mine"]
+    dense = {**WANDB, "sparsity": {"n": None, "m": None}, "recipe": {"name": "dense"}}
+    run = loggers.Run(tmp_path, dense, "0123456789", None, [], lambda _: None)
+    assert run.name == "dense digits mlp s3"
+
+
+def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name, tags and group; the switches; and a summary without nesting."""
+    asked: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    run = SimpleNamespace(
+        summary=SimpleNamespace(update=summary.update),
+        log=lambda row, step: None,
+        finish=lambda exit_code: None,
+    )
+    monkeypatch.setattr(wandb, "init", lambda **given: asked.update(given) or run)
+    made = config(tmp_path, "track=wandb", "track.tags=[mine]", "track.git=true", "recipe=ste")
+    done = runner.run(made, run_folder(made), "some-sweep")
+    assert asked["name"] == "ste 2:4 digits small_conv s0"
+    assert asked["tags"] == ["ste", "digits", "small_conv", "2:4", "mine"]
+    assert asked["group"] == "some-sweep"
+    settings = asked["settings"]
+    assert (settings.disable_git, settings.console, settings.x_disable_stats) == (
+        False,
+        "off",
+        True,
+    )
+    assert summary["test/accuracy"] == done["metrics"]["final"]["test/accuracy"]
+    assert summary["best/epoch"] == done["metrics"]["best"]["epoch"]
+    assert summary["status"] == "finished"
+    assert not any(isinstance(value, dict | list) for value in summary.values())
+
+
+def test_tensorboard_has_every_number_at_its_step(tmp_path: Path) -> None:
+    """Read by TensorBoard itself; a resumed run's history is there once."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    chosen = {**LOCAL, "track": {"name": "local", "tags": [], "also": ["tensorboard"]}}
+    first, _ = tracker(tmp_path, chosen)
+    for step in (1, 2, 3):
+        first.log({"step": step, "epoch": 1, "train/loss": step / 4, "gone": None})
+    first.finish({}, 1)
+    second, said = tracker(tmp_path, chosen, step=2)
+    second.log({"step": 3, "epoch": 1, "train/loss": 8.0})
+    second.finish({"test/accuracy": 0.5}, 0)
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 8.0),
+    ]
+    assert "gone" not in events.Tags()["scalars"]
+    assert said == []
+
+
+def test_mlflow_has_one_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracking = pytest.importorskip("mlflow.tracking")
+    place = f"sqlite:///{tmp_path / 'some.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+    chosen = {**KNOWN, "track": {"name": "mlflow", "tags": [], "also": [], "project": "mine"}}
+    first, _ = tracker(tmp_path, chosen)
+    first.log({"step": 1, "epoch": 1, "train/loss": 0.25})
+    first.finish({}, 1)
+    second, said = tracker(tmp_path, chosen, step=1)
+    second.log({"step": 2, "epoch": 1, "train/loss": 0.5})
+    second.finish({"test/accuracy": 0.75, "status": "finished"}, 0)
+    assert said == []
+    client = tracking.MlflowClient(place)
+    experiment = client.get_experiment_by_name("mine").experiment_id
+    (run,) = client.search_runs([experiment])
+    assert (run.info.run_name, run.info.status) == ("step 2:8 digits mlp s3", "FINISHED")
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.5)]
+    assert run.data.metrics["final/test/accuracy"] == 0.75
+    assert run.data.params["sparsity.m"] == "8"

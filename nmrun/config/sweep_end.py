@@ -1,0 +1,62 @@
+"""What a sweep says when it has ended: the best job of a search, and the command for the table."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nmrun.config import sweep
+from nmrun.config.metric import higher_is_better
+
+OWN_AXES = ("seed", "seeds", "sparsity", "output_dir")  # what a table averages over or has anyway
+
+
+def lines(folder: Path) -> list[str]:
+    """The lines below the summary; none where no job has a result.
+
+    Args:
+        folder: that of the sweep's record.
+    """
+    record = sweep.read(folder)
+    good = [line for line in record.done if line["status"] in ("finished", "skipped")]
+    places = [line["folder"] for line in good if line.get("folder")]
+    if not places:
+        return []
+    varied = _varied([line["overrides"] for line in record.done])
+    said = _best(good, varied) if record.search else []
+    # <dataset>/<model>/<recipe>/<ratio>/<run>
+    above = {str(Path(place).parents[3]) for place in places}
+    path = above.pop() if len(above) == 1 else os.path.commonpath(places)
+    rows = [key for key in varied if key not in OWN_AXES]
+    words = ["nmrun", "table", path]
+    if rows and rows != ["recipe"] and not record.search:
+        words += ["--rows", ",".join(dict.fromkeys(["recipe", *rows]))]
+    return [*said, f"  {shlex.join(words)}"]
+
+
+def _varied(jobs: Sequence[Sequence[str]]) -> dict[str, None]:
+    """The keys in which jobs differ, in their order."""
+    values: dict[str, set[str]] = {}
+    for words in jobs:
+        for word in words:
+            key, _, value = word.lstrip("+").partition("=")
+            values.setdefault(key, set()).add(value)
+    return dict.fromkeys(key for key, found in values.items() if len(found) > 1)
+
+
+def _best(good: Sequence[dict[str, Any]], varied: dict[str, None]) -> list[str]:
+    """The job with the least of what a sweeper minimises, its parameters and run folder."""
+    valued = [line for line in good if line.get("value") is not None]
+    if not valued:
+        return []
+    best = min(valued, key=lambda line: line["value"])
+    metric = f"eval/{best.get('metric')}"
+    value = -best["value"] if higher_is_better(metric) else best["value"]
+    chosen = [word for word in best["overrides"] if word.partition("=")[0].lstrip("+") in varied]
+    return [
+        f"best of {len(valued)}: {metric} {value:.6g} with {' '.join(chosen)}",
+        f"  {best['folder']}",
+    ]
