@@ -73,6 +73,24 @@ def test_model_and_optimizer_alone_resume_with_the_same_bits(
     assert torch.equal(second[0][0].weight, whole[0][0].weight)
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD"])
+def test_a_state_from_before_the_first_step(kind: str) -> None:
+    """Some of them look for a count of steps in every state that is not empty."""
+    found: list[Any] = []
+    states: list[Any] = []
+    for loads in (False, True):
+        model = net(3 if loads else 0)
+        optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.02)
+        attach(model, optimizer, "sr_ste")
+        if loads:
+            for part, state in zip((model, optimizer), states, strict=True):
+                part.load_state_dict(state)
+        states = states or stored(model, optimizer)
+        train(model, optimizer, range(3))
+        found.append(everything(model, optimizer))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("order", ["smo", "oms"])
 @pytest.mark.parametrize(("recipe", "stop"), HALF)
 def test_also_where_the_kernels_step(recipe: str, stop: int, order: str) -> None:

@@ -16,7 +16,7 @@ from nmrun.errors import ConfigError
 from nmrun.kernels.layout import local
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.shards import summed
-from nmrun.sparsity.weight import SparseWeight
+from nmrun.sparsity.weight import PREFIX, SparseWeight
 
 KEY = "nmrun"
 VERSION = 1  # of the form of what is saved
@@ -47,6 +47,8 @@ class Resume:
         self.refresh = refresh
         # weights of which the optimizer had no state of its own before the state dict was made
         self._without: list[SparseWeight] = []
+        # by weight: tensors that torch must not load, since the optimizer has not begun there
+        self._apart: dict[str, dict[str, torch.Tensor]] = {}
         # by weight and key: the metadata of the tensors that will be loaded
         self._room: dict[str, dict[str, Any]] = {}
 
@@ -89,7 +91,7 @@ class Resume:
                 lambda _, state: self._after_saving(state)
             ),
             self.optimizer.register_load_state_dict_pre_hook(
-                lambda _, state: self.check(saved_settings(state["param_groups"]))
+                lambda _, state: self._before_loading(state)
             ),
             self.optimizer.register_load_state_dict_post_hook(lambda _: self._after_loading()),
         ]
@@ -161,8 +163,26 @@ class Resume:
                 "call sparsify with the same include, exclude, overrides and pad"
             )
 
+    def _before_loading(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Check what is loaded, and take out what was saved before the first step.
+
+        torch's Adam takes any state that is not empty for its own, and looks for the number of
+        steps there.
+        """
+        self.check(saved_settings(state_dict["param_groups"]))
+        own = [id(p) for group in self.optimizer.param_groups for p in group["params"]]
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        names = {id(w.parameter): w.name for w in self.weights}
+        left = dict(state_dict["state"])
+        for parameter, number in zip(own, numbers, strict=False):  # torch compares their lengths
+            state = left.get(number)
+            if parameter in names and state and all(k.startswith(PREFIX) for k in state):
+                self._apart[names[parameter]] = left.pop(number)
+        return {**state_dict, "state": left}
+
     def _after_loading(self) -> None:
         self._room = {}
+        apart, self._apart = self._apart, {}
         settings = saved_settings(self.optimizer.param_groups)
         if settings is None:  # saved without nmrun: the recipe goes on from where it is
             self._before_saving()
@@ -170,6 +190,8 @@ class Resume:
         for weight in self.weights:
             weight.clear()  # a tensor that is not among the saved ones is gone
             weight.pop_state(self.optimizer, dtypes_of(settings))
+            for key, value in apart.get(weight.name, {}).items():
+                weight.restore(key.removeprefix(PREFIX), value.clone())
             if not (settings["state"]["dense_forward"] or weight.has_dense):
                 raise ConfigError(
                     f"the loaded state has no dense weight of {weight.name}: what it was loaded "
