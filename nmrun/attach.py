@@ -109,6 +109,10 @@ def sparsify(
         )
     rule.begin(pattern, total_steps)
     optimizer = unwrapped(optimizer)
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ConfigError(
+            "FullyShardedDataParallel (FSDP1) flattens the weights: use fully_shard (FSDP2)"
+        )
     _refuse_second(model, optimizer)
     if rule.name == "dense":
         found = candidates(model, dims)

@@ -1,0 +1,129 @@
+"""What is done to a model in the middle of a training: exports, adapters, late memory, FSDP1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import parametrizations
+from training import attach, batch, everything, net, start, train
+
+import nmrun
+from nmrun.errors import ConfigError, RunError
+
+
+@pytest.mark.parametrize(
+    "how", ["export", "trace", pytest.param("onnx", marks=pytest.mark.slow)]
+)  # fmt: skip
+def test_a_live_model_is_exported_and_trains_on(how: str, tmp_path: Path) -> None:
+    (model, optimizer, handle), plain = start("sr_ste"), start("sr_ste")
+    for trained, other, _ in ((model, optimizer, handle), plain):
+        train(trained, other, range(3))
+    x = batch(3)
+    expected = model(x).detach()
+    if how == "export":
+        found = torch.export.export(model, (x,)).module()(x)
+    elif how == "trace":
+        found = torch.jit.trace(model, x)(x)
+    else:
+        onnxruntime = pytest.importorskip("onnxruntime", reason="needs pip install 'nmrun[onnx]'")
+        torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=True)
+        session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+        name = session.get_inputs()[0].name
+        found = torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+    torch.testing.assert_close(found, expected)
+    for trained, other, _ in ((model, optimizer, handle), plain):
+        train(trained, other, range(3, 6))
+    assert everything(model, optimizer, handle) == everything(*plain)
+
+
+def test_adapters_of_peft_are_refused_with_the_reason() -> None:
+    """The base is frozen, and an N:M adapter would not make the merged weight N:M."""
+    peft = pytest.importorskip("peft", reason="needs peft: pip install 'nmrun[integrations]'")
+    model = peft.get_peft_model(net(), peft.LoraConfig(r=4, target_modules=["0", "2"]))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    with pytest.raises(ConfigError, match=r"no weight of this model .*adapter") as e:
+        nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+    assert "\n" not in str(e.value)
+
+
+def test_peft_on_a_finished_model_leaves_its_base_nm() -> None:
+    peft = pytest.importorskip("peft", reason="needs peft: pip install 'nmrun[integrations]'")
+    model, optimizer, handle = start("sr_ste")
+    train(model, optimizer, range(3))
+    handle.finalize()
+    before = model[0].weight.detach().clone()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["0", "2"]))
+    other = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+    train(adapted, other, range(2))
+    base = adapted.base_model.model[0].base_layer.weight
+    assert torch.equal(base, before)
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "asp"])
+def test_memory_that_comes_after_sparsify_is_an_error(recipe: str) -> None:
+    with torch.device("meta"):
+        model = net()
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02)
+    handle = attach(model, optimizer, recipe)
+    model.to_empty(device="cpu")
+    for p in model.parameters():
+        nn.init.normal_(p)
+    train(model, optimizer, range(3))
+    with pytest.raises(RunError, match="to_empty or fully_shard after sparsify"):
+        handle.finalize()
+
+
+def test_memory_that_comes_before_is_fine() -> None:
+    with torch.device("meta"):
+        model = net()
+    model.to_empty(device="cpu").load_state_dict(net().state_dict())
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02, fused=False)
+    handle, plain = attach(model, optimizer, "s_ste"), start("s_ste")
+    for trained, other in ((model, optimizer), plain[:2]):
+        train(trained, other, range(4))
+    assert everything(model, optimizer, handle) == everything(*plain)
+
+
+def test_spectral_norm_put_on_later_is_an_error() -> None:
+    model, optimizer, handle = start("sr_ste")
+    parametrizations.spectral_norm(model[0])
+    train(model, optimizer, range(2))
+    with pytest.raises(RunError, match="another parameter now"):
+        handle.finalize()
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("original", [True, False])
+def test_fsdp1_is_refused(original: bool, one_process: None) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=original)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match=r"flattens the weights: use fully_shard \(FSDP2\)") as e:
+        nmrun.sparsify(model, optimizer, "sr_ste", "2:4")
+    assert "\n" not in str(e.value)
+
+
+def test_deepspeed_is_refused() -> None:
+    """Its optimizers are no torch optimizers, also inside accelerate's wrapper."""
+    stage = type(
+        "DeepSpeedZeroOptimizer", (), {"__module__": "deepspeed.runtime.zero.stage_1_and_2"}
+    )
+    wrapper = type("DeepSpeedOptimizerWrapper", (), {"__module__": "accelerate.utils.deepspeed"})()
+    wrapper.optimizer = stage()
+    for optimizer in (stage(), wrapper):
+        with pytest.raises(ConfigError, match=r"flat copies of the weights, .* use DDP") as e:
+            nmrun.sparsify(net(), optimizer, "sr_ste", "2:4")
+        assert "\n" not in str(e.value)
