@@ -89,7 +89,10 @@ def _cell(text: str) -> str:
     """Without the marks of reStructuredText, and with those of Markdown as they are."""
     plain = re.sub(r":\w+:(?=`)|``", lambda mark: "`" * (mark[0] == "``"), " ".join(text.split()))
     parts = re.split(r"(`[^`]*`)", plain)
-    return "".join(p if p.startswith("`") else re.sub(r"([\\|<*_])", r"\\\1", p) for p in parts)
+    return "".join(
+        p if p.startswith("`") else re.sub(r"([\\|*_])", r"\\\1", p.replace("<", "&lt;"))
+        for p in parts
+    )
 
 
 def _sentence(text: str) -> str:
