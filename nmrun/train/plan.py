@@ -22,9 +22,10 @@ def lines(config: Config, parts: Parts) -> list[str]:
     """
     trainer, handle = config.trainer, parts.handle
     epochs = parts.total_steps / parts.task.batches_per_epoch
+    many = "1 epoch" if epochs == 1 else f"{epochs:.4g} epochs"
     budget = "" if trainer.budget is None else f" (trainer.budget={trainer.budget})"
     said = [
-        f"  {epochs:.4g} epochs of {parts.task.batches_per_epoch} batches of {parts.task.batches_of or trainer.batch_size}, "
+        f"  {many} of {parts.task.batches_per_epoch} batches of {parts.task.batches_of or trainer.batch_size}, "
         f"{parts.total_steps} steps{budget}, {parts.device.type} {parts.precision}"
     ]
     if parts.task.about:

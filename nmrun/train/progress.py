@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import resource
+import contextlib
 import sys
 import time
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ class Progress:
         steps, elapsed = self.steps, time.perf_counter() - self._began
         done, total = steps.step - self._begun, steps.total_steps
         left = elapsed / done * (total - steps.step) if done else None
-        shown = [*facts(self.row, steps.task.metric), ("", _memory(steps.device))]
+        shown = [*facts(self.row, steps.task.metric), *_memory(steps.device)]
         return Status(steps.step, total, self._head(), shown, elapsed, left)
 
     def epoch(self) -> str:
@@ -97,9 +97,13 @@ def _short(number: float) -> str:
     return f"{number:.3g}G"
 
 
-def _memory(device: torch.device) -> str:
-    """The most memory so far: the GPU's that torch had, or this process's."""
+def _memory(device: torch.device) -> list[Fact]:
+    """The most memory so far: the GPU's that torch had, or this process's where that is known."""
     if device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB GPU"
-    unit = 1 if sys.platform == "darwin" else 1024
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.1f} GB"
+        return [("", f"{torch.cuda.max_memory_allocated(device) / 1e9:.1f} GB GPU")]
+    with contextlib.suppress(ImportError):  # not on Windows
+        import resource
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        return [("", f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.1f} GB")]
+    return []

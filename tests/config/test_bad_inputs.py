@@ -14,6 +14,7 @@ import bad_inputs
 import pytest
 
 from nmrun import models
+from nmrun.config import early
 from nmrun.registry import find
 from nmrun.settings.datasets import IMAGES, PAIRS, RUNNING_TEXT, TEXTS
 from nmrun.settings.models import MODELS
@@ -59,9 +60,15 @@ def test_what_a_model_takes_is_what_its_builder_asks_for(name: str) -> None:
     assert all(MODELS[name].data == PAIRS for name in MODELS if "fairseq" in name)
 
 
-def test_a_folder_of_ones_own_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nmrun.config import early
+def test_a_logger_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "LOGGERS", {"tensorboard": "no_such_package", "mlflow": "json"})
+    chosen = {"name": "local", "also": ["tensorboard", "mlflow"]}
+    assert list(early._no_logger(chosen)) == [
+        "track=tensorboard is not installed: pip install 'nmrun[tensorboard]'"
+    ]
 
+
+def test_a_folder_of_ones_own_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("")
     assert list(early._unknown_package("recipe", "mine.Recipe")) == []
