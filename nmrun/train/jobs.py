@@ -275,7 +275,8 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
         return {**result, "status": "skipped", "folder": str(folder)}
     if not config.dry:
         _make(folder, config.output_dir)  # before torch is imported for nothing
-    print(title(config), flush=True)
+    with contextlib.suppress(OSError):  # a full disk behind the output must not end a run
+        print(title(config), flush=True)
     verbs.waiting("loading torch and the data")
     try:
         run = _runner().run

@@ -242,7 +242,7 @@ def test_a_sweep_is_that_of_the_command_line(nmrun_cli: Any, tmp_path: Path) -> 
     places = [str(Path(folder)) for folder in found["folder"]]
     assert len(places) == len(set(places)) == 6  # dense has no ratio
     done = nmrun_cli("-m", *SHORT, *swept)
-    assert done.stdout.splitlines()[-1].startswith("sweep of 8: 8 skipped")
+    assert done.stdout.splitlines()[-2].startswith("sweep of 8: 8 skipped")
     assert {
         str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("result.json")
     } == set(places)
