@@ -42,14 +42,7 @@ def table(argv: Sequence[str]) -> int:
         choices=("mean", "median", "best"),
         help="what stands in a cell (default mean, with deviation)",
     )
-    parser.add_argument(
-        "--baseline",
-        metavar="ROW",
-        help="compare every row with this one, such as dense, seed by seed",
-    )
-    parser.add_argument(
-        "--test", default="t", choices=TESTS, help="paired test of the comparison (default t)"
-    )
+    _comparison(parser, "such as dense")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write to FILE instead of the terminal"
     )
@@ -168,19 +161,18 @@ def report(argv: Sequence[str]) -> int:
         "Write all that there is to know of the runs below PATH into one HTML file that needs no other.",
     )
     parser.add_argument("--to", type=Path, metavar="FILE", help="default PATH/report.html")
+    _comparison(parser, "default dense, where it is there")
     with files_of_the_command():
         options = parser.parse_args(argv)
         if any(path.startswith("wandb://") for path in options.paths):
             raise ConfigError(
                 "a report needs run folders: curves, errors and environments are not in W&B"
             )
-        parts = chosen.parts(options, several=False)
-        from nmrun.report.html_report import write
+        from nmrun.report import divided, html_report
 
         target = options.to or Path(options.paths[0], "report.html")
-        write(
-            options.paths, [(runs, each, chosen.logged(runs, each)) for runs, each in parts], target
-        )
+        parts = divided.parts(options)
+        html_report.write(options.paths, parts, target, options.baseline, options.test)
         sys.stdout.write(f"{target}\n")
     return 0
 
@@ -210,6 +202,17 @@ def _parser(verb: str, description: str) -> Parser:
         help="leave out runs where KEY has another value",
     )
     return parser
+
+
+def _comparison(parser: Parser, which: str) -> None:
+    parser.add_argument(
+        "--baseline",
+        metavar="ROW",
+        help=f"compare every row with this one, seed by seed ({which})",
+    )
+    parser.add_argument(
+        "--test", default="t", choices=TESTS, help="paired test of the comparison (default t)"
+    )
 
 
 def _labels(parser: Parser, what: str) -> None:

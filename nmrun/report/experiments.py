@@ -5,20 +5,20 @@ are missing included.
 from __future__ import annotations
 
 import contextlib
-import html
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
+from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from nmrun.config.experiment import Experiment, configs
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
 from nmrun.files import jsonl
-from nmrun.report import formats, plots, records, style
+from nmrun.report import formats, pages, plots, records, style
 from nmrun.report.collect import row
 from nmrun.report.differences import compare
 from nmrun.report.tables import Table
@@ -110,7 +110,8 @@ def render(sections: Sequence[Section], style_: str) -> str:
     if style_ in ("csv", "json"):
         return str(records.written(records.of_cells(sections[0].tables), style_))
     if style_ == "html":
-        return formats.page("nmrun: experiments", "".join(map(_html, sections)))
+        body = Markup("").join(map(_html, sections))
+        return pages.document("page.html", title="nmrun: experiments", body=body)
     mark = "%" if style_ == "latex" else "#"
     heads = [f"{mark} {s.asked.title} ({s.asked.source}), scale {s.scale}\n" for s in sections]
     notes = [
@@ -144,12 +145,14 @@ def _figures(section: Section) -> Iterator[tuple[str, Figure]]:
                 yield kind, figure
 
 
-def _html(section: Section) -> str:
-    said = [
-        f"<h2>{html.escape(section.asked.title)}</h2>",
-        f"<p>{html.escape(section.asked.source)}; scale {section.scale}.</p>",
-    ]
-    said += [f"<p>{html.escape(section.asked.note)}</p>"] if section.asked.note else []
-    said += [formats.html_table(grid) for table in section.tables for grid in formats.grids(table)]
-    said += [f"<p>{style.embedded(figure, kind)}</p>" for kind, figure in _figures(section)]
-    return "\n".join(said) + "\n"
+def _html(section: Section) -> Markup:
+    return pages.filled(
+        "experiment.html",
+        asked=section.asked,
+        scale=section.scale,
+        tables=[formats.html_table(g) for table in section.tables for g in formats.grids(table)],
+        pictures=[
+            style.embedded(figure, f"{section.asked.name}-{i}-{kind}")
+            for i, (kind, figure) in enumerate(_figures(section), 1)
+        ],
+    )

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+from markupsafe import Markup
 
 from nmrun.config.metric import higher_is_better
 from nmrun.report.captions import caption, comparison
 from nmrun.report.latex import latex
 from nmrun.report.markdown import plain
 from nmrun.report.markdown import table as aligned
-from nmrun.report.numbers import MINUS, deviates, labelled, places, printed, signed
+from nmrun.report.numbers import deviates, labelled, places, printed, signed
+from nmrun.report.pages import document, filled
 from nmrun.report.statistics import Cell, shown
 from nmrun.report.tables import Key, Table, short, words
-
-STYLE = (
-    ":root{color-scheme:light dark}body{font:15px sans-serif;margin:2em}"
-    ".wide{overflow-x:auto;margin-bottom:2em}table{border-collapse:collapse}"
-    "h1,code{overflow-wrap:anywhere}th,td{padding:.3em .9em;text-align:right;white-space:nowrap}"
-    "tbody th,th.key{text-align:left}thead th{border-bottom:1px solid}tbody th{font-weight:normal}"
-    "svg{max-width:100%;height:auto}figure{margin:0 0 2em}dt{margin-top:1em}"
-)
-
 
 Line = tuple[list[str], list[tuple[str, bool]]]
 
@@ -53,7 +46,8 @@ def render(tables: Sequence[Table], style: str, labels: Mapping[str, str] | None
         return "\n".join(latex(table, labels) for table in tables)
     drawn = [grid for table in tables for grid in grids(table)]
     if style == "html":
-        return page(f"nmrun: {tables[0].metric}", "".join(map(html_table, drawn)))
+        body = Markup("").join(map(html_table, drawn))
+        return document("page.html", title=f"nmrun: {tables[0].metric}", body=body)
     return "\n".join(map(markdown, drawn))
 
 
@@ -126,37 +120,9 @@ def markdown(grid: Grid) -> str:
     return f"{plain(grid.caption)}\n\n{aligned(grid.head, lines)}\n"
 
 
-def html_table(grid: Grid) -> str:
+def html_table(grid: Grid) -> Markup:
     """The caption and a ``table`` element, which scrolls by itself where the page is narrow."""
-
-    def escape(value: str) -> str:
-        return html.escape(value).replace("+-", "&plusmn;").replace(MINUS, "&minus;")
-
-    head = "".join(f'<th class="key">{escape(key)}</th>' for key in grid.head[: grid.keys])
-    head += "".join(f"<th>{escape(column)}</th>" for column in grid.head[grid.keys :])
-    body = ""
-    for labels, cells in grid.lines:
-        body += "<tr>" + "".join(f"<th>{escape(name)}</th>" for name in labels)
-        body += (
-            "".join(
-                f"<td><b>{escape(cell)}</b></td>" if out else f"<td>{escape(cell)}</td>"
-                for cell, out in cells
-            )
-            + "</tr>\n"
-        )
-    return (
-        f'<p>{escape(grid.caption)}</p>\n<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}'
-        "</tbody></table></div>\n"
-    )
-
-
-def page(title: str, body: str) -> str:
-    """A whole HTML document, with all that it needs in it."""
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title><style>{STYLE}</style></head>\n'
-        f"<body>\n{body}</body></html>\n"
-    )
+    return filled("table.html", grid=grid)
 
 
 def text(table: Table, row: Key, column: Key) -> str:

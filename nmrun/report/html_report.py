@@ -4,7 +4,7 @@ and no other file.
 
 from __future__ import annotations
 
-import html
+import contextlib
 import json
 import os
 import shlex
@@ -13,124 +13,160 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import pandas as pd
+from markupsafe import Markup
 
-from nmrun.report import captions, formats, plots, status, style
+from nmrun.errors import ConfigError
+from nmrun.report import chosen, formats, numbers, pages, plots, status, style
+from nmrun.report.differences import compare
+from nmrun.report.divided import Part
 from nmrun.report.formats import Grid, Line
 from nmrun.report.history import result
-from nmrun.report.tables import Table, label
+from nmrun.report.tables import label, short
 
 MOST = 200  # lines of a list; what is more is counted
 # keys without a dot that are part of a config
-OWN = (
-    "seed",
-    "recipe",
-    "sparsity",
-    "dataset",
-    "model",
-    "optimizer",
-    "schedule",
-)
+NUMBERS = ("sparsity.n", "sparsity.m")  # in ``sparsity``
+OWN = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule")
 
 
 def write(
-    paths: Sequence[str], parts: Sequence[tuple[pd.DataFrame, Table, str]], target: Path
+    paths: Sequence[str], parts: Sequence[Part], target: Path, baseline: str | None, test: str
 ) -> None:
-    """Write the report of the runs below ``paths``, whole or not at all. ``parts``: the runs of
-    each table, the table, and the metric of its learning curves. Raises OSError where ``target``
-    cannot be written."""
-    runs = pd.concat([part for part, _, _ in parts])
+    """Write the report of the runs below ``paths``, whole or not at all.
+
+    Args:
+        paths: as they were typed.
+        parts: what is compared.
+        target: the file.
+        baseline: the row that others are compared with; None: dense, where there is such a row.
+        test: ``t`` or ``wilcoxon``.
+
+    Raises:
+        ConfigError: for a baseline that no part has.
+        OSError: where ``target`` cannot be written.
+    """
+    runs = pd.concat([part.runs for part in parts])
     states = [run for path in paths for run in status.runs(Path(path))]
     counts = Counter(run.state for run in states)
     order = [*status.STATES, *sorted(set(counts) - set(status.STATES))]
-    counted = ", ".join(f"{counts[state]} {state}" for state in order if counts[state])
-    said = [
-        f"<h1>{html.escape(', '.join(paths))}</h1>",
-        f"<p>{time.strftime('%Y-%m-%d %H:%M')}. Runs: {html.escape(counted)}. Made by "
-        f"<code>{html.escape(shlex.join(['nmrun', *sys.argv[1:]]))}</code>.</p>",
-        *(_part(*part) for part in parts),
-        _unfinished([run for run in states if run.state != "finished"]),
-        _configs(runs),
-        _environments(runs),
-    ]
+    differing, common = _settings(runs)
+    environments, versions = _environments(runs)
+    text = pages.document(
+        "report.html",
+        title=f"nmrun: {', '.join(paths)}",
+        heading=", ".join(paths),
+        made=time.strftime("%Y-%m-%d %H:%M"),
+        counted=", ".join(f"{counts[state]} {state}" for state in order if counts[state]),
+        command=shlex.join(["nmrun", *sys.argv[1:]]),
+        sections=_sections(parts, baseline, test),
+        unfinished=[run for run in states if run.state != "finished"],
+        run_keys=[*differing, "status"],
+        run_metric=", ".join(dict.fromkeys(part.table.metric for part in parts)),
+        runs=_runs(parts, differing, target),
+        configurations=_combinations(runs, [key for key in differing if key != "seed"]),
+        common=formats.html_table(
+            Grid("", 1, ["key", "value"], [([key], [(value, False)]) for key, value in common])
+        ),
+        common_count=len(common),
+        environments=environments,
+        versions=versions,
+        most=MOST,
+    )
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        partial.write_text(
-            formats.page(f"nmrun: {', '.join(paths)}", "\n".join(said)), encoding="utf-8"
-        )
+        partial.write_text(text, encoding="utf-8")
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _part(runs: pd.DataFrame, table: Table, logged: str) -> str:
-    said = [f"<h2>{html.escape(captions.title(table))}</h2>"] + [
-        formats.html_table(grid) for grid in formats.grids(table)
-    ]
-    for kind, about in plots.KINDS.items():
-        figure = plots.draw(kind, table, runs, logged)
-        if figure is not None:
-            said.append(
-                f"<figure>{style.embedded(figure, kind)}<figcaption>{html.escape(about.about)}.</figcaption></figure>"
+def _sections(parts: Sequence[Part], baseline: str | None, test: str) -> list[dict[str, Any]]:
+    """Title, tables and pictures of each part."""
+    found, refused = [], []
+    for number, part in enumerate(parts, 1):
+        table = part.table
+        try:
+            table = compare(table, baseline or "dense", test)
+        except ConfigError as error:
+            refused.append(error)
+        pictures = []
+        for kind, about in plots.KINDS.items():
+            logged = chosen.logged(part.runs, table)
+            figure = plots.draw(kind, part.table, part.runs, logged, style.Layout(title=""))
+            if figure is not None:
+                name = f"part-{number}-{kind}"
+                svg = style.embedded(figure, name)
+                pictures.append(
+                    {"id": name, "svg": svg, "about": f"{about.about}; {style.seeds(table)}"}
+                )
+        tables = [formats.html_table(grid) for grid in formats.grids(table)]
+        found.append({"title": part.title, "tables": tables, "pictures": pictures})
+    if baseline and len(refused) == len(parts):
+        raise refused[0]
+    return found
+
+
+def _runs(parts: Sequence[Part], keys: Sequence[str], target: Path) -> list[dict[str, Any]]:
+    """Every run with its settings, metric, folder and command."""
+    found = []
+    for part in parts:
+        for run in part.runs.to_dict("records"):
+            folder, value, seconds = Path(run["folder"]), run.get(part.table.metric), run["seconds"]
+            with contextlib.suppress(ValueError):  # another drive
+                folder = Path(os.path.relpath(folder, target.parent))
+            known = value is not None and value == value
+            found.append(
+                {
+                    "labels": [*(short(label(run[key])) for key in keys), run["status"]],
+                    "value": numbers.printed(value, part.table.metric) if known else "-",
+                    "seconds": "-" if pd.isna(seconds) else f"{seconds:.1f}",
+                    "link": quote(f"{folder.as_posix()}/"),
+                    "name": run["id"],
+                    "command": status.command(Path(run["folder"]), result(run)),
+                }
             )
-    return "\n".join(said)
+    return found
 
 
-def _unfinished(runs: Sequence[status.Run]) -> str:
-    if not runs:
-        return ""
-    said = [f"<h2>Not finished: {len(runs)}</h2>", "<dl>"]
-    for run in runs[:MOST]:
-        said.append(f"<dt>{html.escape(run.title)}</dt>")
-        said += [f"<dd>{html.escape(run.error)}</dd>"] if run.error else []
-        said += [f"<dd><code>{html.escape(run.command)}</code></dd>"] if run.command else []
-    more = (
-        [f"<p>and {len(runs) - MOST} more; <code>nmrun status</code> has them all</p>"]
-        if len(runs) > MOST
-        else []
-    )
-    return "\n".join([*said, "</dl>", *more])
-
-
-def _configs(runs: pd.DataFrame) -> str:
-    """The keys that differ, a line for each combination; the others folded away."""
-    keys = [
+def _settings(runs: pd.DataFrame) -> tuple[list[str], list[tuple[str, str]]]:
+    """The keys that differ, recipe and ratio first, and those that do not, with their value."""
+    dotted = [
         key
         for key in runs.columns
-        if key in OWN or ("." in key and "/" not in key and not key.endswith(".name"))
+        if "." in key and "/" not in key and not key.endswith(".name") and key not in NUMBERS
     ]
-    labels = runs[keys].map(label)
-    differing = [
-        key
-        for key in keys
-        if labels[key].nunique() > 1 and key not in ("seed", "sparsity.n", "sparsity.m")
-    ]
-    same = [(key, labels[key].iloc[0]) for key in keys if labels[key].nunique() == 1]
-    seeds = (
-        labels["seed"].groupby([labels[key] for key in differing], sort=False)
-        if differing
-        else [((), labels["seed"])]
-    )
-    lines: list[Line] = []
-    for values, of in seeds:
-        names = [str(value) for value in (values if isinstance(values, tuple) else (values,))]
-        lines.append(
-            (names, [(", ".join(sorted(set(of), key=lambda seed: (len(seed), seed))), False)])
+    labels = runs[[*(key for key in OWN if key in runs), *dotted, "seed"]].map(label)
+    same = [key for key in labels if labels[key].nunique() == 1]
+    return [key for key in labels if key not in same], [(key, labels[key].iloc[0]) for key in same]
+
+
+def _combinations(runs: pd.DataFrame, differing: Sequence[str]) -> Markup:
+    """A line for each combination of settings, with its seeds."""
+    labels = runs[[*differing, "seed"]].map(label)
+    seeds: dict[tuple[str, ...], set[str]] = {}
+    for *values, seed in labels.itertuples(index=False, name=None):
+        seeds.setdefault(tuple(values), set()).add(seed)
+    lines: list[Line] = [
+        (
+            [short(value) for value in values],
+            [(", ".join(sorted(of, key=lambda seed: (len(seed), seed))), False)],
         )
-    head = [*differing, "seeds"]
+        for values, of in seeds.items()
+    ]
     caption = f"{len(lines)} combinations" + (
         f", of which {MOST} are shown" if len(lines) > MOST else ""
     )
-    table = formats.html_table(Grid(caption, len(differing), head, lines[:MOST]))
-    common = formats.html_table(
-        Grid("", 1, ["key", "value"], [([key], [(value, False)]) for key, value in same])
-    )
-    return f"<h2>Configurations</h2>\n{table}<details><summary>The same in all runs: {len(same)} keys</summary>{common}</details>"
+    return formats.html_table(Grid(caption, len(differing), [*differing, "seeds"], lines[:MOST]))
 
 
-def _environments(runs: pd.DataFrame) -> str:
-    """What the runs were made with, each combination once with the number of its runs."""
+def _environments(runs: pd.DataFrame) -> tuple[Markup, int]:
+    """What the runs were made with, each combination once with the number of its runs; and the
+    number of versions of the code.
+    """
     found: Counter[str] = Counter()
     for folder in runs["folder"]:
         made_with = result({"folder": folder}).get("environment", {})
@@ -145,9 +181,4 @@ def _environments(runs: pd.DataFrame) -> str:
         for environment, count in environments
     ]
     commits = {environment.get("commit") for environment, _ in environments}
-    note = (
-        f"<p>These runs were made by {len(commits)} versions of the code.</p>\n"
-        if len(commits) > 1
-        else ""
-    )
-    return f"<h2>Made with</h2>\n{note}{formats.html_table(Grid('', len(keys), [*keys, 'runs'], lines))}"
+    return formats.html_table(Grid("", len(keys), [*keys, "runs"], lines)), len(commits)

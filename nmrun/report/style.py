@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from markupsafe import Markup
 from matplotlib import style as mpl_style
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -200,7 +201,7 @@ def save(figure: Figure, out: Path) -> None:
         figure.savefig(out)
 
 
-def embedded(figure: Figure, name: str) -> str:
+def embedded(figure: Figure, name: str) -> Markup:
     """The picture as an ``svg`` element of a page: its ink is the colour of the page's text.
 
     Args:
@@ -215,4 +216,5 @@ def embedded(figure: Figure, name: str) -> str:
     # inside of HTML an svg element needs no namespaces
     text = re.sub(r'<metadata>.*?</metadata>|\sxmlns(:\w+)?="[^"]*"', "", text, flags=re.DOTALL)
     text = text[text.index("<svg") :].replace(INK, "currentColor")
-    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(name)}"', 1)
+    said = html.escape(name)
+    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{said}"', 1))

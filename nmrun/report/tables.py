@@ -130,7 +130,7 @@ def build(
     }
     differing = [
         key
-        for key in _differing(everything)
+        for key in settings_apart(everything)
         if key not in named and key.partition(".")[0] not in named
     ]
     commits = sorted({label(run["commit"])[:7] for run in everything if run.get("commit")})
@@ -196,7 +196,7 @@ def _cell(group: Sequence[Run]) -> Cell:
 
 
 def _check_alike(group: Sequence[Run], place: str, rows: Key, columns: Key) -> None:
-    differing = _differing(group)
+    differing = settings_apart(group)
     if differing:
         combinations = Counter(tuple(label(run[key]) for key in differing) for run in group)
         common = combinations.most_common(1)[0][0]
@@ -218,7 +218,7 @@ def _check_alike(group: Sequence[Run], place: str, rows: Key, columns: Key) -> N
         )
 
 
-def _differing(runs: Sequence[Run]) -> list[str]:
+def settings_apart(runs: Sequence[Run]) -> list[str]:
     """The settings that change a result (all that a run's identity covers, but for the seed) and
     are not the same in all runs.
     """

@@ -21,6 +21,7 @@ class Page(HTMLParser):
         self.tables: list[list[list[str]]] = []
         self.addresses: list[str] = []
         self.tags: list[str] = []
+        self.ids: list[str] = []
         self.words: list[str] = []
         self._cell = False
         self.feed(text)
@@ -28,6 +29,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        self.ids += [value or "" for name, value in attributes if name == "id"]
         self.addresses += [
             value or ""
             for name, value in attributes
@@ -102,7 +104,11 @@ def test_the_page_has_all_of_it_and_needs_nothing_else(
                 assert cell == f"{mean:.1f} ± {sd:.1f} (2)"
     # against the ratio, and over steps: nothing else was logged
     assert found.tags.count("svg") == 2
-    assert found.addresses == []
+    inside = {address[1:] for address in found.addresses if address.startswith("#")}
+    assert inside == {"part-1", "runs", "configurations", "made-with"} <= set(found.ids)
+    links = [address for address in found.addresses if not address.startswith("#")]
+    assert len(links) == 8
+    assert all((tmp_path / link / "result.json").is_file() for link in links)
     assert not {"script", "link", "iframe", "img"} & set(found.tags)
     assert not re.search(r"url\((?!#)", (tmp_path / "report.html").read_text())
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".report")] == []
@@ -144,12 +150,20 @@ def test_configurations_and_environments(write: Any, report: Any, tmp_path: Path
     )
     assert report("--rows", "recipe,optimizer.lr")[0] == 0
     found = page(tmp_path)
-    assert found.tables[1] == [["optimizer.lr", "seeds"], ["0.001", "0, 1"], ["0.01", "0, 1"]]
-    common = dict(found.tables[2][1:])
+    runs, configurations, same, environments = found.tables[1:]
+    assert runs[0] == [
+        *("optimizer.lr", "seed", "status", "test/accuracy", "seconds", "folder", "command")
+    ]
+    assert [line[:4] for line in runs[1:]] == [
+        *(["0.001", "0", "finished", "98.0"], ["0.01", "0", "finished", "97.0"]),
+        *(["0.001", "1", "finished", "98.0"], ["0.01", "1", "finished", "97.0"]),
+    ]
+    assert configurations == [["optimizer.lr", "seeds"], ["0.001", "0, 1"], ["0.01", "0, 1"]]
+    common = dict(same[1:])
     assert common["trainer.epochs"] == "12"
     assert common["recipe"] == "step"
     assert not {"seed", "optimizer.lr", "status", "folder"} & set(common)
-    assert sorted(found.tables[3][1:]) == [["abc", "", "3"], ["fff", "9.9", "1"]]
+    assert sorted(environments[1:]) == [["abc", "", "3"], ["fff", "9.9", "1"]]
     assert "made by 2 versions of the code" in found.text
 
 
@@ -163,9 +177,44 @@ def test_what_users_wrote_is_text(write: Any, report: Any, tmp_path: Path) -> No
     assert report()[::2] == (0, "")
     found = page(tmp_path)
     assert "script" not in found.tags
-    assert not [address for address in found.addresses if not address.startswith("data:image/png")]
+    assert not [address for address in found.addresses if ":" in address]
     assert "<script>alert(1)</script>" in found.text
     assert "<img src=http://x/y>" in found.text
+
+
+def test_it_divides_what_cannot_be_averaged(write: Any, report: Any, tmp_path: Path) -> None:
+    """Settings make parts; those of a recipe rows."""
+    for rate in (0.001, 0.01):
+        for seed in (0, 1):
+            for decay in (1e-4, 1e-3):
+                write(
+                    "sr_ste",
+                    "2:4",
+                    seed,
+                    0.9 + rate + decay,
+                    recipe__decay=decay,
+                    optimizer__lr=rate,
+                )
+            write("dense", "dense", seed, 0.95, optimizer__lr=rate)
+    assert report()[0] == 0
+    found = page(tmp_path)
+    assert "optimizer.lr=0.001" in found.text
+    assert found.ids.count("part-2") == 1
+    assert "part-3" not in found.ids
+    values, differences = found.tables[:2]
+    assert values[0] == ["recipe", "recipe.decay", "2:4"]
+    assert {tuple(line[:2]): line[2] for line in values[1:]} == {
+        ("dense", "-"): "95.0 ± 0.0 (2)",
+        ("sr_ste", "0.0001"): "90.1 ± 0.0 (2)",
+        ("sr_ste", "0.001"): "90.2 ± 0.0 (2)",
+    }
+    assert differences[1][:2] == ["sr_ste", "0.0001"]
+    assert "Difference to dense" in found.text
+    assert report("--baseline", "sr_ste 0.001")[0] == 0
+    assert "Difference to sr_ste decay=0.001" in page(tmp_path).text
+    status, _, error = report("--baseline", "stepp")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "--baseline stepp: no such row" in error
 
 
 def test_one_line_for_a_mistake_and_no_half_a_page(
