@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shlex
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from nmrun.files import jsonl, locks
 from nmrun.verbs import Parser
 
 STATES = ("finished", "running", "interrupted", "failed", "killed")
+PAUSE = 2.0  # seconds between two looks
 FILES = {"config.yaml", "result.json", "checkpoint.pt"}  # one of them makes a folder a run's
 
 
@@ -140,8 +142,13 @@ def _here(command: str, output_dir: str, place: Path) -> str:
     )
 
 
-def _said(folder: Path, running: bool) -> list[str]:
-    """A sweep in a line, and the command again if not all of it is done."""
+def said(folder: Path, running: bool) -> list[str]:
+    """A sweep in a line, and the command again if not all of it is done.
+
+    Args:
+        folder: that of its record.
+        running: whether it is at work.
+    """
     record = sweep.read(folder)
     counts, passed, left = (
         record.counts(),
@@ -177,43 +184,69 @@ def main(argv: list[str]) -> int:
         type=Path,
         help="an output folder, or any in it (default: outputs)",
     )
-    parser.add_argument("--json", action="store_true", help="the same as JSON, for scripts")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--json", action="store_true", help="the same as JSON, for scripts")
+    kind.add_argument(
+        "--watch", action="store_true", help="follow what runs, until it ends or Ctrl-C"
+    )
     options = parser.parse_args(argv)
     if not options.path.is_dir():
         raise ConfigError(f"{options.path}: no such folder")
-    last, found = sweeps(options.path), runs(options.path)
-    if not last and not found:
+    if options.watch:
+        return _watch(options.path)
+    found = _lines(options.path)
+    if not found:
         raise ConfigError(f"{options.path}: no runs in it")
-    count = Counter(run.state for run in found)
-    counts = {state: count[state] for state in STATES if count[state]}
-    rest = [run for run in found if run.state != "finished"]
-    if options.json:
-        records = [(folder, running, sweep.read(folder)) for folder, running in last]
-        told = [
-            {
-                "folder": str(f),
-                "running": on,
-                "jobs": r.jobs,
-                "done": r.counts(),
-                "left": r.left() if on else None,
-                "command": r.command,
-            }
-            for f, on, r in records
-        ]
-        print(
-            json.dumps(
-                {"sweeps": told, "runs": counts, "unfinished": [asdict(run) for run in rest]},
-                indent=2,
-            )
-        )
-        return 0
-    for folder, running in last:
-        print(*_said(folder, running), sep="\n")
-    print(
-        f"runs in {options.path}: {', '.join(f'{number} {state}' for state, number in counts.items()) or 'none yet'}"
-    )
-    for run in sorted(
-        rest, key=lambda run: STATES.index(run.state) if run.state in STATES else len(STATES)
-    ):
-        print(*_block(run), sep="\n")
+    print(json.dumps(_plain(options.path), indent=2) if options.json else "\n".join(found))
     return 0
+
+
+def _plain(path: Path) -> dict[str, Any]:
+    """For scripts."""
+    records = [(folder, running, sweep.read(folder)) for folder, running in sweeps(path)]
+    told = [
+        {
+            "folder": str(f),
+            "running": on,
+            "jobs": r.jobs,
+            "done": r.counts(),
+            "left": r.left() if on else None,
+            "command": r.command,
+        }
+        for f, on, r in records
+    ]
+    found = runs(path)
+    rest = [asdict(run) for run in found if run.state != "finished"]
+    return {"sweeps": told, "runs": _counts(found), "unfinished": rest}
+
+
+def _counts(found: list[Run]) -> dict[str, int]:
+    count = Counter(run.state for run in found)
+    return {state: count[state] for state in STATES if count[state]}
+
+
+def _lines(path: Path) -> list[str]:
+    """Sweeps, counts, and what is not finished; empty where there are no runs."""
+    last, found = sweeps(path), runs(path)
+    if not last and not found:
+        return []
+    lines = [line for folder, running in last for line in said(folder, running)]
+    counts = ", ".join(f"{number} {state}" for state, number in _counts(found).items())
+    lines.append(f"runs in {path}: {counts or 'none yet'}")
+    rest = [run for run in found if run.state != "finished"]
+    rest.sort(key=lambda run: STATES.index(run.state) if run.state in STATES else len(STATES))
+    return lines + [line for run in rest for line in _block(run)]
+
+
+def _watch(path: Path) -> int:
+    """The same until nothing runs any more, at one place of the terminal."""
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as shown:
+        while True:
+            shown.update(Text("\n".join(_lines(path)) or "no runs yet"), refresh=True)
+            at_work = any(run.state == "running" for run in runs(path))
+            if not at_work and not any(running for _, running in sweeps(path)):
+                return 0
+            time.sleep(PAUSE)

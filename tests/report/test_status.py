@@ -214,6 +214,26 @@ def test_sweeps(
     )
 
 
+def test_watching_ends_with_what_runs(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = locked(place("s0-a", steps=20))
+    looks: list[float] = []
+
+    def next_look(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            holder.kill()
+            holder.wait()
+
+    monkeypatch.setattr(status.time, "sleep", next_look)
+    out = told(capsys, "--watch")
+    assert looks == [status.PAUSE] * 3
+    assert "1 killed" in out
+    assert "running" not in out, "the last look alone is left on the screen"
+    assert "killed, step 20: outputs" in out
+
+
 def test_asking_is_not_in_the_way(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     folder = place("s0-a")
     told(capsys)
