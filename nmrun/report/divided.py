@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import pandas as pd
 
 from nmrun.report import captions, chosen
-from nmrun.report.tables import Table, label, settings_apart
+from nmrun.report.tables import Run, Table, label, settings_apart
 
+NONE: tuple[str, ...] = ()
 MOST = 12  # parts that settings make; of more they are rows
 
 
@@ -52,14 +53,14 @@ def parts(options: argparse.Namespace) -> list[Part]:
         own = [key for key in apart if key.partition(".")[0] != "recipe"]
         combined = group[own].map(label).apply(tuple, axis=1) if own else None
         if combined is None or combined.nunique() > MOST:
-            divided, further = [((), group)], apart
+            divided, further = [(NONE, group)], apart
         else:
             divided = list(group.groupby(combined, sort=False))
             further = [key for key in apart if key not in own]
         asked = argparse.Namespace(**vars(options))
         asked.filter, asked.rows = [], ",".join([*rows, *further])
         for values, part in divided:
-            settings = dict(zip(own, values, strict=False))
+            settings = {key: str(value) for key, value in zip(own, values, strict=False)}
             found += [
                 Part(part, table, settings)
                 for part, table in chosen.parts(asked, several=False, runs=part)
@@ -69,7 +70,7 @@ def parts(options: argparse.Namespace) -> list[Part]:
 
 def _apart(runs: pd.DataFrame, keys: list[str]) -> list[str]:
     """The settings that differ between runs of one cell."""
-    cells: dict[tuple[str, ...], list[dict[str, object]]] = {}
+    cells: dict[tuple[str, ...], list[Run]] = {}
     for run in runs.to_dict("records"):
         cells.setdefault(tuple(label(run[key]) for key in keys), []).append(run)
     return list(dict.fromkeys(key for cell in cells.values() for key in settings_apart(cell)))

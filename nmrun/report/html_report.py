@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import sys
@@ -65,7 +66,7 @@ def write(
         sections=_sections(parts, baseline, test),
         unfinished=[run for run in states if run.state != "finished"],
         run_keys=[*differing, "status"],
-        run_metric=", ".join(dict.fromkeys(part.table.metric for part in parts)),
+        run_metric=", ".join(dict.fromkeys(numbers.labelled(part.table.metric) for part in parts)),
         runs=_runs(parts, differing, target),
         configurations=_combinations(runs, [key for key in differing if key != "seed"]),
         common=formats.html_table(
@@ -115,14 +116,14 @@ def _runs(parts: Sequence[Part], keys: Sequence[str], target: Path) -> list[dict
     found = []
     for part in parts:
         for run in part.runs.to_dict("records"):
-            folder, value, seconds = Path(run["folder"]), run.get(part.table.metric), run["seconds"]
+            folder, seconds = Path(run["folder"]), run["seconds"]
+            value = run.get(part.table.metric, math.nan)
             with contextlib.suppress(ValueError):  # another drive
                 folder = Path(os.path.relpath(folder, target.parent))
-            known = value is not None and value == value
             found.append(
                 {
                     "labels": [*(short(label(run[key])) for key in keys), run["status"]],
-                    "value": numbers.printed(value, part.table.metric) if known else "-",
+                    "value": "-" if pd.isna(value) else numbers.printed(value, part.table.metric),
                     "seconds": "-" if pd.isna(seconds) else f"{seconds:.1f}",
                     "link": quote(f"{folder.as_posix()}/"),
                     "name": run["id"],
@@ -140,8 +141,9 @@ def _settings(runs: pd.DataFrame) -> tuple[list[str], list[tuple[str, str]]]:
         if "." in key and "/" not in key and not key.endswith(".name") and key not in NUMBERS
     ]
     labels = runs[[*(key for key in OWN if key in runs), *dotted, "seed"]].map(label)
-    same = [key for key in labels if labels[key].nunique() == 1]
-    return [key for key in labels if key not in same], [(key, labels[key].iloc[0]) for key in same]
+    keys = [str(key) for key in labels]
+    same = [key for key in keys if labels[key].nunique() == 1]
+    return [key for key in keys if key not in same], [(key, labels[key].iloc[0]) for key in same]
 
 
 def _combinations(runs: pd.DataFrame, differing: Sequence[str]) -> Markup:

@@ -152,7 +152,7 @@ def test_configurations_and_environments(write: Any, report: Any, tmp_path: Path
     found = page(tmp_path)
     runs, configurations, same, environments = found.tables[1:]
     assert runs[0] == [
-        *("optimizer.lr", "seed", "status", "test/accuracy", "seconds", "folder", "command")
+        *("optimizer.lr", "seed", "status", "test/accuracy in %", "seconds", "folder", "command")
     ]
     assert [line[:4] for line in runs[1:]] == [
         *(["0.001", "0", "finished", "98.0"], ["0.01", "0", "finished", "97.0"]),

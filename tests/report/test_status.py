@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,7 +227,7 @@ def test_watching_ends_with_what_runs(
             holder.kill()
             holder.wait()
 
-    monkeypatch.setattr(status.time, "sleep", next_look)
+    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=next_look))
     out = told(capsys, "--watch")
     assert looks == [status.PAUSE] * 3
     assert "1 killed" in out
