@@ -23,8 +23,8 @@ def eligible(
     weight: SparseWeight, recipe: Phase, seen: tuple[torch.Size, torch.dtype] | None
 ) -> tuple[str, Shape | Convolution | None]:
     """The reason why a layer cannot be accelerated, or the shape that can be tried."""
-    if weight.is_sharded:
-        return "its weight is sharded (FSDP)", None
+    if weight.is_sharded and weight.layer is not None and weight.layer.input_weight is not None:
+        return "the weight of its input gradient is sharded (FSDP)", None
     if seen is None or not layer.replaceable(weight):
         return "it is not called as a layer", None
     if weight.layer is not None and weight.layer.fp8:

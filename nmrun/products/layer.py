@@ -55,6 +55,7 @@ class Layer:
         self.masked = self.whole_gradients = False
         self.active = False
         self._looked_at, self._holds = -1, True  # the version that is_behind has seen
+        self._waits = False  # a sharded weight is packed where it is whole: in the next pass
 
     def matrix(self, stored: Any) -> Any:
         """A linear layer's weight, or None, as (outputs, inputs), however the layer stores it."""
@@ -98,11 +99,30 @@ class Layer:
         keep_largest(weight.weight, self.keep_input_weight(), weight.pattern, weight.outputs)
 
     def pack(self, weight: SparseWeight) -> None:
-        """Pack what N:M products read."""
-        if self.packed is not None and self.uses_packed:
-            masked = self.masked and not self.whole_gradients
-            own, other = self.matrix(weight.weight), self.matrix(self.input_weight)
-            self.packed.write(own, other, masked)
+        """Pack what N:M products read; of a sharded weight in the next pass."""
+        self._waits = weight.is_sharded
+        if self.packed is not None and self.uses_packed and not self._waits:
+            self._write(weight.weight)
+
+    def _write(self, whole: Tensor) -> None:
+        masked = self.masked and not self.whole_gradients
+        own, other = self.matrix(whole), self.matrix(self.input_weight)
+        self.packed.write(own, other, masked)  # type: ignore[union-attr]
+
+    def up_to_date(self, whole: Tensor) -> Packed24 | PackedCpu | PackedConvolution | None:
+        """:attr:`packed` for a pass, None where it is not used.
+
+        Args:
+            whole: the module's weight in this pass, which FSDP has gathered.
+        """
+        if self.packed is None or not self.uses_packed or self.is_behind():
+            return None
+        if self._waits:
+            if whole.dtype != self.weight.parameter.dtype:  # FSDP's mixed precision
+                return None
+            self._write(whole.detach())
+            self._waits = False
+        return self.packed
 
 
 def install(
@@ -208,13 +228,8 @@ def _linear_forward(layer: Layer, mvue: Pattern | None, fp8: bool) -> Callable[.
     def forward(module: Any, x: Tensor) -> Tensor:
         if not layer.is_on(module):
             return type(module).forward(module, x)
-        weight, packed = layer.matrix(module.weight), None if layer.is_behind() else layer.packed
-        if (
-            packed is not None
-            and layer.uses_packed
-            and compute_dtype(x) == packed.dtype
-            and x.numel()
-        ):
+        weight, packed = layer.matrix(module.weight), layer.up_to_date(module.weight)
+        if packed is not None and compute_dtype(x) == packed.dtype and x.numel():
             return packed(x, weight, module.bias, mvue)
         return linear(x, weight, module.bias, layer.matrix(layer.other_weight()), mvue, fp8)
 
@@ -225,9 +240,9 @@ def _convolution_forward(layer: Layer) -> Callable[..., Tensor]:
     def forward(module: Any, x: Tensor) -> Tensor:
         if not layer.is_on(module):
             return type(module).forward(module, x)
-        packed = None if layer.is_behind() else layer.packed
+        packed = layer.up_to_date(module.weight)
         fits = x.dim() == 4 and x.numel() and compute_dtype(x) == torch.float32
-        if packed is not None and layer.uses_packed and fits:
+        if packed is not None and fits:
             return packed(x, module.weight, module.bias)
         input_weight = layer.other_weight()
         if input_weight is None:

@@ -246,9 +246,10 @@ def _accelerated(
     """N:M products where they pay."""
     accumulate = trainer.accumulate * ranks.world()
     in_shards = ranks.world() > 1 and trainer.distributed == "fsdp"
-    why_not = "with trainer.distributed=fsdp weights are in shards" if in_shards else ""
-
     on_cpu = not acceleration.is_24(device)
+    why_not = (
+        "with trainer.distributed=fsdp weights are in shards" if in_shards and not on_cpu else ""
+    )
     if trainer.acceleration == "auto" and on_cpu and _left_alone(model.parameters(), device):
         why_not = "small networks are left alone"
 
