@@ -51,7 +51,7 @@ def test_it_trains_and_is_sparse(folder: Path, nmrun_cli) -> None:
         ("dataset._target_=tumours.biuld", "dataset._target_=tumours.biuld cannot be imported"),
         (
             "model._target_=nowhere.build",
-            "model._target_=nowhere.build cannot be imported: No module named 'nowhere'",
+            "model._target_=nowhere.build cannot be imported: there is no module nowhere",
         ),
         ("model._target_=build", "model._target_=build: it takes package.function"),
         ("dataset.name=a/b", "dataset.name=a/b: it names a folder"),

@@ -71,7 +71,7 @@ def test_it_is_short():
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_commands_are_accepted(number):
+def test_the_commands_are_accepted(number, module):
     (text,) = blocks("bash")
     words = shlex.split(text.splitlines()[number].partition("  #")[0])[1:]
     asked = command_line.options(words)
@@ -137,7 +137,7 @@ def test_a_registered_name_takes_part_in_sweeps_and_is_told_in_help(folder, nmru
         (("recipe._target_=saliency.Salience",), "recipe=saliency.Salience cannot be imported: "),
         (
             ("recipe._target_=salience.Saliency",),
-            "recipe=salience.Saliency cannot be imported: No module named 'salience'",
+            "recipe._target_=salience.Saliency cannot be imported: there is no module salience",
         ),
         (
             ("recipe._target_=saliency.torch",),
