@@ -7,6 +7,7 @@ follows from the trial's number, so a comparison that was cut off goes on with t
 from __future__ import annotations
 
 import json
+import logging
 import os
 import warnings
 from collections.abc import Mapping
@@ -121,7 +122,7 @@ class Study:
             import optuna
         except ImportError:
             raise ConfigError("nmrun tune needs Optuna: pip install 'nmrun[tune]'") from None
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        optuna.logging.set_verbosity(logging.WARNING)
         done = self.trials()
         # each trial its own stream of random numbers, the same whoever goes on after an interrupt
         sampler = optuna.samplers.TPESampler(seed=len(done), n_startup_trials=max(2, count // 2))
