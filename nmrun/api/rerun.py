@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from nmrun.config import zipped
 from nmrun.config.identity import result_in
 from nmrun.errors import ConfigError
 from nmrun.report import settings, status
@@ -32,8 +33,8 @@ def main(argv: Sequence[str]) -> int:
     if words[0] == "cd":  # a folder, && and the command
         os.chdir(words[1])
         words = words[3:]
-    changed = {word.lstrip("+~").partition("=")[0] for word in options.changes}
-    kept = [word for word in words[1:] if word.lstrip("+~").partition("=")[0] not in changed]
+    changed = {zipped.key(word) for word in options.changes}
+    kept = [word for word in words[1:] if zipped.key(word) not in changed]
     words = [*kept, *options.changes]
     print(shlex.join(["nmrun", *words]), flush=True)
     from nmrun.train import jobs

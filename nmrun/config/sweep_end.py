@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nmrun.config import sweep
+from nmrun.config import sweep, zipped
 from nmrun.config.metric import higher_is_better
 
 OWN_AXES = ("seed", "seeds", "sparsity", "output_dir")  # what a table averages over or has anyway
@@ -42,8 +42,7 @@ def _varied(jobs: Sequence[Sequence[str]]) -> dict[str, None]:
     values: dict[str, set[str]] = {}
     for words in jobs:
         for word in words:
-            key, _, value = word.lstrip("+").partition("=")
-            values.setdefault(key, set()).add(value)
+            values.setdefault(zipped.key(word), set()).add(word.partition("=")[2])
     return dict.fromkeys(key for key, found in values.items() if len(found) > 1)
 
 
@@ -55,7 +54,7 @@ def _best(good: Sequence[dict[str, Any]], varied: dict[str, None]) -> list[str]:
     best = min(valued, key=lambda line: line["value"])
     metric = f"eval/{best.get('metric')}"
     value = -best["value"] if higher_is_better(metric) else best["value"]
-    chosen = [word for word in best["overrides"] if word.partition("=")[0].lstrip("+") in varied]
+    chosen = [word for word in best["overrides"] if zipped.key(word) in varied]
     return [
         f"best of {len(valued)}: {metric} {value:.6g} with {' '.join(chosen)}",
         f"  {best['folder']}",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError
 from nmrun.registry import did_you_mean
+from nmrun.report import settings
 from nmrun.report.verify import verify
 
 if TYPE_CHECKING:
@@ -195,20 +196,13 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
             )
         known(key, _metrics_and_keys(runs)[1], "key")
         labels = runs[key].map(label)
-        alike = labels.map(lambda text, wanted=wanted: _same(text, wanted.replace(" ", "")))
+        alike = labels.map(lambda text, wanted=wanted: settings.same(text, wanted.replace(" ", "")))
         if not alike.any():
             there = ", ".join(sorted(set(labels) - {"-"}))
             raise ConfigError(f"--filter {condition} leaves no run; {key} is {there}")
         without = labels == "-" if key not in RATIO else runs["sparsity"] == "dense"
         runs = runs[alike | without]
     return runs
-
-
-def _same(a: str, b: str) -> bool:
-    try:
-        return a == b or float(a) == float(b)
-    except ValueError:
-        return False
 
 
 def known(name: str, names: Sequence[str], what: str) -> None:

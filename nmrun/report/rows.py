@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from nmrun.errors import ConfigError
-from nmrun.report.records import FORMULA
+from nmrun.report import records
 from nmrun.report.tables import label
 
 NEEDED = {"recipe", "sparsity", "seed", "status", "metric", "dataset", "model"}
@@ -27,12 +26,8 @@ def written(runs: pd.DataFrame) -> str:
             the folders are, how the runs were tracked.
     """
     columns = [column for column in runs.columns if column.partition(".")[0] not in LOCAL]
-    out = io.StringIO()
-    lines = csv.writer(out, lineterminator="\n")
-    lines.writerow(columns)
-    for run in runs.to_dict("records"):
-        lines.writerow([_text(run[column]) for column in columns])
-    return out.getvalue()
+    lines = [[_text(run[column]) for column in columns] for run in runs.to_dict("records")]
+    return str(records.written([columns, *lines], "csv"))
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:
@@ -62,9 +57,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _text(value: Any) -> str:
-    text = "" if isinstance(value, float) and math.isnan(value) else label(value)
-    # a spreadsheet would take such a text for a formula
-    return f"'{text}" if isinstance(value, str) and text.startswith(FORMULA) else text
+    return "" if isinstance(value, float) and math.isnan(value) else label(value)
 
 
 def _value(text: str) -> Any:
@@ -75,4 +68,4 @@ def _value(text: str) -> Any:
             return kind(text)
         except ValueError:
             pass
-    return text[1:] if text[:1] == "'" and text[1:].startswith(FORMULA) else text
+    return text[1:] if text[:1] == "'" and text[1:].startswith(records.FORMULA) else text

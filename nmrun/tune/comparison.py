@@ -20,7 +20,7 @@ from hydra import compose
 
 from nmrun.api.kept import kept
 from nmrun.api.runs import jobs_of, raise_interrupt
-from nmrun.config import schema
+from nmrun.config import schema, zipped
 from nmrun.config.composing import composing
 from nmrun.config.identity import finished, identity, run_folder
 from nmrun.errors import ConfigError
@@ -81,9 +81,7 @@ def cells(folder: Path, sweeps: list[list[str]], given: space.Space) -> list[Cel
         seeds = [composed.seed] if composed.seeds is None else list(composed.seeds)
         composed.seed, composed.seeds = SEED, None
         config = schema.check(composed)
-        bare = [
-            word for word in words if word.lstrip("+").partition("=")[0] not in ("seed", "seeds")
-        ]
+        bare = [word for word in words if zipped.key(word) not in ("seed", "seeds")]
         known = found.setdefault(identity(config), (bare, config, []))[2]
         known += [seed for seed in seeds if seed not in known]
     unknown = [key for key in given if not any(space.has(c, key) for _, c, _ in found.values())]
@@ -126,7 +124,7 @@ def check(cell: Cell) -> None:
         for key, value in schema.flatten(cell.config.plain).items()
         if key not in cell.searched and key.partition(".")[0] not in ("track", "seed", "output_dir")
     }
-    mine = {
+    mine: dict[str, Any] = {
         "space": {key: str(search) for key, search in cell.searched.items()},
         "settings": json.loads(json.dumps(flat)),
         "identity": identity(cell.config),
@@ -137,22 +135,20 @@ def check(cell: Cell) -> None:
         file.write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
         return
     try:
-        theirs = json.loads(file.read_text(encoding="utf-8"))
-        if theirs["identity"] == mine["identity"] and theirs["space"] == mine["space"]:
-            return
-        for part in ("space", "settings"):
-            for key in sorted({*theirs[part], *mine[part]}):
-                then, now = theirs[part].get(key), mine[part].get(key)
-                if then != now:
-                    what = "looked for in" if part == "space" else "tuned with"
-                    raise ConfigError(
-                        f"{cell.folder.parent.name}: {cell.name} was {what} {key}={then}, and now "
-                        f"{now} is asked for; give the comparison another name"
-                    )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        read = json.loads(file.read_text(encoding="utf-8"))
+        theirs = {part: dict(read[part]) for part in ("space", "settings")}
+        alike = read["identity"] == mine["identity"] and read["space"] == mine["space"]
+    except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{file} is not whole; remove {cell.folder} to tune anew") from None
+    for part in () if alike else ("space", "settings"):
+        for key in sorted({*theirs[part], *mine[part]}):
+            then, now = theirs[part].get(key), mine[part].get(key)
+            if then != now:
+                what = "looked for in" if part == "space" else "tuned with"
+                raise ConfigError(
+                    f"{cell.folder.parent.name}: {cell.name} was {what} {key}={then}, and now "
+                    f"{now} is asked for; give the comparison another name"
+                )
 
 
 def run(cell: Cell, trials: int, say: Say) -> bool:

@@ -181,3 +181,12 @@ def test_a_mistake_gets_a_line_before_anything_runs(argv, said):
     with pytest.raises(ConfigError, match=said):
         main([*argv, *TINY] if len(argv) > 1 else argv)
     assert not list(Path().rglob("result.json"))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"space": 3, "settings": {}, "identity": ""}'])
+def test_a_record_that_is_not_whole_gets_a_line(text):
+    tune("recipe=dense")
+    file = PLACE / "dense" / "study.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"study.json is not whole; remove .*dense to tune anew"):
+        tune("recipe=dense")
