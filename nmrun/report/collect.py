@@ -110,7 +110,12 @@ def _plain(value: Any) -> Any:
 
 
 def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """One row of :func:`collect`, from what is in ``result.json``."""
+    """Make one row of :func:`collect`.
+
+    Args:
+        result: what is in ``result.json``.
+        folder: the run's.
+    """
     config = completed(result["config"])
     n, m = config["sparsity"]["n"], config["sparsity"]["m"]
     keys = {

@@ -34,8 +34,17 @@ OVER = {"step": "training step", "epoch": "epoch", "seconds": "seconds of traini
 
 
 def curves(table: Table, history: History, metric: str, layout: Layout) -> Figure | None:
-    """``metric`` over training: mean, and a band of one standard deviation over seeds. STEP's
+    """Draw a metric over training: mean, and a band of one standard deviation over seeds. STEP's
     switches are vertical lines.
+
+    Args:
+        table: whose rows are lines and whose columns are panels.
+        history: what its runs logged.
+        metric: the logged key.
+        layout: sizes, names and axes.
+
+    Returns:
+        The figure; None where no run logged the metric.
     """
     found = _over_training(table, history, metric, scale(metric), layout)
     if found is None:
@@ -49,7 +58,14 @@ def curves(table: Table, history: History, metric: str, layout: Layout) -> Figur
 
 
 def flips(table: Table, history: History, layout: Layout) -> Figure | None:
-    """The flip rate over training, in percent of the mask entries."""
+    """Draw the flip rate over training, in percent of the mask entries.
+
+    Args:
+        table, history, layout: as of :func:`curves`.
+
+    Returns:
+        The figure; None where no run logged the rate.
+    """
     found = _over_training(table, history, FLIPS, 100.0, layout)
     if found is None:
         return None
@@ -64,8 +80,14 @@ def flips(table: Table, history: History, layout: Layout) -> Figure | None:
 
 
 def autoswitch(table: Table, history: History, layout: Layout) -> Figure | None:
-    """The samples of AutoSwitch, the mean of its window and the threshold (if it is Adam's eps);
-    shaded is where the window may decide (t_min to t_max).
+    """Draw the samples of AutoSwitch, the mean of its window and the threshold (if it is Adam's
+    eps); shaded is where the window may decide (t_min to t_max).
+
+    Args:
+        table, history, layout: as of :func:`curves`.
+
+    Returns:
+        The figure; None where no run logged samples.
     """
     rows, columns = _with(table, history, WINDOW)
     if not columns:

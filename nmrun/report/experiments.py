@@ -48,12 +48,23 @@ class Section:
 def runs(
     asked: Experiment, scale: str, overrides: Sequence[str] = (), metrics: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """One row for each run of the experiment, as ``nmrun.report.collect.collect`` has them.
+    """Collect the runs of an experiment, as ``nmrun.report.collect.collect`` does of folders.
 
-    A run that has no result yet has the status ``missing``. Beside a run's own metrics there are
-    ``test/score``, the one of the task, where tasks differ in it; and of what was logged in
-    training, where ``metrics`` asks for it, ``mean/<key>`` over all values and ``positive/<key>``,
-    the share of those above 0. Raises Unfinished if no run is finished.
+    A run that has no result yet has the status ``missing``. Beside a run's own metrics there is
+    ``test/score``, the one of the task, where tasks differ in it.
+
+    Args:
+        asked: the experiment.
+        scale: one of its scales.
+        overrides: win over those of the experiment.
+        metrics: of what was logged in training: ``mean/<key>`` over all values, and
+            ``positive/<key>``, the share of those above 0.
+
+    Returns:
+        One row for each run.
+
+    Raises:
+        Unfinished: if no run is finished.
     """
     rows = []
     for config in configs(asked, scale, overrides):
@@ -104,8 +115,12 @@ def compared(table: Table, baseline: str, test: str) -> Table:
 
 
 def render(sections: Sequence[Section], style_: str) -> str:
-    """Title, source, note and tables of each; HTML is one page with the pictures in it, CSV the
-    tables alone.
+    """Write title, source, note and tables of each.
+
+    Args:
+        sections: the experiments.
+        style_: ``markdown``, ``latex``, ``html`` (one page with the pictures in it), or ``csv``
+            and ``json`` (the tables alone).
     """
     if style_ in ("csv", "json"):
         return str(records.written(records.of_cells(sections[0].tables), style_))
@@ -125,7 +140,15 @@ def render(sections: Sequence[Section], style_: str) -> str:
 
 
 def draw(sections: Sequence[Section], folder: Path) -> list[Path]:
-    """Write the pictures as PNG, by the name of experiment, scale and kind; returns the files."""
+    """Write the pictures as PNG, by the name of experiment, scale and kind.
+
+    Args:
+        sections: the experiments.
+        folder: made if needed.
+
+    Returns:
+        The files.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for section in sections:

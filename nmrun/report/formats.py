@@ -126,8 +126,12 @@ def html_table(grid: Grid) -> Markup:
 
 
 def text(table: Table, row: Key, column: Key) -> str:
-    """``98.7 +- 0.3 (3)``: mean, standard deviation, number of runs; then what gave no value, as
-    ``failed (1)``.
+    """Write a cell as ``98.7 +- 0.3 (3)``: mean, standard deviation, number of runs; then what gave
+    no value, as ``failed (1)``.
+
+    Args:
+        table: the table.
+        row, column: the cell's place; one without runs is ``-``.
     """
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
     parts, metric = [], table.metric_of(row, column)

@@ -23,10 +23,16 @@ FLOPS = "flops/training_arithmetic"
 
 
 def ratio(table: Table, layout: Layout) -> Figure | None:
-    """Mean with the standard deviation as error bars, one line a row, against the columns: ratios,
-    or a setting that is a number. What has no column of its own (dense) is a horizontal band.
+    """Draw the mean with the standard deviation as error bars, one line a row, against the columns:
+    ratios, or a setting that is a number. What has no column of its own (dense) is a horizontal
+    band. Of more than ``FEW`` rows each has a panel, with the others in grey.
 
-    Of more than ``FEW`` rows each has a panel, with the others in grey.
+    Args:
+        table: the table.
+        layout: sizes, names and axes.
+
+    Returns:
+        The figure; None for a table without values.
     """
     if all(cell.mean is None for cell in table.cells.values()):
         return None
@@ -126,9 +132,17 @@ def _x_axis(axes: Axes, columns: list[Key], numbers: list[float] | None) -> None
 
 
 def flops(table: Table, runs: pd.DataFrame, layout: Layout) -> Figure | None:
-    """Mean of the metric, with its standard deviation, against the FLOPs of training without the
-    multiplications by zero; one line a row through its columns, their names beside the points where
-    they have room.
+    """Draw the mean of the metric, with its standard deviation, against the FLOPs of training
+    without the multiplications by zero; one line a row through its columns, their names beside the
+    points where they have room.
+
+    Args:
+        table: the table of the metric.
+        runs: those that it was made of.
+        layout: sizes, names and axes.
+
+    Returns:
+        The figure; None where no FLOPs are known.
     """
     if FLOPS not in runs.columns:
         return None

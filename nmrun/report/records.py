@@ -66,10 +66,14 @@ def of_runs(runs: pd.DataFrame) -> Lines:
 
 
 def written(lines: Lines, style: str) -> str | bytes:
-    """The lines as ``csv``, ``json`` (a list of objects) or ``parquet``.
+    """Write lines for another program.
 
     Texts that a spreadsheet would take for formulas have an apostrophe in front in CSV; a list is
     its items with spaces between there.
+
+    Args:
+        lines: the names of the columns, then the rows.
+        style: ``csv``, ``json`` (a list of objects) or ``parquet``.
 
     Raises:
         ConfigError: for Parquet without pyarrow.

@@ -101,7 +101,15 @@ def _step(folder: Path) -> int | None:
 
 
 def command(folder: Path, result: dict[str, Any]) -> str | None:
-    """What asks for this run alone, as it stands above ``config.yaml``; else what was typed then."""
+    """Find the command that asks for a run alone.
+
+    Args:
+        folder: the run's.
+        result: what is in its ``result.json``; may be empty.
+
+    Returns:
+        What stands above ``config.yaml``, else what was typed then; None where neither is known.
+    """
     try:
         first = (folder / "config.yaml").read_text(encoding="utf-8").partition("\n")[0]
     except OSError:

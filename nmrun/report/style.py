@@ -97,7 +97,13 @@ def of_number(i: int) -> dict[str, Any]:
 
 
 def label(table: Table, row: Key, layout: Layout) -> str:
-    """The row, and how many of its runs the picture does not show."""
+    """Name a row, and how many of its runs the picture does not show.
+
+    Args:
+        table: the table.
+        row: a row of it.
+        layout: with the names of rows.
+    """
     cells = {
         id(cell): cell for (r, _), cell in table.cells.items() if r == row
     }.values()  # a reference is one cell in all columns
@@ -132,7 +138,15 @@ def panel_name(table: Table, column: Key, layout: Layout) -> str:
 
 
 def panels(headings: list[str], layout: Layout) -> tuple[Figure, list[Axes]]:
-    """A panel for each heading, side by side, with common axes."""
+    """Lay out a panel for each heading, side by side, with common axes.
+
+    Args:
+        headings: the titles of the panels.
+        layout: with the size.
+
+    Returns:
+        The figure, and the axes in the order of the headings.
+    """
     count = len(headings)
     across = 2 if count == 4 else min(ACROSS + (count > ACROSS**2), count)
     down = -(-len(headings) // across)

@@ -77,7 +77,11 @@ class Table:
         return "row" if recipes_are_columns else "column", [key for key in keys if key in apart]
 
     def metric_of(self, row: Key, column: Key) -> str:
-        """The metric of a cell: where rows or columns are metrics, its own."""
+        """Find the metric of a cell: where rows or columns are metrics, its own.
+
+        Args:
+            row, column: the cell's place.
+        """
         own = [
             text
             for key, text in zip(self.row_keys + self.column_keys, row + column, strict=True)
@@ -96,8 +100,15 @@ def build(
     """Fold runs into a table. Columns go from dense to sparse, recipes in nmrun's order, metrics
     as in ``metric``, other labels by size or alphabet.
 
-    Raises ConfigError where a cell would average over runs that differ in more than their seed,
-    naming the keys, or would count a seed twice.
+    Args:
+        runs: as :func:`nmrun.report.collect.collect` has them.
+        metric: a metric; several with commas between, where a key is ``metric``.
+        row_keys, column_keys: the config's keys whose values make rows and columns.
+        statistic: what stands in a cell, ``mean``, ``median`` or ``best``.
+
+    Raises:
+        ConfigError: where a cell would average over runs that differ in more than their seed,
+            naming the keys, or would count a seed twice.
     """
     rows, columns = tuple(row_keys), tuple(column_keys)
     members: dict[tuple[Key, Key], list[Run]] = {}

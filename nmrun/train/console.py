@@ -34,8 +34,12 @@ class Console:
         self.on_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
     def say(self, text: str, error: bool = False, style: str = "") -> None:
-        """A line for the screen (standard error with ``error``) and the log; ``style`` is its
-        colour on a terminal, such as ``bold green``.
+        """Show a line on the screen and write it to the log.
+
+        Args:
+            text: the line.
+            error: show it on standard error.
+            style: its colour on a terminal, such as ``bold green``.
         """
         self.clear()
         # a full disk behind ``nmrun ... > file`` must not end a run; the log has the line
