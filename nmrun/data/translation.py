@@ -20,8 +20,6 @@ from nmrun.tasks.translation import Translation
 if TYPE_CHECKING:
     from nmrun.settings.config import Config
 
-SUBWORDS = ("none", "sentencepiece", "subword_nmt")
-
 
 def build(config: Config, device: torch.device) -> Translation:
     """Build the task of the config's ``dataset`` group, as :func:`nmrun.tasks.build` says.
@@ -65,7 +63,7 @@ def load(
         folder: fairseq's binary files.
         languages: source and target.
         texts: the names of the files for train, val and test.
-        subwords: one of ``SUBWORDS``.
+        subwords: ``none``, ``sentencepiece`` or ``subword_nmt``.
         moses: whether Moses' tokenizer made the text.
 
     Raises:
@@ -98,7 +96,7 @@ def detokenizer(subwords: str, moses: str | None = None) -> Callable[[list[str]]
     """Make a function from symbols to a plain sentence.
 
     Args:
-        subwords: one of ``SUBWORDS``, which become words.
+        subwords: what becomes words: ``none``, ``sentencepiece`` or ``subword_nmt``.
         moses: the language whose Moses' tokenizer is taken back; None: none.
 
     Raises:

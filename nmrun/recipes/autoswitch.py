@@ -85,18 +85,14 @@ class AutoSwitch(Switch):
             self.size = self.rest * total / count
 
     def measure(self) -> Tensor:
-        if self.samples >= len(self.window):
-            mean = self.window.mean()
-        else:
-            mean = self.window[: self.samples].mean()
+        mean = self.window[: self.samples].mean()
         return mean if self.threshold is None else mean / self.size
 
     def has_settled(self, measure: float) -> bool:
         return measure < (self.eps if self.threshold is None else self.threshold)
 
     def said(self) -> str:
-        full = min(self.samples, len(self.window))
-        mean = float(self.window.sum()) / max(1, full)
+        full, mean = min(self.samples, len(self.window)), self._mean()
         said = f"mean change {mean:.2g} over {full} of {len(self.window)} samples, threshold "
         if self.threshold is None:
             return f"{said}eps = {self.eps:.0e}"
@@ -106,14 +102,16 @@ class AutoSwitch(Switch):
         """The last sample and the window's mean so far, and the relative one where that counts."""
         if not self.samples:
             return {}
-        mean = float(self.window.sum()) / min(self.samples, len(self.window))
         found = {
             "step/variance_change": float(self.window[(self.samples - 1) % len(self.window)]),
-            "step/variance_change_window": mean,
+            "step/variance_change_window": self._mean(),
         }
         if self.threshold is not None:
-            found["step/variance_change_relative"] = mean / float(self.size)
+            found["step/variance_change_relative"] = self._mean() / float(self.size)
         return found
+
+    def _mean(self) -> float:
+        return float(self.window.sum()) / max(1, min(self.samples, len(self.window)))
 
     def state_dict(self) -> dict[str, Any]:
         size = {} if self.threshold is None else {"size": self.size.clone()}

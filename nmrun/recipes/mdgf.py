@@ -10,17 +10,14 @@ faded part and one for the gradient. The products are dense until D is 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from nmrun.ranges import number, one_of
-from nmrun.recipes import progressive
 from nmrun.recipes.progressive import Progressive
 from nmrun.rule import Rule
 from nmrun.sparsity.weight import SparseWeight
-
-Curve = Callable[[float | None, int, int], float]
 
 
 @dataclass
@@ -33,7 +30,6 @@ class MdGfLinear(Progressive):
     """
 
     name: ClassVar[str] = "mdgf_linear"
-    curve: ClassVar[Curve] = staticmethod(progressive.linear)
 
     tau: Annotated[float | None, number(0, open_low=True, optional=True)] = None
     grad_mode: Annotated[str, one_of("scaled", "ste")] = "scaled"
@@ -41,7 +37,12 @@ class MdGfLinear(Progressive):
     def factor(self) -> float:
         if self.step >= self.ends:
             return 0.0
-        return type(self).curve(self.tau, self.length, max(0, self.step - self.begins))
+        return self.curve(max(0, self.step - self.begins))
+
+    def curve(self, j: int) -> float:
+        """D after j steps of the middle phase; by default 0 at its end."""
+        tau = 1.0 / max(1, self.length) if self.tau is None else self.tau
+        return max(0.0, 1.0 - j * tau)
 
     def rule(self, weight: SparseWeight) -> Rule:
         return Rule(
@@ -59,7 +60,11 @@ class MdGfExponential(MdGfLinear):
     """Pruned weights fade exponentially, ``D(j) = exp(-tau j)``."""
 
     name: ClassVar[str] = "mdgf_exponential"
-    curve: ClassVar[Curve] = staticmethod(progressive.exponential)
+
+    def curve(self, j: int) -> float:
+        # by default D falls to a thousandth before the final phase sets it to 0
+        tau = math.log(1000.0) / max(1, self.length) if self.tau is None else self.tau
+        return math.exp(-j * tau)
 
 
 @dataclass

@@ -10,7 +10,6 @@ between goes from one to the other:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -97,15 +96,3 @@ class Progressive(Recipe):
             self.say(f"{self.name} ends its dense phase")
         if self.step == self.ends:
             self.say(f"{self.name} has arrived at {self.pattern}")
-
-
-def linear(tau: float | None, length: int, j: int) -> float:
-    """``max(0, 1 - tau j)``; by default tau is 1 / length, so that D is 0 when the final phase
-    begins."""
-    return max(0.0, 1.0 - j * (1.0 / max(1, length) if tau is None else tau))
-
-
-def exponential(tau: float | None, length: int, j: int) -> float:
-    """``exp(-tau j)``; by default tau is ln(1000) / length, so that D falls to a thousandth before
-    the final phase sets it to 0."""
-    return math.exp(-j * (math.log(1000.0) / max(1, length) if tau is None else tau))
