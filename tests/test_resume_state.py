@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -71,6 +72,56 @@ def test_model_and_optimizer_alone_resume_with_the_same_bits(
     assert not [event for event in second[2].pop_events() if "outside" in event]
     second[2].finalize()
     assert torch.equal(second[0][0].weight, whole[0][0].weight)
+
+
+class Loads(nmrun.optim.AdamW):
+    """An optimizer that loads without torch's hooks, as some packages' do."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        groups = state_dict["param_groups"]
+        for own, saved in zip(self.param_groups, groups, strict=True):
+            saved["params"] = own["params"]
+        parameters = [p for group in groups for p in group["params"]]
+        state = {parameters[number]: value for number, value in state_dict["state"].items()}
+        self.__setstate__({"state": defaultdict(dict, state), "param_groups": groups})
+
+
+@pytest.mark.parametrize("then", ["step", "save", "look"])
+@pytest.mark.parametrize(("recipe", "stop"), [*HALF, ("bi_mask", 4)])
+def test_what_is_loaded_past_the_hooks_is_noticed(recipe: str, stop: int, then: str) -> None:
+    whole, first = start(recipe), start(recipe)
+    train(*whole[:2], range(TOTAL))
+    train(*first[:2], range(stop))
+    states = stored(*first[:2])
+    model = net(5)
+    optimizer = Loads(model.parameters(), lr=0.3)
+    handle = attach(model, optimizer, recipe)
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    if then == "save":
+        assert bits(optimizer.state_dict()) == bits(first[1].state_dict())
+    elif then == "look":
+        with handle.dense_weights():
+            for weight, other in zip(handle.sparse, first[2].sparse, strict=True):
+                assert torch.equal(weight.parameter, other.dense)
+    assert handle.recipe.step == stop
+    train(model, optimizer, range(stop, TOTAL))
+    assert everything(model, optimizer, handle) == everything(*whole)
+    handle.finalize()
+    assert "load_state_dict" not in vars(optimizer)
+
+
+def test_another_recipe_s_state_is_refused_past_the_hooks_too() -> None:
+    first = start("sr_ste")
+    train(*first[:2], range(2))
+    model = net()
+    optimizer = Loads(model.parameters())
+    attach(model, optimizer, "s_ste")
+    before = bits(optimizer.state_dict())
+    with pytest.raises(ConfigError, match="this state is of recipe sr_ste") as e:
+        optimizer.load_state_dict(stored(*first[:2])[1])
+    assert bits(optimizer.state_dict()) == before
+    assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "ASGD"])

@@ -6,8 +6,10 @@ in ``optimizer.state[parameter]``. So whoever saves and loads model and optimize
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,6 +53,7 @@ class Resume:
         self._apart: dict[str, dict[str, torch.Tensor]] = {}
         # by weight and key: the metadata of the tensors that will be loaded
         self._room: dict[str, dict[str, Any]] = {}
+        self._loaded = False  # whether the hooks have seen the present load
 
     def make_room(self, metadata: Any) -> None:
         """Give the next state dict the keys of saved files, as ``Handle.make_room`` says.
@@ -94,7 +97,28 @@ class Resume:
                 lambda _, state: self._before_loading(state)
             ),
             self.optimizer.register_load_state_dict_post_hook(lambda _: self._after_loading()),
+            *self._own_loading(),
         ]
+
+    def _own_loading(self) -> list[Any]:
+        """Follow a ``load_state_dict`` of the optimizer's own, which may call no hooks, as
+        bitsandbytes' does not.
+        """
+        optimizer: Any = self.optimizer
+        if type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict:
+            return []
+        own = optimizer.load_state_dict
+
+        @functools.wraps(own)
+        def load(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            self._loaded = False
+            self.check(saved_settings(state_dict["param_groups"]))
+            own(state_dict, *args, **kwargs)
+            if not self._loaded:
+                self._after_loading()
+
+        optimizer.load_state_dict = load
+        return [SimpleNamespace(remove=lambda: vars(optimizer).pop("load_state_dict"))]
 
     def settings(self) -> dict[str, Any]:
         """Return the recipe's clock and what a loaded clock is checked against, as plain data."""
@@ -183,6 +207,7 @@ class Resume:
     def _after_loading(self) -> None:
         self._room = {}
         apart, self._apart = self._apart, {}
+        self._loaded = True
         settings = saved_settings(self.optimizer.param_groups)
         if settings is None:  # saved without nmrun: the recipe goes on from where it is
             self._before_saving()

@@ -10,7 +10,7 @@ import reference
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from training import batch, net
+from training import TOTAL, attach, batch, everything, net, stored, train
 
 import nmrun
 from nmrun.errors import ConfigError
@@ -131,6 +131,46 @@ def test_an_optimizer_moves_the_dense_weights(name: str, recipe: str) -> None:
     assert not torch.allclose(model.get_parameter("0.weight"), start)
     for key, p in model.named_parameters():
         torch.testing.assert_close(p.detach(), expected[key], rtol=1e-6, atol=1e-9)
+
+
+def eight_bit(model: nn.Module) -> torch.optim.Optimizer:
+    """bitsandbytes keeps moments of small weights in 8 bits as well, if it is asked to."""
+    bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    optimizer: torch.optim.Optimizer = bnb.optim.AdamW8bit(
+        model.parameters(), lr=0.02, min_8bit_size=0
+    )
+    return optimizer
+
+
+@pytest.mark.parametrize("order", ["sparsify first", "load first"])
+@pytest.mark.parametrize("stop", [3, 7])
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "s_ste", "bi_mask"])
+def test_bitsandbytes_resumes_with_the_same_bits(recipe: str, stop: int, order: str) -> None:
+    """Its ``load_state_dict`` is its own, and calls none of torch's hooks."""
+    model = net()
+    optimizer = eight_bit(model)
+    handle = attach(model, optimizer, recipe)
+    train(model, optimizer, range(stop))
+    states = stored(model, optimizer)
+    train(model, optimizer, range(stop, TOTAL))
+    assert optimizer.state[model[0].weight]["state1"].dtype == torch.uint8
+    again = net(3)
+    other = eight_bit(again)
+    second = attach(again, other, recipe) if order == "sparsify first" else None
+    again.load_state_dict(states[0])
+    other.load_state_dict(states[1])
+    second = second or attach(again, other, recipe)
+    train(again, other, range(stop, TOTAL))
+    assert everything(again, other, second) == everything(model, optimizer, handle)
+    second.finalize()
+    nmrun.sparsity.check_nm(again, "2:4", exclude="4")
+
+
+def test_step_refuses_moments_of_eight_bits() -> None:
+    model = net()
+    with pytest.raises(ValueError, match=r"AdamW8bit cannot: use nmrun\.optim\.Adam") as e:
+        attach(model, eight_bit(model), "step")
+    assert "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS][:14])
