@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_module
-
 from nmrun import recipes
 from nmrun.config import schema, source
+from nmrun.config.composing import Done, composed, composing
 from nmrun.signals import Signals
 
 RECIPES = tuple(recipes.RECIPES)
+COMPOSED: Done = {}  # shared by all tests of a process
 # what 12 steps and 8 channels ask for
 FITTING = {
     "sdgf_geometric": ("recipe.frames=2",),
@@ -35,24 +35,15 @@ TINY = (
 
 def config(output_dir: Path | str, *overrides: str) -> schema.Config:
     """The checked config of a run of 12 steps in 4 epochs, with these overrides."""
-    source.register()
-    tiny = [
-        item
-        for item in TINY
-        if not (
-            item.startswith("model.channels") and any(o.startswith("model=") for o in overrides)
-        )
-    ]
+    network = any(word.startswith("model=") for word in overrides)
+    tiny = [word for word in TINY if not (network and word.startswith("model.channels"))]
     fitting = [
-        item
-        for recipe, items in FITTING.items()
-        if f"recipe={recipe}" in overrides
-        for item in items
+        word for name, words in FITTING.items() if f"recipe={name}" in overrides for word in words
     ]
-    with initialize_config_module("nmrun.conf", version_base="1.3"):
-        return schema.check(
-            compose("nmrun", [*tiny, f"output_dir={output_dir}", *fitting, *overrides])
-        )
+    source.register()
+    with composing():
+        words = [*tiny, f"output_dir={output_dir}", *fitting, *overrides]
+        return schema.check(composed(words, COMPOSED))
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -16,10 +16,12 @@ import pytest
 import nmrun.cli as cli
 import nmrun.train.jobs
 from nmrun.config import command_line, early, experiment, precheck
+from nmrun.config.composing import Done
 from nmrun.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMPOSED: Done = {}  # as the sweeps of one command line share them
 OPTIONS_OF_HYDRA = ("--help", "--cfg", "--config-dir")
 
 
@@ -61,7 +63,8 @@ def test_commands_are_accepted(command, tmp_path, monkeypatch):
     own = [word for word in words if not word.startswith("hydra") and "interval(" not in word]
     asked = command_line.options(own)
     for overrides in experiment.expand(asked.overrides, asked.multirun):
-        assert precheck.look(command_line.own_recipe(overrides), asked.multirun).problems == []
+        words = command_line.own_recipe(overrides)
+        assert precheck.look(words, asked.multirun, done=COMPOSED).problems == []
 
 
 def is_parsed(words: list[str]) -> bool:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from hydra import compose
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig
+
+Done = dict[tuple[str, ...], DictConfig]
 
 
 @contextlib.contextmanager
@@ -35,3 +43,30 @@ def composing(config_dir: str | None = None) -> Iterator[None]:
         yield
     finally:
         GlobalHydra.instance().hydra = before
+
+
+def composed(words: Sequence[str], done: Done) -> DictConfig:
+    """What ``hydra.compose("nmrun", words)`` composes, in a tenth of its time where only values of
+    keys differ from a config before.
+
+    Args:
+        words: the overrides.
+        done: composed configs by their choices of groups, read and added to.
+    """
+    overrides = OverridesParser.create().parse_overrides(list(words))
+    loader = GlobalHydra.instance().config_loader()
+    assert isinstance(loader, ConfigLoaderImpl)
+    values = [override for override in overrides if _sets_a_value(override, loader)]
+    chosen = tuple(o.input_line or "" for o in overrides if o not in values)
+    if chosen not in done:
+        done[chosen] = compose("nmrun", list(chosen))
+    config = copy.deepcopy(done[chosen])
+    ConfigLoaderImpl._apply_overrides_to_config(values, config)
+    return config
+
+
+def _sets_a_value(override: Override, loader: ConfigLoaderImpl) -> bool:
+    if override.is_sweep_override() or override.is_hydra_override():
+        return False
+    group = loader.repository.group_exists(override.key_or_group)
+    return not group or isinstance(override.value(), dict)

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from nmrun.config import schema, source, zipped
-from nmrun.config.composing import composing
+from nmrun.config.composing import Done, composed, composing
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
 from nmrun.registry import did_you_mean
@@ -229,6 +228,7 @@ def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list
         ConfigError: as the sweep itself would.
     """
     found: dict[str, Config] = {}
+    done: Done = {}
     source.register()
     with composing():
         for words in experiment.overrides(scale, own):
@@ -247,7 +247,7 @@ def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list
                     if job
                 ]
                 for job in jobs:  # one composition serves all seeds, which change nothing else
-                    one = schema.check(compose("nmrun", [*job, *(seeds[0] if seeds else [])]))
+                    one = schema.check(composed([*job, *(seeds[0] if seeds else [])], done))
                     for seed in [int(word[0].partition("=")[2]) for word in seeds] or [one.seed]:
                         config = Config({**one.plain, "seed": seed}, one.pattern)
                         found.setdefault(str(run_folder(config)), config)

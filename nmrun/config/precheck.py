@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.config import command_line, early, plugins, schema, unknown
-from nmrun.config.composing import composing
+from nmrun.config.composing import Done, composing
 from nmrun.config.source import GROUP as RATIO
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
@@ -27,7 +27,6 @@ from nmrun.settings import reader
 
 # jobs that are checked ahead; a mistake shows in the first few, and each job is checked as it begins
 MOST_JOBS = 5000
-Done = dict[tuple[str, ...], DictConfig]
 
 
 @dataclass

@@ -28,6 +28,7 @@ from omegaconf import DictConfig
 from nmrun import verbs
 from nmrun.config import (
     command_line,
+    composing,
     experiment,
     plugins,
     precheck,
@@ -93,7 +94,7 @@ def checked(asked: argparse.Namespace) -> tuple[list[list[str]], list[precheck.F
         command_line.own_recipe(words)
         for words in experiment.expand(plugins.repeatable(asked.overrides), asked.multirun)
     ]
-    composed: precheck.Done = {}
+    composed: composing.Done = {}
     looks = [precheck.look(words, asked.multirun, asked.config_dir, composed) for words in sweeps]
     if problems := list(dict.fromkeys(problem for found in looks for problem in found.problems)):
         raise ConfigError(problems)

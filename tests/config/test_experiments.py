@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from verbs import verb
 
 from nmrun import cli
 from nmrun.config import experiment, identity, plugins, precheck, recipe_fields, schema, source
+from nmrun.config.composing import Done
 from nmrun.errors import ConfigError
 from nmrun.recipes import RECIPES
 from nmrun.report import cli as report
@@ -23,6 +25,7 @@ from nmrun.report.experiments import KINDS
 from nmrun.train.schedules import scheduled
 
 source.register()
+COMPOSED: Done = {}  # as the sweeps of one command line share them
 NAMES = experiment.names()
 EMBEDDED = ("digits", "generated_text", "stdlib_text", "copy_reverse")
 EVERY = list(itertools.product(NAMES, experiment.SCALES))
@@ -81,9 +84,14 @@ def test_there_is_a_file_for_each_table_and_figure():
 def test_every_job_is_accepted(name, scale, monkeypatch):
     monkeypatch.setattr(plugins, "HERE", ())  # as on a machine with the data and a GPU
     sweeps = experiment.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
-    looks = [precheck.look(words, multirun=True) for words in sweeps]
-    assert [problem for found in looks for problem in found.problems] == []
-    jobs = sum(found.jobs or 0 for found in looks)
+    jobs = 0
+    for words in sweeps:
+        seeds = next((word for word in words if word.startswith("seed=")), "seed=0")
+        assert all(seed.isdecimal() for seed in seeds.removeprefix("seed=").split(","))
+        alike = [word for word in words if word != seeds]  # but for the seed
+        found = precheck.look(alike, multirun=True, done=COMPOSED)
+        assert found.problems == []
+        jobs += (found.jobs or 0) * (seeds.count(",") + 1)
     assert 2 <= jobs <= (24 if scale == "smoke" else 290)
     for words in sweeps if scale == "smoke" else []:
         values = dict(word.split("=", 1) for word in words)
@@ -314,19 +322,12 @@ def swept(tmp_path_factory) -> Path:
     """A folder with an experiment of one's own whose three runs are made: the command line in a
     process of its own, as users do.
     """
-    import subprocess
-    import sys
+    import preloaded
 
     folder = tmp_path_factory.mktemp("swept")
     (folder / "own.yaml").write_text(OWN)
-    line = ["-m", "experiment=own.yaml", "scale=smoke", "track=local", "trainer.threads=1"]
-    done = subprocess.run(
-        [sys.executable, "-m", "nmrun.cli", *line],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    line = ("-m", "experiment=own.yaml", "scale=smoke", "track=local", "trainer.threads=1")
+    done = preloaded.run(line, folder, 300, dict(os.environ))
     assert done.returncode == 0, done.stderr
     assert [f"[{i}/3]" in done.stdout for i in (1, 2, 3)] == [True] * 3
     assert "sweep of 3: 3 finished" in done.stdout

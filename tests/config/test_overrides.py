@@ -9,11 +9,13 @@ import shlex
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from safetensors.torch import load_file
 
 import nmrun.train.jobs  # noqa: F401  (registers the source of ratios)
 from nmrun.config import early, precheck, schema
+from nmrun.config.composing import Done, composed, composing
+
+COMPOSED: Done = {}  # as the sweeps of one command line share them
 
 ACCEPTED = {  # a line as it stands in a shell, and what is meant
     "'sparsity.overrides={inner.1: 1:8}'": {"inner.1": "1:8"},
@@ -64,9 +66,9 @@ def layers_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def checked(*words: str) -> schema.Config:
-    assert precheck.look(list(words)).problems == []
-    with initialize_config_module("nmrun.conf", version_base="1.3"):
-        return schema.check(compose("nmrun", list(words)))
+    assert precheck.look(list(words), done=COMPOSED).problems == []
+    with composing():
+        return schema.check(composed(words, COMPOSED))
 
 
 @pytest.mark.parametrize("line", ACCEPTED)
@@ -76,16 +78,16 @@ def test_what_is_accepted_means_what_it_says(line: str) -> None:
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_hydra_refuses_is_shown_as_it_should_be(line: str) -> None:
-    (problem,) = precheck.look(shlex.split(line)).problems
+    (problem,) = precheck.look(shlex.split(line), done=COMPOSED).problems
     said, _, shown = problem.partition("; write it as ")
     assert said.endswith("cannot be read as key=value")
     assert shlex.split(shown) == [REFUSED[line]]  # for a shell, too, it is one word
-    assert precheck.look(shlex.split(shown)).problems == []
+    assert precheck.look(shlex.split(shown), done=COMPOSED).problems == []
 
 
 @pytest.mark.parametrize("line", GENERAL)
 def test_what_cannot_be_guessed_gets_the_rule(line: str) -> None:
-    (problem,) = precheck.look(shlex.split(line)).problems
+    (problem,) = precheck.look(shlex.split(line), done=COMPOSED).problems
     assert GENERAL[line] in problem
     assert "\n" not in problem
 

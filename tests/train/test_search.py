@@ -41,8 +41,8 @@ def network(widths: tuple[int, ...], seed: int) -> nn.Sequential:
 def kept_shares(layer: nn.Linear) -> dict[int, float]:
     """For each N the share of squared weights in the N largest of every 16, group by group."""
     squares = [
-        sorted((float(w) ** 2 for w in group), reverse=True)
-        for group in layer.weight.detach().reshape(-1, M)
+        sorted((w**2 for w in group), reverse=True)
+        for group in layer.weight.detach().reshape(-1, M).tolist()
     ]
     total = sum(map(sum, squares))
     return {n: sum(sum(group[:n]) for group in squares) / total for n in CHOICES}
