@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,29 +28,30 @@ def nmrun_cli(tmp_path: Path):
     def call(
         *arguments: str, timeout: float = 120, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "nmrun.cli", *arguments],
-            cwd=tmp_path, capture_output=True, text=True, timeout=timeout, env={**os.environ, **environment},
-        )  # fmt: skip
+        import preloaded
+
+        return preloaded.run(arguments, tmp_path, timeout, {**os.environ, **environment})
 
     return call
 
 
-@pytest.fixture(scope="module")
-def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
+@pytest.fixture(scope="session")
+def kernel_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where compiled kernels stay for the next module, process and run: their names say what they
+    were built from.
+    """
+    kept = getattr(pytestconfig, "cache", None)
+    return kept.mkdir("kernels") if kept else tmp_path_factory.mktemp("kernels")
 
 
 @pytest.fixture
 def kernels_for_small_weights(
-    shared_cache: Path, monkeypatch: pytest.MonkeyPatch
+    kernel_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[None]:
-    """The compiled CPU kernels work on weights of any size, and are built in a cache of this
-    module's.
-    """
+    """The compiled CPU kernels work on weights of any size, and are kept in a cache of the tests'."""
     from nmrun.kernels import cpu
 
-    monkeypatch.setenv("XDG_CACHE_HOME", str(shared_cache))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(kernel_cache))
     monkeypatch.setattr(cpu, "SMALLEST", 1)
     yield
     cpu.load.cache_clear()

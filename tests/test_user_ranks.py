@@ -1,28 +1,38 @@
-"""A user's script with DDP: whichever comes first, the ranks train what one process trains."""
+"""A user's script with DDP and with FSDP2: whichever comes first, the ranks train what one process
+trains; shards train DDP's bits, are saved by torch.distributed.checkpoint, and resumed.
+"""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import preloaded
 import pytest
 import torch
 import user_ranks
 import user_training
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+Outcomes = dict[Any, dict[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, torch.Tensor]]:
-    """By recipe, optimizer and way: what both ranks ended with, bit by bit the same."""
-    folder = tmp_path_factory.mktemp("ddp")
-    command = [*TORCHRUN, user_ranks.__file__, "ddp", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    found: dict[Any, dict[str, torch.Tensor]] = torch.load(folder / "ddp.pt")
-    return found
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcomes]:
+    """What both ranks ended with, bit by bit the same: of ``"ddp"`` by recipe, optimizer and way;
+    of ``"fsdp"`` by recipe and optimizer, where the script has compared resumed runs with those
+    without a stop.
+    """
+    folder = tmp_path_factory.mktemp("ranks")
+
+    @cache
+    def ended(kind: str) -> Outcomes:
+        done = preloaded.torchrun(user_ranks.__file__, kind, folder)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        found: Outcomes = torch.load(folder / f"{kind}.pt")
+        return found
+
+    return ended
 
 
 @pytest.mark.parametrize(("recipe", "optimizer"), user_training.CASES)
@@ -31,7 +41,7 @@ def test_two_ranks_train_the_weights_of_one(recipe: str, optimizer: str, outcome
     start = user_training.net().state_dict()
     assert any(not torch.equal(expected[name], start[name]) for name in start)
     for how in user_ranks.WAYS:
-        found = outcomes[recipe, optimizer, how]
+        found = outcomes("ddp")[recipe, optimizer, how]
         assert found.keys() == expected.keys(), how
         for name, tensor in expected.items():
             torch.testing.assert_close(
@@ -41,7 +51,21 @@ def test_two_ranks_train_the_weights_of_one(recipe: str, optimizer: str, outcome
 
 @pytest.mark.parametrize(("recipe", "optimizer"), user_training.CASES)
 def test_the_order_of_the_calls_changes_no_bit(recipe: str, optimizer: str, outcomes: Any) -> None:
-    first = outcomes[recipe, optimizer, "ddp first"]
+    found = outcomes("ddp")
+    first = found[recipe, optimizer, "ddp first"]
     for how in ("sparsify first", "ddp first, seeds", "sparsify first, seeds"):
-        for name, tensor in outcomes[recipe, optimizer, how].items():
+        for name, tensor in found[recipe, optimizer, how].items():
             assert torch.equal(tensor, first[name]), (how, name)
+
+
+@pytest.mark.parametrize(("recipe", "optimizer"), user_training.CASES)
+def test_shards_train_the_bits_of_replicas(recipe: str, optimizer: str, outcomes: Any) -> None:
+    replicated = outcomes("ddp")[recipe, optimizer, "ddp first"]
+    sharded = outcomes("fsdp")[recipe, optimizer]
+    assert sharded.keys() == replicated.keys()
+    for name, tensor in replicated.items():
+        if optimizer == "fused":  # its vectors end elsewhere in a shard
+            torch.testing.assert_close(sharded[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+            assert torch.equal(sharded[name] == 0, tensor == 0), name
+        else:
+            assert torch.equal(sharded[name], tensor), name

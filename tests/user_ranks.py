@@ -1,4 +1,4 @@
-"""What a user's own script does in several processes, for test_user_ddp.py and test_user_fsdp.py.
+"""What a user's own script does in several processes, for test_user_ranks.py.
 
 ``python user_ranks.py ddp|fsdp FOLDER`` under torchrun trains every case and leaves what came out
 in ``FOLDER/<kind>.pt``. Ranks compare themselves here, and what they end with is compared there.

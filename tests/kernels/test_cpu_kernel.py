@@ -385,8 +385,9 @@ def test_without_a_cache_folder_it_still_compiles(
 
 @needs_compiler
 def test_the_cache_is_used_and_knows_what_it_was_built_from(
-    shared_cache: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     built: list[Path] = []
     build = c_library._build
     monkeypatch.setattr(c_library, "_build", lambda *args: (built.append(args[-1]), build(*args)))
@@ -398,7 +399,7 @@ def test_the_cache_is_used_and_knows_what_it_was_built_from(
     cpu.load.cache_clear()
     cpu.load(Pattern(2, 5))
     assert len(set(built)) == 3
-    assert {path.parent for path in built} == {shared_cache / "nmrun" / "kernels"}
+    assert {path.parent for path in built} == {tmp_path / "nmrun" / "kernels"}
 
 
 def test_compiler_of_the_environment_comes_first(

@@ -29,11 +29,13 @@ CODE = sorted(Path(kernels.__file__).parent.glob("triton_*.py"))
 
 
 @pytest.mark.parametrize(
-    "where",
+    ("where", "which"),
     [
-        "interpreter",
+        ("interpreter", "not slow"),
+        pytest.param("interpreter", "slow", marks=pytest.mark.slow),
         pytest.param(
             "device",
+            "slow or not slow",
             marks=[
                 pytest.mark.gpu,
                 pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -41,9 +43,10 @@ CODE = sorted(Path(kernels.__file__).parent.glob("triton_*.py"))
         ),
     ],
 )
-def test_against_the_reference(where: str) -> None:
+def test_against_the_reference(where: str, which: str) -> None:
+    file = Path(__file__).parents[1] / "triton_interpreted.py"
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__).parents[1] / "triton_interpreted.py")],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", which, str(file)],
         capture_output=True, text=True, timeout=600, env={**os.environ, "TRITON_INTERPRET": str(int(where == "interpreter"))},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import accelerated_ranks
+import preloaded
 import pytest
 import torch
-from test_user_ddp import TORCHRUN
 
 from nmrun.kernels import cpu_products
 
@@ -16,8 +15,7 @@ pytestmark = pytest.mark.skipif(not cpu_products.available(), reason="no C compi
 
 
 def test_shards_train_the_bits_of_replicas_by_packed_weights(tmp_path: Path) -> None:
-    command = [*TORCHRUN, accelerated_ranks.__file__, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = preloaded.torchrun(accelerated_ranks.__file__, tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     masked, replicated, sharded = (
         torch.load(tmp_path / f"{kind}.pt") for kind in ("masked", "replicated", "sharded")

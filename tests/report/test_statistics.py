@@ -215,9 +215,16 @@ def test_intervals_cover_no_less_where_accuracies_tie(n: int, share: float) -> N
         assert covered < 0.97
 
 
-@pytest.mark.parametrize("share", [0.9, 0.985, 0.998])
-@pytest.mark.parametrize("n", [3, 5, 10])
-@pytest.mark.parametrize("one_baseline", [True, False])
+@pytest.mark.parametrize(
+    ("n", "share", "one_baseline"),
+    [
+        # by default the ends, where ties are rarest and most common
+        pytest.param(n, share, one, marks=() if n != 5 and share != 0.985 else pytest.mark.slow)
+        for n in (3, 5, 10)
+        for share in (0.9, 0.985, 0.998)
+        for one in (True, False)
+    ],
+)
 def test_a_table_without_differences_has_a_significant_one_in_one_of_twenty(
     n: int, share: float, one_baseline: bool
 ) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import preloaded
 import pytest
 import torch
 import two_ranks
@@ -25,12 +26,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("together")
-    done = subprocess.run(
-        [*TORCHRUN, two_ranks.__file__, str(folder)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1],
-    )
+    done = preloaded.torchrun(two_ranks.__file__, folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -5,11 +5,10 @@ other has left.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import one_rank
+import preloaded
 import pytest
 import shards
 import torch
@@ -21,8 +20,6 @@ from nmrun.errors import ConfigError
 from nmrun.sparsity import check_nm
 from nmrun.train.build import build
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -31,12 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for case in shards.RESUMED:
         assert shards.run(folder / "resumed", case, stop=shards.STOP)["status"] == "interrupted"
     one_rank.saved(folder / "one", 1, 2)
-    done = subprocess.run(
-        [*TORCHRUN, shards.__file__, "main", str(folder)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1],
-    )
+    done = preloaded.torchrun(shards.__file__, "main", folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     return folder
 
@@ -124,12 +116,7 @@ def test_replicas_go_on_with_shards(case: str, folder: Path) -> None:
 
 
 def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path) -> None:
-    killed = subprocess.run(
-        [*TORCHRUN, shards.__file__, "killed", str(tmp_path)],
-        capture_output=True,
-        cwd=Path(__file__).parents[1],
-    )
-    assert killed.returncode == 1
+    assert preloaded.torchrun(shards.__file__, "killed", tmp_path).returncode == 1
     alone = Path(shards.run(tmp_path / "alone", "step")["folder"])
     result = shards.run(tmp_path, "step")
     assert result["status"] == "finished"

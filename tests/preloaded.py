@@ -1,0 +1,115 @@
+"""The command line and torchrun in processes that are forked from one which has imported torch
+already, since that import takes longer than most of what these tests let a command do.
+
+What a command imports itself, and when, is tested where it is started by Python's own start.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+import nmrun.data.digits
+import nmrun.models.small_conv
+import nmrun.train.jobs
+import nmrun.train.runner  # noqa: F401
+from nmrun import cli
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload([__name__])
+
+
+def run(
+    words: tuple[str, ...], folder: Path, timeout: float, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """``nmrun`` with these words.
+
+    Args:
+        words: what follows ``nmrun``.
+        folder: the current folder.
+        timeout: in seconds; the process is killed after it.
+        environment: all of it.
+
+    Raises:
+        TimeoutExpired: where it took longer.
+    """
+    return _process(_command, words, folder, timeout, environment)
+
+
+def torchrun(*words: object) -> subprocess.CompletedProcess[str]:
+    """``torchrun --standalone --nproc-per-node=2`` with a script and its words."""
+    return _process(_torchrun, tuple(map(str, words)), Path.cwd(), 600, dict(os.environ))
+
+
+def _process(
+    work: Callable[[tuple[str, ...]], object],
+    words: tuple[str, ...],
+    folder: Path,
+    timeout: float,
+    environment: dict[str, str],
+) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as outside:
+        files = [Path(outside, name) for name in ("stdout", "stderr")]
+        process = CONTEXT.Process(target=_begin, args=(work, words, folder, files, environment))
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(list(words), timeout)
+        said = [file.read_text() for file in files]
+        return subprocess.CompletedProcess(words, process.exitcode, *said)
+
+
+def _begin(
+    work: Callable[[tuple[str, ...]], object],
+    words: tuple[str, ...],
+    folder: Path,
+    files: list[Path],
+    environment: dict[str, str],
+) -> None:
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
+    # as of python -m: the current folder, and what the environment names
+    sys.path[:0] = [str(folder), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    try:
+        work(words)
+    finally:
+        atexit._run_exitfuncs()
+
+
+def _command(words: tuple[str, ...]) -> None:
+    sys.argv = ["nmrun", *words]
+    sys.exit(cli.main())
+
+
+def _torchrun(words: tuple[str, ...]) -> None:
+    two = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", start_method="fork", max_restarts=0,
+    )  # fmt: skip
+    try:
+        elastic_launch(two, _script)(*words)
+    except ChildFailedError:
+        sys.exit(1)
+
+
+def _script(*words: str) -> None:
+    sys.argv = list(words)
+    try:
+        runpy.run_path(words[0], run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
