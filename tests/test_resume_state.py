@@ -59,7 +59,7 @@ def ways() -> Iterator[Any]:
                     yield pytest.param(recipe, stop, order, marks=marks)
 
 
-@pytest.mark.parametrize(("recipe", "stop", "order"), ways())
+@pytest.mark.parametrize(("recipe", "stop", "order"), list(ways()))
 def test_model_and_optimizer_alone_resume_with_the_same_bits(
     recipe: str, stop: int, order: str
 ) -> None:

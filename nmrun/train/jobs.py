@@ -28,7 +28,6 @@ from omegaconf import DictConfig
 from nmrun import verbs
 from nmrun.config import (
     command_line,
-    composing,
     experiment,
     plugins,
     precheck,
@@ -94,7 +93,7 @@ def checked(asked: argparse.Namespace) -> tuple[list[list[str]], list[precheck.F
         command_line.own_recipe(words)
         for words in experiment.expand(plugins.repeatable(asked.overrides), asked.multirun)
     ]
-    composed: composing.Done = {}
+    composed: dict[tuple[str, ...], DictConfig] = {}
     looks = [precheck.look(words, asked.multirun, asked.config_dir, composed) for words in sweeps]
     if problems := list(dict.fromkeys(problem for found in looks for problem in found.problems)):
         raise ConfigError(problems)

@@ -136,7 +136,7 @@ def cuts() -> Iterator[Any]:
             yield pytest.param(recipe, step, marks=() if default else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("recipe", "step"), cuts())
+@pytest.mark.parametrize(("recipe", "step"), list(cuts()))
 def test_killed_after_a_step(
     recipe: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
