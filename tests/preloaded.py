@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -46,9 +47,10 @@ def run(
     return _process(_command, words, folder, timeout, environment)
 
 
-def torchrun(*words: object) -> subprocess.CompletedProcess[str]:
-    """``torchrun --standalone --nproc-per-node=2`` with a script and its words."""
-    return _process(_torchrun, tuple(map(str, words)), Path.cwd(), 600, dict(os.environ))
+def torchrun(*words: object, processes: int = 2) -> subprocess.CompletedProcess[str]:
+    """``torchrun --standalone`` with so many processes, a script and its words."""
+    work = partial(_torchrun, processes)
+    return _process(work, tuple(map(str, words)), Path.cwd(), 600, dict(os.environ))
 
 
 def _process(
@@ -96,13 +98,13 @@ def _command(words: tuple[str, ...]) -> None:
     sys.exit(cli.main())
 
 
-def _torchrun(words: tuple[str, ...]) -> None:
-    two = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d",
+def _torchrun(processes: int, words: tuple[str, ...]) -> None:
+    alone = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=processes, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", start_method="fork", max_restarts=0,
     )  # fmt: skip
     try:
-        elastic_launch(two, _script)(*words)
+        elastic_launch(alone, _script)(*words)
     except ChildFailedError:
         sys.exit(1)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import preloaded
 import pytest
@@ -17,6 +18,7 @@ from played24 import play
 from runs import RECIPES, TINY, config, rows
 from safetensors.torch import load_file
 
+from nmrun import cli
 from nmrun.config.identity import run_folder
 from nmrun.train import checkpoint
 
@@ -67,7 +69,7 @@ def test_two_processes_take_the_same_2_4_products(
         torch.testing.assert_close(weights[name], weight, rtol=2e-2, atol=2e-3)
 
 
-def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path) -> None:
+def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path, nmrun_cli: Any) -> None:
     overrides = [
         *TINY,
         "recipe=step",
@@ -97,22 +99,14 @@ def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path) -> None:
     assert f"interrupted at step {state['loop']['step']} of 300" in said
     assert len(state["random"]) == 2
     assert not torch.equal(state["random"][0]["torch"], state["random"][1]["torch"])
-    alone = subprocess.run(
-        [sys.executable, "-m", "nmrun.cli", *overrides], capture_output=True, text=True
-    )
+    alone = nmrun_cli(*overrides)
     assert alone.returncode == 0
     assert f"goes on at step {state['loop']['step']} of 300" in alone.stdout
 
 
 def test_a_sweep_in_two_processes(tmp_path: Path) -> None:
-    words = [
-        "-m",
-        *TINY,
-        "recipe=dense,ste,sr_ste",
-        "optimizer.lr=1e-3,1e30",
-        f"output_dir={tmp_path}",
-    ]
-    done = subprocess.run([*TORCHRUN, "-m", "nmrun.cli", *words], capture_output=True, text=True)
+    swept = ("recipe=dense,ste,sr_ste", "optimizer.lr=1e-3,1e30")
+    done = preloaded.torchrun(cli.__file__, "-m", *TINY, *swept, f"output_dir={tmp_path}")
     assert done.returncode == 1
     assert done.stdout.count("sweep of 6: 3 finished, 3 not done") == 1
     assert len(list(tmp_path.rglob("model.safetensors"))) == 3

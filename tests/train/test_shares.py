@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preloaded
 import pytest
 import torch
 import two_evaluate
@@ -27,7 +26,6 @@ from nmrun.tasks.image_stream import ImageStream, _Files
 from nmrun.tasks.sentences import Corpus
 from nmrun.tasks.vision import Classification
 
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 WORLD = 4
 ALL = Augment(crop_padding=1, flip=True, randaugment=2, erasing=0.5)
 MIXED = Augment(crop_padding=1, flip=True, randaugment=1, erasing=0.5, mixup=0.8, cutmix=1.0)
@@ -289,12 +287,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     two_evaluate.folder(place / "whole")
     two_evaluate.folder(place / "damaged")
     (place / "damaged" / "some" / "train" / "bee" / "07.png").write_bytes(b"none")
-    for words in ((), TORCHRUN):
-        done = subprocess.run(
-            [sys.executable, *words, two_evaluate.__file__, str(place)],
-            capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path(__file__).parents[1])])},
-        )  # fmt: skip
+    for count in (1, 2):
+        done = preloaded.torchrun(two_evaluate.__file__, place, processes=count)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return {
         name: json.loads((place / f"found{name}.json").read_text())
