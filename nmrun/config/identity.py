@@ -28,11 +28,16 @@ LATER: dict[str, dict[str, Any]] = {
     "optimizer": {"decay": "all"},
     "track": {"tags": [], "also": []},
     "track=wandb": {"notes": None, "git": False, "console": False, "system": False},
-    "trainer": {"evaluate": "sparse", "limit_evaluation": None},
+    "trainer": {
+        **{"evaluate": "sparse", "limit_evaluation": None},
+        **{"distill": None, "distill_weight": 0.67, "distill_temperature": 2.0},
+    },
     **{f"schedule={name}": {"cycles": 1} for name in ("constant", "cosine", "linear")},
     **{f"model={name}": {"bias": True} for name in GPTS},
     "recipe=step": {"window": "full", "threshold": None},
 }
+# keys that change nothing while another is null
+DEPENDENT = {"distill": {"distill_weight", "distill_temperature"}}
 # what decides how many steps a budget of seconds buys
 SPEED = {"device", "threads", "distributed", "acceleration"}
 
@@ -46,6 +51,8 @@ def identity(config: Config) -> str:
             later, ignored = _later(group, value), set(IRRELEVANT.get(group, ()))
             if str(value.get("budget")).startswith("seconds:"):
                 ignored -= SPEED
+            for key, others in DEPENDENT.items():
+                ignored |= others if value.get(key) is None else set()
             value = {
                 key: item
                 for key, item in value.items()

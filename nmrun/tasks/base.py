@@ -18,6 +18,8 @@ from nmrun import ranks
 Batch = tuple[Tensor, ...]
 Tally = dict[str, Any]
 """What one rank found in its share of a split: plain data and CPU tensors, small enough to be sent."""
+Loss = Callable[[Any, Batch], Tensor]
+"""The mean training loss of a micro-batch by a model: :meth:`Task.loss`, or more."""
 T = TypeVar("T")
 
 

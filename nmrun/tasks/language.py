@@ -15,7 +15,8 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.errors import ConfigError, RunError
 from nmrun.settings.datasets import Context
-from nmrun.tasks.base import Batch, Tally, Task, limited, picked, turns, watched
+from nmrun.tasks.base import Batch, Tally, limited, picked, turns, watched
+from nmrun.tasks.categorical import Categorical
 
 if TYPE_CHECKING:
     from nmrun.settings.config import Config
@@ -35,7 +36,7 @@ def cross_entropy(logits: Tensor, following: Tensor, **options: Any) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), **options)
 
 
-class LanguageModelling(Task):
+class LanguageModelling(Categorical):
     """Cross entropy of the next token; see :class:`nmrun.tasks.base.Task`.
 
     A training batch is ``batch_size`` windows of ``context`` + 1 tokens from random places of the
@@ -146,9 +147,12 @@ class LanguageModelling(Task):
     def size(self, batch: Batch) -> int:
         return batch[1].numel()
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
-        tokens, following = batch
-        return self._cross_entropy(model(tokens), following, label_smoothing=self.label_smoothing)
+    def logits(self, model: Any, batch: Batch) -> Tensor:
+        logits: Tensor = model(batch[0])
+        return logits
+
+    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+        return self._cross_entropy(logits, batch[1], label_smoothing=self.label_smoothing)
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:

@@ -15,7 +15,8 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.settings import datasets
-from nmrun.tasks.base import Batch, Tally, Task, chunks, limited, picked, thinned, turns, watched
+from nmrun.tasks.base import Batch, Tally, chunks, limited, picked, thinned, turns, watched
+from nmrun.tasks.categorical import Categorical
 from nmrun.tasks.pairs import Text, Tokenizer, tokenizer
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class Encoded:
         return len(self.labels)
 
 
-class TextClassification(Task):
+class TextClassification(Categorical):
     """Cross entropy over classes, or the squared error of a score; see
     :class:`nmrun.tasks.base.Task`.
 
@@ -158,9 +159,12 @@ class TextClassification(Task):
     def size(self, batch: Batch) -> int:
         return len(batch[0])
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
-        *text, labels = batch
-        return self._loss(model(*text).float(), labels, self.label_smoothing)
+    def logits(self, model: Any, batch: Batch) -> Tensor:
+        logits: Tensor = model(*batch[:-1]).float()
+        return logits
+
+    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+        return self._loss(logits, batch[-1], self.label_smoothing)
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:

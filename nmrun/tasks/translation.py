@@ -16,7 +16,8 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.settings.datasets import Translated
-from nmrun.tasks.base import Batch, Tally, Task, limited, picked, turns, watched
+from nmrun.tasks.base import Batch, Tally, limited, picked, turns, watched
+from nmrun.tasks.categorical import Categorical
 from nmrun.tasks.fairseq_import import fairseq
 from nmrun.tasks.sentences import Dictionary, Pair, Rows, bucketed, check, shuffled_within
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 LONGEST = (1.2, 10)
 
 
-class Translation(Task):
+class Translation(Categorical):
     """Cross entropy over the tokens of the target language; see :class:`nmrun.tasks.base.Task`. An
     item is a target token.
 
@@ -159,11 +160,11 @@ class Translation(Task):
     def size(self, batch: Batch) -> int:
         return batch[-1].numel()
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
-        *inputs, target = batch
-        return functional.cross_entropy(
-            _logits(model, *inputs), target, label_smoothing=self.smoothing
-        )
+    def logits(self, model: Any, batch: Batch) -> Tensor:
+        return _logits(model, *batch[:-1])
+
+    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+        return functional.cross_entropy(logits, batch[-1], label_smoothing=self.smoothing)
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:

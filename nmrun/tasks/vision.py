@@ -14,7 +14,8 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.tasks.augment import Augment, Share, generator
-from nmrun.tasks.base import Batch, Tally, Task, chunks, limited, picked, thinned, turns, watched
+from nmrun.tasks.base import Batch, Tally, chunks, limited, picked, thinned, turns, watched
+from nmrun.tasks.categorical import Categorical
 
 if TYPE_CHECKING:
     from nmrun.settings.config import Config
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 PIXELS_AT_ONCE = 2**20  # of an evaluation; bounds its memory
 
 
-class Classification(Task):
+class Classification(Categorical):
     """Cross entropy over classes; see :class:`nmrun.tasks.base.Task`.
 
     Images in uint8 are normalised by mean and standard deviation of each channel over the training
@@ -158,11 +159,12 @@ class Classification(Task):
     def size(self, batch: Batch) -> int:
         return len(batch[0])
 
-    def loss(self, model: Any, batch: Batch) -> Tensor:
-        images, labels = batch
-        return functional.cross_entropy(
-            model(images).float(), labels, label_smoothing=self.label_smoothing
-        )
+    def logits(self, model: Any, batch: Batch) -> Tensor:
+        logits: Tensor = model(batch[0]).float()
+        return logits
+
+    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+        return functional.cross_entropy(logits, batch[1], label_smoothing=self.label_smoothing)
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:

@@ -25,8 +25,8 @@ from nmrun.products.times import from_data
 from nmrun.settings.config import Config
 from nmrun.settings.groups import Trainer
 from nmrun.sparsity.select import Candidate, select
-from nmrun.tasks.base import Task
-from nmrun.train import flops, parameter_groups
+from nmrun.tasks.base import Loss, Task
+from nmrun.train import distillation, flops, parameter_groups
 from nmrun.train.checkpoint import seed_everything
 
 # parameters; smaller networks on a CPU keep the bits of torch's defaults, larger ones the time
@@ -39,6 +39,7 @@ class Parts:
     """What a loop trains with.
 
     Attributes:
+        loss: what the training steps minimise.
         precision: fp32, bf16 or fp16.
         cost: of one item.
         accelerated: by which products the sparse layers are computed.
@@ -47,6 +48,7 @@ class Parts:
     """
 
     task: Task
+    loss: Loss
     model: nn.Module
     optimizer: torch.optim.Optimizer
     handle: Handle
@@ -94,6 +96,7 @@ def build(
         model = whole = models.build(config.model.mapping(), task.inputs).to(device)
     if not in_shards:
         lay_out(model, device, precision)
+    loss, taught = distillation.loss_of(config, task, model), trainer.distill is not None
     optimizer = parameter_groups.optimizer(config.optimizer, model)
     planned = total_steps is not None
     if total_steps is None:
@@ -127,7 +130,7 @@ def build(
             items = sum(task.sizes(0, 0, 1))
             total_steps = flops.steps_in(
                 str(trainer.budget),
-                flops.count(twin, task, trial.sparse),
+                flops.count(twin, task, trial.sparse, taught),
                 trial.recipe,
                 total_steps,
                 items,
@@ -148,10 +151,11 @@ def build(
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     if not in_shards:
         fuse(optimizer, device)
-    cost = flops.count(whole, task, handle.sparse)
+    cost = flops.count(whole, task, handle.sparse, taught)
     accelerated = _accelerated(trainer, model, task, handle, device, precision, times or {})
     return Parts(
         task,
+        loss,
         model,
         optimizer,
         handle,

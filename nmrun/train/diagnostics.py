@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from nmrun.handle import Handle
 from nmrun.sparsity.metrics import mask_of, pack, unpack
-from nmrun.tasks.base import Batch, Task
+from nmrun.tasks.base import Batch, Loss
 
 Weights = dict[str, Tensor]  # by the names that parameters have in the plain model
 
@@ -32,11 +32,11 @@ class Diagnostics:
     Args:
         model: the model.
         handle: of its sparse weights.
-        task: computes the losses.
+        loss_of: what the training minimises.
     """
 
-    def __init__(self, model: nn.Module, handle: Handle, task: Task) -> None:
-        self.model, self.handle, self.task = model, handle, task
+    def __init__(self, model: nn.Module, handle: Handle, loss_of: Loss) -> None:
+        self.model, self.handle, self.loss_of = model, handle, loss_of
         self.sparse = {w.name: w for w in handle.sparse}
         self.twin = copy.deepcopy(model)
         self.twin.eval()
@@ -145,7 +145,7 @@ class Diagnostics:
             for name, parameter in self.twin.named_parameters():
                 parameter.copy_(weights[name])
         with torch.enable_grad():
-            return self.task.loss(self.twin, batch)
+            return self.loss_of(self.twin, batch)
 
     def _count_flips(self) -> dict[str, float]:
         if not self.sparse:

@@ -119,11 +119,13 @@ class Flops:
     Attributes:
         sparse: the part in layers with N:M weights: for each kind of them a weight that stands for
             all, and their products.
+        teacher: the forward pass of a teacher, which training has besides.
     """
 
     forward: float
     backward: float
     sparse: list[tuple[SparseWeight, Products]]
+    teacher: float = 0.0
 
     @property
     def dense(self) -> float:
@@ -145,7 +147,7 @@ class Flops:
         )
 
     def training(self, recipe: Recipe, step: int | None = None, hardware: bool = False) -> float:
-        """Count the forward and backward pass of one item.
+        """Count the forward and backward pass of one item, and a teacher's forward pass.
 
         Args:
             recipe: the recipe.
@@ -153,7 +155,7 @@ class Flops:
             hardware: count for 2:4 sparse tensor cores.
         """
         saved = sum(p.saved(densities(recipe, w, step, hardware)) for w, p in self.sparse)
-        return self.dense - saved
+        return self.dense + self.teacher - saved
 
     def planned(self, recipe: Recipe, total_steps: int, hardware: bool = False) -> float:
         """Compute the mean of :meth:`training` over a run as planned.
@@ -201,7 +203,9 @@ def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: 
     return round(wanted / cost.planned(recipe, total_steps))
 
 
-def count(model: nn.Module, task: Task, weights: Sequence[SparseWeight] = ()) -> Flops:
+def count(
+    model: nn.Module, task: Task, weights: Sequence[SparseWeight] = (), taught: bool = False
+) -> Flops:
     """Count one item through a copy of a model, so that no state changes.
 
     The copy is on the CPU where that is soon done, else on the meta device, where nothing is
@@ -211,6 +215,7 @@ def count(model: nn.Module, task: Task, weights: Sequence[SparseWeight] = ()) ->
         model: the model.
         task: its ``example`` is counted.
         weights: the model's sparse ones.
+        taught: whether a dense network like it is the teacher.
     """
     parameters = list(model.parameters())
     computed = sum(p.numel() for p in parameters) < COMPUTED and all(p.is_cpu for p in parameters)
@@ -238,7 +243,8 @@ def count(model: nn.Module, task: Task, weights: Sequence[SparseWeight] = ()) ->
         )
         for kind, flops in forward.with_weight.items()
     ]
-    return Flops(forward.total / items, backward.total / items, sparse)
+    passed = forward.total / items
+    return Flops(passed, backward.total / items, sparse, teacher=passed if taught else 0.0)
 
 
 class _Counter(TorchDispatchMode):

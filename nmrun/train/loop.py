@@ -71,7 +71,7 @@ class Loop(Steps):
         self.events = self.handle.pop_events()
         self.diagnostics: Diagnostics | None = None
         if self.trainer.diagnose_every is not None:
-            self.diagnostics = Diagnostics(self.model, self.handle, self.task)
+            self.diagnostics = Diagnostics(self.model, self.handle, self.loss)
         self.seconds, self.training_seconds = parts.attached_in, 0.0
         self.progress = Progress(self)
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from nmrun.tasks.base import Batch, Task
+from nmrun.tasks.base import Batch, Loss
 
 
 def culprit(
     model: nn.Module,
-    task: Task,
+    loss_of: Loss,
     batches: list[Batch],
     autocast: Callable[[], AbstractContextManager[Any]],
 ) -> str:
@@ -25,7 +25,7 @@ def culprit(
 
     Args:
         model: the model. Its gradients are overwritten.
-        task: computes the loss.
+        loss_of: what the training minimises.
         batches: the batch's micro-batches.
         autocast: makes the context of the forward pass.
 
@@ -48,7 +48,7 @@ def culprit(
     try:
         for batch in batches:
             with autocast():
-                loss = task.loss(model, batch)
+                loss = loss_of(model, batch)
             if outputs:
                 return f"the output of {outputs[0]}"
             if not is_finite(loss):

@@ -30,6 +30,11 @@ def lines(config: Config, parts: Parts) -> list[str]:
     ]
     if parts.task.about:
         said.append(f"  {parts.task.about}")
+    if trainer.distill is not None:
+        said.append(
+            f"  taught by {trainer.distill}: {trainer.distill_weight:g} of the loss, "
+            f"temperature {trainer.distill_temperature:g}"
+        )
     rows = [("sparse", weight.name, tuple(weight.shape), _held(weight)) for weight in handle.sparse]
     if not config.is_dense:
         rows += [("dense", left.name, left.shape, left.reason) for left in handle.left_dense]

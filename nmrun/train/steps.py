@@ -41,7 +41,8 @@ class Steps:
 
     def __init__(self, config: Config, parts: Parts) -> None:
         self.trainer, self.accumulate = config.trainer, config.trainer.accumulate
-        self.task, self.model, self.optimizer = parts.task, parts.model, parts.optimizer
+        self.task, self.loss = parts.task, parts.loss
+        self.model, self.optimizer = parts.model, parts.optimizer
         self.handle, self.cost = parts.handle, parts.cost
         self.device, self.precision = parts.device, parts.precision
         self.total_steps = parts.total_steps
@@ -90,7 +91,7 @@ class Steps:
                 torch.compiler.cudagraph_mark_step_begin()  # the last pass's outputs are done with
             with self._averaged_over_ranks(number == len(shares)):
                 with self.autocast():
-                    loss = self.task.loss(self.forward, batch) * share
+                    loss = self.loss(self.forward, batch) * share
                 self.scaler.scale(loss * ranks.world()).backward()
             total += loss.detach()
         self.step += 1
@@ -187,7 +188,7 @@ class Steps:
         batches = self.task.micro_batches(epoch, index, self.accumulate)
         where = "looked for with trainer.distributed=ddp only"
         if not self.in_step:
-            where = nonfinite.culprit(self.model, self.task, batches, self.autocast)
+            where = nonfinite.culprit(self.model, self.loss, batches, self.autocast)
         return self.not_finite(step, what, where)
 
     def not_finite(self, step: int, what: str, where: str) -> str:

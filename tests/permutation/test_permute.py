@@ -626,7 +626,7 @@ def test_masks_that_are_remembered_follow() -> None:
     model, x = network("small_conv")
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     handle = nmrun.sparsify(model, optimizer, "asp", "1:4", 2, permute=True, include="inner.*")
-    diagnostics = Diagnostics(model, handle, _Task())
+    diagnostics = Diagnostics(model, handle, _Task().loss)
     masks = {w.name: nmrun.sparsity.nm_mask(w.dense, "1:4") for w in handle.sparse}
     reordered = network("small_conv")[0]
 

@@ -61,7 +61,7 @@ def start(recipe: str, **hyperparameters: Any) -> tuple[Any, Handle, Squares, Di
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     handle = nmrun.sparsify(model, optimizer, recipe, "2:4", **hyperparameters)
     task = Squares()
-    return optimizer, handle, task, Diagnostics(model, handle, task)  # type: ignore[arg-type]
+    return optimizer, handle, task, Diagnostics(model, handle, task.loss)
 
 
 def move(optimizer: Any, handle: Handle, weight: list[list[float]], bias: list[float]) -> None:
