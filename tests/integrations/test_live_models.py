@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -89,9 +89,10 @@ def test_memory_that_comes_before_is_fine() -> None:
     assert everything(model, optimizer, handle) == everything(*plain)
 
 
-def test_spectral_norm_put_on_later_is_an_error() -> None:
+@pytest.mark.parametrize("norm", [parametrizations.spectral_norm, parametrizations.weight_norm])
+def test_a_norm_put_on_later_is_an_error(norm: Callable[[nn.Module], nn.Module]) -> None:
     model, optimizer, handle = start("sr_ste")
-    parametrizations.spectral_norm(model[0])
+    norm(model[0])
     train(model, optimizer, range(2))
     with pytest.raises(RunError, match="another parameter now"):
         handle.finalize()
