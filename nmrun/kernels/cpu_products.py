@@ -22,6 +22,7 @@ BLOCK = 128  # columns, as in nm_product.c
 PANEL = 64  # tokens, as in nm_product.c
 FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 DTYPES = (torch.float32, torch.bfloat16)  # of the dense operands
+FULL = 4  # from more than one entry in so many on the transpose is packed from the matrix itself
 WORTH = 64  # multiplications that cost as much as a weight in another pass, see in_parts
 LOW, TURNED = 3, 4  # flags of nm_product.c
 
@@ -132,10 +133,13 @@ def pack(matrix: Tensor, rows: PackedMatrix, turned: PackedMatrix | None = None)
     if turned is None:
         return
     blocks, begins = taps * blocks_of(r), turned.start.data_ptr()
+    into = (begins, turned.values.data_ptr(), turned.index.data_ptr())
+    if FULL * count > size and hasattr(library, "nm_turned"):
+        in_parts(blocks, size, lambda *part: library.nm_turned(*source, *part, start, *into))
+        return
     counted, filled = (rows.index.data_ptr(), start, r, c), (*to, start, r, c)
     in_parts(blocks, size, lambda *part: library.nm_count_turned(*counted, *part, begins))
     library.nm_starts(begins, len(turned.start) - 1)
-    into = (begins, turned.values.data_ptr(), turned.index.data_ptr())
     in_parts(blocks, size, lambda *part: library.nm_fill_turned(*filled, *part, *into))
 
 
@@ -234,4 +238,6 @@ def _library() -> ctypes.CDLL | None:
     ):
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, result
+    if hasattr(library, "nm_turned"):  # where there is AVX-512
+        library.nm_turned.argtypes, library.nm_turned.restype = [p, *[n] * 5, *[p] * 4], None
     return library

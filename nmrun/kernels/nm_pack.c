@@ -45,30 +45,35 @@ int64_t nm_starts(int32_t *start, int64_t count) {
   return sum;
 }
 
+/* The non-zeros of `count` floats behind those that are there: values from `to` on, and where they were. Nothing is written at `until` or
+   beyond, which may be another thread's. Returns where the next go. */
+static inline int64_t append(const float *from, int64_t count, float *values, uint8_t *index, int64_t to, int64_t until) {
+  int64_t c = 0;
+#if defined(__AVX512F__) /* ten times as fast as one by one */
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (; c + 16 <= count; c += 16) {
+    __m512 v = _mm512_loadu_ps(from + c);
+    __mmask16 filled = _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+    int found = __builtin_popcount(filled);
+    __mmask16 stored = (__mmask16)((1u << found) - 1);
+    _mm512_mask_storeu_ps(values + to, stored, _mm512_maskz_compress_ps(filled, v));
+    __m512i places = _mm512_maskz_compress_epi32(filled, _mm512_add_epi32(lanes, _mm512_set1_epi32((int)c)));
+    _mm512_mask_cvtepi32_storeu_epi8(index + to, stored, places);
+    to += found;
+  }
+#endif
+  for (; c < count && to < until; c++) { /* a zero is written and written over: no branch to guess */
+    values[to] = from[c], index[to] = (uint8_t)c;
+    to += from[c] != 0.0f;
+  }
+  return to;
+}
+
 void nm_fill(const float *matrix, int64_t taps, int64_t rows, int64_t columns, int64_t begin, int64_t end, const int32_t *start, float *values,
              uint8_t *index) {
   for (int64_t b = 0; b < taps * blocks(columns); b++)
-    for (int64_t r = begin; r < end; r++) {
-      const float *from = element(matrix, taps, columns, r, b);
-      int64_t c = 0, to = start[b * rows + r], until = start[b * rows + r + 1];
-#if defined(__AVX512F__) /* ten times as fast as one by one */
-      const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-      for (; c + 16 <= width(columns, b); c += 16) {
-        __m512 v = _mm512_loadu_ps(from + c);
-        __mmask16 filled = _mm512_cmp_ps_mask(v, _mm512_setzero_ps(), _CMP_NEQ_UQ);
-        int count = __builtin_popcount(filled);
-        __mmask16 stored = (__mmask16)((1u << count) - 1); /* the next place may be another thread's */
-        _mm512_mask_storeu_ps(values + to, stored, _mm512_maskz_compress_ps(filled, v));
-        __m512i columns_of = _mm512_maskz_compress_epi32(filled, _mm512_add_epi32(lanes, _mm512_set1_epi32((int)c)));
-        _mm512_mask_cvtepi32_storeu_epi8(index + to, stored, columns_of);
-        to += count;
-      }
-#endif
-      for (; to < until; c++) { /* a zero is written and written over: no branch to guess */
-        values[to] = from[c], index[to] = (uint8_t)c;
-        to += from[c] != 0.0f;
-      }
-    }
+    for (int64_t r = begin; r < end; r++)
+      append(element(matrix, taps, columns, r, b), width(columns, b), values, index, start[b * rows + r], start[b * rows + r + 1]);
 }
 
 /* From what is stored by rows: turned_start[b * columns + c + 1] is how many non-zeros column c has in block b of rows, counted through all
@@ -98,6 +103,57 @@ void nm_fill_turned(const float *values, const uint8_t *index, const int32_t *st
         }
     }
 }
+
+#if defined(__AVX512F__)
+/* 16 rows of 16 floats, `stride` apart, into columns, BLOCK apart; what is beyond `rows` and `columns` becomes 0. */
+static void turn_tile(const float *from, int64_t stride, int64_t rows, int64_t columns, float *to) {
+  __m512 a[16], b[16];
+  __mmask16 wide = (__mmask16)((1u << (columns < 16 ? columns : 16)) - 1);
+  for (int64_t r = 0; r < 16; r++) a[r] = r < rows ? _mm512_maskz_loadu_ps(wide, from + r * stride) : _mm512_setzero_ps();
+  for (int i = 0; i < 16; i += 2) { /* two rows interleaved, then four, then lanes of four */
+    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4)
+    for (int j = 0; j < 2; j++) {
+      __m512d x = _mm512_castps_pd(b[i + j]), y = _mm512_castps_pd(b[i + j + 2]);
+      a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
+      a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+    }
+  for (int j = 0; j < 4; j++) {
+    b[j] = _mm512_shuffle_f32x4(a[j], a[4 + j], 0x88);
+    b[4 + j] = _mm512_shuffle_f32x4(a[j], a[4 + j], 0xdd);
+    b[8 + j] = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0x88);
+    b[12 + j] = _mm512_shuffle_f32x4(a[8 + j], a[12 + j], 0xdd);
+  }
+  for (int j = 0; j < 8; j++) {
+    _mm512_storeu_ps(to + j * BLOCK, _mm512_shuffle_f32x4(b[j], b[8 + j], 0x88));
+    _mm512_storeu_ps(to + (8 + j) * BLOCK, _mm512_shuffle_f32x4(b[j], b[8 + j], 0xdd));
+  }
+}
+
+/* What nm_count_turned and nm_fill_turned do, from the matrix itself: a register at a time, whatever is in it. That is faster where more than
+   a quarter is. */
+void nm_turned(const float *matrix, int64_t taps, int64_t rows, int64_t columns, int64_t begin, int64_t end, const int32_t *start,
+               int32_t *turned_start, float *values, uint8_t *index) {
+  float tile[16 * BLOCK];
+  turned_start[0] = 0;
+  for (int64_t block = 0, to = 0, until; block < end; block++, to = until) {
+    int64_t tap = block / blocks(rows), first = block % blocks(rows) * BLOCK, high = width(rows, block), step = taps * columns;
+    until = to;
+    for (int64_t b = tap * blocks(columns); b < (tap + 1) * blocks(columns); b++)
+      until += start[b * rows + first + high] - start[b * rows + first];
+    const float *from = matrix + first * step + tap * columns;
+    for (int64_t c = 0; c < columns && block >= begin; c += 16) {
+      for (int64_t r = 0; r < high; r += 16) turn_tile(from + r * step + c, step, high - r, columns - c, tile + r);
+      for (int64_t j = 0; j < 16 && c + j < columns; j++) {
+        to = append(tile + j * BLOCK, high, values, index, to, until);
+        turned_start[block * columns + c + j + 1] = (int32_t)to;
+      }
+    }
+  }
+}
+#endif
 
 /* Rows `begin` to `end` of the matrix (rows, taps * columns) with its zeros. */
 void nm_unpack(const float *values, const uint8_t *index, const int32_t *start, int64_t taps, int64_t rows, int64_t columns, int64_t begin,

@@ -78,6 +78,30 @@ def test_every_tail(tokens: int, columns: int, rows: int) -> None:
     assert close(sampled(x, dz, by_rows), dz.double().t() @ x.double() * (w != 0), tokens)
 
 
+@pytest.mark.parametrize("full", [0, 1 << 40])  # from its rows, from the matrix itself
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("taps", "rows", "columns"), [(1, 300, 150), (1, 17, 1), (9, 130, 33)])
+def test_transposes_however_they_are_packed(
+    taps: int, rows: int, columns: int, threads: int, full: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_products, "FULL", full)
+    monkeypatch.setattr(compiled, "CHUNK", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    w = torch.randn(rows, taps * columns, generator=torch.Generator().manual_seed(0))
+    w[:, ::3], w[:: max(2, rows // 5)] = 0, 0
+    own = PackedMatrix.empty(rows, columns, w.numel(), taps)
+    turned = PackedMatrix.empty(columns, rows, w.numel(), taps)
+    pack(w, own, turned)
+    by_tap = w.view(rows, taps, columns).transpose(0, 2).reshape(columns, taps * rows)
+    assert torch.equal(own.dense(), w)
+    assert torch.equal(turned.dense(), by_tap)
+    assert turned.count == own.count
+    # rows of a block of the transpose stand in order
+    first, last = turned.start[:-1].tolist(), turned.start[1:].tolist()
+    places = turned.index.tolist()
+    assert all(places[a:b] == sorted(set(places[a:b])) for a, b in zip(first, last, strict=True))
+
+
 def test_uneven_rows_and_empty_ones() -> None:
     w = torch.zeros(6, 300)
     w[1], w[2, 299], w[4, :130] = torch.randn(300), 2.0, torch.randn(130)
