@@ -117,7 +117,7 @@ def sparsify(
     if rule.name == "dense":
         found = candidates(model, dims)
         left = [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in found]
-        return Handle(optimizer, rule, [], left)
+        return Handle(optimizer, rule, [], left, model)
     if input_gradient == "transposable":
         rule.make_transposable()
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -155,7 +155,7 @@ def sparsify(
                     weight.restore(key, value)
             rule.load_state_dict(saved["state"])
         fsdp = [m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")]
-        return Handle(optimizer, rule, sparse, left_dense, fsdp)
+        return Handle(optimizer, rule, sparse, left_dense, model, fsdp)
     except BaseException:
         undo()
         raise

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nmrun.hooks.finish import check_finished, counterpart
 from nmrun.hooks.resume import KEY
 from nmrun.hooks.steps import Steps
-from nmrun.products import layer
+from nmrun.products import dense_cpu, layer
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.check import layer_report
 from nmrun.sparsity.select import LeftDense
@@ -28,10 +28,13 @@ class Handle(Steps):
         recipe: as in :class:`Steps`.
         sparse: as in :class:`Steps`.
         left_dense: the weights that are not sparse, each with the reason.
+        model: the model that they are of.
         fsdp_modules: the modules of the model that ``fully_shard`` manages.
 
     Attributes:
         left_dense: the weights that are not sparse, each with the reason.
+        model: the model that they are of.
+        by_onednn: the layers without a sparse weight that :func:`nmrun.accelerate` gave to oneDNN.
     """
 
     def __init__(
@@ -40,9 +43,11 @@ class Handle(Steps):
         recipe: Recipe,
         sparse: list[SparseWeight],
         left_dense: list[LeftDense],
+        model: nn.Module,
         fsdp_modules: Sequence[Any] = (),
     ) -> None:
-        self.left_dense, self._fsdp_modules = left_dense, fsdp_modules
+        self.left_dense, self.model, self._fsdp_modules = left_dense, model, fsdp_modules
+        self.by_onednn: list[nn.Module] = []
         super().__init__(optimizer, recipe, sparse)
 
     # --- what a loop reads -----------------------------------------------------------------------
@@ -279,6 +284,7 @@ class Handle(Steps):
             weight.pop_state(self._optimizer)
             layer.uninstall(weight)
             LIVE.pop(id(weight.parameter), None)
+        dense_cpu.uninstall(self.by_onednn)
         for hook in self._hooks:
             hook.remove()
         self._optimizer.param_groups[0].pop(KEY, None)

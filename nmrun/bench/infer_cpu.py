@@ -13,6 +13,7 @@ import copy
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,8 @@ PAST = 128  # tokens that a decoder has in its cache
 # layers, width, heads
 ENCODERS = {"transformer": (6, 512, 8), "bert_base": (12, 768, 12), "tiny": (1, 64, 2)}
 IMAGES = ("resnet18",)
-MODELS = (*ENCODERS, "gpt2", *IMAGES)
+GPT2 = ("gpt2", "gpt2_prompt")
+MODELS = (*ENCODERS, *GPT2, *IMAGES)
 USUAL = ("transformer", "bert_base", "gpt2")
 
 
@@ -71,23 +73,33 @@ class OneDNNConvolution(nn.Module):
 
 
 class Decoder(nn.Module):
-    """One token more of GPT-2 (124M), random weights, with a cache of :data:`PAST` tokens."""
+    """GPT-2 (124M), random weights.
 
-    def __init__(self) -> None:
+    Args:
+        past: how many tokens it has in its cache; None for a prompt, without a cache, of which the
+            last token alone goes through the head.
+        sizes: others than GPT-2's, by the names of transformers' ``GPT2Config``.
+    """
+
+    def __init__(self, past: int | None, **sizes: Any) -> None:
         super().__init__()
+        self.past = past
         try:
             from transformers import GPT2Config, GPT2LMHeadModel
         except ImportError:
             raise ConfigError(
                 "gpt2 needs transformers: pip install 'nmrun[transformers]'"
             ) from None
-        self.gpt = GPT2LMHeadModel(GPT2Config())
+        self.gpt = GPT2LMHeadModel(GPT2Config(**sizes))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.past is None:
+            last: Tensor = self.gpt(x, use_cache=False, logits_to_keep=1).logits
+            return last
         from transformers import DynamicCache
 
         cache, config = DynamicCache(), self.gpt.config
-        shape = (len(x), config.n_head, PAST, config.n_embd // config.n_head)
+        shape = (len(x), config.n_head, self.past, config.n_embd // config.n_head)
         for layer in range(config.n_layer):
             cache.update(torch.zeros(shape), torch.zeros(shape), layer)
         made: Tensor = self.gpt(x, past_key_values=cache).logits
@@ -96,8 +108,8 @@ class Decoder(nn.Module):
 
 def network(name: str) -> nn.Module:
     """A network of :data:`MODELS`, random weights."""
-    if name == "gpt2":
-        return Decoder().eval()
+    if name in GPT2:
+        return Decoder(PAST if name == "gpt2" else None).eval()
     if name in IMAGES:
         from nmrun.models import torchvision_models
 
@@ -108,10 +120,10 @@ def network(name: str) -> nn.Module:
 
 
 def example(name: str, tokens: int) -> Tensor:
-    """One sequence for an encoder, one token each of so many sequences for a decoder, so many images
-    of 32x32."""
-    if name == "gpt2":
-        return torch.randint(50257, (tokens, 1))
+    """One sequence for an encoder and for a prompt, one token each of so many sequences for a
+    decoder, so many images of 32x32."""
+    if name in GPT2:
+        return torch.randint(50257, (tokens, 1) if name == "gpt2" else (1, tokens))
     if name in IMAGES:
         return torch.randn(tokens, 3, 32, 32)
     return torch.randn(1, tokens, ENCODERS[name][1])
@@ -184,7 +196,7 @@ def measure(name: str, pattern: Pattern, tokens: int, count: int) -> list[Row]:
         row["best"] = best
         row["bytes"] = held_bytes(arms[arm]) if arm != "onednn" else None
         rows.append(row)
-    rows[-1]["layers"] = f"{sum(c.path is not None for c in choices)} of {len(choices)}"
+    rows[-1]["layers"] = f"{sum(c.is_sparse for c in choices)} of {len(choices)}"
     return rows
 
 
@@ -216,8 +228,8 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument(
         "--tokens", nargs="+", type=output.positive, default=[1, 64, 512],
-        help="of a sequence; for gpt2 sequences, with one new token each; for resnet18 images "
-        "(default: 1 64 512)",
+        help="of a sequence; for gpt2 sequences, with one new token each (gpt2_prompt: of a prompt); "
+        "for resnet18 images (default: 1 64 512)",
     )  # fmt: skip
     parser.add_argument("--threads", type=output.positive, help="default: as many as torch takes")
     options = parser.parse_args(argv)

@@ -1,9 +1,10 @@
 """``nmrun bench train``: whole training steps by nmrun's own loop, dense, masked and accelerated,
 and by a bare loop.
 
-Arms of a network share one process and take turns, one stretch of steps each a round: ``dense``;
-the recipe with ``trainer.acceleration=off`` (masks alone) and ``=auto`` (N:M products where they
-are right and faster), one process for each ratio; ``bare``, the same dense network, compiled alike, with torch's fused AdamW on
+Arms of a network share one process and take turns, one stretch of steps each a round: ``dense``, on
+a CPU by oneDNN where that is faster, and ``torch``, by torch's default products; the recipe with
+``trainer.acceleration=off`` (masks alone, in torch's products) and ``=auto`` (N:M products where
+they are right and faster), one process for each ratio; ``bare``, the same dense network, compiled alike, with torch's fused AdamW on
 one batch that stays where it is: what a loop of one's own could reach at best. Data is random.
 Everything else is as a user gets it.
 """
@@ -30,7 +31,8 @@ USUAL = {
     "cuda": ("gpt2", "gpt2_medium", "gpt2_large", "vit_large", "vit_huge"),
     "cpu": ("gpt_tiny", "vit_small_32"),
 }
-ARMS = ("dense", "masked", "accelerated", "bare")
+ARMS = ("dense", "torch", "masked", "accelerated", "bare")
+OFF = "trainer.acceleration=off"
 Prepared = tuple[Callable[[], None], Row]
 
 
@@ -54,7 +56,7 @@ def ours(config: Config, steps: int) -> Prepared:
             # as if a row was logged
             loop.losses, loop.logged_step = loop.losses[-1:], loop.step - 1
 
-    by_products = sum(choice.path is not None for choice in parts.accelerated)
+    by_products = sum(choice.is_sparse for choice in parts.accelerated)
     about = {
         "items": items,
         "flops": loop.cost.dense,
@@ -119,15 +121,15 @@ def measure(
     Raises:
         ConfigError: for words that are no overrides, and for a recipe that does not fit.
     """
-    dense, masked = ("recipe=dense",), (f"recipe={recipe}", f"sparsity='{ratio}'")
-    sparse = {mode: (*masked, f"trainer.acceleration={mode}") for mode in ("off", "auto")}
+    dense, sparse = ("recipe=dense",), (f"recipe={recipe}", f"sparsity='{ratio}'")
     prepared: dict[str, Prepared] = {}
     with tempfile.TemporaryDirectory() as name:
         random_text(Path(name))
         make = {
             "dense": lambda: ours(composed(Path(name), [*words, *dense]), steps),
-            "masked": lambda: ours(composed(Path(name), [*words, *sparse["off"]]), steps),
-            "accelerated": lambda: ours(composed(Path(name), [*words, *sparse["auto"]]), steps),
+            "torch": lambda: ours(composed(Path(name), [*words, *dense, OFF]), steps),
+            "masked": lambda: ours(composed(Path(name), [*words, *sparse, OFF]), steps),
+            "accelerated": lambda: ours(composed(Path(name), [*words, *sparse]), steps),
             "bare": lambda: bare(composed(Path(name), [*words, *dense]), steps),
         }
         try:
@@ -174,8 +176,7 @@ def main(argv: Sequence[str]) -> int:
         "--arms",
         nargs="+",
         choices=ARMS,
-        default=ARMS,
-        help="default: all of them; dense is always there",
+        help="default: all of them, torch on a CPU alone; dense is always there",
     )
     parser.add_argument(
         "--steps", type=output.positive, default=10, help="steps of a stretch (default: 10)"
@@ -194,6 +195,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     device = output.begin(options, parser)
     compiled = device.type == "cuda" if options.compile is None else options.compile
+    arms = options.arms or [arm for arm in ARMS if arm != "torch" or device.type == "cpu"]
     own = [f"trainer.compile={compiled}", f"trainer.device={device.type}", *options.overrides]
     rows = each(
         options.models or USUAL[device.type],
@@ -202,7 +204,7 @@ def main(argv: Sequence[str]) -> int:
             row
             for ratio in options.sparsity
             for row in measure(
-                *([*words, *own], options.recipe, ratio, options.arms),
+                *([*words, *own], options.recipe, ratio, arms),
                 *(options.steps, options.rounds, device),
             )
         ],

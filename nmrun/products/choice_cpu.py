@@ -1,4 +1,6 @@
-"""Which layers N:M products on the CPU can take, and how a layer gets them."""
+"""Which layers N:M products on the CPU can take, how a layer gets them, and which dense layers
+oneDNN can take.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import torch
 from torch import nn
 
 from nmrun.kernels import cpu_products
-from nmrun.products import convolution_cpu, layer, probe_cpu
+from nmrun.products import convolution_cpu, dense_cpu, layer, probe_cpu
 from nmrun.products.layer import Phase
 from nmrun.products.linear_cpu import Packed
 from nmrun.products.probe_cpu import Convolution, Shape
@@ -48,6 +50,17 @@ def eligible(
     return "", shape
 
 
+def dense(module: nn.Module, seen: tuple[torch.Size, torch.dtype]) -> Shape | None:
+    """The shape that can be tried by oneDNN, of a module that has no sparse weight; None where it
+    cannot."""
+    weight, (inputs, dtype) = dense_cpu.weight_of(module), seen
+    if weight is None or not dtype == weight.dtype == torch.float32 or not dense_cpu.available():
+        return None
+    rows, columns = weight.shape
+    shape = Shape(rows, columns, inputs.numel() // max(1, inputs[-1]), dtype, None)
+    return shape if shape.multiplications >= probe_cpu.SMALLEST else None
+
+
 def _is_float32(weight: SparseWeight) -> bool:
     return weight.parameter.dtype == torch.float32
 
@@ -75,5 +88,7 @@ def packed(
     sides = (shape.rows, shape.columns)
     if isinstance(shape, Convolution):
         return convolution_cpu.Packed(sides, shape.window, shape.pattern)
-    faster = bool(times[path].weight_gradient < times["dense"].weight_gradient)
-    return Packed(sides, shape.dtype, shape.pattern, faster)
+    dense = dense_cpu.best_gradient(times)
+    faster = bool(times[path].weight_gradient < times[dense].weight_gradient)
+    assert shape.pattern is not None  # of a sparse layer
+    return Packed(sides, shape.dtype, shape.pattern, faster, dense)

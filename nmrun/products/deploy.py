@@ -1,5 +1,5 @@
 """``nmrun.deploy``: the N:M weights of a trained model packed in place, each by the fastest right
-way on the machine at hand.
+way on the machine at hand, and its dense layers by oneDNN where that is faster than torch's default.
 
 A path is a layer that computes the same with a packed weight. It is tested before it is timed, on
 the weight that it gets and at the sizes that the sample brings; where the dense layer is faster,
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError
 from nmrun.kernels import cpu_products
 from nmrun.patterns import Pattern
-from nmrun.products import backends24, choice24
+from nmrun.products import backends24, choice24, probe_cpu
 from nmrun.products.acceleration import Choice
+from nmrun.products.dense_cpu import FASTER, NAME, OneDNNLinear, available
 from nmrun.products.packed_convolution import PackedConvolution, packed
 from nmrun.products.packed_linear import Linear24, PackedLinear
 from nmrun.products.sites import ConvolutionSite, Site, install, sites, watch
@@ -45,7 +46,9 @@ def deploy(model: nn.Module, sample: Any) -> list[Choice]:
     float32 becomes a :class:`~nmrun.products.packed_convolution.PackedConvolution`, 1.25 N/M of the
     bytes and 4 bytes for every 128 channels of a row; it is timed against the faster of torch's
     layouts, and wants a batch, whose images lie in the lanes. Every layer may have a pattern of its
-    own. Results differ from those of the dense layers by rounding.
+    own. Linear layers in float32 that are faster dense, or are not N:M, become
+    :class:`~nmrun.products.dense_cpu.OneDNNLinear` where that beats torch's default. Results differ
+    from those of the dense layers by rounding.
 
     Args:
         model: a trained model, plain (``handle.finalize()`` was called); set to evaluation.
@@ -54,7 +57,7 @@ def deploy(model: nn.Module, sample: Any) -> list[Choice]:
             with what they are given in it, calls of several sizes together.
 
     Returns:
-        What each weight got: a path, or None for dense, and the reason, with the times.
+        What each weight got: a path, or None for dense by torch, and the reason, with the times.
 
     Raises:
         ConfigError: where a weight is still in training, and for a sample of another kind. No
@@ -72,13 +75,13 @@ def deploy(model: nn.Module, sample: Any) -> list[Choice]:
         for site in held:
             reason, pattern = _try(site)
             choices[site.name] = Choice(site.name, None, reason)
-            if pattern is not None:
+            if site.candidates:
                 alike.setdefault((*site.alike, pattern, tuple(site.candidates)), []).append(site)
         for (*_, pattern, _), group in alike.items():
             path, told = _fastest(group)
             for site in group:
                 site.layer = None if path is None else site.candidates[path]
-                choices[site.name] = Choice(site.name, path, f"{pattern}, {told}")
+                choices[site.name] = Choice(site.name, path, f"{pattern or 'dense'}, {told}")
         for module, its in found.items():
             if any(site.layer is not None for site in its):
                 install(model, module, its)
@@ -135,24 +138,31 @@ def _of_convolution(site: ConvolutionSite) -> dict[str, Path]:
     return {"packed": lambda weight, bias: PackedConvolution(packed(weight), site.window, bias)}
 
 
+def _dense(site: Site) -> dict[str, Path]:
+    """As :func:`paths`, for what stays dense."""
+    if isinstance(site, ConvolutionSite) or site.weight.device.type != "cpu":
+        return {}
+    worth = site.weight.numel() * max(tokens for tokens, _ in site.shapes) >= probe_cpu.SMALLEST
+    if site.dtype != torch.float32 or not available() or not worth:
+        return {}
+    return {NAME: lambda _, bias: OneDNNLinear(site.weight, bias)}
+
+
 def _try(site: Site) -> tuple[str, Pattern | None]:
-    """Why a weight stays dense; or its pattern, and its right candidates at the site."""
+    """What speaks against packing a weight, and its pattern; its right candidates at the site."""
     if site.dtype is None:
         return "the sample does not call it as a layer", None
     if site.weight.dtype != site.dtype:
         return f"its weight is {site.weight.dtype}, its input {site.dtype}", None
-    pattern = pattern_of(site.rows)
-    if pattern is None:
-        return "its weight is not N:M", None
+    ways, pattern = _dense(site), pattern_of(site.rows)
+    wrong = [] if pattern else ["its weight is not N:M"]
     try:
-        ways = (
-            _of_convolution(site)
-            if isinstance(site, ConvolutionSite)
-            else paths(site.weight.device, site.dtype, pattern)
-        )
+        if isinstance(site, ConvolutionSite):
+            ways |= _of_convolution(site) if pattern else {}
+        elif pattern:
+            ways |= paths(site.weight.device, site.dtype, pattern)
     except ValueError as error:
-        return str(error), None
-    wrong = []
+        wrong.append(str(error))
     for name, make in ways.items():
         try:
             layer = make(site.weight.contiguous(), site.bias)
@@ -163,7 +173,7 @@ def _try(site: Site) -> tuple[str, Pattern | None]:
             wrong.append(f"{name}: {said}")
         else:
             site.candidates[name] = layer
-    return ("", pattern) if site.candidates else ("; ".join(wrong), None)
+    return "; ".join(wrong), pattern
 
 
 def _fault(site: Site, layer: nn.Module, shape: tuple[int, ...]) -> str:
@@ -190,10 +200,12 @@ def _fastest(alike: Sequence[Site]) -> tuple[str | None, str]:
         if shape == common:
             said = ", ".join(f"{name} {ms:.3g} ms" for name, ms in taken.items())
     best = min(site.candidates, key=lambda name: total[name])
-    ratio = min(total[name] for name in total.keys() - site.candidates.keys()) / total[best]
+    # packed has to beat all that is dense, oneDNN what torch calls, by more than noise
+    rivals = [name for name in total if name not in site.candidates or NAME == name != best]
+    ratio = min(total[name] for name in rivals) / total[best]
     calls = "" if len(site.shapes) == 1 else f" of {site.shapes.total()} calls"
     told = f"{site.about(common)}: {said} ({ratio:.2f}x{calls})"
-    return (best if ratio > 1 else None), told
+    return (best if ratio > (1 / FASTER if best == NAME else 1) else None), told
 
 
 def _input(site: Site, shape: tuple[int, ...]) -> Tensor:

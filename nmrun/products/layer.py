@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
+from nmrun.products import dense_cpu
 from nmrun.products.convolution_cpu import Packed as PackedConvolution
 from nmrun.products.linear24 import Packed as Packed24
 from nmrun.products.linear_cpu import Packed as PackedCpu
@@ -41,6 +42,7 @@ class Layer:
         mvue, fp8: see :func:`nmrun.products.simulated.linear`.
         input_weight: the weight of the input gradient, stored as the weight, or None.
         packed: what N:M products read, or None; ``uses_packed``: it is up to date.
+        onednn: products that are dense are oneDNN's.
         masked: the recipe needs no gradients of pruned weights; ``whole_gradients``: the loop does.
         active: the recipe's forward weights are not the dense ones.
     """
@@ -51,7 +53,7 @@ class Layer:
         self.fp8 = False
         self.input_weight: Tensor | None = None
         self.packed: Packed24 | PackedCpu | PackedConvolution | None = None
-        self.uses_packed = False
+        self.uses_packed = self.onednn = False
         self.masked = self.whole_gradients = False
         self.active = False
         self._looked_at, self._holds = -1, True  # the version that is_behind has seen
@@ -226,12 +228,19 @@ def _forward_of(
 
 def _linear_forward(layer: Layer, mvue: Pattern | None, fp8: bool) -> Callable[..., Tensor]:
     def forward(module: Any, x: Tensor) -> Tensor:
-        if not layer.is_on(module):
+        weight, bias = layer.matrix(module.weight), module.bias
+        other, on = None, layer.is_on(module)
+        if on:
+            packed = layer.up_to_date(module.weight)
+            if packed is not None and compute_dtype(x) == packed.dtype and x.numel():
+                return packed(x, weight, bias, mvue)
+            other = layer.matrix(layer.other_weight())
+        plain = not on or (other is None and mvue is None and not fp8)
+        if layer.onednn and plain and module is layer.module and dense_cpu.takes(module, x):
+            return dense_cpu.linear(x, weight, bias)
+        if not on:
             return type(module).forward(module, x)
-        weight, packed = layer.matrix(module.weight), layer.up_to_date(module.weight)
-        if packed is not None and compute_dtype(x) == packed.dtype and x.numel():
-            return packed(x, weight, module.bias, mvue)
-        return linear(x, weight, module.bias, layer.matrix(layer.other_weight()), mvue, fp8)
+        return linear(x, weight, bias, other, mvue, fp8)
 
     return forward
 

@@ -7,7 +7,7 @@ optimizer step. It is no part of any state dict.
     Z = X W^T       sparse
     dX = dZ V       sparse: V^T is packed too, and needs no pattern; V is W unless the recipe has
                     another
-    dW = dZ^T X     dense; the kept entries alone where the recipe masks the gradients of pruned
+    dW = dZ^T X     dense, by torch or by oneDNN; the kept entries alone where the recipe masks the gradients of pruned
                     weights; with MVUE E^T X with the N:M estimate E of dZ, sparse
 """
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from nmrun.kernels import cpu_products
 from nmrun.kernels.cpu_products import PackedMatrix
 from nmrun.patterns import Pattern
+from nmrun.products import dense_cpu
 from nmrun.products.simulated import estimate
 
 KINDS, PARTS = ("forward", "backward"), ("values", "index", "start")
@@ -35,6 +36,7 @@ class Packed(nn.Module):
         dtype: of the products, float32 or bfloat16; values and sums are float32.
         pattern: of the weight, along its inputs.
         gradient_is_faster: the sparse ways to compute the weight gradient beat the dense one.
+        dense: by what the dense one is computed, ``dense`` for torch or ``onednn``.
     """
 
     def __init__(
@@ -43,10 +45,11 @@ class Packed(nn.Module):
         dtype: torch.dtype,
         pattern: Pattern,
         gradient_is_faster: bool = False,
+        dense: str = "dense",
     ) -> None:
         super().__init__()
         self.shape, self.dtype, self.pattern = shape, dtype, pattern
-        self.gradient_is_faster, self.gradient = gradient_is_faster, "dense"
+        self.gradient_is_faster, self.dense, self.gradient = gradient_is_faster, dense, dense
         rows, columns = shape
         whole, rest = divmod(columns, pattern.m)
         self.full = rows * (whole * pattern.n + min(rest, pattern.n))  # where no kept weight is 0
@@ -76,7 +79,7 @@ class Packed(nn.Module):
         else:  # stored as (inputs, outputs)
             cpu_products.pack(weight.detach().t().contiguous(), backward, forward)
         sampled = masked and self.gradient_is_faster and forward.count == self.full
-        self.gradient = "sampled" if sampled else "dense"
+        self.gradient = "sampled" if sampled else self.dense
 
     def _matrix(self, kind: str) -> PackedMatrix:
         rows, columns = self.shape if kind == "forward" else reversed(self.shape)
@@ -104,7 +107,7 @@ def linear_cpu(
     gradient: str,
 ) -> Tensor:  # fmt: skip
     """``x W^T + bias``, (tokens, outputs); ``gradient`` is how dW is computed: ``dense``,
-    ``sampled``, or ``dense N:M`` and ``sparse N:M`` of an estimate."""
+    ``onednn``, ``sampled``, or ``dense N:M`` and ``sparse N:M`` of an estimate."""
     return cpu_products.multiply(
         x, PackedMatrix.of(forward, weight.shape[0], weight.shape[1]), bias
     )
@@ -156,6 +159,8 @@ def weight_gradient(dz: Tensor, x: Tensor, forward: list[Tensor], gradient: str)
     """dW (outputs, inputs) as ``gradient`` of :func:`linear_cpu` says."""
     if gradient == "sampled":
         return sampled_cpu(dz, x, forward)
+    if gradient == dense_cpu.NAME:
+        return dense_cpu.product(dz.t(), x.t())
     how, _, pattern = gradient.partition(" ")
     if pattern:
         mvue = Pattern.parse(pattern)

@@ -1,5 +1,5 @@
-"""Whether N:M products are right and faster than dense ones for a layer on this processor: tested
-and timed once a shape, and remembered on disk.
+"""Whether N:M products are right and faster than dense ones for a layer on this processor, and
+whether dense ones are by oneDNN: tested and timed once a shape, and remembered on disk.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,33 +19,35 @@ from torch.nn import functional
 
 from nmrun.kernels.cpu_convolution import Window
 from nmrun.patterns import Pattern
-from nmrun.products import convolution_cpu, linear_cpu
+from nmrun.products import convolution_cpu, dense_cpu, linear_cpu
 from nmrun.products.backends24 import fault
 from nmrun.products.linear_cpu import Packed
 from nmrun.products.simulated import estimate
 from nmrun.products.times import Times, recall, remember
 from nmrun.sparsity.masks import hard_threshold
 
-FILE, PATHS = "probe_cpu.json", ("dense", "packed")
+FILE = "probe_cpu.json"
 DTYPES = (torch.float32, torch.bfloat16)
 # multiplications of one product below which a layer is left alone: some 0.2 ms, where what
 # Python does around an operator eats the gain
 SMALLEST = 1 << 24
 ROUNDS = 9
+ENOUGH = 1.0  # seconds of one product's rounds after which three are enough
 
 
 @dataclass(frozen=True)
 class Shape:
     """A linear layer in training: rows = outputs, columns = inputs, tokens of one micro-batch.
 
-    ``mvue``: the pattern of an estimate of the output's gradient along the tokens, or None.
+    ``pattern``: None for a layer that is always dense. ``mvue``: the pattern of an estimate of the
+    output's gradient along the tokens, or None.
     """
 
     rows: int
     columns: int
     tokens: int
     dtype: torch.dtype
-    pattern: Pattern
+    pattern: Pattern | None
     mvue: Pattern | None = None
 
     @property
@@ -52,10 +55,20 @@ class Shape:
         """Of a dense product."""
         return self.rows * self.columns * self.tokens
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """What is tried."""
+        sparse = ("packed",) if self.pattern else ()
+        plain = self.dtype == torch.float32 and self.mvue is None
+        dense = (dense_cpu.NAME,) if plain and dense_cpu.available() else ()
+        return ("dense", *dense, *sparse)
+
     def __str__(self) -> str:
-        kinds = f" mvue {self.mvue}" if self.mvue else ""
+        kinds = (f" {self.pattern}" if self.pattern else "") + (
+            f" mvue {self.mvue}" if self.mvue else ""
+        )
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.columns} to {self.rows}, {self.tokens} tokens, {dtype} {self.pattern}{kinds}"
+        return f"{self.columns} to {self.rows}, {self.tokens} tokens, {dtype}{kinds}"
 
 
 @dataclass(frozen=True)
@@ -70,6 +83,7 @@ class Convolution:
     pattern: Pattern
     channels_last: bool
     dtype: torch.dtype = torch.float32
+    paths: ClassVar[tuple[str, ...]] = ("dense", "packed")
 
     @property
     def multiplications(self) -> int:
@@ -92,10 +106,10 @@ class Convolution:
 
 
 def probe(shape: Shape | Convolution) -> dict[str, Times]:
-    """The times of the layer as ``"dense"`` and as ``"packed"``; from the disk if they are known
-    there for this processor and this number of threads."""
+    """The times of the layer by every path that is tried; from the disk if they are known there for
+    this processor and this number of threads."""
     machine = _machine()
-    if (known := recall(FILE, machine, str(shape), PATHS)) is not None:
+    if (known := recall(FILE, machine, str(shape), shape.paths)) is not None:
         return known
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         found = measure(shape)
@@ -104,7 +118,7 @@ def probe(shape: Shape | Convolution) -> dict[str, Times]:
 
 
 def measure(shape: Shape | Convolution) -> dict[str, Times]:
-    """The same, always measured: medians of :data:`ROUNDS` rounds in which both take turns."""
+    """The same, always measured: medians of :data:`ROUNDS` rounds in which all take turns."""
     return _of_convolution(shape) if isinstance(shape, Convolution) else _of_linear(shape)
 
 
@@ -150,21 +164,59 @@ def _of_linear(shape: Shape) -> dict[str, Times]:
     sizes = ((shape.rows, shape.columns), (shape.tokens, shape.columns),
              (shape.tokens, shape.rows), (shape.rows,))  # fmt: skip
     weight, x, dz, bias = (torch.randn(*size, generator=generator) for size in sizes)
-    weight = hard_threshold(weight, shape.pattern, 1).contiguous()
-    packed = Packed((shape.rows, shape.columns), shape.dtype, shape.pattern)
-    packed.write(weight, None)
+    if shape.pattern is not None:
+        weight = hard_threshold(weight, shape.pattern, 1).contiguous()
+    low, x, dz, low_bias = (t.to(shape.dtype) for t in (weight, x, dz, bias))
+    estimated = dz if shape.mvue is None else estimate(dz, shape.mvue, generator)
+    # forward product, input gradient and weight gradient by each path
+    calls: dict[str, tuple[Callable[[], Tensor], ...]] = {
+        "dense": (
+            lambda: functional.linear(x, low, low_bias),
+            lambda: dz @ low,
+            lambda: estimated.t() @ x,
+        )
+    }
+    exact = [
+        functional.linear(x.float(), weight, bias),
+        dz.float() @ weight,
+        estimated.float().t() @ x.float(),
+    ]
+    expected, pack = {"dense": exact}, 0.0
+    if dense_cpu.NAME in shape.paths:
+        expected[dense_cpu.NAME] = exact
+        calls[dense_cpu.NAME] = (
+            lambda: dense_cpu.product(x, weight, bias),
+            lambda: dense_cpu.product(dz, weight.t()),
+            lambda: dense_cpu.product(dz.t(), x.t()),
+        )
+    if shape.pattern is not None:
+        packed = Packed((shape.rows, shape.columns), shape.dtype, shape.pattern)
+        packed.write(weight, None)
+        calls["packed"] = _packed(packed, shape, weight, x, dz, bias, estimated)
+        kept = exact[2] if shape.mvue else exact[2] * (weight != 0)
+        expected["packed"] = [*exact[:2], kept]
+        _, pack = _side_by_side(lambda: None, lambda: packed.write(weight, None))
+    wrong = {
+        name: next(filter(None, map(fault, of, expected[name])), "")
+        for name, of in calls.items()
+        if name != "dense"
+    }
+    found = {name: Times(wrong=said) for name, said in wrong.items() if said}
+    right = [name for name in calls if name not in found]
+    forward, dx, dw = (_side_by_side(*(calls[name][i] for name in right)) for i in range(3))
+    for name, *taken in zip(right, forward, dx, dw, strict=True):
+        found[name] = Times(pack if name == "packed" else 0.0, taken[0], taken[1], taken[2])
+    return found
+
+
+def _packed(
+    packed: Packed, shape: Shape, weight: Tensor, x: Tensor, dz: Tensor, bias: Tensor,
+    estimated: Tensor,
+) -> tuple[Callable[[], Tensor], ...]:  # fmt: skip
     forward, backward = (
         [getattr(packed, f"{kind}_{part}") for part in linear_cpu.PARTS]
         for kind in linear_cpu.KINDS
     )
-    low, x, dz = (t.to(shape.dtype) for t in (weight, x, dz))
-    estimated = dz if shape.mvue is None else estimate(dz, shape.mvue, generator)
-
-    def z() -> Tensor:
-        return linear_cpu.linear_cpu(x, weight, bias, forward, backward, "dense")
-
-    def dx() -> Tensor:
-        return linear_cpu.multiply_cpu(dz, backward, shape.columns)
 
     def dw() -> Tensor:
         if shape.mvue is not None:
@@ -172,32 +224,20 @@ def _of_linear(shape: Shape) -> dict[str, Times]:
             return linear_cpu.estimated_cpu(estimated, x, groups)
         return linear_cpu.sampled_cpu(dz, x, forward)
 
-    dense_z = functional.linear(x.float(), weight, bias)
-    dense_dw = estimated.float().t() @ x.float()
-    if shape.mvue is None:
-        dense_dw = dense_dw * (weight != 0)
-    wrong = fault(z, dense_z) or fault(dx, dz.float() @ weight) or fault(dw, dense_dw)
-    if wrong:
-        return {"dense": Times(), "packed": Times(wrong=wrong)}
-    calls: list[tuple[Callable[[], object], Callable[[], object]]] = [
-        (lambda: functional.linear(x, low, bias.to(shape.dtype)), z),
-        (lambda: dz @ low, dx),
-        (lambda: estimated.t() @ x, dw),
-        (lambda: None, lambda: packed.write(weight, None)),
-    ]
-    (z_dense, z_packed), (dx_dense, dx_packed), (dw_dense, dw_packed), (_, pack) = (
-        _side_by_side(*pair) for pair in calls
+    return (
+        lambda: linear_cpu.linear_cpu(x, weight, bias, forward, backward, "dense"),
+        lambda: linear_cpu.multiply_cpu(dz, backward, shape.columns),
+        dw,
     )
-    return {
-        "dense": Times(0.0, z_dense, dx_dense, dw_dense),
-        "packed": Times(pack, z_packed, dx_packed, dw_packed),
-    }
 
 
 def _side_by_side(*calls: Callable[[], object]) -> list[float]:
     """The median milliseconds of each call."""
     taken: list[list[float]] = [[] for _ in calls]
-    for _ in range(ROUNDS + 1):
+    began = time.perf_counter()
+    for done in range(ROUNDS + 1):
+        if done > 3 and time.perf_counter() - began > ENOUGH:
+            break
         for call, times in zip(calls, taken, strict=True):
             begin = time.perf_counter()
             call()

@@ -15,8 +15,8 @@ from nmrun.kernels.compiled import cache_folder
 @dataclass(frozen=True)
 class Times:
     """Milliseconds of the products of one micro-batch, and of packing the weight, once per
-    optimizer step. ``wrong``: why this path cannot be used. The weight gradient is looked at with
-    ``mvue`` only; packing its operand is part of it."""
+    optimizer step. ``wrong``: why this path cannot be used. Packing the operand of the weight
+    gradient, with ``mvue``, is part of that."""
 
     pack: float = 0.0
     forward: float = 0.0
@@ -27,6 +27,11 @@ class Times:
     def step(self, accumulate: int) -> float:
         """What the products with the weight take for one of ``accumulate`` micro-batches."""
         return self.pack / accumulate + self.forward + self.input_gradient
+
+    @property
+    def dense(self) -> float:
+        """What the three products of a dense layer take."""
+        return self.forward + self.input_gradient + self.weight_gradient
 
 
 def recall(file: str, machine: str, shape: str, paths: Collection[str]) -> dict[str, Times] | None:

@@ -59,13 +59,12 @@ def lines(config: Config, parts: Parts) -> list[str]:
             f"  FLOPs of the training as planned: {_short(items * cost.dense)} dense, {_short(arithmetic)} without the zeros, "
             f"{_short(hardware)} on 2:4 tensor cores"
         )
-        said += [f"  {line}" for line in acceleration.lines(parts.accelerated)]
     else:
         said.append(
             f"  {total:,} parameters; FLOPs an item: inference {_short(cost.forward)}, training {_short(cost.dense)}"
         )
         said.append(f"  FLOPs of the training: {_short(items * cost.dense)}")
-    return said
+    return said + [f"  {line}" for line in acceleration.lines(parts.accelerated)]
 
 
 Row = tuple[str, str, tuple[int, ...], str]  # sparse or dense, name, shape, pattern or reason

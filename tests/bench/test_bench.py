@@ -22,6 +22,7 @@ from nmrun import bench, models
 from nmrun.bench import (
     arms,
     infer,
+    infer_cpu,
     layer,
     machine,
     masks,
@@ -592,6 +593,23 @@ def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ]
     assert all("wrong" not in row and row["ms"] > 0 for row in rows)
     assert all(row["layers"].endswith(" of 5") for row in rows if row["arm"] == "packed")
+
+
+@pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
+@pytest.mark.parametrize(("name", "inputs"), [("gpt2", (5, 1)), ("gpt2_prompt", (1, 5))])
+def test_infer_of_a_small_gpt2(
+    name: str, inputs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    small = partial(infer_cpu.Decoder, n_layer=2, n_embd=32, n_head=2)
+    monkeypatch.setattr(infer_cpu, "Decoder", small)
+    x, model = infer_cpu.example(name, 5), infer_cpu.network(name)
+    assert x.shape == inputs
+    assert model(x).shape == (inputs[0], 1, 50257)
+    rows = infer_cpu.measure(name, Pattern(1, 4), 5, 2)
+    assert [row["arm"] for row in rows] == ["torch", "onednn", "packed"]
+    assert not any("wrong" in row for row in rows)
+    assert rows[-1]["layers"].endswith("of 9")  # four a block, and the tied head
 
 
 @pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")

@@ -65,7 +65,7 @@ def train(kind: str) -> dict[str, Any]:
         name.removeprefix("module."): getattr(p, "full_tensor", lambda p=p: p)().detach().clone()
         for name, p in model.named_parameters()
     }
-    return {"choices": [(c.name, c.path, c.reason) for c in choices], "losses": losses,
+    return {"choices": [(c.name, c.path, c.reason) for c in choices if c.is_sparse], "losses": losses,
             "weights": weights, "writes": writes[0]}  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import nmrun
 from nmrun.errors import ConfigError
 from nmrun.kernels import compiled, cpu_products
 from nmrun.patterns import Pattern
+from nmrun.products import dense_cpu
 from nmrun.products import deploy as deploying
 from nmrun.products.packed_linear import PackedAttention, PackedLinear
 from nmrun.sparsity import nm_mask
@@ -249,6 +250,39 @@ def test_dense_is_kept_where_it_is_faster_or_where_packed_is_wrong(
     assert [c.path for c in choices] == [None, None]
     assert {c.reason for c in choices} == {"packed: WRONG results"}
     assert list(model) == layers
+
+
+@needs_compiler
+@pytest.mark.skipif(not dense_cpu.available(), reason="torch has no oneDNN here")
+@pytest.mark.parametrize(
+    ("onednn", "packed", "expected"),
+    [
+        (0.5, 0.7, ["onednn", "onednn"]),
+        (0.5, 0.3, ["packed", "onednn"]),
+        (0.98, 0.99, [None, None]),  # as far apart as two probes
+        (1.2, 0.9, ["packed", None]),
+    ],
+)
+def test_what_is_dense_is_computed_by_the_faster_library(
+    onednn: float, packed: float, expected: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took = {"dense": 1.0, "onednn": onednn, "packed": packed}
+    monkeypatch.setattr(deploying, "milliseconds", lambda calls, _: {n: took[n] for n in calls})
+    monkeypatch.setattr("nmrun.products.probe_cpu.SMALLEST", 1)
+    torch.manual_seed(0)
+    model = nn.Sequential(prune(nn.Linear(40, 50), "1:4"), nn.ReLU(), nn.Linear(50, 30, bias=False))
+    x = torch.randn(2, 3, 40)
+    wanted, keys = model(x), set(model.state_dict())
+    choices = nmrun.deploy(model, x)
+    assert [c.path for c in choices] == expected
+    assert "dense, 6 tokens: dense 1 ms, onednn" in choices[1].reason
+    again = pickle.loads(pickle.dumps(model))
+    for made in (model, copy.deepcopy(model), again):
+        torch.testing.assert_close(made(x), wanted, rtol=1e-5, atol=1e-5)
+    if "packed" not in expected:
+        assert set(model.state_dict()) == keys
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(x).float(), wanted, rtol=0.05, atol=0.05)
 
 
 def test_without_a_compiler_all_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:

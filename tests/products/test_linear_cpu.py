@@ -320,7 +320,7 @@ def test_without_a_compiler_it_says_what_is_missing(monkeypatch: pytest.MonkeyPa
 def test_measured_once_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = probe_cpu.Shape(64, 36, 70, torch.float32, Pattern(2, 4))
     first = probe_cpu.probe(shape)
-    assert set(first) == {"dense", "packed"}
+    assert set(first) == {"dense", "onednn", "packed"}
     assert not first["packed"].wrong
     monkeypatch.setattr(probe_cpu, "measure", lambda shape: pytest.fail("measured again"))
     assert probe_cpu.probe(shape) == first
