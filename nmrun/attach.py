@@ -253,8 +253,13 @@ def _install_products(
                 f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called"
             )
     if input_gradient == "double_prune":
-        has_own = rule.transposable or any(weight.dependents for weight in sparse)
-        exact = layer.prune_again(sparse, rule.name, has_own)
+        if rule.transposable or any(weight.dependents for weight in sparse):
+            raise ConfigError(
+                f"{rule.name} makes the input gradient N:M by itself: double pruning is for other recipes"
+            )
+        exact = layer.prune_again(sparse)
+        if len(exact) == len(sparse):
+            raise ConfigError("double pruning needs a layer whose outputs are a multiple of M")
         if exact:
             rule.events.append(
                 f"double pruning does not apply to {', '.join(exact)}: their input gradient is exact"

@@ -206,7 +206,9 @@ def test_a_state_from_a_training_without_nmrun_begins_at_once() -> None:
     nmrun.sparsity.check_nm(model[0].weight, "2:4")
 
 
-@pytest.mark.parametrize("recipe", [n for n in SPARSE if n not in (*SCORED, "bi_mask", "t_sr_ste")])
+@pytest.mark.parametrize(
+    "recipe", [n for n in SPARSE if n not in (*SCORED, "bi_mask", "t_sr_ste", "proxsparse")]
+)
 def test_one_dense_copy_while_sparse_and_none_while_dense(recipe: str) -> None:
     model, optimizer, handle = start(recipe)
     sizes = [128, 64]

@@ -161,6 +161,7 @@ def in_shards(folder: Path) -> dict[Any, dict[str, Tensor]]:
         ("bi_mask", {}),
         ("lbc", {}),
         ("maskllm", {}),
+        ("slope", {}),
         ("asp", {"permute": True}),
         ("sr_ste", {"input_gradient": "transposable"}),
         ("sr_ste", {"input_gradient": "double_prune"}),

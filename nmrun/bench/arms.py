@@ -146,5 +146,8 @@ ARMS: dict[str, Attach] = {
     "bi_mask_search": _recipe("bi_mask", interval=1),
     "lbc": _recipe("lbc", total_steps=10**9),  # while candidates are left
     "maskllm": _recipe("maskllm", total_steps=10**9, dense=0.0),  # while masks are learned
+    "slope": _recipe("slope"),
+    "ast": _recipe("ast", total_steps=10**9),  # with a search for masks in one of ten steps
+    "proxsparse": _recipe("proxsparse", total_steps=10**9, dense=0.0),  # while masks are learned
     "sr_ste_argsort": _argsort,
 }

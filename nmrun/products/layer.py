@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.products import dense_cpu
 from nmrun.products.convolution_cpu import Packed as PackedConvolution
@@ -154,25 +153,16 @@ def install(
     return left_alone
 
 
-def prune_again(weights: Sequence[SparseWeight], recipe: str, has_own: bool) -> list[str]:
+def prune_again(weights: Sequence[SparseWeight]) -> list[str]:
     """Double pruning: an ``input_weight`` for every layer, N:M along the outputs as well.
 
     Args:
         weights: all sparse weights.
-        recipe: its name, for the message.
-        has_own: whether it sees to the input gradient itself.
 
     Returns:
         The names of layers that cannot have one: grouped convolutions, outputs that M does not
         divide, and what :func:`install` leaves alone.
-
-    Raises:
-        ConfigError: for a recipe that has its own, and where no layer can have one.
     """
-    if has_own:
-        raise ConfigError(
-            f"{recipe} makes the input gradient N:M by itself: double pruning is for other recipes"
-        )
     left_alone = []
     for weight in weights:
         grouped = getattr(weight.module, "groups", 1) > 1
@@ -181,8 +171,6 @@ def prune_again(weights: Sequence[SparseWeight], recipe: str, has_own: bool) -> 
         else:
             weight.dependents.append(weight.layer.prune_again)
             weight.layer.keep_input_weight()
-    if len(left_alone) == len(weights):
-        raise ConfigError("double pruning needs a layer whose number of outputs is a multiple of M")
     return left_alone
 
 

@@ -38,6 +38,9 @@ RECIPES = {
     "decay_structure": "nmrun.recipes.sdgf.DecayStructure",
     "lbc": "nmrun.recipes.lbc.LBC",
     "maskllm": "nmrun.recipes.maskllm.MaskLLM",
+    "slope": "nmrun.recipes.slope.SLoPe",
+    "ast": "nmrun.recipes.ast.AST",
+    "proxsparse": "nmrun.recipes.proxsparse.ProxSparse",
 }
 
 

@@ -127,10 +127,12 @@ PER_WEIGHT = {
     "t_sr_ste": 4 + 1,
     "lbc": 4 + 1 + 1.5 * (4 + 1),  # six scores for four weights, and which of them are left
     "maskllm": 4 + 1.5 * (4 + 4),  # six logits for four weights, and their softmax
+    "ast": 4 + 1,
+    "proxsparse": 4 + 1 + 4,  # the mask, and the weights of before
 }
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "bi_mask"])
+@pytest.mark.parametrize("recipe", [n for n in RECIPES if n not in ("bi_mask", "slope")])
 def test_memory(recipe: str) -> None:
     """All that is kept for the weights lies in the optimizer's state, and it is no more than said."""
     model, optimizer, handle = start(recipe)

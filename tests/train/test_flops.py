@@ -191,6 +191,9 @@ SCHEDULES: dict[
     ),
     "lbc": ({"t_f": 0.5}, [(10, DENSE), (10, MASKED)]),
     "maskllm": ({}, [(20, DENSE)]),
+    "slope": ({}, [(20, MASKED)]),
+    "ast": ({}, [(20, STE)]),
+    "proxsparse": ({}, [(20, DENSE)]),
 }
 
 

@@ -1,0 +1,68 @@
+"""SLoPe: a mask that stays from the first step on, and double pruning (Mozaffari et al. 2024, arXiv
+2405.16325).
+
+The mask is chosen once, on the initial weights; pruned weights are 0 and stay 0, so the weight's
+gradient is masked. The input gradient ``dX = dZ W`` sums over the outputs: there the masked weight
+is pruned once more, to N:M along the outputs, by magnitude after every step. So all three products
+have an N:M operand or result and no mask is searched for in training. Not here: the paper's low-rank
+adapters of the last 1 % of the steps, ``W x + L (R x)``. They are new parameters of the network, and
+a recipe of nmrun adds none: the result stays a plain N:M network. The paper's figures without
+adapters (rank 0) are those to compare with. When to use: long pre-training where the cost of a step
+counts. Cost: STE's without the mask search, and a second mask a step.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from nmrun.products import layer
+from nmrun.ranges import one_of
+from nmrun.recipes.base import Recipe
+from nmrun.recipes.periodic import keep_mask
+from nmrun.rule import Rule
+from nmrun.sparsity.masks import nm_mask
+from nmrun.sparsity.weight import SparseWeight
+
+
+@dataclass
+class SLoPe(Recipe):
+    """A static mask with double pruning, without adapters.
+
+    Args:
+        mask: the ``largest`` initial weights, as in the authors' code, or ``random`` ones, drawn from
+            the weight's name alone.
+
+    Grouped convolutions, outputs that M does not divide and what ``layer.install`` leaves alone keep
+    the exact input gradient.
+    """
+
+    name: ClassVar[str] = "slope"
+
+    mask: Annotated[str, one_of("largest", "random")] = "largest"
+
+    @property
+    def looks_across_rows(self) -> bool:
+        return True
+
+    def choose(self, weight: SparseWeight) -> Tensor:
+        scores = weight.dense
+        if self.mask == "random":
+            generator = torch.Generator().manual_seed(zlib.crc32(weight.name.encode()))
+            scores = torch.rand(weight.shape, generator=generator).to(scores.device)
+        return nm_mask(scores, weight.pattern, weight.dim)
+
+    def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        for weight in weights:
+            keep_mask(weight, self.choose(weight))
+            weight.dense.masked_fill_(~weight["mask"], 0.0)
+        if exact := layer.prune_again(weights):
+            self.events.append(f"SLoPe leaves the input gradient exact at {', '.join(exact)}")
+
+    def rule(self, weight: SparseWeight) -> Rule:
+        return Rule(mask=weight["mask"], pruned_gradient_factor=0.0)

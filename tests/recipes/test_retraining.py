@@ -1,0 +1,246 @@
+"""SLoPe, AST and ProxSparse against loops written by hand, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from reference import LR, SPARSE, TOTAL, Weights, data, loss, top
+from test_recipes import Net
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.sparsity.proximal import proximal
+
+
+def step(model: Net, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
+    for x, y in batches:
+        ((model(x) - y).square().mean() / len(batches)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# --- SLoPe ----------------------------------------------------------------------------------------
+
+
+class DoublePruned(torch.autograd.Function):
+    """x W^T; the input's gradient by W pruned once more along the outputs, the weight's masked."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w, mask)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, w, mask = ctx.saved_tensors
+        again = w * top(w.T.contiguous(), 2, 4).T
+        return gradient @ again, gradient.T @ x * mask, None
+
+
+def test_slope_prunes_twice() -> None:
+    """The algorithm: a mask from the initial weights, masked gradients, double-pruned input gradients."""
+    model = Net()
+    weights = [w.clone() for w in model.used]
+    masks = {i: top(weights[i], 2, 4) for i in SPARSE}
+    weights = [w * masks[i] if i in SPARSE else w for i, w in enumerate(weights)]
+    optimizer = torch.optim.SGD(model.parameters(), LR, weight_decay=0.1)
+    handle = nmrun.sparsify(model, optimizer, "slope", "2:4")
+    batches = data(1)
+    for t in range(TOTAL):
+        torch.testing.assert_close(model.used, weights, rtol=1e-9, atol=1e-12)
+        x, y = batches(t)[0]
+        leaves = [w.clone().requires_grad_() for w in weights]
+        hidden = torch.tanh(DoublePruned.apply(x, leaves[0], masks[0]) + leaves[1])
+        out = DoublePruned.apply(hidden, leaves[2], masks[2]) + leaves[3]
+        grads = torch.autograd.grad((out - y).square().mean(), leaves)
+        weights = [w - LR * (g + 0.1 * w) for w, g in zip(weights, grads, strict=True)]
+        step(model, optimizer, batches(t))
+    handle.finalize()
+    torch.testing.assert_close(model.used, weights, rtol=1e-9, atol=1e-12)
+
+
+def test_slope_draws_the_same_random_masks_for_all_seeds() -> None:
+    masks = []
+    for seed in (0, 1):
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+        torch.manual_seed(seed)
+        nn.init.normal_(model[0].weight)
+        largest = nmrun.sparsity.nm_mask(model[0].weight, "2:4", 1)
+        before = torch.get_rng_state()
+        optimizer = torch.optim.SGD(model.parameters(), LR)
+        handle = nmrun.sparsify(model, optimizer, "slope", "2:4", mask="random")
+        assert torch.equal(torch.get_rng_state(), before)
+        masks.append([weight["mask"] for weight in handle.sparse])
+        nmrun.sparsity.check_nm(model, "2:4")
+    assert all(map(torch.equal, *masks))
+    assert not torch.equal(masks[0][0], masks[0][1])
+    assert not torch.equal(masks[1][0], largest)
+
+
+def test_slope_says_where_the_input_gradient_is_exact() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
+    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), LR), "slope", "2:4")
+    assert handle.pop_events() == ["SLoPe leaves the input gradient exact at 1.weight"]
+    assert len(handle.sparse) == 2
+
+
+def test_slope_prunes_twice_by_itself() -> None:
+    model = Net()
+    with pytest.raises(ValueError, match="slope makes the input gradient N:M by itself"):
+        nmrun.sparsify(
+            model,
+            torch.optim.SGD(model.parameters(), LR),
+            "slope",
+            "2:4",
+            input_gradient="double_prune",
+        )
+
+
+# --- AST ------------------------------------------------------------------------------------------
+
+
+class AdaptiveSparseTrainer:
+    """The authors' AdamW (``adamw.py``) for the two sparse weights and plain AdamW for the biases,
+    in loops over plain tensors. Masks change after steps 1, ..., by ``interval``."""
+
+    def __init__(
+        self, weights: Weights, decay: float, rise: int, interval: int, wd: float, decoupled: bool
+    ) -> None:
+        self.weights = [w.clone() for w in weights]
+        self.decay, self.rise, self.interval, self.wd = decay, rise, interval, wd
+        self.decoupled = decoupled
+        self.m = [torch.zeros_like(w) for w in weights]
+        self.v = [torch.zeros_like(w) for w in weights]
+        self.masks = {i: top(weights[i], 2, 4) for i in SPARSE}
+        self.t = 0
+
+    @property
+    def used(self) -> Weights:
+        return [w * self.masks[i] if i in SPARSE else w for i, w in enumerate(self.weights)]
+
+    def step(self, batches: list[Any]) -> None:
+        leaves = [w.clone().requires_grad_() for w in self.used]
+        total = sum(loss(leaves, x, y) for x, y in batches) / len(batches)
+        grads = torch.autograd.grad(total, leaves)
+        factor = self.decay * self.t / self.rise if self.t < self.rise else self.decay
+        self.t += 1
+        for i, g in enumerate(grads):
+            w = self.weights[i]
+            if self.decoupled:
+                w = w * (1 - LR * self.wd)
+            else:
+                g = g + self.wd * w
+            self.m[i] = 0.9 * self.m[i] + 0.1 * g
+            if i in SPARSE:
+                update = self.m[i] + factor * (1 - self.masks[i]) * w
+                self.v[i] = 0.999 * self.v[i] + 0.001 * update**2
+            else:
+                update = self.m[i]
+                self.v[i] = 0.999 * self.v[i] + 0.001 * g**2
+            root = (self.v[i] / (1 - 0.999**self.t)).sqrt() + 1e-8
+            self.weights[i] = w - LR / (1 - 0.9**self.t) * update / root
+        if self.t % self.interval == 0:
+            self.masks = {i: top(self.weights[i], 2, 4) for i in SPARSE}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, nmrun.optim.AdamW])
+@pytest.mark.parametrize(("rise", "interval"), [(0.5, 3), (0.0, 1)])
+def test_ast_is_the_authors_adamw(kind: Any, rise: float, interval: int) -> None:
+    model = Net()
+    hand = AdaptiveSparseTrainer(
+        model.used, 0.3, round(rise * TOTAL), interval, 0.2, kind is not torch.optim.Adam
+    )
+    optimizer = kind(model.parameters(), LR, weight_decay=0.2)
+    handle = nmrun.sparsify(
+        model, optimizer, "ast", "2:4", TOTAL, decay=0.3, rise=rise, interval=interval
+    )
+    batches = data(2)
+    for t in range(TOTAL):
+        torch.testing.assert_close(model.used, hand.used, rtol=1e-8, atol=1e-10)
+        expected = 0.3 * min(1.0, t / (rise * TOTAL)) if rise else 0.3
+        assert handle.metrics()["ast/decay"] == pytest.approx(expected)
+        step(model, optimizer, batches(t))
+        hand.step(batches(t))
+    handle.finalize()
+    torch.testing.assert_close(model.used, hand.used, rtol=1e-8, atol=1e-10)
+
+
+def test_ast_decays_pruned_weights_without_momentum() -> None:
+    """Where the gradients are 0 the first moments stay 0, and pruned weights alone move."""
+    model = Net()
+    optimizer = nmrun.optim.AdamW(model.parameters(), 1e-4, weight_decay=0.0)
+    handle = nmrun.sparsify(model, optimizer, "ast", "2:4", TOTAL, decay=0.3, rise=0.0)
+    before = [weight.dense.clone() for weight in handle.sparse]
+    for _ in range(3):
+        for weight in handle.sparse:
+            weight.parameter.grad = torch.zeros_like(weight.parameter)
+        optimizer.step()
+    for weight, w in zip(handle.sparse, before, strict=True):
+        mask = top(w, 2, 4).bool()
+        assert not optimizer.state[weight.parameter]["exp_avg"].any()
+        assert torch.equal(weight.dense[mask], w[mask])
+        assert (weight.dense[~mask].abs() < w[~mask].abs()).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, LR),
+        lambda p: torch.optim.AdamW(p, LR, amsgrad=True),
+        lambda p: torch.optim.AdamW(p, LR, maximize=True),
+    ],
+)
+def test_ast_names_the_optimizer_it_needs(make: Any) -> None:
+    model = Net()
+    before = model.used
+    with pytest.raises(ValueError, match="it takes Adam or AdamW, without amsgrad"):
+        nmrun.sparsify(model, make(model.parameters()), "ast", "2:4", TOTAL)
+    assert all(map(torch.equal, model.used, before))
+
+
+# --- ProxSparse -----------------------------------------------------------------------------------
+
+
+def test_proxsparse_learns_masks_and_gives_the_weights_back() -> None:
+    """Half the steps plain, half with proximal steps on the two weights alone; in the end the old
+    values under the masks of the moved ones."""
+    model, half, lr = Net(), TOTAL // 2, 1.0
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    handle = nmrun.sparsify(model, optimizer, "proxsparse", "2:4", TOTAL, strength=0.4)
+    weights, batches = [w.clone() for w in model.used], data(1)
+    original: Weights = []
+    for t in range(TOTAL):
+        assert handle.phase == ("dense" if t < half else "transition")
+        torch.testing.assert_close(model.used, weights, rtol=1e-9, atol=1e-12)
+        leaves = [w.clone().requires_grad_() for w in weights]
+        grads = torch.autograd.grad(loss(leaves, *batches(t)[0]), leaves)
+        if t == half:
+            original = [w.clone() for w in weights]
+        for i, g in enumerate(grads):
+            if t < half or i in SPARSE:
+                weights[i] = weights[i] - lr * g
+            if t >= half and i in SPARSE:
+                weights[i] = proximal(weights[i], nmrun.Pattern(2, 4), 1, 0.4)
+        step(model, optimizer, batches(t))
+        if half <= t < TOTAL - 1:  # evaluated as if it ended now
+            with handle.evaluation_weights():
+                for i, w in zip(SPARSE, (model[0].weight, model[2].weight), strict=True):
+                    torch.testing.assert_close(w.detach(), original[i] * top(weights[i], 2, 4))
+    final = [
+        original[i] * top(w, 2, 4) if i in SPARSE else original[i] for i, w in enumerate(weights)
+    ]
+    assert handle.phase == "sparse"
+    torch.testing.assert_close(model.used, final, rtol=1e-9, atol=1e-12)
+    assert not torch.equal(
+        top(weights[0], 2, 4), top(original[0], 2, 4)
+    )  # it has learned something
+    handle.finalize()
+    nmrun.sparsity.check_nm(model, "2:4")
+
+
+def test_proxsparse_refuses_large_groups() -> None:
+    model = nn.Sequential(nn.Linear(32, 8))
+    with pytest.raises(ValueError, match="proximal steps are for groups of 8 at most"):
+        nmrun.sparsify(model, torch.optim.SGD(model.parameters(), LR), "proxsparse", "2:16", 10)

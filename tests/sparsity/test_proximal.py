@@ -1,0 +1,80 @@
+"""The proximal operator against minimisation by brute force: a fine grid, and descents from many
+starts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from nmrun.patterns import Pattern
+from nmrun.sparsity.proximal import proximal
+
+
+def objective(w: Tensor, z: Tensor, n: int, strength: float) -> Tensor:
+    """1/2 ||w - z||^2 + strength * the sum of products of N + 1 magnitudes, of each row."""
+    chosen = itertools.combinations(range(w.shape[-1]), n + 1)
+    return (w - z).square().sum(-1) / 2 + strength * sum(
+        w[..., list(c)].abs().prod(-1) for c in chosen
+    )
+
+
+def on_a_grid(z: Tensor, n: int, strength: float, points: int) -> float:
+    """The lowest objective with every weight at a multiple of |z| / ``points``, of one group."""
+    shares = torch.linspace(0, 1, points + 1, dtype=z.dtype)
+    grid = torch.cartesian_prod(*[shares] * len(z)) * z
+    return float(objective(grid, z, n, strength).min())
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (3, 4), (1, 2), (1, 3)])
+@pytest.mark.parametrize("strength", [0.05, 0.4, 2.0])
+def test_no_point_of_a_grid_is_lower(n: int, m: int, strength: float) -> None:
+    torch.manual_seed(0)
+    z = torch.randn(6, m, dtype=torch.float64)
+    found = proximal(z, Pattern(n, m), 1, strength)
+    for row, value in zip(z, objective(found, z, n, strength).tolist(), strict=True):
+        assert value <= on_a_grid(row, n, strength, 20) + 1e-12
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (2, 6)])
+@pytest.mark.parametrize("strength", [0.1, 0.7])
+def test_no_descent_from_anywhere_ends_lower(n: int, m: int, strength: float) -> None:
+    """Gradient descent from 20 random points, within the orthant of z, where the minimum lies."""
+    torch.manual_seed(1)
+    z = torch.randn(20, m, dtype=torch.float64)
+    value = objective(proximal(z, Pattern(n, m), 1, strength), z, n, strength)
+    share = torch.rand(20, *z.shape, dtype=z.dtype) * (torch.rand(20, *z.shape) < 0.7)
+    for _ in range(150):
+        share.requires_grad_()
+        (slope,) = torch.autograd.grad(objective(share * z, z, n, strength).sum(), share)
+        share = (share - 0.2 * slope / z.square().clamp_min(0.05)).clamp(0, 1).detach()
+    assert (value <= objective(share * z, z, n, strength).amin(0) + 1e-9).all()
+
+
+def test_two_by_hand() -> None:
+    """1:2 at strength l: both stay where l < min / max, at (z1 - l z2, z2 - l z1) / (1 - l^2)."""
+    z = torch.tensor([[2.0, -1.0], [3.0, 1.0]], dtype=torch.float64)
+    found = proximal(z, Pattern(1, 2), 1, 0.4)
+    torch.testing.assert_close(
+        found,
+        torch.tensor([[1.6 / 0.84, -0.2 / 0.84], [3.0, 0.0]], dtype=z.dtype),
+        rtol=1e-5,
+        atol=0,
+    )
+
+
+def test_a_pattern_that_holds_stays() -> None:
+    w = torch.tensor([[3.0, 0, 0, -2], [0, 0, 1, 0]])
+    assert torch.equal(proximal(w, Pattern(2, 4), 1, 5.0), w)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_along_any_dimension(dim: int) -> None:
+    torch.manual_seed(3)
+    w = torch.randn(8, 8, 3)
+    found = proximal(w, Pattern(2, 4), dim, 0.3)
+    rows = w.movedim(dim, -1).reshape(-1, 4)
+    wanted = proximal(rows, Pattern(2, 4), 1, 0.3)
+    torch.testing.assert_close(found.movedim(dim, -1).reshape(-1, 4), wanted)
