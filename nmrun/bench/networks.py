@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hydra import compose, initialize_config_module
+from hydra import compose
 from hydra.errors import HydraException
 
 from nmrun.bench import output
 from nmrun.bench.timing import Row
 from nmrun.config import schema, source
+from nmrun.config.composing import composing
 from nmrun.errors import ConfigError
 from nmrun.settings.config import Config
 from nmrun.tasks.vision import Classification
@@ -137,5 +138,5 @@ def composed(folder: Path, words: Sequence[str]) -> Config:
     """
     source.register()
     data = [f"dataset.folder={folder}"] if "dataset=token_bin" in words else []
-    with initialize_config_module("nmrun.conf", version_base="1.3"):
+    with composing():
         return schema.check(compose("nmrun", [*COMMON, *words, *data, f"output_dir={folder}"]))

@@ -7,16 +7,18 @@ import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hydra import compose
+from hydra import compose, version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
+HYDRAS = ("hydra", "_dummy_empty_config_.yaml")  # in its ConfigStore
 Done = dict[tuple[str, ...], DictConfig]
 
 
@@ -36,13 +38,32 @@ def composing(config_dir: str | None = None) -> Iterator[None]:
             f"file://{Path(config_dir).absolute()}",
             SearchPathQuery(provider="schema"),
         )
-    before = GlobalHydra.instance().hydra
+    before, base = GlobalHydra.instance().hydra, version.getbase()
     GlobalHydra.instance().clear()
+    version.setbase("1.3")
     try:
-        Hydra.create_main_hydra2("nmrun", search_path)
-        yield
+        with without_others_configs():
+            Hydra.create_main_hydra2("nmrun", search_path)
+            yield
     finally:
         GlobalHydra.instance().hydra = before
+        version.VersionBase.instance().version_base = base
+
+
+@contextlib.contextmanager
+def without_others_configs() -> Iterator[None]:
+    """Let Hydra's ConfigStore have Hydra's own configs alone, while the context is entered.
+
+    Hydra takes what others store, such as fairseq's ``optimizer/adam``, for schemas of our files of
+    the same names. What is stored meanwhile is gone afterwards.
+    """
+    store = ConfigStore.instance()
+    everything = store.repo
+    store.repo = {name: node for name, node in everything.items() if name in HYDRAS}
+    try:
+        yield
+    finally:
+        store.repo = everything
 
 
 def composed(words: Sequence[str], done: Done) -> DictConfig:

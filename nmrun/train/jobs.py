@@ -36,14 +36,14 @@ from nmrun.config import (
     sweep,
     sweep_end,
 )
+from nmrun.config.composing import without_others_configs
 from nmrun.config.identity import finished, run_folder, title
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError, leads, refuse
 from nmrun.files import locks
 from nmrun.settings.config import Config
 
-# Told to job processes: how many jobs were launched before this launch.
-BEFORE = "NMRUN_BEFORE"
+BEFORE = "NMRUN_BEFORE"  # tells job processes how many jobs were launched before this launch
 # Ends of runs, the one that matters most last.
 MATTERS = ("planned", "skipped", "finished", "running", "failed", "refused", "interrupted")
 
@@ -161,7 +161,7 @@ def _job(composed: DictConfig) -> float | None:
     job = HydraConfig.get()
     folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [sweep.typed(word) for word in job.overrides.task]
-    with verbs.ends_quietly():  # once more, as jobs may run in other processes
+    with verbs.ends_quietly(), without_others_configs():  # jobs may run in other processes
         if folder:
             number = int(os.environ[BEFORE]) + job.job.num + 1
             command = command_line.of_job(job, overrides)

@@ -24,7 +24,7 @@ from nmrun.train.diagnostics import Diagnostics
 from nmrun.train.evaluation import Evaluation
 from nmrun.train.flops import peak_flops
 from nmrun.train.progress import Progress
-from nmrun.train.steps import Steps, synchronize
+from nmrun.train.steps import Steps, log_interval, synchronize
 from nmrun.train.track import Tracker
 
 # what a checkpoint keeps of a loop's attributes
@@ -64,6 +64,7 @@ class Loop(Steps):
         super().__init__(config, parts)
         self.console = console
         self.acceleration = as_data({str(c.shape): c.times for c in parts.accelerated if c.times})
+        self.log_every = log_interval(self.trainer.log_every, self.total_steps)
         self.epochs = -(-self.total_steps // self.task.batches_per_epoch)
         self.row: dict[str, float] | None = None
         self.evaluation = Evaluation(self, console)
@@ -127,7 +128,7 @@ class Loop(Steps):
         last, epoch_ends = step + 1 == self.total_steps, index + 1 == self.task.batches_per_epoch
         return Due(
             *(epoch, index, epoch_ends or last),
-            log=last or (step + 1) % trainer.log_every == 0,
+            log=last or (step + 1) % self.log_every == 0,
             evaluate=last or (epoch_ends and (epoch + 1) % trainer.eval_every == 0),
             save=last or (epoch_ends and (epoch + 1) % trainer.checkpoint_every == 0),
             diagnose=(step + 1) % (trainer.diagnose_every or math.inf) == 0,

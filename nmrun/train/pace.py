@@ -16,7 +16,7 @@ from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.settings.config import Config
 from nmrun.train.build import build
-from nmrun.train.steps import Steps, synchronize
+from nmrun.train.steps import Steps, log_interval, synchronize
 
 FIRST_LOOK = 6  # steps that say how long the trial can be
 SHARE = 0.05  # of the budget, for the trial
@@ -39,12 +39,13 @@ def plan(config: Config) -> tuple[int, str]:
     """
     budget = str(config.trainer.budget)
     seconds = float(budget.removeprefix("seconds:"))
-    rough, epoch = _trial(config, None, FIRST_LOOK)
+    rough, epoch = _trial(config, None, FIRST_LOOK, config.trainer.log_every)
     most = max(1, round(seconds / rough))
     length = min(max(SHORTEST, round(SHARE * most)), LONGEST)
+    every = log_interval(config.trainer.log_every, most)
     while True:
         try:
-            pace, _ = _trial(config, length, length)
+            pace, _ = _trial(config, length, length, every)
             break
         except ConfigError:  # phases that do not fit into so few steps
             if length >= most:
@@ -61,7 +62,9 @@ def plan(config: Config) -> tuple[int, str]:
     )
 
 
-def _trial(config: Config, total_steps: int | None, steps: int) -> tuple[float, int]:
+def _trial(
+    config: Config, total_steps: int | None, steps: int, log_every: int
+) -> tuple[float, int]:
     """The mean seconds of the first ``steps`` of a run of ``total_steps`` (None: of
     ``trainer.epochs``), by :func:`mean_by_phase` and the leader's clock; and the batches of an
     epoch.
@@ -72,7 +75,7 @@ def _trial(config: Config, total_steps: int | None, steps: int) -> tuple[float, 
     taken: list[tuple[str, float]] = []
     for step in range(min(steps, parts.total_steps)):
         began = time.perf_counter()
-        measure = (step + 1) % config.trainer.log_every == 0
+        measure = (step + 1) % log_every == 0
         trial.train_step(*divmod(step, parts.task.batches_per_epoch), measure_flips=measure)
         synchronize(parts.device)
         taken.append((parts.handle.phase, time.perf_counter() - began))

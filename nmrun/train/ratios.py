@@ -103,9 +103,10 @@ def _settings(config: Config) -> list[str]:
     """The overrides that give a new run this one's data, model, optimizer, schedule, trainer and
     seed, and its recipe; in the place of the dense one STEP, or SR-STE for want of Adam.
     """
-    from hydra import compose, initialize_config_module
+    from hydra import compose
 
     from nmrun.config import schema, source
+    from nmrun.config.composing import composing
 
     source.register()
     plain = dict(config.plain)
@@ -113,7 +114,7 @@ def _settings(config: Config) -> list[str]:
         adam = plain["optimizer"]["name"] in ("adam", "adamw")
         plain["recipe"] = {"name": "step" if adam else "sr_ste"}
     words = [f"{group}={plain[group]['name']}" for group in GROUPS]
-    with initialize_config_module("nmrun.conf", version_base="1.3"):
+    with composing():
         default = schema.check(compose("nmrun", words))
     for group in (*GROUPS, "trainer"):
         before = schema.flatten(default.plain[group])

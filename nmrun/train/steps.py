@@ -24,6 +24,7 @@ from nmrun.train.replicated import Replicated
 from nmrun.train.schedules import scheduled
 
 SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succeed any more
+MOST_ROWS = 20_000  # of training steps in metrics.jsonl: ten to twenty megabytes of a small network
 
 
 class Steps:
@@ -208,6 +209,13 @@ class Steps:
         tries += ["trainer.precision=bf16 or fp32"] if self.precision == "fp16" else []
         tries += ["trainer.precision=fp32"] if self.precision == "bf16" else []
         return f"step {step}: {what}; the first non-finite value is {where}. Try {', '.join(tries)}"
+
+
+def log_interval(every: int, total_steps: int) -> int:
+    """Return the steps between two training rows: ``every``, or the smallest multiple of it with
+    which ``total_steps`` make no more than ``MOST_ROWS`` of them.
+    """
+    return every * max(1, -(-total_steps // (every * MOST_ROWS)))
 
 
 def synchronize(device: torch.device) -> None:

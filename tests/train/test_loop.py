@@ -19,7 +19,7 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.signals import Signals
 from nmrun.sparsity import nm_mask
 from nmrun.tasks.vision import Classification
-from nmrun.train import build, checkpoint
+from nmrun.train import build, checkpoint, steps
 from nmrun.train.build import Parts
 from nmrun.train.console import Console
 from nmrun.train.loop import Loop
@@ -141,6 +141,28 @@ def test_training_loss_is_the_mean_since_the_last_row(tmp_path: Path) -> None:
     losses = [row["train/loss"] for row in every]
     means = [row["train/loss"] for row in some if "train/loss" in row]
     assert means == pytest.approx([sum(losses[i : i + 4]) / 4 for i in (0, 4, 8)])
+
+
+@pytest.mark.parametrize(
+    ("every", "total", "expected"),
+    [(10, 200_000, 10), (10, 200_001, 20), (10, 1_000_000, 50), (7, 1_000_000, 56), (1, 30_000, 2)],
+)
+def test_the_rows_of_a_long_run_are_bounded(every: int, total: int, expected: int) -> None:
+    """Twenty thousand at most, at multiples of the interval that was asked for and at the end."""
+    assert steps.log_interval(every, total) == expected
+    assert math.ceil(total / expected) <= 20_000
+    assert expected == every or math.ceil(total / (expected - every)) > 20_000
+
+
+def test_a_long_run_logs_less_often_and_its_losses_are_means_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, every = trained(config(tmp_path, "trainer.log_every=1"), tmp_path)
+    monkeypatch.setattr(steps, "MOST_ROWS", 4)
+    _, some = trained(config(tmp_path, "trainer.log_every=2"), tmp_path)
+    losses = [row["train/loss"] for row in every]
+    logged = {row["step"]: row["train/loss"] for row in some if "train/loss" in row}
+    assert logged == pytest.approx({i: sum(losses[i - 4 : i]) / 4 for i in (4, 8, 12)})
 
 
 # --- precision ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from nmrun.config.identity import run_folder
 from nmrun.config.schema import Config
 from nmrun.models.small_conv import SmallConv
 from nmrun.tasks.vision import Classification
-from nmrun.train import checkpoint, last_files, runner
+from nmrun.train import checkpoint, last_files, runner, steps
 from nmrun.train.evaluation import Evaluation
 from nmrun.train.loop import Loop
 
@@ -143,6 +143,18 @@ def test_killed_after_a_step(
     made = make(tmp_path, recipe)
     cut(monkeypatch, made, Loop, "train_step", step)
     assert outcome(made) == left_alone(tmp_path, recipe)
+
+
+def test_killed_where_rows_are_further_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a long run a checkpoint lies between two rows: here after step 6, with rows at 4 and 8."""
+    monkeypatch.setattr(steps, "MOST_ROWS", 4)
+    alone = outcome(make(tmp_path / "alone", "step"))
+    assert [row["step"] for row in alone[2] if "train/loss" in row] == [4, 8, 12]
+    made = make(tmp_path, "step")
+    cut(monkeypatch, made, Loop, "train_step", 7)
+    assert outcome(made) == alone
 
 
 @pytest.mark.parametrize("recipe", ["asp", "step"])
