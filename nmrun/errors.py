@@ -30,6 +30,11 @@ def leads() -> bool:
 
 def refuse(problems: Iterable[str], status: int = 2) -> int:
     """Say what is wrong, a line for each problem; returns the exit status."""
-    for problem in problems if leads() else []:
-        print(f"nmrun: {problem}", file=sys.stderr)
+    tell(problems)
     return status
+
+
+def tell(lines: Iterable[str]) -> None:
+    """Print lines beside the results, for the person who typed the command."""
+    for line in lines if leads() else []:
+        print(f"nmrun: {line}", file=sys.stderr)

@@ -100,6 +100,23 @@ def test_constraints_have_everything_that_is_asked_for():
     assert names <= {line.partition("==")[0] for line in constraints()}
 
 
+def test_the_lock_has_the_versions_of_the_constraints_and_hashes_alone():
+    text = (ROOT / "requirements.lock").read_text()
+    entries = re.sub(r" \\\n +", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
+    pins = set()
+    for entry in entries:
+        found = re.fullmatch(r"(\S+==\S+)( ; [^#]+?)?((?: --hash=sha256:[0-9a-f]{64})+)", entry)
+        assert found, entry
+        elsewhere = re.search("'(win32|emscripten)'", found[2] or "")
+        if not elsewhere and not re.match("nvidia-|cuda-", found[1]):
+            pins.add(found[1])
+    assert pins <= set(constraints())
+    names = {pin.partition("==")[0] for pin in pins}
+    asked = [*PROJECT["dependencies"], *EXTRAS["onnx"], *EXTRAS["timm"], *EXTRAS["transformers"]]
+    assert {re.match(r"[\w.-]+", line)[0].lower() for line in asked} <= names
+    assert "setuptools" in names  # builds nmrun itself
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
 def test_all_extras_resolve_together_to_the_constraints(version):
@@ -148,12 +165,12 @@ def test_what_the_dockerfile_copies_and_runs_is_there():
         assert f"!{name}" in allowed
     for needed in ("pyproject.toml", PROJECT["readme"], *PROJECT["license-files"], "conf", "nmrun"):
         assert needed in copied  # by the installation
-    (extras,) = re.findall(r"^ARG EXTRAS=(\S+)$", text, re.M)
-    assert set(extras.split(",")) <= set(EXTRAS)
+    (extras,) = re.findall(r"\$\{EXTRAS:-(\S+?)\}", text)
+    assert set(extras.split(",")) == {"onnx", "timm", "transformers"} <= set(EXTRAS)  # the lock's
     (entry,) = re.findall(r'^ENTRYPOINT \["(\w+)"\]$', text, re.M)
     assert entry in PROJECT["scripts"]
-    used = set(re.findall(r"\$\{(\w+)\}", text))
-    assert used == {"BASE", "EXTRAS"}
+    used = {name for step in steps for name in re.findall(r"\$\{?(\w+)", " ".join(step))} - {"PATH"}
+    assert used == {"BASE", "EXTRAS", "PIP_EXTRA_INDEX_URL"}
     assert used <= set(re.findall(r"^ARG (\w+)", text, re.M))
 
 

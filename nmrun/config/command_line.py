@@ -89,7 +89,21 @@ def of_job(job: Any, overrides: list[str]) -> str:
         words += ["--config-dir", place.path] if place.provider == "command-line" else []
     if "sparsity=dense" in overrides:  # by whatever recipe, which one run is not asked for then
         overrides = [word for word in overrides if not word.lstrip("+").startswith("recipe")]
+    elif "recipe=dense" in overrides:
+        overrides = [word for word in overrides if not _of_ratio(word)]
     return shlex.join(["nmrun", *words, *overrides])
+
+
+def without_effect(words: Sequence[str]) -> list[str]:
+    """Say which overrides of one run change nothing: those of the ratio beside ``recipe=dense``."""
+    found = [word for word in words if _of_ratio(word) and word != "sparsity=dense"]
+    if "recipe=dense" not in words or not found:
+        return []
+    return [f"recipe=dense has no ratio: {' '.join(found)} changes nothing"]
+
+
+def _of_ratio(word: str) -> bool:
+    return word.lstrip("+").partition("=")[0].partition(".")[0] == "sparsity"
 
 
 def parsed(words: Sequence[str]) -> tuple[list[Override], list[str]]:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
 
 from nmrun.config import recipe_fields, schema
 from nmrun.ranges import Check, Search
@@ -100,9 +99,7 @@ def _written(group: str, name: str, place: str, ranges: Mapping[str, Check | Non
 
 def _recipe(name: str, path: str) -> Option:
     keys = (
-        Key(
-            f"recipe.{key}", field.meaning, _takes(field.check, field.search), _typed(field.default)
-        )
+        Key(f"recipe.{key}", field.meaning, _takes(field.check, field.search), shown(field.default))
         for key, field in recipe_fields.fields(path).items()
     )
     of_class, of_module = recipe_fields.docstrings(path)
@@ -112,11 +109,6 @@ def _recipe(name: str, path: str) -> Option:
 def _takes(check: Check | None, search: Search | None = None) -> str:
     parts = ["" if check is None else check.allowed, f"nmrun tune tries {search}" if search else ""]
     return "; ".join(filter(None, parts))
-
-
-def _typed(value: Any) -> str:
-    """A value as a command line has it."""
-    return str(value).lower() if isinstance(value, bool) else shown(value)
 
 
 def alike(name: str, among: list[Option]) -> dict[Key, dict[str, list[str]]]:

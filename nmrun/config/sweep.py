@@ -21,7 +21,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from nmrun.files import jsonl
+from nmrun.files import jsonl, whole
 
 SWEEP = "NMRUN_SWEEP"  # told to job processes, and to the sweeper: the sweep's folder
 UNTRAINED = (
@@ -66,7 +66,7 @@ def begin(
         "sweeps": [list(words) for words in sweeps],
         "search": search,
     }
-    (folder / "sweep.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
+    whole.write(folder / "sweep.json", json.dumps(content) + "\n")
 
 
 def add(

@@ -23,6 +23,8 @@ from pathlib import Path
 
 import torch
 
+from nmrun.files import whole
+
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 CHUNK = 1 << 16  # weights that a thread should at least get
 
@@ -86,15 +88,10 @@ def _build(compiler: str, code: str, flags: Sequence[str], path: Path) -> None:
         source.write_text(code)
         command = [compiler, *flags, str(source), "-o", str(built), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=60)
-        digest = Path(folder, "sha256")
-        digest.write_text(_digest(built))
-        for file in (built, digest):
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
         # another process may be building the same: where the two files are of different builds,
         # the next to load builds again
-        os.replace(digest, path.with_suffix(".sha256"))
-        os.replace(built, path)
+        whole.write(path.with_suffix(".sha256"), _digest(built), shared=True)
+        whole.write(path, built.read_bytes(), shared=True)
 
 
 def _trusted(path: Path) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nmrun.files import whole
 from nmrun.kernels.compiled import cache_folder
 
 
@@ -51,9 +51,7 @@ def remember(file: str, machine: str, shape: str, found: Mapping[str, Times]) ->
         known = json.loads(path.read_text())
     known.setdefault(machine, {})[shape] = {name: asdict(times) for name, times in found.items()}
     with contextlib.suppress(OSError):  # next time it is measured again
-        partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(known, indent=1))
-        os.replace(partial, path)
+        whole.write(path, json.dumps(known, indent=1), shared=True)
 
 
 def as_data(times: Mapping[str, Mapping[str, Times]]) -> dict[str, dict[str, dict[str, Any]]]:

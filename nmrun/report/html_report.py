@@ -21,6 +21,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from nmrun.errors import ConfigError
+from nmrun.files import whole
 from nmrun.report import chosen, formats, numbers, pages, plots, status, style
 from nmrun.report.differences import compare
 from nmrun.report.divided import Part
@@ -77,12 +78,7 @@ def write(
         versions=versions,
         most=MOST,
     )
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+    whole.write(target, text, shared=True)
 
 
 def _sections(parts: Sequence[Part], baseline: str | None, test: str) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import yaml
 from nmrun.config.identity import completed, result_in
 from nmrun.config.schema import flatten
 from nmrun.errors import ConfigError
+from nmrun.settings.reader import shown
 
 
 def of(folder: Path) -> dict[str, str]:
@@ -41,13 +42,6 @@ def _typed(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def shown(value: Any) -> str:
-    """A value as a command line has it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return f"{value:g}" if isinstance(value, float) else str(value).replace(" ", "")
 
 
 def same(a: str, b: str) -> bool:

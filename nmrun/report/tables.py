@@ -20,6 +20,7 @@ from nmrun.errors import ConfigError
 from nmrun.report import order, tuned
 from nmrun.report.numbers import places, scale
 from nmrun.report.statistics import Cell, Difference, shown, summarise
+from nmrun.settings import reader
 
 # the labels of a row or of a column, one for each config key that it stands for
 Key = tuple[str, ...]
@@ -166,12 +167,8 @@ def build(
 
 
 def label(value: Any) -> str:
-    """A config value as a command line has it: ``null``, ``true``, ``0.001``, ``2:4``; ``-`` for a
-    key that the run has not.
-    """
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return "-" if value != value else str(value)
+    """A config value as a command line has it; ``-`` for a key that the run has not."""
+    return "-" if value != value else reader.shown(value)
 
 
 def short(label: str) -> str:

@@ -93,5 +93,7 @@ def no_option(key: str, group: str, option: str, options: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as a command line has it."""
-    return "null" if value is None else str(value).replace(" ", "")
+    """A value as a command line has it: ``null``, ``true``, ``0.001``, ``[32,64]``."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return value if isinstance(value, str) else str(value).replace(" ", "")

@@ -1,5 +1,4 @@
-"""Files that are either whole or not there, the checkpoint of a run, and the states of the random
-number generators.
+"""The checkpoint of a run, and the states of the random number generators.
 
 A checkpoint is ``checkpoint.pt``. What processes hold in shards lies in a folder beside it
 (``nmrun.train.shards``), which the file names: the folder is whole before the file is, and it is
@@ -14,7 +13,6 @@ import os
 import random
 import shutil
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +21,10 @@ import torch
 from torch import nn
 
 from nmrun import ranks
+from nmrun.files import whole
 
 CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
 SHARDS = ("checkpoint.shards.0", "checkpoint.shards.1")  # taken in turn
-
-
-@contextlib.contextmanager
-def replaced(path: Path) -> Iterator[Path]:
-    """Replace a file whole: a kill or a power cut at any moment leaves the old content or the new.
-
-    Returns:
-        A context with the path to write to; the file takes its name at the end.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        yield partial
-        with partial.open("r+b") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except Exception:
-        # a full disk: what could be written is of no use and takes the place of what is
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def write(path: Path, content: bytes | str) -> None:
-    """Write a file whole: see :func:`replaced`.
-
-    Args:
-        path: the file.
-        content: bytes, or text for UTF-8.
-    """
-    with replaced(path) as partial:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -67,7 +36,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
     """
     buffer = io.BytesIO()
     torch.save(state, buffer)
-    write(path, buffer.getvalue())
+    whole.write(path, buffer.getvalue())
 
 
 def save_next(folder: Path, state: dict[str, Any]) -> None:

@@ -39,7 +39,7 @@ from nmrun.config import (
 from nmrun.config.composing import without_others_configs
 from nmrun.config.identity import finished, run_folder, title
 from nmrun.config.metric import higher_is_better
-from nmrun.errors import ConfigError, leads, refuse
+from nmrun.errors import ConfigError, leads, refuse, tell
 from nmrun.files import locks
 from nmrun.settings.config import Config
 
@@ -97,6 +97,7 @@ def checked(asked: argparse.Namespace) -> tuple[list[list[str]], list[precheck.F
     looks = [precheck.look(words, asked.multirun, asked.config_dir, composed) for words in sweeps]
     if problems := list(dict.fromkeys(problem for found in looks for problem in found.problems)):
         raise ConfigError(problems)
+    tell([] if asked.multirun else command_line.without_effect(asked.overrides))
     return sweeps, looks
 
 
@@ -118,8 +119,7 @@ def recorded(
         known = [found.jobs or found.trials for found in looks]
         total = None if None in known else sum(count or 0 for count in known)
         with locks.hold(folder):  # shows that the sweep is alive
-            search = any(found.trials for found in looks)
-            sweep.begin(folder, total, command, output_dir, together, search)
+            sweep.begin(folder, total, command, output_dir, together, any(x.trials for x in looks))
             yield folder
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from nmrun import ranks
 from nmrun.errors import RunError
+from nmrun.files import whole
 from nmrun.train import checkpoint
 from nmrun.train.loop import Loop
 
@@ -85,5 +86,5 @@ def save_weights(path: Path, weights: dict[str, Tensor]) -> None:
         weights: whole tensors on the CPU, by name.
     """
     if ranks.leads():
-        with checkpoint.replaced(path) as partial:
+        with whole.replaced(path) as partial:
             save_file(weights, partial)

@@ -11,9 +11,9 @@ import torch
 
 from nmrun import ranks
 from nmrun.config.identity import identity
-from nmrun.files import seal
+from nmrun.files import seal, whole
 from nmrun.settings.config import Config
-from nmrun.train import checkpoint, environment
+from nmrun.train import environment
 from nmrun.train.console import Console
 from nmrun.train.loop import Loop
 
@@ -75,7 +75,7 @@ def write(result: dict[str, Any], folder: Path) -> dict[str, Any]:
         if ranks.leads():
             if result["status"] == "finished":
                 result = seal.sealed(result, folder)
-            checkpoint.write(folder / seal.RESULT, json.dumps(result, indent=2) + "\n")
+            whole.write(folder / seal.RESULT, json.dumps(result, indent=2) + "\n")
     except OSError as error:  # a full disk, say
         what = f"result.json cannot be written: {error.strerror}"
         return {**result, "status": "failed", "error": what}

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from nmrun import ranks
 from nmrun.config.identity import finished, identity, result_in, title
 from nmrun.errors import ConfigError, RunError
-from nmrun.files import locks, seal
+from nmrun.files import locks, seal, whole
 from nmrun.settings.config import Config
 from nmrun.signals import Signals
 from nmrun.train import beforehand, checkpoint, last_files, plan, result
@@ -254,7 +254,7 @@ class _Run:
         (folder / seal.RESULT).unlink(missing_ok=True)
         said = f"# {self.command}\n" if self.command else ""
         plain = OmegaConf.to_yaml(OmegaConf.create(self.config.plain))
-        checkpoint.write(folder / "config.yaml", said + plain)
+        whole.write(folder / "config.yaml", said + plain)
 
 
 def _restore(loop: Loop, folder: Path, state: dict[str, Any]) -> None:

@@ -17,8 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from nmrun.files import jsonl
-from nmrun.train import checkpoint
+from nmrun.files import jsonl, whole
 from nmrun.train.loggers import MODULES, Logger, Run
 
 
@@ -61,7 +60,7 @@ class Tracker:
         for line in lines:
             self._count(line)
         self.events = _lost(self.mark, mark, damaged)
-        checkpoint.write(path, "".join(lines))
+        whole.write(path, "".join(lines))
         self._file = path.open("a")
         self._say = say
         self._loggers: dict[str, Logger] = {}  # by name; the thread's own

@@ -24,7 +24,7 @@ from nmrun.config import schema, zipped
 from nmrun.config.composing import composing
 from nmrun.config.identity import finished, identity, run_folder
 from nmrun.errors import ConfigError
-from nmrun.files import locks
+from nmrun.files import locks, whole
 from nmrun.report.numbers import printed
 from nmrun.settings.config import Config
 from nmrun.train import jobs
@@ -132,7 +132,7 @@ def check(cell: Cell) -> None:
     cell.folder.mkdir(parents=True, exist_ok=True)
     file = cell.folder / DEFINITION
     if not file.exists():
-        file.write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
+        whole.write(file, json.dumps(mine, indent=1) + "\n", shared=True)
         return
     try:
         read = json.loads(file.read_text(encoding="utf-8"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from nmrun.config.identity import finished, result_in, run_folder
+from nmrun.files import whole
 from nmrun.report import formats, rows
 from nmrun.report.collect import row
 from nmrun.report.markdown import table as aligned
@@ -87,9 +87,7 @@ def write(folder: Path, outcome: Outcome) -> None:
         (TRIALS, rows.written(outcome.trials)),
         (TABLE, text(outcome)),
     ):
-        beside = folder / f".{name}.{os.getpid()}"
-        beside.write_text(text_, encoding="utf-8")
-        beside.replace(folder / name)
+        whole.write(folder / name, text_, shared=True)
 
 
 def text(outcome: Outcome) -> str:

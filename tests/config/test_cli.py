@@ -173,6 +173,35 @@ def test_the_dense_run_of_a_sweep_is_done_once(tmp_path, nmrun_cli):
     assert len(list(tmp_path.rglob("result.json"))) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "left_out"),
+    [
+        ("recipe=dense sparsity=2:4", "sparsity=2:4"),
+        ("recipe=dense sparsity=1:8 sparsity.pad=true seed=1", "sparsity=1:8 sparsity.pad=true"),
+        ("recipe=dense", None),
+        ("recipe=dense sparsity=dense", None),
+        ("recipe=ste sparsity=2:4", None),
+    ],
+)
+def test_a_ratio_beside_the_dense_recipe_is_told(words, left_out, nmrun_cli):
+    done = nmrun_cli(*words.split(), "--cfg", "job")
+    assert done.returncode == 0
+    expected = f"nmrun: recipe=dense has no ratio: {left_out} changes nothing\n"
+    assert done.stderr == ("" if left_out is None else expected)
+
+
+def test_the_command_of_a_dense_job_of_a_sweep_has_no_ratio(tmp_path, nmrun_cli):
+    words = ("-m", "recipe=dense,ste", "sparsity=2:4", "debug=fast", "output_dir=out")
+    done = nmrun_cli(*words)
+    assert done.returncode == 0, done.stderr
+    assert "changes nothing" not in done.stdout + done.stderr
+    found = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
+    assert {result["config"]["recipe"]["name"]: result["command"] for result in found} == {
+        "dense": "nmrun recipe=dense debug=fast output_dir=out",
+        "ste": "nmrun recipe=ste sparsity=2:4 debug=fast output_dir=out",
+    }
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, nmrun_cli):
     done = nmrun_cli("recipe=step", "sparsity=2:8", "dry=true")
     assert done.returncode == 0, done.stderr

@@ -29,6 +29,22 @@ def test_runs_side_by_side(write, capsys: pytest.CaptureFixture[str]) -> None:
     assert "seed" in capsys.readouterr().out
 
 
+def test_settings_are_told_apart_to_the_last_digit_and_lists_are_found(
+    write, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """What one verb shows of a setting another one takes."""
+    shown = ["0.00012345678", "0.00012345679"]
+    folders = [
+        str(write("ste", "2:4", 0, 0.5, optimizer__lr=float(lr), model__hidden=[32, 64], root=lr))
+        for lr in shown
+    ]
+    assert verb("compare", *folders) == 0
+    assert ["optimizer.lr", *shown] in [x.split() for x in capsys.readouterr().out.splitlines()]
+    words = ("--filter", f"optimizer.lr={shown[0]}", "model.hidden=[32,64]")
+    assert verb("table", str(tmp_path), *words) == 0
+    assert "ste" in capsys.readouterr().out
+
+
 def test_a_run_without_a_result_is_compared_by_its_config(
     write, capsys: pytest.CaptureFixture[str]
 ) -> None:
