@@ -1,8 +1,8 @@
 """``nmrun bench WHAT``: how fast masks, 2:4 products, layers, training and inference are on the
 machine at hand.
 
-Each benchmark is a module of this package with a ``main(argv)`` of its own; without WHAT it is
-``recipes``.
+Each benchmark is a module of this package with a ``main(options, argv)`` of its own; without WHAT
+it is ``recipes``. ``nmrun.bench.options`` has their options.
 """
 
 from __future__ import annotations
@@ -42,4 +42,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"bench {what}: it takes one of {', '.join(KINDS)}{did_you_mean(what, KINDS)}"
         )
-    return int(importlib.import_module(f"nmrun.bench.{what}").main(words))
+    from nmrun.bench import options
+
+    found = options.parse(what, words)
+    module = "infer_cpu" if found.on_cpu else what
+    return int(importlib.import_module(f"nmrun.bench.{module}").main(found, words))

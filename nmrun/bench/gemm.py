@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from nmrun.bench import gemm_cpu, output, picture
+from nmrun.bench.options import CPU_RATIOS, GEMM_SHAPES, GEMM_TOKENS, shape
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
-from nmrun.patterns import Pattern
+from nmrun.errors import ConfigError
 from nmrun.products import acceleration, backends24, simulated
 
-SHAPES = ("768x3072", "1024x4096", "1280x5120", "1600x6400", "2048x8192", "4096x16384")
-TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
 DTYPE = torch.bfloat16
 
 
@@ -121,45 +120,23 @@ def cell(row: Row) -> str:
     )
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``nmrun bench gemm`` with these words; returns the exit status."""
-    parser = output.parser("gemm", __doc__, 20)
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        type=output.shape,
-        metavar="INxOUT",
-        help=f"default: {' '.join(SHAPES)}; on a CPU {' '.join(gemm_cpu.SHAPES)}",
-    )
-    parser.add_argument(
-        "--tokens",
-        nargs="+",
-        type=output.positive,
-        help=f"default: {' '.join(map(str, TOKENS))}; on a CPU {' '.join(map(str, gemm_cpu.TOKENS))}",
-    )
-    parser.add_argument("--fp8", action="store_true", help="products of FP8 operands")
-    parser.add_argument(
-        "--sparsity",
-        nargs="+",
-        type=Pattern.parse,
-        metavar="N:M",
-        help=f"on a CPU (default: {' '.join(gemm_cpu.RATIOS)}); on a GPU it is 2:4",
-    )
-    options = parser.parse_args(argv)
-    device = output.begin(options, parser)
+def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run ``nmrun bench gemm`` with these options, of these words; returns the exit status."""
+    device = output.begin(options)
     output.needs_products(device)
     on_cpu = not acceleration.is_24(device)
-    shapes = options.shapes or map(output.shape, gemm_cpu.SHAPES if on_cpu else SHAPES)
-    tokens_of = options.tokens or (gemm_cpu.TOKENS if on_cpu else TOKENS)
+    where = "cpu" if on_cpu else "cuda"
+    shapes = options.shapes or map(shape, GEMM_SHAPES[where])
+    tokens_of = options.tokens or GEMM_TOKENS[where]
     both = [
         pair for narrow, wide in shapes for pair in dict.fromkeys(((narrow, wide), (wide, narrow)))
     ]
     if on_cpu:
         if options.fp8:
-            parser.error("--fp8: there are no products of FP8 numbers on a CPU")
+            raise ConfigError("--fp8: there are no products of FP8 numbers on a CPU")
         return _on_cpu(options, argv, both, tokens_of, device)
     if options.fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        parser.error("--fp8: this GPU has no products of FP8 numbers")
+        raise ConfigError("--fp8: this GPU has no products of FP8 numbers")
     clock, rows = Clock(device), list[Row]()
     for inputs, outputs in both:
         output.note(f"{inputs} to {outputs}")
@@ -208,7 +185,7 @@ def _on_cpu(
     tokens_of: Sequence[int],
     device: torch.device,
 ) -> int:
-    ratios = [str(p) for p in options.sparsity or map(Pattern.parse, gemm_cpu.RATIOS)]
+    ratios = [str(p) for p in options.sparsity or CPU_RATIOS]
     rows: list[Row] = []
     for inputs, outputs in shapes:
         for tokens in tokens_of:

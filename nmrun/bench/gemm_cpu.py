@@ -25,9 +25,6 @@ from nmrun.patterns import Pattern
 from nmrun.products import linear_cpu
 from nmrun.sparsity.masks import hard_threshold
 
-SHAPES = ("512x2048", "1024x4096")
-TOKENS = (64, 512, 1024)
-RATIOS = ("2:4", "1:4", "1:8", "1:16")
 WHAT = {
     "forward": "The forward product",
     "step": "Forward and backward, with packing the weight",

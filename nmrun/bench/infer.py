@@ -20,18 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from nmrun import models
-from nmrun.bench import gemm, infer_cpu, output
-from nmrun.bench.networks import NETWORKS, composed, each, random_text
+from nmrun.bench import gemm, output
+from nmrun.bench.configs import composed
+from nmrun.bench.networks import each, random_text
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
 from nmrun.patterns import Pattern
-from nmrun.products import backends24, choice24
+from nmrun.products import backends24
 from nmrun.products.packed_linear import Linear24
 from nmrun.settings.datasets import TokenBin
 from nmrun.sparsity.masks import hard_threshold
 from nmrun.sparsity.select import select
 
 PATTERN = Pattern(2, 4)
-USUAL = ("gpt2", "vit_large")
 
 
 def compressed(model: nn.Module, names: Sequence[str], path: str) -> tuple[nn.Module, int]:
@@ -154,35 +154,13 @@ def example(inputs: Row, batch: int, device: torch.device) -> Tensor:
     return torch.randn(batch, *inputs["shape"], device=device).to(gemm.DTYPE)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``nmrun bench infer`` with these words; returns the exit status."""
-    if _on_cpu(argv):
-        return infer_cpu.main(argv)
-    parser = output.parser("infer", __doc__, 20)
-    parser.add_argument(
-        "--models", nargs="+", choices=NETWORKS, default=USUAL, help=f"default: {' '.join(USUAL)}"
-    )
-    parser.add_argument(
-        "--batches",
-        nargs="+",
-        type=output.positive,
-        default=[1, 8, 32],
-        help="sequences or images (default: 1 8 32)",
-    )
-    parser.add_argument("--compile", action="store_true", help="torch.compile all arms")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="for all arms, such as dataset.context=256",
-    )
-    options = parser.parse_args(argv)
-    device = output.begin(options, parser)
+def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run ``nmrun bench infer`` with these options, of these words; returns the exit status."""
+    device = output.begin(options)
     output.needs_products(device)
     paths, rows = right_paths(device)
     rows += each(
         options.models,
-        parser,
         lambda words: measure(
             [*words, *options.overrides],
             paths,
@@ -208,12 +186,3 @@ def main(argv: Sequence[str]) -> int:
     unused = [f"{row['arm']}: {row['wrong']}" for row in rows if "batch" not in row]
     text = "\n\n".join([title, output.grid(shown, "batch", "arm", cell), *unused])
     return output.finish("infer", text, rows, argv, device, options.out)
-
-
-def _on_cpu(argv: Sequence[str]) -> bool:
-    """Whether these words ask for a CPU, or leave the choice to a machine without 2:4 products."""
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--device", nargs="?", default="auto")
-    asked = first.parse_known_args(argv)[0].device
-    name = "cuda" if asked == "auto" and torch.cuda.is_available() else "cpu"
-    return asked != "cuda" and bool(choice24.obstacle(torch.device(name)))

@@ -9,6 +9,7 @@ are those of the wall, with one thread its CPU time.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import time
 from collections.abc import Callable, Sequence
@@ -31,8 +32,6 @@ PAST = 128  # tokens that a decoder has in its cache
 ENCODERS = {"transformer": (6, 512, 8), "bert_base": (12, 768, 12), "tiny": (1, 64, 2)}
 IMAGES = ("resnet18",)
 GPT2 = ("gpt2", "gpt2_prompt")
-MODELS = (*ENCODERS, *GPT2, *IMAGES)
-USUAL = ("transformer", "bert_base", "gpt2")
 
 
 class OneDNN(nn.Module):
@@ -107,7 +106,7 @@ class Decoder(nn.Module):
 
 
 def network(name: str) -> nn.Module:
-    """A network of :data:`MODELS`, random weights."""
+    """A network of ``options.CPU_NETWORKS``, random weights."""
     if name in GPT2:
         return Decoder(PAST if name == "gpt2" else None).eval()
     if name in IMAGES:
@@ -164,7 +163,7 @@ def measure(name: str, pattern: Pattern, tokens: int, count: int) -> list[Row]:
     """Measure one network at one size.
 
     Args:
-        name: of the network, in :data:`MODELS`.
+        name: of the network, of ``options.CPU_NETWORKS``.
         pattern: of all linear layers.
         tokens: of a sequence; for a decoder sequences of one new token each.
         count: rounds.
@@ -216,24 +215,9 @@ def cpu_time(call: Callable[[], object]) -> float:
     return 1e3 * (time.thread_time() - began)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``nmrun bench infer`` on a CPU with these words; returns the exit status."""
-    parser = output.parser("infer", __doc__, 12)
-    parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=USUAL, help=f"default: {' '.join(USUAL)}"
-    )
-    parser.add_argument(
-        "--patterns", nargs="+", type=output.pattern, default=[*map(Pattern.parse, ("2:4", "1:4", "1:8", "1:16"))],
-        help="N:M of all linear layers and convolutions (default: 2:4 1:4 1:8 1:16)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--tokens", nargs="+", type=output.positive, default=[1, 64, 512],
-        help="of a sequence; for gpt2 sequences, with one new token each (gpt2_prompt: of a prompt); "
-        "for resnet18 images (default: 1 64 512)",
-    )  # fmt: skip
-    parser.add_argument("--threads", type=output.positive, help="default: as many as torch takes")
-    options = parser.parse_args(argv)
-    device = output.begin(options, parser)
+def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run ``nmrun bench infer`` on a CPU with these options, of these words; returns the exit status."""
+    device = output.begin(options)
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads or before)
     rows: list[Row] = []

@@ -12,6 +12,7 @@ out.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,15 +25,11 @@ from torch import nn
 from nmrun import optim
 from nmrun.attach import sparsify
 from nmrun.bench import output, picture
+from nmrun.bench.options import LAYER_SHAPES, LAYER_TOKENS, shape
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
 from nmrun.errors import ConfigError
 from nmrun.products import acceleration
 
-SHAPES = {
-    "cuda": ("768x3072", "3072x768", "1600x6400", "6400x1600", "4096x16384", "16384x4096"),
-    "cpu": ("256x1024",),
-}
-TOKENS = {"cuda": 8192, "cpu": 512}
 # name: recipe, its options, and whether it goes by 2:4 products where there are such
 ARMS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "masked": ("ste", {}, False),
@@ -133,31 +130,12 @@ def measure(
     return rows
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``nmrun bench layer`` with these words; returns the exit status."""
-    parser = output.parser("layer", __doc__, 20)
-    parser.add_argument(
-        "--shapes",
-        nargs="+",
-        type=output.shape,
-        metavar="INxOUT",
-        help=f"default: {' '.join(SHAPES['cuda'])}",
-    )
-    parser.add_argument(
-        "--tokens", type=output.positive, help="of a micro-batch (default: 8192, on a CPU 512)"
-    )
-    parser.add_argument(
-        "--accumulate",
-        nargs="+",
-        type=output.positive,
-        default=[1, 4],
-        help="micro-batches a step (default: 1 4)",
-    )
-    options = parser.parse_args(argv)
-    device = output.begin(options, parser)
-    tokens = options.tokens or TOKENS[device.type]
+def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run ``nmrun bench layer`` with these options, of these words; returns the exit status."""
+    device = output.begin(options)
+    tokens = options.tokens or LAYER_TOKENS[device.type]
     rows: list[Row] = []
-    for inputs, outputs in options.shapes or map(output.shape, SHAPES[device.type]):
+    for inputs, outputs in options.shapes or map(shape, LAYER_SHAPES[device.type]):
         for accumulate in options.accumulate:
             output.note(f"{inputs} to {outputs}, micro-batches: {accumulate}")
             rows += measure(inputs, outputs, tokens, accumulate, options.rounds, device)

@@ -21,13 +21,11 @@ from torch import Tensor
 
 from nmrun.bench import output, picture
 from nmrun.bench.arms import argsort_mask
+from nmrun.bench.options import COLUMNS
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, quartiles, rounds
 from nmrun.kernels import projection
 from nmrun.patterns import Pattern
 from nmrun.sparsity import metrics, nm_mask, plain
-
-COLUMNS = 4096  # inputs of the layer; the number of weights decides on the outputs
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def dispatch(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
@@ -138,69 +136,21 @@ def measure(
     return rows
 
 
-def pattern(text: str) -> Pattern:
-    """An N:M whose groups fit into a row, for argparse."""
-    try:
-        parsed = Pattern.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if parsed.m > COLUMNS:
-        raise argparse.ArgumentTypeError(f"{text}: M up to {COLUMNS}")
-    return parsed
-
-
-def size(text: str) -> float:
-    """Millions of weights, for argparse."""
-    try:
-        if 0 < (value := float(text)) <= 10_000:
-            return value
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text}: millions of weights, up to 10000")
-
-
 def _cell(row: Row, unit: str) -> str:
     """Multiples of the table's first column, and the figure behind them."""
     copies = "1" if row["arm"] == "clone" else output.spread(row, "copies")
     return f"{copies}, {row[unit]:.3g} {'GB/s' if unit == 'gb_per_second' else 'ms'}"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``nmrun bench masks`` with these words; returns the exit status."""
-    parser = output.parser("masks", __doc__, 10)
-    usual = ["2:4", "1:4", "2:8", "1:16", "8:32", "16:32"]
-    parser.add_argument(
-        "--patterns",
-        nargs="+",
-        type=pattern,
-        default=[*map(pattern, usual)],
-        metavar="N:M",
-        help=" ".join(usual),
-    )
-    parser.add_argument(
-        "--weights",
-        nargs="+",
-        type=size,
-        default=[1, 10, 50],
-        metavar="MILLIONS",
-        help="default: 1 10 50",
-    )
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        choices=[*ARMS, *FUNCTIONS],
-        default=[*ARMS, *FUNCTIONS],
-        help="default: all of them",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
-    options = parser.parse_args(argv)
-    device = output.begin(options, parser)
+def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run ``nmrun bench masks`` with these options, of these words; returns the exit status."""
+    device = output.begin(options)
     rows: list[Row] = []
     for millions in options.weights:
         for one in options.patterns:
             output.note(f"{one}, {millions:g} million weights")
             rows += measure(
-                one, millions, options.arms, DTYPES[options.dtype], options.rounds, device
+                one, millions, options.arms, getattr(torch, options.dtype), options.rounds, device
             )
     title = (
         "Finding an N:M mask and projecting, median [quartiles] of paired rounds: multiples of a copy into a tensor that is there, and"

@@ -15,87 +15,18 @@ import torch
 from nmrun.bench.machine import hardware, machine_line
 from nmrun.bench.timing import Row
 from nmrun.errors import ConfigError
-from nmrun.patterns import Pattern, PatternError
 from nmrun.products import acceleration
 from nmrun.report.markdown import table
-from nmrun.verbs import Parser
 
 
-def parser(name: str, about: str | None, default_rounds: int) -> Parser:
-    """Make a parser with what all benchmarks take: rounds, device and where the results go.
-
-    Args:
-        name: of the benchmark.
-        about: its module's docstring, whose first paragraph is shown.
-        default_rounds: measurements of each arm.
-    """
-    text = (about or "").split("\n\n")[0].replace("``", "")
-    made = Parser(prog=f"nmrun bench {name}", description=text)
-    made.add_argument(
-        "--rounds",
-        type=positive,
-        default=default_rounds,
-        help=f"measurements of each (default: {default_rounds})",
-    )
-    made.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="default: a GPU where there is one",
-    )
-    made.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help=f"write {name}_cpu or {name}_gpu there, as .md and .json",
-    )
-    return made
-
-
-def positive(text: str) -> int:
-    """A whole number of 1 or more, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: a whole number, 1 or more")
-    return int(text)
-
-
-def pattern(text: str) -> Pattern:
-    """N:M, for argparse."""
-    try:
-        return Pattern.parse(text)
-    except PatternError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def shape(text: str) -> tuple[int, int]:
-    """``768x3072``, inputs and outputs of a layer, for argparse."""
-    sides = text.split("x")
-    if len(sides) != 2 or not all(
-        side.isdecimal() and int(side) > 0 and int(side) % 16 == 0 for side in sides
-    ):
-        raise argparse.ArgumentTypeError(
-            f"{text}: inputs x outputs, multiples of 16, such as 768x3072"
-        )
-    return int(sides[0]), int(sides[1])
-
-
-def begin(options: argparse.Namespace, made: Parser) -> torch.device:
-    """Choose the device that was asked for, and make the folder of the results.
-
-    Args:
-        options: as parsed.
-        made: the parser, which tells mistakes.
+def begin(options: argparse.Namespace) -> torch.device:
+    """Choose the device that was asked for.
 
     Raises:
-        ConfigError: for a device that is not there, and a folder that cannot be made.
+        ConfigError: for a device that is not there.
     """
     if options.device == "cuda" and not torch.cuda.is_available():
-        made.error("--device cuda: torch sees no CUDA device here")
-    if options.out:
-        try:
-            options.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            made.error(f"--out {options.out}: {error.strerror}")
+        raise ConfigError("--device cuda: torch sees no CUDA device here")
     return torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 

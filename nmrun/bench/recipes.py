@@ -9,6 +9,7 @@ the same round, so that a machine that grows slower or faster meanwhile does not
 
 from __future__ import annotations
 
+import argparse
 import copy
 import gc
 import json
@@ -19,7 +20,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from nmrun import optim
 from nmrun.bench.arms import ARMS, WORKLOADS, Attach
 from nmrun.bench.machine import hardware
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.train.build import fuse, lay_out
-from nmrun.verbs import Parser
 
 DEVICE = torch.device("cpu")
 SHORTEST = (
@@ -160,45 +160,16 @@ def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str]) -> int:
+def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """``nmrun bench``: measure, print the table, and with ``--out`` write it as Markdown and JSON."""
-    parser = Parser(
-        prog="nmrun bench", description=(__doc__ or "").split("\n\n")[0].replace("``", "")
-    )
-    names = [name for name in WORKLOADS if name != "tiny"]
-    parser.add_argument(
-        "--models", nargs="+", choices=WORKLOADS, default=names, help=f"default: {' '.join(names)}"
-    )
-    parser.add_argument(
-        "--patterns", nargs="+", default=["2:4", "1:16"], metavar="N:M", help="default: 2:4 1:16"
-    )
-    parser.add_argument(
-        "--recipes", nargs="+", choices=ARMS, default=list(ARMS), help="default: all of them"
-    )
-    parser.add_argument("--rounds", type=int, default=20, help="ratios a recipe (default: 20)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="write recipe_overhead.md and recipe_overhead.json there",
-    )
-    options = parser.parse_args(argv)
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds}: at least 1")
-    try:
-        patterns = [Pattern.parse(text) for text in options.patterns]
-        if options.out:
-            options.out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
     rows: list[Row] = []
     for name in options.models:
-        for pattern in patterns:
+        for pattern in options.patterns:
             print(f"measuring {name} {pattern} ...", file=sys.stderr, flush=True)
             try:
                 rows += measure(name, pattern, options.recipes, options.rounds)
             except ValueError as error:
-                parser.error(str(error))
+                raise ConfigError(str(error)) from None
             gc.collect()
     machine = hardware()
     table = markdown(rows, machine)

@@ -19,7 +19,9 @@ from pathlib import Path
 import torch
 
 from nmrun.bench import output
-from nmrun.bench.networks import NETWORKS, composed, each, random_text
+from nmrun.bench.configs import composed
+from nmrun.bench.networks import each, random_text
+from nmrun.bench.options import TRAINED, TRAINING_ARMS
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
 from nmrun.report.markdown import table
 from nmrun.settings.config import Config
@@ -27,11 +29,6 @@ from nmrun.train.build import autocast, build
 from nmrun.train.flops import peak_flops
 from nmrun.train.steps import Steps
 
-USUAL = {
-    "cuda": ("gpt2", "gpt2_medium", "gpt2_large", "vit_large", "vit_huge"),
-    "cpu": ("gpt_tiny", "vit_small_32"),
-}
-ARMS = ("dense", "torch", "masked", "accelerated", "bare")
 OFF = "trainer.acceleration=off"
 Prepared = tuple[Callable[[], None], Row]
 
@@ -113,7 +110,7 @@ def measure(
     Args:
         words: the network's overrides.
         recipe, ratio: of the sparse arms.
-        arms: of :data:`ARMS`.
+        arms: of ``options.TRAINING_ARMS``.
         steps: of a stretch.
         count: rounds.
         device: where it trains.
@@ -155,51 +152,14 @@ def measure(
     return rows
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``nmrun bench train`` with these words; returns the exit status."""
-    parser = output.parser("train", __doc__, 10)
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=NETWORKS,
-        help=f"default: {' '.join(USUAL['cuda'])}; on a CPU {' '.join(USUAL['cpu'])}",
-    )
-    parser.add_argument("--recipe", default="sr_ste", help="default: sr_ste")
-    parser.add_argument(
-        "--sparsity",
-        nargs="+",
-        default=["2:4"],
-        metavar="N:M",
-        help="each measured by itself, beside dense (default: 2:4)",
-    )
-    parser.add_argument(
-        "--arms",
-        nargs="+",
-        choices=ARMS,
-        help="default: all of them, torch on a CPU alone; dense is always there",
-    )
-    parser.add_argument(
-        "--steps", type=output.positive, default=10, help="steps of a stretch (default: 10)"
-    )
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="torch.compile all arms (default: on a GPU)",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="for all arms, such as trainer.batch_size=32",
-    )
-    options = parser.parse_args(argv)
-    device = output.begin(options, parser)
+def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run ``nmrun bench train`` with these options, of these words; returns the exit status."""
+    device = output.begin(options)
     compiled = device.type == "cuda" if options.compile is None else options.compile
-    arms = options.arms or [arm for arm in ARMS if arm != "torch" or device.type == "cpu"]
+    arms = options.arms or [arm for arm in TRAINING_ARMS if arm != "torch" or device.type == "cpu"]
     own = [f"trainer.compile={compiled}", f"trainer.device={device.type}", *options.overrides]
     rows = each(
-        options.models or USUAL[device.type],
-        parser,
+        options.models or TRAINED[device.type],
         lambda words: [
             row
             for ratio in options.sparsity

@@ -10,6 +10,7 @@ are in memory.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,14 +21,11 @@ from torch import nn
 from nmrun import optim
 from nmrun.bench import output
 from nmrun.bench.arms import ARMS
-from nmrun.bench.masks import pattern, size
 from nmrun.bench.timing import NO_MEMORY, Clock, Row, quartiles, rounds
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 
 SHAPE = (3072, 768)  # of a weight: GPT-2's feed-forward layers
-RECIPES = (
-    "asp", "ste", "sr_ste", "step_phase_two", "s_ste", "mdgf_linear", "sdgf_stepwise", "decay_mask", "t_sr_ste", "bi_mask",
-)  # fmt: skip
 WARM_UP = 3  # rounds that are not counted: STEP's second phase begins in them
 
 
@@ -94,29 +92,9 @@ def measure(
     ]  # fmt: skip
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run ``nmrun bench update`` with these words; returns the exit status."""
-    parser = output.parser("update", __doc__, 20)
-    parser.add_argument(
-        "--patterns",
-        nargs="+",
-        type=pattern,
-        default=[Pattern(2, 4)],
-        metavar="N:M",
-        help="default: 2:4",
-    )
-    parser.add_argument(
-        "--weights",
-        type=size,
-        default=28,
-        metavar="MILLIONS",
-        help="default: 28, GPT-2's feed-forward layers of six blocks",
-    )
-    parser.add_argument(
-        "--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="default: all of them"
-    )
-    options = parser.parse_args(argv)
-    device = output.begin(options, parser)
+def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run ``nmrun bench update`` with these options, of these words; returns the exit status."""
+    device = output.begin(options)
     rows: list[Row] = []
     for one in options.patterns:
         for recipe in options.recipes:
@@ -124,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
             try:
                 rows += measure(recipe, one, options.weights, options.rounds, device)
             except ValueError as error:  # a pattern that does not divide the inputs
-                parser.error(str(error))
+                raise ConfigError(str(error)) from None
     dense = next((row["dense_ms"] for row in rows if "dense_ms" in row), float("nan"))
     title = (
         f"An optimizer step of {options.weights:g} million weights, float32, in multiples of torch's fused AdamW ({dense:.3g} ms): median"

@@ -54,7 +54,7 @@ def problems(plain: dict[str, Any], here: bool = True) -> Iterator[str]:
     if "model" not in own and plain["model"]["name"] in LAYERS:
         layers = LAYERS[plain["model"]["name"]](plain["model"])
         yield from _no_layer(plain["model"], plain["sparsity"], layers)
-    if here and _no_gpu():
+    if here and no_gpu():
         yield from _needs_gpu(plain["trainer"])
 
 
@@ -163,7 +163,7 @@ def _needs_gpu(trainer: dict[str, Any]) -> Iterator[str]:
         yield "trainer.precision=fp16 is for GPUs, and a CPU is many times slower by it; take fp32"
 
 
-def _no_gpu() -> bool:
+def no_gpu() -> bool:
     """Whether this machine has surely no GPU for torch."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return True

@@ -21,12 +21,14 @@ from verbs import verb
 from nmrun import bench, models
 from nmrun.bench import (
     arms,
+    configs,
     infer,
     infer_cpu,
     layer,
     machine,
     masks,
     networks,
+    options,
     output,
     recipes,
     timing,
@@ -181,6 +183,16 @@ def test_an_unknown_benchmark_and_the_list_of_those_there_are(
     assert bench.main(["--help"]) == 0
     said = capsys.readouterr().out
     assert all(f"  {name} " in said for name in bench.KINDS)
+
+
+def test_the_names_that_the_options_know_without_torch() -> None:
+    assert tuple(arms.WORKLOADS) == options.WORKLOADS
+    assert tuple(arms.ARMS) == options.RECIPES
+    assert set(options.UPDATED) <= set(arms.ARMS)
+    assert tuple(masks.ARMS) == options.ARMS
+    assert tuple(masks.FUNCTIONS) == options.FUNCTIONS
+    assert {*options.CPU_NETWORKS} == {*infer_cpu.ENCODERS, *infer_cpu.GPT2, *infer_cpu.IMAGES}
+    assert options.PARSERS.keys() == bench.KINDS.keys()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
@@ -350,7 +362,7 @@ def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (tmp_path / "new" / "masks_cpu.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("recipe", update.RECIPES)
+@pytest.mark.parametrize("recipe", options.UPDATED)
 def test_an_update_in_one_pass_and_apart(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers, and the one pass is one."""
     monkeypatch.setattr(update, "SHAPE", (64, 64))
@@ -445,6 +457,7 @@ def rounded(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> played24.Machine:
     made = played24.play(monkeypatch.setattr, tmp_path)
+    monkeypatch.setattr(options, "no_gpu", lambda: False)
     right = backends24.Path(backends24._separately(played24.two_values), rounded)
     wrong = backends24.Path(right.pack, lambda x, parts, bias: rounded(x, parts, bias) * 1.1)
     monkeypatch.setattr(
@@ -657,7 +670,7 @@ def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["train", *words, "trainer.batch_size=4", "trainer.threads=1"]) == 0
     rows = written(tmp_path, "train", capsys.readouterr().out)
     assert [(row["model"], row["arm"]) for row in rows] == [
-        (m, a) for m in ("gpt_tiny", "vit_small_32") for a in train.ARMS
+        (m, a) for m in ("gpt_tiny", "vit_small_32") for a in options.TRAINING_ARMS
     ]
     items = {"gpt_tiny": 4 * 64, "vit_small_32": 4}
     for row in rows:
@@ -676,13 +689,13 @@ def test_the_bare_loop_takes_the_same_step(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(train, "build", lambda config: made.append(build(config)) or made[-1])
     networks.random_text(tmp_path)
     words = [
-        *networks.NETWORKS["gpt_tiny"],
+        *configs.NETWORKS["gpt_tiny"],
         "recipe=dense",
         "trainer.device=cpu",
         "trainer.threads=1",
         "trainer.batch_size=4",
     ]
-    config = networks.composed(tmp_path, [*words, "trainer.accumulate=2"])
+    config = configs.composed(tmp_path, [*words, "trainer.accumulate=2"])
     (ours, about), (bare, _) = train.ours(config, 1), train.bare(config, 1)
     assert (about["items"], about["peak"], "layers" in about) == (256, None, False)
     assert about["flops"] > 0
@@ -695,7 +708,7 @@ def test_the_bare_loop_takes_the_same_step(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in networks.NETWORKS if name not in ("gpt_tiny", "vit_small_32")]
+    "name", [name for name in configs.NETWORKS if name not in ("gpt_tiny", "vit_small_32")]
 )
 def test_the_large_networks_are_what_their_names_say(name: str, tmp_path: Path) -> None:
     millions = {
@@ -707,7 +720,7 @@ def test_the_large_networks_are_what_their_names_say(name: str, tmp_path: Path) 
         "vit_huge": 632,
         "resnet18": 11.7,
     }[name]
-    config = networks.composed(tmp_path, ["recipe=dense", *networks.NETWORKS[name]])
+    config = configs.composed(tmp_path, ["recipe=dense", *configs.NETWORKS[name]])
     keys = config.dataset.values()
     inputs = (
         {"shape": (3, keys["side"], keys["side"]), "classes": 1000}
