@@ -12,7 +12,7 @@ export NMRUN_DATA ?= $(if $(DATA),$(abspath $(DATA)),$(HOME)/.cache/nmrun)
 SCALE ?= small
 TRIALS ?= 6
 
-.PHONY: help run test demo tables bench bench-gpu docs lint clean
+.PHONY: help run test mutants demo tables bench bench-gpu docs lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*## */  make \1\t/' | expand -t 16
@@ -22,6 +22,10 @@ run: $(VENV)/installed  ## set up the environment, then the main job: STEP at 2:
 
 test: $(VENV)/installed-all  ## the same environment with all extras, then the test suite
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+mutants: $(VENV)/installed-all  ## do the tests notice wrong code? a sample of 40 mutants each of masks, recipes, checkpoints and statistics (an hour)
+	@$(INSTALL) cosmic-ray==8.7.0  # ten packages that nothing else needs
+	$(BIN)/python benchmarks/mutants.py --out benchmarks/results/mutants.md
 
 demo: $(VENV)/installed  ## the sweep over recipes and ratios, then its table (minutes)
 	$(BIN)/nmrun -m recipe=$(RECIPES) sparsity=$(RATIOS) seed=0,1,2

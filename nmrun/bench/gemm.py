@@ -121,7 +121,15 @@ def cell(row: Row) -> str:
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench gemm`` with these options, of these words; returns the exit status."""
+    """Run ``nmrun bench gemm``.
+
+    Args:
+        options: as of ``nmrun.bench.options.parse``.
+        argv: the words that they were read from, for the record.
+
+    Returns:
+        The exit status.
+    """
     device = output.begin(options)
     output.needs_products(device)
     on_cpu = not acceleration.is_24(device)

@@ -155,7 +155,15 @@ def example(inputs: Row, batch: int, device: torch.device) -> Tensor:
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench infer`` with these options, of these words; returns the exit status."""
+    """Run ``nmrun bench infer``.
+
+    Args:
+        options: as of ``nmrun.bench.options.parse``.
+        argv: the words that they were read from, for the record.
+
+    Returns:
+        The exit status.
+    """
     device = output.begin(options)
     output.needs_products(device)
     paths, rows = right_paths(device)

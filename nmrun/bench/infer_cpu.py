@@ -216,7 +216,15 @@ def cpu_time(call: Callable[[], object]) -> float:
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench infer`` on a CPU with these options, of these words; returns the exit status."""
+    """Run ``nmrun bench infer`` on a CPU.
+
+    Args:
+        options: as of ``nmrun.bench.options.parse``.
+        argv: the words that they were read from, for the record.
+
+    Returns:
+        The exit status.
+    """
     device = output.begin(options)
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads or before)

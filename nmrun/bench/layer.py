@@ -131,7 +131,15 @@ def measure(
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench layer`` with these options, of these words; returns the exit status."""
+    """Run ``nmrun bench layer``.
+
+    Args:
+        options: as of ``nmrun.bench.options.parse``.
+        argv: the words that they were read from, for the record.
+
+    Returns:
+        The exit status.
+    """
     device = output.begin(options)
     tokens = options.tokens or LAYER_TOKENS[device.type]
     rows: list[Row] = []

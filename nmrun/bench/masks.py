@@ -143,7 +143,15 @@ def _cell(row: Row, unit: str) -> str:
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench masks`` with these options, of these words; returns the exit status."""
+    """Run ``nmrun bench masks``.
+
+    Args:
+        options: as of ``nmrun.bench.options.parse``.
+        argv: the words that they were read from, for the record.
+
+    Returns:
+        The exit status.
+    """
     device = output.begin(options)
     rows: list[Row] = []
     for millions in options.weights:

@@ -161,7 +161,15 @@ def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """``nmrun bench``: measure, print the table, and with ``--out`` write it as Markdown and JSON."""
+    """Measure, print the table, and with ``--out`` write it as Markdown and JSON.
+
+    Args:
+        options: as of ``nmrun.bench.options.parse``.
+        argv: the words that they were read from, for the record.
+
+    Returns:
+        The exit status.
+    """
     rows: list[Row] = []
     for name in options.models:
         for pattern in options.patterns:

@@ -153,7 +153,15 @@ def measure(
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench train`` with these options, of these words; returns the exit status."""
+    """Run ``nmrun bench train``.
+
+    Args:
+        options: as of ``nmrun.bench.options.parse``.
+        argv: the words that they were read from, for the record.
+
+    Returns:
+        The exit status.
+    """
     device = output.begin(options)
     compiled = device.type == "cuda" if options.compile is None else options.compile
     arms = options.arms or [arm for arm in TRAINING_ARMS if arm != "torch" or device.type == "cpu"]

@@ -93,7 +93,15 @@ def measure(
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench update`` with these options, of these words; returns the exit status."""
+    """Run ``nmrun bench update``.
+
+    Args:
+        options: as of ``nmrun.bench.options.parse``.
+        argv: the words that they were read from, for the record.
+
+    Returns:
+        The exit status.
+    """
     device = output.begin(options)
     rows: list[Row] = []
     for one in options.patterns:

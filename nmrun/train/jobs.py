@@ -268,9 +268,8 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
     folder = run_folder(config)
     result = None if config.force or config.dry else finished(folder)[0]
     if result is not None:
-        metrics = "  ".join(
-            f"{key} {value:.4g}" for key, value in result["metrics"]["final"].items()
-        )
+        final = result["metrics"]["final"].items()
+        metrics = "  ".join(f"{key} {value:.4g}" for key, value in final)
         print(f"finished already: {metrics}\n  {folder} (force=true runs it again)", flush=True)
         return {**result, "status": "skipped", "folder": str(folder)}
     if not config.dry:

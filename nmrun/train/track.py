@@ -54,8 +54,8 @@ class Tracker:
     ) -> None:
         path = folder / "metrics.jsonl"
         rows, damaged = jsonl.read(path) if step else ([], [])
-        self._history = [row for row in rows if _step(row) <= step]
-        lines = [f"{json.dumps(row)}\n" for row in self._history]
+        history = [row for row in rows if _step(row) <= step]
+        lines = [f"{json.dumps(row)}\n" for row in history]
         self.mark = [0, 0]
         for line in lines:
             self._count(line)
@@ -66,7 +66,7 @@ class Tracker:
         self._loggers: dict[str, Logger] = {}  # by name; the thread's own
         self._to_say: list[str] = []  # what the thread leaves to the next log() or finish()
         self._thread: ThreadPoolExecutor | None = None
-        run = Run(folder, config, run_id, group, self._history, self._to_say.append)
+        run = Run(folder, config, run_id, group, history, self._to_say.append)
         track = config["track"]
         names = [name for name in (track["name"], *track["also"]) if name in MODULES]
         if names:

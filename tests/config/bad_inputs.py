@@ -449,7 +449,9 @@ def main() -> None:
     from nmrun.train import jobs
 
     look, composed = precheck.look, {}  # each choice of options is composed once for all lines
-    precheck.look = lambda words, multirun, place, _: look(words, multirun, place, composed)
+    precheck.look = lambda words, multirun=False, place=None, _=None: look(
+        words, multirun, place, composed
+    )
 
     class Accepts:
         @staticmethod

@@ -196,7 +196,8 @@ def test_the_command_of_a_dense_job_of_a_sweep_has_no_ratio(tmp_path, nmrun_cli)
     assert done.returncode == 0, done.stderr
     assert "changes nothing" not in done.stdout + done.stderr
     found = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
-    assert {result["config"]["recipe"]["name"]: result["command"] for result in found} == {
+    commands = {one["config"]["recipe"]["name"]: one["environment"]["command"] for one in found}
+    assert commands == {
         "dense": "nmrun recipe=dense debug=fast output_dir=out",
         "ste": "nmrun recipe=ste sparsity=2:4 debug=fast output_dir=out",
     }

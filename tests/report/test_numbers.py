@@ -19,6 +19,7 @@ from nmrun.report.numbers import places, printed, signed, unit
         (0.000123, 0.0000142, "mean/sparsity/flip_rate", "0.000123", "0.000014"),
         (-0.31, 0.05, "test/loss", "\N{MINUS SIGN}0.31", "0.05"),
         (3.7821e11, 2.3e9, "flops/training_dense", "378G", "2G"),
+        (3.5021e10, 2.3e8, "flops/training_dense", "35.0G", "200M"),
     ],
 )
 def test_a_mean_ends_where_its_deviation_begins(value, spread, metric, shown, of_spread) -> None:

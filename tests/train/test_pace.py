@@ -147,11 +147,13 @@ def test_a_recipe_that_needs_more_steps_gets_a_longer_trial(
     lengths: list[int | None] = []
     trial = pace._trial
 
-    def noted(config: Any, total_steps: int | None, steps: int) -> tuple[float, int]:
+    def noted(
+        config: Any, total_steps: int | None, steps: int, log_every: int
+    ) -> tuple[float, int]:
         lengths.append(total_steps)
         if total_steps is not None and total_steps < 50:
             raise ConfigError("too few steps for the phases")
-        return trial(config, total_steps, steps)
+        return trial(config, total_steps, steps, log_every)
 
     monkeypatch.setattr(pace, "_trial", noted)
     pace.plan(config(tmp_path, "recipe=ste", BUDGET))
