@@ -117,8 +117,9 @@ def test_paths_of_patterns() -> None:
     assert shown(stepwise(Pattern(1, 2))) == ["1:2"]
     assert shown(stepwise(Pattern(4, 4))) == ["4:4"]
     assert shown(geometric(Pattern(1, 8), 4)) == ["8:64", "4:32", "2:16", "1:8"]
-    with pytest.raises(PatternError, match="power of two"):
-        stepwise(Pattern(3, 16))
+    for n, m in ((3, 16), (1, 6), (2, 12), (1, 5)):
+        with pytest.raises(PatternError, match="power of two"):
+            stepwise(Pattern(n, m))
 
 
 def test_phase_is_told() -> None:

@@ -184,6 +184,12 @@ def test_form_and_reproducibility(dtype: torch.dtype, dim: int) -> None:
     assert not torch.equal(mvue(x, "2:4", dim), one)
 
 
+def test_no_gradient_goes_through_an_estimate() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    assert not mvue(x, "2:4", 1).requires_grad
+    assert not inclusion_probabilities(x, "2:4", 1).requires_grad
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_shows(bad: float) -> None:
     x = torch.ones(2, 8)
