@@ -145,7 +145,7 @@ def test_values(options: str, key: str) -> None:
     for value in wrong:
         (problem,) = schema.problems(changed(options, **{key: value}))
         shown = str(value).replace(" ", "")
-        shown = {"None": "null", "True": "true"}.get(shown, shown)
+        shown = {"None": "null", "True": "true", "False": "false"}.get(shown, shown)
         assert problem.startswith(f"{key}={shown}: it takes ")
         assert "\n" not in problem
 

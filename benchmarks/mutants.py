@@ -1,0 +1,201 @@
+"""Do the tests notice when the code is wrong? Sampled mutants of masks, recipes, checkpoints and
+statistics, each against the tests of its group.
+
+``python benchmarks/mutants.py [--sample 40] [--seed 0] [--out FILE] [GROUP ...]`` takes so many
+places of each group, with one of cosmic-ray's mutations at each, runs the group's tests in a copy
+of the checkout, and lists the mutants that survive. torch is imported once: every mutant has a
+forked process, which a timeout ends as killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import os
+import random
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator, operator_names
+
+ROOT = Path(__file__).parents[1]
+SHARED = ("torch", "scipy.stats", "pandas", "hydra", "safetensors.torch", "sklearn.datasets")
+# modules, and the tests of them; the quickest first, as the first failure ends a mutant
+GROUPS = {
+    "masks": (
+        "patterns.py sparsity/masks.py sparsity/transposable.py sparsity/estimators.py"
+        " sparsity/candidates.py",
+        "sparsity/test_patterns.py sparsity/test_masks.py sparsity/test_estimators.py"
+        " recipes/test_progressive.py recipes/test_candidates.py recipes/test_held.py sparsity/test_pad.py",
+    ),
+    "recipes": ("recipes/[a-z]*.py", "recipes test_resume_state.py test_handle.py"),
+    "checkpoint": (
+        "train/checkpoint.py",
+        "train/test_checkpoint.py train/test_faults.py train/test_resume.py train/test_shards.py",
+    ),
+    "statistics": (
+        "report/statistics.py report/differences.py report/numbers.py",
+        "report/test_numbers.py report/test_statistics.py",
+    ),
+}
+
+
+class Mutant(NamedTuple):
+    """A module's path, its first line that differs, that line before and after, the whole text."""
+
+    path: Path
+    line: int
+    before: str
+    after: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}\n    - {self.before}\n    + {self.after}"
+
+
+def mutants(path: Path, chance: random.Random) -> Iterator[Mutant]:
+    """The mutants of a module, at each place one of those that are possible there. What changes
+    annotations alone is none, as nothing evaluates those.
+    """
+    source = (ROOT / path).read_text()
+    meant = _meaning(source)
+    places: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    for name in operator_names():
+        operator = get_operator(name)
+        if operator.arguments():
+            continue
+        nodes = (node for node in ast_nodes(get_ast(source)))
+        found = (start for node in nodes for start, _ in operator().mutation_positions(node))
+        for number, start in enumerate(found):
+            places.setdefault(start, []).append((name, number))
+    for _, possible in sorted(places.items()):
+        name, number = chance.choice(possible)
+        text = mutate_code(source, get_operator(name)(), number)
+        if text is None or _meaning(text) == meant:
+            continue
+        pairs = zip(source.splitlines(), text.splitlines(), strict=False)
+        line, (before, after) = next((i, p) for i, p in enumerate(pairs, 1) if p[0] != p[1])
+        yield Mutant(path, line, before.strip(), after.strip(), text)
+
+
+def _meaning(source: str) -> str:
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+        elif isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(None)
+    return ast.dump(tree)
+
+
+def passes(copy: Path, tests: list[str], timeout: float) -> bool:
+    """Whether the tests pass in a copy of the checkout, in a forked process."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nowhere, stream)
+        os.chdir(copy)
+        os.environ |= {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        sys.dont_write_bytecode = True
+        sys.path[:0] = [str(copy)]
+        status = 1
+        try:
+            status = int(pytest.main(["-x", "-p", "no:cacheprovider", *tests]))
+        finally:
+            os._exit(status)
+    ends = time.monotonic() + timeout
+    while time.monotonic() < ends:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return status == 0
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+def survivors(copy: Path, group: str, sample: int, seed: int) -> tuple[int, list[Mutant], str]:
+    """Try a sample of a group's mutants.
+
+    Returns:
+        How many were tried, those that survived, and a line for the table.
+    """
+    modules, files = GROUPS[group]
+    chance = random.Random(f"{seed} {group}")
+    found = (path for name in modules.split() for path in sorted(ROOT.glob(f"nmrun/{name}")))
+    every = [mutant for path in found for mutant in mutants(path.relative_to(ROOT), chance)]
+    tried = sorted(chance.sample(every, min(sample, len(every))))
+    tests = [f"tests/{name}" for name in files.split() if (copy / "tests" / name).exists()]
+    began = time.monotonic()
+    if not passes(copy, tests, 3600):
+        sys.exit(f"the tests of {group} fail without any mutation: {' '.join(tests)}")
+    timeout = 60 + 5 * (time.monotonic() - began)
+    survived = []
+    for number, mutant in enumerate(tried, 1):
+        place = copy / mutant.path
+        original = place.read_text()
+        place.write_text(mutant.text)
+        if passes(copy, tests, timeout):
+            survived.append(mutant)
+            print(f"survived: {mutant}", flush=True)
+        place.write_text(original)
+        print(f"{group} {number} of {len(tried)}, {len(survived)} survived", flush=True)
+    killed = len(tried) - len(survived)
+    row = f"| {group} | {len(every)} | {len(tried)} | {killed} | {killed / len(tried):.0%} |"
+    return len(tried), survived, row
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of {', '.join(GROUPS)}")
+    parser.add_argument("--sample", type=int, default=40, help="mutants of each group")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--out", type=Path, help="a Markdown file for the result")
+    options = parser.parse_args()
+    for name in SHARED:
+        importlib.import_module(name)
+    rows, left, tried = [], list[Mutant](), 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "checkout"
+        files = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard"],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        ).stdout.splitlines()  # fmt: skip
+        for name in files:
+            if (ROOT / name).is_file():
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, copy / name)
+        if not (copy / "nmrun" / "conf").exists():
+            (copy / "nmrun" / "conf").symlink_to("../conf")
+        for group in options.groups or GROUPS:
+            count, survived, row = survivors(copy, group, options.sample, options.seed)
+            tried, left, rows = tried + count, left + survived, [*rows, row]
+    command = shlex.join(["python", "benchmarks/mutants.py", *sys.argv[1:]])
+    head = "| group | mutants | sampled | killed | share |\n|---|---|---|---|---|"
+    total = f"{tried - len(left)} of {tried} sampled mutants killed, by `{command}`"
+    blocks = "\n\n".join(f"    {mutant}".replace("\n", "\n    ") for mutant in left)
+    page = "\n".join([total, "", head, *rows, "", "Survivors:", "", blocks or "    none", ""])
+    print(page)
+    if options.out:
+        options.out.write_text(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
