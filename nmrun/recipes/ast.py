@@ -51,10 +51,10 @@ class AST(PeriodicMask):
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         super().attach(weights, optimizer)
-        for weight in weights:
-            group = _group(weight, optimizer)
-            if "betas" not in group or group.get("amsgrad") or group.get("maximize"):
-                raise ValueError("ast changes Adam's step: it takes Adam or AdamW, without amsgrad")
+        groups = [_group(weight, optimizer) for weight in weights]
+        others = any(group.get("amsgrad") or group.get("maximize") for group in groups)
+        if others or not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+            raise ValueError("ast changes Adam's step: it takes Adam or AdamW, without amsgrad")
 
     @property
     def factor(self) -> float:

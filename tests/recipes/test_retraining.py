@@ -188,6 +188,7 @@ def test_ast_decays_pruned_weights_without_momentum() -> None:
     "make",
     [
         lambda p: torch.optim.SGD(p, LR),
+        lambda p: torch.optim.NAdam(p, LR),
         lambda p: torch.optim.AdamW(p, LR, amsgrad=True),
         lambda p: torch.optim.AdamW(p, LR, maximize=True),
     ],
