@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
 import os
 import random
@@ -83,11 +84,16 @@ def mutants(path: Path, chance: random.Random) -> Iterator[Mutant]:
     for _, possible in sorted(places.items()):
         name, number = chance.choice(possible)
         text = mutate_code(source, get_operator(name)(), number)
-        if text is None or _meaning(text) == meant:
-            continue
-        pairs = zip(source.splitlines(), text.splitlines(), strict=False)
-        line, (before, after) = next((i, p) for i, p in enumerate(pairs, 1) if p[0] != p[1])
-        yield Mutant(path, line, before.strip(), after.strip(), text)
+        with contextlib.suppress(SyntaxError):  # `not x := 1`
+            if text is None or _meaning(text) == meant:
+                continue
+            yield _mutant(path, source, text)
+
+
+def _mutant(path: Path, source: str, text: str) -> Mutant:
+    pairs = zip(source.splitlines(), text.splitlines(), strict=False)
+    line, (before, after) = next((i, p) for i, p in enumerate(pairs, 1) if p[0] != p[1])
+    return Mutant(path, line, before.strip(), after.strip(), text)
 
 
 def _meaning(source: str) -> str:
