@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from verbs import verb
 
 import nmrun.cli as cli
 import nmrun.train.jobs
@@ -192,3 +193,19 @@ def test_the_readme_leads_to_every_page():
         links = re.findall(r"\]\(([^)#\s]+\.md)", page.read_text())
         following += [(page.parent / link).resolve() for link in links if "://" not in link]
     assert set(PAGES) - {ROOT / "docs/index.md"} <= found
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results/language.md"])
+def test_a_table_of_results_is_computed_from_its_runs(page, capsys):
+    text = (ROOT / page).read_text()
+    rows = re.findall(r"^\| (.+?) +\| \**(\S+ \+- \S+?)\** +\| \**([^|*]*?)\** +\|$", text, re.M)
+    assert verb("table", str(ROOT / "docs/results/language.csv"), "--baseline", "sr_ste") == 0
+    means, differences = capsys.readouterr().out.split("Difference to")
+    names = {"exponential MdGf": "mdgf_exponential", "MdGf, exponential": "mdgf_exponential"}
+    assert len(rows) == 7
+    for name, mean, difference in rows:
+        recipe = names.get(name, name.lower().replace("-", "_"))
+        assert re.search(rf"^\| {recipe} +\| \**{re.escape(mean)} \(5\)", means, re.M)
+        if recipe != "sr_ste":
+            said = re.escape(difference.strip().replace("p<", "p\\<"))
+            assert re.search(rf"^\| {recipe} +\| \**{said}", differences, re.M)
