@@ -33,8 +33,8 @@ def rows() -> list[torch.Tensor]:
     return [part for step in range(TOTAL) for part in batch(step)[:6].chunk(MICRO)]
 
 
-def prepared(recipe: str, first: bool) -> Any:
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=MICRO)
+def prepared(recipe: str, first: bool, **options: Any) -> Any:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=MICRO, **options)
     model = net()
     optimizer = adamw(model)
     handle = attach(model, optimizer, recipe) if first else None
@@ -78,6 +78,23 @@ def test_the_weights_of_a_plain_loop(recipe: str, first: bool) -> None:
     assert found == everything(*plain(recipe))
     handle.finalize()
     nmrun.sparsity.check_nm(model, "2:4", exclude="4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, False])
+def test_compiled_for_this_machine(first: bool) -> None:
+    """By inductor, as ``prepare`` does it."""
+    torch._dynamo.reset()
+    loop = prepared("step", first, dynamo_backend="inductor")
+    train(*loop)
+    accelerator, model, _, _, handle = loop
+    assert hasattr(model, "_orig_mod")
+    assert handle.recipe.step == TOTAL
+    handle.finalize()
+    found = accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()
+    nmrun.sparsity.check_nm(found["0.weight"], "2:4")
+    for name, tensor in plain("step")[0].state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("recipe", ["sr_ste", "step", "s_ste", "asp"])

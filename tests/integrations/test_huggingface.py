@@ -173,8 +173,23 @@ def test_with_the_trainer_s_options(changes: dict[str, Any], tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_compiled_for_this_machine(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    trainer, sparse = trained(tmp_path, "step", torch_compile=True)
+    assert trainer.args.torch_compile_backend == "inductor"
+    plain, _ = trained(tmp_path, "step")
+    assert sparse.handle.recipe.step == hf.STEPS
+    nmrun.sparsity.check_nm(trainer.model, "2:4")
+    for name, tensor in plain.model.state_dict().items():
+        found = trainer.model.state_dict()[name]
+        torch.testing.assert_close(found, tensor, rtol=1e-2, atol=1e-3, msg=name)
+
+
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
-    """They train what one process trains with twice the batch."""
+    """They train what one process trains with twice the batch. What FSDP2's shards are saved as in
+    the middle is read by ``from_pretrained``.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = Path(__file__).with_name("hf_ranks.py")
     done = subprocess.run([*command, str(script), str(tmp_path)], capture_output=True, text=True)
@@ -186,6 +201,10 @@ def test_two_processes(tmp_path: Path) -> None:
         assert bits(found["weights"]) == bits(torch.load(tmp_path / "0.pt")["weights"])
         for name, tensor in alone.items():
             torch.testing.assert_close(found["weights"][name], tensor, rtol=1e-3, atol=1e-4)
+    model, read = GPT2LMHeadModel.from_pretrained(tmp_path / "sharded", output_loading_info=True)
+    assert not any(read[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    nmrun.sparsity.check_nm(model, "2:4")
+    assert weights(model) == weights(torch.load(tmp_path / "replica.pt", weights_only=False))
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,21 @@ def test_the_weights_of_a_plain_loop(recipe: str, tmp_path: Path) -> None:
     assert weights(module) == weights(plain_loop(recipe))
 
 
+@pytest.mark.slow
+def test_compiled_for_this_machine(tmp_path: Path) -> None:
+    """The whole module by inductor."""
+    torch._dynamo.reset()
+    module, watch = lit.Module(), callback("step")
+    trainer = lit.trainer(tmp_path, [watch])
+    trainer.fit(torch.compile(module), lit.loader())
+    assert watch.handle is not None
+    assert watch.handle.recipe.step == trainer.global_step == lit.STEPS
+    nmrun.sparsity.check_nm(module, "2:4")
+    found = module.state_dict()
+    for name, tensor in plain_loop("step").state_dict().items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("closure", [False, True])
 def test_manual_optimization(closure: bool, tmp_path: Path) -> None:
     module = lit.Manual(closure)
