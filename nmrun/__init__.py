@@ -3,8 +3,9 @@
 ``nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=T)`` makes any training
 loop sparse; ``nmrun.accelerate(handle, pass_once)`` then computes its layers by N:M products where
 the device at hand is faster with them; ``nmrun.deploy(model, sample)`` packs the N:M weights of a
-trained model for inference, and ``nmrun.load_packed`` reads them packed; ``nmrun.optim`` holds the
-Adam and AdamW whose second moment can be frozen, ``nmrun.sparsity`` the masks and projections.
+trained model for inference, and ``nmrun.load_packed`` reads them packed; ``nmrun.prune(model,
+batches)`` prunes a trained model in one shot; ``nmrun.optim`` holds the Adam and AdamW whose second
+moment can be frozen, ``nmrun.sparsity`` the masks and projections.
 
 ``nmrun.run``, ``sweep``, ``runs``, ``table`` and ``plot`` do what the command line does. Importing
 ``nmrun`` is cheap: torch and pandas are imported when a name that needs them is used.
@@ -27,19 +28,23 @@ if TYPE_CHECKING:
     from nmrun.attach import sparsify as sparsify
     from nmrun.export.load import load_packed as load_packed
     from nmrun.handle import Handle as Handle
+    from nmrun.oneshot.prune import Pruned as Pruned
+    from nmrun.oneshot.prune import prune as prune
     from nmrun.products.acceleration import accelerate as accelerate
     from nmrun.products.deploy import deploy as deploy
 
 __version__ = "0.1.0"
 __all__ = [
-    "Handle", "Pattern", "Result", "__version__", "accelerate", "deploy", "load_packed", "optim",
-    "plot", "run", "runs", "sparsify", "sparsity", "sweep", "table",
+    "Handle", "Pattern", "Pruned", "Result", "__version__", "accelerate", "deploy", "load_packed",
+    "optim", "plot", "prune", "run", "runs", "sparsify", "sparsity", "sweep", "table",
 ]  # fmt: skip
 
 _LAZY = {
     "accelerate": "nmrun.products.acceleration",
     "deploy": "nmrun.products.deploy",
     "load_packed": "nmrun.export.load",
+    "prune": "nmrun.oneshot.prune",
+    "Pruned": "nmrun.oneshot.prune",
     "sparsify": "nmrun.attach",
     "Handle": "nmrun.handle",
     "Pattern": "nmrun.patterns",

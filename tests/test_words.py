@@ -13,7 +13,7 @@ SHORT = 5  # lines of a body that says itself what it does
 # where two parameters or more are listed
 LISTED = (
     *("api", "attach", "bench", "config", "data", "export", "files", "handle", "hooks", "models"),
-    *("optim", "recipes", "report", "settings", "sparsity", "tasks", "train"),
+    *("oneshot", "optim", "recipes", "report", "settings", "sparsity", "tasks", "train"),
 )
 TORCHS = ("forward", "backward")  # the class says what goes in and comes out
 

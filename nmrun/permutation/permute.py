@@ -75,7 +75,7 @@ def permute_inputs(
         before, after = before + kept_magnitude(layers), after + kept_magnitude(layers, order)
         if not torch.equal(order, torch.arange(channels.size)):
             moved += names
-            reordered += [_reorder(site, order, optimizer) for site in channels.sites]
+            reordered += [reorder(site, order, optimizer) for site in channels.sites]
     said = []
     if total:
         kept = (
@@ -137,13 +137,23 @@ def _obstacle(
     return ""
 
 
-def _reorder(
-    site: Site, order: Tensor, optimizer: torch.optim.Optimizer
+def reorder(
+    site: Site, order: Tensor, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[str, int, Tensor]:
-    tensor = site.tensor
+    """Reorder channels in one of the tensors that have them, in place.
+
+    Args:
+        site: the tensor, and its dimension of channels.
+        order: the channel at each position.
+        optimizer: where its gradient and optimizer state follow; None where there is no training.
+
+    Returns:
+        Name, dimension and index: the tensor is ``tensor.index_select(dim, index)`` now.
+    """
+    tensor = site.tensor.detach()
     index = (order.unsqueeze(1) * site.block + torch.arange(site.block)).flatten().to(tensor.device)
-    state = optimizer.state.get(tensor, {}).values() if isinstance(tensor, nn.Parameter) else ()
-    for each in (tensor, tensor.grad, *state):
+    state = {} if optimizer is None else optimizer.state.get(site.tensor, {})
+    for each in (tensor, site.tensor.grad, *state.values()):
         if isinstance(each, Tensor) and each.shape == tensor.shape:
             each.copy_(each.index_select(site.dim, index.to(each.device)))
     return site.name, site.dim, index

@@ -1,0 +1,52 @@
+"""Pruning in one shot: a trained network, some calibration inputs, no training.
+
+A method sees one layer at a time: its weight, and what its inputs were. :func:`nmrun.prune` goes
+through a network with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from nmrun import registry
+from nmrun.errors import ConfigError
+from nmrun.settings.reader import checks, wrong_values
+
+if TYPE_CHECKING:
+    from nmrun.oneshot.method import Method
+
+METHODS = {
+    "magnitude": "nmrun.oneshot.magnitude.Magnitude",
+    "wanda": "nmrun.oneshot.wanda.Wanda",
+    "ria": "nmrun.oneshot.ria.RIA",
+    "sparsegpt": "nmrun.oneshot.sparsegpt.SparseGPT",
+}
+
+
+def build(method: str, hyperparameters: Mapping[str, Any]) -> Method:
+    """Make a method.
+
+    Args:
+        method: a name of ``METHODS``.
+        hyperparameters: the method's own; they are checked.
+
+    Raises:
+        ConfigError: for an unknown name or hyperparameter, or a value out of its range.
+    """
+    if method not in METHODS:
+        hint = registry.did_you_mean(method, METHODS)
+        raise ConfigError(f"method={method}: no such method{hint} (there are {', '.join(METHODS)})")
+    kind: Any = registry.find("method", method, METHODS)
+    known = checks(kind)
+    has = ", ".join(known) or "none"
+    problems = [
+        f"{method} has no hyperparameter {key}{registry.did_you_mean(key, known)} (it has {has})"
+        for key in hyperparameters
+        if key not in known
+    ]
+    problems += [line for line, _ in wrong_values(known, hyperparameters, f"{method}.")]
+    if problems:
+        raise ConfigError(problems)
+    made: Method = kind(**hyperparameters)
+    return made

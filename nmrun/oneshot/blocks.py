@@ -1,0 +1,234 @@
+"""A network in the order of its layers, block by block where it repeats one.
+
+The calibration inputs of a block are kept, so a pass goes through this block alone, not through the
+network. Only one block's inputs are in memory. The result has the bits of passes through the whole
+network, which are what is done for layers outside of such blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nmrun.oneshot.inputs import Layer
+
+Pass = Callable[[], None]  # lets all calibration batches through
+Arguments = dict[Any, Any]  # of a call, by position or name
+
+
+def stages(
+    model: nn.Module, layers: Sequence[Layer], passes: Sequence[Pass]
+) -> Iterator[tuple[nn.Module, list[Layer], Pass]]:
+    """Split the layers into blocks and single layers, in the order in which the network calls them.
+
+    Args:
+        model: the network, whose earlier stages may be changed before the next is asked for.
+        layers: of the network.
+        passes: lets one calibration batch each through the network.
+
+    Yields:
+        A stage: the block, or the network where the layer is in none; its layers; and what lets all
+        calibration batches through them.
+    """
+
+    def through_all() -> None:
+        for one in passes:
+            one()
+
+    order = _called(layers, passes[0])
+    chains = _lists(model, layers)
+    place = {
+        id(part): (number, index)
+        for number, blocks in enumerate(chains)
+        for index, block in enumerate(blocks)
+        for part in block.modules()
+    }
+    together: dict[Any, list[Layer]] = {}
+    for layer in order:
+        together.setdefault(place.get(id(layer.module), layer.name), []).append(layer)
+    known: dict[int, Chain | None] = {}
+    for key, own in together.items():
+        root, chain, index = model, None, 0
+        if isinstance(key, tuple):
+            number, index = key
+            root = chains[number][index]
+            if number not in known:
+                known = {number: _captured(chains[number], passes)}  # the others are done
+            chain = known[number]
+        if chain is None or index < chain.at:
+            yield root, own, through_all
+        else:
+            yield root, own, functools.partial(chain.through, index)
+
+
+def _called(layers: Sequence[Layer], one: Pass) -> list[Layer]:
+    """The layers in the order in which a pass calls them first; those that it does not call last."""
+    order: dict[str, Layer] = {}
+    with contextlib.ExitStack() as hooks:
+        for layer in layers:
+
+            def note(module: nn.Module, args: Any, layer: Layer = layer) -> None:
+                order.setdefault(layer.name, layer)
+
+            hooks.callback(layer.module.register_forward_pre_hook(note).remove)
+        one()
+    return [*order.values(), *(layer for layer in layers if layer.name not in order)]
+
+
+def _lists(model: nn.Module, layers: Sequence[Layer]) -> list[list[nn.Module]]:
+    """The outermost lists of modules of one class that have layers inside."""
+    wanted = {id(layer.module) for layer in layers}
+    found: list[list[nn.Module]] = []
+
+    def look(module: nn.Module) -> None:
+        children = list(module.children())
+        alike = len(children) > 1 and len({type(child) for child in children}) == 1
+        inside = any(id(part) in wanted for child in children for part in child.modules())
+        themselves = any(id(child) in wanted for child in children)
+        if (
+            isinstance(module, nn.ModuleList | nn.Sequential)
+            and alike
+            and inside
+            and not themselves
+        ):
+            found.append(children)
+            return
+        for child in children:
+            look(child)
+
+    look(model)
+    return found
+
+
+class Chain:
+    """Blocks that hand one value on: what each takes of every batch, beside that value.
+
+    Args:
+        blocks: the blocks.
+        slot: the argument that is the value that is handed on.
+    """
+
+    def __init__(self, blocks: list[nn.Module], slot: int | str) -> None:
+        self.blocks, self.slot = blocks, slot
+        self.at = 0  # the block whose inputs the values are
+        self.values: list[Tensor] = []  # of each batch
+        self.others: list[list[Arguments]] = []  # of each batch, of each block
+
+    def add(self, calls: list[Arguments]) -> None:
+        """Add a batch: what each block was called with, the first with its value."""
+        self.values.append(calls[0].pop(self.slot))
+        before = self.others[-1] if self.others else calls
+        self.others.append(
+            [
+                {key: _same(known.get(key), value) for key, value in call.items()}
+                for known, call in zip(before, calls, strict=True)
+            ]
+        )
+
+    def through(self, index: int) -> None:
+        """Let all batches through a block; those before it are passed for the last time."""
+        while self.at < index:
+            for number in range(len(self.values)):
+                self.values[number] = self._call(number)
+            self.at += 1
+        for number in range(len(self.values)):
+            self._call(number)
+
+    def _call(self, number: int) -> Tensor:
+        # a copy, as blocks may add to it in place
+        given = {**self.others[number][self.at], self.slot: self.values[number].clone()}
+        args = [given[key] for key in sorted(key for key in given if isinstance(key, int))]
+        kwargs = {key: value for key, value in given.items() if isinstance(key, str)}
+        return _outputs(self.blocks[self.at](*args, **kwargs))[0]
+
+
+def _same(known: Any, value: Any) -> Any:
+    """The argument of the batch before where this one is equal, as masks and positions are."""
+    if isinstance(value, tuple) and isinstance(known, tuple) and len(known) == len(value):
+        return tuple(_same(*pair) for pair in zip(known, value, strict=True))
+    if not (isinstance(value, Tensor) and isinstance(known, Tensor)):
+        return value
+    alike = (known.shape, known.dtype, known.device) == (value.shape, value.dtype, value.device)
+    return known if alike and torch.equal(known, value) else value
+
+
+class _Enough(Exception):
+    """The last block has been reached."""
+
+
+class _Record:
+    """What the blocks were called with in one pass.
+
+    ``fits`` says whether they were called once each in their order, each with the value that the
+    one before gave, always as the argument ``slot``, and with nothing else that one of them gave.
+    """
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        self.calls: list[Arguments] = []
+        self.given: list[list[weakref.ref[Tensor]]] = []
+        self.slots: set[int | str] = set()
+        self.fits = True
+        self.blocks = blocks
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], index: int
+    ) -> None:
+        """Note the call of a block; the last one is not needed any more."""
+        call: Arguments = {**dict(enumerate(args)), **kwargs}
+        handed = self.given[-1][0]() if self.given and self.given[-1] else None
+        if index:
+            mine = [k for k, v in call.items() if isinstance(v, Tensor) and v is handed]
+            call = {key: value for key, value in call.items() if key not in mine}
+            self.slots.update(mine)
+            others = [value for value in call.values() if isinstance(value, Tensor)]
+            known = [ref() for given in self.given for ref in given]
+            self.fits &= len(mine) == 1 and not any(v is k for v in others for k in known)
+        else:  # the value that comes in, before the block adds to it in place
+            call = {k: v.clone() if isinstance(v, Tensor) else v for k, v in call.items()}
+        self.fits &= len(self.calls) == index and len(self.slots) <= 1
+        self.calls.append(call)
+        if index == len(self.blocks) - 1 or not self.fits:
+            raise _Enough
+
+    def after(self, module: nn.Module, args: Any, out: Any) -> None:
+        """Note what a block gave."""
+        tensors = [part for part in _outputs(out) if isinstance(part, Tensor)]
+        self.given.append([weakref.ref(part) for part in tensors])
+
+    def of(self, one: Pass) -> bool:
+        """Let a batch pass; whether the blocks are a chain."""
+        with contextlib.ExitStack() as hooks:
+            for index, block in enumerate(self.blocks):
+                before = functools.partial(self.before, index=index)
+                handle = block.register_forward_pre_hook(before, with_kwargs=True)
+                hooks.callback(handle.remove)
+                hooks.callback(block.register_forward_hook(self.after).remove)
+            with contextlib.suppress(_Enough):
+                one()
+        whole = self.fits and len(self.calls) == len(self.blocks)
+        return whole and all(isinstance(self.calls[0].get(slot), Tensor) for slot in self.slots)
+
+
+def _captured(blocks: list[nn.Module], passes: Sequence[Pass]) -> Chain | None:
+    """The chain of these blocks with all batches, or None where they are none."""
+    chain: Chain | None = None
+    for one in passes:
+        record = _Record(blocks)
+        if not record.of(one):
+            return None
+        (slot,) = record.slots
+        chain = chain or Chain(blocks, slot)
+        if slot != chain.slot:
+            return None
+        chain.add(record.calls)
+    return chain
+
+
+def _outputs(out: Any) -> tuple[Any, ...]:
+    return tuple(out) if isinstance(out, tuple | list) else (out,)

@@ -1,0 +1,135 @@
+"""What one-shot methods see of a layer: its weight as a matrix, and its inputs beside it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nmrun.sparsity.select import Candidate
+
+
+def unseen(module: nn.Module) -> str:
+    """Say why a layer's inputs cannot be seen, as a clause, or nothing.
+
+    Args:
+        module: the module that has the weight.
+    """
+    if isinstance(module, nn.Conv1d | nn.Conv2d):
+        return "a convolution in groups, each with inputs of its own" if module.groups > 1 else ""
+    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+        return ""
+    return f"the inputs of {type(module).__name__} cannot be seen (of linear layers and convolutions they can)"
+
+
+class Layer:
+    """A linear layer or convolution as the product of a matrix (outputs, columns) with its inputs.
+
+    The columns of a convolution are its input channels, once for every kernel position, so that
+    groups of M consecutive columns are the groups of its weight.
+
+    Args:
+        candidate: the weight, with its pattern.
+
+    Attributes:
+        pattern: over the runs of columns, as methods take it.
+    """
+
+    def __init__(self, candidate: Candidate) -> None:
+        assert candidate.pattern is not None
+        self._candidate = candidate
+        self.name, self.module, self.dim = candidate.name, candidate.module, candidate.dim
+        self.outputs, self.pattern = candidate.outputs, candidate.pattern
+        if isinstance(self.module, nn.Conv1d | nn.Conv2d):
+            self.pattern = self.pattern.over(self.module.in_channels)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight itself."""
+        return self._candidate.tensor.detach()
+
+    def matrix(self) -> Tensor:
+        """The weight as (outputs, columns), in float32, or in float64 if it is so."""
+        matrix = self.weight.movedim((self.outputs, self.dim), (0, -1)).flatten(1)
+        return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+
+    def write(self, matrix: Tensor) -> None:
+        """Write a matrix (outputs, columns) into the weight, in place."""
+        apart = self.weight.movedim((self.outputs, self.dim), (0, -1))
+        apart.copy_(matrix.reshape(apart.shape))
+
+    def columns(self, x: Tensor) -> Tensor:
+        """The layer's input as (tokens, columns); a convolution's tokens are its output positions."""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        if not isinstance(self.module, nn.Conv1d | nn.Conv2d):
+            return x.flatten(0, -2)
+        conv: Any = self.module
+        mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+        x = functional.pad(x, conv._reversed_padding_repeated_twice, mode=mode)
+        kernel, stride, dilation = conv.kernel_size, conv.stride, conv.dilation
+        if isinstance(conv, nn.Conv1d):
+            x, kernel, stride, dilation = (
+                x.unsqueeze(-2),
+                (1, *kernel),
+                (1, *stride),
+                (1, *dilation),
+            )
+        windows = functional.unfold(x, kernel, dilation=dilation, stride=stride)
+        by_channel = windows.unflatten(
+            -2, (conv.in_channels, -1)
+        )  # (batch, channels, places, tokens)
+        return by_channel.movedim((-1, -2, -3), (-3, -2, -1)).reshape(-1, self.matrix_columns)
+
+    @property
+    def matrix_columns(self) -> int:
+        """The number of columns."""
+        return self.weight.numel() // self.weight.shape[self.outputs]
+
+
+@contextlib.contextmanager
+def watched(layers: Sequence[Layer]) -> Iterator[dict[str, Tensor]]:
+    """Sum up ``X^T X`` of each layer's inputs X (tokens, columns), while the context is entered.
+
+    Args:
+        layers: the layers; a layer that is called several times has the inputs of all calls.
+
+    Yields:
+        The sums by the layer's name, without those of layers that were not called.
+    """
+    grams: dict[str, Tensor] = {}
+
+    def watch(layer: Layer) -> Any:
+        def add(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            given = args[0] if args else next(iter(kwargs.values()))
+            with torch.autocast(given.device.type, enabled=False):
+                x = layer.columns(given.detach())
+                if len(x):
+                    gram = grams.setdefault(layer.name, x.new_zeros(x.shape[1], x.shape[1]))
+                    gram.addmm_(x.T, x)
+
+        return layer.module.register_forward_pre_hook(add, with_kwargs=True)
+
+    handles = [watch(layer) for layer in layers]
+    try:
+        yield grams
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def output_error(matrix: Tensor, pruned: Tensor, gram: Tensor) -> float:
+    """Compute ``||X V^T - X W^T||^2 / ||X W^T||^2``; 0 where the layer's output is.
+
+    Args:
+        matrix: W, (outputs, columns).
+        pruned: V, of the same shape.
+        gram: ``X^T X``.
+    """
+    change = pruned - matrix
+    error = float(((change @ gram) * change).sum())
+    output = float(((matrix @ gram) * matrix).sum())
+    return max(error, 0.0) / output if output > 0 else 0.0

@@ -1,0 +1,62 @@
+"""What a one-shot method is: one layer's weight and its inputs in, the pruned weight out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from nmrun.patterns import Pattern
+from nmrun.ranges import FLAG
+from nmrun.sparsity.masks import nm_mask
+
+
+@dataclass
+class Method:
+    """Base of all methods; the fields of a subclass are its hyperparameters."""
+
+    name: ClassVar[str] = ""
+
+    def prune(self, weight: Tensor, gram: Tensor, pattern: Pattern) -> Tensor:
+        """Prune the weight of one layer.
+
+        Args:
+            weight: (outputs, inputs), in float32 or float64.
+            gram: ``X^T X``, (inputs, inputs), of the calibration inputs X (tokens, inputs). The
+                output error of a weight V is ``tr((V - W) X^T X (V - W)^T)``.
+            pattern: N:M along the inputs. With a length (:meth:`Pattern.over`) each run of so many
+                inputs has groups of its own, the last of which may be short; a convolution has a
+                run for every kernel position.
+
+        Returns:
+            A new tensor of the same shape, with +0.0 in pruned places.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class Scored(Method):
+    """A method that keeps the N weights of a group with the largest scores, as they are.
+
+    Args:
+        permute: before a layer is pruned, order its input channels so that the masks keep more of
+            the scores (:mod:`nmrun.oneshot.permute`).
+    """
+
+    permute: Annotated[bool, FLAG] = False
+
+    def scores(self, weight: Tensor, norms: Tensor) -> Tensor:
+        """Score every weight; shape of ``weight``, 0 or more.
+
+        Args:
+            weight: (outputs, inputs).
+            norms: ``||X_j||_2`` of every input over all calibration tokens, (inputs,).
+        """
+        raise NotImplementedError
+
+    def prune(self, weight: Tensor, gram: Tensor, pattern: Pattern) -> Tensor:
+        scores = self.scores(weight, gram.diagonal().sqrt())
+        runs = scores.unflatten(1, (-1, pattern.length or scores.shape[1]))
+        return torch.where(nm_mask(runs, pattern, dim=2).flatten(1), weight, 0.0)

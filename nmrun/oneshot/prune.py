@@ -1,0 +1,207 @@
+"""``nmrun.prune``: a trained network made N:M sparse in one shot, from some calibration inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nmrun import oneshot
+from nmrun.errors import ConfigError, RunError
+from nmrun.oneshot.blocks import stages
+from nmrun.oneshot.inputs import Layer, output_error, unseen, watched
+from nmrun.oneshot.method import Method, Scored
+from nmrun.oneshot.permute import free_channels, permute
+from nmrun.patterns import Pattern
+from nmrun.sparsity.check import layer_report
+from nmrun.sparsity.select import LeftDense, select
+from nmrun.sparsity.weight import LIVE
+
+NOT_REACHED = "no calibration input reached it"
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What :func:`prune` did.
+
+    Attributes:
+        method: its name.
+        pattern: N:M, where no override names another.
+        layers: of each pruned weight, as of :func:`nmrun.sparsity.check.layer_report`, with
+            ``error``: ``||X V^T - X W^T||^2 / ||X W^T||^2``, for its calibration inputs X, the
+            weight W and the pruned weight V.
+        left_dense: the parameters that were not pruned, with the reason.
+    """
+
+    method: str
+    pattern: Pattern
+    layers: list[dict[str, Any]]
+    left_dense: list[LeftDense]
+
+    def report(self) -> dict[str, Any]:
+        """Describe the weights, as :meth:`nmrun.Handle.report` does."""
+        numel = sum(layer["numel"] for layer in self.layers)
+        return {
+            "pattern": str(self.pattern),
+            "density": sum(layer["nonzeros"] for layer in self.layers) / numel,
+            "layers": self.layers,
+            "left_dense": [
+                {"name": d.name, "shape": list(d.shape), "reason": d.reason}
+                for d in self.left_dense
+            ],
+        }
+
+    def __str__(self) -> str:
+        width = max(len(layer["name"]) for layer in self.layers)
+        return "\n".join(
+            f"{layer['name']:{width}}  {layer['pattern']}  output error {layer['error']:.3g}"
+            for layer in self.layers
+        )
+
+
+@torch.no_grad()
+def prune(
+    model: nn.Module,
+    batches: Iterable[Any],
+    method: str = "sparsegpt",
+    pattern: str | Pattern = "2:4",
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] = "auto",
+    overrides: Mapping[str, str | Pattern] | None = None,
+    pad: bool = False,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    **hyperparameters: Any,
+) -> Pruned:
+    """Make a trained model N:M sparse in place, without training. ::
+
+        pruned = nmrun.prune(model, batches, method="sparsegpt", pattern="2:4")
+        print(pruned)   # the output error of each layer
+
+    Layers are pruned in the order of the network, by inputs that pass through the pruned layers
+    before them. The layers of one block of a repeated stack (a Transformer's) see the inputs of
+    that block while it is dense, as in the papers; other layers come one by one. In memory are the
+    calibration inputs of one block, and of each of its layers ``X^T X`` (inputs x inputs, float32).
+    The same model and batches give the same bits.
+
+    Args:
+        model: any module; linear layers, Hugging Face's Conv1D, and one- and two-dimensional
+            convolutions without groups are pruned. It is set to evaluation meanwhile.
+        batches: calibration inputs: of each batch, the model's argument, a tuple of its positional
+            ones or a mapping of its keyword ones. All tokens count, padding too.
+        method: ``magnitude``, ``wanda``, ``ria`` or ``sparsegpt``.
+        pattern: at most N non-zeros in every M consecutive weights along the input dimension.
+        include: as of :func:`nmrun.sparsify`.
+        exclude: likewise; by default ``"auto"``, the first layer and the heads, which the papers
+            leave dense.
+        overrides: as of :func:`nmrun.sparsify`.
+        pad: likewise.
+        forward: ``forward(model, batch)`` in the place of calling the model with the batch.
+        hyperparameters: the method's own, under the names of its paper.
+
+    Returns:
+        What was pruned with which error, and what was left dense why.
+
+    Raises:
+        ConfigError: (a ValueError) for an unknown method, pattern or value, no batches, and a model
+            without a weight that can be pruned. The model is unchanged then.
+        RunError: where the inputs of a layer are not finite, or their Hessian has no inverse. The
+            layers before it are pruned then.
+    """
+    rule, pattern = oneshot.build(method, hyperparameters), Pattern.parse(pattern)
+    calibration = list(batches)
+    if not calibration:
+        raise ConfigError("prune needs calibration inputs, and there is no batch")
+    layers, left_dense = _chosen(model, pattern, include, exclude, overrides, pad)
+    run = forward or _call
+    passes = [functools.partial(run, model, batch) for batch in calibration]
+    done: dict[str, dict[str, Any]] = {}
+    with _evaluated(model):
+        for root, stage, through in stages(model, layers, passes):
+            with watched(stage) as grams:
+                through()
+            if isinstance(rule, Scored) and rule.permute:
+                permute(stage, grams, rule, free_channels(root, model))
+            for layer in stage:
+                if layer.name in grams:
+                    done[layer.name] = _pruned(layer, rule, grams.pop(layer.name))
+    missed = [layer for layer in layers if layer.name not in done]
+    left_dense += [LeftDense(x.name, tuple(x.weight.shape), NOT_REACHED) for x in missed]
+    if not done:
+        raise ConfigError(f"no layer of this model was reached: {NOT_REACHED} ({missed[0].name})")
+    in_order = [done[layer.name] for layer in layers if layer.name in done]
+    return Pruned(rule.name, pattern, in_order, left_dense)
+
+
+def _chosen(
+    model: nn.Module,
+    pattern: Pattern,
+    include: str | Sequence[str] | None,
+    exclude: str | Sequence[str],
+    overrides: Mapping[str, str | Pattern] | None,
+    pad: bool,
+) -> tuple[list[Layer], list[LeftDense]]:
+    """The layers that are pruned, and the parameters that stay dense."""
+    found, left_dense = select(model, pattern, include, exclude, overrides=overrides, pad=pad)
+    if live := [c.name for c in found if LIVE.get(id(c.tensor)) is c.tensor]:
+        raise ConfigError(f"{live[0]} is trained sparse: call finalize() on its handle first")
+    if far := [c.name for c in found if c.tensor.is_meta or hasattr(c.tensor, "_local_tensor")]:
+        raise ConfigError(f"{far[0]} is on meta or sharded: pruning needs whole weights")
+    left_dense += [
+        LeftDense(c.name, tuple(c.tensor.shape), reason)
+        for c in found
+        if (reason := unseen(c.module))
+    ]
+    layers = [Layer(c) for c in found if not unseen(c.module)]
+    if not layers:
+        reasons = "; ".join(f"{d.name} {list(d.shape)}: {d.reason}" for d in left_dense[:8])
+        reasons = reasons or "it has no such layer"
+        raise ConfigError(f"no weight of this model can be pruned to {pattern} ({reasons})")
+    return layers, left_dense
+
+
+def _pruned(layer: Layer, method: Method, gram: Tensor) -> dict[str, Any]:
+    """Prune one layer; its report."""
+    matrix = layer.matrix()
+    gram = gram.to(matrix.dtype)
+    if not bool(gram.isfinite().all()) or not bool(matrix.isfinite().all()):
+        raise RunError(f"{layer.name}: its weight or calibration inputs are not finite")
+    with torch.autocast(matrix.device.type, enabled=False):
+        try:
+            pruned = method.prune(matrix, gram, layer.pattern)
+        except ValueError as problem:
+            raise RunError(f"{layer.name}: {problem}") from None
+        error = output_error(matrix, pruned, gram)
+    layer.write(pruned)
+    pattern = layer.pattern.over(layer.weight.shape[layer.dim])
+    return {**layer_report(layer.name, layer.weight, pattern, layer.dim), "error": error}
+
+
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+@contextlib.contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """Set a model to evaluation, without a cache of keys and values, while the context is entered."""
+    training = {module: module.training for module in model.modules()}
+    configs: dict[int, Any] = {
+        id(c): c for m in training if hasattr(c := getattr(m, "config", None), "use_cache")
+    }
+    cached = {key: config.use_cache for key, config in configs.items()}
+    model.eval()
+    for config in configs.values():
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+        for key, config in configs.items():
+            config.use_cache = cached[key]

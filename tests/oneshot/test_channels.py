@@ -1,0 +1,132 @@
+"""Channel permutation before one-shot pruning: the same function, scores that masks keep more of,
+and no channel that another block reads.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import nmrun
+from nmrun import oneshot
+from nmrun.errors import ConfigError
+from nmrun.models.gpt import GPT
+from nmrun.oneshot.inputs import Layer, watched
+from nmrun.oneshot.permute import free_channels, permute
+from nmrun.patterns import Pattern
+from nmrun.sparsity import check_nm, nm_mask
+from nmrun.sparsity.select import select
+
+
+def gpt() -> tuple[nn.Module, nn.Module, torch.Tensor, set[str]]:
+    torch.manual_seed(0)
+    model = GPT(vocabulary=17, context=12, layers=2, heads=2, width=16)
+    return model, model.h[1], torch.randint(17, (3, 12)), {"h.1.mlp.c_proj.weight"}
+
+
+def llama() -> tuple[nn.Module, nn.Module, torch.Tensor, set[str]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=17, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    moved = {"model.layers.1.mlp.down_proj.weight"}
+    return model, model.model.layers[1], torch.randint(17, (3, 12)), moved
+
+
+def residual() -> tuple[nn.Module, nn.Module, torch.Tensor, set[str]]:
+    from torchvision.models.resnet import BasicBlock
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(BasicBlock(8, 8) for _ in range(2)), nn.Flatten(), nn.Linear(8 * 25, 3))
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean), nn.init.uniform_(module.weight)
+    return model, model[1], torch.randn(4, 8, 5, 5), {"1.conv2.weight"}
+
+
+def logits(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        out = model(x)
+    return getattr(out, "logits", out)
+
+
+@pytest.mark.parametrize("make", [gpt, llama, residual], ids=lambda make: make.__name__)
+def test_the_function_stays_and_the_masks_keep_more(make):
+    model, block, x, expected = make()
+    model.eval()
+    inside = {id(module) for module in block.modules()}
+    stage = [Layer(c) for c in select(model, Pattern(2, 4))[0] if id(c.module) in inside]
+    method, before = oneshot.build("ria", {}), logits(model, x)
+
+    def grams():
+        with watched(stage) as found:
+            logits(model, x)
+        return found
+
+    def kept(layer, gram):
+        scores = method.scores(layer.matrix(), gram.diagonal().sqrt())
+        return float((scores * nm_mask(scores, "2:4")).sum())
+
+    first = grams()
+    old = {layer.name: (layer.matrix().clone(), kept(layer, first[layer.name])) for layer in stage}
+    followed = dict(first)
+    with torch.no_grad():
+        permute(stage, followed, method, free_channels(block, model))
+    torch.testing.assert_close(logits(model, x), before)
+    again = grams()
+    for layer in stage:
+        torch.testing.assert_close(followed[layer.name], again[layer.name], rtol=1e-4, atol=1e-4)
+        columns_moved = not torch.equal(first[layer.name], followed[layer.name])
+        assert columns_moved == (layer.name in expected), layer.name
+        if columns_moved:
+            assert kept(layer, again[layer.name]) > old[layer.name][1] * 1.001
+            assert not torch.equal(layer.matrix(), old[layer.name][0])
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "ria"])
+def test_a_network_is_pruned_with_permuted_channels(method):
+    model, _, x, _ = gpt()
+    plain = copy.deepcopy(model)
+    without = nmrun.prune(plain, [x], method).layers
+    pruned = nmrun.prune(model, [x], method, permute=True).layers
+    assert check_nm(model, "2:4", exclude="auto") == [layer["name"] for layer in pruned]
+    for a, b in zip(pruned[:3], without[:3], strict=True):
+        assert a["error"] == pytest.approx(b["error"], rel=1e-4)
+    kept, before = model.h[0].mlp.c_proj.weight, plain.h[0].mlp.c_proj.weight
+    assert not torch.equal(kept, before)
+    if method == "magnitude":
+        assert kept.abs().sum() > before.abs().sum()
+
+
+def test_channels_that_others_have_too_stay():
+    """Of a chain each block's outputs are the next one's inputs, and a tied weight is in two."""
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(3)))
+    assert free_channels(blocks[1], blocks) == []
+    pair = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    assert len(free_channels(pair, pair)) == 1
+    model = nn.ModuleDict({"pair": pair, "other": nn.Linear(8, 8)})
+    model["other"].weight = pair[0].weight
+    assert free_channels(pair, model) == []
+
+
+def test_layers_one_by_one():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8), nn.ReLU(), nn.Linear(8, 3))
+    plain, x = copy.deepcopy(model), torch.randn(50, 8)
+    pruned = nmrun.prune(model, [x], "wanda", exclude=(), permute=True)
+    without = nmrun.prune(plain, [x], "wanda", exclude=())
+    assert pruned.layers[0]["error"] == without.layers[0]["error"]
+    assert pruned.layers[1]["error"] < without.layers[1]["error"]
+    assert check_nm(model, "2:4") == ["0.weight", "2.weight", "4.weight"]
+
+
+def test_sparsegpt_has_no_scores():
+    model, _, x, _ = gpt()
+    with pytest.raises(ConfigError, match="sparsegpt has no hyperparameter permute"):
+        nmrun.prune(model, [x], "sparsegpt", permute=True)

@@ -1,0 +1,180 @@
+"""One-shot methods against their papers' equations, and SparseGPT against the optimal brain surgeon
+column by column, with the exact inverse of the Hessian that remains.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from nmrun import oneshot
+from nmrun.errors import ConfigError
+from nmrun.oneshot.inputs import output_error
+from nmrun.patterns import Pattern
+
+
+def problem(rows: int, columns: int, seed: int = 0, tokens: int = 400):
+    """A weight and correlated inputs of very different sizes, in float64."""
+    g = torch.Generator().manual_seed(seed)
+    mix = torch.randn(columns, columns, generator=g, dtype=torch.float64)
+    sizes = torch.rand(columns, generator=g, dtype=torch.float64) * 3 + 0.1
+    x = torch.randn(tokens, columns, generator=g, dtype=torch.float64) @ mix * sizes
+    return torch.randn(rows, columns, generator=g, dtype=torch.float64), x
+
+
+def groups(columns: int, pattern: Pattern) -> list[range]:
+    run = pattern.length or columns
+    return [
+        range(run * k + i, min(run * k + i + pattern.m, run * (k + 1)))
+        for k in range(columns // run)
+        for i in range(0, run, pattern.m)
+    ]
+
+
+def keep_best(scores: torch.Tensor, pattern: Pattern) -> torch.Tensor:
+    """The N largest scores of every group, group by group and row by row."""
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    for row, group in itertools.product(range(len(scores)), groups(scores.shape[1], pattern)):
+        for j in sorted(group, key=lambda j: -float(scores[row, j]))[: pattern.n]:
+            kept[row, j] = True
+    return kept
+
+
+PATTERNS = [
+    (Pattern(2, 4), 16),
+    (Pattern(1, 4), 16),
+    (Pattern(4, 8), 24),
+    (Pattern(3, 5), 20),
+    (Pattern(2, 4).over(10), 10),  # a short last group
+    (Pattern(2, 4).over(6), 18),  # a convolution's three positions, each with one
+    (Pattern(2, 4), 272),  # more than two blocks of columns
+]
+
+
+@pytest.mark.parametrize(("pattern", "columns"), PATTERNS, ids=str)
+def test_scores_are_those_of_the_papers(pattern, columns):
+    weight, x = problem(5, columns)
+    norms = [float(sum(v * v for v in column) ** 0.5) for column in x.T.tolist()]
+    size = weight.abs().tolist()
+    by_row = [sum(row) for row in size]
+    by_column = [sum(column) for column in zip(*size, strict=True)]
+    expected = {
+        "magnitude": weight.abs(),
+        "wanda": torch.tensor([[w * n for w, n in zip(row, norms, strict=True)] for row in size]),
+        "ria": torch.tensor(
+            [
+                [(w / by_column[j] + w / by_row[i]) * norms[j] ** 0.5 for j, w in enumerate(row)]
+                for i, row in enumerate(size)
+            ]
+        ),
+    }
+    for name, scores in expected.items():
+        pruned = oneshot.build(name, {}).prune(weight, x.T @ x, pattern)
+        assert torch.equal(pruned, torch.where(keep_best(scores, pattern), weight, 0.0)), name
+        assert not torch.signbit(pruned[pruned == 0]).any(), name
+
+
+def test_ria_takes_the_power_of_activations():
+    weight, x = problem(6, 16)
+    found = [
+        oneshot.build("ria", {"a": a}).prune(weight, x.T @ x, Pattern(2, 4)) for a in (0.0, 0.5, 1)
+    ]
+    shares = weight.abs() / weight.abs().sum(0) + weight.abs() / weight.abs().sum(1, keepdim=True)
+    kept = keep_best(shares, Pattern(2, 4))
+    assert torch.equal(found[0], torch.where(kept, weight, 0.0))
+    assert not torch.equal(found[0], found[2])
+
+
+def by_surgeon(weight, x, pattern, damping=0.01):
+    """Row by row, column by column, each time with the inverse of the Hessian that is left."""
+    hessian = x.T @ x
+    hessian += damping * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=x.dtype)
+    # [H_{j:}^-1]_jj: what pruning j costs once all columns before it are passed
+    inverses = [torch.linalg.inv(hessian[j:, j:]) for j in range(len(hessian))]
+    result = weight.clone()
+    for row in result:
+        for group in groups(len(row), pattern):
+            costs = {j: float(row[j] ** 2 / inverses[j][0, 0]) for j in group}
+            pruned = sorted(group, key=costs.__getitem__)[: max(0, len(group) - pattern.n)]
+            for j in sorted(pruned):
+                row[j:] -= row[j] / inverses[j][0, 0] * inverses[j][:, 0]
+                row[j] = 0.0
+    return result
+
+
+@pytest.mark.parametrize(("pattern", "columns"), PATTERNS, ids=str)
+def test_sparsegpt_is_the_surgeon_with_exact_inverses(pattern, columns):
+    weight, x = problem(4, columns)
+    expected = by_surgeon(weight, x, pattern)
+    found = oneshot.build("sparsegpt", {}).prune(weight, x.T @ x, pattern)
+    assert torch.equal(found == 0, expected == 0)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+    assert not torch.signbit(found[found == 0]).any()
+
+
+def test_sparsegpt_in_float32_chooses_the_same_masks():
+    weight, x = problem(8, 64)
+    gram = x.T @ x
+    exact = oneshot.build("sparsegpt", {}).prune(weight, gram, Pattern(2, 4))
+    found = oneshot.build("sparsegpt", {}).prune(weight.float(), gram.float(), Pattern(2, 4))
+    assert torch.equal(found == 0, exact == 0)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sparsegpt_has_the_least_error_on_correlated_inputs(seed):
+    weight, x = problem(32, 64, seed)
+    gram = x.T @ x
+    error = {
+        name: output_error(weight, oneshot.build(name, {}).prune(weight, gram, Pattern(2, 4)), gram)
+        for name in oneshot.METHODS
+    }
+    assert error["sparsegpt"] < min(error["wanda"], error["ria"], error["magnitude"])
+    assert error["wanda"] < error["magnitude"]
+
+
+def test_the_output_error_is_that_of_the_outputs():
+    weight, x = problem(3, 8)
+    pruned = oneshot.build("magnitude", {}).prune(weight, x.T @ x, Pattern(2, 4))
+    change, before = x @ (pruned - weight).T, x @ weight.T
+    expected = float(change.square().sum() / before.square().sum())
+    assert output_error(weight, pruned, x.T @ x) == pytest.approx(expected, rel=1e-12)
+    assert output_error(weight, pruned, torch.zeros(8, 8, dtype=x.dtype)) == 0.0
+
+
+@pytest.mark.parametrize("method", oneshot.METHODS)
+def test_inputs_that_are_always_zero_are_pruned_first_and_break_nothing(method):
+    weight, x = problem(4, 8)
+    x[:, [0, 5]] = 0.0
+    weight[:, 0] = weight[:, 5] = 1e-9
+    weight[2] = 0.0  # RIA divides by the sum of a row
+    pruned = oneshot.build(method, {}).prune(weight, x.T @ x, Pattern(2, 4))
+    assert pruned.isfinite().all()
+    assert (pruned[[0, 1, 3]][:, [0, 5]] == 0).all()
+
+
+def test_a_hessian_without_an_inverse_is_said():
+    weight, x = problem(2, 8, tokens=4)
+    method = oneshot.build("sparsegpt", {"damping": 0.0})
+    gram = torch.zeros(8, 8, dtype=x.dtype)
+    with pytest.raises(ValueError, match="no inverse: more samples or a larger damping"):
+        method.prune(weight, gram, Pattern(2, 4))
+    assert oneshot.build("sparsegpt", {}).prune(weight, x.T @ x, Pattern(2, 4)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "line"),
+    [
+        ("wander", {}, "method=wander: no such method; did you mean wanda? (there are magnitude, wanda, ria, sparsegpt)"),
+        ("my.method", {}, "method=my.method: no such method (there are magnitude, wanda, ria, sparsegpt)"),
+        ("wanda", {"a": 1}, "wanda has no hyperparameter a (it has permute)"),
+        ("sparsegpt", {"damp": 1}, "sparsegpt has no hyperparameter damp; did you mean damping? (it has damping)"),
+        ("sparsegpt", {"damping": -1}, "sparsegpt.damping=-1: it takes a number at least 0"),
+    ],
+)  # fmt: skip
+def test_mistakes_get_a_line(method, options, line):
+    with pytest.raises(ConfigError) as caught:
+        oneshot.build(method, options)
+    assert caught.value.problems == [line]
