@@ -17,14 +17,14 @@ from nmrun.models.hf_encoder import EncoderClassifier
 from nmrun.sparsity.check import check_nm
 from nmrun.tasks.pretrained import fetch
 
-MODELS = ("hf_encoder", "hf_gpt2")
+MODELS = ("hf_encoder", "hf_gpt2", "hf_causal")
 
 
 def write(run: Finished, folder: Path) -> list[str]:
     """Write what ``save_pretrained`` writes.
 
     ``sparsity.json`` has the names and dimensions of these weights. ``AutoModelForCausalLM`` loads
-    a GPT-2. ``AutoModelForSequenceClassification`` loads an encoder where its own classifier
+    a language model. ``AutoModelForSequenceClassification`` loads an encoder where its own classifier
     computes what this one does (the logits are compared, bit for bit); else the folder holds the
     encoder for ``AutoModel``, and ``head.safetensors`` the head.
 
@@ -41,10 +41,11 @@ def write(run: Finished, folder: Path) -> list[str]:
     options = run.result["config"]["model"]
     if options["name"] not in MODELS:
         raise ValueError(
-            f"model={options['name']} does not come from Hugging Face; --format hf takes {' and '.join(MODELS)}"
+            f"model={options['name']} does not come from Hugging Face; --format hf takes {', '.join(MODELS)}"
         )
     config = fetch("AutoConfig", "model.pretrained", options["pretrained"])
-    made, names, notes = (_gpt2 if options["name"] == "hf_gpt2" else _encoder)(run, config, folder)
+    makers = {"hf_gpt2": _gpt2, "hf_causal": _causal, "hf_encoder": _encoder}
+    made, names, notes = makers[options["name"]](run, config, folder)
     made.save_pretrained(folder)
     state, layers = made.state_dict(), []
     for layer in run.layers:
@@ -88,6 +89,16 @@ def _gpt2(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, str]
         raise ValueError(
             "Hugging Face's GPT-2 does not compute with these weights what the run's does"
         )
+    return theirs, names, []
+
+
+def _causal(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
+    """Hugging Face's network with the run's weights, under their own names."""
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype="float32")
+    names = {name: name.removeprefix("network.") for name in run.state}
+    _fill(theirs, {names[name]: tensor for name, tensor in run.state.items()})
     return theirs, names, []
 
 

@@ -36,6 +36,7 @@ MODELS = {
         ("gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"), "nmrun.models.gpt.build"
     ),
     "hf_gpt2": "nmrun.models.hf_gpt2.build",
+    "hf_causal": "nmrun.models.hf_causal.build",
     **{
         f"fairseq_transformer{size}": "nmrun.models.fairseq_transformer.build"
         for size in ("", "_iwslt", "_base")

@@ -127,13 +127,19 @@ class ViT(Transformer):
 
 
 @dataclass(frozen=True)
-class Pretrained(Model):
-    """A network of Hugging Face."""
+class Causal(Model):
+    """A language model of Hugging Face, with the dropout that it came with."""
 
     decays: ClassVar[str] = "matrices"  # BERT's code, and the Trainer of transformers
     data: ClassVar[str] = RUNNING_TEXT
 
     pretrained: Annotated[str, TEXT]
+
+
+@dataclass(frozen=True)
+class Pretrained(Causal):
+    """A network of Hugging Face."""
+
     dropout: Annotated[float, FRACTION]
 
 
@@ -180,6 +186,7 @@ MODELS: dict[str, type[Model]] = {
     **dict.fromkeys(GPTS, GPT),
     "hf_encoder": Encoder,
     "hf_gpt2": Pretrained,
+    "hf_causal": Causal,
     **{f"fairseq_transformer{size}": FairseqTransformer for size in ("", "_iwslt", "_base")},
 }
 
