@@ -23,6 +23,7 @@ VERBS = {
     "report": "nmrun.report.cli.report",
     "export": "nmrun.export.cli.main",
     "bench": "nmrun.bench.main",
+    "prune": "nmrun.train.pruning.main",
     "ratios": "nmrun.train.ratios.main",
     "tune": "nmrun.tune.cli.main",
     "prepare": "nmrun.data.cli.prepare",

@@ -37,6 +37,10 @@ def main(argv: Sequence[str]) -> int:
     kept = [word for word in words[1:] if zipped.key(word) not in changed]
     words = [*kept, *options.changes]
     print(shlex.join(["nmrun", *words]), flush=True)
+    if words[:1] == ["prune"]:
+        from nmrun.train import pruning
+
+        return pruning.main(words[1:])
     from nmrun.train import jobs
 
     return jobs.main(words)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nmrun.config.identity import result_in
+from nmrun.config.identity import finished, result_in
 from nmrun.settings import datasets, models
 
 # Images to train with, before any are put aside.
@@ -27,7 +27,7 @@ LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, int]]] = {
     "small_conv": lambda model: _layers(model["channels"]),
     "mlp": lambda model: _layers(model["hidden"]),
 }
-TRAINED = ("hf_gpt2", "timm")  # the models that can come trained to the last layer
+TRAINED = ("hf_gpt2", "hf_causal", "timm")  # the models that can come trained to the last layer
 # The package and the extra of nmrun that a logger needs.
 LOGGERS = {"tensorboard": "tensorboard", "mlflow": "mlflow"}
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/nvmap")  # CUDA, WSL, ROCm, Jetson
@@ -44,7 +44,9 @@ def problems(plain: dict[str, Any], here: bool = True) -> Iterator[str]:
     for group in ("dataset", "model", "recipe"):
         yield from _unknown_package(group, plain[group].get("_target_"))
     yield from _no_logger(plain["track"])
-    yield from _no_teacher(plain["trainer"]["distill"], plain["model"], here)
+    yield from _no_teacher(plain, here)
+    if here and plain["init"] is not None and finished(Path(plain["init"]))[0] is None:
+        yield f"init={plain['init']}: no finished run is there"
     if not own:
         yield from _other_data(plain["dataset"]["name"], plain["model"]["name"])
     if "dataset" not in own:
@@ -77,11 +79,13 @@ def _no_logger(track: dict[str, Any]) -> Iterator[str]:
             yield f"track={name} is not installed: pip install 'nmrun[{name}]'"
 
 
-def _no_teacher(teacher: str | None, model: dict[str, Any], here: bool) -> Iterator[str]:
+def _no_teacher(plain: dict[str, Any], here: bool) -> Iterator[str]:
+    teacher, model = plain["trainer"]["distill"], plain["model"]
     if teacher is None:
         return
     if teacher == "start":
-        if "_target_" not in model and model["name"] not in TRAINED:
+        trained = plain["init"] is not None or "_target_" in model or model["name"] in TRAINED
+        if not trained:
             yield (
                 f"trainer.distill=start: model={model['name']} begins with random weights in its "
                 "head or everywhere, which teach nothing; take the folder of a finished run"

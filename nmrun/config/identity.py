@@ -14,6 +14,7 @@ from nmrun.settings.config import Config
 from nmrun.settings.models import GPTS
 
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
+SETTINGS = (*GROUPS, "init")  # what can change a result
 # where and how it runs and what it tells
 IRRELEVANT = {
     "dataset": {"workers"},
@@ -59,6 +60,8 @@ def identity(config: Config) -> str:
                 if key not in ignored and not (key in later and later[key] == item)
             }
         relevant[group] = value
+    if config.init is not None:
+        relevant["init"] = result_in(Path(config.init)).get("id", config.init)
     overrides = config.sparsity.overrides
     if overrides and len(overrides) > 1:  # the first that matches counts
         relevant["order"] = list(overrides)
@@ -73,10 +76,11 @@ def title(config: Config) -> str:
 
 def completed(plain: dict[str, Any]) -> dict[str, Any]:
     """A run's config as its folder has it, with the keys that came after the run."""
-    return {
+    whole = {
         group: {**_later(group, value), **value} if isinstance(value, dict) else value
         for group, value in plain.items()
     }
+    return {"init": None, **whole}
 
 
 def _later(group: str, value: dict[str, Any]) -> dict[str, Any]:

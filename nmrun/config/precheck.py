@@ -23,7 +23,6 @@ from nmrun.config.composing import Done, composing
 from nmrun.config.source import GROUP as RATIO
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
-from nmrun.settings import reader
 
 # jobs that are checked ahead; a mistake shows in the first few, and each job is checked as it begins
 MOST_JOBS = 5000
@@ -294,4 +293,4 @@ def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
         return None if ":" in option else f"sparsity={option}: write it with a colon"
     if option in options or os.sep in option:
         return None
-    return reader.no_option(group, group, option, options)
+    return unknown.option(group, option, options)

@@ -1,4 +1,6 @@
-"""The line for a key that a config does not have: what was probably meant, by meaning first."""
+"""The line for a key or option that a config does not have: what was probably meant, by meaning
+first.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,10 @@ from typing import Any
 from nmrun.config import schema
 from nmrun.config.hydra_quoting import RATIOS
 from nmrun.config.recipe_fields import recipe_keys
+from nmrun.oneshot import METHODS
 from nmrun.recipes import RECIPES
 from nmrun.registry import nearest
-from nmrun.settings.reader import checks, listed
+from nmrun.settings.reader import checks, listed, no_option
 
 # What others call it, by the last part of the key.
 ELSEWHERE = {
@@ -80,6 +83,20 @@ def _hint(key: str, group: str, leaf: str, known: set[str], beside: set[str]) ->
 def _belongs(what: str, group: str, options: list[str]) -> str:
     some = ", ".join(options[:3]) + (", ..." if len(options) > 3 else "")
     return f"; {what} belongs to {group}={some}"
+
+
+def option(group: str, name: str, options: Iterable[str]) -> str:
+    """The line for an option that a group does not have.
+
+    Args:
+        group: the group.
+        name: what is asked for.
+        options: those that there are.
+    """
+    if group == "recipe" and name in METHODS:
+        how = f"nmrun prune RUN method={name}"
+        return f"recipe={name}: it prunes a trained network, without training: {how}"
+    return no_option(group, group, name, options)
 
 
 def owners(group: str, leaf: str) -> list[str]:

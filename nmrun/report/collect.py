@@ -109,6 +109,12 @@ def _plain(value: Any) -> Any:
     return value
 
 
+def _beginning(init: str | None) -> str | None:
+    """Recipe and ratio of the run whose weights a run began with: of other seeds they are others."""
+    place = Path(init or "").parts[-3:-1]  # <recipe>/<ratio>/<run>
+    return " ".join(place) if len(place) == 2 else init
+
+
 def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Make one row of :func:`collect`.
 
@@ -129,6 +135,7 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
             for group in ("dataset", "model", "recipe", "optimizer", "schedule")
         },
         "sparsity": "dense" if n is None else f"{n}:{m}",
+        "init": _beginning(config["init"]),
         "seed": config["seed"],
         "status": result["status"],
         "id": result["id"],

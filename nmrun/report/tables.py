@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from nmrun.config.identity import GROUPS, IRRELEVANT
+from nmrun.config.identity import IRRELEVANT, SETTINGS
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError
 from nmrun.report import order, tuned
@@ -234,7 +234,7 @@ def settings_apart(runs: Sequence[Run]) -> list[str]:
         key
         for key in dict.fromkeys(k for run in runs for k in run)
         for group, _, name in [str(key).partition(".")]
-        if group in GROUPS and group != "seed" and name not in IRRELEVANT.get(group, ())
+        if group in SETTINGS and group != "seed" and name not in IRRELEVANT.get(group, ())
     ]
     found = [key for key in keys if len({label(run[key]) for run in runs}) > 1]
     # `recipe` says it for `recipe.switch`

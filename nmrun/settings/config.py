@@ -76,6 +76,10 @@ class Config:
         return self.plain["seed"]
 
     @property
+    def init(self) -> str | None:
+        return self.plain.get("init")  # older runs have no such key
+
+    @property
     def output_dir(self) -> str:
         return self.plain["output_dir"]
 

@@ -65,6 +65,7 @@ class Run(Group):
 
     seed: Annotated[int, SEED]
     seeds: Annotated[list[int] | None, SEEDS]
+    init: Annotated[str | None, OPTIONAL_TEXT]
     output_dir: Annotated[str, TEXT]
     resume: Annotated[bool, FLAG]
     force: Annotated[bool, FLAG]

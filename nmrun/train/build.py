@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,10 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from nmrun import models, ranks, tasks
+from nmrun import ranks, tasks
 from nmrun.attach import sparsify
 from nmrun.errors import ConfigError
-from nmrun.files.locks import free_gpu
 from nmrun.handle import Handle
 from nmrun.patterns import Pattern
 from nmrun.products import acceleration
@@ -26,8 +24,7 @@ from nmrun.settings.config import Config
 from nmrun.settings.groups import Trainer
 from nmrun.sparsity.select import Candidate, select
 from nmrun.tasks.base import Loss, Task
-from nmrun.train import distillation, flops, parameter_groups
-from nmrun.train.checkpoint import seed_everything
+from nmrun.train import distillation, flops, machine, parameter_groups, start
 
 # parameters; smaller networks on a CPU keep the bits of torch's defaults, larger ones the time
 LARGE = 1_000_000
@@ -76,24 +73,13 @@ def build(
         ConfigError: for what only the built model shows.
     """
     trainer = config.trainer
-    if trainer.threads is not None:
-        torch.set_num_threads(trainer.threads)
-    # The same bits again, where torch has a way to: always on a CPU (with the same number of
-    # threads), mostly on a GPU.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # use_deterministic_algorithms does the same and imports the compiler
-    torch.set_deterministic_debug_mode("warn")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass over new tensors
-    seed_everything(config.seed)
-
-    device = _device(trainer.device)
-    precision = _precision(trainer.precision, device)
+    device, precision = machine.prepare(config)
     task = tasks.build(config, device)
     in_shards = trainer.distributed == "fsdp"
     if in_shards and ranks.world() > 1:
         model, whole = _sharded(config, task, device)
     else:
-        model = whole = models.build(config.model.mapping(), task.inputs).to(device)
+        model = whole = start.network(config, task).to(device)
     if not in_shards:
         lay_out(model, device, precision)
     loss, taught = distillation.loss_of(config, task, model), trainer.distill is not None
@@ -172,7 +158,7 @@ def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Modul
     """The model with a part of each parameter in every process, and a copy without values, whole."""
     from nmrun.train import sharded
 
-    model = sharded.built(lambda: models.build(config.model.mapping(), task.inputs))
+    model = sharded.built(lambda: start.network(config, task))
     chosen: list[Candidate] = []
     if config.recipe.name != "dense":
         chosen, _ = select(
@@ -265,23 +251,3 @@ def _accelerated(
     mode, clips = trainer.acceleration, trainer.clip is not None
     known = from_data(times)
     return accelerate(handle, pass_once, mode, trainer.accumulate, why_not, clips, known)
-
-
-def _device(asked: str) -> torch.device:
-    if asked in ("cuda", "free") and not torch.cuda.is_available():
-        raise ConfigError(
-            f"trainer.device={asked}: torch sees no CUDA device here; auto takes what there is"
-        )
-    if asked == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    number = free_gpu(torch.cuda.device_count()) if asked == "free" else ranks.local_rank()
-    # clocks, and libraries that take the current device for the right one
-    torch.cuda.set_device(number)
-    return torch.device("cuda", number)
-
-
-def _precision(asked: str, device: torch.device) -> str:
-    if asked != "auto":
-        return asked
-    native = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return "bf16" if native else "fp32"

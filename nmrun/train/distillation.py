@@ -19,16 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nmrun.config.identity import finished
 from nmrun.errors import ConfigError
 from nmrun.settings.config import Config
 from nmrun.tasks.base import Batch, Loss, Task
 from nmrun.tasks.categorical import Categorical
+from nmrun.train import start
 
 START = "start"
 
@@ -113,26 +111,5 @@ def loss_of(config: Config, task: Task, model: nn.Module) -> Loss:
         )
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
     if trainer.distill != START:
-        _load(teacher, Path(trainer.distill), asked)
+        start.load(teacher, Path(trainer.distill), asked)
     return Distilled(task, teacher, trainer.distill_weight, trainer.distill_temperature)
-
-
-def _load(teacher: nn.Module, folder: Path, asked: str) -> None:
-    result, wrong = finished(folder)
-    if result is None:
-        why = "; ".join(f"{name}: {what}" for name, what in wrong.items())
-        raise ConfigError(f"{asked}: no finished run is there{why and f' ({why})'}")
-    try:
-        state = load_file(folder / "model.safetensors")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{asked}: model.safetensors cannot be read ({error})") from None
-    own = {name: tuple(tensor.shape) for name, tensor in teacher.state_dict().items()}
-    theirs = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    differing = sorted({*own.items()} ^ {*theirs.items()})
-    if differing:
-        name = differing[0][0]
-        here, there = (str(shapes.get(name, "missing")) for shapes in (own, theirs))
-        raise ConfigError(
-            f"{asked} is another network than this run's: {name} is {there} there and {here} here"
-        )
-    teacher.load_state_dict(state)

@@ -34,6 +34,7 @@ NO_COUNT, NO_FLAG = [0, -1, 1.0, 1.5, "one", None, True, [1]], ["yes", 0, 1, Non
 VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
     "": {
         "seed": ([0, 7, 10**9], [-1, 1.5, "one", None, True]),
+        "init": ([None, "out/a", "out/b"], ["", 3, True]),
         "output_dir": (["out", "a/b"], ["", 3, None]),
         "resume": ([True, False], NO_FLAG),
         "force": ([True, False], NO_FLAG),

@@ -1,0 +1,64 @@
+"""The weights that a run begins with: the network's own, or those of a finished run (``init=RUN``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from nmrun import models
+from nmrun.config.identity import finished
+from nmrun.errors import ConfigError
+from nmrun.settings.config import Config
+from nmrun.tasks.base import Task
+
+
+def network(config: Config, task: Task) -> nn.Module:
+    """Build a run's network with the weights that it begins with.
+
+    Args:
+        config: of the run.
+        task: of the run.
+
+    Raises:
+        ConfigError: where it cannot be built, and where ``init`` is no finished run of the same
+            network.
+    """
+    model = models.build(config.model.mapping(), task.inputs)
+    # on meta, another process has the values
+    if config.init is not None and not any(p.is_meta for p in model.parameters()):
+        load(model, Path(config.init), f"init={config.init}")
+    return model
+
+
+def load(model: nn.Module, folder: Path, asked: str) -> None:
+    """Give a network the final weights of a finished run.
+
+    Args:
+        model: of the same architecture as the run's.
+        folder: the run's.
+        asked: the key and value that ask for it, for errors.
+
+    Raises:
+        ConfigError: where no finished run is there, or another network's.
+    """
+    result, wrong = finished(folder)
+    if result is None:
+        why = "; ".join(f"{name}: {what}" for name, what in wrong.items())
+        raise ConfigError(f"{asked}: no finished run is there{why and f' ({why})'}")
+    try:
+        state = load_file(folder / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{asked}: model.safetensors cannot be read ({error})") from None
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    theirs = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    differing = sorted({*own.items()} ^ {*theirs.items()})
+    if differing:
+        name = differing[0][0]
+        here, there = (str(shapes.get(name, "missing")) for shapes in (own, theirs))
+        raise ConfigError(
+            f"{asked} is another network than this run's: {name} is {there} there and {here} here"
+        )
+    model.load_state_dict(state)
