@@ -69,7 +69,8 @@ def _main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:  # wherever it stands
         argv = ["--help", *(word for word in argv if word not in ("--help", "-h"))]
         if len(argv) > 1 and _is_verb(argv[1]):
-            argv = [argv[1], "--help"]
+            which = [word for word in argv[2:3] if argv[1] == "bench" and word[:1] != "-"]
+            argv = [argv[1], *which, "--help"]  # each benchmark has options of its own
         elif not any(word.startswith("--hydra-help") for word in argv):
             topics = [word.lstrip("+~") for word in argv if "=" in word]
             return max([explain([_topic(word)]) for word in topics] or [explain([])])

@@ -121,11 +121,17 @@ def test_the_command_of_a_run_once_more(tmp_path: Path, nmrun_cli) -> None:
 
 
 def test_help_stands_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (("table", "--help"), ("--help", "table"), ("-h", "table")):
+    for line, what in (
+        ("table --help", "table"),
+        ("--help table", "table"),
+        ("-h table", "table"),
+        ("bench train --help", "bench train"),
+        ("--help bench train", "bench train"),
+    ):
         with pytest.raises(SystemExit) as stop:
-            verb(*words)
+            verb(*line.split())
         assert stop.value.code == 0
-        assert "usage: nmrun table" in capsys.readouterr().out
+        assert f"usage: nmrun {what} [" in capsys.readouterr().out
     for words, said in (
         (("--help",), "== Groups and their options =="),
         (("recipe=sr_ste", "--help"), "recipe.decay"),
