@@ -475,9 +475,7 @@ def test_double_pruning_is_refused_where_it_makes_no_sense() -> None:
     for recipe in ("bi_mask", "t_sr_ste"):
         with pytest.raises(ConfigError, match=f"{recipe} makes the input gradient N:M by itself"):
             sparse(mlp(), recipe, input_gradient="double_prune")
-    with pytest.raises(
-        ConfigError, match="needs a layer whose outputs are a multiple of M"
-    ):
+    with pytest.raises(ConfigError, match="needs a layer whose outputs are a multiple of M"):
         sparse(nn.Sequential(nn.Linear(16, 6)), input_gradient="double_prune")
 
 
