@@ -23,7 +23,7 @@ GROUPS = {
     "recipe=sr-ste": "did you mean sr_ste?",
     "recipe=SR-STE": "did you mean sr_ste?",
     "recipe=srste": "did you mean sr_ste?",
-    "recipe=magnitude": "no such recipe",
+    "recipe=magnitude": "nmrun prune RUN method=magnitude",
     "recipe=": "recipe=: no such recipe",
     "recipe=null": "no such recipe",
     "recipe=custom": "recipe._target_",
