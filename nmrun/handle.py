@@ -15,7 +15,7 @@ from nmrun.hooks.resume import KEY
 from nmrun.hooks.steps import Steps
 from nmrun.products import dense_cpu, layer
 from nmrun.recipes.base import Recipe
-from nmrun.sparsity.check import layer_report
+from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.select import LeftDense
 from nmrun.sparsity.weight import LIVE, SparseWeight
 
@@ -107,24 +107,13 @@ class Handle(Steps):
         """Describe the weights that a run ending now would leave.
 
         Returns:
-            Plain data: ``pattern``; ``density``, the share of non-zeros in the sparse weights;
-            ``layers``, as of :func:`nmrun.sparsity.check.layer_report`; ``left_dense``, each with
-            ``name``, ``shape`` and ``reason``.
+            As of :func:`nmrun.sparsity.check.weights_report`.
         """
         layers = [
             layer_report(w.name, w.whole(self.final_weight(w)), w.pattern, w.dim)
             for w in self.sparse
         ]
-        numel = sum(layer["numel"] for layer in layers)
-        return {
-            "pattern": str(self.recipe.pattern) if self.sparse else "dense",
-            "density": sum(layer["nonzeros"] for layer in layers) / numel if numel else 1.0,
-            "layers": layers,
-            "left_dense": [
-                {"name": d.name, "shape": list(d.shape), "reason": d.reason}
-                for d in self.left_dense
-            ],
-        }
+        return weights_report(str(self.recipe.pattern), layers, self.left_dense)
 
     @contextlib.contextmanager
     def dense_weights(self) -> Iterator[None]:

@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 
+from nmrun.config import zipped
 from nmrun.config.hydra_quoting import quoting
 from nmrun.errors import ConfigError
 from nmrun.recipes import installed
@@ -103,7 +104,7 @@ def without_effect(words: Sequence[str]) -> list[str]:
 
 
 def _of_ratio(word: str) -> bool:
-    return word.lstrip("+").partition("=")[0].partition(".")[0] == "sparsity"
+    return zipped.key(word).partition(".")[0] == "sparsity"
 
 
 def parsed(words: Sequence[str]) -> tuple[list[Override], list[str]]:

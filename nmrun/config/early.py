@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nmrun.config.identity import finished, result_in
+from nmrun.config.identity import unfinished
 from nmrun.settings import datasets, models
 
 # Images to train with, before any are put aside.
@@ -45,8 +45,8 @@ def problems(plain: dict[str, Any], here: bool = True) -> Iterator[str]:
         yield from _unknown_package(group, plain[group].get("_target_"))
     yield from _no_logger(plain["track"])
     yield from _no_teacher(plain, here)
-    if here and plain["init"] is not None and finished(Path(plain["init"]))[0] is None:
-        yield f"init={plain['init']}: no finished run is there"
+    if here and plain["init"] is not None and (why := unfinished(Path(plain["init"]))):
+        yield f"init={plain['init']}: {why}"
     if not own:
         yield from _other_data(plain["dataset"]["name"], plain["model"]["name"])
     if "dataset" not in own:
@@ -90,8 +90,8 @@ def _no_teacher(plain: dict[str, Any], here: bool) -> Iterator[str]:
                 f"trainer.distill=start: model={model['name']} begins with random weights in its "
                 "head or everywhere, which teach nothing; take the folder of a finished run"
             )
-    elif here and result_in(Path(teacher)).get("status") != "finished":
-        yield f"trainer.distill={teacher}: no finished run is there"
+    elif here and (why := unfinished(Path(teacher))):
+        yield f"trainer.distill={teacher}: {why}"
 
 
 def _other_data(dataset: str, model: str) -> Iterator[str]:

@@ -125,3 +125,14 @@ def finished(folder: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
         return None, {}
     wrong = seal.broken(folder, result)
     return (None if wrong else result), wrong
+
+
+def unfinished(folder: Path) -> str:
+    """Say that no finished run is in a folder, and why, as a clause; empty where one is.
+
+    Args:
+        folder: of a run.
+    """
+    result, wrong = finished(folder)
+    why = "; ".join(f"{name}: {what}" for name, what in wrong.items())
+    return "" if result is not None else f"no finished run is there{why and f' ({why})'}"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nmrun.sparsity.layers import is_conv1d
 from nmrun.sparsity.select import Candidate
 
 
@@ -21,7 +22,7 @@ def unseen(module: nn.Module) -> str:
     """
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return "a convolution in groups, each with inputs of its own" if module.groups > 1 else ""
-    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+    if isinstance(module, nn.Linear) or is_conv1d(module):
         return ""
     return f"the inputs of {type(module).__name__} cannot be seen (of linear layers and convolutions they can)"
 

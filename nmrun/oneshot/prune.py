@@ -18,7 +18,7 @@ from nmrun.oneshot.inputs import Layer, output_error, unseen, watched
 from nmrun.oneshot.method import Method, Scored
 from nmrun.oneshot.permute import free_channels, permute
 from nmrun.patterns import Pattern
-from nmrun.sparsity.check import layer_report
+from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.select import LeftDense, select
 from nmrun.sparsity.weight import LIVE
 
@@ -45,16 +45,7 @@ class Pruned:
 
     def report(self) -> dict[str, Any]:
         """Describe the weights, as :meth:`nmrun.Handle.report` does."""
-        numel = sum(layer["numel"] for layer in self.layers)
-        return {
-            "pattern": str(self.pattern),
-            "density": sum(layer["nonzeros"] for layer in self.layers) / numel,
-            "layers": self.layers,
-            "left_dense": [
-                {"name": d.name, "shape": list(d.shape), "reason": d.reason}
-                for d in self.left_dense
-            ],
-        }
+        return weights_report(str(self.pattern), self.layers, self.left_dense)
 
     def __str__(self) -> str:
         width = max(len(layer["name"]) for layer in self.layers)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from nmrun.products.simulated import compute_dtype
 from nmrun.products.times import Times
+from nmrun.sparsity.layers import forward_class
 
 NAME = "onednn"
 # of torch's time: what is closer than that differs from probe to probe
@@ -47,7 +48,7 @@ def weight_of(module: Any) -> Tensor | None:
     with a ``forward`` of its own."""
     if "forward" in vars(module):
         return None
-    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    owner = forward_class(module)
     if owner is nn.Linear:
         return module.weight
     if f"{owner.__module__}.{owner.__name__}" == "transformers.pytorch_utils.Conv1D":

@@ -17,6 +17,7 @@ from nmrun.products.linear24 import Packed as Packed24
 from nmrun.products.linear_cpu import Packed as PackedCpu
 from nmrun.products.simulated import compute_dtype, convolution, linear
 from nmrun.sparsity.apply import keep_largest
+from nmrun.sparsity.layers import forward_class
 from nmrun.sparsity.weight import SparseWeight
 
 
@@ -205,8 +206,7 @@ def _forward_of(
     # MultiheadAttention.out_proj, which nobody calls
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return None
-    # subclasses may do something else
-    owner = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    owner = forward_class(module)
     if owner is nn.Linear or owner.__name__ == "Conv1D":
         return _linear_forward(layer, mvue, fp8)
     if owner in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and mvue is None and not fp8:

@@ -19,6 +19,7 @@ from nmrun.kernels.cpu_convolution import Window
 from nmrun.products.convolution_cpu import window_of
 from nmrun.products.packed_linear import PackedAttention
 from nmrun.products.simulated import compute_dtype
+from nmrun.sparsity.layers import forward_class
 
 QUERY, KEY_VALUE, OUT = "in_proj_weight[queries]", "in_proj_weight[keys, values]", "out_proj.weight"
 
@@ -152,8 +153,7 @@ def weights(module: nn.Module) -> Weights:
     hooked = module._forward_hooks or module._forward_pre_hooks
     if hooked or "forward" in vars(module) or hasattr(module, "parametrizations"):
         return {}
-    # a subclass may do something else
-    kind = next(k for k in type(module).__mro__ if "forward" in vars(k))
+    kind = forward_class(module)
     find = KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
     return {} if find is None else find(module)
 

@@ -18,8 +18,8 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from nmrun.patterns import Pattern
 from nmrun.ranges import FRACTION, SPAN, number
+from nmrun.recipes.learned_masks import LearnedMasks
 from nmrun.recipes.mask_scores import MaskScores
 from nmrun.sparsity.candidates import by_group, candidates, gumbel_softmax, softmax_gradient
 from nmrun.sparsity.masks import nm_mask
@@ -29,7 +29,7 @@ Span = Sequence[float]
 
 
 @dataclass
-class MaskLLM(MaskScores):
+class MaskLLM(MaskScores, LearnedMasks):
     """Learnable masks over frozen weights.
 
     Args:
@@ -50,20 +50,6 @@ class MaskLLM(MaskScores):
     reg: Annotated[float, number(0)] = 1e-5
     lr_mult: Annotated[float, number(0, open_low=True)] = 10.0
     dense: Annotated[float, FRACTION] = 0.5
-
-    def begin(self, pattern: Pattern, total_steps: int | None) -> None:
-        super().begin(pattern, total_steps)
-        assert total_steps is not None
-        self.begins, self.ends = round(self.dense * total_steps), total_steps
-        self.dense_forward, self.dense_steps = True, total_steps
-
-    @property
-    def is_sparse(self) -> bool:
-        return self.step >= self.ends
-
-    @property
-    def evaluates_final(self) -> bool:
-        return not self.dense_forward and not self.is_sparse
 
     def _at(self, span: Span) -> float:
         passed = (self.step - self.begins) / max(1, self.ends - 1 - self.begins)
@@ -120,8 +106,7 @@ class MaskLLM(MaskScores):
         if self.dense_forward:
             return
         gradients = [weight.grad for weight in weights]
-        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-            parameter.grad = None  # frozen: an optimizer passes over it
+        self.freeze(optimizer)
         scale = self._at(self.kappa) / self._at(self.temperature)
         bonus = self.reg * (self.ends - self.step) / (self.ends - self.begins)
         for weight, gradient in zip(weights, gradients, strict=True):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nmrun.patterns import Pattern
 from nmrun.ranges import FRACTION, log, number
-from nmrun.recipes.base import Recipe
+from nmrun.recipes.learned_masks import LearnedMasks
 from nmrun.recipes.periodic import keep_mask
 from nmrun.rule import Rule
 from nmrun.sparsity.proximal import MOST, proximal
@@ -30,7 +30,7 @@ from nmrun.sparsity.weight import SparseWeight
 
 
 @dataclass
-class ProxSparse(Recipe):
+class ProxSparse(LearnedMasks):
     """Masks by proximal steps; the weights stay those of before.
 
     Args:
@@ -44,22 +44,8 @@ class ProxSparse(Recipe):
     strength: Annotated[float, number(0, open_low=True), log(0.01, 30.0)] = 0.25
     dense: Annotated[float, FRACTION] = 0.5
 
-    def begin(self, pattern: Pattern, total_steps: int | None) -> None:
-        super().begin(pattern, total_steps)
-        assert total_steps is not None
-        self.begins, self.ends = round(self.dense * total_steps), total_steps
-        self.dense_forward, self.dense_steps = True, total_steps
-
     def refuses(self, shape: Sequence[int], outputs: int, pattern: Pattern) -> str:
         return "" if pattern.m <= MOST else f"proximal steps are for groups of {MOST} at most"
-
-    @property
-    def is_sparse(self) -> bool:
-        return self.step >= self.ends
-
-    @property
-    def evaluates_final(self) -> bool:
-        return not self.dense_forward and not self.is_sparse
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         self.after_step(weights, optimizer)  # with dense=0 it is time
@@ -68,10 +54,7 @@ class ProxSparse(Recipe):
         self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
     ) -> None:
         if self.evaluates_final:
-            moved = {id(weight.parameter) for weight in weights}
-            for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-                if id(parameter) not in moved:
-                    parameter.grad = None  # frozen: an optimizer passes over it
+            self.freeze(optimizer, but=[weight.parameter for weight in weights])
 
     @torch.no_grad()
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from nmrun.patterns import Pattern
 from nmrun.sparsity.plain import grouped
-from nmrun.sparsity.select import select
+from nmrun.sparsity.select import LeftDense, select
 
 
 def check_nm(
@@ -92,4 +92,30 @@ def layer_report(name: str, weight: Tensor, pattern: Pattern, dim: int) -> dict[
         "numel": weight.numel(),
         "nonzeros": int(nonzero.sum()),
         "holds": bool((nonzero.sum(d) <= pattern.n).all()),
+    }
+
+
+def weights_report(
+    pattern: str, layers: list[dict[str, Any]], left_dense: Sequence[LeftDense]
+) -> dict[str, Any]:
+    """Describe the weights of a network, for a report.
+
+    Args:
+        pattern: N:M, where no override names another.
+        layers: of each sparse weight, as of :func:`layer_report`.
+        left_dense: the other parameters.
+
+    Returns:
+        Plain data: ``pattern``, ``dense`` without sparse weights; ``density``, the share of
+        non-zeros in the sparse weights; ``layers``; ``left_dense``, each with ``name``, ``shape``
+        and ``reason``.
+    """
+    numel = sum(layer["numel"] for layer in layers)
+    return {
+        "pattern": pattern if layers else "dense",
+        "density": sum(layer["nonzeros"] for layer in layers) / numel if numel else 1.0,
+        "layers": layers,
+        "left_dense": [
+            {"name": d.name, "shape": list(d.shape), "reason": d.reason} for d in left_dense
+        ],
     }

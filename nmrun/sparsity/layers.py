@@ -34,6 +34,24 @@ class Axes:
     parts: int = 1
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is Hugging Face's Conv1D: a linear layer whose weight is (inputs, outputs).
+
+    Args:
+        module: any module.
+    """
+    return hasattr(module, "nf") and any(c.__name__ == "Conv1D" for c in type(module).__mro__)
+
+
+def forward_class(module: nn.Module) -> type:
+    """Return the class whose ``forward`` a module has; a subclass may compute something else.
+
+    Args:
+        module: a module without a ``forward`` of its own.
+    """
+    return next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+
+
 def axes(module: nn.Module) -> dict[str, Axes]:
     """Find the weights that a known layer multiplies its input with.
 
@@ -55,8 +73,8 @@ def axes(module: nn.Module) -> dict[str, Axes]:
         return {n: Axes(1, 0) for n in module._flat_weights_names if n.startswith("weight")}
     if isinstance(module, nn.RNNCellBase):
         return dict.fromkeys(("weight_ih", "weight_hh"), Axes(1, 0))
-    if hasattr(module, "nf") and any(c.__name__ == "Conv1D" for c in type(module).__mro__):
-        return {"weight": Axes(0, 1)}  # Hugging Face's Conv1D: (in, out)
+    if is_conv1d(module):
+        return {"weight": Axes(0, 1)}
     return _experts(module)
 
 

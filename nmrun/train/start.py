@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nmrun import models
-from nmrun.config.identity import finished
+from nmrun.config.identity import unfinished
 from nmrun.errors import ConfigError
 from nmrun.settings.config import Config
 from nmrun.tasks.base import Task
@@ -44,10 +44,8 @@ def load(model: nn.Module, folder: Path, asked: str) -> None:
     Raises:
         ConfigError: where no finished run is there, or another network's.
     """
-    result, wrong = finished(folder)
-    if result is None:
-        why = "; ".join(f"{name}: {what}" for name, what in wrong.items())
-        raise ConfigError(f"{asked}: no finished run is there{why and f' ({why})'}")
+    if why := unfinished(folder):
+        raise ConfigError(f"{asked}: {why}")
     try:
         state = load_file(folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
