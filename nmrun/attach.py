@@ -86,7 +86,9 @@ def sparsify(
         input_gradient: how sparse layers compute the gradient of their input. ``exact``: with the
             forward weight. ``transposable``: likewise, with masks that are N:M along the outputs as
             well; layers whose outputs M does not divide stay dense. ``double_prune``: with the
-            forward weight pruned once more along the outputs (SLoPe, arXiv 2405.16325).
+            forward weight pruned once more along the outputs (SLoPe, arXiv 2405.16325). ``mvue``:
+            with the unbiased N:M estimate of the forward weight along the outputs, drawn in every
+            backward pass (S-STE, table 3, which advises against it).
         dims: the dimension that groups run along, by regular expressions for whole parameter names,
             for weights of layers that nmrun does not know (``{"experts\\..*": 1}``).
         hyperparameters: the recipe's own, under the names of its paper.
@@ -252,17 +254,22 @@ def _install_products(
             rule.events.append(
                 f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called"
             )
-    if input_gradient == "double_prune":
+    if input_gradient in ("double_prune", "mvue"):
         if rule.transposable or any(weight.dependents for weight in sparse):
             raise ConfigError(
-                f"{rule.name} makes the input gradient N:M by itself: double pruning is for other recipes"
+                f"{rule.name} makes the input gradient N:M by itself: input_gradient={input_gradient} "
+                "is for other recipes"
             )
-        exact = layer.prune_again(sparse)
+        make = layer.prune_again if input_gradient == "double_prune" else layer.estimate_again
+        exact = make(sparse)
         if len(exact) == len(sparse):
-            raise ConfigError("double pruning needs a layer whose outputs are a multiple of M")
+            raise ConfigError(
+                f"input_gradient={input_gradient} needs a layer whose outputs are a multiple of M"
+            )
         if exact:
             rule.events.append(
-                f"double pruning does not apply to {', '.join(exact)}: their input gradient is exact"
+                f"input_gradient={input_gradient} does not apply to {', '.join(exact)}: their input "
+                "gradient is exact"
             )
 
 

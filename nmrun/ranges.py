@@ -158,7 +158,7 @@ def _plain_budget(value: str | None) -> str | None:
     return f"{unit}:{float(amount)!r}"
 
 
-INPUT_GRADIENTS = ("exact", "transposable", "double_prune")  # see nmrun.sparsify
+INPUT_GRADIENTS = ("exact", "transposable", "double_prune", "mvue")  # see nmrun.sparsify
 # see nmrun.products.acceleration
 ACCELERATION = (
     "auto",

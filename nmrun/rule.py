@@ -32,6 +32,8 @@ class Rule:
             (MdGf's D).
         soft_threshold_scale: a 0-dimensional tensor; the forward weight is then the soft threshold
             times this scale (S-STE's beta). None: the hard threshold.
+        soft_threshold_gamma: where the soft threshold lies between the (N+1)-th largest magnitude
+            (0, S-STE's) and the N-th (1).
         mask: a fixed mask: bool, shape of the weight, True = kept. None: the N largest of every M,
             chosen anew after every step.
         pattern: the pattern of this step. None: the weight's own; structure decay has others.
@@ -41,6 +43,7 @@ class Rule:
     pruned_gradient_factor: float = 1.0
     pruned_weight_factor: float = 0.0
     soft_threshold_scale: Tensor | None = None
+    soft_threshold_gamma: float = 0.0
     mask: Tensor | None = None
     pattern: Pattern | None = None
 

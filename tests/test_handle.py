@@ -263,7 +263,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no pattern": ({"pattern": "4:2"}, ValueError, "4:2 is not an N:M pattern: it takes 1 <= N <= M"),
     "wrong hyperparameter": ({"recipe": "sr_ste", "decai": 1.0}, TypeError, "no hyperparameter decai; did you mean decay"),
     "one of several": ({"recipe": "step", "total_steps": 9, "swich": 0.5}, TypeError, "did you mean switch.*it has switch, t_min"),
-    "none at all": ({"recipe": "s_ste", "decay": 1.0}, TypeError, r"s_ste has no hyperparameter decay \(it has none\)"),
+    "none at all": ({"recipe": "ste", "decay": 1.0}, TypeError, r"ste has no hyperparameter decay \(it has none\)"),
     "no such layer": ({"exclude": ["2", "head"]}, ValueError, "exclude: 'head' matches no layer's whole name; there are 0, 2, 4"),
     "a wrong ratio": ({"overrides": {"0": "4:1"}}, ValueError, "4:1 is not an N:M pattern"),
     "nothing fits": ({"pattern": "1:64"}, ValueError, r"can be 1:64 sparse \(0.weight \[8, 16\]: 16 inputs are not a multiple of 64"),

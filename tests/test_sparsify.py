@@ -51,7 +51,7 @@ FAILURES: dict[str, dict[str, Any]] = {
         "recipe": "bi_mask",
         "input_gradient": "double_prune",
     },
-    "double pruning needs a layer": {
+    "input_gradient=double_prune needs a layer": {
         "input_gradient": "double_prune",
         "pattern": "1:8",
         "include": "head",

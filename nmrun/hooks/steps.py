@@ -64,7 +64,7 @@ class Steps:
         self._optimizer = optimizer
         self._measured: dict[str, float] = {}
         self._skipped = False  # whether the present step changes nothing (loss scaling overflowed)
-        # the weights that the present step projects, by id: the mask, and the mask's version
+        # the weights that the present step projects, by id: the mask or scale, and its version
         self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}
         self._batch = Batch()
         self._compared = False  # whether the ranks' dense weights were compared
@@ -132,8 +132,8 @@ class Steps:
             updates[weight.parameter] = Update(
                 weight.dense, weight.weight, weight.dim, pattern, now.then(then)
             )
-            version = 0 if then.mask is None else then.mask._version
-            planned[id(weight.parameter)] = id(weight), (then.mask, version)
+            by = then.soft_threshold_scale if then.mask is None else then.mask
+            planned[id(weight.parameter)] = id(weight), (by, 0 if by is None else by._version)
         return dict(planned[id(p)] for p in optimizer.plan(updates))
 
     @torch.no_grad()
@@ -168,10 +168,11 @@ class Steps:
             for weight in self.sparse:
                 if not weight.has_dense:
                     weight.begin_sparse()
-                # the step has projected the weight by a mask that the recipe may have changed since
-                mask, version = self._in_one_pass.get(id(weight), (None, -1))
+                # the step has projected the weight by a mask or scale that the recipe may have
+                # changed since
+                by, version = self._in_one_pass.get(id(weight), (None, -1))
                 if id(weight) not in self._in_one_pass or (
-                    mask is not None and mask._version != version
+                    by is not None and by._version != version
                 ):
                     left.append(weight)
             self._project(left)

@@ -121,6 +121,8 @@ def supports(o: Operands, fused: bool) -> bool:
     On the CPU only for ``fused`` optimizers, whose bits it has.
     """
     dense, rule = o.update.dense, o.update.rule
+    if rule.soft_threshold_gamma:
+        return False
     by_triton = projection.by_triton(dense, o.update.pattern)
     if not by_triton and not (fused and dense.is_cpu):
         return False

@@ -32,6 +32,8 @@ def eligible(
     """The reason why a layer cannot be accelerated, or the shape that can be tried."""
     if weight.is_sharded:
         return "its weight is sharded (FSDP)", None
+    if weight.layer is not None and weight.layer.input_mvue is not None:
+        return layer.ESTIMATED_INPUT, None
     if weight.parameter.dim() != 2:
         return "torch has no sparse convolution", None
     if not weight.pattern.fits_2_4:

@@ -29,6 +29,8 @@ def eligible(
         return "the weight of its input gradient is sharded (FSDP)", None
     if seen is None or not layer.replaceable(weight):
         return "it is not called as a layer", None
+    if weight.layer is not None and weight.layer.input_mvue is not None:
+        return layer.ESTIMATED_INPUT, None
     if weight.layer is not None and weight.layer.fp8:
         return "FP8 is simulated, in dense products", None
     convolution, (inputs, dtype) = weight.parameter.dim() > 2, seen

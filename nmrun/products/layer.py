@@ -20,6 +20,9 @@ from nmrun.sparsity.apply import keep_largest
 from nmrun.sparsity.layers import forward_class
 from nmrun.sparsity.weight import SparseWeight
 
+# why packed products do not take a layer
+ESTIMATED_INPUT = "its input gradient is by a new estimate of the weight in every pass"
+
 
 class Phase(Protocol):
     """What is asked of a recipe by what computes products."""
@@ -39,7 +42,7 @@ class Layer:
 
     Attributes:
         weight: the layer's sparse weight.
-        mvue, fp8: see :func:`nmrun.products.simulated.linear`.
+        mvue, fp8, input_mvue: see :func:`nmrun.products.simulated.linear`.
         input_weight: the weight of the input gradient, stored as the weight, or None.
         packed: what N:M products read, or None; ``uses_packed``: it is up to date.
         onednn: products that are dense are oneDNN's.
@@ -51,6 +54,7 @@ class Layer:
         self.weight, self.module = weight, weight.module
         self.mvue: Pattern | None = None
         self.fp8 = False
+        self.input_mvue: Pattern | None = None
         self.input_weight: Tensor | None = None
         self.packed: Packed24 | PackedCpu | PackedConvolution | None = None
         self.uses_packed = self.onednn = False
@@ -66,6 +70,11 @@ class Layer:
     def is_on(self, module: Any) -> bool:
         """Whether this pass of ``module`` is computed here."""
         return self.active and module is self.module and bool(module.training)
+
+    @property
+    def other_input_gradient(self) -> bool:
+        """Whether the input gradient is by a weight of its own, N:M along the outputs."""
+        return self.input_weight is not None or self.input_mvue is not None
 
     @torch.no_grad()
     def is_behind(self) -> bool:
@@ -144,8 +153,8 @@ def install(
     left_alone = []
     for weight in weights:
         layer = weight.layer or Layer(weight)
-        forward = _forward_of(weight, layer, mvue, fp8)
-        if forward is None:
+        forward = _forward_of(weight, layer)
+        if forward is None or ((mvue is not None or fp8) and weight.parameter.dim() > 2):
             left_alone.append(weight.name)
             continue
         layer.mvue, layer.fp8 = mvue, fp8
@@ -175,9 +184,31 @@ def prune_again(weights: Sequence[SparseWeight]) -> list[str]:
     return left_alone
 
 
+def estimate_again(weights: Sequence[SparseWeight]) -> list[str]:
+    """Compute input gradients with the unbiased estimate of the weight, N:M along the outputs.
+
+    Args:
+        weights: all sparse weights.
+
+    Returns:
+        The names of layers that keep the exact one: those whose outputs M does not divide, what is
+        no linear layer, and what :func:`install` leaves alone.
+    """
+    left_alone = []
+    for weight in weights:
+        linear_layer = weight.parameter.dim() == 2
+        if not linear_layer or weight.shape[weight.outputs] % weight.pattern.m:
+            left_alone.append(weight.name)
+        elif ensured(weight):
+            weight.layer.input_mvue = weight.pattern
+        else:
+            left_alone.append(weight.name)
+    return left_alone
+
+
 def replaceable(weight: SparseWeight) -> bool:
     """Whether :func:`install` can do anything for this layer."""
-    return _forward_of(weight, Layer(weight), None, False) is not None
+    return _forward_of(weight, Layer(weight)) is not None
 
 
 def ensured(weight: SparseWeight) -> bool:
@@ -196,9 +227,7 @@ def _is_ours(forward: Any) -> bool:
     return getattr(forward, "__module__", None) == __name__
 
 
-def _forward_of(
-    weight: SparseWeight, layer: Layer, mvue: Pattern | None, fp8: bool
-) -> Callable[..., Tensor] | None:
+def _forward_of(weight: SparseWeight, layer: Layer) -> Callable[..., Tensor] | None:
     module, attribute = weight.module, weight.attribute
     current = vars(module).get("forward")
     if attribute != "weight" or (current is not None and not _is_ours(current)):
@@ -208,27 +237,28 @@ def _forward_of(
         return None
     owner = forward_class(module)
     if owner is nn.Linear or owner.__name__ == "Conv1D":
-        return _linear_forward(layer, mvue, fp8)
-    if owner in (nn.Conv1d, nn.Conv2d, nn.Conv3d) and mvue is None and not fp8:
+        return _linear_forward(layer)
+    if owner in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
         return _convolution_forward(layer)
     return None
 
 
-def _linear_forward(layer: Layer, mvue: Pattern | None, fp8: bool) -> Callable[..., Tensor]:
+def _linear_forward(layer: Layer) -> Callable[..., Tensor]:
     def forward(module: Any, x: Tensor) -> Tensor:
         weight, bias = layer.matrix(module.weight), module.bias
         other, on = None, layer.is_on(module)
         if on:
             packed = layer.up_to_date(module.weight)
             if packed is not None and compute_dtype(x) == packed.dtype and x.numel():
-                return packed(x, weight, bias, mvue)
+                return packed(x, weight, bias, layer.mvue)
             other = layer.matrix(layer.other_weight())
-        plain = not on or (other is None and mvue is None and not fp8)
+        estimated = layer.mvue is not None or layer.input_mvue is not None
+        plain = not on or (other is None and not estimated and not layer.fp8)
         if layer.onednn and plain and module is layer.module and dense_cpu.takes(module, x):
             return dense_cpu.linear(x, weight, bias)
         if not on:
             return type(module).forward(module, x)
-        return linear(x, weight, bias, other, mvue, fp8)
+        return linear(x, weight, bias, other, layer.mvue, layer.fp8, input_mvue=layer.input_mvue)
 
     return forward
 

@@ -9,8 +9,8 @@ in) they are
 
 Hardware for N:M sparsity wants one operand to be N:M along the dimension that is summed over. The
 projection does that for Z. For dX a recipe can give another weight, N:M along the outputs (Bi-Mask,
-arXiv 2302.06058). For dW, dZ is replaced by its minimum-variance unbiased N:M estimate along the
-tokens, and all three products can be rounded to FP8 (S-STE: Hu et al. 2024, arXiv 2409.09099).
+arXiv 2302.06058), or W is replaced by its minimum-variance unbiased N:M estimate along them. For
+dW, dZ is replaced by such an estimate along the tokens, and all three products can be rounded to FP8 (S-STE: Hu et al. 2024, arXiv 2409.09099).
 Everything here is simulated: the numbers are those of such hardware, the products are dense.
 """
 
@@ -55,6 +55,7 @@ def linear(
     mvue: Pattern | None = None,
     fp8: bool = False,
     generator: torch.Generator | None = None,
+    input_mvue: Pattern | None = None,
 ) -> Tensor:
     """``torch.nn.functional.linear`` with other backward products; without any of the options, the
     same.
@@ -64,7 +65,8 @@ def linear(
     input_weight``; it gets no gradient itself. None: ``weight``. mvue: the weight gradient is ``E^T
     X``, E the unbiased estimate of dZ with at most N non-zeros in each M consecutive tokens
     (:func:`nmrun.sparsity.mvue`); tokens are all leading dimensions of x, in order, the last group
-    filled up with zeros. Random numbers come from ``generator``, by default torch's global one for
+    filled up with zeros. input_mvue: likewise, the input gradient is ``dZ E``, E the estimate of the
+    weight along the outputs, a multiple of M. Random numbers come from ``generator``, by default torch's global one for
     the device. fp8: both operands of the forward product are rounded to e4m3fn, those of the
     backward products to e5m2 (after the estimate), see :func:`quantize`; products are summed in
     float32. The bias and its gradient stay exact.
@@ -72,7 +74,9 @@ def linear(
     # an expert without tokens: there is no largest magnitude, and no gradient to estimate
     if x.numel() == 0:
         return F.linear(x, weight, bias)
-    return _Linear.apply(*_autocast(x, weight, bias, input_weight), mvue, fp8, generator)
+    return _Linear.apply(
+        *_autocast(x, weight, bias, input_weight), mvue, fp8, generator, input_mvue
+    )
 
 
 class _Linear(torch.autograd.Function):
@@ -80,9 +84,10 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, input_weight: Tensor | None,
         mvue: Pattern | None, fp8: bool, generator: torch.Generator | None,
+        input_mvue: Pattern | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight if input_weight is None else input_weight)
-        ctx.mvue, ctx.fp8, ctx.generator = mvue, fp8, generator
+        ctx.mvue, ctx.fp8, ctx.generator, ctx.input_mvue = mvue, fp8, generator, input_mvue
         if not fp8:
             return F.linear(x, weight, bias)
         z = _matmul_fp8(x, weight.t(), FORWARD_FP8)
@@ -96,6 +101,8 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
+            if ctx.input_mvue is not None:
+                weight = estimators.mvue(weight, ctx.input_mvue, 0, ctx.generator)
             dx = backward_product(dz, weight, ctx.fp8)
         tokens = dz.reshape(-1, dz.shape[-1])
         if ctx.needs_input_grad[2]:
@@ -104,7 +111,7 @@ class _Linear(torch.autograd.Function):
             if ctx.mvue is not None:
                 tokens = estimate(tokens, ctx.mvue, ctx.generator)
             dw = backward_product(tokens.t(), x.reshape(-1, x.shape[-1]), ctx.fp8)
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None
 
 
 def backward_product(a: Tensor, b: Tensor, fp8: bool) -> Tensor:

@@ -57,8 +57,9 @@ def project(dense: Tensor, out: Tensor, pattern: Pattern, dim: int, rule: Rule) 
     """
     factor, scale = rule.pruned_weight_factor, rule.soft_threshold_scale
     if scale is not None:
-        if not projection.project(dense, out, pattern, dim, soft=True, scale=scale):
-            torch.mul(plain.soft_threshold(dense, pattern, dim), scale, out=out)
+        gamma = rule.soft_threshold_gamma
+        if gamma or not projection.project(dense, out, pattern, dim, soft=True, scale=scale):
+            torch.mul(plain.soft_threshold(dense, pattern, dim, gamma), scale, out=out)
         return
     if rule.mask is not None:
         torch.mul(dense, rule.mask, out=out)

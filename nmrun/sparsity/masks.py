@@ -78,19 +78,21 @@ def hard_threshold(
 
 @torch.no_grad()
 def soft_threshold(
-    weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = False
+    weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = False, gamma: float = 0.0
 ) -> Tensor:
     """Compute S-STE's continuous projection before scaling, ``S(w) = sign(w) * max(|w| - t, 0)``.
 
     The threshold t is the (N+1)-th largest magnitude of the group, and 0 in a group of N or fewer.
     No smaller t leaves at most N non-zeros. For c > 0, ``S(c * w) = c * S(w)``. From Hu et al.
-    2024, arXiv 2409.09099, section 4.1.
+    2024, arXiv 2409.09099, section 4.1. Every t from there up to the N-th largest magnitude is
+    continuous too: ``gamma`` says how far t is on the way.
 
     Args:
         weight: a tensor of any shape.
         pattern: the N:M pattern.
         dim: the dimension that groups run along.
         pad: let the last group be short.
+        gamma: 0, the default, to 1.
 
     Returns:
         S(w): shape and dtype of ``weight``.
@@ -99,24 +101,32 @@ def soft_threshold(
         ValueError: as :func:`nm_mask`.
     """
     pattern, dim = _over(weight, pattern, dim, pad)
-    projected = _projected(weight, pattern, dim, soft=True)
-    return plain.soft_threshold(weight, pattern, dim) if projected is None else projected
+    projected = None if gamma else _projected(weight, pattern, dim, soft=True)
+    return plain.soft_threshold(weight, pattern, dim, gamma) if projected is None else projected
 
 
 @torch.no_grad()
 def soft_threshold_scale(
-    weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = False
+    weight: Tensor,
+    pattern: str | Pattern,
+    dim: int = 1,
+    pad: bool = False,
+    gamma: float = 0.0,
+    fit: str = "mse",
 ) -> Tensor:
     """Compute S-STE's scale of a weight tensor, ``beta = <w, S(w)> / ||S(w)||^2``.
 
-    Of all factors, beta brings ``beta * S(w)`` closest to ``w`` in the mean square. From Hu et al.
-    2024, arXiv 2409.09099, section 4.2. Sums are in double precision.
+    Of all factors, beta brings ``beta * S(w)`` closest to ``w`` in the mean square. ``fit="l1"``
+    gives the beta that keeps the sum of magnitudes instead, ``||w||_1 / ||S(w)||_1``. From Hu et
+    al. 2024, arXiv 2409.09099, section 4.2 and table 2. Sums are in double precision.
 
     Args:
         weight: a tensor of any shape.
         pattern: the N:M pattern.
         dim: the dimension that groups run along.
         pad: let the last group be short.
+        gamma: of the threshold.
+        fit: ``mse`` or ``l1``.
 
     Returns:
         beta: 0-dimensional, in the dtype of ``weight``; 1.0 where S(w) is 0 everywhere.
@@ -124,10 +134,13 @@ def soft_threshold_scale(
     Raises:
         ValueError: as :func:`nm_mask`.
     """
-    shrunk = soft_threshold(weight, pattern, dim, pad).double()
-    energy = shrunk.square().sum()
-    scale = torch.where(energy > 0, (weight.detach().double() * shrunk).sum() / energy, 1.0)
-    return scale.to(weight.dtype)
+    shrunk = soft_threshold(weight, pattern, dim, pad, gamma).double()
+    own = weight.detach().double()
+    if fit == "l1":
+        over, under = own.abs().sum(), shrunk.abs().sum()
+    else:
+        over, under = (own * shrunk).sum(), shrunk.square().sum()
+    return torch.where(under > 0, over / under, 1.0).to(weight.dtype)
 
 
 def _over(weight: Tensor, pattern: str | Pattern, dim: int, pad: bool) -> tuple[Pattern, int]:

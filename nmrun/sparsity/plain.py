@@ -76,15 +76,18 @@ def hard_threshold(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
     return torch.where(nm_mask(weight, pattern, dim), weight.detach(), 0.0) + 0.0
 
 
-def soft_threshold(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
+def soft_threshold(weight: Tensor, pattern: Pattern, dim: int, gamma: float = 0.0) -> Tensor:
     """:func:`nmrun.sparsity.soft_threshold`, in torch.
 
     Args:
-        weight, pattern, dim: as there.
+        weight, pattern, dim, gamma: as there.
     """
     groups, pattern, d = grouped(weight, pattern, dim)
     if pattern.n == pattern.m:
         return weight.detach() + 0.0
-    threshold = _sizes(groups).topk(pattern.n + 1, d).values.narrow(d, pattern.n, 1).clamp_min(0.0)
+    largest = _sizes(groups).topk(pattern.n + 1, d).values
+    threshold = largest.narrow(d, pattern.n, 1).clamp_min(0.0)
+    if gamma:
+        threshold = torch.lerp(threshold, largest.narrow(d, pattern.n - 1, 1).clamp_min(0.0), gamma)
     shrunk = torch.copysign((groups.abs() - threshold).clamp_min(0.0), groups) + 0.0
     return ungrouped(shrunk, weight.shape[d - 1], d)

@@ -87,7 +87,7 @@ def densities(
     if hardware:
         halved = hardware_density(pattern)
         again = recipe.transposable or (
-            weight.layer is not None and weight.layer.input_weight is not None
+            weight.layer is not None and weight.layer.other_input_gradient
         )
         return Densities(halved, halved if again else 1.0)
     masked = rule.pruned_gradient_factor == 0 and not rule.pruned_gradient_decay
@@ -226,7 +226,7 @@ def count(
     kinds: dict[tuple[Pattern, bool], SparseWeight] = {}
     places: dict[int, tuple[Pattern, bool]] = {}
     for weight in weights:
-        kind = (weight.pattern, weight.layer is not None and weight.layer.input_weight is not None)
+        kind = (weight.pattern, weight.layer is not None and weight.layer.other_input_gradient)
         kinds.setdefault(kind, weight)
         places[_storage(twin.get_parameter(weight.name))] = kind
     # attention as products, which are counted alike everywhere

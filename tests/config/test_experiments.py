@@ -40,8 +40,9 @@ OF_THE_PAPERS = {
         "step_gpt2",
         "step_autoswitch",
     ),
-    *("sr_ste_resnet", "sr_ste_sad", "asp_imagenet"),
+    *("sr_ste_resnet", "sr_ste_sad", "asp_imagenet", "lbc_resnet", "lbc_candidates"),
     *("s_ste_wmt", "s_ste_deit", "s_ste_gpt2", "s_ste_flips", "s_ste_continuity", "s_ste_ablation"),
+    *("s_ste_scale", "s_ste_threshold", "s_ste_mvue", "t_sr_ste_decay"),
     *("gradient_flow_vit", "gradient_flow_transformer", "gradient_flow_isoflops"),
     "equal_time",
     *("compare_language", "compare_images", "compare_translation", "compare_finetuning"),
@@ -191,6 +192,41 @@ def test_s_ste_continuity_is_the_beginning_of_that_pre_training():
         )
         assert config.trainer.batch_size == whole.trainer.batch_size
         assert (config.model.bias, config.optimizer.decay) == (False, "matrices")
+
+
+def test_the_ablations_of_s_ste_differ_from_its_runs_in_one_thing():
+    """Tables 1 and 2 and figure 4 have S-STE itself among their runs: that of s_ste_wmt."""
+    own = {identity.run_folder(c) for c in made("s_ste_wmt", "paper") if c.recipe.name == "s_ste"}
+    for name in ("s_ste_scale", "s_ste_threshold", "s_ste_flips"):
+        every = [c for c in made(name, "paper") if c.recipe.name == "s_ste"]
+        assert own <= {identity.run_folder(c) for c in every}
+        for config in every:
+            given = {"gamma": 0.0, "fit": "mse", "beta": None, "interval": None}
+            changed = [key for key, value in given.items() if config.recipe.options[key] != value]
+            assert len(changed) <= 1
+    (unscaled,) = [
+        c for c in made("s_ste_ablation", "paper") if c.recipe.options.get("beta") is not None
+    ]
+    assert (unscaled.recipe.options["beta"], unscaled.trainer.mvue, unscaled.trainer.fp8) == (
+        *(1.0, None),
+        False,
+    )
+
+
+def test_s_ste_mvue_is_the_beginning_of_the_pre_training():
+    """The table's caption: GPT-2 774M, 4,000 steps."""
+    whole = made("s_ste_gpt2", "paper")[0]
+    long = scheduled(whole.schedule.mapping(), 1.0, 300_000)
+    every = made("s_ste_mvue", "paper")
+    for config in every:
+        factor = scheduled(config.schedule.mapping(), 1.0, 4000)
+        assert config.trainer.epochs * config.trainer.limit_batches == 4000
+        assert [factor(s) for s in range(4000)] == pytest.approx(
+            [long(s) for s in range(4000)], 1e-4
+        )
+        assert (config.model.name, config.trainer.batch_size) == ("gpt2_large", 512)
+    found = {(c.trainer.mvue, c.trainer.input_gradient) for c in every if c.recipe.name == "s_ste"}
+    assert found == {(a, b) for a in (None, "2:4") for b in ("exact", "mvue")}
 
 
 def test_asp_on_imagenet_trains_twice():
@@ -508,6 +544,6 @@ def test_a_smoke_from_nothing_to_the_table(tmp_path, nmrun_cli):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_smoke(name, nmrun_cli, tmp_path_factory):
     """All in one folder, so that shared runs are made once."""
-    if name in ("step_wmt", "s_ste_wmt", "s_ste_flips", "gradient_flow_transformer"):
+    if "dataset=copy_reverse" in experiment.load(name).overrides("smoke")[0]:
         pytest.importorskip("fairseq")
     smoke(name, tmp_path_factory.getbasetemp() / "smokes", nmrun_cli)

@@ -103,6 +103,8 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
     ("step", {"switch": 0.3, "decay": 0.1}),
     ("step", {"eps_mode": "outside"}),
     ("s_ste", {}),
+    ("s_ste", {"interval": 3}),
+    ("s_ste", {"fit": "l1"}),
     ("t_sr_ste", {"decay": 0.05, "interval": 4}),
     ("t_sr_ste", {"decay": 0.05, "interval": 3, "dense_end": 0.25}),
     ("mdgf_linear", {}),

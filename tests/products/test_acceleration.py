@@ -452,7 +452,7 @@ def test_double_pruning_changes_the_input_gradient_alone() -> None:
     model = mlp().double()
     _, handle = sparse(model, input_gradient="double_prune")
     assert handle.pop_events() == [
-        "double pruning does not apply to 4.weight: their input gradient is exact"
+        "input_gradient=double_prune does not apply to 4.weight: their input gradient is exact"
     ]
     x, weight = normal(5, 32).requires_grad_(), handle.sparse[0]
     dz = normal(5, 64, seed=1)
@@ -469,6 +469,15 @@ def test_double_pruning_changes_the_input_gradient_alone() -> None:
     torch.testing.assert_close(model[0](x), F.linear(x, weight.weight, model[0].bias))
     assert not torch.allclose(dx, dz @ weight.weight)
     assert densities(handle.recipe, weight, 5, hardware=True) == (0.5, 0.5, 1.0)
+
+
+def test_an_estimated_input_gradient_is_not_packed() -> None:
+    model = mlp()
+    _, handle = sparse(model, input_gradient="mvue")
+    assert densities(handle.recipe, handle.sparse[0], 5, hardware=True) == (0.5, 0.5, 1.0)
+    choices = accelerate(handle, passing(model))
+    assert choices[0].path is None
+    assert "estimate of the weight" in choices[0].reason
 
 
 def test_double_pruning_is_refused_where_it_makes_no_sense() -> None:

@@ -21,11 +21,13 @@ from nmrun.patterns import Pattern
 from nmrun.products import simulated
 from nmrun.train import build, plan
 
+PAIRS = Pattern(2, 4)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 OPTIONS: dict[str, dict[str, Any]] = {
     "mvue": {"mvue": "2:4"},
     "fp8": {"fp8": True},
     "both": {"mvue": "1:4", "fp8": True},
+    "input": {"input_gradient": "mvue"},
 }
 
 
@@ -111,6 +113,40 @@ def test_convolutions(
     torch.testing.assert_close(got[1:], wanted[1:])
     torch.testing.assert_close(got[0], torch.autograd.grad(at_v, x, dz)[0])
     assert not torch.allclose(got[0], wanted[0])
+
+
+def test_input_gradient_with_an_estimate_of_the_weight() -> None:
+    """2:4 along the outputs, another in every pass, exact in the mean; dW and db are exact."""
+    x, w, b, dz = normal(5, 6), normal(8, 6, seed=1), normal(8, seed=2), normal(5, 8, seed=3)
+    torch.manual_seed(0)
+    identity_matrix = torch.eye(8, dtype=torch.float64)  # dX is then the estimate itself
+    rows = torch.zeros(8, 6, dtype=torch.float64)
+    options = (None, None, False, None, PAIRS)
+    found = [gradients(identity_matrix, rows, w, b, *options)[0] for _ in range(4000)]
+    assert all(((e != 0).reshape(2, 4, 6).sum(1) <= 2).all() for e in found)
+    assert not torch.equal(found[0], found[1])
+    drawn = torch.stack(found)
+    error = (drawn.mean(0) - w).abs() / (drawn.std(0) / len(found) ** 0.5).clamp_min(1e-9)
+    assert error.max() < 5
+    dx, dw, db = gradients(dz, x, w, b, *options)
+    assert not torch.allclose(dx, dz @ w)
+    torch.testing.assert_close(dw, dz.T @ x)
+    torch.testing.assert_close(db, dz.sum(0))
+
+
+def test_the_input_gradient_is_estimated_in_linear_layers_whose_outputs_fit() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 6)).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = nmrun.sparsify(model, optimizer, "s_ste", "2:4", input_gradient="mvue")
+    assert handle.pop_events() == [
+        "input_gradient=mvue does not apply to 2.weight: their input gradient is exact"
+    ]
+    x, dz, used = normal(5, 8).requires_grad_(), normal(5, 16, seed=1), handle.sparse[0].weight
+    one, two = (torch.autograd.grad(model[0](x), x, dz)[0] for _ in range(2))
+    assert not torch.equal(one, two)
+    torch.testing.assert_close(model[0](x), F.linear(x, used, model[0].bias))
+    model.eval()
+    torch.testing.assert_close(torch.autograd.grad(model[0](x), x, dz)[0], dz @ used)
 
 
 # --- the estimate in the weight gradient ----------------------------------------------------------

@@ -194,6 +194,76 @@ def test_s_ste_scale_is_fitted_once_and_saved() -> None:
     assert all(map(torch.equal, other.used, model.used))
 
 
+def least_squares(w: Tensor) -> Tensor:
+    return (w * soft(w)).sum() / soft(w).square().sum()
+
+
+def same_sum(w: Tensor) -> Tensor:
+    return w.abs().sum() / soft(w).abs().sum()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("options", "scale", "interval"),
+    [
+        ({"fit": "l1"}, same_sum, TOTAL),
+        ({"beta": 1.0}, lambda w: torch.ones((), dtype=w.dtype), TOTAL),
+        ({"beta": 2.5}, lambda w: torch.full((), 2.5, dtype=w.dtype), TOTAL),
+        ({"interval": 1}, least_squares, 1),
+        ({"interval": 3}, least_squares, 3),
+        ({"interval": 2, "fit": "l1"}, same_sum, 2),
+    ],
+)
+def test_s_ste_scales_of_the_ablations(
+    options: dict[str, Any], scale: Any, interval: int, fused: bool
+) -> None:
+    """The forward weight is ``scale(w) * S(w)``, the scale of the last multiple of the interval."""
+    model = Net(torch.float32)
+    optimizer = nmrun.optim.AdamW(model.parameters(), LR, fused=fused)
+    handle = nmrun.sparsify(model, optimizer, "s_ste", "2:4", TOTAL, **options)
+    dense = [w.dense.clone() for w in handle.sparse]
+    expected = [scale(w) for w in dense]
+    for t, (x, y) in enumerate(data(TOTAL, torch.float32)(0), 1):
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if t % interval == 0 and "beta" not in options and interval < TOTAL:
+            expected = [scale(w.dense) for w in handle.sparse]
+        for weight, beta in zip(handle.sparse, expected, strict=True):
+            torch.testing.assert_close(weight["scale"], beta)
+            torch.testing.assert_close(weight.weight, beta * soft(weight.dense))
+    logged = handle.recipe.metrics()
+    assert set(logged) == ({"s_ste/scale", "s_ste/largest_scale"} if interval < TOTAL else set())
+    if logged:
+        assert logged["s_ste/scale"] == pytest.approx(float(sum(expected) / 2))
+        assert logged["s_ste/largest_scale"] == pytest.approx(float(max(expected)))
+
+
+def test_s_ste_with_another_threshold() -> None:
+    model = Net()
+    optimizer = nmrun.optim.AdamW(model.parameters(), LR)
+    handle = nmrun.sparsify(model, optimizer, "s_ste", "2:4", TOTAL, gamma=0.5)
+    for x, y in data(3)(0):
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    for weight in handle.sparse:
+        groups = weight.dense.reshape(-1, 4)
+        size = groups.abs().sort(dim=1, descending=True).values
+        threshold = (size[:, 1:2] + size[:, 2:3]) / 2
+        by_hand = groups.sign() * (groups.abs() - threshold).clamp_min(0) * weight["scale"]
+        torch.testing.assert_close(weight.weight.reshape(-1, 4), by_hand)
+    handle.finalize()
+
+
+def test_s_ste_refuses_two_kinds_of_scales() -> None:
+    for options in ({"interval": 3}, {"fit": "l1"}):
+        model = Net()
+        with pytest.raises(ValueError, match="of a fitted scale, and beta is a fixed one"):
+            nmrun.sparsify(
+                model, torch.optim.SGD(model.parameters(), LR), "s_ste", "2:4", beta=1.0, **options
+            )
+
+
 @pytest.mark.parametrize("recipe", ["dense", "nmrun.recipes.dense.Dense"])
 def test_dense_leaves_everything_alone(recipe: str) -> None:
     model, plain = Net(), Net()

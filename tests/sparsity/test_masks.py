@@ -113,6 +113,21 @@ def test_masks_take_no_part_in_autograd() -> None:
 # --- S-STE ----------------------------------------------------------------------------------------
 
 
+def test_gamma_is_the_way_from_one_magnitude_to_the_next() -> None:
+    weight = torch.tensor([[0.5, -4.0, 1.0, 2.0]], dtype=torch.float64)  # t from 1 to 2 at 2:4
+    for gamma, kept in ((0.0, [-3.0, 1.0]), (0.25, [-2.75, 0.75]), (0.9, [-2.1, 0.1])):
+        expected = torch.tensor([[0.0, kept[0], 0.0, kept[1]]], dtype=torch.float64)
+        torch.testing.assert_close(soft_threshold(weight, "2:4", gamma=gamma), expected)
+
+
+def test_a_scale_that_keeps_the_sum_of_magnitudes() -> None:
+    weight = torch.tensor([[0.5, -4.0, 1.0, 2.0]], dtype=torch.float64)
+    assert soft_threshold_scale(weight, "2:4", fit="l1") == pytest.approx(7.5 / 4.0)
+    assert soft_threshold_scale(weight, "2:4") == pytest.approx((4 * 3 + 2 * 1) / (9 + 1))
+    assert soft_threshold_scale(weight, "2:4", gamma=0.5, fit="l1") == pytest.approx(7.5 / 3.0)
+    assert soft_threshold_scale(torch.zeros(1, 4), "2:4", fit="l1") == 1.0
+
+
 def soft_by_definition(group: list[float], n: int) -> list[float]:
     sizes = sorted((abs(w) for w in group), reverse=True)
     t = sizes[n] if n < len(group) else 0.0  # the (N+1)-th largest
