@@ -87,8 +87,8 @@ def sparsify(
             forward weight. ``transposable``: likewise, with masks that are N:M along the outputs as
             well; layers whose outputs M does not divide stay dense. ``double_prune``: with the
             forward weight pruned once more along the outputs (SLoPe, arXiv 2405.16325). ``mvue``:
-            with the unbiased N:M estimate of the forward weight along the outputs, drawn in every
-            backward pass (S-STE, table 3, which advises against it).
+            with an unbiased N:M estimate of it along the outputs, a new one in every backward pass
+            (S-STE, table 3).
         dims: the dimension that groups run along, by regular expressions for whole parameter names,
             for weights of layers that nmrun does not know (``{"experts\\..*": 1}``).
         hyperparameters: the recipe's own, under the names of its paper.
@@ -238,11 +238,7 @@ def _weight(candidate: Candidate, pattern: Pattern) -> SparseWeight:
 
 
 def _install_products(
-    rule: Recipe,
-    sparse: Sequence[SparseWeight],
-    mvue: str | Pattern | None,
-    fp8: bool,
-    input_gradient: str,
+    rule: Recipe, sparse: Sequence[SparseWeight], mvue: str | Pattern | None, fp8: bool, grad: str
 ) -> None:
     if mvue is not None or fp8:
         exact = layer.install(sparse, None if mvue is None else Pattern.parse(mvue), fp8)
@@ -254,22 +250,19 @@ def _install_products(
             rule.events.append(
                 f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called"
             )
-    if input_gradient in ("double_prune", "mvue"):
+    if grad in ("double_prune", "mvue"):
+        asked = f"input_gradient={grad}"
         if rule.transposable or any(weight.dependents for weight in sparse):
             raise ConfigError(
-                f"{rule.name} makes the input gradient N:M by itself: input_gradient={input_gradient} "
-                "is for other recipes"
+                f"{rule.name} makes the input gradient N:M by itself: {asked} is for other recipes"
             )
-        make = layer.prune_again if input_gradient == "double_prune" else layer.estimate_again
+        make = layer.prune_again if grad == "double_prune" else layer.estimate_again
         exact = make(sparse)
         if len(exact) == len(sparse):
-            raise ConfigError(
-                f"input_gradient={input_gradient} needs a layer whose outputs are a multiple of M"
-            )
+            raise ConfigError(f"{asked} needs a layer whose outputs are a multiple of M")
         if exact:
             rule.events.append(
-                f"input_gradient={input_gradient} does not apply to {', '.join(exact)}: their input "
-                "gradient is exact"
+                f"{asked} does not apply to {', '.join(exact)}: their input gradient is exact"
             )
 
 
