@@ -67,7 +67,7 @@ def sparsify(
             a subclass of :class:`nmrun.recipes.base.Recipe`, or a recipe such as
             ``STEP(switch=0.25)``.
         pattern: at most N non-zeros in every M consecutive weights along the input dimension, any
-            1 <= N <= M.
+            1 <= N <= M. ``"64:2:8"`` is V:N:M (:class:`nmrun.patterns.Pattern`).
         total_steps: optimizer steps of the whole run. Recipes with phases need it.
         include: regular expressions for whole module names. By default every weight of a known
             layer whose inputs are a multiple of M is sparse; ``handle.left_dense`` says why the
@@ -132,8 +132,9 @@ def sparsify(
         raise ConfigError(f"no weight of this model can be {pattern} sparse ({reasons})")
     saved = saved_settings(optimizer.param_groups)
     sparse = [_weight(c, pattern) for c in chosen]
-    check_shards(sparse)
-    _whole_weights_only(rule, sparse)
+    if blocks := [weight.pattern for weight in sparse if weight.pattern.v > 1]:
+        rule.check_blocks(blocks[0])
+    check_shards(sparse, f"recipe {rule.name}" if rule.looks_across_rows else "")
     if input_gradient == "double_prune" and any(weight.is_sharded for weight in sparse):
         raise ConfigError(
             "input_gradient=double_prune looks across the rows of a weight, and weights are "
@@ -288,13 +289,3 @@ class _Undo:
                 else:
                     self.optimizer.state.pop(weight.parameter, None)
         self.optimizer.param_groups[:] = self.groups
-
-
-def _whole_weights_only(recipe: Recipe, weights: Sequence[SparseWeight]) -> None:
-    """Refuse sharded weights, for a recipe that looks across the rows of a weight."""
-    sharded = [weight.name for weight in weights if weight.is_sharded]
-    if sharded and recipe.looks_across_rows:
-        raise ConfigError(
-            f"recipe {recipe.name} looks across the rows of a weight, and of {sharded[0]} this "
-            "process has a part only (FSDP): replicate the model (DDP)"
-        )

@@ -1,4 +1,4 @@
-"""N:M patterns: at most N non-zeros in every group of M consecutive weights.
+"""N:M patterns: at most N non-zeros in every group of M consecutive weights; and V:N:M patterns.
 
 The command line imports this module, so it imports neither torch nor Hydra.
 """
@@ -6,35 +6,49 @@ The command line imports this module, so it imports neither torch nor Hydra.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 # the patterns that --help and completion list; any other is allowed too
 USUAL = ("1:2", "2:4", "4:8", "1:4", "2:8", "1:8", "2:16", "1:16", "1:32")
+COLUMNS = 4  # of M, that a block of a V:N:M pattern keeps
 
 
 class PatternError(ValueError):
-    """Text or numbers that are not an N:M pattern; the message says what is allowed."""
+    """Text or numbers that are not a pattern; the message says what is allowed."""
 
 
 @dataclass(frozen=True, order=True)
 class Pattern:
     """N:M sparsity: at most ``n`` non-zeros in every group of ``m``. ``str(pattern)`` is ``2:4``.
 
+    With ``v`` above 1 it is V:N:M sparsity (VENOM, Castro et al. 2023, arXiv 2310.02065): in
+    every block of V rows and M columns, the rows have their non-zeros in the same four columns, at
+    most N each. Such a weight is N:M as well. ``str(pattern)`` is ``64:2:8``.
+
     Args:
         n: from 1 to m.
         m: the size of a group.
         length: the size of a dimension whose last group may be short (see :meth:`over`). 0, the
             default: M must divide the size of every dimension.
+        v: the rows of a block.
 
     Raises:
-        PatternError: unless 1 <= n <= m.
+        PatternError: unless 1 <= n <= m; for v above 1, unless n <= 4 < m.
     """
 
     n: int
     m: int
     length: int = 0
+    v: int = 1
 
     def __post_init__(self) -> None:
+        if self.v != 1 and not (self.v > 1 and 1 <= self.n <= COLUMNS < self.m):
+            raise PatternError(
+                f"{self.v}:{self.n}:{self.m} is not a V:N:M pattern: it takes V > 1 and N <= {COLUMNS} < M, "
+                "such as 64:2:8"
+            )
         if not 1 <= self.n <= self.m:
             raise PatternError(
                 f"{self.n}:{self.m} is not an N:M pattern: it takes 1 <= N <= M, such as 2:4 or 1:16"
@@ -45,19 +59,22 @@ class Pattern:
         """Read a pattern.
 
         Args:
-            text: ``"2:4"`` or ``"2of4"``. A Pattern is returned as it is.
+            text: ``"2:4"``, ``"2of4"``, ``"64:2:8"`` or ``"64of2of8"``. A Pattern is returned as
+                it is.
 
         Raises:
             PatternError: for any other text.
         """
         if isinstance(text, Pattern):
             return text
-        match = re.fullmatch(r"(\d{1,6})(?::|of)(\d{1,6})", str(text).strip())
+        number, between = r"(\d{1,6})", "(?::|of)"
+        blocks = f"(?:{number}{between})?"
+        match = re.fullmatch(f"{blocks}{number}{between}{number}", str(text).strip())
         if match is None:
             raise PatternError(
                 f"{text!r} is not an N:M pattern: write two numbers with a colon, such as 2:4 or 1:16"
             )
-        return cls(int(match[1]), int(match[2]))
+        return cls(int(match[2]), int(match[3]), v=int(match[1] or 1))
 
     def over(self, length: int) -> Pattern:
         """Return the pattern for one dimension whose last group may be short.
@@ -67,13 +84,18 @@ class Pattern:
         """
         return replace(self, length=length)
 
+    @property
+    def by_rows(self) -> Pattern:
+        """The N:M pattern that each row of such a weight holds."""
+        return replace(self, v=1)
+
     def __str__(self) -> str:
-        return f"{self.n}:{self.m}"
+        return f"{self.n}:{self.m}" if self.v == 1 else f"{self.v}:{self.n}:{self.m}"
 
     @property
     def slug(self) -> str:
         """The form for paths, where some systems allow no colon: ``2of4``."""
-        return f"{self.n}of{self.m}"
+        return str(self).replace(":", "of")
 
     @property
     def density(self) -> float:
@@ -89,6 +111,19 @@ class Pattern:
         multiple of 4.
         """
         return (self.n == 1 and self.m > 1) or (self.n == 2 and self.m % 4 == 0)
+
+
+def written(ratio: Mapping[str, Any]) -> str:
+    """Write a pattern from the numbers of a config.
+
+    Args:
+        ratio: ``n``, ``m`` and, of a config that has it, ``v``.
+
+    Returns:
+        The text that :meth:`Pattern.parse` reads.
+    """
+    rows = ratio.get("v", 1)
+    return f"{ratio['n']}:{ratio['m']}" if rows == 1 else f"{rows}:{ratio['n']}:{ratio['m']}"
 
 
 def stepwise(target: Pattern) -> list[Pattern]:

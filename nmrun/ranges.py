@@ -127,7 +127,7 @@ def _is_expressions(value: Any) -> bool:
 
 def _is_pattern(value: Any) -> bool:
     try:
-        return value is None or bool(Pattern.parse(value))
+        return value is None or Pattern.parse(value).v == 1
     except PatternError:
         return False
 

@@ -27,6 +27,7 @@ IRRELEVANT = {
 # of an id, so that finished runs are found again
 LATER: dict[str, dict[str, Any]] = {
     "optimizer": {"decay": "all"},
+    "sparsity": {"v": 1},
     "track": {"tags": [], "also": []},
     "track=wandb": {"notes": None, "git": False, "console": False, "system": False},
     "trainer": {

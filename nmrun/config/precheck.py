@@ -204,7 +204,7 @@ class _Look:
         if ":" in str(ratio):  # a ratio needs no composition of its own
             config = self._composed({**choices, RATIO: "dense"}).copy()
             pattern = Pattern.parse(str(ratio))
-            OmegaConf.update(config, RATIO, {"n": pattern.n, "m": pattern.m})
+            OmegaConf.update(config, RATIO, {"n": pattern.n, "m": pattern.m, "v": pattern.v})
             return config
         chosen = (
             f"{'+' if self.written[g].is_add() else ''}{g}={_word(option)}"

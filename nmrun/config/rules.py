@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nmrun.patterns import Pattern, PatternError, geometric, stepwise
+from nmrun.patterns import Pattern, PatternError, geometric, stepwise, written
 
 Good = Callable[..., bool]  # whether nothing is wrong with these keys and their groups
 
@@ -59,7 +59,7 @@ class Facts:
 
     @functools.cached_property
     def ratio(self) -> tuple[Any, Any] | None:
-        if not self._good("sparsity.n", "sparsity.m"):
+        if not self._good("sparsity.n", "sparsity.m", "sparsity.v"):
             return None
         return self.sparsity["n"], self.sparsity["m"]
 
@@ -72,11 +72,11 @@ class Facts:
     def _pattern(self) -> Pattern | str | None:
         if self.ratio is None or self.dense:
             return None
-        n, m = self.ratio
+        text = written(self.sparsity)
         try:
-            return Pattern.parse(f"{n}:{m}")
+            return Pattern.parse(text)
         except PatternError as error:
-            return f"sparsity={n}:{m}: {error}"
+            return f"sparsity={text}: {error}"
 
     @property
     def pattern(self) -> Pattern | None:

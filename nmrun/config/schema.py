@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nmrun.config import rules
 from nmrun.config.recipe_fields import recipe_keys
 from nmrun.errors import ConfigError
-from nmrun.patterns import Pattern
+from nmrun.patterns import Pattern, written
 from nmrun.ranges import Check
 from nmrun.recipes import RECIPES
 from nmrun.settings import datasets, models
@@ -49,7 +49,7 @@ NAMED = ("dataset", "model", "recipe", "optimizer", "schedule", "track")  # by t
 UNNAMED: dict[str, type] = {"sparsity": Sparsity, "trainer": Trainer}
 # What the user's own in the place of a group has to say.
 OWN = {"dataset": ("name",), "model": ("name", "include", "exclude")}
-NO_SPARSITY = {"n": None, "m": None, "overrides": None, "pad": False}
+NO_SPARSITY = {"n": None, "m": None, "v": 1, "overrides": None, "pad": False}
 RECIPE_CLASS = "package.Class, a subclass of nmrun.recipes.base.Recipe"
 
 
@@ -71,11 +71,10 @@ def check(composed: DictConfig) -> Config:
     plain.pop("seeds", None)  # a run has one
     plain["optimizer"]["decay"] = _decayed(plain["optimizer"], plain["model"])
     plain["recipe"]["name"] = _recipe_name(plain["recipe"])
-    n, m = plain["sparsity"]["n"], plain["sparsity"]["m"]
-    if n is None or plain["recipe"] == {"name": "dense"}:
+    if plain["sparsity"]["n"] is None or plain["recipe"] == {"name": "dense"}:
         return Config({**plain, "recipe": {"name": "dense"}, "sparsity": dict(NO_SPARSITY)}, None)
-    pattern = Pattern.parse(f"{n}:{m}")
-    ratio = {"n": pattern.n, "m": pattern.m}
+    pattern = Pattern.parse(written(plain["sparsity"]))
+    ratio = {"n": pattern.n, "m": pattern.m, "v": pattern.v}
     return Config({**plain, "sparsity": {**plain["sparsity"], **ratio}}, pattern)
 
 

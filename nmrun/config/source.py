@@ -36,7 +36,7 @@ SWEEPER: dict[str, Any] = {
 class RatioSource(ConfigSource):
     """The config source ``nm://``.
 
-    It answers ``sparsity/2:8`` with ``{n: 2, m: 8, overrides: null, pad: false}``, ``recipe/sr_ste``
+    It answers ``sparsity/2:8`` with ``{n: 2, m: 8, v: 1, overrides: null, pad: false}``, ``recipe/sr_ste``
     with ``{name: sr_ste, decay: 2.0e-4}``, and ``recipe/mine`` of another package with ``{name:
     mine, _target_: mypkg.recipes.Mine}``.
     """
@@ -92,7 +92,7 @@ def _recipe(name: str) -> dict[str, Any]:
 
 def _ratio(name: str) -> dict[str, Any]:
     pattern = Pattern.parse(name)
-    return {"n": pattern.n, "m": pattern.m, "overrides": None, "pad": False}
+    return {"n": pattern.n, "m": pattern.m, "v": pattern.v, "overrides": None, "pad": False}
 
 
 class RatioSearchPath(SearchPathPlugin):

@@ -109,11 +109,12 @@ def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -
 
 def takes(pattern: Pattern, *tensors: Tensor) -> bool:
     """Whether these kernels are for tensors of one shape: float32, on the CPU, enough weights,
-    stored alike; and for M.
+    stored alike; and for this pattern.
     """
     large = tensors[0].numel() >= SMALLEST and pattern.m <= LARGEST_M
     return (
         large
+        and pattern.v == 1
         and all(t.is_cpu and t.dtype == torch.float32 for t in tensors)
         and stored_alike(*tensors)
     )

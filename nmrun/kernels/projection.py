@@ -70,7 +70,10 @@ def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -
 def by_triton(weight: Tensor, pattern: Pattern) -> bool:
     """Whether Triton's kernels are there for a weight: on a CUDA device where they work."""
     return (
-        weight.is_cuda and weight.numel() < LARGEST and on_cuda(weight.device, pattern.n, pattern.m)
+        weight.is_cuda
+        and pattern.v == 1
+        and weight.numel() < LARGEST
+        and on_cuda(weight.device, pattern.n, pattern.m)
     )
 
 

@@ -49,6 +49,7 @@ def applies(
     return (
         (weight.is_cuda or triton.knobs.runtime.interpret)
         and 0 < weight.numel() < LARGEST
+        and pattern.v == 1
         and pattern.m <= LARGEST_M
         and (size % pattern.m == 0 or size == pattern.length)
         and all(

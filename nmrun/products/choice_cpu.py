@@ -46,7 +46,7 @@ def eligible(
         mvue = None if weight.layer is None else weight.layer.mvue
         rows, columns = weight.shape if weight.dim == 1 else reversed(weight.shape)
         tokens = inputs.numel() // max(1, inputs[-1])
-        shape = Shape(rows, columns, tokens, dtype, weight.pattern, mvue)
+        shape = Shape(rows, columns, tokens, dtype, weight.pattern.by_rows, mvue)
     if shape.multiplications < probe_cpu.SMALLEST:
         return f"its products are too small to gain ({shape})", None
     return "", shape
@@ -73,9 +73,8 @@ def _convolution(weight: SparseWeight, inputs: torch.Size) -> Convolution:
         raise ValueError("of convolutions those of batches of images are packed")
     window, (rows, columns, *_) = convolution_cpu.window_of(weight.module), weight.shape
     last = weight.parameter.is_contiguous(memory_format=torch.channels_last)
-    return Convolution(
-        rows, columns, inputs[0], (inputs[2], inputs[3]), window, weight.pattern, last
-    )
+    pattern = weight.pattern.by_rows
+    return Convolution(rows, columns, inputs[0], (inputs[2], inputs[3]), window, pattern, last)
 
 
 def measured(shape: Shape | Convolution, device: torch.device) -> dict[str, Times]:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.products import dense_cpu
 from nmrun.products.convolution_cpu import Packed as PackedConvolution
@@ -107,7 +108,8 @@ class Layer:
     def prune_again(self, weight: SparseWeight) -> None:
         """Double pruning: write the projected weight, N:M along the outputs too, for the input
         gradient."""
-        keep_largest(weight.weight, self.keep_input_weight(), weight.pattern, weight.outputs)
+        pattern = weight.pattern.by_rows
+        keep_largest(weight.weight, self.keep_input_weight(), pattern, weight.outputs)
 
     def pack(self, weight: SparseWeight) -> None:
         """Pack what N:M products read; of a sharded weight in the next pass."""
@@ -149,7 +151,12 @@ def install(
 
     Returns:
         The names of the weights that are left alone.
+
+    Raises:
+        ConfigError: for an ``mvue`` that is V:N:M.
     """
+    if mvue is not None and mvue.v > 1:
+        raise ConfigError(f"mvue={mvue}: it takes an N:M pattern, such as 2:4")
     left_alone = []
     for weight in weights:
         layer = weight.layer or Layer(weight)

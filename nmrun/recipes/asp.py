@@ -39,7 +39,7 @@ class ASP(Recipe):
     """
 
     name: ClassVar[str] = "asp"
-    masks_can_be_transposable: ClassVar[bool] = True
+    masks_are_largest: ClassVar[bool] = True
 
     prune_at: Annotated[float, FRACTION, between(0.0, 0.8)] = 0.5
     permute: Annotated[bool, FLAG] = False
@@ -59,6 +59,11 @@ class ASP(Recipe):
     @property
     def looks_across_rows(self) -> bool:
         return self.transposable or self.permute
+
+    def check_blocks(self, pattern: Pattern) -> None:
+        super().check_blocks(pattern)
+        if self.permute:
+            raise ValueError(f"asp: permute=true is for N:M patterns, not for {pattern}")
 
     def prepare(self, model: nn.Module) -> None:
         if self.permute:

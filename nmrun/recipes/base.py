@@ -33,8 +33,8 @@ from nmrun.sparsity.transposable import transposable_mask
 from nmrun.sparsity.weight import SparseWeight
 
 OWN_MASKS = (
-    "{0} has masks of its own: transposable ones are for recipes that keep the largest weights "
-    "(asp, sr_ste, ste, step, t_sr_ste)"
+    "{0} has masks of its own: {1} ones are for recipes that keep the largest weights "
+    "(asp, sr_ste, ste, step{2})"
 )
 
 
@@ -54,8 +54,8 @@ class Recipe:
 
     name: ClassVar[str] = ""
     needs_total_steps: ClassVar[str] = ""  # why it does, if it does
-    # its masks are what `choose` says, so they can be transposable instead of the largest
-    masks_can_be_transposable: ClassVar[bool] = False
+    # its masks keep the largest weights, by `choose`: so they can be transposable or V:N:M as well
+    masks_are_largest: ClassVar[bool] = False
 
     pattern: Pattern = field(init=False, repr=False, default=Pattern(2, 4))
     total_steps: int | None = field(init=False, repr=False, default=None)
@@ -235,9 +235,23 @@ class Recipe:
         Raises:
             ValueError: for a recipe whose masks are not simply chosen.
         """
-        if not self.masks_can_be_transposable:
-            raise ValueError(OWN_MASKS.format(self.name))
+        if not self.masks_are_largest:
+            raise ValueError(OWN_MASKS.format(self.name, "transposable", ", t_sr_ste"))
         self.transposable = True
+
+    def check_blocks(self, pattern: Pattern) -> None:
+        """Check that the masks can be of a V:N:M pattern.
+
+        Args:
+            pattern: the pattern.
+
+        Raises:
+            ValueError: for a recipe whose masks are not the largest weights, or are transposable.
+        """
+        if self.transposable:
+            raise ValueError(f"transposable masks are for N:M patterns, not for {pattern}")
+        if not self.masks_are_largest:
+            raise ValueError(OWN_MASKS.format(self.name, pattern, ""))
 
     @contextlib.contextmanager
     def at(self, step: int) -> Iterator[None]:

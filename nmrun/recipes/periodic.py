@@ -59,7 +59,7 @@ class PeriodicSTE(PeriodicMask):
     """
 
     name: ClassVar[str] = "ste_periodic"
-    masks_can_be_transposable: ClassVar[bool] = True
+    masks_are_largest: ClassVar[bool] = True
 
     interval: Annotated[int, whole(1)] = 100
     gradient: Annotated[str, one_of("ste", "masked")] = "masked"

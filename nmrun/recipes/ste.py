@@ -19,4 +19,4 @@ class STE(Recipe):
     """The hard mask, anew at every step; no hyperparameters."""
 
     name: ClassVar[str] = "ste"
-    masks_can_be_transposable: ClassVar[bool] = True
+    masks_are_largest: ClassVar[bool] = True

@@ -46,7 +46,7 @@ class STEP(Recipe):
 
     name: ClassVar[str] = "step"
     needs_total_steps: ClassVar[str] = "its switch is clipped to fractions of the run"
-    masks_can_be_transposable: ClassVar[bool] = True
+    masks_are_largest: ClassVar[bool] = True
 
     switch: Annotated[str | float, SWITCH, among("auto", 0.1, 0.2, 0.3, 0.5, 0.7)] = "auto"
     t_min: Annotated[float, number(0, 1)] = 0.1

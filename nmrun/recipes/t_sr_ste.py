@@ -38,7 +38,7 @@ class TSRSTE(PeriodicMask):
     """
 
     name: ClassVar[str] = "t_sr_ste"
-    masks_can_be_transposable: ClassVar[bool] = True
+    masks_are_largest: ClassVar[bool] = True
 
     decay: Annotated[float, DECAY, log(1e-6, 1e-2)] = 2e-4
     interval: Annotated[int, whole(1)] = 40

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nmrun.report.tables import Table
 
 
-RATIO = ("sparsity", "sparsity.n", "sparsity.m")
+RATIO = ("sparsity", "sparsity.n", "sparsity.m", "sparsity.v")
 
 
 def tables(options: argparse.Namespace) -> list[Table]:

@@ -13,6 +13,7 @@ import pandas as pd
 from nmrun.config.identity import completed
 from nmrun.config.schema import flatten
 from nmrun.errors import ConfigError
+from nmrun.patterns import written
 from nmrun.report.rows import read as from_csv
 
 WANDB = "wandb://"
@@ -123,7 +124,7 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
         folder: the run's.
     """
     config = completed(result["config"])
-    n, m = config["sparsity"]["n"], config["sparsity"]["m"]
+    ratio = config["sparsity"]
     keys = {
         key: str(value).replace(" ", "") if isinstance(value, list) else value
         for key, value in flatten(config).items()
@@ -134,7 +135,7 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
             group: config[group]["name"]
             for group in ("dataset", "model", "recipe", "optimizer", "schedule")
         },
-        "sparsity": "dense" if n is None else f"{n}:{m}",
+        "sparsity": "dense" if ratio["n"] is None else written(ratio),
         "init": _beginning(config["init"]),
         "seed": config["seed"],
         "status": result["status"],

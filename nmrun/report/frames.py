@@ -12,7 +12,7 @@ from nmrun.report.tables import label
 
 FIRST = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "seed", "status")
 LAST = ("seconds", "metric", "commit", "id", "folder")
-SAID = ("sparsity.n", "sparsity.m")  # in ``sparsity``
+SAID = ("sparsity.n", "sparsity.m", "sparsity.v")  # in ``sparsity``
 
 
 def of_runs(collected: pd.DataFrame) -> pd.DataFrame:

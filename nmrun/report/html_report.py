@@ -31,7 +31,7 @@ from nmrun.report.tables import label, short
 
 MOST = 200  # lines of a list; what is more is counted
 # keys without a dot that are part of a config
-NUMBERS = ("sparsity.n", "sparsity.m")  # in ``sparsity``
+NUMBERS = ("sparsity.n", "sparsity.m", "sparsity.v")  # in ``sparsity``
 OWN = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule")
 
 

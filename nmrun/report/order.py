@@ -16,7 +16,8 @@ def of(text: str) -> tuple[int, float, int, str]:
         return (0, RECIPE_ORDER.index(text), 0, "")
     try:
         pattern = Pattern.parse(text)
-        return (1, -pattern.density, pattern.m, "")  # densest first; 2:4 before 4:8
+        # densest first; 2:4 before 4:8, and 2:8 before 64:2:8
+        return (1, -pattern.density, pattern.m, f"{pattern.v:06}")
     except PatternError:
         pass
     try:

@@ -10,6 +10,7 @@ import yaml
 from nmrun.config.identity import completed, result_in
 from nmrun.config.schema import flatten
 from nmrun.errors import ConfigError
+from nmrun.patterns import written
 from nmrun.settings.reader import shown
 
 
@@ -25,14 +26,15 @@ def of(folder: Path) -> dict[str, str]:
         said = "there is no such folder" if not folder.is_dir() else "no run is in it"
         raise ConfigError(f"{folder}: {said}")
     named = {key: value.get("name") for key, value in config.items() if isinstance(value, dict)}
-    n, m = config["sparsity"]["n"], config["sparsity"]["m"]
     flat = {
         **{key: name for key, name in named.items() if name is not None},
-        "sparsity": "dense" if n is None else f"{n}:{m}",
+        "sparsity": "dense" if config["sparsity"]["n"] is None else written(config["sparsity"]),
         **{key: value for key, value in flatten(completed(config)).items() if key[-5:] != ".name"},
     }
     return {
-        key: shown(value) for key, value in flat.items() if key not in ("sparsity.n", "sparsity.m")
+        key: shown(value)
+        for key, value in flat.items()
+        if key not in ("sparsity.n", "sparsity.m", "sparsity.v")
     }
 
 

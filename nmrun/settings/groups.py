@@ -78,6 +78,7 @@ class Sparsity(Group):
 
     n: int | None
     m: int | None
+    v: Annotated[int, whole(1)]
     overrides: Annotated[dict[str, str] | None, RATIOS]
     pad: Annotated[bool, FLAG]
 

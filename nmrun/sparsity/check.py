@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from nmrun.patterns import Pattern
-from nmrun.sparsity.plain import grouped
+from nmrun.patterns import COLUMNS, Pattern
+from nmrun.sparsity.plain import grouped, holds
 from nmrun.sparsity.select import LeftDense, select
 
 
@@ -23,6 +23,8 @@ def check_nm(
     dims: Mapping[str, int] | None = None,
 ) -> list[str]:
     """Check that at most N of every M consecutive weights are non-zero.
+
+    Of a V:N:M pattern, the blocks are checked as well.
 
     Of a model, all weights are checked that :func:`nmrun.sparsity.select.select` chooses.
 
@@ -66,6 +68,10 @@ def check_nm(
             raise ValueError(
                 f"{name} is not {own}: {int(count[tuple(first)])} of {end - start} weights at [{at}] are non-zero"
             )
+        if not holds(groups, own, d):
+            raise ValueError(
+                f"{name} is not {own}: {own.v} outputs have non-zeros in more than {COLUMNS} of {own.m} columns"
+            )
     return [name for name, *_ in weights]
 
 
@@ -80,18 +86,16 @@ def layer_report(name: str, weight: Tensor, pattern: Pattern, dim: int) -> dict[
 
     Returns:
         Plain data: ``name``, ``shape``, ``pattern`` (text), ``dim``, ``numel``, ``nonzeros``, and
-        ``holds``: whether every group has at most N non-zeros.
+        ``holds``: whether the weight holds the pattern.
     """
-    groups, _, d = grouped(weight, pattern, dim)
-    nonzero = groups != 0
     return {
         "name": name,
         "shape": list(weight.shape),
         "pattern": str(pattern),
         "dim": dim,
         "numel": weight.numel(),
-        "nonzeros": int(nonzero.sum()),
-        "holds": bool((nonzero.sum(d) <= pattern.n).all()),
+        "nonzeros": int((weight != 0).sum()),
+        "holds": holds(*grouped(weight, pattern, dim)),
     }
 
 

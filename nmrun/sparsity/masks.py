@@ -25,6 +25,9 @@ from nmrun.sparsity import plain
 def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = False) -> Tensor:
     """Find the N largest magnitudes of every group of M.
 
+    Of a V:N:M pattern, every block of V outputs and M inputs first keeps the four inputs with the
+    largest sum of magnitudes; the N largest of each row are among these.
+
     Ties keep the lower index. Zeros count like any magnitude. A NaN is always kept, beside the N
     largest, so that it shows in the loss instead of being pruned away.
 
@@ -42,7 +45,8 @@ def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = Fa
         in a short last group of N or fewer.
 
     Raises:
-        ValueError: where M does not divide the size of ``dim`` and the last group may not be short.
+        ValueError: where M does not divide the size of ``dim`` and the last group may not be short,
+            and where V does not divide the number of outputs: dimension 0, or 1 where ``dim`` is 0.
     """
     pattern, dim = _over(weight, pattern, dim, pad)
     if weight.dim() and has_memory(weight):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nmrun.kernels.layout import filled
-from nmrun.patterns import Pattern
+from nmrun.patterns import COLUMNS, Pattern
 
 
 def grouped(
@@ -64,11 +64,62 @@ def nm_mask(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
     """
     groups, pattern, d = grouped(weight, pattern, dim)
     size = _sizes(groups)
+    if pattern.v > 1:
+        size = size.masked_fill(~_shared_columns(size, pattern, d), -2.0)
     threshold = size.topk(pattern.n, d).values.narrow(d, pattern.n - 1, 1)
     above, equal = size > threshold, size == threshold
     room = pattern.n - above.sum(d, keepdim=True)
     keep = above | (equal & (equal.cumsum(d) <= room)) | groups.isnan()
     return ungrouped(keep, weight.shape[d - 1], d)
+
+
+def in_blocks(groups: Tensor, pattern: Pattern, d: int) -> Tensor:
+    """View groups with the outputs split into (blocks, V), as the first two dimensions.
+
+    Args:
+        groups: a tensor (..., groups, M, ...) of :func:`grouped`.
+        pattern: a V:N:M pattern.
+        d: the dimension of ``groups`` that runs over the members of a group.
+
+    Returns:
+        The view; the members of a group then lie along the last dimension.
+
+    Raises:
+        ValueError: where V does not divide the number of outputs.
+    """
+    outputs = 0 if d > 1 else 2
+    rows = groups.movedim((outputs, d), (0, -1))
+    if len(rows) % pattern.v:
+        raise ValueError(
+            f"{pattern} needs a multiple of {pattern.v} outputs; there are {len(rows)}"
+        )
+    return rows.unflatten(0, (-1, pattern.v))
+
+
+def _shared_columns(size: Tensor, pattern: Pattern, d: int) -> Tensor:
+    """The columns that each V x M block keeps: the four with the largest sum of magnitudes; ties
+    keep the lower index. Bool, of the shape of ``size``.
+    """
+    blocks = in_blocks(size, pattern, d)
+    total = blocks.double().sum(1, keepdim=True)
+    kept = total.argsort(dim=-1, descending=True, stable=True)[..., :COLUMNS]
+    columns = torch.zeros_like(total, dtype=torch.bool).scatter_(-1, kept, True)
+    whole = columns.expand_as(blocks).flatten(0, 1)
+    return whole.movedim((0, -1), (0 if d > 1 else 2, d))
+
+
+def holds(groups: Tensor, pattern: Pattern, d: int) -> bool:
+    """Say whether a weight holds a pattern.
+
+    Args:
+        groups, pattern, d: as of :func:`grouped`.
+    """
+    filled = groups != 0
+    if bool((filled.sum(d) > pattern.n).any()):
+        return False
+    if pattern.v == 1:
+        return True
+    return bool((in_blocks(filled, pattern, d).any(1).sum(-1) <= COLUMNS).all())
 
 
 def hard_threshold(weight: Tensor, pattern: Pattern, dim: int) -> Tensor:
@@ -82,6 +133,8 @@ def soft_threshold(weight: Tensor, pattern: Pattern, dim: int, gamma: float = 0.
     Args:
         weight, pattern, dim, gamma: as there.
     """
+    if pattern.v > 1:
+        raise ValueError(f"there is no soft threshold for V:N:M patterns such as {pattern}")
     groups, pattern, d = grouped(weight, pattern, dim)
     if pattern.n == pattern.m:
         return weight.detach() + 0.0

@@ -175,7 +175,12 @@ def _untrained(found: NamedParameter, owned: Collection[int] | None) -> str:
 def _unfit(found: NamedParameter, pattern: Pattern, pad: bool) -> str:
     """Say why a weight of this size cannot hold the pattern, or nothing."""
     assert found.axes is not None
-    inputs = found.shape[found.axes.dim] // found.axes.parts
+    dim, outputs = found.axes.dim, found.axes.outputs
+    if pattern.v > 1 and outputs != (1 if dim == 0 else 0):
+        return f"{pattern} is for matrices and convolutions, whose outputs lie along one dimension"
+    if found.shape[outputs] % pattern.v:
+        return f"{found.shape[outputs]} outputs are not a multiple of {pattern.v}"
+    inputs = found.shape[dim] // found.axes.parts
     if inputs % pattern.m == 0:
         return ""
     if found.axes.parts > 1:

@@ -12,19 +12,25 @@ from nmrun.errors import ConfigError
 from nmrun.sparsity.weight import SparseWeight
 
 
-def check_shards(weights: Sequence[SparseWeight]) -> None:
+def check_shards(weights: Sequence[SparseWeight], across: str = "") -> None:
     """Refuse sharded weights whose masks a process cannot choose from its own part.
 
     Args:
         weights: the sparse weights.
+        across: who looks across the rows of a weight, if anybody does. V:N:M masks do anyway.
 
     Raises:
-        ConfigError: for a weight that is sharded along the dimension of its groups, or whose
+        ConfigError: for a part of a weight that is looked at across rows; for a weight that is sharded along the dimension of its groups, or whose
             placement is neither replicated nor a plain shard; where weights differ in their
             device mesh or placements.
     """
     sharded = [weight for weight in weights if weight.is_sharded]
     for weight in sharded:
+        if who := across or (f"a {weight.pattern} mask" if weight.pattern.v > 1 else ""):
+            raise ConfigError(
+                f"{who} looks across the rows of a weight, and of {weight.name} this process has a "
+                "part only (FSDP): replicate the model (DDP)"
+            )
         placements = _placements(weight)
         if any(p.is_shard(weight.dim) for p in placements):
             raise ConfigError(

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from nmrun.kernels.layout import local
 from nmrun.patterns import Pattern
 from nmrun.ranks import part_like
-from nmrun.sparsity.plain import grouped
+from nmrun.sparsity.plain import grouped, holds
 
 PREFIX = "nmrun_"
 # the parameters that are sparse now, by id, of all handles
@@ -216,9 +216,8 @@ class SparseWeight:
         return self._address is not None
 
     def holds(self) -> bool:
-        """Say whether the forward weight has at most N non-zeros in every group of M."""
-        groups, _, d = grouped(self.weight, self.pattern, self.dim)
-        return bool(((groups != 0).sum(d) <= self.pattern.n).all())
+        """Say whether the forward weight holds the pattern."""
+        return holds(*grouped(self.weight, self.pattern, self.dim))
 
     def moved(self) -> bool:
         """Say whether the parameter was written in place since :attr:`version`.

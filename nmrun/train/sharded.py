@@ -51,6 +51,8 @@ def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
     elif recipe.looks_across_rows:
         permuted = " with permute=true" if getattr(recipe, "permute", False) else ""
         found = f"recipe {recipe.name}{permuted} looks across the rows of a weight"
+    elif recipe.pattern.v > 1:
+        found = f"a {recipe.pattern} mask looks across the rows of a weight"
     elif precision == "fp16":
         found = "trainer.precision=fp16 scales the loss by whole gradients (bf16 and fp32 need not)"
     elif task.metric == "bleu":

@@ -223,7 +223,9 @@ VALUES = {
 
 RATIOS = {
     **{f"sparsity={ratio}": "1 <= N <= M" for ratio in ("5:4", "0:4", "4:0", "0:0")},
-    **{f"sparsity={ratio}": "two numbers with a colon" for ratio in ("28", "2.8", "2:4:8", "2/4", "2-4", "50%", "abc", "2:", ":4", "2:b", "null")},
+    **{f"sparsity={ratio}": "two numbers with a colon" for ratio in ("28", "2.8", "2:4:8:2", "2/4", "2-4", "50%", "abc", "2:", ":4", "2:b", "null")},
+    "sparsity=64:5:8": "N <= 4 < M",
+    "sparsity=2:8 sparsity.v=0": "a whole number, 1 or more",
     "sparsity=2of4": "with a colon",
     "sparsity=dnse": "or dense",
     "sparsity=1:128": "no layer whose inputs are a multiple of 128",

@@ -16,10 +16,10 @@ import nmrun
 from nmrun.train.flops import densities
 
 
-def follow(recipe: str, hand: ByHand, **hyperparameters: Any) -> nn.Module:
+def follow(recipe: str, hand: ByHand, pattern: str = "2:4", **hyperparameters: Any) -> nn.Module:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **hyperparameters)
+    handle = nmrun.sparsify(model, optimizer, recipe, pattern, TOTAL, **hyperparameters)
     batches = data(2)
     for t in range(TOTAL):
         torch.testing.assert_close(
@@ -49,6 +49,19 @@ def transposable(w: Tensor) -> Tensor:
     mask = torch.zeros_like(w)
     for r, c in itertools.product(range(0, w.shape[0], 4), range(0, w.shape[1], 4)):
         mask[r : r + 4, c : c + 4] = best_block(w[r : r + 4, c : c + 4])
+    return mask
+
+
+def in_blocks(w: Tensor) -> Tensor:
+    """4:2:8, by trying all choices of four columns, and of two of them in each row."""
+    mask = torch.zeros_like(w)
+    for r, c in itertools.product(range(0, w.shape[0], 4), range(0, w.shape[1], 8)):
+        size = w[r : r + 4, c : c + 8].abs()
+        four = max(itertools.combinations(range(8), 4), key=lambda of: float(size[:, of].sum()))
+        for row in range(4):
+            two = max(itertools.combinations(four, 2), key=lambda of: float(size[row, of].sum()))
+            for column in two:
+                mask[r + row, c + column] = 1
     return mask
 
 
@@ -97,6 +110,7 @@ def test_t_sr_ste(interval: int) -> None:
         nmrun.sparsity.check_nm(layer.weight.detach().T, "2:4")  # along the outputs too
 
 
+@pytest.mark.parametrize("find", [transposable, in_blocks])
 @pytest.mark.parametrize(
     ("recipe", "hyperparameters"),
     [
@@ -108,11 +122,11 @@ def test_t_sr_ste(interval: int) -> None:
     ],
     ids=str,
 )
-def test_transposable_masks_for_recipes_that_keep_the_largest(
-    recipe: str, hyperparameters: dict[str, Any]
+def test_other_masks_for_recipes_that_keep_the_largest(
+    recipe: str, hyperparameters: dict[str, Any], find: Any
 ) -> None:
-    mask, pruned_at = Held(transposable, hyperparameters.get("interval", 1)), TOTAL // 2
-    fixed = Held(transposable, TOTAL + 1)
+    mask, pruned_at = Held(find, hyperparameters.get("interval", 1)), TOTAL // 2
+    fixed = Held(find, TOTAL + 1)
 
     def forward(t: int, i: int, w: Tensor) -> Tensor:
         if recipe == "asp":
@@ -129,6 +143,10 @@ def test_transposable_masks_for_recipes_that_keep_the_largest(
         )
 
     hand = ByHand(Net().used, forward, edit)
+    if find is in_blocks:
+        model = follow(recipe, hand, "4:2:8", **hyperparameters)
+        nmrun.sparsity.check_nm(model, "4:2:8")
+        return
     model = follow(recipe, hand, input_gradient="transposable", **hyperparameters)
     for layer in (model[0], model[2]):
         nmrun.sparsity.check_nm(layer.weight.detach(), "2:4")

@@ -29,7 +29,7 @@ def test_parse(text: str, n: int, m: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["5:4", "0:4", "28", "2:4:8", "", ":", "2:", "-2:4", "2.0:4", "2;4", "a:b", "124", "0:0"],
+    ["5:4", "0:4", "28", "2:4:8:2", "", ":", "2:", "-2:4", "2.0:4", "2;4", "a:b", "124", "0:0"],
 )
 def test_what_is_no_pattern_is_named_with_what_would_be(text: str) -> None:
     with pytest.raises(PatternError, match=r"is not an N:M pattern.*2:4") as raised:
@@ -37,6 +37,21 @@ def test_what_is_no_pattern_is_named_with_what_would_be(text: str) -> None:
     assert text in str(raised.value)
     assert "\n" not in str(raised.value)
     assert isinstance(raised.value, ValueError)
+
+
+def test_blocks_of_rows() -> None:
+    """V:N:M, whose rows are N:M."""
+    pattern = Pattern.parse("64:2:8")
+    assert (pattern.v, pattern.n, pattern.m, pattern.density) == (64, 2, 8, 0.25)
+    assert Pattern.parse("64of2of8") == pattern
+    assert (str(pattern), pattern.slug) == ("64:2:8", "64of2of8")
+    assert pattern.by_rows == Pattern(2, 8)
+    assert Pattern.parse("1:2:8") == Pattern(2, 8)
+    for text in ("64:5:8", "64:2:4", "0:2:8", "64:0:8"):
+        with pytest.raises(PatternError, match=r"is not a V:N:M pattern.*64:2:8") as raised:
+            Pattern.parse(text)
+        assert text in str(raised.value)
+        assert "\n" not in str(raised.value)
 
 
 def test_forms_for_people_and_paths() -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from nmrun.patterns import written
+
 MODULES = {
     "wandb": ("W&B", "nmrun.train.loggers.weights_and_biases"),
     "tensorboard": ("TensorBoard", "nmrun.train.loggers.tensorboard"),
@@ -51,8 +53,8 @@ class Run:
     @property
     def ratio(self) -> str:
         """``2:4``, or ``dense``."""
-        n, m = self.config["sparsity"]["n"], self.config["sparsity"]["m"]
-        return "dense" if n is None else f"{n}:{m}"
+        ratio = self.config["sparsity"]
+        return "dense" if ratio["n"] is None else written(ratio)
 
     @property
     def name(self) -> str:

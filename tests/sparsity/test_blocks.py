@@ -1,0 +1,229 @@
+"""V:N:M patterns: masks by trying all choices, checks, which layers hold them, who refuses."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.export.packed import pack, positions
+from nmrun.patterns import Pattern
+from nmrun.sparsity import check_nm, hard_threshold, nm_mask
+
+
+def best(sizes: list[float], count: int, among: Any = None) -> tuple[int, ...]:
+    """The places of the largest, of equals the first."""
+    places = range(len(sizes)) if among is None else among
+    choices = itertools.combinations(places, min(count, len(places)))
+    return max(choices, key=lambda chosen: sum(sizes[i] for i in chosen))
+
+
+def by_hand(w: Tensor, v: int, n: int, m: int) -> Tensor:
+    """The mask of a matrix (outputs, inputs)."""
+    mask = torch.zeros_like(w, dtype=torch.bool)
+    for row, column in itertools.product(range(0, len(w), v), range(0, w.shape[1], m)):
+        block = w[row : row + v, column : column + m].abs().double()
+        four = best(block.sum(0).tolist(), 4)
+        for i, line in enumerate(block.tolist()):
+            for j in best(line, n, four):
+                mask[row + i, column + j] = True
+    return mask
+
+
+def weights(*shape: int) -> Tensor:
+    """With ties, and sums that are exact."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).mul(8).round() / 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("v", "n", "m"), [(2, 2, 8), (4, 1, 6), (8, 4, 16), (16, 3, 5), (4, 2, 12)]
+)
+def test_the_mask_by_trying_all_choices(v: int, n: int, m: int, dtype: torch.dtype) -> None:
+    text, w = f"{v}:{n}:{m}", weights(16, 3 * m).to(dtype)
+    wanted = by_hand(w, v, n, m)
+    assert torch.equal(nm_mask(w, text), wanted)
+    assert torch.equal(nm_mask(w.T, text, dim=0), wanted.T)
+    assert torch.equal(hard_threshold(w, text), torch.where(wanted, w, 0))
+    large = weights(64, 40 * m).to(dtype)  # where kernels would work
+    assert torch.equal(nm_mask(large, text), by_hand(large, v, n, m))
+    check_nm(hard_threshold(w, text), text)
+    check_nm(hard_threshold(w, text), f"{n}:{m}")
+
+
+def test_at_every_kernel_position_and_in_a_short_last_group() -> None:
+    w = weights(8, 16, 3, 2)
+    found = nm_mask(w, "4:2:8")
+    for y, x in itertools.product(range(3), range(2)):
+        assert torch.equal(found[:, :, y, x], by_hand(w[:, :, y, x], 4, 2, 8))
+    for inputs in (9, 10, 13, 15):
+        w = weights(8, inputs)
+        found = nm_mask(w, "4:2:8", pad=True)
+        assert torch.equal(found, by_hand(w, 4, 2, 8))
+
+
+def test_what_is_not_a_number_is_kept() -> None:
+    w = weights(4, 8)
+    w[1, 3] = torch.nan
+    assert nm_mask(w, "4:2:8")[1, 3]
+
+
+def test_a_check_looks_at_blocks() -> None:
+    w = torch.zeros(4, 8)
+    w[0, :2] = w[1, 2:4] = 1.0
+    check_nm(w, "4:2:8")
+    w[2, 7] = 1.0
+    check_nm(w, "2:8")
+    check_nm(w, "2:2:8")
+    with pytest.raises(
+        ValueError, match="4 outputs have non-zeros in more than 4 of 8 columns"
+    ) as e:
+        check_nm(w, "4:2:8")
+    assert "\n" not in str(e.value)
+    check_nm(w.T, "2:2:8", dim=0)
+    with pytest.raises(ValueError, match="more than 4 of 8 columns"):
+        check_nm(w.T, "4:2:8", dim=0)
+    with pytest.raises(ValueError, match="a multiple of 3 outputs; there are 4"):
+        nm_mask(w, "3:2:8")
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 4)
+        super().__init__(*layers)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_layers_that_cannot_hold_it_are_named() -> None:
+    model = Net()
+    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", "4:2:8")
+    assert [w.name for w in handle.sparse] == ["0.weight"]
+    reasons = {left.name: left.reason for left in handle.left_dense}
+    assert reasons["2.weight"] == "6 outputs are not a multiple of 4"
+    assert "inputs are not a multiple of 8" in reasons["4.weight"]
+    experts = nn.Module()
+    experts.weight = nn.Parameter(torch.randn(4, 8, 8))
+    with pytest.raises(nmrun.errors.ConfigError, match="is for matrices and convolutions"):
+        nmrun.sparsify(
+            experts, torch.optim.SGD(experts.parameters(), 0.1), "ste", "4:2:8", dims={"weight": 1}
+        )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("recipe", ["ste", "sr_ste", "asp", "step", "ste_periodic"])
+def test_a_training_resumes_with_the_same_bits(
+    recipe: str, fused: bool, kernels_for_small_weights: None
+) -> None:
+    """With kernels for small weights, none of which may be taken."""
+
+    def start() -> Any:
+        model = Net()
+        optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.02, fused=fused)
+        options: dict[str, Any] = {"overrides": {"2": "3:2:8", "4": "2:6"}}
+        if recipe == "ste_periodic":
+            options["interval"] = 3
+        return model, optimizer, nmrun.sparsify(model, optimizer, recipe, "4:2:8", 8, **options)
+
+    whole, first = start(), start()
+    train(*whole[:2], range(8))
+    train(*first[:2], range(6))
+    for layer, (v, n, m) in ((0, (4, 2, 8)), (2, (3, 2, 8)), (4, (1, 2, 6))):
+        weight = first[2].sparse[layer // 2]
+        kept = by_hand(weight.dense, v, n, m) if v > 1 else nm_mask(weight.dense, "2:6")
+        assert torch.equal(first[0][layer].weight, weight.dense * kept)
+    again = start()
+    again[0].load_state_dict(first[0].state_dict())
+    again[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+    train(*again[:2], range(6, 8))
+    for a, b in zip(again[0].parameters(), whole[0].parameters(), strict=True):
+        assert torch.equal(a, b)
+    report = again[2].report()
+    assert [layer["pattern"] for layer in report["layers"]] == ["4:2:8", "3:2:8", "2:6"]
+    assert all(layer["holds"] for layer in report["layers"])
+    again[2].finalize()
+    check_nm(again[0], "4:2:8", overrides={"2": "3:2:8", "4": "2:6"})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        *((name, {}, f"{name} has masks of its own: 4:2:8 ones are for .*ste, step\\)")
+          for name in ("s_ste", "bi_mask", "mdgf_linear", "lbc", "maskllm")),
+        ("t_sr_ste", {}, "transposable masks are for N:M patterns, not for 4:2:8"),
+        ("ste", {"input_gradient": "transposable"}, "transposable masks are for N:M patterns"),
+        ("asp", {"permute": True}, "permute=true is for N:M patterns, not for 4:2:8"),
+        ("ste", {"mvue": "4:2:8"}, "mvue=4:2:8: it takes an N:M pattern"),
+    ],
+)  # fmt: skip
+def test_who_refuses_it(recipe: str, options: dict[str, Any], message: str) -> None:
+    model = Net()
+    optimizer = nmrun.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=message) as e:
+        nmrun.sparsify(model, optimizer, recipe, "4:2:8", 10, **options)
+    assert "\n" not in str(e.value)
+    assert not optimizer.state
+
+
+def test_packed_by_rows() -> None:
+    """What it is stored as is that of N:M."""
+    w = hard_threshold(weights(8, 16), "4:2:8")
+    values, places = pack(w, Pattern.parse("4:2:8"), 1)
+    as_nm = pack(w, Pattern(2, 8), 1)
+    assert torch.equal(values, as_nm[0])
+    assert torch.equal(places, as_nm[1])
+    assert torch.equal(
+        positions(places, len(values), Pattern.parse("4:2:8")),
+        positions(as_nm[1], len(values), Pattern(2, 8)),
+    )
+
+
+def test_a_run(nmrun_cli: Any, tmp_path: Path) -> None:
+    words = (
+        "recipe=sr_ste",
+        "model=mlp",
+        "model.hidden=[32,32]",
+        "debug=fast",
+        "trainer.device=cpu",
+    )
+    done = nmrun_cli(*words, "sparsity=16:2:8")
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "outputs").glob("*/mlp/sr_ste/16of2of8/*")
+    result = json.loads((folder / "result.json").read_text())
+    assert result["config"]["sparsity"] == {
+        "n": 2,
+        "m": 8,
+        "v": 16,
+        "overrides": None,
+        "pad": False,
+    }
+    assert result["sparsity"]["pattern"] == "16:2:8"
+    assert all(layer["holds"] for layer in result["sparsity"]["layers"])
+    table = nmrun_cli("table", "outputs")
+    assert "16:2:8" in table.stdout
+    for wrong, message in (
+        (("sparsity=16:5:8",), "16:5:8 is not a V:N:M pattern"),
+        (("sparsity=16:2:8", "recipe=s_ste"), "s_ste has masks of its own: 16:2:8 ones"),
+        (("sparsity=7:2:8",), "32 outputs are not a multiple of 7"),
+    ):
+        done = nmrun_cli(*words, *wrong)
+        assert done.returncode == 2, done.stderr
+        (line,) = [line for line in done.stderr.splitlines() if re.search(message, line)]
+        assert "Traceback" not in done.stderr
+        assert message in line
