@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import RunError
+from nmrun.patterns import written
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -85,13 +86,13 @@ class Result:
 
     def _lines(self) -> list[tuple[str, str]]:
         """What there is to show: name and value."""
-        config, (n, m) = self.config, (self.config["sparsity"][key] for key in "nm")
+        config, ratio = self.config, self.config["sparsity"]
         groups = ("dataset", "model", "recipe")
         shown = {name: value for name, value in self.metrics.items() if name[:5] != "best/"}
         return [
             ("status", self.status),
             *((group, str(config[group]["name"])) for group in groups),
-            ("sparsity", "dense" if n is None else f"{n}:{m}"),
+            ("sparsity", "dense" if ratio["n"] is None else written(ratio)),
             ("seed", str(config["seed"])),
             *((name, "-" if value is None else f"{value:.4g}") for name, value in shown.items()),
             ("folder", str(self.folder)),

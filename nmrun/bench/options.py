@@ -126,9 +126,11 @@ def positive(text: str) -> int:
 def pattern(text: str) -> Pattern:
     """N:M, for argparse."""
     try:
-        return Pattern.parse(text)
+        if (parsed := Pattern.parse(text)).v == 1:
+            return parsed
     except PatternError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    raise argparse.ArgumentTypeError(f"{text}: kernels are timed with N:M, such as 2:8")
 
 
 def narrow(text: str) -> Pattern:

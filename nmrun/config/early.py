@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.config.identity import unfinished
+from nmrun.patterns import Pattern
 from nmrun.settings import datasets, models
 
 # Images to train with, before any are put aside.
@@ -148,7 +149,7 @@ def _no_layer(
 
 
 def _unfit(text: str, ratio: str, inputs: list[int]) -> Iterator[str]:
-    m = 1 if ratio == "dense" else int(ratio.partition(":")[2])
+    m = 1 if ratio == "dense" else Pattern.parse(ratio).m
     if all(width and width % m for width in inputs):
         widths = ", ".join(map(str, dict.fromkeys(inputs)))
         yield (

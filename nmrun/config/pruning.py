@@ -122,7 +122,9 @@ def _put(composed: DictConfig, override: Override, known: set[str]) -> str:
             pattern = None if value == "dense" else Pattern.parse(str(value))
         except PatternError as error:
             return f"sparsity={value}: {error}"
-        ratio = {"n": pattern and pattern.n, "m": pattern and pattern.m}
+        ratio = {"n": None, "m": None, "v": 1}
+        if pattern is not None:
+            ratio = {"n": pattern.n, "m": pattern.m, "v": pattern.v}
         OmegaConf.update(composed, key, ratio, merge=True)
         return ""
     if key in schema.KINDS:

@@ -108,6 +108,9 @@ def prune(
     if not calibration:
         raise ConfigError("prune needs calibration inputs, and there is no batch")
     layers, left_dense = _chosen(model, pattern, include, exclude, overrides, pad)
+    blocks = [layer.pattern for layer in layers if layer.pattern.v > 1]
+    if blocks and isinstance(rule, Scored) and rule.permute:
+        raise ConfigError(f"{method}: permute=true is for N:M patterns, not for {blocks[0]}")
     run = forward or _call
     passes = [functools.partial(run, model, batch) for batch in calibration]
     done: dict[str, dict[str, Any]] = {}

@@ -46,8 +46,9 @@ class SparseGPT(Method):
             for group in block:
                 inside = slice(group.start, group.stop)
                 costs = weight[:, inside].abs() / factor.diagonal()[inside]
-                own = Pattern(min(pattern.n, len(group)), len(group))
-                pruned = ~nm_mask(costs, own)
+                if pattern.v > 1:  # what a shared column costs is a sum over its rows
+                    costs = costs.square()
+                pruned = ~nm_mask(costs, pattern.over(len(group)))
                 for j in group:
                     gone = pruned[:, j - group.start]
                     error = torch.where(gone, weight[:, j], 0.0) / factor[j, j]

@@ -5,6 +5,7 @@ Counted, not measured.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from nmrun.patterns import Pattern
+from nmrun.patterns import COLUMNS, Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.tasks.base import Task
@@ -35,6 +36,7 @@ PEAKS = {
 # Parameters. Torch's Python for shapes on the meta device imports its compiler and sympy, 1.5 s, by
 # when a smaller network has computed an item or two.
 COMPUTED = 1_000_000
+TILE = 16  # rows of the smallest product of a tensor core
 # steps at most that a plan looks at, evenly spaced: a phase is then off by a ten-thousandth of the
 # run
 PLANNED = 10_000
@@ -52,11 +54,16 @@ def hardware_density(pattern: Pattern) -> float:
     """What 2:4 sparse tensor cores make of a product with a weight that is N:M along the dimension
     that is summed over.
 
-    They halve it where the weight is 2:4 as well. All else they compute as dense: 1.0 for 4:8 or
-    2:6. A dimension that four do not divide is filled up with zeros.
+    They halve it where the weight is 2:4 as well. All else they compute as dense: 1.0 for 4:8, 6:8
+    or 2:6. A dimension that four do not divide is filled up with zeros. Of a V:N:M weight, V a
+    multiple of :data:`TILE`, they compute four of M columns (VENOM), halved where N is 2 or 1.
     """
-    computed = -(-pattern.length // 4) * 4 / pattern.length if pattern.length else 1.0
-    return min(1.0, 0.5 * computed) if pattern.fits_2_4 else 1.0
+    size = pattern.length or math.lcm(pattern.m, 4)
+    if pattern.v % TILE == 0:
+        columns, halved = COLUMNS * -(-size // pattern.m), pattern.n <= 2
+    else:
+        columns, halved = -(-size // 4) * 4, pattern.fits_2_4
+    return min(1.0, (0.5 if halved else 1.0) * columns / size)
 
 
 def densities(
@@ -89,7 +96,7 @@ def densities(
         again = recipe.transposable or (
             weight.layer is not None and weight.layer.other_input_gradient
         )
-        return Densities(halved, halved if again else 1.0)
+        return Densities(halved, hardware_density(pattern.by_rows) if again else 1.0)
     masked = rule.pruned_gradient_factor == 0 and not rule.pruned_gradient_decay
     return Densities(pattern.density, pattern.density, pattern.density if masked else 1.0)
 

@@ -147,6 +147,7 @@ def test_mistakes_get_one_line_and_status_two(argv: list[str], said: str, capsys
         (["masks", "--weights", "nan"], "nan: millions of weights"),
         (["masks", "--patterns", "1:8192"], "M up to 4096"),
         (["masks", "--patterns", "5:4"], "5:4"),
+        (["masks", "--patterns", "16:2:8"], "16:2:8: kernels are timed with N:M"),
         (["masks", "--rounds", "0"], "0: a whole number"),
         (["masks", "--out", "/dev/null/here"], "--out /dev/null/here"),
         (

@@ -76,6 +76,67 @@ def test_scores_are_those_of_the_papers(pattern, columns):
         assert not torch.signbit(pruned[pruned == 0]).any(), name
 
 
+def blocks_best(scores: torch.Tensor, n: int, group: range, rows: range) -> list[list[int]]:
+    """Of V rows, the N best of each among the four columns with the largest sum."""
+    total = {j: float(sum(scores[i, j] for i in rows)) for j in group}
+    four = sorted(group, key=lambda j: -total[j])[:4]
+    return [sorted(sorted(four, key=lambda j: -float(scores[i, j]))[:n]) for i in rows]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "columns"),
+    [
+        (Pattern(2, 8, v=4), 24),
+        (Pattern(1, 5, v=2), 20),
+        (Pattern(2, 8, v=4).over(11), 22),  # short last groups of three
+        (Pattern(2, 6, v=8).over(11), 22),  # of five
+    ],
+    ids=str,
+)
+def test_blocks_of_rows(pattern: Pattern, columns: int) -> None:
+    """Scores add up over the rows of a block; so do SparseGPT's costs, when a group is reached."""
+    weight, x = problem(8, columns)
+    norms = (x.T @ x).diagonal().sqrt()
+    size = weight.abs()
+    scored = {
+        "magnitude": size,
+        "wanda": size * norms,
+        "ria": (size / size.sum(0) + size / size.sum(1, keepdim=True)) * norms**0.5,
+    }
+    blocks = [range(i, i + pattern.v) for i in range(0, 8, pattern.v)]
+    for name, scores in scored.items():
+        kept = torch.zeros_like(weight, dtype=torch.bool)
+        for rows, group in itertools.product(blocks, groups(columns, pattern)):
+            best = blocks_best(scores, pattern.n, group, rows)
+            for i, chosen in zip(rows, best, strict=True):
+                kept[i, chosen] = True
+        pruned = oneshot.build(name, {}).prune(weight, x.T @ x, pattern)
+        assert torch.equal(pruned, torch.where(kept, weight, 0.0)), name
+    expected = by_surgeon_in_blocks(weight, x, pattern, blocks)
+    found = oneshot.build("sparsegpt", {}).prune(weight, x.T @ x, pattern)
+    assert torch.equal(found == 0, expected == 0)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
+
+
+def by_surgeon_in_blocks(weight, x, pattern, blocks, damping=0.01):
+    """Group by group, as :func:`by_surgeon`."""
+    hessian = x.T @ x
+    hessian += damping * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=x.dtype)
+    inverses = [torch.linalg.inv(hessian[j:, j:]) for j in range(len(hessian))]
+    result = weight.clone()
+    for group, rows in itertools.product(groups(weight.shape[1], pattern), blocks):
+        costs = torch.zeros_like(weight)
+        for i, j in itertools.product(rows, group):
+            costs[i, j] = result[i, j] ** 2 / inverses[j][0, 0]
+        best = blocks_best(costs, pattern.n, group, rows)
+        for i, chosen in zip(rows, best, strict=True):
+            for j in group:
+                if j not in chosen:
+                    result[i, j:] -= result[i, j] / inverses[j][0, 0] * inverses[j][:, 0]
+                    result[i, j] = 0.0
+    return result
+
+
 def test_ria_takes_the_power_of_activations():
     weight, x = problem(6, 16)
     found = [

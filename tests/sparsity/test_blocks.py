@@ -14,9 +14,14 @@ import torch
 from torch import Tensor, nn
 
 import nmrun
+from nmrun.api.result import Result
+from nmrun.export import packed
 from nmrun.export.packed import pack, positions
 from nmrun.patterns import Pattern
+from nmrun.recipes import RECIPES
 from nmrun.sparsity import check_nm, hard_threshold, nm_mask
+
+TRAINED = ("ste", "sr_ste", "asp", "step", "ste_periodic")
 
 
 def best(sizes: list[float], count: int, among: Any = None) -> tuple[int, ...]:
@@ -127,7 +132,7 @@ def test_layers_that_cannot_hold_it_are_named() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("recipe", ["ste", "sr_ste", "asp", "step", "ste_periodic"])
+@pytest.mark.parametrize("recipe", TRAINED)
 def test_a_training_resumes_with_the_same_bits(
     recipe: str, fused: bool, kernels_for_small_weights: None
 ) -> None:
@@ -165,7 +170,7 @@ def test_a_training_resumes_with_the_same_bits(
     ("recipe", "options", "message"),
     [
         *((name, {}, f"{name} has masks of its own: 4:2:8 ones are for .*ste, step\\)")
-          for name in ("s_ste", "bi_mask", "mdgf_linear", "lbc", "maskllm")),
+          for name in RECIPES if name not in (*TRAINED, "dense", "t_sr_ste")),
         ("t_sr_ste", {}, "transposable masks are for N:M patterns, not for 4:2:8"),
         ("ste", {"input_gradient": "transposable"}, "transposable masks are for N:M patterns"),
         ("asp", {"permute": True}, "permute=true is for N:M patterns, not for 4:2:8"),
@@ -194,6 +199,36 @@ def test_packed_by_rows() -> None:
     )
 
 
+def used_elsewhere(run: Result, nmrun_cli: Any, root: Path) -> None:
+    """Files for other tools hold the blocks, and packed layers compute with them as with N:M."""
+    model = run.model()
+    x = torch.randn(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(x)
+    for form in ("safetensors", "packed", "onnx"):
+        done = nmrun_cli("export", str(run.folder), "--to", f"to/{form}", "--format", form)
+        assert done.returncode == 0, done.stderr
+        assert "16:2:8" in done.stdout
+    read = packed.load(root / "to" / "packed")
+    assert read.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(read[name], tensor)
+    with torch.no_grad():
+        loaded = nmrun.load_packed(root / "to" / "packed", copy.deepcopy(model))
+        torch.testing.assert_close(loaded(x), expected, rtol=1e-4, atol=1e-5)
+        nmrun.deploy(model, x)
+        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    about = json.loads((root / "to" / "packed" / "sparsity.json").read_text())
+    assert {layer["pattern"] for layer in about["layers"]} == {"16:2:8"}
+    # pruned once more, to blocks of other rows, to rows alone
+    for ratio, v in (("32:1:8", 32), ("1:8", 1)):
+        done = nmrun_cli("prune", str(run.folder), "method=wanda", f"sparsity={ratio}", "samples=8")
+        assert done.returncode == 0, done.stderr
+        pruned = json.loads((Path(root, done.stdout.split()[-1]) / "result.json").read_text())
+        assert pruned["config"]["sparsity"]["v"] == v
+        assert {layer["pattern"] for layer in pruned["sparsity"]["layers"]} == {ratio}
+
+
 def test_a_run(nmrun_cli: Any, tmp_path: Path) -> None:
     words = (
         "recipe=sr_ste",
@@ -215,8 +250,15 @@ def test_a_run(nmrun_cli: Any, tmp_path: Path) -> None:
     }
     assert result["sparsity"]["pattern"] == "16:2:8"
     assert all(layer["holds"] for layer in result["sparsity"]["layers"])
-    table = nmrun_cli("table", "outputs")
-    assert "16:2:8" in table.stdout
+    for verb, told in (("table", "16:2:8"), ("status", "1 finished"), ("report", "")):
+        done = nmrun_cli(verb, "outputs")
+        assert done.returncode == 0, done.stderr
+        assert told in done.stdout
+    run = Result("finished", result["config"], result["metrics"]["final"], folder)
+    assert ["sparsity", "16:2:8"] in [line.split() for line in repr(run).splitlines()]
+    used_elsewhere(run, nmrun_cli, tmp_path)
+    done = nmrun_cli(*words, "sparsity=2:8", "sparsity.overrides={inner.0: 8:2:8}", "dry=true")
+    assert re.search(r"inner.0.weight +32x32 +8:2:8", done.stdout), done.stdout + done.stderr
     for wrong, message in (
         (("sparsity=16:5:8",), "16:5:8 is not a V:N:M pattern"),
         (("sparsity=16:2:8", "recipe=s_ste"), "s_ste has masks of its own: 16:2:8 ones"),

@@ -146,6 +146,7 @@ def test_layers_with_patterns_of_their_own() -> None:
         "3:8",
         "4:8",
         "2:12",
+        "6:8",
     ],
 )
 def test_tensor_cores_run_what_is_always_two_of_four(pattern: str) -> None:
@@ -159,6 +160,37 @@ def test_tensor_cores_run_what_is_always_two_of_four(pattern: str) -> None:
         for a in range(0, length, 4)
     )
     assert hardware_density(p) == (0.5 if runs else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "length", "columns", "halved"),
+    [
+        ("64:2:8", 16, 8, True),
+        ("16:1:5", 10, 8, True),
+        ("32:3:8", 16, 8, False),  # of the four columns three are left
+        ("32:4:16", 16, 4, False),
+        ("64:2:8", 20, 12, True),  # a short last group has four columns
+        ("64:2:8", 9, 8, True),  # or is filled up to four
+        ("64:3:5", 6, 6, False),  # more than all columns: dense
+        ("8:2:8", 16, 16, True),  # blocks smaller than a tile: 2:8 alone
+        ("8:2:6", 12, 12, False),
+    ],
+)
+def test_tensor_cores_compute_the_shared_columns(
+    pattern: str, length: int, columns: int, halved: bool
+) -> None:
+    p = Pattern.parse(pattern).over(length)
+    assert hardware_density(p) == pytest.approx(columns / length * (0.5 if halved else 1))
+
+
+def test_the_second_pruning_of_blocks_is_by_rows() -> None:
+    """Double pruning halves the input gradient alone, as 2:8 along the outputs."""
+    cost, recipe = counted(
+        nn.Linear(16, 32), (16,), pattern="16:2:8", input_gradient="double_prune"
+    )
+    ((weight, _),) = cost.sparse
+    assert densities(recipe, weight, hardware=True) == (0.25, 0.5, 1.0)
+    assert densities(recipe, weight) == (0.25, 0.25, 1.0)
 
 
 # --- schedules ------------------------------------------------------------------------------------
