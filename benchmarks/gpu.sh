@@ -19,9 +19,9 @@ part() { # name, most seconds, command
   timeout --kill-after=10 $((left < most ? left : most)) "$@" || { echo "=== $name FAILED with $?" && status=1; }
   echo "=== $name took $((SECONDS - began)) s"
 }
-bench() { part "$1" "$2" "$PYTHON" -m nmrun.cli bench "$1" --device cuda --out "$OUT" "${@:3}"; }
+bench() { part "$1" "$2" "$PYTHON" -m nmrun bench "$1" --device cuda --out "$OUT" "${@:3}"; }
 
-part doctor 60 "$PYTHON" -m nmrun.cli doctor
+part doctor 60 "$PYTHON" -m nmrun doctor
 part tests 200 "$PYTHON" -m pytest -m gpu tests/bench/test_gpu.py tests/kernels/test_triton.py
 bench gemm 150
 bench gemm 40 --fp8 --shapes 1024x4096 4096x16384 --tokens 8192 --rounds 10

@@ -40,7 +40,7 @@ class Times(NamedTuple):
 
 def once(words: str, checkout: Path) -> Times:
     """Run a command in an empty folder; no words import torch."""
-    code = ["-m", "nmrun.cli", *words.split()] if words else ["-c", "import torch"]
+    code = ["-m", "nmrun", *words.split()] if words else ["-c", "import torch"]
     # bytecode may be kept, as it is where nmrun is installed
     own = {"PYTHONPATH": str(checkout), "WANDB_MODE": "offline", "PYTHONDONTWRITEBYTECODE": ""}
     with tempfile.TemporaryDirectory() as folder:

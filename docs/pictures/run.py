@@ -46,7 +46,7 @@ def recorded(screen: pyte.Screen) -> list[Text]:
         if process == 0:
             os.chdir(folder)
             os.environ["TERM"] = "xterm-256color"
-            os.execv(sys.executable, [sys.executable, "-m", "nmrun.cli", *COMMAND])
+            os.execv(sys.executable, [sys.executable, "-m", "nmrun", *COMMAND])
         size = struct.pack("HHHH", HEIGHT, WIDTH, 0, 0)
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, size)
         found: list[Text] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import io
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from PIL import Image
 from runs import TINY
 from verbs import verb
 
-from nmrun import cli
+from nmrun import cli, verbs
 from nmrun.config import source
 from nmrun.errors import ConfigError, RunError
 from nmrun.train import jobs
@@ -215,7 +216,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     line = [
         sys.executable,
         "-m",
-        "nmrun.cli",
+        "nmrun",
         "recipe=step",
         "sparsity=2:8",
         "trainer.epochs=400",
@@ -256,7 +257,7 @@ def test_a_signal_to_the_group_stops_a_sweep_in_order(
         *("trainer.batch_size=5", "trainer.epochs=60", "trainer.log_every=1", "track=local"),
     ]  # fmt: skip
     places = {"NMRUN_DATA": str(tmp_path / "data"), "NMRUN_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "nmrun.cli", *words]
+    command = [sys.executable, "-m", "nmrun", *words]
     process = subprocess.Popen(
         command, cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, text=True, env={**os.environ, **places},
@@ -337,7 +338,7 @@ def test_a_verb_that_raises_gets_one_line(
 
 
 def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
-    command = line.replace("nmrun", f"{sys.executable} -m nmrun.cli")
+    command = line.replace("nmrun", f"{sys.executable} -m nmrun")
     environment = {key: value for key, value in os.environ.items() if key not in NAMES}
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=environment
@@ -376,6 +377,36 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
     assert done.stderr.startswith("nmrun: output_dir=xxx")
     assert "File name too long" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_takes_a_moment_is_told_until_the_next_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    shown = []
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        with verbs.ends_quietly():
+            verbs.waiting("loading torch")
+            shown.append(stream.getvalue())
+            print("an epoch")
+        shown.append(stream.getvalue())
+    # a terminal's line is wiped from its beginning; a file has the words that stay alone
+    assert shown == ["loading torch ...", "loading torch ...\r\x1b[Kan epoch\n", "", "an epoch\n"]
+
+
+def test_python_m_nmrun_is_the_command(tmp_path: Path) -> None:
+    said = [
+        subprocess.run(
+            [sys.executable, *start, "recipe=stpe"], cwd=tmp_path, capture_output=True, text=True
+        )
+        for start in (("-m", "nmrun"), ("-c", "import sys, nmrun.cli; sys.exit(nmrun.cli.main())"))
+    ]
+    assert said[0].stderr.startswith("nmrun: recipe=stpe: ")
+    assert (said[0].returncode, said[0].stderr) == (2, said[1].stderr)
 
 
 def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

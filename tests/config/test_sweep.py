@@ -417,7 +417,7 @@ def test_a_run_whose_reader_left_goes_on_with_the_same_command(tmp_path: Path, n
 
 def started(folder: Path, line: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "nmrun.cli", *shlex.split(line)],
+        [sys.executable, "-m", "nmrun", *shlex.split(line)],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         # a buffer is what is hard about it
         env={key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"},

@@ -542,6 +542,7 @@ def test_plots_of_two_models_go_below_the_path(
             ],
         ),
         (["--rows", "recipe,optimizer.lrr"], ["'optimizer.lrr'", "did you mean optimizer.lr?"]),
+        (["--rows", "lr"], ["'lr'", "did you mean optimizer.lr?"]),
         (["--cols", "sparsty"], ["did you mean sparsity?", "recipe, "]),
         (["--filter", "sed=0"], ["did you mean seed?"]),
         (
@@ -577,7 +578,7 @@ def test_a_reader_that_stops_early_is_no_error(write, tmp_path: Path) -> None:
     write("ste", "2:4", 0, 0.9)
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "nmrun.cli", "table", str(tmp_path)]
+    command = [sys.executable, "-m", "nmrun", "table", str(tmp_path)]
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")

@@ -261,7 +261,7 @@ def test_where_there_is_nothing(tmp_path: Path, nmrun_cli) -> None:
 def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> None:
     words = "-m recipe=ste optimizer.lr=1e25,1e-3 seed=0,3 zip=optimizer.lr,seed trainer.limit_batches=1 trainer.epochs=3000 track=local"
     process = subprocess.Popen(
-        [sys.executable, "-m", "nmrun.cli", *words.split()], cwd=tmp_path, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "nmrun", *words.split()], cwd=tmp_path, stdout=subprocess.DEVNULL
     )
     deadline = time.time() + 60
     while time.time() < deadline and not list(
@@ -295,7 +295,7 @@ def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> No
     folder = tmp_path / lines[killed].partition(": ")[2]
     saved = (folder / "checkpoint.pt").stat().st_mtime_ns
     again = subprocess.Popen(  # it goes on in the same folder
-        [sys.executable, "-m", "nmrun.cli", *repeat[1:]],
+        [sys.executable, "-m", "nmrun", *repeat[1:]],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,

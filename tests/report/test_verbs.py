@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from verbs import verb
 
+from nmrun import cli
 from nmrun.files import locks
 
 
@@ -127,6 +128,7 @@ def test_help_stands_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
         ("-h table", "table"),
         ("bench train --help", "bench train"),
         ("--help bench train", "bench train"),
+        *((f"{name} WORD --help", name) for name in cli.VERBS if name != "bench"),
     ):
         with pytest.raises(SystemExit) as stop:
             verb(*line.split())

@@ -79,7 +79,7 @@ def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path, nmrun_cli: 
     ]
     made = config(tmp_path, "recipe=step", "recipe.switch=0.5", "trainer.epochs=100")
     process = subprocess.Popen(
-        [*TORCHRUN, "-m", "nmrun.cli", *overrides],
+        [*TORCHRUN, "-m", "nmrun", *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

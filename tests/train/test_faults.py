@@ -86,7 +86,7 @@ def test_a_file_that_does_not_fit(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "nmrun.cli",
+        "nmrun",
         *TINY,
         "model.channels=[16,32,32]",
         f"output_dir={tmp_path}",

@@ -469,7 +469,7 @@ def test_killed_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     alone = config(tmp_path / "alone", *overrides)
     expected = outcome(alone)
     made = config(tmp_path, *overrides)
-    command = [sys.executable, "-m", "nmrun.cli", *TINY, *overrides, f"output_dir={tmp_path}"]
+    command = [sys.executable, "-m", "nmrun", *TINY, *overrides, f"output_dir={tmp_path}"]
     chance = random.Random(0)
     metrics = run_folder(made) / "metrics.jsonl"
     reached = 0
