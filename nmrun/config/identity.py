@@ -62,12 +62,19 @@ def identity(config: Config) -> str:
                 if key not in ignored and not (key in later and later[key] == item)
             }
         relevant[group] = value
+    if (teacher := relevant["trainer"].get("distill", "start")) != "start":
+        relevant["trainer"]["distill"] = _run_of(teacher)
     if config.init is not None:
-        relevant["init"] = result_in(Path(config.init)).get("id", config.init)
+        relevant["init"] = _run_of(config.init)
     overrides = config.sparsity.overrides
     if overrides and len(overrides) > 1:  # the first that matches counts
         relevant["order"] = list(overrides)
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _run_of(place: str) -> str:
+    """The id of the run in a folder, wherever that lies; without a run the text as it is."""
+    return str(result_in(Path(place)).get("id", place))
 
 
 def title(config: Config) -> str:

@@ -25,6 +25,7 @@ from nmrun.settings.models import OwnModel, Timm
 
 SAMPLES = 128  # as in the papers
 DEFAULT = "sparsegpt"
+TRACK = "track=local"
 STAND_IN = "ste"  # any recipe without conditions, where a config has to have one
 
 source.register()
@@ -52,13 +53,15 @@ def read(words: Sequence[str], config_dir: str | None = None) -> Config:
             problems.append(f"{one.input_line}: several values make a sweep, and this is one run")
         if one.key_or_group.partition(".")[0] == "recipe":
             problems.append(f"{one.input_line}: nmrun prune has method= in the place of a recipe")
+        if _is_track(one) and one.input_line != TRACK:
+            problems.append(f"{one.input_line}: nmrun prune tracks nothing, as {TRACK} says")
     if problems:
         raise ConfigError(problems)
     own = {one.key_or_group: one.value() for one in overrides if _is_ours(one)}
     samples, method = own.pop("samples", SAMPLES), str(own.pop("method", DEFAULT))
     if not whole(1).holds(samples):
         raise ConfigError(f"samples={samples}: it takes {whole(1).allowed}")
-    rest = [one for one in overrides if not _is_ours(one)]
+    rest = [one for one in overrides if not _is_ours(one) and not _is_track(one)]
     config = _of_run(Path(folders[0]), rest) if folders else _composed(rest, config_dir)
     if config.is_dense:
         raise ConfigError("sparsity=dense: nothing would be pruned")
@@ -67,11 +70,16 @@ def read(words: Sequence[str], config_dir: str | None = None) -> Config:
     given = {key.partition(".")[2]: value for key, value in own.items()}
     made = oneshot.build(method, given)
     recipe = {"name": made.name, "samples": samples, **dataclasses.asdict(made)}
-    return Config({**config.plain, "recipe": recipe}, config.pattern)
+    plain = {**config.plain, "recipe": recipe, "track": {"name": "local", "tags": [], "also": []}}
+    return Config(plain, config.pattern)
 
 
 def _is_ours(override: Override) -> bool:
     return override.key_or_group.partition(".")[0] in ("method", "samples")
+
+
+def _is_track(override: Override) -> bool:
+    return override.key_or_group.partition(".")[0] == "track"
 
 
 def _composed(overrides: list[Override], config_dir: str | None) -> Config:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -267,9 +268,20 @@ def test_other_classes(tmp_path: Path, teacher: Path) -> None:
         loss_of(made, points, SmallConv((1, 8, 8), 7, [8, 8, 8]))
 
 
-def test_a_damaged_teacher(tmp_path: Path, teacher: Path) -> None:
-    import shutil
+def test_a_teacher_s_place_is_no_part_of_the_id(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [shutil.copytree(teacher, tmp_path / name) for name in ("here", "start")]
+    assert len({identity(taught(tmp_path, place)) for place in (teacher, *places)}) == 1
+    result = json.loads((places[0] / "result.json").read_text())
+    (places[0] / "result.json").write_text(json.dumps({**result, "id": "another"}))
+    assert identity(taught(tmp_path, places[0])) != identity(taught(tmp_path, teacher))
+    monkeypatch.chdir(tmp_path)  # "start" is no folder, even if there is one
+    begins = identity(config(tmp_path, "recipe=sr_ste", "trainer.distill=start"))
+    assert begins != identity(taught(tmp_path, teacher))
 
+
+def test_a_damaged_teacher(tmp_path: Path, teacher: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(teacher, copy)
     (copy / "model.safetensors").write_bytes(b"no")

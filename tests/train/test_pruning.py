@@ -115,6 +115,17 @@ def test_other_verbs_take_the_folder(dense, tmp_path, capsys):
     assert "\ninit " in capsys.readouterr().out
 
 
+def test_nothing_is_tracked_and_saying_so_changes_nothing(dense):
+    runs_own = pruning.read([str(dense), "seed=1"])
+    said = pruning.read([str(dense), "seed=1", "track=local"])
+    assert said.plain == runs_own.plain
+    assert said.plain["track"] == {"name": "local", "tags": [], "also": []}
+    composed = ("dataset=stdlib_text", "model=gpt_tiny", f"init={dense}", "dataset.context=16")
+    width = ("model.width=16", "model.heads=2")
+    assert pruning.read([*composed, *width]).plain["track"] == said.plain["track"]
+    assert pruning.read([*composed, *width, "track=local"]).plain["track"] == said.plain["track"]
+
+
 def test_a_run_begins_with_the_pruned_weights(dense, tmp_path, capsys):
     """ASP from the first step keeps the one-shot mask."""
     result, _ = prune(dense, "method=wanda", "samples=4", f"output_dir={tmp_path}", capsys=capsys)
@@ -210,6 +221,8 @@ def test_calibration_is_cut_to_the_samples(dense):
         (["trainer.device=gpu"], "trainer.device=gpu: it takes one of auto, cpu, cuda, free"),
         (["more"], "more: one run folder; all else is key=value"),
         (["dataset.context=100000000"], "dataset.context=100000000: the "),
+        (["track=wandb"], "track=wandb: nmrun prune tracks nothing, as track=local says"),
+        (["track.tags=[a]"], "track.tags=[a]: nmrun prune tracks nothing, as track=local says"),
         (["dry=true"], "dry=true: nmrun prune has no plan to show"),
     ],
 )  # fmt: skip
