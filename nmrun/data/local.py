@@ -58,7 +58,7 @@ def cached(
         what: plain data that, with the paths, sizes and times of change of ``sources``, says which
             arrays they are.
         sources: the files that they are made of.
-        make: makes them, if they are not there.
+        make: makes them, if they are not there or cut off.
 
     Returns:
         The arrays, mapped from their files.
@@ -69,22 +69,28 @@ def cached(
     key = hashlib.sha256(json.dumps([what, stats]).encode()).hexdigest()[:20]
     root = cache_folder()
     folder = root / key
-    if not folder.is_dir():
-        arrays = make()
-        root.mkdir(parents=True, exist_ok=True)
-        half_done = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
+    if folder.is_dir():
         try:
-            for name, array in arrays.items():
-                with (half_done / f"{name}.npy").open("wb") as file:
-                    np.save(file, array)
-                    file.flush()
-                    os.fsync(
-                        file.fileno()
-                    )  # the folder's new name must not outlive a power cut alone
-            half_done.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # otherwise another process was faster, with the same
-                raise
-        finally:
-            shutil.rmtree(half_done, ignore_errors=True)
+            return _mapped(folder)
+        except (OSError, ValueError, EOFError):  # cut off
+            shutil.rmtree(folder)
+    arrays = make()
+    root.mkdir(parents=True, exist_ok=True)
+    half_done = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
+    try:
+        for name, array in arrays.items():
+            with (half_done / f"{name}.npy").open("wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())  # the folder's new name must not outlive a power cut alone
+        half_done.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # otherwise another process was faster, with the same
+            raise
+    finally:
+        shutil.rmtree(half_done, ignore_errors=True)
+    return _mapped(folder)
+
+
+def _mapped(folder: Path) -> dict[str, NDArray[Any]]:
     return {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}

@@ -28,7 +28,7 @@ from torchvision.transforms import RandomResizedCrop
 
 from nmrun import tasks
 from nmrun.config.identity import identity, run_folder
-from nmrun.data import image_folder, images, splits
+from nmrun.data import image_folder, images, local, splits
 from nmrun.errors import ConfigError, RunError
 from nmrun.tasks.augment import generator
 from nmrun.tasks.image_stream import ImageStream
@@ -113,6 +113,16 @@ def test_images_are_decoded_once_unless_they_change(
     assert len(decoded) == 96
     assert torch.equal(changed.splits["train"][0][0], 255 - first.splits["train"][0][0])
     assert image_folder.load("image_folder", place, size=4).splits["val"][0].shape == (12, 3, 4, 4)
+
+
+@pytest.mark.parametrize("left", [0, 40, 100_000])
+def test_kept_arrays_that_are_cut_off_are_made_again(left: int, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 256, (40, 100, 50), np.uint8)
+    for _ in range(2):
+        kept = local.cached("what", [], lambda: {"values": values})
+        assert np.array_equal(kept["values"], values)
+        (file,) = local.cache_folder().rglob("*.npy")
+        file.write_bytes(file.read_bytes()[:left])
 
 
 def test_other_sizes_are_scaled_and_the_middle_is_taken(tmp_path: Path) -> None:
