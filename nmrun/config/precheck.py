@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
@@ -73,6 +74,8 @@ def look(
             _Look(words, multirun, findings, {} if done is None else done).check_jobs(multirun)
     except (HydraException, OmegaConfBaseException) as error:
         findings.problems.append(str(error).splitlines()[0])
+    except yaml.YAMLError as error:  # of a file in config_dir
+        findings.problems.append(" ".join(str(error).split()))
     except ConfigError as error:
         findings.problems += error.problems
     findings.problems = list(dict.fromkeys(findings.problems))

@@ -91,7 +91,10 @@ def _whole(
     # where a failure leaves no empty folders
     root = next(parent for parent in place.parents if parent.is_dir())
     part = root / f".{place.name}-{os.getpid()}"
-    part.mkdir()
+    try:
+        part.mkdir()
+    except OSError as error:
+        raise ValueError(f"--to {to}: {root} cannot be written to ({error.strerror})") from None
     try:
         first, *others = write(run, part)
         if to.exists():

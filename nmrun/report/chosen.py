@@ -132,6 +132,8 @@ def collected(paths: Sequence[str]) -> pd.DataFrame:
     for path in paths:
         if path.startswith(WANDB) or (path.endswith(".csv") and Path(path).is_file()):
             continue
+        if Path(path).is_file():
+            raise ConfigError(f"{path}: it is a file; name a folder of runs, or a CSV file of them")
         if not Path(path).is_dir():
             raise ConfigError(f"{path}: no such folder")
     runs = collect(paths)
@@ -214,7 +216,8 @@ def known(name: str, names: Sequence[str], what: str) -> None:
         what: the word for them: ``key`` or ``metric``.
     """
     if name not in names:
-        hint = did_you_mean(name, names)
+        by_leaf = [n for n in names if n.rpartition(".")[2] == name]
+        hint = f"; did you mean {' or '.join(by_leaf)}?" if by_leaf else did_you_mean(name, names)
         family = [n for n in names if n.partition(".")[0] == name.partition(".")[0]] or [
             n for n in names if "." not in n
         ]

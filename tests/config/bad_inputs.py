@@ -356,7 +356,7 @@ VERBS = {
     "table . --format word": "invalid choice",
     "table . --format": "expected one argument",
     "table .": "no run below",
-    "table file.txt": "file.txt",
+    "table file.txt": "file.txt: it is a file",
     "table outputs --experiment step_aggressive": "outputs",
     "plot": "required: PATH",
     "plot nowhere": "no such folder",

@@ -131,6 +131,11 @@ def test_a_folder_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(
         schema, "problems", lambda plain, unsure: seen.append(copy.deepcopy(plain)) or []
     )
+    (tmp_path / "recipe/tagged.yaml").write_text("name: !!python/object/apply:os.abort []\n")
+    (problem,) = precheck.look(["recipe=tagged"], config_dir=str(tmp_path)).problems
+    assert "os.abort" in problem
+    assert "tagged.yaml" in problem
+    assert "\n" not in problem
     words = ["debug=fast,slow", "track=wandb,local", "trainer.epochs=5,7"]
     assert precheck.look(words, True, str(tmp_path)).problems == []
     told = {

@@ -221,6 +221,8 @@ def test_where_it_cannot_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "file").write_text("mine")
     assert "is a file" in refused(run, tmp_path / "file", capsys)
     assert "the run's own folder" in refused(run, run, capsys)
+    assert verb("export", str(run), "--to", "/proc/to") == 1
+    assert "nmrun: --to /proc/to: /proc cannot be written to (" in capsys.readouterr().err
     assert "needs a CUDA GPU" in refused(
         run, tmp_path / "to", capsys, "--format", "semi_structured"
     )
