@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import random
+import shlex
 import sys
 import tempfile
 import time
@@ -277,6 +278,18 @@ def trial(
     return fell, wrong + differences(output, alone)
 
 
+def made_with(folder: Path) -> str:
+    """Code, machine and versions of the runs below a folder, in a sentence."""
+    path = next(folder.rglob("result.json"))
+    found = json.loads(path.read_text())["environment"]
+    commit = f"commit {found['commit'][:7]}" if found["commit"] else "a copy"
+    return (
+        f"The code of {commit}{', changed' if found['dirty'] else ''}, {os.cpu_count()} cores of "
+        f"{found['device']}, load {os.getloadavg()[2]:.1f}, torch {found['torch']}, "
+        f"Python {found['python']}."
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--kills", type=int, default=100, help="default: 100")
@@ -290,6 +303,7 @@ def main() -> int:
         began = time.monotonic()
         fell, wrong = trial(options.kills, SWEEP, Path(folder), options.seed)
         seconds = time.monotonic() - began
+        machine = made_with(Path(folder))
     print("\n".join(wrong))
     verdict = (
         f"{len(wrong)} things wrong"
@@ -300,9 +314,9 @@ def main() -> int:
     print(line, *(f"  {count:4} {place}" for place, count in fell.most_common()), sep="\n")
     if options.out:
         table = [f"| {place} | {count} |" for place, count in fell.most_common()]
-        options.out.write_text(
-            "\n".join([line + ".", "", "| the kill fell | kills |", "|---|---|", *table, ""])
-        )
+        head, command = "| the kill fell | kills |", shlex.join(["python", *sys.argv])
+        lines = [f"{line}.", "", head, "|---|---|", *table, "", machine, "", f"    {command}", ""]
+        options.out.write_text("\n".join(lines))
     return int(bool(wrong))
 
 
