@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nmrun.kernels.layout import filled
 from nmrun.patterns import Pattern
+from nmrun.sparsity.transport import best_masks
 
 ENUMERATED_UP_TO = 4  # 90 candidates for 2:4; 1:8 alone would have 40,320
 
@@ -42,9 +43,9 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
     """Find the transposable N:M mask that keeps the largest sum of ``|w|``, exactly.
 
     For M <= 4 all masks of a block are compared at once (Hu et al. 2024, arXiv 2404.01847,
-    algorithm 1). For larger M each block is solved on the CPU, in milliseconds: at 1:M as an
-    assignment problem, else as a linear programme, whose corners are 0/1 since its constraint
-    matrix is totally unimodular.
+    algorithm 1). For larger M each block is an assignment problem at 1:M, solved on the CPU by
+    scipy; else all blocks are solved together as transportation problems
+    (:mod:`nmrun.sparsity.transport`).
 
     Args:
         weight: a matrix (out, in); both sizes are multiples of M.
@@ -76,10 +77,11 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
     if m <= ENUMERATED_UP_TO:
         candidates = block_patterns(n, m).to(weight.device).flatten(1)
         chosen = candidates[(blocks @ candidates.T).argmax(1)]
+    elif n == 1:
+        chosen = torch.stack([_assigned(block) for block in blocks.unflatten(1, (m, m)).cpu()])
+        chosen = chosen.to(weight.device)
     else:
-        chosen = torch.stack([_solve(block.reshape(m, m), n) for block in blocks.cpu()]).to(
-            weight.device
-        )
+        chosen = best_masks(blocks.unflatten(1, (m, m)), n)
     return (
         chosen.bool()
         .reshape(rows, columns, m, m)
@@ -88,18 +90,10 @@ def transposable_mask(weight: Tensor, pattern: str | Pattern, pad: bool = False)
     )
 
 
-def _solve(block: Tensor, n: int) -> Tensor:
-    """Solve the transportation problem of one block; returns its mask, flat (m * m)."""
-    import numpy as np
-    from scipy.optimize import linear_sum_assignment, linprog
+def _assigned(block: Tensor) -> Tensor:
+    """The best mask of one block (M, M) with one in each row and column."""
+    from scipy.optimize import linear_sum_assignment
 
-    m = block.shape[0]
-    if n == 1:
-        mask = torch.zeros_like(block)
-        mask[linear_sum_assignment(block.numpy(), maximize=True)] = 1.0
-        return mask.flatten()
-    # the solver's tolerances are absolute
-    gain = (block / block.max().clamp_min(torch.finfo(block.dtype).tiny)).flatten().numpy()
-    sums = np.concatenate([np.kron(np.eye(m), np.ones(m)), np.kron(np.ones(m), np.eye(m))])
-    result = linprog(-gain, A_eq=sums, b_eq=np.full(2 * m, n), bounds=(0, 1), method="highs-ds")
-    return torch.from_numpy(result.x).round()
+    mask = torch.zeros_like(block)
+    mask[linear_sum_assignment(block.numpy(), maximize=True)] = 1.0
+    return mask

@@ -1,0 +1,165 @@
+"""The best transposable masks of many blocks: against trying all, linear programmes, and greedy
+choices; what holds for any weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog
+from torch import Tensor
+
+from nmrun.sparsity import check_nm, transport, transposable_mask
+from nmrun.sparsity.transport import best_masks
+from nmrun.sparsity.transposable import block_patterns
+
+RATIOS = [
+    (1, 4),
+    (2, 4),
+    (3, 4),
+    (1, 5),
+    (3, 6),
+    (2, 8),
+    (4, 8),
+    (7, 8),
+    (8, 16),
+    (1, 16),
+    (16, 32),
+]
+
+
+def weights(kind: str, count: int, m: int) -> Tensor:
+    """Blocks of different kinds, (count, m, m), 0 or more."""
+    draw = torch.Generator().manual_seed(m)
+    normal = torch.randn(count, m, m, generator=draw, dtype=torch.float64)
+    column = torch.randn(count, m, 1, generator=draw, dtype=torch.float64)
+    kinds = {
+        "normal": normal,
+        "products": column @ normal[:, :1],  # large rows meet large columns
+        "heavy": normal**7,
+        "ties": (normal * 2).round(),
+        "mostly zero": normal * (normal > 1.5),
+        "zero": torch.zeros_like(normal),
+        "tiny": normal * 1e-300,
+        "huge": normal * 1e300,
+    }
+    return kinds[kind].abs()
+
+
+KINDS = ("normal", "products", "heavy", "ties", "mostly zero", "zero", "tiny", "huge")
+
+
+def kept(blocks: Tensor, masks: Tensor) -> Tensor:
+    return torch.where(masks, blocks, 0.0).sum((1, 2))
+
+
+def by_programme(block: Tensor, n: int) -> float:
+    """The largest sum, by scipy's solver."""
+    m, most = len(block), float(block.max()) or 1.0
+    sums = np.concatenate([np.kron(np.eye(m), np.ones(m)), np.kron(np.ones(m), np.eye(m))])
+    gain = (block / most).flatten().numpy()
+    found = linprog(-gain, A_eq=sums, b_eq=np.full(2 * m, n), bounds=(0, 1), method="highs-ds")
+    return -found.fun * most
+
+
+def greedy(block: Tensor, n: int) -> float:
+    """The largest entries in turn, where row and column have room; then rows and columns that lack
+    one take the best places of others."""
+    m, value = len(block), block.tolist()
+    mask = [[False] * m for _ in range(m)]
+    rows, columns = [n] * m, [n] * m
+    for place in block.flatten().argsort(descending=True).tolist():
+        i, j = divmod(place, m)
+        if rows[i] and columns[j]:
+            mask[i][j], rows[i], columns[j] = True, rows[i] - 1, columns[j] - 1
+    while any(rows):
+        i, j = rows.index(max(rows)), columns.index(max(columns))
+        if mask[i][j]:
+            moves = [
+                (value[i][b] + value[a][j] - value[a][b], a, b)
+                for a, b in itertools.product(range(m), repeat=2)
+                if mask[a][b] and not mask[i][b] and not mask[a][j]
+            ]
+            _, a, b = max(moves)
+            mask[a][b], mask[i][b], mask[a][j] = False, True, True
+        else:
+            mask[i][j] = True
+        rows[i], columns[j] = rows[i] - 1, columns[j] - 1
+    return float(block[torch.tensor(mask)].sum())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "m"), RATIOS)
+def test_both_sides_hold_the_pattern_and_no_greedy_choice_keeps_more(
+    n: int, m: int, kind: str
+) -> None:
+    blocks = weights(kind, 4, m)
+    masks = best_masks(blocks, n)
+    assert (masks.sum(1) == n).all()
+    assert (masks.sum(2) == n).all()
+    least = torch.tensor([greedy(block, n) for block in blocks], dtype=torch.float64)
+    assert (kept(blocks, masks) >= least * (1 - 1e-9)).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_by_trying_all_masks_of_four(n: int, kind: str) -> None:
+    blocks = weights(kind, 200, 4)
+    best = (blocks.flatten(1) @ block_patterns(n, 4).flatten(1).T).amax(1)
+    torch.testing.assert_close(kept(blocks, best_masks(blocks, n)), best, rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["normal", "products", "heavy", "ties"])
+@pytest.mark.parametrize(("n", "m"), [(4, 8), (3, 8), (8, 16), (3, 16)])
+def test_by_linear_programmes(n: int, m: int, kind: str) -> None:
+    blocks = weights(kind, 6, m)
+    best = torch.tensor([by_programme(block, n) for block in blocks], dtype=torch.float64)
+    found = kept(blocks, best_masks(blocks, n))
+    torch.testing.assert_close(found, best, rtol=1e-6, atol=0)  # the solver's tolerance
+    assert (found >= best * (1 - 1e-9)).all()
+
+
+def test_the_regularised_plan_alone_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TSENOR without the cycles: N:M both ways, and within a hundredth of the best."""
+    blocks = weights("normal", 50, 16)
+    best = kept(blocks, best_masks(blocks, 8))
+    monkeypatch.setattr(transport, "_improve", lambda *_: None)
+    rounded = best_masks(blocks, 8)
+    assert (rounded.sum(1) == 8).all()
+    assert (rounded.sum(2) == 8).all()
+    share = kept(blocks, rounded) / best
+    assert (share <= 1 + 1e-12).all()
+    assert share.mean() > 0.99
+
+
+def test_the_way_there_changes_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However good the first masks are, and however many blocks are solved together."""
+    blocks = weights("normal", 40, 8)
+    masks = best_masks(blocks, 4)
+    assert torch.equal(best_masks(blocks, 4), masks)
+    assert torch.equal(torch.cat([best_masks(block[None], 4) for block in blocks]), masks)
+    monkeypatch.setattr(transport, "ELEMENTS", 1000)
+    assert torch.equal(best_masks(blocks, 4), masks)
+    monkeypatch.setattr(transport, "STEPS", 0)
+    assert torch.equal(best_masks(blocks, 4), masks)
+
+
+def test_what_is_not_finite_is_kept() -> None:
+    weight = weights("normal", 1, 8)[0].float()
+    weight[2, 3], weight[5, 6] = torch.nan, torch.inf
+    mask = transposable_mask(weight, "2:8")
+    assert mask[2, 3]
+    assert mask[5, 6]
+    assert (mask.sum(0) == 2).all()
+    assert (mask.sum(1) == 2).all()
+
+
+@pytest.mark.parametrize("ratio", ["4:8", "16:32"])
+def test_a_whole_matrix(ratio: str) -> None:
+    weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0))
+    sparse = weight * transposable_mask(weight, ratio)
+    check_nm(sparse, ratio)
+    check_nm(sparse.T, ratio)
