@@ -60,7 +60,7 @@ def kernels_for_small_weights(
 @pytest.fixture
 def write(tmp_path: Path):
     """Write the result.json of one run; a double underscore in a name is a dot
-    (``optimizer__lr=0.1``).
+    (``optimizer__lr=0.1``), and without one the name is a key by itself (``init=...``).
     """
 
     def call(
@@ -75,8 +75,8 @@ def write(tmp_path: Path):
         status, loss = str(other.pop("status", "finished")), other.pop("loss", None)
         root = tmp_path / str(other.pop("root", "outputs"))
         for key, value in other.items():
-            group, _, name = key.partition("__")
-            config[group][name] = value
+            group, apart, name = key.partition("__")
+            (config[group] if apart else config)[name or key] = value
         final = {
             key: value
             for key, value in {"test/accuracy": accuracy, "test/loss": loss}.items()

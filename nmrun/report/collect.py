@@ -110,10 +110,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _beginning(init: str | None) -> str | None:
-    """Recipe and ratio of the run whose weights a run began with: of other seeds they are others."""
-    place = Path(init or "").parts[-3:-1]  # <recipe>/<ratio>/<run>
-    return " ".join(place) if len(place) == 2 else init
+def _other_run(folder: str | None, ratio: str) -> str | None:
+    """What a run of this ratio took from another: its recipe, and its ratio where that is neither
+    the same nor dense. Seed by seed the folder differs.
+    """
+    place = Path(folder or "").parts[-3:-1]  # <recipe>/<ratio>/<run>
+    if len(place) < 2:
+        return folder
+    recipe, own = place[0], place[1].replace("of", ":")
+    return recipe if own in (ratio, "dense") else f"{recipe} {own}"
 
 
 def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -124,7 +129,8 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
         folder: the run's.
     """
     config = completed(result["config"])
-    ratio = config["sparsity"]
+    sparsity = config["sparsity"]
+    ratio = "dense" if sparsity["n"] is None else written(sparsity)
     keys = {
         key: str(value).replace(" ", "") if isinstance(value, list) else value
         for key, value in flatten(config).items()
@@ -135,8 +141,8 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
             group: config[group]["name"]
             for group in ("dataset", "model", "recipe", "optimizer", "schedule")
         },
-        "sparsity": "dense" if ratio["n"] is None else written(ratio),
-        "init": _beginning(config["init"]),
+        "sparsity": ratio,
+        **{key: _other_run(keys[key], ratio) for key in ("init", "trainer.distill") if key in keys},
         "seed": config["seed"],
         "status": result["status"],
         "id": result["id"],

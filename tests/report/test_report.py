@@ -309,6 +309,28 @@ def test_what_does_not_change_a_result_is_no_difference(write, table) -> None:
     assert table()[:1] == (0,)
 
 
+def test_runs_that_begin_with_others_of_a_kind_are_averaged(write, table) -> None:
+    """Seed by seed another network: what it was is what counts."""
+    for seed in (0, 1):
+        dense = write("dense", "dense", seed, 0.95)
+        for ratio in ("2:4", "1:4"):
+            pruned = write("wanda", ratio, seed, 0.7, init=str(dense))
+            write("asp", ratio, seed, 0.9, init=str(dense), trainer__distill="start")
+            write("asp", ratio, seed, 0.8, init=str(pruned), trainer__distill=str(dense))
+        write("asp", "1:8", seed, 0.6, init=str(pruned))  # of another ratio
+    out = table("--rows", "recipe,init,trainer.distill", "--format", "csv")[1]
+    found = {
+        (line["recipe"], line["init"], line["trainer.distill"], line["sparsity"]): line["n"]
+        for line in csv.DictReader(out.splitlines())
+    }
+    rows = [("wanda", "dense", "null"), ("asp", "dense", "start"), ("asp", "wanda", "dense")]
+    assert found == {
+        ("dense", "null", "null", "dense"): "2",
+        **{(*row, ratio): "2" for row in rows for ratio in ("2:4", "1:4")},
+        ("asp", "wanda 1:4", "null", "1:8"): "2",
+    }
+
+
 def test_cells_of_other_settings_are_mentioned(write, table) -> None:
     write("ste", "2:4", 0, 0.9, trainer__epochs=24)
     write("asp", "2:4", 0, 0.9)
