@@ -1,10 +1,10 @@
 """Channel permutation for one-shot methods: input channels ordered so that the masks keep more of
 the scores, as RIA does it (Zhang et al. 2024, arXiv 2402.12419, section 3.3).
 
-The order is searched as for magnitudes (``nmrun.permutation.search``), with scores in their place.
-The outputs of the layers before follow, so the network computes the same function. Hidden channels
-of a Transformer's feed-forward layers can be reordered; what the residual stream carries cannot, as
-other blocks read it.
+The order is found as in the paper (``nmrun.permutation.assignment``). The outputs of the layers
+before follow, so the network computes the same function. Hidden channels of a Transformer's
+feed-forward layers can be reordered; what the residual stream carries cannot, as other blocks read
+it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from nmrun.oneshot.inputs import Layer
 from nmrun.oneshot.method import Scored
+from nmrun.permutation.assignment import assigned_order
 from nmrun.permutation.channels import Channels, input_channels
 from nmrun.permutation.permute import reorder
-from nmrun.permutation.search import best_order
 
 
 def free_channels(part: nn.Module, model: nn.Module) -> list[Channels]:
@@ -72,7 +72,7 @@ def permute(
             norms = grams[layer.name].diagonal().sqrt()
             scores = method.scores(layer.matrix(), norms.to(layer.matrix().dtype))
             problem.append((scores.unflatten(1, (-1, own.size)).flatten(0, 1), layer.pattern))
-        order = best_order(problem)
+        order = assigned_order(problem)
         for site in own.sites:
             reorder(site, order)
         for layer in layers:
