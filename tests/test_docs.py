@@ -195,17 +195,30 @@ def test_the_readme_leads_to_every_page():
     assert set(PAGES) - {ROOT / "docs/index.md"} <= found
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/results/language.md"])
-def test_a_table_of_results_is_computed_from_its_runs(page, capsys):
+RESULTS = [
+    ("README.md", "language", "sr_ste", 7),
+    ("docs/results/language.md", "language", "sr_ste", 7),
+    ("docs/results/one_shot.md", "one_shot", "magnitude", 4),
+]
+
+
+@pytest.mark.parametrize(("page", "file", "baseline", "count"), RESULTS)
+def test_a_table_of_results_is_computed_from_its_runs(page, file, baseline, count, capsys):
     text = (ROOT / page).read_text()
     rows = re.findall(r"^\| (.+?) +\| \**(\S+ \+- \S+?)\** +\| \**([^|*]*?)\** +\|$", text, re.M)
-    assert verb("table", str(ROOT / "docs/results/language.csv"), "--baseline", "sr_ste") == 0
+    runs = str(ROOT / f"docs/results/{file}.csv")
+    if file == "one_shot":  # whose networks before the pruning are not runs of their own
+        before = rows.pop(0)
+        assert before[0] == "dense"
+        assert verb("table", runs, "--metric", "test/dense/perplexity") == 0
+        assert f"| **{before[1]} (5)" in capsys.readouterr().out
+    assert verb("table", runs, "--baseline", baseline) == 0
     means, differences = capsys.readouterr().out.split("Difference to")
     names = {"exponential MdGf": "mdgf_exponential", "MdGf, exponential": "mdgf_exponential"}
-    assert len(rows) == 7
+    assert len(rows) == count
     for name, mean, difference in rows:
         recipe = names.get(name, name.lower().replace("-", "_"))
         assert re.search(rf"^\| {recipe} +\| \**{re.escape(mean)} \(5\)", means, re.M)
-        if recipe != "sr_ste":
+        if recipe != baseline:
             said = re.escape(difference.strip().replace("p<", "p\\<"))
             assert re.search(rf"^\| {recipe} +\| \**{said}", differences, re.M)
