@@ -144,14 +144,16 @@ def stepwise(target: Pattern) -> list[Pattern]:
     return list(dict.fromkeys([replace(target, n=max(target.m - 1, target.n)), *halves, target]))
 
 
-def geometric(target: Pattern, frames: int) -> list[Pattern]:
+def geometric(target: Pattern, frames: int, densify: bool = False) -> list[Pattern]:
     """List the patterns of geometric structure decay: the same density in ever smaller groups.
 
     Args:
         target: the last pattern, N:M.
         frames: the number of patterns.
+        densify: N stays instead of the density, which rises.
 
     Returns:
-        ``kN:kM`` for k = 2^(frames - 1), ..., 2, 1.
+        ``kN:kM``, or ``N:kM``, for k = 2^(frames - 1), ..., 2, 1.
     """
-    return [replace(target, n=target.n << i, m=target.m << i) for i in reversed(range(frames))]
+    times = [1 << i for i in reversed(range(frames))]
+    return [replace(target, n=target.n * (1 if densify else k), m=target.m * k) for k in times]

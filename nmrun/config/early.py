@@ -15,7 +15,7 @@ from typing import Any
 
 from nmrun.config.identity import unfinished
 from nmrun.patterns import Pattern
-from nmrun.settings import datasets, models
+from nmrun.settings import data_groups, datasets, models
 
 # Images to train with, before any are put aside.
 MOST = {"digits": 1797, "cifar10": 50_000, "cifar100": 50_000, "fashion_mnist": 60_000}
@@ -28,7 +28,12 @@ LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, int]]] = {
     "small_conv": lambda model: _layers(model["channels"]),
     "mlp": lambda model: _layers(model["hidden"]),
 }
-TRAINED = ("hf_gpt2", "hf_causal", "timm")  # the models that can come trained to the last layer
+TRAINED = (
+    "hf_gpt2",
+    "hf_causal",
+    "hf_t5",
+    "timm",
+)  # the models that can come trained to the last layer
 # The package and the extra of nmrun that a logger needs.
 LOGGERS = {"tensorboard": "tensorboard", "mlflow": "mlflow"}
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/nvmap")  # CUDA, WSL, ROCm, Jetson
@@ -99,7 +104,7 @@ def _other_data(dataset: str, model: str) -> Iterator[str]:
     has, takes = datasets.DATASETS[dataset].data, models.MODELS[model].data
     if has != takes:
         fitting = ", ".join(name for name, kind in models.MODELS.items() if kind.data == has)
-        what = "a language model" if takes == datasets.RUNNING_TEXT else f"for {takes}"
+        what = "a language model" if takes == data_groups.RUNNING_TEXT else f"for {takes}"
         yield (f"model={model} is {what}, and dataset={dataset} has {has}: these take {fitting}")
 
 

@@ -37,6 +37,7 @@ LATER: dict[str, dict[str, Any]] = {
     **{f"schedule={name}": {"cycles": 1} for name in ("constant", "cosine", "linear")},
     **{f"model={name}": {"bias": True} for name in GPTS},
     "recipe=step": {"window": "full", "threshold": None},
+    "recipe=sdgf_geometric": {"densify": False},
     "recipe=s_ste": {"gamma": 0.0, "fit": "mse", "beta": None, "interval": None},
 }
 # keys that change nothing while another is null

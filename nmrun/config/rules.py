@@ -104,7 +104,8 @@ class Facts:
             if self.pattern is not None and kind == "structure":
                 return stepwise(self.pattern)
             if self.pattern is not None and kind == "structure_geometric":
-                return geometric(self.pattern, self.recipe.get("frames", 4))
+                frames, densify = self.recipe.get("frames", 4), self.recipe.get("densify", False)
+                return geometric(self.pattern, frames, densify)
         except PatternError as error:
             return f"recipe={self.recipe['name']} sparsity={self.pattern}: {error}"
         return []

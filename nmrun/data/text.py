@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from nmrun.data import corpus
 from nmrun.data.local import cached
 from nmrun.errors import ConfigError
-from nmrun.settings.datasets import Fractions, TextFiles, Tokenized
+from nmrun.settings.data_groups import Fractions, Tokenized
+from nmrun.settings.datasets import TextFiles
 
 if TYPE_CHECKING:
     import torch

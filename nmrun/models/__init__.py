@@ -23,6 +23,7 @@ MODELS = {
             "vgg16_bn",
             "mobilenet_v2",
             "swin_v2_t",
+            "swin_v2_b",
         ),
         "nmrun.models.torchvision_models.build",
     ),
@@ -35,7 +36,10 @@ MODELS = {
     **dict.fromkeys(
         ("gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"), "nmrun.models.gpt.build"
     ),
+    "gpt_classifier": "nmrun.models.gpt_heads.classifier",
+    "gpt_reader": "nmrun.models.gpt_heads.reader",
     "hf_gpt2": "nmrun.models.hf_gpt2.build",
+    "hf_t5": "nmrun.models.hf_t5.build",
     "hf_causal": "nmrun.models.hf_causal.build",
     **{
         f"fairseq_transformer{size}": "nmrun.models.fairseq_transformer.build"

@@ -80,12 +80,11 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-class GPT(nn.Module):
-    """Tokens (B, T), T at most ``context``, to logits (B, T, ``vocabulary``). Modules have the
-    names of the original's variables.
+class Decoder(nn.Module):
+    """GPT-2 without a head. Modules have the names of the original's variables.
 
-    ``wte`` and ``lm_head`` are one weight. Weights start normal with deviation 0.02, those that end
-    in the residual stream with 0.02 / sqrt(2 * layers) (section 2.3).
+    Weights start normal with deviation 0.02, those that end in the residual stream with 0.02 /
+    sqrt(2 * layers) (section 2.3); a subclass calls :meth:`initialise` when it has its head.
 
     Args:
         vocabulary: number of different tokens.
@@ -108,6 +107,7 @@ class GPT(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
+        self.layers, self.width = layers, width
         if width % heads:
             raise ConfigError(
                 f"model.width={width} cannot be split into model.heads={heads} heads of the same size"
@@ -116,23 +116,52 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.h = nn.ModuleList(Block(width, heads, dropout, bias) for _ in range(layers))
         self.ln_f = nn.LayerNorm(width, bias=bias)
-        self.lm_head = nn.Linear(width, vocabulary, bias=False)
-        self.lm_head.weight = self.wte.weight
+
+    def initialise(self) -> None:
+        """Draw the initial weights."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             elif parameter.dim() == 2:
                 nn.init.normal_(
                     parameter,
-                    std=0.02 / (2 * layers) ** 0.5 if name.endswith("c_proj.weight") else 0.02,
+                    std=0.02 / (2 * self.layers) ** 0.5 if name.endswith("c_proj.weight") else 0.02,
                 )
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def states(self, tokens: Tensor) -> Tensor:
+        """Tokens (B, T), T at most ``context``, to what a head sees of each (B, T, width)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.wte(tokens) + self.wpe(positions))
         for block in self.h:
             x = block(x)
-        return self.lm_head(self.ln_f(x))
+        return self.ln_f(x)
+
+
+class GPT(Decoder):
+    """Tokens (B, T), T at most ``context``, to logits (B, T, ``vocabulary``). ``wte`` and
+    ``lm_head`` are one weight.
+
+    Args:
+        vocabulary, context, layers, heads, width, dropout, bias: as of :class:`Decoder`.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        context: int,
+        layers: int,
+        heads: int,
+        width: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(vocabulary, context, layers, heads, width, dropout, bias)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        self.lm_head.weight = self.wte.weight
+        self.initialise()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.lm_head(self.states(tokens))
 
 
 def build(

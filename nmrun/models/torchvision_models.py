@@ -20,7 +20,22 @@ FIRST = {  # the first convolution
     "densenet121": "features.conv0",
     "vgg16_bn": "features.0",
     "mobilenet_v2": "features.0.0",
-    "swin_v2_t": "features.0.0",
+    **dict.fromkeys(("swin_v2_t", "swin_v2_b"), "features.0.0"),
+}
+# Liu et al. 2022: width, blocks and heads of each stage, stochastic depth
+SWINS: dict[str, dict[str, Any]] = {
+    "swin_v2_t": {
+        "embed_dim": 96,
+        "depths": [2, 2, 6, 2],
+        "num_heads": [3, 6, 12, 24],
+        "stochastic_depth_prob": 0.2,
+    },
+    "swin_v2_b": {
+        "embed_dim": 128,
+        "depths": [2, 2, 18, 2],
+        "num_heads": [4, 8, 16, 32],
+        "stochastic_depth_prob": 0.5,
+    },
 }
 
 
@@ -44,8 +59,8 @@ def build(name: str, shape: tuple[int, ...], classes: int, form: str = "auto") -
             f"model={name} takes images of {LEAST[name]} pixels or more; these have {min(sides)}"
         )
     small = form == "cifar" or (form == "auto" and max(sides) <= SMALL)
-    if small and name == "swin_v2_t":
-        model = _small_swin(classes)
+    if small and name in SWINS:
+        model = _small_swin(name, classes)
     else:
         model = getattr(models, name)(num_classes=classes)
     first: Any = model.get_submodule(FIRST[name])
@@ -71,17 +86,14 @@ def build(name: str, shape: tuple[int, ...], classes: int, form: str = "auto") -
     return model
 
 
-def _small_swin(classes: int) -> nn.Module:
+def _small_swin(name: str, classes: int) -> nn.Module:
     from torchvision.models import swin_transformer as swin
 
     return swin.SwinTransformer(
         patch_size=[2, 2],
-        embed_dim=96,
-        depths=[2, 2, 6, 2],
-        num_heads=[3, 6, 12, 24],
         window_size=[4, 4],
-        stochastic_depth_prob=0.2,
         num_classes=classes,
         block=swin.SwinTransformerBlockV2,
         downsample_layer=swin.PatchMergingV2,
+        **SWINS[name],
     )

@@ -2,7 +2,8 @@
 
 After Bambhaniya et al. 2024 (arXiv 2402.04744). Hard masks throughout, straight-through gradient.
 Stepwise: ``M-1:M, M/2:M, ..., N:M``, ever sparser. Geometric: ``8N:8M, 4N:4M, 2N:2M, N:M``, always
-as sparse as the target in ever smaller groups. When to use: above 80 % sparsity; geometric where
+as sparse as the target in ever smaller groups, or with ``densify``, an ablation of the authors'
+code, ``N:8M, N:4M, N:2M, N:M``: ever denser. When to use: above 80 % sparsity; geometric where
 training must be sparse from the start. Cost: STE's.
 """
 
@@ -13,7 +14,7 @@ from typing import Annotated, ClassVar
 
 from nmrun import patterns
 from nmrun.patterns import Pattern
-from nmrun.ranges import whole
+from nmrun.ranges import FLAG, whole
 from nmrun.recipes.progressive import Progressive
 
 
@@ -34,14 +35,16 @@ class SdGfGeometric(Progressive):
     Args:
         frames: how many patterns, 4 in the authors' code; a layer's inputs must be a multiple of
             M * 2^(frames - 1).
+        densify: every pattern has the target's N instead of its density (an ablation).
     """
 
     name: ClassVar[str] = "sdgf_geometric"
 
     frames: Annotated[int, whole(1)] = 4
+    densify: Annotated[bool, FLAG] = False
 
     def frames_to(self, target: Pattern) -> list[Pattern]:
-        return patterns.geometric(target, self.frames)
+        return patterns.geometric(target, self.frames, self.densify)
 
 
 @dataclass

@@ -52,6 +52,7 @@ PAPERS = {
     "vit_small": "ViT-Small",
     "vit_base": "ViT-Base",
     "swin_v2_t": "SwinV2-T",
+    "swin_v2_b": "SwinV2-B",
     "gpt2": "GPT-2",
     "gpt2_medium": "GPT-2 Medium",
     "gpt2_large": "GPT-2 Large",

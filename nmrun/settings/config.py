@@ -8,6 +8,7 @@ from typing import Any
 
 from nmrun.patterns import Pattern
 from nmrun.settings import datasets, models
+from nmrun.settings.data_groups import Dataset
 from nmrun.settings.groups import (
     OPTIMIZERS,
     SCHEDULES,
@@ -35,7 +36,7 @@ class Config:
     pattern: Pattern | None
 
     @functools.cached_property
-    def dataset(self) -> datasets.Dataset:
+    def dataset(self) -> Dataset:
         return datasets.read(self.plain["dataset"])
 
     @functools.cached_property

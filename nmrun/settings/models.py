@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from nmrun.ranges import EXPRESSIONS, FLAG, FRACTION, TEXT, WIDTHS, Check, one_of, whole
 from nmrun.settings import reader
-from nmrun.settings.datasets import IMAGES, PAIRS, RUNNING_TEXT, TEXTS
+from nmrun.settings.data_groups import ANSWERED, IMAGES, PAIRS, QUESTIONS, RUNNING_TEXT, TEXTS
 from nmrun.settings.groups import Group, Named
 
 ARGUMENTS = Check(
@@ -117,6 +117,23 @@ class GPT(Transformer):
 
 
 @dataclass(frozen=True)
+class GPTClassifier(GPT):
+    """GPT-2's architecture with a head for classes."""
+
+    data: ClassVar[str] = TEXTS
+
+    context: Annotated[int, whole(1)]
+    embeddings: Annotated[int | None, whole(4, optional=True)]
+
+
+@dataclass(frozen=True)
+class GPTReader(GPTClassifier):
+    """GPT-2's architecture with a head for answers."""
+
+    data: ClassVar[str] = QUESTIONS
+
+
+@dataclass(frozen=True)
 class ViT(Transformer):
     """Vision Transformers."""
 
@@ -134,6 +151,13 @@ class Causal(Model):
     data: ClassVar[str] = RUNNING_TEXT
 
     pretrained: Annotated[str, TEXT]
+
+
+@dataclass(frozen=True)
+class T5(Causal):
+    """A T5 of Hugging Face."""
+
+    data: ClassVar[str] = ANSWERED
 
 
 @dataclass(frozen=True)
@@ -179,14 +203,17 @@ MODELS: dict[str, type[Model]] = {
     "mlp": MLP,
     **dict.fromkeys(("resnet20", "resnet32"), CifarResNet),
     **dict.fromkeys(VISION, Torchvision),
-    "swin_v2_t": Swin,
+    **dict.fromkeys(("swin_v2_t", "swin_v2_b"), Swin),
     **dict.fromkeys(("vit_tiny", "vit_small", "vit_base", "deit_tiny", "deit_small"), ViT),
     "timm": Timm,
     "text_encoder": Transformer,
     **dict.fromkeys(GPTS, GPT),
+    "gpt_classifier": GPTClassifier,
+    "gpt_reader": GPTReader,
     "hf_encoder": Encoder,
     "hf_gpt2": Pretrained,
     "hf_causal": Causal,
+    "hf_t5": T5,
     **{f"fairseq_transformer{size}": FairseqTransformer for size in ("", "_iwslt", "_base")},
 }
 

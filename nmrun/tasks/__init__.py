@@ -9,7 +9,7 @@ import torch
 
 from nmrun.errors import ConfigError
 from nmrun.registry import find
-from nmrun.settings.datasets import OwnDataset
+from nmrun.settings.data_groups import OwnDataset
 from nmrun.tasks.base import Adopted, Task
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ DATASETS = {
     "imagenet": "nmrun.data.imagenet.build",
     "generated_text": "nmrun.data.generated_text.build",
     "glue": "nmrun.data.glue.build",
+    "glue_text": "nmrun.data.glue_text.build",
+    "generated_questions": "nmrun.data.generated_questions.build",
+    "squad": "nmrun.data.squad.build",
     "stdlib_text": "nmrun.data.stdlib_text.build",
     "text": "nmrun.data.text.build",
     "shakespeare": "nmrun.data.shakespeare.build",

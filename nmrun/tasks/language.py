@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from nmrun import ranks
 from nmrun.errors import ConfigError, RunError
-from nmrun.settings.datasets import Context
+from nmrun.settings.data_groups import Context
 from nmrun.tasks.base import Batch, Tally, limited, picked, turns, watched
 from nmrun.tasks.categorical import Categorical
 

@@ -17,7 +17,7 @@ from nmrun.errors import ConfigError
 from nmrun.tasks.pretrained import fetch
 
 if TYPE_CHECKING:
-    from nmrun.settings.datasets import Encoded
+    from nmrun.settings.data_groups import Encoded
 
 Text = tuple[str, ...]  # one text, or two: a premise and a hypothesis, say
 
@@ -73,6 +73,7 @@ class Words:
         max_length: the most tokens that a text gets.
     """
 
+    WORD = r"\w+|[^\w\s]"
     padding, begin, end = 0, 1, 2
 
     def __init__(self, vocabulary: int, max_length: int) -> None:
@@ -82,7 +83,7 @@ class Words:
         """As :meth:`Tokenizer.encode`."""
         tokens, segments = [], []
         for text in texts:
-            parts = [self._words(part) for part in text]
+            parts = [self.numbers(part) for part in text]
             while sum(map(len, parts)) + len(parts) + 1 > self.max_length:
                 max(parts, key=len).pop()
             tokens.append([self.begin, *(token for part in parts for token in (*part, self.end))])
@@ -91,13 +92,15 @@ class Words:
             )
         return _flat(tokens, segments)
 
-    def _words(self, text: str) -> list[int]:
-        words = re.findall(r"\w+|[^\w\s]", text.lower())
+    def numbers(self, text: str) -> list[int]:
+        """The tokens of a text, without those that begin and end it."""
+        words = re.findall(self.WORD, text.lower())
         return [3 + zlib.crc32(word.encode()) % (self.vocabulary - 3) for word in words]
 
 
 class Pretrained:
-    """A tokenizer of Hugging Face.
+    """A tokenizer of Hugging Face. What has no token for padding, as GPT-2's, pads with the one that
+    ends a text.
 
     Args:
         source: a name on the hub or a folder.
@@ -111,8 +114,10 @@ class Pretrained:
 
         self.tokenizer = fetch("AutoTokenizer", "dataset.tokenizer", source)
         if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        if self.tokenizer.pad_token_id is None:
             raise ConfigError(
-                f"dataset.tokenizer={source}: it has no padding token, so it is not one of an encoder"
+                f"dataset.tokenizer={source}: it has no token for padding, nor one that ends a text"
             )
         if self.tokenizer.model_max_length < max_length:
             raise ConfigError(

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.settings import datasets
+from nmrun.settings import data_groups
 from nmrun.tasks.base import Batch, Tally, chunks, limited, picked, thinned, turns, watched
 from nmrun.tasks.categorical import Categorical
 from nmrun.tasks.pairs import Text, Tokenizer, tokenizer
@@ -136,7 +136,7 @@ class TextClassification(Categorical):
         most = config.trainer.limit_evaluation
         return cls(
             limited(splits, most, thinned),
-            tokenizer(config.dataset.as_kind(datasets.Encoded)),
+            tokenizer(config.dataset.as_kind(data_groups.Encoded)),
             classes,
             metrics,
             batch_size=config.trainer.batch_size,
@@ -166,6 +166,10 @@ class TextClassification(Categorical):
     def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
         return self._loss(logits, batch[-1], self.label_smoothing)
 
+    def said(self, model: Any, batch: Batch) -> Tensor:
+        """What :meth:`metrics_of` predicts from: (texts, classes)."""
+        return self.logits(model, batch)
+
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
         """What the model says of the texts of a split, and of those beside it: their rows, and
@@ -175,8 +179,7 @@ class TextClassification(Categorical):
         for name in self._beside(split):
             rows, logits = [], []
             for some, batch, counts in ranks.in_step(self._evaluated(name, rank, world)):
-                *text, _ = batch
-                said = model(*text).float()
+                said = self.said(model, batch)
                 rows.append(some[: len(some) * counts])
                 logits.append(said[: len(said) * counts])
             found[name] = torch.cat(rows), torch.cat(logits).cpu()

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.settings.datasets import Translated
+from nmrun.settings.data_groups import Translated
 from nmrun.tasks.base import Batch, Tally, limited, picked, turns, watched
 from nmrun.tasks.categorical import Categorical
 from nmrun.tasks.fairseq_import import fairseq

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -29,17 +30,20 @@ def network(config: Config, task: Task) -> nn.Module:
     model = models.build(config.model.mapping(), task.inputs)
     # on meta, another process has the values
     if config.init is not None and not any(p.is_meta for p in model.parameters()):
-        load(model, Path(config.init), f"init={config.init}")
+        heads = getattr(model, "heads_of_tasks", ())
+        load(model, Path(config.init), f"init={config.init}", heads)
     return model
 
 
-def load(model: nn.Module, folder: Path, asked: str) -> None:
+def load(model: nn.Module, folder: Path, asked: str, heads: Collection[str] = ()) -> None:
     """Give a network the final weights of a finished run.
 
     Args:
         model: of the same architecture as the run's.
         folder: the run's.
         asked: the key and value that ask for it, for errors.
+        heads: modules that may be another task's: they stay as they are where the run has none of
+            the same shape.
 
     Raises:
         ConfigError: where no finished run is there, or another network's.
@@ -52,11 +56,16 @@ def load(model: nn.Module, folder: Path, asked: str) -> None:
         raise ConfigError(f"{asked}: model.safetensors cannot be read ({error})") from None
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    differing = sorted({*own.items()} ^ {*theirs.items()})
+    unlike = {*own.items()} ^ {*theirs.items()}
+    of_heads = {name for name, _ in unlike if name.partition(".")[0] in heads}
+    differing = sorted(item for item in unlike if item[0] not in of_heads)
     if differing:
         name = differing[0][0]
         here, there = (str(shapes.get(name, "missing")) for shapes in (own, theirs))
         raise ConfigError(
             f"{asked} is another network than this run's: {name} is {there} there and {here} here"
         )
-    model.load_state_dict(state)
+    model.load_state_dict(
+        {name: tensor for name, tensor in state.items() if name not in of_heads},
+        strict=not of_heads,
+    )

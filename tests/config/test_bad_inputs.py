@@ -16,7 +16,14 @@ import pytest
 from nmrun import models
 from nmrun.config import early
 from nmrun.registry import find
-from nmrun.settings.datasets import IMAGES, PAIRS, RUNNING_TEXT, TEXTS
+from nmrun.settings.data_groups import (
+    ANSWERED,
+    IMAGES,
+    PAIRS,
+    QUESTIONS,
+    RUNNING_TEXT,
+    TEXTS,
+)
 from nmrun.settings.models import MODELS
 
 
@@ -49,6 +56,8 @@ GIVEN = {
     IMAGES: {"shape", "classes"},
     TEXTS: {"vocabulary", "classes"},
     RUNNING_TEXT: {"vocabulary", "context"},
+    QUESTIONS: {"vocabulary", "max_length"},
+    ANSWERED: {"vocabulary", "max_length"},
 }
 
 

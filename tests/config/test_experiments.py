@@ -27,7 +27,7 @@ from nmrun.train.schedules import scheduled
 source.register()
 COMPOSED: Done = {}  # as the sweeps of one command line share them
 NAMES = experiment.names()
-EMBEDDED = ("digits", "generated_text", "stdlib_text", "copy_reverse")
+EMBEDDED = ("digits", "generated_text", "generated_questions", "stdlib_text", "copy_reverse")
 EVERY = list(itertools.product(NAMES, experiment.SCALES))
 OF_THE_PAPERS = {
     *(
@@ -42,8 +42,10 @@ OF_THE_PAPERS = {
     ),
     *("sr_ste_resnet", "sr_ste_sad", "asp_imagenet", "lbc_resnet", "lbc_candidates"),
     *("s_ste_wmt", "s_ste_deit", "s_ste_gpt2", "s_ste_flips", "s_ste_continuity", "s_ste_ablation"),
-    *("s_ste_scale", "s_ste_threshold", "s_ste_mvue", "t_sr_ste_decay"),
+    *("s_ste_scale", "s_ste_threshold", "s_ste_mvue", "s_ste_glue", "s_ste_squad"),
+    "t_sr_ste_decay",
     *("gradient_flow_vit", "gradient_flow_transformer", "gradient_flow_isoflops"),
+    *("gradient_flow_densify", "gradient_flow_matrices", "gradient_flow_swin", "gradient_flow_t5"),
     "equal_time",
     *("compare_language", "compare_images", "compare_translation", "compare_finetuning"),
 }
@@ -182,6 +184,32 @@ def test_s_ste_gpt2_is_the_authors_pre_training():
     assert len(every) == 3 * (2 + 2 + 1)
 
 
+@pytest.mark.parametrize("name", ["s_ste_glue", "s_ste_squad"])
+def test_what_is_fine_tuned_is_what_the_other_experiments_leave(name):
+    """The folders that init names, and networks of the same size."""
+    for scale, before in (("paper", "s_ste_gpt2"), ("small", "step_gpt2")):
+        left = {str(identity.run_folder(c)): c for c in made(before, scale)}
+        for config in made(name, scale):
+            of = left[config.init]
+            if scale == "paper":
+                own, theirs = config.model.mapping(), of.model.mapping()
+                same = ("layers", "heads", "width", "bias")
+                assert [own[key] for key in same] == [theirs[key] for key in same]
+                assert own["embeddings"] == of.dataset.mapping()["vocabulary"]
+                assert own["context"] == of.dataset.mapping()["context"]
+                soft = config.recipe.name == "s_ste"
+                assert (config.trainer.mvue, config.trainer.fp8) == (
+                    ("2:4", True) if soft else (None, False)
+                )
+    pairs = {(left_by(c.init), c.recipe.name) for c in made(name, "paper")}
+    table_6 = {("dense", "dense"), ("t_sr_ste", "dense"), ("s_ste", "s_ste")}
+    assert pairs == table_6 | {("s_ste", "ste"), ("sr_ste", "s_ste"), ("sr_ste", "ste")}
+
+
+def left_by(folder: str) -> str:
+    return Path(folder).parts[-3]
+
+
 def test_s_ste_continuity_is_the_beginning_of_that_pre_training():
     whole = made("s_ste_gpt2", "paper")[0]
     long = scheduled(whole.schedule.mapping(), 1.0, 300_000)
@@ -207,10 +235,8 @@ def test_the_ablations_of_s_ste_differ_from_its_runs_in_one_thing():
     (unscaled,) = [
         c for c in made("s_ste_ablation", "paper") if c.recipe.options.get("beta") is not None
     ]
-    assert (unscaled.recipe.options["beta"], unscaled.trainer.mvue, unscaled.trainer.fp8) == (
-        *(1.0, None),
-        False,
-    )
+    assert unscaled.recipe.options["beta"] == 1.0
+    assert (unscaled.trainer.mvue, unscaled.trainer.fp8) == (None, False)
 
 
 def test_s_ste_mvue_is_the_beginning_of_the_pre_training():

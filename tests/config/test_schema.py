@@ -20,7 +20,8 @@ from nmrun.config import schema, source
 from nmrun.errors import ConfigError
 from nmrun.recipes import RECIPES
 from nmrun.registry import did_you_mean
-from nmrun.settings.datasets import Context, Digits, OwnDataset
+from nmrun.settings.data_groups import Context, OwnDataset
+from nmrun.settings.datasets import Digits
 from nmrun.settings.groups import Adam, Run, Trainer
 from nmrun.settings.models import OwnModel
 
@@ -104,7 +105,11 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "recipe.tau": ([None, 0.1, 2], [0, -1, "auto", float("nan")]), "recipe.dense": ([0.0, 0.3], NO_SHARE),
         "recipe.final": ([0.1, 0.3], [0, 1.1, None]), "recipe.grad_mode": (["scaled", "ste"], ["scale", None]),
     },
-    "recipe=sdgf_geometric": {"recipe.frames": ([1, 2, 4], NO_COUNT)},
+    "recipe=sdgf_geometric": {"recipe.frames": ([1, 2, 4], NO_COUNT), "recipe.densify": ([True, False], NO_FLAG)},
+    "recipe=s_ste": {
+        "recipe.gamma": ([0.0, 0.5], NO_SHARE), "recipe.fit": (["mse", "l1"], ["l2", None]),
+        "recipe.beta": ([None, 1, 2.5], [0, -1, "fit"]), "recipe.interval": ([None, 1, 100], [0, 1.5, "auto"]),
+    },
     "recipe=decay_mask": {"recipe.grad_mode": (["scaled", "ste"], ["masks", None])},
     "recipe=lbc": {"recipe.t_i": ([0.0, 0.2], NO_SHARE), "recipe.t_f": ([0.4, 0.9], [0.0, 1.0, None])},
     "recipe=maskllm": {

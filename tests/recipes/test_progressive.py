@@ -80,6 +80,23 @@ def test_the_decaying_mask_passes_the_gradient_on(
     follow(recipe, ByHand(Net().used, forward), tau=0.25, **options)
 
 
+def test_densify_keeps_n() -> None:
+    """N:(M * 2^i), as the authors' code has it; the density rises to the target's."""
+    assert [str(p) for p in geometric(Pattern(1, 8), 4, densify=True)] == [
+        "1:64",
+        "1:32",
+        "1:16",
+        "1:8",
+    ]
+
+    def forward(t: int, i: int, w: Tensor) -> Tensor:
+        frames = [(1, 8)] * 2 + [(1, 4)] * 2 + [(1, 2)]
+        return w if t < 2 else w * top(w, *(frames[t - 2] if t < 7 else (1, 2)))
+
+    by_hand = ByHand(Net().used, forward)
+    follow("sdgf_geometric", by_hand, "1:2", frames=3, densify=True)
+
+
 FRAMES = {  # of steps 2 to 6, then 3 at the target
     ("sdgf_stepwise", "1:4"): [(3, 4)] * 2 + [(2, 4)] * 2 + [(1, 4)],
     ("sdgf_stepwise", "2:4"): [(3, 4)] * 3 + [(2, 4)] * 2,
