@@ -207,7 +207,7 @@ def estimate_again(weights: Sequence[SparseWeight]) -> list[str]:
         if not linear_layer or weight.shape[weight.outputs] % weight.pattern.m:
             left_alone.append(weight.name)
         elif ensured(weight):
-            weight.layer.input_mvue = weight.pattern
+            weight.layer.input_mvue = Pattern(weight.pattern.n, weight.pattern.m)
         else:
             left_alone.append(weight.name)
     return left_alone
