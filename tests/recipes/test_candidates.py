@@ -4,6 +4,7 @@ written by hand.
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -226,3 +227,40 @@ def test_the_prior_prefers_large_weights() -> None:
                 sorted(MASKS[int(logits[place].argmax())])
                 == kept[place].nonzero().flatten().tolist()
             )
+
+
+def test_every_weight_and_step_has_noise_of_its_own() -> None:
+    """Of equal logits the blend is the noise's."""
+    model = nn.Sequential(*(nn.Linear(4, 1, bias=False) for _ in range(80)))
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    recipe = (handle := nmrun.sparsify(model, optimizer, "maskllm", "2:4", 1000, dense=0.0)).recipe
+    blends = []
+    for step in (0, 1, 500):
+        for weight in handle.sparse:
+            recipe.scores(weight).data.zero_()
+            with recipe.at(step):
+                recipe.project(weight, torch.empty_like(weight.dense))
+            blends.append(recipe.soft[weight.name].flatten())
+    assert torch.stack(blends).unique(dim=0).shape == (240, 6)
+
+
+@pytest.mark.parametrize("step", [0, 3, 10])
+def test_kappa_and_temperature_change_linearly_up_to_the_last_step(step: int) -> None:
+    chance = torch.Generator().manual_seed(1)
+
+    def centred(logits: Tensor) -> Tensor:
+        return logits - logits.mean(-1, keepdim=True)  # a softmax knows no more of them
+
+    def blended(scale: float, **options: Any) -> tuple[Tensor, Tensor]:
+        _, _, handle = maskllm(11, dense=0.0, **options)
+        recipe, weight = handle.recipe, handle.sparse[0]
+        scores = recipe.scores(weight).data
+        scores.copy_(scale * torch.randn(scores.shape, generator=chance))
+        with recipe.at(step):
+            recipe.project(weight, torch.empty_like(weight.dense))
+        return centred(recipe.soft[weight.name].log()), centred(scores)
+
+    noise, _ = blended(0.0, kappa=(1.0, 1.0), temperature=(1.0, 1.0))
+    found, scores = blended(1.0, kappa=(2.0, 12.0), temperature=(4.0, 1.0))
+    wanted = ((2.0 + step) * scores + noise) / (4.0 - 0.3 * step)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)

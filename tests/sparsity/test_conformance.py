@@ -118,6 +118,37 @@ def test_compiled_equals_eager(recipe: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
+MASKED = {"asp", "ste_periodic", "slope", "mdgf_linear", "mdgf_exponential"}  # at the end
+FULL = {"ste", "sr_ste", "step", "s_ste", "decay_mask", "sdgf_stepwise", "sdgf_geometric"}
+
+
+@pytest.mark.parametrize("recipe", SPARSE)
+def test_where_gradients_are_said_to_be_masked_those_of_pruned_weights_count_for_nothing(
+    recipe: str,
+) -> None:
+    """Products that compute the others alone are then right."""
+    ends, said = [], []
+    for noise in (0.0, 1.0):
+        model, optimizer, handle = start(recipe)
+        for step in range(TOTAL):
+            x, y = batch(step)
+            (model(x) - y).square().mean().backward()
+            if step == TOTAL - 2:
+                said = [handle.recipe.masks_gradient(weight) for weight in handle.sparse]
+                for weight in handle.sparse:
+                    assert weight.parameter.grad is not None
+                    weight.parameter.grad += noise * (weight.parameter.detach() == 0)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(torch.cat([weight.dense.detach().flatten() for weight in handle.sparse]))
+    if recipe in MASKED or all(said):
+        assert all(said)
+        assert torch.equal(*ends)
+    if recipe in FULL:
+        assert not any(said)
+        assert not torch.equal(*ends)
+
+
 # bytes of one float32 weight at 2:4 beside parameter and the optimizer's own state: the dense
 # weight, then what the docstring says
 PER_WEIGHT = {

@@ -5,13 +5,16 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from runs import config
 
+from nmrun import ranks
 from nmrun.config.identity import run_folder
 from nmrun.train import checkpoint, runner
 
@@ -72,3 +75,57 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> Non
         "starting over",
     ]
     assert checkpoint.load_last(tmp_path / "nowhere") == (None, [])
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1, 2**32 + 5, 3**32 + 1, 2**63 + 9, 2**64 - 1])
+def test_every_seed_is_given_to_every_generator_as_far_as_it_takes_it(seed: int) -> None:
+    checkpoint.seed_everything(seed)
+    assert random.random() == random.Random(seed).random()
+    assert np.random.random() == np.random.RandomState(seed % 2**32).random_sample()
+    alone = torch.Generator().manual_seed(seed % 2**63)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=alone))
+
+
+@pytest.mark.parametrize(("devices", "restored"), [(2, True), (1, False), (0, False)])
+def test_generators_of_gpus_come_back_where_there_are_as_many(
+    devices: int, restored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [torch.tensor([1]), torch.tensor([2])]
+    set_again: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", set_again.append)
+    state = checkpoint.random_state()
+    assert state["cuda"] == states
+    checkpoint.restore_random_state(state)
+    assert set_again == ([states] if restored else [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert checkpoint.random_state()["cuda"] == []
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_rank_that_does_not_lead_has_what_the_leader_found(
+    damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader has put the checkpoint that is whole in its place, when it is read."""
+    for step in (1, 2):
+        checkpoint.save_next(tmp_path, {"step": step, "tensor": torch.arange(step)})
+    if damaged:
+        (tmp_path / "checkpoint.pt").write_bytes(b"nothing")
+    sent: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "world", lambda: 2)
+        patch.setattr(ranks, "from_leader", lambda value: sent.append(value) or value)
+        ours, said = checkpoint.load_last(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "world", lambda: 2)
+        patch.setattr(ranks, "leads", lambda: False)
+        patch.setattr(ranks, "from_leader", lambda _: sent.pop(0))
+        theirs, said_there = checkpoint.load_last(tmp_path)
+    assert ours is not None
+    assert theirs is not None
+    assert ours["step"] == theirs["step"] == (1 if damaged else 2)
+    assert torch.equal(theirs["tensor"], torch.arange(theirs["step"]))
+    assert said == said_there
+    assert sent == []
