@@ -2,7 +2,8 @@
 
 Three things by shape, tokens and ratio: the forward product; the three products of a training step
 with the packing of the weight; the same with the weight gradient at the kept entries alone. float32.
-Dense is what torch calls (MKL), or oneDNN, whichever is faster in the median; both are shown. With
+Dense is what torch calls (MKL), or oneDNN, whichever is faster in the median; both are shown. The
+dense weight gradient of a packed step is by the faster of the two as well, as it is in a run. With
 one thread the clock is the thread's CPU time, with more the wall's.
 """
 
@@ -22,7 +23,7 @@ from nmrun.bench import output
 from nmrun.bench.timing import Clock, Row, fault, rounds, speedup
 from nmrun.kernels import cpu_products
 from nmrun.patterns import Pattern
-from nmrun.products import linear_cpu
+from nmrun.products import dense_cpu, linear_cpu
 from nmrun.sparsity.masks import hard_threshold
 
 WHAT = {
@@ -87,6 +88,7 @@ def measure(
         for what, call in calls.items()
     }
     wrong: dict[str, str] = {}
+    gradient = _gradient(x, dz, count, clock)
     for ratio in ratios:
         weight = hard_threshold(full, Pattern.parse(ratio), 1).contiguous()
         packed = linear_cpu.Packed((outputs, inputs), torch.float32, Pattern.parse(ratio))
@@ -109,7 +111,7 @@ def measure(
             linear_cpu.weight_gradient(dz, x, f, how)
 
         arms[f"{ratio} forward"] = z
-        arms[f"{ratio} step"] = partial(step, "dense")
+        arms[f"{ratio} step"] = partial(step, gradient)
         arms[f"{ratio} masked"] = partial(step, "sampled")
         if found := fault(z, functional.linear(x, weight)):
             wrong[ratio] = found
@@ -130,6 +132,15 @@ def measure(
             figures = {"wrong": wrong[ratio]} if ratio in wrong else speedup(taken, bases[better])
             rows.append({**about, "what": what, **arm, **over, **figures})
     return rows
+
+
+def _gradient(x: Tensor, dz: Tensor, count: int, clock: Clock) -> str:
+    """The faster way to a dense weight gradient: torch's or oneDNN's."""
+    ways = ("dense", dense_cpu.NAME)
+    arms = {how: partial(linear_cpu.weight_gradient, dz, x, [], how) for how in ways}
+    with torch.no_grad():
+        times = rounds(arms, count, clock)
+    return min(ways, key=lambda how: statistics.median(times[how]))
 
 
 def speedup_of(times: Sequence[float], base: Sequence[float]) -> list[float]:

@@ -17,16 +17,20 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nmrun.files import whole
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
-CHUNK = 1 << 16  # weights that a thread should at least get
+CHUNK = 1 << 15  # weights that a thread should at least get
+MOST = 16  # operands, as in nm_parts.c
+BEGIN, END = object(), object()
+IMPORTED_IN = os.getpid()  # libgomp's threads do not survive a fork, and it would wait for them
 
 
 def library(name: str, sources: Sequence[str], flags: Sequence[str] = ()) -> ctypes.CDLL | None:
@@ -63,18 +67,54 @@ def find_compiler() -> str | None:
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
 
-def in_parts(rows: int, weights: int, work: Callable[[int, int], object]) -> None:
-    """``work(begin, end)`` for parts of ``rows``, on as many threads as torch has and ``weights``
-    are worth.
+def in_parts(
+    kernel: Callable[..., int], operands: Sequence[Any], rows: int, weights: int, unit: int = 1
+) -> None:
+    """Call a kernel for parts of its rows, on as many of torch's threads as they are worth.
+
+    Args:
+        kernel: a function of a :func:`library` that takes pointers and whole numbers.
+        operands: what it is called with; :data:`BEGIN` and :data:`END` stand for a part's rows.
+        rows: how many there are.
+        weights: the work in them all, in weights of a pass over memory.
+        unit: all parts but the last are multiples of it.
+
+    Raises:
+        MemoryError: where it does not return 0.
     """
-    threads = max(1, min(torch.get_num_threads(), weights // CHUNK, rows))
-    step = -(-rows // threads)
-    parts = [(begin, min(begin + step, rows)) for begin in range(0, rows, step)]
-    # ctypes lets go of the interpreter lock during a call
-    jobs = [_pool(os.getpid()).submit(work, *part) for part in parts[1:]]
-    work(*parts[0])
-    for job in jobs:
-        job.result()
+    threads = torch.get_num_threads()
+    count = max(1, min(threads, weights // CHUNK, -(-rows // unit)))
+    step = -(-rows // (count * unit)) * unit
+    calls = [
+        [begin if o is BEGIN else min(begin + step, rows) if o is END else o for o in operands]
+        for begin in range(0, rows, step)
+    ]
+    if len(calls) > 1 and os.getpid() == IMPORTED_IN and (run := _region()):
+        width = len(operands)
+        words = (ctypes.c_int64 * MOST * len(calls))()
+        for place, call in zip(words, calls, strict=True):
+            place[:width] = [o or 0 for o in call]
+        failed = run(threads, ctypes.cast(kernel, ctypes.c_void_p), words, len(calls))  # type: ignore[arg-type]
+    else:  # ctypes lets go of the interpreter lock during a call
+        jobs = [_pool(os.getpid()).submit(kernel, *call) for call in calls[1:]]
+        failed = any([kernel(*call) for call in calls[:1]] + [job.result() for job in jobs])
+    if failed:
+        raise MemoryError("no memory for the products of a packed weight")
+
+
+@cache
+def _region() -> Callable[..., int] | None:
+    """``nm_parts.c`` with torch's OpenMP runtime; None without one whose entry is libgomp's."""
+    try:
+        region = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):  # TypeError: Windows has no such handle
+        return None
+    if (parts := library("nm_parts", ("nm_parts",))) is None:
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    parts.nm_parts.argtypes = [pointer, size, pointer, pointer, size]
+    parts.nm_parts.restype = ctypes.c_int
+    return partial(parts.nm_parts, ctypes.cast(region, pointer))
 
 
 @cache

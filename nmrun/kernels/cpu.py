@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nmrun.kernels import compiled
-from nmrun.kernels.compiled import in_parts
+from nmrun.kernels.compiled import BEGIN, END, in_parts
 from nmrun.kernels.layout import as_stored, filled, stored_alike
 from nmrun.patterns import Pattern
 
@@ -51,13 +51,9 @@ def project(
     whole = filled(weight, pattern, dim)
     result = out if whole is weight else torch.empty_like(whole)
     source, target = whole.data_ptr(), result.data_ptr()
-    in_parts(
-        whole.numel() // pattern.m,
-        whole.numel(),
-        lambda begin, end: kernel.nm_project(
-            source, target, begin, end, inner, soft, scale, factor
-        ),
-    )
+    numbers = (ctypes.c_float * 2)(scale, factor)
+    operands = (source, target, BEGIN, END, inner, int(soft), ctypes.addressof(numbers))
+    in_parts(kernel.nm_project, operands, whole.numel() // pattern.m, whole.numel())
     if result is not out:
         out.copy_(result.narrow(dim, 0, out.shape[dim]))
     return True
@@ -75,11 +71,8 @@ def mask(weight: Tensor, out: Tensor, pattern: Pattern, dim: int) -> bool:
     whole = filled(weight, pattern, dim)
     result = out if whole is weight else torch.empty_like(whole, dtype=torch.bool)
     source, target = whole.data_ptr(), result.data_ptr()
-    in_parts(
-        whole.numel() // pattern.m,
-        whole.numel(),
-        lambda begin, end: kernel.nm_mask(source, target, begin, end, inner),
-    )
+    operands = (source, target, BEGIN, END, inner)
+    in_parts(kernel.nm_mask, operands, whole.numel() // pattern.m, whole.numel())
     if result is not out:
         out.copy_(result.narrow(dim, 0, out.shape[dim]))
     return True
@@ -98,12 +91,9 @@ def project_rows(weight: Tensor, out: Tensor, pattern: Pattern, order: Tensor) -
     if not fits or (kernel := load(pattern)) is None:
         return False
     _, (weight, out) = as_stored(0, weight, out)
-    addresses, length = [t.data_ptr() for t in (weight, out, order)], weight[0].numel()
-
-    def part(begin: int, end: int) -> None:
-        kernel.nm_project_rows(*addresses, begin, end, length)
-
-    in_parts(len(weight) // pattern.m, weight.numel(), part)
+    addresses = [t.data_ptr() for t in (weight, out, order)]
+    operands = (*addresses, BEGIN, END, weight[0].numel())
+    in_parts(kernel.nm_project_rows, operands, len(weight) // pattern.m, weight.numel())
     return True
 
 
@@ -129,19 +119,10 @@ def load(pattern: Pattern, fades: bool = False, adam: bool = False) -> ctypes.CD
     kernel = compiled.library(f"{names[-1]}-{pattern.slug}", names, flags)
     if kernel is None:
         return None
-    pointer, size, flag, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-    kernel.nm_project.argtypes, kernel.nm_project.restype = (
-        [pointer] * 2 + [size] * 3 + [flag] + [number] * 2,
-        None,
-    )
-    kernel.nm_mask.argtypes, kernel.nm_mask.restype = [pointer] * 2 + [size] * 3, None
-    kernel.nm_project_rows.argtypes, kernel.nm_project_rows.restype = (
-        [pointer] * 3 + [size] * 3,
-        None,
-    )
+    pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    kernel.nm_project.argtypes = [pointer] * 2 + [size] * 3 + [flag, pointer]
+    kernel.nm_mask.argtypes = [pointer] * 2 + [size] * 3
+    kernel.nm_project_rows.argtypes = [pointer] * 3 + [size] * 3
     if adam:
-        kernel.nm_adam.argtypes, kernel.nm_adam.restype = (
-            [pointer] * 6 + [size] * 3 + [pointer] + [flag] * 3,
-            None,
-        )
+        kernel.nm_adam.argtypes = [pointer] * 6 + [size] * 3 + [pointer] + [flag] * 3
     return kernel

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 
 from nmrun.kernels import cpu
-from nmrun.kernels.compiled import in_parts
+from nmrun.kernels.compiled import BEGIN, END, in_parts
 from nmrun.kernels.layout import as_stored
 from nmrun.kernels.operands import Operands
 
@@ -39,11 +39,9 @@ def step(o: Operands, scalars: list[float]) -> None:
     values = (ctypes.c_float * (len(scalars) + 1))(*scalars, scale)
     addresses = [t.data_ptr() for t in tensors]
     addresses.append(0 if rule.mask is None else rule.mask.data_ptr())
-
-    def part(begin: int, end: int) -> None:
-        kernel.nm_adam(*addresses, begin, end, inner, values, edit, soft, o.frozen)
-
-    in_parts(rows, update.dense.numel(), part)
+    flags = (edit, int(soft), int(o.frozen))
+    operands = (*addresses, BEGIN, END, inner, ctypes.addressof(values), *flags)
+    in_parts(kernel.nm_adam, operands, rows, update.dense.numel())
 
 
 def _library(o: Operands) -> ctypes.CDLL | None:

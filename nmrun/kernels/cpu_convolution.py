@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nmrun.kernels.compiled import in_parts
+from nmrun.kernels.compiled import BEGIN, END, in_parts
 from nmrun.kernels.cpu_products import PANEL, WORTH, PackedMatrix, loaded
 
 Pair = tuple[int, int]
@@ -105,15 +105,10 @@ def _run(
     work = min(images, PANEL) * len(weight.values) * height * width // WORTH
     for first in range(0, images, PANEL):
         some = (first, min(first + PANEL, images))
-        in_parts(pixels, pixels * columns * PANEL // 8, lambda *part, some=some: library.nm_turn(
-            x.data_ptr(), about, *some, *part, turned.data_ptr()))  # fmt: skip
-
-        def rows(begin: int, end: int, some: Pair = some) -> None:
-            operands = (turned.data_ptr(), out.data_ptr(), bias_at, *parts, about)
-            if library.nm_convolution(*operands, *some, begin, end):
-                raise MemoryError(f"no memory for a convolution to {weight.rows} channels")
-
-        in_parts(height, work, rows)
+        turn = (x.data_ptr(), about, *some, BEGIN, END, turned.data_ptr())
+        in_parts(library.nm_turn, turn, pixels, pixels * columns * PANEL // 8)
+        convolve = (turned.data_ptr(), out.data_ptr(), bias_at, *parts, about, *some, BEGIN, END)
+        in_parts(library.nm_convolution, convolve, height, work)
     return out
 
 

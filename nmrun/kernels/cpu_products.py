@@ -11,19 +11,21 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nmrun.kernels import compiled
-from nmrun.kernels.compiled import in_parts
+from nmrun.kernels.compiled import BEGIN, END, in_parts
 
 BLOCK = 128  # columns, as in nm_product.c
 PANEL = 64  # tokens, as in nm_product.c
+LINE = 16  # rows whose results of a token share a piece of the cache
 FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 DTYPES = (torch.float32, torch.bfloat16)  # of the dense operands
 FULL = 4  # from more than one entry in so many on the transpose is packed from the matrix itself
-WORTH = 64  # multiplications that cost as much as a weight in another pass, see in_parts
+WORTH = 16  # multiplications that cost as much as a weight in another pass, see in_parts
 LOW, TURNED = 3, 4  # flags of nm_product.c
 
 
@@ -95,7 +97,7 @@ class PackedMatrix:
         parts = [t.data_ptr() for t in (self.values, self.index, self.start)]
         shape, to = (self.taps, self.rows, self.columns), out.data_ptr()
         library = loaded()
-        in_parts(self.rows, out.numel(), lambda *part: library.nm_unpack(*parts, *shape, *part, to))
+        in_parts(library.nm_unpack, (*parts, *shape, BEGIN, END, to), self.rows, out.numel())
         return out
 
 
@@ -123,24 +125,24 @@ def pack(matrix: Tensor, rows: PackedMatrix, turned: PackedMatrix | None = None)
     library, size = loaded(), matrix.numel()
     r, c, taps = rows.rows, rows.columns, rows.taps
     source, start = (matrix.data_ptr(), taps, r, c), rows.start.data_ptr()
-    in_parts(r, size, lambda *part: library.nm_count(*source, *part, start))
+    in_parts(library.nm_count, (*source, BEGIN, END, start), r, size)
     count = library.nm_starts(start, len(rows.start) - 1)
     if count > len(rows.values):
         rows.start.zero_()
         raise ValueError(f"{count} non-zeros in a matrix that should have {len(rows.values)}")
     to = (rows.values.data_ptr(), rows.index.data_ptr())
-    in_parts(r, size, lambda *part: library.nm_fill(*source, *part, start, *to))
+    in_parts(library.nm_fill, (*source, BEGIN, END, start, *to), r, size)
     if turned is None:
         return
     blocks, begins = taps * blocks_of(r), turned.start.data_ptr()
     into = (begins, turned.values.data_ptr(), turned.index.data_ptr())
     if FULL * count > size and hasattr(library, "nm_turned"):
-        in_parts(blocks, size, lambda *part: library.nm_turned(*source, *part, start, *into))
+        in_parts(library.nm_turned, (*source, BEGIN, END, start, *into), blocks, size)
         return
     counted, filled = (rows.index.data_ptr(), start, r, c), (*to, start, r, c)
-    in_parts(blocks, size, lambda *part: library.nm_count_turned(*counted, *part, begins))
+    in_parts(library.nm_count_turned, (*counted, BEGIN, END, begins), blocks, size)
     library.nm_starts(begins, len(turned.start) - 1)
-    in_parts(blocks, size, lambda *part: library.nm_fill_turned(*filled, *part, *into))
+    in_parts(library.nm_fill_turned, (*filled, BEGIN, END, *into), blocks, size)
 
 
 def multiply(
@@ -162,20 +164,30 @@ def multiply(
     out = x.new_empty((matrix.rows, tokens) if turned else (tokens, matrix.rows))
     bias = None if bias is None else bias.float().contiguous()
     flags = TURNED if turned else LOW * (x.dtype == torch.bfloat16)
-    fixed = [_address(t) for t in (x, out, bias, matrix.values, matrix.index, matrix.start)]
-
-    def product(first: int, last: int, begin: int, end: int) -> None:
-        shape = (matrix.rows, matrix.columns, tokens, first, last, begin, end, flags)
-        if library.nm_product(*fixed, *shape):
-            raise MemoryError(f"no memory for a product of {matrix.rows} x {matrix.columns}")
-
-    panels, work = -(-tokens // PANEL), tokens * len(matrix.values) // WORTH
-    if panels >= torch.get_num_threads():
-        by_panel = lambda a, b: product(a * PANEL, min(b * PANEL, tokens), 0, matrix.rows)  # noqa: E731
-        in_parts(panels, work, by_panel)
-    else:
-        in_parts(matrix.rows, work, lambda begin, end: product(0, tokens, begin, end))
+    operands = [_address(t) for t in (x, out, bias, matrix.values, matrix.index, matrix.start)]
+    operands += [matrix.rows, matrix.columns, tokens]
+    in_panels(library.nm_product, operands, flags, tokens, matrix.rows, len(matrix.values))
     return out
+
+
+def in_panels(
+    kernel: Any, operands: Sequence[int], flags: int, tokens: int, rows: int, count: int
+) -> None:
+    """Call ``nm_product`` for panels of tokens, or for rows where there are few panels.
+
+    Args:
+        kernel: ``nm_product``.
+        operands: its first, up to ``all``.
+        flags: its last.
+        tokens: how many there are.
+        rows: of the matrix.
+        count: of its non-zeros.
+    """
+    work = tokens * count // WORTH
+    if -(-tokens // PANEL) >= torch.get_num_threads():
+        in_parts(kernel, (*operands, BEGIN, END, 0, rows, flags), tokens, work, PANEL)
+    else:
+        in_parts(kernel, (*operands, 0, tokens, BEGIN, END, flags), rows, work, LINE)
 
 
 def sampled(x: Tensor, y: Tensor, kept: PackedMatrix) -> Tensor:
@@ -193,13 +205,8 @@ def sampled(x: Tensor, y: Tensor, kept: PackedMatrix) -> Tensor:
     sums = torch.zeros_like(kept.values)
     flags = (x.dtype == torch.bfloat16) + 2 * (y.dtype == torch.bfloat16)
     fixed = [_address(t) for t in (x, y, kept.index, kept.start)]
-
-    def part(begin: int, end: int) -> None:
-        shape = (kept.rows, kept.columns, len(x), begin, end, flags, sums.data_ptr())
-        if library.nm_sampled(*fixed, *shape):
-            raise MemoryError(f"no memory for a product of {kept.rows} x {kept.columns}")
-
-    in_parts(kept.rows, len(x) * len(sums) // WORTH, part)
+    shape = (kept.rows, kept.columns, len(x), BEGIN, END, flags, sums.data_ptr())
+    in_parts(library.nm_sampled, (*fixed, *shape), kept.rows, len(x) * len(sums) // WORTH)
     return PackedMatrix(sums, kept.index, kept.start, kept.rows, kept.columns).dense()
 
 
@@ -223,21 +230,20 @@ def _library() -> ctypes.CDLL | None:
     if library is None:
         return None
     p, n, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    for name, arguments, result in (
-        ("nm_count", [p, *[n] * 5, p], None),
-        ("nm_starts", [p, n], n),
-        ("nm_fill", [p, *[n] * 5, *[p] * 3], None),
-        ("nm_count_turned", [p, p, *[n] * 4, p], None),
-        ("nm_fill_turned", [*[p] * 3, *[n] * 4, *[p] * 3], None),
-        ("nm_unpack", [*[p] * 3, *[n] * 5, p], None),
-        ("nm_product", [*[p] * 6, *[n] * 7, flag], flag),
-        ("nm_token", [*[p] * 7, *[n] * 5, flag, flag], flag),
-        ("nm_turn", [p, p, *[n] * 4, p], None),
-        ("nm_convolution", [*[p] * 7, *[n] * 4], flag),
-        ("nm_sampled", [*[p] * 4, *[n] * 5, flag, p], flag),
+    for name, arguments in (
+        ("nm_count", [p, *[n] * 5, p]),
+        ("nm_fill", [p, *[n] * 5, *[p] * 3]),
+        ("nm_count_turned", [p, p, *[n] * 4, p]),
+        ("nm_fill_turned", [*[p] * 3, *[n] * 4, *[p] * 3]),
+        ("nm_unpack", [*[p] * 3, *[n] * 5, p]),
+        ("nm_product", [*[p] * 6, *[n] * 7, flag]),
+        ("nm_token", [*[p] * 7, *[n] * 5, flag, flag]),
+        ("nm_turn", [p, p, *[n] * 4, p]),
+        ("nm_convolution", [*[p] * 7, *[n] * 4]),
+        ("nm_sampled", [*[p] * 4, *[n] * 5, flag, p]),
     ):
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, result
+        getattr(library, name).argtypes = arguments
+    library.nm_starts.argtypes, library.nm_starts.restype = [p, n], n
     if hasattr(library, "nm_turned"):  # where there is AVX-512
-        library.nm_turned.argtypes, library.nm_turned.restype = [p, *[n] * 5, *[p] * 4], None
+        library.nm_turned.argtypes = [p, *[n] * 5, *[p] * 4]
     return library

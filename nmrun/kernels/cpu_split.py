@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nmrun.kernels import compiled
+from nmrun.kernels.compiled import BEGIN, END, in_parts
 from nmrun.kernels.layout import as_stored, stored_alike
 
 PIECE = 4096  # entries, as in nm_split.c
@@ -37,10 +38,9 @@ def split(values: Tensor, mask: Tensor, squares: bool) -> Tensor | None:
     count = values.numel()
     pieces = -(-count // PIECE)
     sums = torch.empty(pieces, 2, dtype=torch.float64)
-    operands, to = (values.data_ptr(), mask.data_ptr(), count), sums.data_ptr()
-    compiled.in_parts(
-        pieces, count, lambda begin, end: kernel.nm_split(*operands, begin, end, squares, to)
-    )
+    tensors = (values.data_ptr(), mask.data_ptr(), count)
+    operands = (*tensors, BEGIN, END, int(squares), sums.data_ptr())
+    in_parts(kernel.nm_split, operands, pieces, count)
     return sums.sum(0)
 
 
@@ -50,5 +50,4 @@ def _library() -> ctypes.CDLL | None:
     if library is not None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         library.nm_split.argtypes = [*[pointer] * 2, *[size] * 3, ctypes.c_int, pointer]
-        library.nm_split.restype = None
     return library

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from nmrun.kernels import cpu_products
-from nmrun.kernels.compiled import in_parts
-from nmrun.kernels.cpu_products import BLOCK, LOW, PANEL, WORTH
+from nmrun.kernels.compiled import BEGIN, END, in_parts
+from nmrun.kernels.cpu_products import BLOCK, LOW, in_panels
 
 TILE = 16  # rows, and columns of a segment
 SEGMENTS = BLOCK // TILE
 FEW = 8  # tokens that nm_token.c takes; from about 12 on nm_product.c is faster
-FEW_WORTH = 8  # its multiplications that cost as much as a weight in another pass, see in_parts
+FEW_WORTH = 4  # its multiplications that cost as much as a weight in another pass, see in_parts
 TILED, LOW_VALUES = 8, 16  # flags of nm_product.c
 ALIKE = (1, 2, 4, 8)  # slots a segment that nm_token.c has loops for
 
@@ -140,30 +140,11 @@ def multiply(x: Tensor, matrix: TiledMatrix, bias: Tensor | None = None) -> Tens
     fixed = [x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()]
     fixed += [part.data_ptr() for part in parts]
     size = (rows, columns, tokens)
-
-    def few(begin: int, end: int) -> None:
-        _done(
-            library.nm_token(
-                *fixed, matrix.counts.data_ptr(), *size, begin, end, matrix.same, flags
-            )
-        )
-
-    def many(first: int, last: int, begin: int, end: int) -> None:
-        _done(library.nm_product(*fixed, *size, first, last, begin, end, flags + TILED))
-
-    work = tokens * matrix.values.numel()
+    count = matrix.values.numel()
     if tokens <= FEW:
-        in_parts(-(-rows // TILE), work // FEW_WORTH, few)
-        return out
-    panels = -(-tokens // PANEL)
-    if panels >= torch.get_num_threads():
-        by_panel = lambda a, b: many(a * PANEL, min(b * PANEL, tokens), 0, rows)  # noqa: E731
-        in_parts(panels, work // WORTH, by_panel)
+        counts = matrix.counts.data_ptr()
+        operands = (*fixed, counts, *size, BEGIN, END, matrix.same, flags)
+        in_parts(library.nm_token, operands, -(-rows // TILE), tokens * count // FEW_WORTH)
     else:
-        in_parts(rows, work // WORTH, lambda begin, end: many(0, tokens, begin, end))
+        in_panels(library.nm_product, (*fixed, *size), flags + TILED, tokens, rows, count)
     return out
-
-
-def _done(failed: int) -> None:
-    if failed:
-        raise MemoryError("no memory for a product of packed weights")

@@ -40,10 +40,11 @@ static inline __attribute__((always_inline)) void update(float *restrict weight,
 }
 
 /* Rows `begin` to `end` of the weight, M * inner elements each; with a mask it is what is kept, else the N largest of M. */
-void nm_adam(float *weight, const float *grad, float *first, float *second, float *out, const uint8_t *mask, int64_t begin, int64_t end,
+int nm_adam(float *weight, const float *grad, float *first, float *second, float *out, const uint8_t *mask, int64_t begin, int64_t end,
              int64_t inner, const Scalars *s, int edit, int soft, int frozen) {
   int64_t row = M * inner, rows = row < PIECE ? PIECE / row : 1;
   int coupled = s->coupled != 0.0f, held = mask != NULL;
+  const float projected[2] = {s->scale, s->factor};
   for (int64_t r = begin; r < end; r += rows) {
     int64_t last = r + rows < end ? r + rows : end, at = r * row, count = (last - r) * row;
     float *w = weight + at, *m = first + at, *v = second + at, *o = out + at;
@@ -55,6 +56,7 @@ void nm_adam(float *weight, const float *grad, float *first, float *second, floa
 #define CASES(E, H) CASE(E, H, 0, 0) CASE(E, H, 0, 1) CASE(E, H, 1, 0) CASE(E, H, 1, 1)
       CASES(AS_IS, 0) CASES(AS_IS, 1) CASES(DECAYED, 0) CASES(DECAYED, 1) CASES(SCALED, 0) CASES(SCALED, 1)
     }
-    if (!held) nm_project(weight, out, r * inner, last * inner, inner, soft, s->scale, s->factor);
+    if (!held) nm_project(weight, out, r * inner, last * inner, inner, soft, projected);
   }
+  return 0;
 }

@@ -25,10 +25,11 @@ static int64_t source(const Geometry *g, int axis, int64_t p, int64_t tap) {
 }
 
 /* Turn pixels `begin` to `end` of images `first` to `last`: pixel p of `turned` is a panel (columns, TOKENS). */
-void nm_turn(const float *x, const Geometry *g, int64_t first, int64_t last, int64_t begin, int64_t end, float *turned) {
+int nm_turn(const float *x, const Geometry *g, int64_t first, int64_t last, int64_t begin, int64_t end, float *turned) {
   int64_t stride = g->height * g->width * g->columns;
   for (int64_t p = begin; p < end; p++)
     load_panel(x + p * g->columns, stride, g->columns, first, last, 0, turned + p * g->columns * TOKENS);
+  return 0;
 }
 
 /* Rows of output pixels `begin` to `end` of images `first` to `last`. Returns 0, or 1 without memory. */

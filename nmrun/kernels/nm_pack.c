@@ -27,7 +27,7 @@ static const float *element(const float *matrix, int64_t taps, int64_t columns, 
 }
 
 /* start[b * rows + r + 1]: how many non-zeros row r has in block b, for rows `begin` to `end`. */
-void nm_count(const float *matrix, int64_t taps, int64_t rows, int64_t columns, int64_t begin, int64_t end, int32_t *start) {
+int nm_count(const float *matrix, int64_t taps, int64_t rows, int64_t columns, int64_t begin, int64_t end, int32_t *start) {
   for (int64_t r = begin; r < end; r++)
     for (int64_t b = 0; b < taps * blocks(columns); b++) {
       const float *from = element(matrix, taps, columns, r, b);
@@ -35,6 +35,7 @@ void nm_count(const float *matrix, int64_t taps, int64_t rows, int64_t columns, 
       for (int64_t c = 0; c < width(columns, b); c++) count += from[c] != 0.0f;
       start[b * rows + r + 1] = count;
     }
+  return 0;
 }
 
 /* Counts into where each begins; returns how many there are in all. */
@@ -69,16 +70,17 @@ static inline int64_t append(const float *from, int64_t count, float *values, ui
   return to;
 }
 
-void nm_fill(const float *matrix, int64_t taps, int64_t rows, int64_t columns, int64_t begin, int64_t end, const int32_t *start, float *values,
+int nm_fill(const float *matrix, int64_t taps, int64_t rows, int64_t columns, int64_t begin, int64_t end, const int32_t *start, float *values,
              uint8_t *index) {
   for (int64_t b = 0; b < taps * blocks(columns); b++)
     for (int64_t r = begin; r < end; r++)
       append(element(matrix, taps, columns, r, b), width(columns, b), values, index, start[b * rows + r], start[b * rows + r + 1]);
+  return 0;
 }
 
 /* From what is stored by rows: turned_start[b * columns + c + 1] is how many non-zeros column c has in block b of rows, counted through all
    taps, for blocks `begin` to `end`. */
-void nm_count_turned(const uint8_t *index, const int32_t *start, int64_t rows, int64_t columns, int64_t begin, int64_t end,
+int nm_count_turned(const uint8_t *index, const int32_t *start, int64_t rows, int64_t columns, int64_t begin, int64_t end,
                      int32_t *turned_start) {
   for (int64_t block = begin; block < end; block++)
     for (int64_t b = 0; b < blocks(columns); b++) {
@@ -87,9 +89,10 @@ void nm_count_turned(const uint8_t *index, const int32_t *start, int64_t rows, i
       for (int64_t e = start[first]; e < start[first + width(rows, block)]; e++) count[index[e]]++;
       memcpy(turned_start + block * columns + b * BLOCK + 1, count, width(columns, b) * sizeof(int32_t));
     }
+  return 0;
 }
 
-void nm_fill_turned(const float *values, const uint8_t *index, const int32_t *start, int64_t rows, int64_t columns, int64_t begin,
+int nm_fill_turned(const float *values, const uint8_t *index, const int32_t *start, int64_t rows, int64_t columns, int64_t begin,
                     int64_t end, const int32_t *turned_start, float *turned_values, uint8_t *turned_index) {
   for (int64_t block = begin; block < end; block++)
     for (int64_t b = 0; b < blocks(columns); b++) {
@@ -102,6 +105,7 @@ void nm_fill_turned(const float *values, const uint8_t *index, const int32_t *st
           turned_values[place] = values[e], turned_index[place] = (uint8_t)r;
         }
     }
+  return 0;
 }
 
 #if defined(__AVX512F__)
@@ -134,7 +138,7 @@ static void turn_tile(const float *from, int64_t stride, int64_t rows, int64_t c
 
 /* What nm_count_turned and nm_fill_turned do, from the matrix itself: a register at a time, whatever is in it. That is faster where more than
    a quarter is. */
-void nm_turned(const float *matrix, int64_t taps, int64_t rows, int64_t columns, int64_t begin, int64_t end, const int32_t *start,
+int nm_turned(const float *matrix, int64_t taps, int64_t rows, int64_t columns, int64_t begin, int64_t end, const int32_t *start,
                int32_t *turned_start, float *values, uint8_t *index) {
   float tile[16 * BLOCK];
   turned_start[0] = 0;
@@ -152,11 +156,12 @@ void nm_turned(const float *matrix, int64_t taps, int64_t rows, int64_t columns,
       }
     }
   }
+  return 0;
 }
 #endif
 
 /* Rows `begin` to `end` of the matrix (rows, taps * columns) with its zeros. */
-void nm_unpack(const float *values, const uint8_t *index, const int32_t *start, int64_t taps, int64_t rows, int64_t columns, int64_t begin,
+int nm_unpack(const float *values, const uint8_t *index, const int32_t *start, int64_t taps, int64_t rows, int64_t columns, int64_t begin,
                int64_t end, float *matrix) {
   memset(matrix + begin * taps * columns, 0, (end - begin) * taps * columns * sizeof(float));
   for (int64_t b = 0; b < taps * blocks(columns); b++)
@@ -164,4 +169,5 @@ void nm_unpack(const float *values, const uint8_t *index, const int32_t *start, 
       float *to = (float *)element(matrix, taps, columns, r, b);
       for (int64_t e = start[b * rows + r]; e < start[b * rows + r + 1]; e++) to[index[e]] = values[e];
     }
+  return 0;
 }

@@ -183,28 +183,33 @@ static inline __attribute__((always_inline)) void columns(const float *restrict 
   }
 }
 
-__attribute__((noinline)) void nm_project(const float *restrict weight, float *restrict out, int64_t begin, int64_t end, int64_t inner, int soft, float scale,
-                float factor) {
-  if (soft) columns(weight, out, 0, begin, end, inner, 1, scale, factor); /* each a loop of its own */
-  else columns(weight, out, 0, begin, end, inner, 0, scale, factor);
+/* The projection; numbers: scale and factor. */
+__attribute__((noinline)) int nm_project(const float *restrict weight, float *restrict out, int64_t begin, int64_t end, int64_t inner, int soft,
+                                         const float *numbers) {
+  if (soft) columns(weight, out, 0, begin, end, inner, 1, numbers[0], numbers[1]); /* each a loop of its own */
+  else columns(weight, out, 0, begin, end, inner, 0, numbers[0], numbers[1]);
+  return 0;
 }
 
-void nm_mask(const float *restrict weight, uint8_t *restrict mask, int64_t begin, int64_t end, int64_t inner) {
+int nm_mask(const float *restrict weight, uint8_t *restrict mask, int64_t begin, int64_t end, int64_t inner) {
   columns(weight, 0, mask, begin, end, inner, 0, 1.0f, 0.0f);
+  return 0;
 }
 
 /* Groups `begin` to `end` of M rows each, row order[group * M + j] of `length` weights being the j-th of its group: the projection along
    the rows as if they stood in that order. */
-void nm_project_rows(const float *restrict weight, float *restrict out, const int64_t *restrict order, int64_t begin, int64_t end,
+int nm_project_rows(const float *restrict weight, float *restrict out, const int64_t *restrict order, int64_t begin, int64_t end,
                      int64_t length) {
+  const float plain[2] = {1.0f, 0.0f};
   float from[M * BLOCK], to[M * BLOCK];
   for (int64_t group = begin; group < end; group++)
     for (int64_t column = 0; column < length; column += BLOCK) {
       int64_t count = length - column < BLOCK ? length - column : BLOCK;
       for (int j = 0; j < M; j++)
         memcpy(from + j * count, weight + order[group * M + j] * length + column, count * sizeof(float));
-      nm_project(from, to, 0, count, count, 0, 1.0f, 0.0f);
+      nm_project(from, to, 0, count, count, 0, plain);
       for (int j = 0; j < M; j++)
         memcpy(out + order[group * M + j] * length + column, to + j * count, count * sizeof(float));
     }
+  return 0;
 }

@@ -23,7 +23,7 @@ static inline __attribute__((always_inline)) void add(const float *values, const
 
 /* Pieces `begin` to `end` of `count` entries: sums[2 * piece] is of the kept, sums[2 * piece + 1] of the pruned; of their squares with
    `squares`. They depend on nothing but the piece. */
-void nm_split(const float *values, const uint8_t *mask, int64_t count, int64_t begin, int64_t end, int squares, double *sums) {
+int nm_split(const float *values, const uint8_t *mask, int64_t count, int64_t begin, int64_t end, int squares, double *sums) {
   for (int64_t piece = begin; piece < end; piece++) {
     int64_t i = piece * PIECE, last = i + PIECE < count ? i + PIECE : count;
     vec kept[2] = {0}, pruned[2] = {0};
@@ -41,4 +41,5 @@ void nm_split(const float *values, const uint8_t *mask, int64_t count, int64_t b
     for (int l = 0; l < LANES; l++) of_kept += (double)kept[0][l] + kept[1][l], of_pruned += (double)pruned[0][l] + pruned[1][l];
     sums[2 * piece] = of_kept, sums[2 * piece + 1] = of_pruned;
   }
+  return 0;
 }

@@ -1,0 +1,69 @@
+"""Work in parts on torch's threads: every row once, operands as they are, failures told."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import pytest
+import torch
+
+from nmrun.kernels import compiled
+from nmrun.kernels.compiled import BEGIN, END, in_parts
+
+pytestmark = pytest.mark.skipif(not compiled.find_compiler(), reason="no C compiler works here")
+Kernel = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * compiled.MOST)
+
+
+class Calls:
+    """A kernel that notes what it is called with, and fails for the part that begins at ``bad``."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        self.seen: list[tuple[int, ...]] = []
+        self.bad = bad
+        self.lock = threading.Lock()
+        self.kernel = Kernel(self.call)
+
+    def call(self, *words: int) -> int:
+        with self.lock:
+            self.seen.append(words)
+        return int(words[1] == self.bad)
+
+
+@pytest.fixture(params=["torch's threads", "threads of our own"])
+def three_threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(compiled, "CHUNK", 10)
+    if request.param == "threads of our own":
+        monkeypatch.setattr(compiled, "_region", lambda: None)
+    elif compiled._region() is None:
+        pytest.skip("torch has no OpenMP runtime here")
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights", "unit", "expected"),
+    [
+        (100, 1000, 1, [(0, 34), (34, 68), (68, 100)]),
+        (100, 1000, 16, [(0, 48), (48, 96), (96, 100)]),
+        (100, 20, 1, [(0, 50), (50, 100)]),  # two threads' worth
+        (100, 9, 1, [(0, 100)]),
+        (2, 1000, 1, [(0, 1), (1, 2)]),
+        (17, 1000, 16, [(0, 16), (16, 17)]),
+    ],
+)
+def test_every_row_is_in_one_part(
+    three_threads: None, rows: int, weights: int, unit: int, expected: list[tuple[int, int]]
+) -> None:
+    made, rest = Calls(), [*range(3, compiled.MOST)]
+    operands = (1 << 40, BEGIN, END, *rest)
+    in_parts(made.kernel, operands, rows, weights, unit)
+    assert sorted(words[1:3] for words in made.seen) == expected
+    assert {(words[0], *words[3:]) for words in made.seen} == {(1 << 40, *rest)}
+
+
+@pytest.mark.parametrize("bad", [0, 40, 80])
+def test_a_part_that_fails_fails_the_whole(three_threads: None, bad: int) -> None:
+    operands = (0, BEGIN, END, *[0] * (compiled.MOST - 3))
+    with pytest.raises(MemoryError, match="no memory"):
+        in_parts(Calls(bad).kernel, operands, 120, 1000)
+    in_parts(Calls(bad=7).kernel, operands, 120, 1000)
