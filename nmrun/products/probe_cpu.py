@@ -5,11 +5,13 @@ whether dense ones are by oneDNN: tested and timed once a shape, and remembered 
 from __future__ import annotations
 
 import functools
+import hashlib
 import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import ClassVar
 
@@ -256,5 +258,14 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
+@functools.cache
+def _kernels() -> str:
+    """A mark of the kernels' sources: times are those of one version."""
+    sources = sorted(resources.files("nmrun.kernels").iterdir(), key=lambda file: file.name)
+    texts = [file.read_bytes() for file in sources if file.name.endswith(".c")]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:8]
+
+
 def _machine() -> str:
-    return f"{_processor()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+    threads = f"{torch.get_num_threads()} threads"
+    return f"{_processor()}, {threads}, torch {torch.__version__}, kernels {_kernels()}"

@@ -324,6 +324,10 @@ def test_measured_once_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not first["packed"].wrong
     monkeypatch.setattr(probe_cpu, "measure", lambda shape: pytest.fail("measured again"))
     assert probe_cpu.probe(shape) == first
+    other = {"dense": Times(0.0, 1.0, 1.0, 1.0)}
+    monkeypatch.setattr(probe_cpu, "measure", lambda shape: other)
+    monkeypatch.setattr(probe_cpu, "_kernels", lambda: "of another version")
+    assert probe_cpu.probe(shape) == other
 
 
 def test_a_run_that_goes_on_takes_the_paths_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
