@@ -4,6 +4,7 @@ errors are printed so, their links lead to files that are there.
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import re
 import shlex
@@ -222,3 +223,28 @@ def test_a_table_of_results_is_computed_from_its_runs(page, file, baseline, coun
         if recipe != baseline:
             said = re.escape(difference.strip().replace("p<", "p\\<"))
             assert re.search(rf"^\| {recipe} +\| \**{said}", differences, re.M)
+
+
+def test_the_page_on_retraining_is_computed_from_its_runs(capsys):
+    """Its tables are what ``nmrun table`` prints, its learning rates the best of the trials."""
+    runs = ROOT / "docs/results/retraining.csv"
+    printed: list[str] = []
+    for baseline in ("sparsegpt dense", "ast"):
+        words = ("--rows", "recipe,init", "--baseline", baseline)
+        assert verb("table", str(runs), *words) == 0
+        printed += [line for line in capsys.readouterr().out.splitlines() if line[:1] == "|"]
+    text = (ROOT / "docs/results/retraining.md").read_text()
+    shown = [line for line in text.splitlines() if re.match(r"\|.*(\+-|p[<=])", line)]
+    assert len(shown) > 20
+    assert set(shown) <= set(printed)
+    with runs.with_name("retraining_trials.csv").open() as file:
+        trials = list(csv.DictReader(file))
+    with runs.open() as file:
+        trained = [run for run in csv.DictReader(file) if run["trainer.limit_batches"] == "98"]
+    assert len(trained) > 50
+    for run in trained:
+        own = [t for t in trials if all(t[k] == run[k] for k in ("recipe", "init", "sparsity"))]
+        best = min(own, key=lambda trial: float(trial["eval/perplexity"]))
+        rates = sorted(float(trial["optimizer.lr"]) for trial in own)
+        assert float(best["optimizer.lr"]) == float(run["optimizer.lr"])
+        assert rates[0] < float(run["optimizer.lr"]) < rates[-1]  # the best is at no end
