@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from nmrun.data.corpus import LEVELS
@@ -117,10 +117,8 @@ def _encoder(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, s
     found = _classifier(ours, config)
     if found is not None:
         return *found, []
-    save_file(
-        {name: run.state[f"head.{name}"] for name in ("weight", "bias")},
-        folder / "head.safetensors",
-    )
+    head = {name: run.state[f"head.{name}"].contiguous() for name in ("weight", "bias")}
+    (folder / "head.safetensors").write_bytes(save(head))
     note = f"  the encoder, for AutoModel; no classifier of transformers has this head ({options['pooling']}): head.safetensors"
     return ours.encoder, {name: name.removeprefix("encoder.") for name in run.state}, [note]
 

@@ -22,7 +22,11 @@ def replaced(path: Path, shared: bool = False) -> Iterator[Path]:
     owner = f"{os.getpid()}." if shared else ""
     partial = path.with_name(f"{path.name}.{owner}partial")
     try:
+        partial.unlink(missing_ok=True)
+        partial.touch()
+        mode = partial.stat().st_mode  # what others may read of a new file here
         yield partial
+        partial.chmod(mode)  # safetensors gives its files to their owner alone
         with partial.open("r+b") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)

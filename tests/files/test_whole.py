@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from nmrun.files import whole
 
@@ -68,3 +71,17 @@ def test_two_processes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert path.read_text() == "other, and longer"
     assert path.read_text() == "one"
     assert os.listdir(tmp_path) == ["cache.json"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="modes of POSIX")
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_who_may_read_a_new_file_may_read_weights(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        (tmp_path / "plain").touch()
+        with whole.replaced(tmp_path / "weights") as partial:
+            save_file({"weight": torch.ones(2)}, partial)  # makes a file for its owner alone
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "weights")}
+    assert modes == {0o666 & ~umask}
