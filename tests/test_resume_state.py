@@ -26,7 +26,8 @@ from training import (
 import nmrun
 from nmrun.errors import ConfigError
 
-SCORED = ("lbc", "maskllm")  # their scores are a parameter group: sparsify comes before loading
+# scores and adapters are a parameter group: sparsify comes before loading
+SCORED = ("lbc", "maskllm", "sqft")
 HALF = [("sr_ste", 1), ("asp", 2), ("asp", 7), ("step", 3), ("step", 7), ("s_ste", 4)]
 
 

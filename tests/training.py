@@ -21,6 +21,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "step": {"switch": 0.5, "decay": 0.1},
     "bi_mask": {"interval": 3, "candidates": 5, "decay": 0.1},
     "sr_ste": {"decay": 0.1},
+    "sqft": {"rank": 2},
     "ste_periodic": {"interval": 4, "gradient": "masked"},
 }
 SPARSE = [name for name in RECIPES if name != "dense"]

@@ -149,5 +149,6 @@ ARMS: dict[str, Attach] = {
     "slope": _recipe("slope"),
     "ast": _recipe("ast", total_steps=10**9),  # with a search for masks in one of ten steps
     "proxsparse": _recipe("proxsparse", total_steps=10**9, dense=0.0),  # while masks are learned
+    "sqft": _recipe("sqft"),
     "sr_ste_argsort": _argsort,
 }

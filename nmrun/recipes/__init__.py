@@ -41,6 +41,7 @@ RECIPES = {
     "slope": "nmrun.recipes.slope.SLoPe",
     "ast": "nmrun.recipes.ast.AST",
     "proxsparse": "nmrun.recipes.proxsparse.ProxSparse",
+    "sqft": "nmrun.recipes.sqft.SQFT",
 }
 
 

@@ -34,7 +34,7 @@ from nmrun.sparsity.weight import SparseWeight
 
 OWN_MASKS = (
     "{0} has masks of its own: {1} ones are for recipes that keep the largest weights "
-    "(asp, sr_ste, ste, step{2})"
+    "(asp, sr_ste, ste, step, sqft{2})"
 )
 
 

@@ -12,22 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.patterns import Pattern
-from nmrun.recipes.base import Recipe
+from nmrun.recipes.own_parameters import OwnParameters
 from nmrun.sparsity.candidates import by_group, candidates, from_groups, too_many
 from nmrun.sparsity.weight import SparseWeight
 
 
 @dataclass
-class MaskScores(Recipe):
-    """Scores are parameters (groups, C), C = (M over N), in a parameter group of their own.
-
-    Their values are kept with the weights' tensors too, in the same memory, so that they are saved
-    with the optimizer.
-    """
-
-    @property
-    def looks_across_rows(self) -> bool:
-        return True  # their scores are no part of the model, whose parameters are sharded
+class MaskScores(OwnParameters):
+    """Scores are parameters (groups, C), C = (M over N)."""
 
     def refuses(self, shape: Sequence[int], outputs: int, pattern: Pattern) -> str:
         return too_many(pattern)
@@ -48,28 +40,17 @@ class MaskScores(Recipe):
             options: those of the parameter group.
         """
         self.drawn_seed = int(torch.randint(2**31, ()))
-        self.parameters: dict[str, nn.Parameter] = {}
-        for weight in weights:
+
+        def made(weight: SparseWeight) -> dict[str, Tensor]:
             groups = by_group(weight.dense, weight.pattern, weight.dim).shape[:-1]
             count = len(candidates(weight.pattern, weight.dense))
-            scores = nn.Parameter(first(weight, (*groups, count)))
-            self.parameters[weight.name] = scores
-            weight["scores"] = scores.detach()
-        optimizer.add_param_group({"params": list(self.parameters.values()), **options})
+            return {"scores": first(weight, (*groups, count))}
+
+        self.own(weights, optimizer, made, **options)
 
     def scores(self, weight: SparseWeight) -> nn.Parameter:
-        """The scores of a weight's masks, as the parameter; saved values that were loaded count."""
-        parameter = self.parameters[weight.name]
-        if weight["scores"].data_ptr() != parameter.data_ptr():
-            parameter.data.copy_(weight["scores"])
-            weight["scores"] = parameter.detach()
-        return parameter
-
-    def before_step(
-        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
-    ) -> None:
-        for weight in weights:
-            self.scores(weight)
+        """The scores of a weight's masks."""
+        return self.parameter(weight, "scores")
 
     @staticmethod
     def mask(weight: SparseWeight, rows: Tensor) -> Tensor:

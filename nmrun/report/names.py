@@ -27,6 +27,7 @@ PAPERS = {
     "slope": "SLoPe",
     "ast": "AST",
     "proxsparse": "ProxSparse",
+    "sqft": "SQFT",
     "adam": "Adam",
     "adamw": "AdamW",
     "sgd": "SGD",

@@ -1,7 +1,8 @@
-"""SLoPe, AST and ProxSparse against loops written by hand, and what they refuse."""
+"""SLoPe, AST, ProxSparse and SQFT against loops written by hand, and what they refuse."""
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import pytest
@@ -245,3 +246,113 @@ def test_proxsparse_refuses_large_groups() -> None:
     model = nn.Sequential(nn.Linear(32, 8))
     with pytest.raises(ValueError, match="proximal steps are for groups of 8 at most"):
         nmrun.sparsify(model, torch.optim.SGD(model.parameters(), LR), "proxsparse", "2:16", 10)
+
+
+# --- SQFT -----------------------------------------------------------------------------------------
+
+
+class Stored(nn.Module):
+    """A layer like Hugging Face's Conv1D, whose weight is (inputs, outputs)."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(linear.weight.detach().t().contiguous())
+        self.bias = nn.Parameter(linear.bias.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+def first_adapters(name: str, rank: int, outputs: int, inputs: int) -> list[Tensor]:
+    """B, zeros, and A, uniform within one over the root of the inputs."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    down = torch.rand(rank, inputs, generator=generator) * 2 - 1
+    return [torch.zeros(outputs, rank).double(), (down * inputs**-0.5).double()]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("ratio", ["2:4", "4:2:8"])
+def test_sqft_trains_masked_adapters(turned: bool, ratio: str) -> None:
+    """Against autograd through base + mask * alpha / rank * B A, with torch's Adam."""
+    model, rank, alpha = Net(), 3, 6.0
+    used = model.used
+    if turned:
+        model[2] = Stored(model[2])
+    parts = ratio.split(":")
+    n, m = int(parts[-2]), int(parts[-1])
+    masks = {i: nmrun.sparsity.nm_mask(used[i], ratio) for i in SPARSE}
+    base = {i: used[i] * masks[i] for i in SPARSE}
+    adapters = {
+        i: [t.requires_grad_() for t in first_adapters(f"{i}.weight", rank, *used[i].shape)]
+        for i in SPARSE
+    }
+    others = [used[i].clone().requires_grad_() for i in (1, 3)]
+    by_hand = torch.optim.Adam([*others, *adapters[0], *adapters[2]], LR)
+    optimizer = torch.optim.Adam(model.parameters(), LR)
+    dims = {"2.weight": 0} if turned else None
+    handle = nmrun.sparsify(model, optimizer, "sqft", ratio, rank=rank, alpha=alpha, dims=dims)
+    batches = data(1)
+    for t in range(TOTAL):
+        merged = {i: base[i] + masks[i] * (adapters[i][0] @ adapters[i][1]) * 2 for i in SPARSE}
+        x, y = batches(t)[0]
+        by_hand.zero_grad()
+        loss([merged[0], others[0], merged[2], others[1]], x, y).backward()
+        by_hand.step()
+        step(model, optimizer, batches(t))
+        weights = [model[0].weight, model[2].weight.t() if turned else model[2].weight]
+        for i, weight in zip(SPARSE, weights, strict=True):
+            expected = base[i] + masks[i] * (adapters[i][0] @ adapters[i][1]) * 2
+            torch.testing.assert_close(weight.detach(), expected.detach(), rtol=1e-6, atol=1e-8)
+            assert int((weight != 0).unflatten(1, (-1, m)).sum(2).max()) == n
+        torch.testing.assert_close(model[0].bias, others[0], rtol=1e-6, atol=1e-8)
+    assert not any("exp_avg" in optimizer.state[weight.parameter] for weight in handle.sparse)
+    handle.finalize()
+
+
+def test_sqft_goes_on_from_weights_that_were_written_in_between() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    handle = nmrun.sparsify(model, optimizer, "sqft", "2:4", rank=2, alpha=2.0)
+    batches = data(1)
+    for t in range(4):
+        step(model, optimizer, batches(t))
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    halved, kept = model[0].weight.detach().clone(), handle.sparse[0]["mask"].clone()
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    step(model, optimizer, batches(4))
+    assert any("changed outside" in event for event in handle.pop_events())
+    torch.testing.assert_close(model[0].weight.detach(), halved, rtol=1e-6, atol=1e-9)
+    for group in optimizer.param_groups:
+        group["lr"] = LR
+    step(model, optimizer, batches(5))
+    assert not torch.allclose(model[0].weight.detach(), halved, rtol=1e-6, atol=1e-9)
+    assert torch.equal(model[0].weight != 0, kept)
+
+
+def test_sqft_of_convolutions() -> None:
+    """The adapters of a kernel are a convolution with `rank` outputs and one of 1 x 1, as in LoRA."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(8, 4, 3).double()
+    base, bias = model.weight.detach().clone(), model.bias.detach().clone().requires_grad_()
+    mask = nmrun.sparsity.nm_mask(base, "2:4")
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    nmrun.sparsify(nn.Sequential(model), optimizer, "sqft", "2:4", rank=2, alpha=2.0)
+    up, down = (t.requires_grad_() for t in first_adapters("0.weight", 2, 4, 72))
+    x = torch.randn(2, 8, 5, 5, dtype=torch.float64)
+    for _ in range(3):
+        kernel = (up.view(4, 2, 1, 1, 1) * down.view(1, 2, 8, 3, 3)).sum(1)
+        out = nn.functional.conv2d(x, (base + kernel) * mask, bias)
+        grads = torch.autograd.grad(out.square().mean(), (up, down, bias))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for tensor, grad in zip((up, down, bias), grads, strict=True):
+                tensor -= LR * grad
+    kernel = (up.view(4, 2, 1, 1, 1) * down.view(1, 2, 8, 3, 3)).sum(1)
+    assert bool((kernel != 0).any())
+    torch.testing.assert_close(
+        model.weight.detach(), ((base + kernel) * mask).detach(), rtol=1e-6, atol=1e-8
+    )

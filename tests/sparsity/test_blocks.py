@@ -21,7 +21,7 @@ from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
 from nmrun.sparsity import check_nm, hard_threshold, nm_mask
 
-TRAINED = ("ste", "sr_ste", "asp", "step", "ste_periodic")
+TRAINED = ("ste", "sr_ste", "asp", "step", "ste_periodic", "sqft")
 
 
 def best(sizes: list[float], count: int, among: Any = None) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ def test_a_training_resumes_with_the_same_bits(
 @pytest.mark.parametrize(
     ("recipe", "options", "message"),
     [
-        *((name, {}, f"{name} has masks of its own: 4:2:8 ones are for .*ste, step\\)")
+        *((name, {}, f"{name} has masks of its own: 4:2:8 ones are for .*ste, step, sqft\\)")
           for name in RECIPES if name not in (*TRAINED, "dense", "t_sr_ste")),
         ("t_sr_ste", {}, "transposable masks are for N:M patterns, not for 4:2:8"),
         ("ste", {"input_gradient": "transposable"}, "transposable masks are for N:M patterns"),

@@ -17,6 +17,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sdgf_geometric": {"frames": 2},
     "t_sr_ste": {"interval": 3},
     "step": {"switch": 0.4},
+    "sqft": {"rank": 2},
 }
 SPARSE = [name for name in RECIPES if name != "dense"]
 
@@ -160,6 +161,7 @@ PER_WEIGHT = {
     "maskllm": 4 + 1.5 * (4 + 4),  # six logits for four weights, and their softmax
     "ast": 4 + 1,
     "proxsparse": 4 + 1 + 4,  # the mask, and the weights of before
+    "sqft": 4 + 1 + 4 + 4 * 2 * (16 + 8) / (16 * 8),  # the first weights, two adapters of rank 2
 }
 
 

@@ -360,7 +360,8 @@ def test_ends_exactly_nm(recipe: str, pattern: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("recipe", SPARSE)
+# SQFT draws its adapters for the number of inputs, which the zeros change
+@pytest.mark.parametrize("recipe", [name for name in SPARSE if name != "sqft"])
 @pytest.mark.parametrize("pattern", ["2:4", "1:8"])
 def test_as_if_zeros_filled_it_up(recipe: str, pattern: str) -> None:
     """The same training of a network that really has the zeros, and inputs of zero for them."""

@@ -226,6 +226,7 @@ SCHEDULES: dict[
     "slope": ({}, [(20, MASKED)]),
     "ast": ({}, [(20, STE)]),
     "proxsparse": ({}, [(20, DENSE)]),
+    "sqft": ({}, [(20, MASKED)]),
 }
 
 
