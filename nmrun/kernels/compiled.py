@@ -27,7 +27,7 @@ import torch
 from nmrun.files import whole
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
-CHUNK = 1 << 15  # weights that a thread should at least get
+CHUNK = 1 << 16  # weights that a thread should at least get
 MOST = 16  # operands, as in nm_parts.c
 BEGIN, END = object(), object()
 IMPORTED_IN = os.getpid()  # libgomp's threads do not survive a fork, and it would wait for them

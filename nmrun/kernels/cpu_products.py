@@ -25,7 +25,7 @@ LINE = 16  # rows whose results of a token share a piece of the cache
 FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
 DTYPES = (torch.float32, torch.bfloat16)  # of the dense operands
 FULL = 4  # from more than one entry in so many on the transpose is packed from the matrix itself
-WORTH = 16  # multiplications that cost as much as a weight in another pass, see in_parts
+WORTH = 32  # multiplications that cost as much as a weight in another pass, see in_parts
 LOW, TURNED = 3, 4  # flags of nm_product.c
 
 

@@ -19,7 +19,7 @@ from nmrun.kernels.cpu_products import BLOCK, LOW, in_panels
 TILE = 16  # rows, and columns of a segment
 SEGMENTS = BLOCK // TILE
 FEW = 8  # tokens that nm_token.c takes; from about 12 on nm_product.c is faster
-FEW_WORTH = 4  # its multiplications that cost as much as a weight in another pass, see in_parts
+FEW_WORTH = 8  # its multiplications that cost as much as a weight in another pass, see in_parts
 TILED, LOW_VALUES = 8, 16  # flags of nm_product.c
 ALIKE = (1, 2, 4, 8)  # slots a segment that nm_token.c has loops for
 
