@@ -9,11 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.tasks.pretrained import fetch
-
-# A network's vocabulary is made longer than its tokenizer's, by rows that no token has (1.8 % of
-# Phi-2's). More is another tokenizer.
-UNUSED = 0.05
+from nmrun.tasks.pretrained import check_vocabulary, fetch, fetch_whole
 
 
 class CausalLM(nn.Module):
@@ -47,23 +43,10 @@ def build(vocabulary: int, context: int, pretrained: str) -> CausalLM:
         ConfigError: where it cannot be loaded, is no causal language model, has another vocabulary
             than the data or a shorter context, or has weights that do not fit its ``config.json``.
     """
-    where = f"model.pretrained={pretrained}"
     config = fetch("AutoConfig", "model.pretrained", pretrained)
     config = config.get_text_config()
     known, longest = config.vocab_size, getattr(config, "max_position_embeddings", None)
-    if not (1 - UNUSED) * known <= vocabulary <= known:
-        raise ConfigError(
-            f"{where}: it knows {known} tokens and the data have {vocabulary}: take its own tokenizer (dataset.tokenizer)"
-        )
+    check_vocabulary(pretrained, known, vocabulary)
     if longest is not None and longest < context:
         raise ConfigError(f"dataset.context={context}: {pretrained} takes at most {longest} tokens")
-    network, info = fetch(
-        "AutoModelForCausalLM", "model.pretrained", pretrained,
-        dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True,
-    )  # fmt: skip
-    lost = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
-    if lost:
-        raise ConfigError(
-            f"{where}: its weights are of another architecture than its config.json: there is no {lost[0]} of the right shape"
-        )
-    return CausalLM(network)
+    return CausalLM(fetch_whole("AutoModelForCausalLM", pretrained))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nmrun.errors import ConfigError
 from nmrun.models.gpt import GPT
-from nmrun.tasks.pretrained import fetch
+from nmrun.tasks.pretrained import fetch, fetch_whole
 
 # the only values that are supported, by the names of Hugging Face's config
 FIXED = {
@@ -52,15 +52,7 @@ def build(vocabulary: int, context: int, pretrained: str, dropout: float) -> GPT
         raise ConfigError(
             f"dataset.context={context}: {pretrained} takes at most {config.n_positions} tokens"
         )
-    theirs, info = fetch(
-        "GPT2LMHeadModel", "model.pretrained", pretrained,
-        config=config, dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True,
-    )  # fmt: skip
-    lost = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
-    if lost:
-        raise ConfigError(
-            f"{where}: its weights are of another architecture than its config.json: there is no {lost[0]} of the right shape"
-        )
+    theirs = fetch_whole("GPT2LMHeadModel", pretrained, config=config)
     model = GPT(
         vocabulary, config.n_positions, config.n_layer, config.n_head, config.n_embd, dropout
     )

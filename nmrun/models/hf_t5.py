@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
-from nmrun.models.hf_causal import UNUSED
-from nmrun.tasks.pretrained import fetch
+from nmrun.tasks.pretrained import check_vocabulary, fetch, fetch_whole
 
 
 class T5(nn.Module):
@@ -54,21 +53,8 @@ def build(vocabulary: int, max_length: int, pretrained: str) -> T5:
         ConfigError: where it cannot be loaded, is no T5, has another vocabulary than the data, or
             has weights that do not fit its ``config.json``.
     """
-    where = f"model.pretrained={pretrained}"
     config = fetch("AutoConfig", "model.pretrained", pretrained)
     if config.model_type != "t5":
-        raise ConfigError(f"{where}: {config.model_type} is no T5")
-    if not (1 - UNUSED) * config.vocab_size <= vocabulary <= config.vocab_size:
-        raise ConfigError(
-            f"{where}: it knows {config.vocab_size} tokens and the data have {vocabulary}: take its own tokenizer (dataset.tokenizer)"
-        )
-    network, info = fetch(
-        "T5ForConditionalGeneration", "model.pretrained", pretrained,
-        dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True,
-    )  # fmt: skip
-    lost = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
-    if lost:
-        raise ConfigError(
-            f"{where}: its weights are of another architecture than its config.json: there is no {lost[0]} of the right shape"
-        )
-    return T5(network)
+        raise ConfigError(f"model.pretrained={pretrained}: {config.model_type} is no T5")
+    check_vocabulary(pretrained, config.vocab_size, vocabulary)
+    return T5(fetch_whole("T5ForConditionalGeneration", pretrained))

@@ -10,6 +10,10 @@ from typing import Any
 
 from nmrun.errors import ConfigError
 
+# A network's vocabulary is made longer than its tokenizer's, by rows that no token has (1.8 % of
+# Phi-2's). More is another tokenizer.
+UNUSED = 0.05
+
 
 def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
     """Call ``transformers.<kind>.from_pretrained(source)`` without its progress bars and warnings.
@@ -40,6 +44,44 @@ def fetch(kind: str, key: str, source: str, **options: Any) -> Any:
         raise ConfigError(
             f"{key}={source}: cannot be loaded, as a folder or by its name on the Hugging Face hub ({line})"
         ) from None
+
+
+def check_vocabulary(source: str, known: int, of_data: int) -> None:
+    """See that a network is made for the tokens of the data.
+
+    Args:
+        source: that of ``model.pretrained``.
+        known: the tokens that it knows.
+        of_data: those that the data have.
+
+    Raises:
+        ConfigError: where these are more, or so few that they are another tokenizer's.
+    """
+    if not (1 - UNUSED) * known <= of_data <= known:
+        raise ConfigError(
+            f"model.pretrained={source}: it knows {known} tokens and the data have {of_data}: take its own tokenizer (dataset.tokenizer)"
+        )
+
+
+def fetch_whole(kind: str, source: str, **options: Any) -> Any:
+    """:func:`fetch` a network with all of its weights, in float32.
+
+    Args:
+        kind: its class.
+        source: that of ``model.pretrained``.
+        options: of ``from_pretrained``.
+
+    Raises:
+        ConfigError: if it cannot be loaded, or a weight is not there or has another shape.
+    """
+    options |= {"dtype": "float32", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    network, info = fetch(kind, "model.pretrained", source, **options)
+    lost = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    if lost:
+        raise ConfigError(
+            f"model.pretrained={source}: its weights are of another architecture than its config.json: there is no {lost[0]} of the right shape"
+        )
+    return network
 
 
 @contextlib.contextmanager

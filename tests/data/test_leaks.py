@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,19 @@ from runs import config
 
 from nmrun import tasks
 from nmrun.config.identity import identity
-from nmrun.data import copy_reverse, digits, generated_text, glue, images, stdlib_text
+from nmrun.data import (
+    copy_reverse,
+    digits,
+    generated_questions,
+    generated_text,
+    glue,
+    images,
+    squad,
+    stdlib_text,
+)
 from nmrun.errors import ConfigError
 from nmrun.settings.datasets import DATASETS, CopyReverse
+from nmrun.tasks.answers import Question
 
 Splits = dict[str, list[Any]]
 RANDOM = np.random.default_rng(0)
@@ -78,6 +89,23 @@ def some_glue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
     return {name: texts for name, (texts, _) in glue.load("sst2", held_out=0.1).items()}
 
 
+def some_articles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
+    monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
+    (tmp_path / "squad").mkdir()
+    for name, numbers in (("train", range(40)), ("dev", range(40, 50))):
+        articles = [
+            {"context": f"text {number}", "qas": [{"id": str(number), "question": "?", "answers": []}]}
+            for number in numbers
+        ]  # fmt: skip
+        data = json.dumps({"data": [{"paragraphs": [article]} for article in articles]})
+        (tmp_path / "squad" / f"{name}-v2.0.json").write_text(data)
+    return texts_of(squad.load("v2.0"))
+
+
+def texts_of(splits: dict[str, list[Question]]) -> Splits:
+    return {name: [question.text for question in asked] for name, asked in splits.items()}
+
+
 def text(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
     def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
         monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
@@ -118,6 +146,9 @@ MADE: dict[str, Callable[[Path, pytest.MonkeyPatch], Splits]] = {
     "imagenet": imagenet,
     "generated_text": lambda *_: {name: texts for name, (texts, _) in generated_text.load().items()},
     "glue": some_glue,
+    "glue_text": some_glue,  # glue's splits, asked otherwise
+    "generated_questions": lambda *_: texts_of(generated_questions.load()),
+    "squad": some_articles,
     "stdlib_text": modules,
     "text": text("text"),
     "shakespeare": text("shakespeare"),
