@@ -127,7 +127,3 @@ def explain(argv: list[str]) -> int:
 
         print(explain.about(topic))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

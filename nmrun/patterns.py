@@ -120,8 +120,10 @@ def written(ratio: Mapping[str, Any]) -> str:
         ratio: ``n``, ``m`` and, of a config that has it, ``v``.
 
     Returns:
-        The text that :meth:`Pattern.parse` reads.
+        The text that :meth:`Pattern.parse` reads; ``dense`` where there is neither N nor M.
     """
+    if ratio["n"] is None and ratio["m"] is None:
+        return "dense"
     rows = ratio.get("v", 1)
     return f"{ratio['n']}:{ratio['m']}" if rows == 1 else f"{rows}:{ratio['n']}:{ratio['m']}"
 

@@ -86,13 +86,13 @@ class Result:
 
     def _lines(self) -> list[tuple[str, str]]:
         """What there is to show: name and value."""
-        config, ratio = self.config, self.config["sparsity"]
+        config = self.config
         groups = ("dataset", "model", "recipe")
         shown = {name: value for name, value in self.metrics.items() if name[:5] != "best/"}
         return [
             ("status", self.status),
             *((group, str(config[group]["name"])) for group in groups),
-            ("sparsity", "dense" if ratio["n"] is None else written(ratio)),
+            ("sparsity", written(config["sparsity"])),
             ("seed", str(config["seed"])),
             *((name, "-" if value is None else f"{value:.4g}") for name, value in shown.items()),
             ("folder", str(self.folder)),

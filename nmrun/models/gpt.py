@@ -107,7 +107,7 @@ class Decoder(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        self.layers, self.width = layers, width
+        self.layers = layers
         if width % heads:
             raise ConfigError(
                 f"model.width={width} cannot be split into model.heads={heads} heads of the same size"

@@ -129,8 +129,7 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
         folder: the run's.
     """
     config = completed(result["config"])
-    sparsity = config["sparsity"]
-    ratio = "dense" if sparsity["n"] is None else written(sparsity)
+    ratio = written(config["sparsity"])
     keys = {
         key: str(value).replace(" ", "") if isinstance(value, list) else value
         for key, value in flatten(config).items()

@@ -28,7 +28,7 @@ def of(folder: Path) -> dict[str, str]:
     named = {key: value.get("name") for key, value in config.items() if isinstance(value, dict)}
     flat = {
         **{key: name for key, name in named.items() if name is not None},
-        "sparsity": "dense" if config["sparsity"]["n"] is None else written(config["sparsity"]),
+        "sparsity": written(config["sparsity"]),
         **{key: value for key, value in flatten(completed(config)).items() if key[-5:] != ".name"},
     }
     return {

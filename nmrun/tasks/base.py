@@ -21,6 +21,7 @@ Tally = dict[str, Any]
 Loss = Callable[[Any, Batch], Tensor]
 """The mean training loss of a micro-batch by a model: :meth:`Task.loss`, or more."""
 T = TypeVar("T")
+Rows = TypeVar("Rows", list[int], Tensor)
 
 
 class Task(ABC):
@@ -240,6 +241,23 @@ def chunks(count: int, parts: int) -> list[range]:
     """
     size = -(-count // parts)
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def drawn(order: Rows, size: int, index: int, parts: int, mine: range | None = None) -> list[Rows]:
+    """Take the micro-batches of a batch from the order in which an epoch has its items.
+
+    Args:
+        order: the items' numbers; all slices are of its kind.
+        size: of a batch.
+        index: of the batch in the epoch.
+        parts, mine: as of :meth:`Task.micro_batches`.
+
+    Returns:
+        The items of each micro-batch.
+    """
+    first = index * size
+    chosen = order[first : first + size]
+    return [chosen[piece.start : piece.stop] for piece in picked(chunks(size, parts), mine)]
 
 
 # Who is told how far an evaluation is: with the batch that begins, from 0, and their number.

@@ -14,7 +14,7 @@ from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.settings.data_groups import Encoded, Windowed
 from nmrun.tasks.answers import Question, scores
-from nmrun.tasks.base import Batch, Tally, Task, chunks, limited, picked, turns, watched
+from nmrun.tasks.base import Batch, Tally, Task, chunks, drawn, limited, turns, watched
 from nmrun.tasks.pairs import Tokenizer, tokenizer
 from nmrun.tasks.windows import NOWHERE, Window, windows
 
@@ -106,9 +106,8 @@ class Reading(Task):
     def micro_batches(
         self, epoch: int, index: int, parts: int, mine: range | None = None
     ) -> list[Batch]:
-        chosen = self._permutation(epoch)[index * self.batch_size : (index + 1) * self.batch_size]
-        pieces = picked(chunks(self.batch_size, parts), mine)
-        return [self._batch("train", chosen[piece.start : piece.stop]) for piece in pieces]
+        several = drawn(self._permutation(epoch), self.batch_size, index, parts, mine)
+        return [self._batch("train", rows) for rows in several]
 
     def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
         return [len(piece) for piece in chunks(self.batch_size, parts)]

@@ -15,7 +15,7 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.settings import data_groups
-from nmrun.tasks.base import Batch, Tally, chunks, limited, picked, thinned, turns, watched
+from nmrun.tasks.base import Batch, Tally, chunks, drawn, limited, thinned, turns, watched
 from nmrun.tasks.categorical import Categorical
 from nmrun.tasks.pairs import Text, Tokenizer, tokenizer
 
@@ -149,9 +149,8 @@ class TextClassification(Categorical):
     def micro_batches(
         self, epoch: int, index: int, parts: int, mine: range | None = None
     ) -> list[Batch]:
-        chosen = self._permutation(epoch)[index * self.batch_size : (index + 1) * self.batch_size]
-        pieces = picked(chunks(self.batch_size, parts), mine)
-        return [self._batch("train", chosen[piece.start : piece.stop]) for piece in pieces]
+        several = drawn(self._permutation(epoch), self.batch_size, index, parts, mine)
+        return [self._batch("train", rows) for rows in several]
 
     def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
         return [len(piece) for piece in chunks(self.batch_size, parts)]

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.settings.data_groups import Encoded
-from nmrun.tasks.base import Batch, chunks, limited, thinned
+from nmrun.tasks.base import Batch, drawn, limited, thinned
 from nmrun.tasks.pairs import Text, Tokenizer, tokenizer
 from nmrun.tasks.text_classification import TextClassification
 
@@ -109,12 +109,10 @@ class TextToText(TextClassification):
         return len(_kept(batch[-1], batch[-1]))
 
     def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
-        first = index * self.batch_size
-        rows = self._permutation(epoch)[first : first + self.batch_size]
-        lengths = (self.answers != NOTHING).sum(1)[self._right(self.splits["train"].labels[rows])]
-        return [
-            int(lengths[piece.start : piece.stop].sum()) for piece in chunks(self.batch_size, parts)
-        ]
+        lengths = (self.answers != NOTHING).sum(1)
+        labels = self.splits["train"].labels
+        several = drawn(self._permutation(epoch), self.batch_size, index, parts)
+        return [int(lengths[self._right(labels[rows])].sum()) for rows in several]
 
     def logits(self, model: Any, batch: Batch) -> Tensor:
         """(tokens of all answers, vocabulary)."""

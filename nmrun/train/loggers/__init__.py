@@ -53,8 +53,7 @@ class Run:
     @property
     def ratio(self) -> str:
         """``2:4``, or ``dense``."""
-        ratio = self.config["sparsity"]
-        return "dense" if ratio["n"] is None else written(ratio)
+        return written(self.config["sparsity"])
 
     @property
     def name(self) -> str:
