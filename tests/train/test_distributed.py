@@ -106,7 +106,8 @@ def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path, nmrun_cli: 
 
 def test_a_sweep_in_two_processes(tmp_path: Path) -> None:
     swept = ("recipe=dense,ste,sr_ste", "optimizer.lr=1e-3,1e30")
-    done = preloaded.torchrun(cli.__file__, "-m", *TINY, *swept, f"output_dir={tmp_path}")
+    nmrun = Path(cli.__file__).with_name("__main__.py")
+    done = preloaded.torchrun(nmrun, "-m", *TINY, *swept, f"output_dir={tmp_path}")
     assert done.returncode == 1
     assert done.stdout.count("sweep of 6: 3 finished, 3 not done") == 1
     assert len(list(tmp_path.rglob("model.safetensors"))) == 3
