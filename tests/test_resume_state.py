@@ -26,8 +26,8 @@ from training import (
 import nmrun
 from nmrun.errors import ConfigError
 
-# scores and adapters are a parameter group: sparsify comes before loading
-SCORED = ("lbc", "maskllm", "sqft")
+# scores, adapters and scales are a parameter group: sparsify comes before loading
+SCORED = ("lbc", "maskllm", "sqft", "cast")
 HALF = [("sr_ste", 1), ("asp", 2), ("asp", 7), ("step", 3), ("step", 7), ("s_ste", 4)]
 
 

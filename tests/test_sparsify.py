@@ -167,7 +167,9 @@ def test_the_state_dict_is_plain_and_nm_at_every_step_of_a_sparse_phase(recipe: 
             model.train()
         train(model, optimizer, [step])
     assert handle.is_sparse
-    assert seen >= (recipe not in ("maskllm", "proxsparse"))  # they arrive with the last step
+    assert seen >= (
+        recipe not in ("maskllm", "proxsparse", "cast")
+    )  # they arrive with the last step
     assert [id(p) for p in model.parameters()] == parameters
     assert [p.data_ptr() for p in model.parameters()] == addresses
 

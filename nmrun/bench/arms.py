@@ -148,6 +148,7 @@ ARMS: dict[str, Attach] = {
     "maskllm": _recipe("maskllm", total_steps=10**9, dense=0.0),  # while masks are learned
     "slope": _recipe("slope"),
     "ast": _recipe("ast", total_steps=10**9),  # with a search for masks in one of ten steps
+    "cast": _recipe("cast", total_steps=10**9),  # likewise
     "proxsparse": _recipe("proxsparse", total_steps=10**9, dense=0.0),  # while masks are learned
     "sqft": _recipe("sqft"),
     "sr_ste_argsort": _argsort,

@@ -21,7 +21,7 @@ WORKLOADS = ("small_conv", "resnet18", "transformer", "tiny")
 RECIPES = (
     "dense_again", "asp", "ste", "sr_ste", "step_phase_one", "step_phase_two", "s_ste", "mdgf_linear", "mdgf_exponential",
     "sdgf_stepwise", "sdgf_geometric", "decay_mask", "t_sr_ste", "t_sr_ste_search", "bi_mask", "bi_mask_search", "lbc", "maskllm",
-    "slope", "ast", "proxsparse", "sqft", "sr_ste_argsort",
+    "slope", "ast", "cast", "proxsparse", "sqft", "sr_ste_argsort",
 )  # fmt: skip
 # of masks: what writes into a tensor that is there (masks.ARMS), what makes one (masks.FUNCTIONS)
 ARMS = ("nmrun", "reference", "topk", "argsort")

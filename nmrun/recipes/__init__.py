@@ -40,6 +40,7 @@ RECIPES = {
     "maskllm": "nmrun.recipes.maskllm.MaskLLM",
     "slope": "nmrun.recipes.slope.SLoPe",
     "ast": "nmrun.recipes.ast.AST",
+    "cast": "nmrun.recipes.cast.CAST",
     "proxsparse": "nmrun.recipes.proxsparse.ProxSparse",
     "sqft": "nmrun.recipes.sqft.SQFT",
 }

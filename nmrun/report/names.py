@@ -26,6 +26,7 @@ PAPERS = {
     "maskllm": "MaskLLM",
     "slope": "SLoPe",
     "ast": "AST",
+    "cast": "CAST",
     "proxsparse": "ProxSparse",
     "sqft": "SQFT",
     "adam": "Adam",

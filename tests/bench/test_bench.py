@@ -71,6 +71,7 @@ def test_every_arm_trains_and_is_in_its_phase(recipe: str) -> None:
         "lbc",
         "maskllm",
         "proxsparse",
+        "cast",
     )
     assert (kept > 2) == (fading or recipe in ("dense_again", "step_phase_one"))
 

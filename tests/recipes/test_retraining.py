@@ -1,4 +1,4 @@
-"""SLoPe, AST, ProxSparse and SQFT against loops written by hand, and what they refuse."""
+"""SLoPe, AST, CAST, ProxSparse and SQFT against loops written by hand, and what they refuse."""
 
 from __future__ import annotations
 
@@ -194,12 +194,101 @@ def test_ast_decays_pruned_weights_without_momentum() -> None:
         lambda p: torch.optim.AdamW(p, LR, maximize=True),
     ],
 )
-def test_ast_names_the_optimizer_it_needs(make: Any) -> None:
+@pytest.mark.parametrize("recipe", ["ast", "cast"])
+def test_ast_and_cast_name_the_optimizer_they_need(recipe: str, make: Any) -> None:
     model = Net()
     before = model.used
-    with pytest.raises(ValueError, match="it takes Adam or AdamW, without amsgrad"):
-        nmrun.sparsify(model, make(model.parameters()), "ast", "2:4", TOTAL)
+    with pytest.raises(ValueError, match=f"^{recipe} .* takes Adam or AdamW, without amsgrad"):
+        nmrun.sparsify(model, make(model.parameters()), recipe, "2:4", TOTAL)
     assert all(map(torch.equal, model.used, before))
+
+
+# --- CAST -----------------------------------------------------------------------------------------
+
+
+def scaled(w: Tensor, scales: Tensor) -> Tensor:
+    """Each row in as many equal spans as it has scales."""
+    rows, parts = scales.shape
+    return (w.reshape(rows, parts, -1) * scales[:, :, None]).reshape(w.shape)
+
+
+def test_cast_is_its_algorithm() -> None:
+    """Algorithm 1 for the two sparse weights, whose forward weights are scaled (equation 12), and
+    plain Adam for biases and scales; in the end pruned, and the scales are merged."""
+    model, lam, interval = Net(), 0.02, 3
+    weights = [w.clone() for w in model.used]
+    scales = {i: torch.ones(len(weights[i]), 2).double() for i in SPARSE}
+    m = [torch.zeros_like(w) for w in weights]
+    v = [torch.zeros_like(w) for w in weights]
+    rest = [weights[1], weights[3], scales[0], scales[2]]
+    plain = torch.optim.Adam(rest, LR)
+    optimizer = torch.optim.Adam(model.parameters(), LR)
+    handle = nmrun.sparsify(model, optimizer, "cast", "2:4", TOTAL, decay=lam, interval=interval)
+    batches, masks, flips = data(2), dict[int, Tensor](), 0
+    for t in range(TOTAL):
+        if t % interval == 0:
+            again = {i: top(weights[i], 2, 4) for i in SPARSE}
+            flips += sum(int((again[i] != masks[i]).sum()) for i in masks)
+            masks = again
+        used = [scaled(w, scales[i]) if i in SPARSE else w for i, w in enumerate(weights)]
+        assert handle.phase == "transition"
+        torch.testing.assert_close(model.used, used, rtol=1e-9, atol=1e-12)
+        with handle.evaluation_weights():
+            for i, w in zip(SPARSE, (model[0].weight, model[2].weight), strict=True):
+                torch.testing.assert_close(w.detach(), used[i] * top(weights[i], 2, 4))
+        leaves = [weights[0].clone(), rest[0], weights[2].clone(), rest[1], *rest[2:]]
+        for leaf in leaves:
+            leaf.requires_grad_()
+            leaf.grad = None
+        forward = [scaled(leaves[0], leaves[4]), leaves[1], scaled(leaves[2], leaves[5]), leaves[3]]
+        (sum(loss(forward, x, y) for x, y in batches(t)) / len(batches(t))).backward()
+        plain.step()
+        for leaf in rest:
+            leaf.requires_grad_(False)
+        alpha = t / TOTAL
+        for i in SPARSE:
+            m[i] = 0.9 * m[i] + 0.1 * leaves[i].grad
+            moved = (1 - alpha) * m[i] + alpha * lam * weights[i].sign()
+            moved = torch.where(masks[i].bool(), m[i], moved)
+            v[i] = 0.999 * v[i] + 0.001 * moved**2
+            root = (v[i] / (1 - 0.999 ** (t + 1))).sqrt() + 1e-8
+            weights[i] = weights[i] - LR * moved / (1 - 0.9 ** (t + 1)) / root
+        step(model, optimizer, batches(t))
+    assert flips > 0
+    assert all(bool((scales[i][:, 0] != scales[i][:, 1]).all()) for i in SPARSE)
+    final = [
+        scaled(w, scales[i]) * top(w, 2, 4) if i in SPARSE else w for i, w in enumerate(weights)
+    ]
+    assert handle.phase == "sparse"
+    torch.testing.assert_close(model.used, final, rtol=1e-9, atol=1e-12)
+    step(model, optimizer, batches(0))  # goes on where it is
+    for weight, w in zip(handle.sparse, (final[0], final[2]), strict=True):
+        assert torch.equal(weight.weight != 0, w != 0)
+        assert not torch.equal(weight.weight, w)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_casts_scales_of_convolutions(parts: int) -> None:
+    """One for each output and each span of whole groups of its inputs; of 5 groups in 3 spans the
+    sizes are 2, 2, 1. Their gradients are those of autograd."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(20, 4, 3).double()
+    optimizer = torch.optim.Adam(model.parameters(), LR)
+    spans = {1: [5], 2: [3, 2], 3: [2, 2, 1]}[parts]
+    columns = torch.repeat_interleave(torch.arange(parts), 4 * torch.tensor(spans))
+    handle = nmrun.sparsify(
+        nn.Sequential(model), optimizer, "cast", "2:4", 2, parts=parts, interval=2
+    )
+    w, scales = model.weight.detach().clone(), torch.ones(4, parts).double().requires_grad_()
+    x = torch.randn(2, 20, 5, 5, dtype=torch.float64)
+    kernel = w * scales[:, columns, None, None]
+    nn.functional.conv2d(x, kernel, model.bias.detach()).square().mean().backward()
+    model(x).square().mean().backward()
+    optimizer.step()
+    moved = scales.detach() - LR * scales.grad.sign()  # Adam's first step, but for eps
+    torch.testing.assert_close(handle.sparse[0]["scales"], moved, rtol=1e-5, atol=1e-7)
+    expected = handle.sparse[0].dense * moved[:, columns, None, None]
+    torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-5, atol=1e-7)
 
 
 # --- ProxSparse -----------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ PAPERS: dict[str, dict[str, Any]] = {
         **{"prior": 3.0, "reg": 1e-5, "dense": 0.5},
     },
     "ast": {"interval": 10},
+    "cast": {"decay": 4e-7, "interval": 10, "parts": 2},
     "slope": {"mask": "largest"},
 }
 

@@ -160,6 +160,7 @@ PER_WEIGHT = {
     "lbc": 4 + 1 + 1.5 * (4 + 1),  # six scores for four weights, and which of them are left
     "maskllm": 4 + 1.5 * (4 + 4),  # six logits for four weights, and their softmax
     "ast": 4 + 1,
+    "cast": 4 + 1 + 4 * 2 / 16,  # two scales for the 16 inputs of an output
     "proxsparse": 4 + 1 + 4,  # the mask, and the weights of before
     "sqft": 4 + 1 + 4 + 4 * 2 * (16 + 8) / (16 * 8),  # the first weights, two adapters of rank 2
 }

@@ -225,6 +225,7 @@ SCHEDULES: dict[
     "maskllm": ({}, [(20, DENSE)]),
     "slope": ({}, [(20, MASKED)]),
     "ast": ({}, [(20, STE)]),
+    "cast": ({}, [(20, DENSE)]),
     "proxsparse": ({}, [(20, DENSE)]),
     "sqft": ({}, [(20, MASKED)]),
 }

@@ -1,0 +1,101 @@
+"""CAST: dense weights that a growing L1 decay draws to N:M (Huang et al. 2025, arXiv 2509.25996).
+
+The forward pass is dense until the last step: ``w * s``, with learnable scales s
+(:mod:`nmrun.recipes.part_scales`). The mask holds the N largest of every M and is chosen anew every
+``interval`` steps. AdamS (algorithm 1) moves the other weights less and less by their gradients,
+more and more towards zero. With Adam's first moment m1, a = t / T and the step of
+:mod:`nmrun.recipes.adam_decay`::
+
+    u = (1 - a) * m1 + a * decay * sign(w)   for pruned weights,   m1 for kept ones
+
+In the end pruned weights become 0 and scales are merged. The paper's teacher, the dense network, is
+``trainer.distill``. When to use: retraining a trained network. Cost: a mask byte a weight; some
+fifteen passes over the sparse weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor
+
+from nmrun.patterns import Pattern
+from nmrun.ranges import log, number, whole
+from nmrun.recipes.adam_decay import AdamDecay
+from nmrun.recipes.part_scales import PartScales
+from nmrun.sparsity.weight import SparseWeight
+
+
+@dataclass
+class CAST(PartScales, AdamDecay):
+    """Retraining that draws the dense weights to the pattern.
+
+    Args:
+        decay: the paper's lambda, 4e-7 for Llama-2 7B there; of the order of the gradients.
+        interval: optimizer steps that a mask stays.
+        parts: spans of the inputs of an output that have a scale each.
+    """
+
+    name: ClassVar[str] = "cast"
+    needs_total_steps: ClassVar[str] = "its decay grows until the end of the run"
+
+    decay: Annotated[float, number(0), log(1e-8, 1e-2)] = 4e-7
+    interval: Annotated[int, whole(1)] = 10
+    parts: Annotated[int, whole(1)] = 2
+
+    def begin(self, pattern: Pattern, total_steps: int | None) -> None:
+        super().begin(pattern, total_steps)
+        assert total_steps is not None
+        self.dense_steps = total_steps
+
+    def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        super().attach(weights, optimizer)
+        self.scale_outputs(weights, optimizer)
+
+    @property
+    def is_sparse(self) -> bool:
+        return self.step >= self.dense_steps
+
+    @property
+    def evaluates_final(self) -> bool:
+        return not self.is_sparse
+
+    def update(self, weight: SparseWeight, m1: Tensor) -> Tensor:
+        rise = min(1.0, self.step / self.dense_steps)  # the paper's alpha
+        drawn = (1 - rise) * m1 + rise * self.decay * weight.dense.sign()
+        return torch.where(weight["mask"], m1, drawn)
+
+    @torch.no_grad()
+    def before_step(
+        self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer
+    ) -> None:
+        PartScales.before_step(self, weights, optimizer)
+        for weight in weights:
+            if weight.grad is not None:
+                self.chain(weight, weight.grad)
+        AdamDecay.before_step(self, weights, optimizer)
+
+    @torch.no_grad()
+    def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        if self.step % self.interval == 0 or self.step == self.dense_steps:
+            self.renew(weights)
+        if self.step == self.dense_steps:
+            for weight in weights:
+                weight.dense.mul_(weight["mask"])
+                self.merge_scales(weight)
+
+    def project(self, weight: SparseWeight, out: Tensor) -> None:
+        torch.mul(weight.dense, self.scale(weight), out=out)
+        if self.is_sparse:
+            out.mul_(weight["mask"])
+
+    def project_final(self, weight: SparseWeight, out: Tensor) -> None:
+        self.project(weight, out)
+        if not self.is_sparse:
+            out.mul_(self.largest_mask(weight))
+
+    def would_keep(self, weight: SparseWeight, out: Tensor) -> None:
+        self.project_final(weight, out)
