@@ -32,7 +32,8 @@ def title(table: Table, own: Mapping[str, str] | None = None) -> str:
         if "optimizer" in has
         else ""
     )
-    epochs = f"{has['trainer.epochs']} epochs" if "trainer.epochs" in has else ""
+    count = has.get("trainer.epochs", "")
+    epochs = count and f"{count} epoch{'s' * (count != '1')}"
     return ", ".join(filter(None, [where, optimizer, epochs]))
 
 

@@ -146,6 +146,11 @@ def test_mean_deviation_n_best_and_the_dense_reference(write, table) -> None:
     assert out.isascii()
 
 
+def test_one_epoch_is_no_epochs(write, table) -> None:
+    write("ste", "2:4", 0, 0.9, trainer__epochs=1)
+    assert " 1 epoch: " in table()[1]
+
+
 def test_best_weights_and_other_metrics(write, table) -> None:
     for seed, loss in enumerate([0.1, 0.2, 0.3, 0.6]):  # mean 0.3; squared distances add up to 0.14
         write("ste", "2:4", seed, 0.9, loss=loss)
