@@ -20,7 +20,7 @@ from nmrun.api.kept import kept
 from nmrun.api.result import Result
 from nmrun.config import schema
 from nmrun.config import sweep as record
-from nmrun.config.composing import composing
+from nmrun.config.composing import Done, composed, composing
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError, RunError
 from nmrun.report.collect import collect
@@ -59,10 +59,10 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
     asked = words.asked(overrides, settings, multirun=False)
     (own,), _ = jobs.checked(asked)
     with composing(asked.config_dir):
-        composed = compose("nmrun", own)
-    if composed.get("seeds") is not None:
-        raise ConfigError(f"seeds={list(composed.seeds)}: one run has one seed; see nmrun.sweep")
-    config = schema.check(composed)
+        job = compose("nmrun", own)
+    if job.get("seeds") is not None:
+        raise ConfigError(f"seeds={list(job.seeds)}: one run has one seed; see nmrun.sweep")
+    config = schema.check(job)
     with kept():
         outcome = jobs.one(config, command=_command(asked.config_dir, own))
     raise_interrupt(outcome)
@@ -104,10 +104,10 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     command = _command(asked.config_dir, ["-m", *asked.overrides])
     folders = []
     with kept(), jobs.recorded(looks, command, []) as recorded:
-        for number, (own, composed) in enumerate(jobs_of(sweeps, asked.config_dir), 1):
-            folders += _folders(composed)
+        for number, (own, job) in enumerate(jobs_of(sweeps, asked.config_dir), 1):
+            folders += _folders(job)
             again = _command(asked.config_dir, own)
-            outcome, _ = jobs.of_sweep(recorded, number, composed, own, again)
+            outcome, _ = jobs.of_sweep(recorded, number, job, own, again)
             raise_interrupt(outcome)
         print(record.summary(recorded)[0])
     found = collect(folders)
@@ -128,23 +128,24 @@ def jobs_of(
     Yields:
         The overrides of each job as they are typed, and its config.
     """
+    done: Done = {}
     for overrides in sweeps:
         with composing(config_dir):
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
             every = BasicSweeper.split_arguments(parser.parse_overrides(overrides), None)[0]
         for own in every:
             with composing(config_dir):
-                composed = compose("nmrun", list(own))
-            yield [record.typed(word) for word in own], composed
+                job = composed(own, done)
+            yield [record.typed(word) for word in own], job
 
 
-def _folders(composed: DictConfig) -> list[Path]:
+def _folders(job: DictConfig) -> list[Path]:
     """The run folders of a job, one for each of its seeds; none of a job that will be refused."""
     found = []
-    for seed in [composed.seed] if composed.get("seeds") is None else composed.seeds:
-        composed.seed = seed
+    for seed in [job.seed] if job.get("seeds") is None else job.seeds:
+        job.seed = seed
         with contextlib.suppress(ConfigError):
-            found.append(run_folder(schema.check(composed)))
+            found.append(run_folder(schema.check(job)))
     return found
 
 

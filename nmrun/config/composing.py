@@ -15,8 +15,10 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig
+from hydra.core.override_parser.types import Override, OverrideType
+from omegaconf import Container, DictConfig
+
+from nmrun.config.source import SERVED, RatioSource
 
 HYDRAS = ("hydra", "_dummy_empty_config_.yaml")  # in its ConfigStore
 Done = dict[tuple[str, ...], DictConfig]
@@ -67,8 +69,8 @@ def without_others_configs() -> Iterator[None]:
 
 
 def composed(words: Sequence[str], done: Done) -> DictConfig:
-    """What ``hydra.compose("nmrun", words)`` composes, in a tenth of its time where only values of
-    keys differ from a config before.
+    """What ``hydra.compose("nmrun", words)`` composes, in a tenth of its time where only recipe,
+    ratio and values of keys differ from a config before.
 
     Args:
         words: the overrides.
@@ -78,12 +80,35 @@ def composed(words: Sequence[str], done: Done) -> DictConfig:
     loader = GlobalHydra.instance().config_loader()
     assert isinstance(loader, ConfigLoaderImpl)
     values = [override for override in overrides if _sets_a_value(override, loader)]
-    chosen = tuple(o.input_line or "" for o in overrides if o not in values)
+    groups = [override for override in overrides if override not in values]
+    nodes = _nodes(groups, loader)
+    chosen = tuple(o.input_line or "" for o in groups if o.key_or_group not in nodes)
     if chosen not in done:
         done[chosen] = compose("nmrun", list(chosen))
     config = copy.deepcopy(done[chosen])
+    config.update(nodes)
     ConfigLoaderImpl._apply_overrides_to_config(values, config)
     return config
+
+
+def _nodes(groups: Sequence[Override], loader: ConfigLoaderImpl) -> dict[str, Container]:
+    """The configs of the options that ``nm://`` serves, by group: such an option changes nothing but
+    its group. None where a user's own configs are looked through, which may change more.
+    """
+    names = [override.key_or_group for override in groups]
+    others = any(source.provider == "command-line" for source in loader.get_sources())
+    if others or "hydra.searchpath" in names:
+        return {}
+    found: dict[str, Container] = {}
+    for override in groups:
+        group, option = override.key_or_group, override.value()
+        plain = override.type is OverrideType.CHANGE and isinstance(option, str)
+        if plain and group in SERVED and names.count(group) == 1:
+            path = f"{group}/{option}"
+            source = next((one for one in loader.get_sources() if one.is_config(path)), None)
+            if isinstance(source, RatioSource):
+                found[group] = source.load_config(path).config
+    return found
 
 
 def _sets_a_value(override: Override, loader: ConfigLoaderImpl) -> bool:

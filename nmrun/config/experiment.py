@@ -213,13 +213,16 @@ def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
     return [sweep for sweeps in found for sweep in sweeps]
 
 
-def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list[Config]:
+def configs(
+    experiment: Experiment, scale: str, own: Sequence[str] = (), done: Done | None = None
+) -> list[Config]:
     """Compose and check the config of every run of an experiment.
 
     Args:
         experiment: the experiment.
         scale: one of its scales.
         own: overrides that win over those of the experiment.
+        done: composed configs, read and added to: several experiments share them.
 
     Returns:
         The configs, each run once.
@@ -228,7 +231,7 @@ def configs(experiment: Experiment, scale: str, own: Sequence[str] = ()) -> list
         ConfigError: as the sweep itself would.
     """
     found: dict[str, Config] = {}
-    done: Done = {}
+    done = {} if done is None else done
     source.register()
     with composing():
         for words in experiment.overrides(scale, own):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
@@ -20,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.config import command_line, early, plugins, schema, unknown
-from nmrun.config.composing import Done, composing
+from nmrun.config.composing import Done, composed, composing
 from nmrun.config.source import GROUP as RATIO
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern, PatternError
@@ -107,10 +106,11 @@ class _Look:
             self.for_hydra = [w for w in self.for_hydra if not w.startswith(plugins.WORDS)]
         self.here = found.get("hydra/launcher", "basic") in plugins.HERE
         search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
-        names = loader.get_group_options("", ObjectType.GROUP, overrides=search_path)
+        # the loader would copy all its sources for each group that it is asked for
+        _, repository = loader._parse_overrides_and_create_caching_repo(None, search_path)
         self.groups = {
-            name: loader.get_group_options(name, overrides=search_path)
-            for name in names
+            name: repository.get_group_options(name)
+            for name in repository.get_group_options("", ObjectType.GROUP)
             if name != "hydra"
         }
         self.sweeper = any(word.startswith("hydra/sweeper") for word in self.for_hydra)
@@ -203,20 +203,11 @@ class _Look:
 
     def _composed(self, choices: dict[str, Any]) -> DictConfig:
         """Compose the config with these options of groups, without the values of keys."""
-        ratio = choices.get(RATIO)
-        if ":" in str(ratio):  # a ratio needs no composition of its own
-            config = self._composed({**choices, RATIO: "dense"}).copy()
-            pattern = Pattern.parse(str(ratio))
-            OmegaConf.update(config, RATIO, {"n": pattern.n, "m": pattern.m, "v": pattern.v})
-            return config
         chosen = (
             f"{'+' if self.written[g].is_add() else ''}{g}={_word(option)}"
             for g, option in choices.items()
         )
-        words = (*self.for_hydra, *chosen)
-        if words not in self._done:
-            self._done[words] = compose("nmrun", list(words))
-        return self._done[words]
+        return composed([*self.for_hydra, *chosen], self._done)
 
     def _resolved(self, config: DictConfig) -> dict[str, Any]:
         """Resolve a config, with the first value of each key, which interpolations may refer to."""

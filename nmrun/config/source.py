@@ -24,6 +24,7 @@ from nmrun.recipes import RECIPES, installed
 from nmrun.registry import find
 
 GROUP = "sparsity"
+SERVED = (GROUP, "recipe")
 
 # Hydra instantiates only sweepers of the package hydra_plugins; see nmrun.config.sweeper
 SWEEPER: dict[str, Any] = {
@@ -49,7 +50,7 @@ class RatioSource(ConfigSource):
         return True
 
     def is_group(self, config_path: str) -> bool:
-        return config_path.strip("/") in ("", GROUP, "recipe")
+        return config_path.strip("/") in ("", *SERVED)
 
     def is_config(self, config_path: str) -> bool:
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
@@ -75,7 +76,7 @@ class RatioSource(ConfigSource):
         """
         path = config_path.strip("/")
         if path == "":
-            return [GROUP, "recipe"] if results_filter in (None, ObjectType.GROUP) else []
+            return list(SERVED) if results_filter in (None, ObjectType.GROUP) else []
         served = {GROUP: list(USUAL), "recipe": _recipes()}.get(path, [])
         return served if results_filter in (None, ObjectType.CONFIG) else []
 

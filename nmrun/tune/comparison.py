@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra import compose
-
 from nmrun.api.kept import kept
 from nmrun.api.runs import jobs_of, raise_interrupt
 from nmrun.config import schema, zipped
-from nmrun.config.composing import composing
+from nmrun.config.composing import Done, composed, composing
 from nmrun.config.identity import finished, identity, run_folder
 from nmrun.errors import ConfigError
 from nmrun.files import locks, whole
@@ -32,6 +30,7 @@ from nmrun.tune import space
 from nmrun.tune.study import SEED, Study
 
 DEFINITION = "study.json"
+COMPOSED: Done = {}  # shared by the runs of all cells
 Say = Callable[[str], None]
 
 
@@ -77,10 +76,10 @@ def cells(folder: Path, sweeps: list[list[str]], given: space.Space) -> list[Cel
         ConfigError: for a key of ``given`` that no cell has.
     """
     found: dict[str, tuple[list[str], Config, list[int]]] = {}
-    for words, composed in jobs_of(sweeps, None):
-        seeds = [composed.seed] if composed.seeds is None else list(composed.seeds)
-        composed.seed, composed.seeds = SEED, None
-        config = schema.check(composed)
+    for words, job in jobs_of(sweeps, None):
+        seeds = [job.seed] if job.seeds is None else list(job.seeds)
+        job.seed, job.seeds = SEED, None
+        config = schema.check(job)
         bare = [word for word in words if zipped.key(word) not in ("seed", "seeds")]
         known = found.setdefault(identity(config), (bare, config, []))[2]
         known += [seed for seed in seeds if seed not in known]
@@ -213,8 +212,9 @@ def shown(params: Mapping[str, Any]) -> str:
 def _composed(cell: Cell, params: Mapping[str, Any], seed: int, place: Path | None) -> Config:
     own = [*cell.words, *space.words(params), f"seed={seed}"]
     with composing():
-        composed = compose("nmrun", [*own, *([f"output_dir='{place}'"] if place else [])])
-    return schema.check(composed)
+        return schema.check(
+            composed([*own, *([f"output_dir='{place}'"] if place else [])], COMPOSED)
+        )
 
 
 def _done(config: Config, words: Sequence[str]) -> dict[str, Any]:

@@ -41,10 +41,37 @@ def test_values_on_a_config_of_before_are_what_hydra_composes(line: str) -> None
     assert len(done) == 1
 
 
+def test_all_recipes_and_ratios_are_composed_once() -> None:
+    source.register()
+    done: Done = {}
+    with composing():
+        for recipe in ("ste", "s_ste", "sr_ste recipe.decay=0.5", "dense"):
+            for ratio in ("1:8", "64:2:8"):
+                words = ["model=mlp", f"sparsity={ratio}", *f"recipe={recipe}".split()]
+                assert composed(words, done) == compose("nmrun", words)
+    assert len(done) == 1
+
+
+def test_an_overlay_of_ones_own_wins_over_the_recipe(tmp_path: Path) -> None:
+    source.register()
+    (tmp_path / "debug").mkdir()
+    (tmp_path / "debug" / "mine.yaml").write_text("# @package _global_\nrecipe: {decay: 0.5}\n")
+    path = f"hydra.searchpath=[file://{tmp_path}]"
+    for place, more in ((str(tmp_path), []), (None, [path])):
+        words: list[str] = [*more, "recipe=sr_ste", "debug=mine"]
+        done: Done = {}
+        with composing(place):
+            assert composed(words, done) == composed(words, done) == compose("nmrun", words)
+            assert composed(words, done).recipe.decay == 0.5
+
+
 def test_what_hydra_refuses_is_refused_as_ever() -> None:
     source.register()
     with composing():
-        for word in ("nonsense=1", "recipe=nonsense", "+seed=1", "seed=1,2", "seed=[1"):
+        for word in (
+            *("nonsense=1", "recipe=nonsense", "+recipe=ste", "recipe=ste,asp"),
+            *("+seed=1", "seed=1,2", "seed=[1"),
+        ):
             for made in (lambda words: composed(words, {}), partial(compose, "nmrun")):
                 with pytest.raises(HydraException):
                     made([word])

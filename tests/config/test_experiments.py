@@ -61,7 +61,7 @@ paper: {source: "page 3 of a book", values: {ste: {"2:4": 77.10}, nowhere: {"2:4
 
 @functools.cache
 def made(name: str, scale: str) -> list[schema.Config]:
-    return experiment.configs(experiment.load(name), scale)
+    return experiment.configs(experiment.load(name), scale, done=COMPOSED)
 
 
 def label(config: schema.Config, key: str) -> str:
