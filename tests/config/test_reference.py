@@ -34,7 +34,9 @@ def test_every_key_is_there_with_its_meaning_and_its_default(option):
         plain = {key: value for key, value in plain.items() if not isinstance(value, dict)}
     # YAML 1.1 reads 1e-05 as a text, and Hydra as the number
     read = {
-        key.name.rpartition(".")[2]: yaml.safe_load(key.default.replace("1e-05", "0.00001"))
+        key.name.rpartition(".")[2]: yaml.safe_load(
+            re.sub(r"(?<![\d.])(\d+)e-", r"\1.0e-", key.default)
+        )
         for key in option.keys
     }
     assert read == {key: value for key, value in plain.items() if key != "name"}
