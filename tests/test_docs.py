@@ -254,25 +254,34 @@ def test_the_page_on_one_shot_pruning_is_computed_from_its_runs(capsys):
 
 
 def test_the_page_on_retraining_is_computed_from_its_runs(capsys):
-    """Its tables are what ``nmrun table`` prints, its learning rates the best of the trials."""
-    runs = ROOT / "docs/results/retraining.csv"
+    """Its tables are what its commands print, its learning rates the best of the trials, its
+    seconds those of the file."""
+    folder = ROOT / "docs/results"
+    text = (folder / "retraining.md").read_text()
+    commands = [line for line in COMMANDS if line.startswith("nmrun table docs/results/retraining")]
+    assert len(commands) > 1
     printed: list[str] = []
-    for baseline in ("sparsegpt dense", "ast"):
-        words = ("--rows", "recipe,init", "--baseline", baseline)
-        assert verb("table", str(runs), *words) == 0
+    for command in commands:
+        _, _, path, *words = shlex.split(command)
+        assert verb("table", str(ROOT / path), *words) == 0
         printed += [line for line in capsys.readouterr().out.splitlines() if line[:1] == "|"]
-    text = (ROOT / "docs/results/retraining.md").read_text()
     shown = [line for line in text.splitlines() if re.match(r"\|.*(\+-|p[<=])", line)]
     assert len(shown) > 20
     assert set(shown) <= set(printed)
-    with runs.with_name("retraining_trials.csv").open() as file:
+    with (folder / "retraining_trials.csv").open() as file:
         trials = list(csv.DictReader(file))
-    with runs.open() as file:
+    with (folder / "retraining.csv").open() as file:
         trained = [run for run in csv.DictReader(file) if run["trainer.limit_batches"] == "98"]
     assert len(trained) > 50
+    settings = ("recipe", "init", "sparsity", "trainer.distill", "recipe.decay")
     for run in trained:
-        own = [t for t in trials if all(t[k] == run[k] for k in ("recipe", "init", "sparsity"))]
+        own = [trial for trial in trials if all(trial[key] == run[key] for key in settings)]
         best = min(own, key=lambda trial: float(trial["eval/perplexity"]))
         rates = sorted(float(trial["optimizer.lr"]) for trial in own)
         assert float(best["optimizer.lr"]) == float(run["optimizer.lr"])
         assert rates[0] < float(run["optimizer.lr"]) < rates[-1]  # the best is at no end
+    with (folder / "retraining_cost.csv").open() as file:
+        cost = {row["recipe"]: float(row["cpu_seconds"]) for row in csv.DictReader(file)}
+    retrained = [cost[name] for name in {run["recipe"] for run in trained}]
+    assert f"| SparseGPT | 128 texts, forward | {cost['sparsegpt']:.1f} |" in text
+    assert f"| {min(retrained):.1f} to {max(retrained):.1f} |" in text

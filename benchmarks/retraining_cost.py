@@ -1,0 +1,73 @@
+"""CPU seconds of pruning and of 98 retraining steps of the network of docs/results/retraining.md:
+a character-level GPT with random weights, 16 texts of 64 characters a step, one thread.
+
+``python benchmarks/retraining_cost.py`` writes docs/results/retraining_cost.csv: of pruning the least of
+three, of retraining one.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import nmrun
+from nmrun.models.gpt import GPT
+from nmrun.oneshot import METHODS
+
+OUT = Path(__file__).parents[1] / "docs" / "results" / "retraining_cost.csv"
+RATIO, STEPS = "2:4", 98
+VOCABULARY, CONTEXT, BATCH, CALIBRATION = 65, 64, 16, 8  # 8 batches of 16: 128 texts
+OPTIONS = {"asp": {"prune_at": 0.0}, "proxsparse": {"dense": 0.0}, "maskllm": {"dense": 0.0}}
+RECIPES = ("dense", "asp", "sr_ste", "step", "s_ste", "slope", "ast", "cast", "proxsparse", "maskllm")  # fmt: skip
+
+
+def pruned(method: str, model: GPT) -> None:
+    """Prune the network by the method."""
+    texts = [torch.randint(VOCABULARY, (BATCH, CONTEXT)) for _ in range(CALIBRATION)]
+    nmrun.prune(model, texts, method, RATIO)
+
+
+def retrained(recipe: str, model: GPT) -> None:
+    """Train the network by the recipe, clipped as in the runs."""
+    optimizer = nmrun.optim.Adam(model.parameters(), 1e-3)
+    nmrun.sparsify(
+        model, optimizer, recipe, RATIO, STEPS, exclude="lm_head", **OPTIONS.get(recipe, {})
+    )
+    for _ in range(STEPS):
+        text = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1))
+        cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def seconds(work: Callable[[str, GPT], None], name: str, times: int) -> float:
+    """The least CPU seconds of some tries, each on a copy."""
+    torch.manual_seed(0)
+    model, found = GPT(VOCABULARY, CONTEXT, 2, 4, 128), []
+    for _ in range(times):
+        own, began = copy.deepcopy(model), time.process_time()
+        work(name, own)
+        found.append(time.process_time() - began)
+    return min(found)
+
+
+def main() -> None:
+    """Write the file."""
+    torch.set_num_threads(1)
+    rows = [(name, seconds(pruned, name, 3)) for name in METHODS]
+    rows += [(name, seconds(retrained, name, 1)) for name in RECIPES]
+    with OUT.open("w") as file:
+        written = csv.writer(file, lineterminator="\n")
+        written.writerow(["recipe", "cpu_seconds"])
+        written.writerows((name, f"{value:.2f}") for name, value in rows)
+
+
+if __name__ == "__main__":
+    main()
