@@ -244,6 +244,10 @@ WIDTHS = Check(
     "a list of at least two whole numbers, 1 or more",
     lambda value: isinstance(value, list) and len(value) >= 2 and all(map(whole(1).holds, value)),
 )
+LEVELS = Check(
+    "a list of five whole numbers, 1 or more",
+    lambda value: isinstance(value, list) and len(value) == 5 and all(map(whole(1).holds, value)),
+)
 SEED = Check(
     "a whole number, 0 or more, below 2^63",
     lambda value: type(value) is int and 0 <= value < 2**63,

@@ -21,7 +21,10 @@ from nmrun.settings import data_groups, datasets, models
 MOST = {"digits": 1797, "cifar10": 50_000, "cifar100": 50_000, "fashion_mnist": 60_000}
 # The keys of data sets that name a file or folder.
 PATHS = {"text": ("train", "val", "test"), "token_bin": ("folder",), "fairseq": ("path",)}
-IN_DATA = ("image_folder", "imagenet")  # dataset.path, in NMRUN_DATA or anywhere
+# dataset.path, in NMRUN_DATA or anywhere, and what is in that folder
+CLASSES = "a folder of images for each class, or train and val with such"
+INSTANCES = "folders of images and annotations/instances_<folder>.json (cocodataset.org)"
+IN_DATA = {"image_folder": CLASSES, "imagenet": CLASSES, "coco": INSTANCES}
 # The layers of the networks whose names are known without building: inputs, 0 where they depend on
 # the data.
 LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, int]]] = {
@@ -129,7 +132,7 @@ def _no_files(dataset: dict[str, Any]) -> Iterator[str]:
         if not (root / dataset["path"]).exists():
             yield (
                 f"dataset.path={dataset['path']}: there is no such folder, also not in {root} "
-                "(NMRUN_DATA); it has a folder of images for each class, or train and val with such"
+                f"(NMRUN_DATA); it has {IN_DATA[name]}"
             )
 
 

@@ -31,6 +31,7 @@ MODELS = {
         ("vit_tiny", "vit_small", "vit_base", "deit_tiny", "deit_small"), "nmrun.models.vit.build"
     ),
     "timm": "nmrun.models.timm_models.build",
+    "mask_rcnn": "nmrun.models.mask_rcnn.build",
     "text_encoder": "nmrun.models.text_encoder.build",
     "hf_encoder": "nmrun.models.hf_encoder.build",
     **dict.fromkeys(

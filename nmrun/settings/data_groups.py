@@ -15,6 +15,7 @@ SHARE = number(0, 0.5, open_low=True)
 IMAGES, TEXTS = "images", "texts with labels"
 RUNNING_TEXT, PAIRS = "running text", "pairs of sentences"
 QUESTIONS, ANSWERED = "questions on texts", "texts with answers"
+INSTANCES = "images with instances"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,13 @@ class Augmented(Group):
     erasing: Annotated[float, number(0, 1)]
     mixup: Annotated[float, number(0)]
     cutmix: Annotated[float, number(0)]
+
+
+@dataclass(frozen=True)
+class Pictured(Seeded):
+    """Images with instances."""
+
+    flip: Annotated[bool, FLAG]
 
 
 @dataclass(frozen=True)

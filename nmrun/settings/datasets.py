@@ -10,6 +10,7 @@ from nmrun.ranges import FLAG, OPTIONAL_TEXT, PATH, TEXT, number, one_of, whole
 from nmrun.settings import reader
 from nmrun.settings.data_groups import (
     ANSWERED,
+    INSTANCES,
     PAIRS,
     QUESTIONS,
     RUNNING_TEXT,
@@ -21,6 +22,7 @@ from nmrun.settings.data_groups import (
     Encoded,
     Fractions,
     OwnDataset,
+    Pictured,
     Seeded,
     Subset,
     Tokenized,
@@ -56,6 +58,30 @@ class ImageNet(Augmented, Subset, Dataset):
     path: Annotated[str, PATH]
     resolution: Annotated[int, whole(1)]
     crop_scale: Annotated[float, number(0, 1, open_low=True)]
+    workers: Annotated[int | None, whole(0, optional=True)]
+
+
+@dataclass(frozen=True)
+class GeneratedShapes(Pictured, Dataset):
+    """Generated shapes."""
+
+    data: ClassVar[str] = INSTANCES
+
+    size: Annotated[int, whole(1)]
+    resolution: Annotated[int, whole(16)]
+
+
+@dataclass(frozen=True)
+class Coco(Pictured, Dataset):
+    """COCO, and data sets in its format."""
+
+    data: ClassVar[str] = INSTANCES
+
+    path: Annotated[str, PATH]
+    train: Annotated[str, PATH]
+    test: Annotated[str, PATH]
+    held_out: Annotated[float, SHARE]
+    limit: Annotated[int | None, whole(1, optional=True)]
     workers: Annotated[int | None, whole(0, optional=True)]
 
 
@@ -199,6 +225,8 @@ DATASETS: dict[str, type[Dataset]] = {
     **dict.fromkeys(("cifar10", "cifar100", "fashion_mnist"), Images),
     "image_folder": ImageFolder,
     "imagenet": ImageNet,
+    "generated_shapes": GeneratedShapes,
+    "coco": Coco,
     "generated_text": GeneratedText,
     "glue": Glue,
     "glue_text": GlueText,

@@ -6,9 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from nmrun.ranges import EXPRESSIONS, FLAG, FRACTION, TEXT, WIDTHS, Check, one_of, whole
+from nmrun.ranges import EXPRESSIONS, FLAG, FRACTION, LEVELS, TEXT, WIDTHS, Check, one_of, whole
 from nmrun.settings import reader
-from nmrun.settings.data_groups import ANSWERED, IMAGES, PAIRS, QUESTIONS, RUNNING_TEXT, TEXTS
+from nmrun.settings.data_groups import (
+    ANSWERED,
+    IMAGES,
+    INSTANCES,
+    PAIRS,
+    QUESTIONS,
+    RUNNING_TEXT,
+    TEXTS,
+)
 from nmrun.settings.groups import Group, Named
 
 ARGUMENTS = Check(
@@ -87,6 +95,21 @@ class Swin(Torchvision):
     """Swin Transformers."""
 
     decays: ClassVar[str] = "matrices"  # Liu et al. 2022, in their code
+
+
+@dataclass(frozen=True)
+class MaskRCNN(Model):
+    """Mask R-CNN."""
+
+    data: ClassVar[str] = INSTANCES
+
+    backbone: Annotated[str, one_of("resnet18", "resnet34", "resnet50")]
+    width: Annotated[int, whole(1)]
+    min_size: Annotated[int, whole(1)]
+    max_size: Annotated[int, whole(1)]
+    anchors: Annotated[list[int], LEVELS]
+    regions: Annotated[int, whole(1)]
+    frozen_norms: Annotated[bool, FLAG]
 
 
 @dataclass(frozen=True)
@@ -206,6 +229,7 @@ MODELS: dict[str, type[Model]] = {
     **dict.fromkeys(("swin_v2_t", "swin_v2_b"), Swin),
     **dict.fromkeys(("vit_tiny", "vit_small", "vit_base", "deit_tiny", "deit_small"), ViT),
     "timm": Timm,
+    "mask_rcnn": MaskRCNN,
     "text_encoder": Transformer,
     **dict.fromkeys(GPTS, GPT),
     "gpt_classifier": GPTClassifier,

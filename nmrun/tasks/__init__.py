@@ -20,6 +20,8 @@ DATASETS = {
     **dict.fromkeys(("cifar10", "cifar100", "fashion_mnist"), "nmrun.data.images.build"),
     "image_folder": "nmrun.data.image_folder.build",
     "imagenet": "nmrun.data.imagenet.build",
+    "generated_shapes": "nmrun.data.generated_shapes.build",
+    "coco": "nmrun.data.coco.build",
     "generated_text": "nmrun.data.generated_text.build",
     "glue": "nmrun.data.glue.build",
     "glue_text": "nmrun.data.glue_text.build",

@@ -42,6 +42,8 @@ class Task(ABC):
     """The metric of :meth:`evaluate` that epochs and recipes are compared by; see ``nmrun.config.metric`` for which way is better."""
     has_test: bool = True
     """Whether there is a test split. Without one, results have metrics of the validation split alone."""
+    counted_with_values: bool = False
+    """Whether the network's shapes depend on values, so that FLOPs are counted by computing."""
     about: str = ""
     """The line of the plan on the data."""
     batches_of: str = ""
@@ -91,7 +93,7 @@ class Task(ABC):
         """Compute the mean training loss of a batch.
 
         Args:
-            model: the module or its compiled form.
+            model: the module or its compiled form, in training or evaluation mode.
             batch: a micro-batch of :meth:`micro_batches`.
 
         Returns:
@@ -164,7 +166,8 @@ class Adopted(Task):
             own.inputs,
             own.metric,
         )
-        for name in ("has_test", "about", "batches_of", "notes", "signature"):
+        names = ("has_test", "counted_with_values", "about", "batches_of", "notes", "signature")
+        for name in names:
             setattr(self, name, getattr(own, name, getattr(Task, name)))
 
     def micro_batches(

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from nmrun import ranks, signals
-from nmrun.errors import ConfigError, RunError
+from nmrun.errors import ConfigError
 from nmrun.settings.datasets import ImageNet
+from nmrun.tasks.ahead import Ahead, Key
 from nmrun.tasks.augment import Augment, Share, generator
 from nmrun.tasks.base import Batch, limited, thinned, turns, watched
 from nmrun.tasks.vision import Classification, Normalise, signature
@@ -36,8 +35,6 @@ WHOLE = 256 / 224  # an evaluated image is scaled to so much more than what is c
 # JPEGs are decoded at 1/2, 1/4 or 1/8 of their size where a part still has so many times the pixels
 # of a side that it is scaled to
 SPARE = 2
-
-Key = tuple[int, int]  # epoch and row of an image
 
 
 class ImageStream(Classification):
@@ -91,8 +88,6 @@ class ImageStream(Classification):
             {"colours": "RGB", **self.normalise.plain, "resize": resize},
         )
         self.batch_size, self.label_smoothing = trainer.batch_size, trainer.label_smoothing
-        own_cores = max(1, (os.cpu_count() or 1) // ranks.local_world())
-        self.workers = own_cores if options.workers is None else options.workers
         available = len(splits["train"][0])
         if self.batch_size > available:
             raise ConfigError(
@@ -104,65 +99,37 @@ class ImageStream(Classification):
         self._labels = torch.empty(len(paths), dtype=torch.int64)
         for rows, labels in splits.values():
             self._labels[rows] = labels
-        self._next: tuple[Any, ...] = ()
-        self._batches: Iterator[Batch] = iter(())
+        self.ahead = Ahead(
+            self.files,
+            _collate,
+            splits["train"][0],
+            config.seed,
+            self.batch_size,
+            self.batches_per_epoch,
+            options.workers,
+            device.type == "cuda",
+        )
 
     def _read_share(self, epoch: int, index: int, share: Share) -> Batch:
-        rows = share.rows.tolist()
-        if self._next != (epoch, index, rows):
-            self._batches = self._read(self._training_keys(epoch, index, rows))
-        batch = next(self._batches)
-        self._next = (
-            (epoch, index + 1, rows) if index + 1 < self.batches_per_epoch else (epoch + 1, 0, rows)
-        )
-        return batch
-
-    def _training_keys(self, epoch: int, index: int, share: list[int]) -> Iterator[list[Key]]:
-        """The images ``share`` of this batch and of those after it, without end: no process waits
-        where an epoch ends.
-        """
-        rows = self.splits["train"][0]
-        while True:
-            order = rows[torch.randperm(len(rows), generator=generator(self.seed, epoch))]
-            for first in range(
-                index * self.batch_size, self.batches_per_epoch * self.batch_size, self.batch_size
-            ):
-                yield [
-                    (epoch, row) for row in order[first : first + self.batch_size][share].tolist()
-                ]
-            epoch, index = epoch + 1, 0
+        return self._on_device(*self.ahead.training(epoch, index, share.rows.tolist()))
 
     def _evaluated(
         self, split: str, rank: int = 0, world: int = 1
     ) -> Iterator[tuple[Tensor, Tensor, bool]]:
         rows = self.splits[split][0].split(self.batch_size)
         mine = turns(len(rows), rank, world)
-        read = self._read([(-1, row) for row in rows[number].tolist()] for number, _ in mine)
-        for (images, labels), (_, counts) in zip(read, watched(mine), strict=True):
+        read = self.ahead.evaluated([rows[number].tolist() for number, _ in mine])
+        for batch, (_, counts) in zip(read, watched(mine), strict=True):
+            images, labels = self._on_device(*batch)
             yield self.normalise(images), labels, counts
 
-    def _read(self, keys: Iterator[list[Key]]) -> Iterator[Batch]:
-        """Batches of uint8 images and labels on the device. Raises RunError for a file that cannot
-        be read.
-        """
-        loader = DataLoader(
-            self.files,
-            batch_sampler=keys,
-            num_workers=self.workers,
-            collate_fn=_collate,
-            pin_memory=self.device.type == "cuda",
-            worker_init_fn=_begin,
-            # else it draws from torch's own, which a resumed run would notice
-            generator=torch.Generator(),
-        )
-        for images, rows, problem in loader:
-            if problem:
-                raise RunError(problem)
-            images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
-            yield images, self._labels[rows].to(self.device, non_blocking=True)
+    def _on_device(self, images: Tensor, rows: Tensor) -> Batch:
+        """uint8 images and labels."""
+        images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
+        return images, self._labels[rows].to(self.device, non_blocking=True)
 
     def close(self) -> None:
-        self._next, self._batches = (), iter(())
+        self.ahead.close()
 
     def example(self) -> Batch:
         return torch.zeros(2, *self.inputs["shape"], device=self.device), torch.zeros(
@@ -230,7 +197,3 @@ def _collate(items: list[tuple[Tensor, int, str]]) -> tuple[Tensor, Tensor, str]
     problem = next((problem for _, _, problem in items if problem), "")
     images = torch.empty(0) if problem else torch.stack([image for image, _, _ in items])
     return images, torch.tensor([row for _, row, _ in items]), problem
-
-
-def _begin(worker: int) -> None:
-    signals.left_to_parent()

@@ -215,8 +215,8 @@ def count(
 ) -> Flops:
     """Count one item through a copy of a model, so that no state changes.
 
-    The copy is on the CPU where that is soon done, else on the meta device, where nothing is
-    computed.
+    The copy is on the CPU where that is soon done or the task asks for it, else on the meta device,
+    where nothing is computed.
 
     Args:
         model: the model.
@@ -225,7 +225,8 @@ def count(
         taught: whether a dense network like it is the teacher.
     """
     parameters = list(model.parameters())
-    computed = sum(p.numel() for p in parameters) < COMPUTED and all(p.is_cpu for p in parameters)
+    small = sum(p.numel() for p in parameters) < COMPUTED and all(p.is_cpu for p in parameters)
+    computed = small or task.counted_with_values
     place = "cpu" if computed else "meta"
     twin = copy.deepcopy(model).to(place)
     batch = tuple(tensor.to(place) for tensor in task.example())

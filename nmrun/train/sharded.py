@@ -55,6 +55,8 @@ def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
         found = f"a {recipe.pattern} mask looks across the rows of a weight"
     elif precision == "fp16":
         found = "trainer.precision=fp16 scales the loss by whole gradients (bf16 and fp32 need not)"
+    elif task.counted_with_values:
+        found = "the network's shapes depend on values, which a process has in parts only"
     elif task.metric == "bleu":
         found = "beam search calls parts of the model"
     if found:

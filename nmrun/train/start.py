@@ -30,12 +30,18 @@ def network(config: Config, task: Task) -> nn.Module:
     model = models.build(config.model.mapping(), task.inputs)
     # on meta, another process has the values
     if config.init is not None and not any(p.is_meta for p in model.parameters()):
-        heads = getattr(model, "heads_of_tasks", ())
-        load(model, Path(config.init), f"init={config.init}", heads)
+        heads, part = (getattr(model, name, ()) for name in ("heads_of_tasks", "part_of_tasks"))
+        load(model, Path(config.init), f"init={config.init}", heads, part)
     return model
 
 
-def load(model: nn.Module, folder: Path, asked: str, heads: Collection[str] = ()) -> None:
+def load(
+    model: nn.Module,
+    folder: Path,
+    asked: str,
+    heads: Collection[str] = (),
+    part: Collection[str] = (),
+) -> None:
     """Give a network the final weights of a finished run.
 
     Args:
@@ -44,6 +50,8 @@ def load(model: nn.Module, folder: Path, asked: str, heads: Collection[str] = ()
         asked: the key and value that ask for it, for errors.
         heads: modules that may be another task's: they stay as they are where the run has none of
             the same shape.
+        part: the module that may be another task's whole network, if there is one: where the run
+            has nothing of that name, the module gets its weights.
 
     Raises:
         ConfigError: where no finished run is there, or another network's.
@@ -54,6 +62,9 @@ def load(model: nn.Module, folder: Path, asked: str, heads: Collection[str] = ()
         state = load_file(folder / "model.safetensors")
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{asked}: model.safetensors cannot be read ({error})") from None
+    for name in part:
+        if not any(key.startswith(f"{name}.") for key in state):
+            model = model.get_submodule(name)
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     theirs = {name: tuple(tensor.shape) for name, tensor in state.items()}
     unlike = {*own.items()} ^ {*theirs.items()}

@@ -27,7 +27,10 @@ from nmrun.train.schedules import scheduled
 source.register()
 COMPOSED: Done = {}  # as the sweeps of one command line share them
 NAMES = experiment.names()
-EMBEDDED = ("digits", "generated_text", "generated_questions", "stdlib_text", "copy_reverse")
+EMBEDDED = (
+    *("digits", "generated_shapes", "generated_text", "generated_questions"),
+    *("stdlib_text", "copy_reverse"),
+)
 EVERY = list(itertools.product(NAMES, experiment.SCALES))
 OF_THE_PAPERS = {
     *(
@@ -40,7 +43,14 @@ OF_THE_PAPERS = {
         "step_gpt2",
         "step_autoswitch",
     ),
-    *("sr_ste_resnet", "sr_ste_sad", "asp_imagenet", "lbc_resnet", "lbc_candidates"),
+    *(
+        "sr_ste_resnet",
+        "sr_ste_sad",
+        "sr_ste_detection",
+        "asp_imagenet",
+        "lbc_resnet",
+        "lbc_candidates",
+    ),
     *("s_ste_wmt", "s_ste_deit", "s_ste_gpt2", "s_ste_flips", "s_ste_continuity", "s_ste_ablation"),
     *("s_ste_scale", "s_ste_threshold", "s_ste_mvue", "s_ste_glue", "s_ste_squad"),
     "t_sr_ste_decay",
@@ -204,6 +214,19 @@ def test_what_is_fine_tuned_is_what_the_other_experiments_leave(name):
     pairs = {(left_by(c.init), c.recipe.name) for c in made(name, "paper")}
     table_6 = {("dense", "dense"), ("t_sr_ste", "dense"), ("s_ste", "s_ste")}
     assert pairs == table_6 | {("s_ste", "ste"), ("sr_ste", "s_ste"), ("sr_ste", "ste")}
+
+
+def test_detectors_begin_with_the_classifiers_of_the_other_experiment():
+    left = {str(identity.run_folder(config)): config for config in made("sr_ste_resnet", "paper")}
+    pairs = []
+    for config in made("sr_ste_detection", "paper"):
+        of = left[config.init]
+        assert of.model.name == config.model.mapping()["backbone"]
+        pairs.append((str(config.pattern), str(of.pattern), config.recipe.name, of.recipe.name))
+    assert sorted(pairs) == sorted(
+        [("None", "None", "dense", "dense")]
+        + [(ratio, ratio, "sr_ste", "sr_ste") for ratio in ("2:4", "2:8")]
+    )
 
 
 def left_by(folder: str) -> str:

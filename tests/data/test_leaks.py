@@ -19,6 +19,7 @@ from nmrun.data import (
     copy_reverse,
     digits,
     generated_questions,
+    generated_shapes,
     generated_text,
     glue,
     images,
@@ -139,11 +140,50 @@ def sentences(**sizes: int) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
     }
 
 
+def shapes(*_: Any) -> Splits:
+    pytest.importorskip("pycocotools")
+    return {
+        name: [split.source.images[row].tobytes() for row in split.rows]
+        for name, split in generated_shapes.load().items()
+    }
+
+
+def some_coco(tmp_path: Path, *_: Any) -> Splits:
+    pytest.importorskip("pycocotools")
+    for part, first, last in (("train2017", 0, 40), ("val2017", 40, 50)):
+        (tmp_path / "coco" / part).mkdir(parents=True)
+        numbers = range(first, last)
+        names = [f"{number}.png" for number in numbers]
+        for name in names:
+            Image.new("RGB", (9, 8)).save(tmp_path / "coco" / part / name)
+        images = [
+            {"id": number % 40, "file_name": f"{number}.png", "height": 8, "width": 9}
+            for number in numbers
+        ]
+        instances = [
+            {"id": n + 1, "image_id": image["id"], "category_id": 1, "iscrowd": 0, "area": 4,
+             "bbox": [1, 1, 2, 2], "segmentation": [[1, 1, 3, 1, 3, 3, 1, 3]]}
+            for n, image in enumerate(images)
+        ]  # fmt: skip
+        data = {"images": images, "annotations": instances, "categories": [{"id": 1, "name": "x"}]}
+        file = tmp_path / "coco" / "annotations" / f"instances_{part}.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(data))
+    words = (f"dataset.path={tmp_path / 'coco'}", "dataset.workers=0", "model=mask_rcnn")
+    splits = task(tmp_path, "dataset=coco", *words).splits
+    return {
+        name: [split.source.coco.imgs[split.source.ids[row]]["file_name"] for row in split.rows]
+        for name, split in splits.items()
+    }
+
+
 MADE: dict[str, Callable[[Path, pytest.MonkeyPatch], Splits]] = {
     "digits": lambda *_: pixels(digits.load()),
     **{name: from_pool(name) for name in ("cifar10", "cifar100", "fashion_mnist")},
     "image_folder": folder,
     "imagenet": imagenet,
+    "generated_shapes": shapes,
+    "coco": some_coco,
     "generated_text": lambda *_: {name: texts for name, (texts, _) in generated_text.load().items()},
     "glue": some_glue,
     "glue_text": some_glue,  # glue's splits, asked otherwise

@@ -656,7 +656,7 @@ def test_each_epoch_of_a_stream_has_every_image_once(tmp_path: Path) -> None:
     make_folder(tmp_path / "data" / "some")
     task = stream(tmp_path, "dataset.workers=0", "trainer.limit_batches=null")
     assert task.batches_per_epoch == 6
-    keys = task._training_keys(0, 2, [*range(5)])
+    keys = task.ahead.keys(0, 2, [*range(5)])
     read = [next(keys) for _ in range(4 + 6)]
     rows_of_two = [row for batch in read[4:] for _, row in batch]
     assert sorted(rows_of_two) == sorted(task.splits["train"][0].tolist())
@@ -708,7 +708,7 @@ def test_every_second_image_of_a_stream_is_mirrored(tmp_path: Path) -> None:
 def test_a_batch_of_a_stream_is_its_images_normalised(tmp_path: Path) -> None:
     make_folder(tmp_path / "data" / "some", (20, 20))
     task = stream(tmp_path, "dataset.resolution=10", "dataset.workers=0")
-    keys = next(task._training_keys(1, 2, [*range(5)]))
+    keys = next(task.ahead.keys(1, 2, [*range(5)]))
     found, labels = task.micro_batches(1, 2, 1)[0]
     images = torch.stack([task.files[key][0] for key in keys]).double() / 255
     expected = (images - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])

@@ -211,7 +211,7 @@ def test_ranks_of_a_machine_share_its_cores(
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
-    assert stream(tmp_path, f"dataset.workers={asked}").workers == workers
+    assert stream(tmp_path, f"dataset.workers={asked}").ahead.workers == workers
 
 
 @pytest.mark.parametrize(("count", "parts"), [(8, 2), (7, 2), (3, 1), (1, 2), (0, 2)])
