@@ -6,14 +6,20 @@ from __future__ import annotations
 
 import copy
 import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 pytest.importorskip("gymnasium")
+import gymnasium
+
 from examples import rnm_td3
+from nmrun.report import cli as report
+from nmrun.report.collect import collect
 
 STEPS, INTERVAL = 160, 15
 
@@ -154,3 +160,70 @@ def test_what_is_printed_and_that_a_seed_decides_it(
     # 200 steps an episode
     assert first.startswith("1:4: mean return of the last 1 of 1 episodes -")
     assert printed(0) == first != printed(1)
+
+
+class OneState:
+    """A task with one state and a reward of 1 for everything."""
+
+    action_space = gymnasium.spaces.Box(-1, 1, (1,))
+
+    def __init__(self, ends: bool) -> None:
+        self.ends = ends
+
+    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.zeros(4, np.float32), 1.0, self.ends, False, {}
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_value_stops_where_an_episode_terminates(
+    monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """Then it is the reward, 1; else every update of the target adds another one."""
+    monkeypatch.setattr(rnm_td3, "environment", lambda task: (OneState(ends), 1.0))
+    monkeypatch.setattr(rnm_td3, "TAU", 1.0)
+    _, (_, critic, _) = rnm_td3.train(None, 240, seed=0, interval=INTERVAL)
+    values = critic.model(torch.cat([torch.zeros(9, 4), torch.linspace(-1, 1, 9)[:, None]], 1))
+    assert bool((values > 3).all()) != ends
+    if ends:
+        torch.testing.assert_close(values, torch.ones(9, 1), atol=0.1, rtol=0)
+
+
+def test_runs_become_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rnm_td3, "EVALUATED", 1)
+    file = tmp_path / "runs.csv"
+    for pattern, seed in (("dense", 0), ("dense", 1), ("2:4", 0)):
+        words = ["--pattern", pattern, "--seed", str(seed), "--steps", "45", "--out", str(file)]
+        monkeypatch.setattr(sys, "argv", ["rnm_td3", *words])
+        rnm_td3.main()
+    printed = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    runs = collect([file])
+    assert [round(value) for value in runs["test/return"]] == printed
+    assert runs["recipe"].tolist() == ["dense", "dense", "ste_periodic"]
+    report.table([str(file)])
+    shown = capsys.readouterr().out
+    assert "ste_periodic" in shown
+    assert "2:4" in shown
+    assert "Pendulum-v1" in shown or "return" in shown
+    assert "(2)" in shown or "n = 2" in shown or "n=2" in shown
+
+
+@pytest.mark.parametrize(
+    ("task", "says"), [("Nothing-v0", "Nothing"), ("CartPole-v1", "vectors of numbers")]
+)
+def test_a_task_that_is_none_costs_one_line(task: str, says: str) -> None:
+    with pytest.raises(SystemExit, match=f"--task {task}: .*{says}") as caught:
+        rnm_td3.train("2:4", 10, 0, 5, task)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_task_of_the_paper() -> None:
+    pytest.importorskip("mujoco")
+    _, learners = rnm_td3.train("2:4", 60, seed=0, interval=INTERVAL, task="HalfCheetah-v5")
+    assert [layer.in_features for layer in sparse_layers(learners[0], learners[0].model)] == [256]
+    for learner in learners:
+        rnm_td3.nmrun.sparsity.check_nm(learner.target, "2:4", exclude="4")
