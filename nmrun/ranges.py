@@ -248,6 +248,17 @@ LEVELS = Check(
     "a list of five whole numbers, 1 or more",
     lambda value: isinstance(value, list) and len(value) == 5 and all(map(whole(1).holds, value)),
 )
+SIDES = Check(
+    "null or height and width, multiples of 8 such as [368,496]",
+    lambda value: (
+        value is None
+        or (
+            isinstance(value, list)
+            and len(value) == 2
+            and all(whole(8).holds(side) and side % 8 == 0 for side in value)
+        )
+    ),
+)
 SEED = Check(
     "a whole number, 0 or more, below 2^63",
     lambda value: type(value) is int and 0 <= value < 2**63,

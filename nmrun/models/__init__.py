@@ -32,6 +32,7 @@ MODELS = {
     ),
     "timm": "nmrun.models.timm_models.build",
     "mask_rcnn": "nmrun.models.mask_rcnn.build",
+    **dict.fromkeys(("raft_small", "raft_large"), "nmrun.models.raft.build"),
     "text_encoder": "nmrun.models.text_encoder.build",
     "hf_encoder": "nmrun.models.hf_encoder.build",
     **dict.fromkeys(
@@ -75,7 +76,7 @@ def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
     needed = [key for key in parameters if key not in options]
     if set(needed) != set(inputs):
         raise ConfigError(
-            f"model={name} is made from {' and '.join(needed)}, where this data set has {' and '.join(inputs)}"
+            f"model={name} is made from {' and '.join(needed)}, where this data set has {' and '.join(inputs) or 'none of these'}"
         )
     model: nn.Module = builder(**inputs, **options)
     return model

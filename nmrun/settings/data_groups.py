@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from nmrun.ranges import FLAG, TEXT, number, whole
+from nmrun.ranges import FLAG, SIDES, TEXT, number, whole
 from nmrun.settings import reader
 from nmrun.settings.groups import Group, Named
 
@@ -15,7 +15,7 @@ SHARE = number(0, 0.5, open_low=True)
 IMAGES, TEXTS = "images", "texts with labels"
 RUNNING_TEXT, PAIRS = "running text", "pairs of sentences"
 QUESTIONS, ANSWERED = "questions on texts", "texts with answers"
-INSTANCES = "images with instances"
+INSTANCES, FRAMES = "images with instances", "pairs of frames with optical flow"
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,14 @@ class Augmented(Group):
 class Pictured(Seeded):
     """Images with instances."""
 
+    flip: Annotated[bool, FLAG]
+
+
+@dataclass(frozen=True)
+class Moving(Seeded):
+    """Pairs of frames."""
+
+    crop: Annotated[list[int] | None, SIDES]
     flip: Annotated[bool, FLAG]
 
 

@@ -10,6 +10,7 @@ from nmrun.ranges import FLAG, OPTIONAL_TEXT, PATH, TEXT, number, one_of, whole
 from nmrun.settings import reader
 from nmrun.settings.data_groups import (
     ANSWERED,
+    FRAMES,
     INSTANCES,
     PAIRS,
     QUESTIONS,
@@ -21,6 +22,7 @@ from nmrun.settings.data_groups import (
     Dataset,
     Encoded,
     Fractions,
+    Moving,
     OwnDataset,
     Pictured,
     Seeded,
@@ -82,6 +84,38 @@ class Coco(Pictured, Dataset):
     test: Annotated[str, PATH]
     held_out: Annotated[float, SHARE]
     limit: Annotated[int | None, whole(1, optional=True)]
+    workers: Annotated[int | None, whole(0, optional=True)]
+
+
+@dataclass(frozen=True)
+class GeneratedMotion(Moving, Dataset):
+    """Generated pairs of frames."""
+
+    data: ClassVar[str] = FRAMES
+
+    size: Annotated[int, whole(1)]
+    resolution: Annotated[int, whole(32)]
+
+
+@dataclass(frozen=True)
+class Sintel(Fractions, Moving, Dataset):
+    """Sintel."""
+
+    data: ClassVar[str] = FRAMES
+
+    path: Annotated[str | None, OPTIONAL_TEXT]
+    rendering: Annotated[str, one_of("clean", "final", "both")]
+    workers: Annotated[int | None, whole(0, optional=True)]
+
+
+@dataclass(frozen=True)
+class FlyingChairs(Moving, Dataset):
+    """FlyingChairs."""
+
+    data: ClassVar[str] = FRAMES
+
+    path: Annotated[str | None, OPTIONAL_TEXT]
+    held_out: Annotated[float, SHARE]
     workers: Annotated[int | None, whole(0, optional=True)]
 
 
@@ -227,6 +261,9 @@ DATASETS: dict[str, type[Dataset]] = {
     "imagenet": ImageNet,
     "generated_shapes": GeneratedShapes,
     "coco": Coco,
+    "generated_motion": GeneratedMotion,
+    "sintel": Sintel,
+    "flying_chairs": FlyingChairs,
     "generated_text": GeneratedText,
     "glue": Glue,
     "glue_text": GlueText,

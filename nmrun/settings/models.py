@@ -10,6 +10,7 @@ from nmrun.ranges import EXPRESSIONS, FLAG, FRACTION, LEVELS, TEXT, WIDTHS, Chec
 from nmrun.settings import reader
 from nmrun.settings.data_groups import (
     ANSWERED,
+    FRAMES,
     IMAGES,
     INSTANCES,
     PAIRS,
@@ -110,6 +111,16 @@ class MaskRCNN(Model):
     anchors: Annotated[list[int], LEVELS]
     regions: Annotated[int, whole(1)]
     frozen_norms: Annotated[bool, FLAG]
+
+
+@dataclass(frozen=True)
+class Raft(Model):
+    """RAFT."""
+
+    data: ClassVar[str] = FRAMES
+
+    updates: Annotated[int, whole(1)]
+    evaluated_updates: Annotated[int, whole(1)]
 
 
 @dataclass(frozen=True)
@@ -230,6 +241,7 @@ MODELS: dict[str, type[Model]] = {
     **dict.fromkeys(("vit_tiny", "vit_small", "vit_base", "deit_tiny", "deit_small"), ViT),
     "timm": Timm,
     "mask_rcnn": MaskRCNN,
+    **dict.fromkeys(("raft_small", "raft_large"), Raft),
     "text_encoder": Transformer,
     **dict.fromkeys(GPTS, GPT),
     "gpt_classifier": GPTClassifier,

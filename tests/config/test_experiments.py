@@ -28,7 +28,7 @@ source.register()
 COMPOSED: Done = {}  # as the sweeps of one command line share them
 NAMES = experiment.names()
 EMBEDDED = (
-    *("digits", "generated_shapes", "generated_text", "generated_questions"),
+    *("digits", "generated_motion", "generated_shapes", "generated_text", "generated_questions"),
     *("stdlib_text", "copy_reverse"),
 )
 EVERY = list(itertools.product(NAMES, experiment.SCALES))
@@ -47,6 +47,7 @@ OF_THE_PAPERS = {
         "sr_ste_resnet",
         "sr_ste_sad",
         "sr_ste_detection",
+        "sr_ste_flow",
         "asp_imagenet",
         "lbc_resnet",
         "lbc_candidates",

@@ -18,6 +18,7 @@ from nmrun.config.identity import identity
 from nmrun.data import (
     copy_reverse,
     digits,
+    generated_motion,
     generated_questions,
     generated_shapes,
     generated_text,
@@ -148,6 +149,44 @@ def shapes(*_: Any) -> Splits:
     }
 
 
+def motion(*_: Any) -> Splits:
+    return {
+        name: [split.source.pairs[row][0].tobytes() for row in split.rows]
+        for name, split in generated_motion.load().items()
+    }
+
+
+def flow_of(tmp_path: Path, name: str, *words: str) -> Splits:
+    words = (f"dataset.path={tmp_path}", "dataset.workers=0", "model=raft_small", *words)
+    splits = task(tmp_path, f"dataset={name}", *words).splits
+    return {
+        part: [split.source._flow_list[row] for row in split.rows] for part, split in splits.items()
+    }
+
+
+def some_films(tmp_path: Path, *_: Any) -> Splits:
+    for scene in "abcdefghij":
+        for kind, count in (("clean", 4), ("flow", 3)):
+            folder = tmp_path / "Sintel" / "training" / kind / scene
+            folder.mkdir(parents=True)
+            for number in range(count):
+                (folder / f"frame_{number}.{'flo' if kind == 'flow' else 'png'}").touch()
+    found = flow_of(tmp_path, "sintel")
+    return {
+        name: sorted({Path(file).parent.name for file in files}) for name, files in found.items()
+    }
+
+
+def some_chairs(tmp_path: Path, *_: Any) -> Splits:
+    (tmp_path / "FlyingChairs" / "data").mkdir(parents=True)
+    for number in range(50):
+        for name in ("flow.flo", "img1.ppm", "img2.ppm"):
+            (tmp_path / "FlyingChairs" / "data" / f"{number:05}_{name}").touch()
+    numbers = "".join(f"{1 + (number % 5 == 0)}\n" for number in range(50))
+    (tmp_path / "FlyingChairs" / "FlyingChairs_train_val.txt").write_text(numbers)
+    return flow_of(tmp_path, "flying_chairs")
+
+
 def some_coco(tmp_path: Path, *_: Any) -> Splits:
     pytest.importorskip("pycocotools")
     for part, first, last in (("train2017", 0, 40), ("val2017", 40, 50)):
@@ -184,6 +223,9 @@ MADE: dict[str, Callable[[Path, pytest.MonkeyPatch], Splits]] = {
     "imagenet": imagenet,
     "generated_shapes": shapes,
     "coco": some_coco,
+    "generated_motion": motion,
+    "sintel": some_films,
+    "flying_chairs": some_chairs,
     "generated_text": lambda *_: {name: texts for name, (texts, _) in generated_text.load().items()},
     "glue": some_glue,
     "glue_text": some_glue,  # glue's splits, asked otherwise

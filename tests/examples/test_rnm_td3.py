@@ -221,8 +221,9 @@ def test_a_task_that_is_none_costs_one_line(task: str, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_task_of_the_paper() -> None:
+def test_a_task_of_the_paper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mujoco")
+    monkeypatch.chdir(tmp_path)  # where MuJoCo may write what it warns of
     _, learners = rnm_td3.train("2:4", 60, seed=0, interval=INTERVAL, task="HalfCheetah-v5")
     assert [layer.in_features for layer in sparse_layers(learners[0], learners[0].model)] == [256]
     for learner in learners:
