@@ -18,7 +18,9 @@ from nmrun.config import early
 from nmrun.registry import find
 from nmrun.settings.data_groups import (
     ANSWERED,
+    FRAMES,
     IMAGES,
+    INSTANCES,
     PAIRS,
     QUESTIONS,
     RUNNING_TEXT,
@@ -58,6 +60,8 @@ GIVEN = {
     RUNNING_TEXT: {"vocabulary", "context"},
     QUESTIONS: {"vocabulary", "max_length"},
     ANSWERED: {"vocabulary", "max_length"},
+    INSTANCES: {"categories"},
+    FRAMES: set(),
 }
 
 
