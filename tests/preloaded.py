@@ -13,21 +13,45 @@ import runpy
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-import nmrun.data.digits
-import nmrun.models.small_conv
-import nmrun.train.jobs
-import nmrun.train.runner  # noqa: F401
 from nmrun import cli
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
+# Python 3.11 starts the server without the path of this process, so this module is none of them.
+MODULES = [
+    "hydra.main",
+    "nmrun.cli",
+    "nmrun.data.digits",
+    "nmrun.models.mlp",
+    "nmrun.models.small_conv",
+    "nmrun.report.tables",
+    "nmrun.train.jobs",
+    "nmrun.train.loop",
+    "nmrun.train.runner",
+    "nmrun.train.sharded",
+    "nmrun.train.shards",
+    "sklearn.datasets",
+    "torch._dynamo",
+    "torch.distributed.elastic.multiprocessing.errors",
+    "torch.distributed.launcher.api",
+]
+
+
+def context() -> ForkServerContext:
+    """Where processes are forked from the one that has imported :data:`MODULES`: there is one
+    server, and whoever starts it first says what it imports.
+    """
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload(MODULES)
+    return found
 
 
 def run(
@@ -47,6 +71,20 @@ def run(
     return _process(_command, words, folder, timeout, environment)
 
 
+def started(words: tuple[str, ...], folder: Path) -> BaseProcess:
+    """``nmrun`` with these words, at work; what it prints goes nowhere.
+
+    Args:
+        words: what follows ``nmrun``.
+        folder: the current folder.
+    """
+    nowhere = [Path(os.devnull)] * 2
+    words_and_place = (_command, words, folder, nowhere, dict(os.environ))
+    process = context().Process(target=_begin, args=words_and_place)
+    process.start()
+    return process
+
+
 def torchrun(*words: object, processes: int = 2) -> subprocess.CompletedProcess[str]:
     """``torchrun --standalone`` with so many processes, a script and its words."""
     work = partial(_torchrun, processes)
@@ -62,7 +100,7 @@ def _process(
 ) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as outside:
         files = [Path(outside, name) for name in ("stdout", "stderr")]
-        process = CONTEXT.Process(target=_begin, args=(work, words, folder, files, environment))
+        process = context().Process(target=_begin, args=(work, words, folder, files, environment))
         process.start()
         process.join(timeout)
         if process.exitcode is None:
@@ -113,5 +151,8 @@ def _script(*words: str) -> None:
     sys.argv = list(words)
     try:
         runpy.run_path(words[0], run_name="__main__")
+    except Exception:
+        traceback.print_exc()  # as Python does; who has forked it would keep it
+        raise
     finally:
         atexit._run_exitfuncs()

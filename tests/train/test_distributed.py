@@ -129,9 +129,7 @@ def test_a_rank_that_fails_alone_ends_the_run(tmp_path: Path) -> None:
         "sys.exit(cli.main())\n"
     )
     words = [*TINY, "recipe=ste", f"output_dir={tmp_path}"]
-    done = subprocess.run(
-        [*TORCHRUN, str(script), *words], capture_output=True, text=True, timeout=120
-    )
+    done = preloaded.torchrun(script, *words)
     assert done.returncode == 1
     assert "ValueError: a broken disk" in done.stderr
     (folder,) = (path.parent for path in tmp_path.rglob("checkpoint.pt"))

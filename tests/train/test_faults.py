@@ -81,16 +81,10 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # --- a full disk ----------------------------------------------------------------------------------
 
 
-def test_a_file_that_does_not_fit(tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit(tmp_path: Path, nmrun_cli: Any) -> None:
     """The kernel refuses to write more than 100 kB into one file; the checkpoint is larger."""
-    command = [
-        sys.executable,
-        "-m",
-        "nmrun",
-        *TINY,
-        "model.channels=[16,32,32]",
-        f"output_dir={tmp_path}",
-    ]
+    words = (*TINY, "model.channels=[16,32,32]", f"output_dir={tmp_path}")
+    command = [sys.executable, "-m", "nmrun", *words]
     limited = ["bash", "-c", 'ulimit -f 100; trap "" XFSZ; exec "$@"', "bash", *command]
     done = subprocess.run(limited, capture_output=True, text=True)
     assert done.returncode == 1
@@ -104,7 +98,7 @@ def test_a_file_that_does_not_fit(tmp_path: Path) -> None:
         "result.json",
         "run.log",
     ]
-    assert subprocess.run(command, capture_output=True).returncode == 0
+    assert nmrun_cli(*words).returncode == 0
 
 
 def test_a_disk_that_is_full_from_some_step_on(

@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 
+import preloaded
 import pytest
 
 from nmrun.train import checkpoint
@@ -16,6 +17,8 @@ BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 sys.path.insert(0, BENCHMARKS)
 
 import kills  # noqa: E402
+
+preloaded.context()  # the server that all tests of a process share
 
 SWEEP = ("recipe=step,sr_ste", "sparsity=2:4", "seed=0,1", *kills.SWEEP[3:], "trainer.epochs=12")
 

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import preloaded
 import pytest
 import torch
 from runs import RECIPES, TINY, config, rows
@@ -460,30 +460,30 @@ def test_resume_false_starts_over(
     assert "goes on at" not in capsys.readouterr().out
 
 
-def test_killed_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nmrun_cli: Any) -> None:
     """SIGKILL at two random moments of a process that runs the command line, then the same command
     to its end.
     """
     monkeypatch.undo()  # the process knows nothing of the noisy model
-    overrides = ("recipe=step", "recipe.switch=0.5", "trainer.epochs=60", "trainer.limit_batches=5")
+    overrides = ("recipe=step", "recipe.switch=0.5", "trainer.epochs=30", "trainer.limit_batches=5")
     alone = config(tmp_path / "alone", *overrides)
     expected = outcome(alone)
     made = config(tmp_path, *overrides)
-    command = [sys.executable, "-m", "nmrun", *TINY, *overrides, f"output_dir={tmp_path}"]
+    words = (*TINY, *overrides, f"output_dir={tmp_path}")
     chance = random.Random(0)
     metrics = run_folder(made) / "metrics.jsonl"
     reached = 0
     for _ in range(2):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        reached += chance.randrange(20, 80)  # of 180 rows
-        while process.poll() is None and (
+        process = preloaded.started(words, tmp_path)
+        reached += chance.randrange(10, 40)  # of 90 rows
+        while process.is_alive() and (
             not metrics.exists() or metrics.read_bytes().count(b"\n") < reached
         ):
             time.sleep(0.002)
         process.kill()
-        process.wait()
+        process.join()
     assert not (run_folder(made) / "result.json").exists()
-    subprocess.run(command, check=True, capture_output=True)
+    assert nmrun_cli(*words).returncode == 0
     assert json.loads((run_folder(made) / "result.json").read_text())["status"] == "finished"
     assert (run_folder(made) / "model.safetensors").read_bytes() == expected[0]
     assert (run_folder(made) / "best.safetensors").read_bytes() == expected[1]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import shutil
 from pathlib import Path
 
 import one_rank
+import preloaded
 import pytest
 import torch
 from one_rank import saved
@@ -35,8 +35,7 @@ def loaded(folder: Path) -> tuple[int, list[str]]:
 
 
 def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["nmrun.train.shards", "torch._dynamo"])
+    server = preloaded.context()
     found, code = [], 3
     while code == 3:
         folder = tmp_path / str(len(found))
