@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -42,8 +45,31 @@ def trials(place: Path = PLACE, name: str = "trials") -> dict[str, list[dict]]:
     }
 
 
-def test_every_cell_gets_the_same_trials_and_its_seeds_have_the_best(capsys):
-    assert tune() == 0
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of the comparison, which tests leave as it is, and what was printed."""
+    return trained(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def trained_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("dense"), "recipe=dense")[0]
+
+
+@pytest.fixture
+def dense(trained_dense: Path, _here: None) -> None:
+    """In the current folder, a comparison of dense alone."""
+    shutil.copytree(trained_dense, Path(), dirs_exist_ok=True)
+
+
+def trained(folder: Path, *words: str) -> tuple[Path, str]:
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert tune(*words) == 0
+    return folder, printed.getvalue()
+
+
+def test_every_cell_gets_the_same_trials_and_its_seeds_have_the_best(whole, monkeypatch):
+    monkeypatch.chdir(whole[0])
     found = trials()
     assert found.keys() == {"dense", "sr_ste-1-4", "sr_ste-1-8"}  # dense has no ratio
     assert {len(lines) for lines in found.values()} == {3}
@@ -69,7 +95,7 @@ def test_every_cell_gets_the_same_trials_and_its_seeds_have_the_best(capsys):
         of_trial = json.loads(Path(best["folder"], "result.json").read_text())
         assert of_trial["config"]["seed"] == 1000
         assert of_trial["metrics"]["final"]["eval/accuracy"] == best["value"]
-    printed = capsys.readouterr().out
+    printed = whole[1]
     assert (
         "3 trials by eval/accuracy, the best two with three seeds, over optimizer.lr 0.0002 to 0.005 (log)"
         in printed
@@ -78,25 +104,24 @@ def test_every_cell_gets_the_same_trials_and_its_seeds_have_the_best(capsys):
     assert re.search(r"sr_ste 1:8\s+\| 3\s+\| eval/accuracy", printed)
 
 
-def test_its_csv_has_every_cell_of_the_table():
-    tune()
+def test_its_csv_has_every_cell_of_the_table(whole, monkeypatch):
+    monkeypatch.chdir(whole[0])
     keys = ["recipe", "sparsity", "mean", "sd", "n"]
     pd.testing.assert_frame_equal(table(PLACE / "runs.csv")[keys], table("outputs")[keys])
     assert str(Path.cwd()) not in (PLACE / "runs.csv").read_text()
 
 
-def test_given_again_it_does_nothing_and_prints_the_table(capsys, monkeypatch):
-    tune()
-    first = capsys.readouterr().out.splitlines()
+def test_given_again_it_does_nothing_and_prints_the_table(whole, capsys, monkeypatch):
+    monkeypatch.chdir(whole[0])
+    first = whole[1].splitlines()
     monkeypatch.setattr(jobs, "one", None)
     assert tune() == 0
     again = capsys.readouterr().out.splitlines()
     assert again == [line for line in first if not re.match(r"\S+ ?\S*  (trial|again|seed) ", line)]
 
 
-def test_cut_off_anywhere_it_ends_with_the_same(monkeypatch):
-    tune()
-    whole, runs = trials(), table(PLACE / "runs.csv")
+def test_cut_off_anywhere_it_ends_with_the_same(whole, monkeypatch):
+    expected, runs = trials(whole[0] / PLACE), table(whole[0] / PLACE / "runs.csv")
     do, left = jobs.one, [0]
 
     def stopping(*args, **kwargs):
@@ -117,7 +142,7 @@ def test_cut_off_anywhere_it_ends_with_the_same(monkeypatch):
     assert stops == 13  # 27 runs
     cut = trials(Path("cut/.tune/try"))
     values = {cell: [(t["params"], t["value"]) for t in lines] for cell, lines in cut.items()}
-    assert values == {c: [(t["params"], t["value"]) for t in ls] for c, ls in whole.items()}
+    assert values == {c: [(t["params"], t["value"]) for t in ls] for c, ls in expected.items()}
     pd.testing.assert_frame_equal(table("cut/.tune/try/runs.csv"), runs)
 
 
@@ -151,8 +176,7 @@ def test_other_trials_under_the_same_name_are_refused(words, said):
     assert before == {file: file.read_bytes() for file in PLACE.rglob("*.json*")}
 
 
-def test_more_trials_go_on_from_those_that_are_there():
-    tune("recipe=dense")
+def test_more_trials_go_on_from_those_that_are_there(dense):
     three = trials()["dense"]
     assert main(["try", "--trials", "5", *SWEEP, "recipe=dense"]) == 0
     five = trials()["dense"]
@@ -184,8 +208,7 @@ def test_a_mistake_gets_a_line_before_anything_runs(argv, said):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"space": 3, "settings": {}, "identity": ""}'])
-def test_a_record_that_is_not_whole_gets_a_line(text):
-    tune("recipe=dense")
+def test_a_record_that_is_not_whole_gets_a_line(text, dense):
     file = PLACE / "dense" / "study.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"study.json is not whole; remove .*dense to tune anew"):
