@@ -26,6 +26,8 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 BY_STEP = [(name, recipe) for name in OPTIMIZERS for recipe in ("sr_ste", "s_ste", "asp")]
 BY_STEP += [("nmrun", "step"), ("nmrun in one pass", "step")]  # it needs nmrun's own
+# whole training steps: every optimizer and every recipe once, the rest is slow
+ONCE = [("nmrun", "step"), ("nmrun in one pass", "asp"), ("fused", "s_ste"), ("sgd", "sr_ste")]
 TOTAL = 8
 
 
@@ -130,7 +132,10 @@ def test_compiled_optimizer_step(optimizer: str, recipe: str) -> None:
     check_nm(found[0], "2:4")
 
 
-@pytest.mark.parametrize(("optimizer", "recipe"), BY_STEP)
+@pytest.mark.parametrize(
+    ("optimizer", "recipe"),
+    [case if case in ONCE else pytest.param(*case, marks=pytest.mark.slow) for case in BY_STEP],
+)
 def test_compiled_training_step(optimizer: str, recipe: str) -> None:
     found, wanted = start(recipe, optimizer), start(recipe, optimizer)
 
