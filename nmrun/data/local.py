@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nmrun.errors import ConfigError
+from nmrun.files import locks
 
 HOME = "~/.cache/nmrun"
 
@@ -69,11 +72,10 @@ def cached(
     key = hashlib.sha256(json.dumps([what, stats]).encode()).hexdigest()[:20]
     root = cache_folder()
     folder = root / key
-    if folder.is_dir():
-        try:
-            return _mapped(folder)
-        except (OSError, ValueError, EOFError):  # cut off
-            shutil.rmtree(folder)
+    while folder.is_dir():
+        if (found := _whole(folder)) is not None:
+            return found
+        _remove_cut_off(folder)
     arrays = make()
     root.mkdir(parents=True, exist_ok=True)
     half_done = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
@@ -94,3 +96,22 @@ def cached(
 
 def _mapped(folder: Path) -> dict[str, NDArray[Any]]:
     return {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
+
+
+def _whole(folder: Path) -> dict[str, NDArray[Any]] | None:
+    """The arrays in the files of a folder; None where there are none, or one is cut off."""
+    try:
+        return _mapped(folder) or None
+    except (OSError, ValueError, EOFError):
+        return None
+
+
+def _remove_cut_off(folder: Path) -> None:
+    """Remove a folder, unless another process is about to, or has put a whole one in its place."""
+    with contextlib.suppress(FileNotFoundError), locks.hold(folder) as ours:
+        if ours and _whole(folder) is None:
+            gone = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
+            folder.rename(gone)  # at once: nobody sees a part of it
+            shutil.rmtree(gone, ignore_errors=True)
+        elif not ours:
+            time.sleep(0.1)
