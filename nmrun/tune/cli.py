@@ -17,7 +17,8 @@ def main(argv: Sequence[str]) -> int:
     """Tune every cell of a sweep by the same number of trials, then run its seeds.
 
     Prints the table once all cells are done. Given again, it goes on; given in several processes at
-    once, each takes cells that nobody is at work on.
+    once, each takes cells that nobody is at work on. With ``dry=true`` among the words it prints
+    what it would do, and writes nothing.
 
     Returns:
         The exit status: 1 where all trials of a cell failed, or a run of a seed.
@@ -58,6 +59,9 @@ def main(argv: Sequence[str]) -> int:
     sweeps, looks = jobs.checked(asked)
     folder = Path(looks[0].output_dir, FOLDER, options.name).absolute()
     cells = comparison.cells(folder, sweeps, given)
+    if any(cell.config.dry for cell in cells):
+        print("\n".join([*comparison.plan(cells, options.trials), f"  {folder}"]))
+        return 0
     with files_of_the_command():
         for cell in cells:
             comparison.check(cell)

@@ -27,7 +27,7 @@ from nmrun.report.numbers import printed
 from nmrun.settings.config import Config
 from nmrun.train import jobs
 from nmrun.tune import space
-from nmrun.tune.study import SEED, Study
+from nmrun.tune.study import AGAIN, FINALISTS, SEED, Study
 
 DEFINITION = "study.json"
 COMPOSED: Done = {}  # shared by the runs of all cells
@@ -110,6 +110,33 @@ def _differing(configs: Sequence[Config]) -> list[str]:
     ]
     named = {key.partition(".")[0] for key in found if key.endswith(".name")}
     return [key for key in found if key.partition(".")[0] not in named or key.endswith(".name")]
+
+
+def plan(cells: Sequence[Cell], trials: int) -> list[str]:
+    """Say what a comparison is going to do: the cells, what is searched in each and in which range,
+    and the number of runs.
+
+    Args:
+        cells: the cells.
+        trials: of each.
+    """
+    width = max(len(cell.name) for cell in cells)
+    said = []
+    for cell in cells:
+        searched = "; ".join(f"{key} {search}" for key, search in cell.searched.items())
+        said.append(f"  {cell.name:<{width}}  {searched}")
+    repeats = min(trials, FINALISTS) * len(AGAIN)
+    seeds = sum(len(cell.seeds) for cell in cells)
+    total = len(cells) * (trials + repeats) + seeds
+    said.append(
+        f"  {_many(len(cells), 'cell')}, in each {_many(trials, 'trial')} and {repeats} repeats of "
+        f"the best; {_many(seeds, 'run')} of seeds: {total} runs"
+    )
+    return said
+
+
+def _many(count: int, of: str) -> str:
+    return f"{count} {of}" + ("s" if count != 1 else "")
 
 
 def check(cell: Cell) -> None:

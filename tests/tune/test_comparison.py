@@ -120,6 +120,23 @@ def test_given_again_it_does_nothing_and_prints_the_table(whole, capsys, monkeyp
     assert again == [line for line in first if not re.match(r"\S+ ?\S*  (trial|again|seed) ", line)]
 
 
+def test_a_dry_one_says_what_it_would_do_and_writes_nothing(capsys):
+    assert tune("dry=true") == 0
+    *cells, total, folder = capsys.readouterr().out.splitlines()
+    rate = "optimizer.lr 0.0002 to 0.005 (log)"
+    decay = "recipe.decay 1e-06 to 0.01 (log)"
+    assert [line.strip() for line in cells] == [
+        f"dense       {rate}", f"sr_ste 1:4  {rate}; {decay}", f"sr_ste 1:8  {rate}; {decay}"
+    ]  # fmt: skip
+    # the best two again with two seeds, and the seeds 0 and 1
+    runs = 3 * 3 + 3 * 2 * 2 + 3 * 2
+    assert total.endswith(
+        f"3 cells, in each 3 trials and 4 repeats of the best; 6 runs of seeds: {runs} runs"
+    )
+    assert folder.strip() == str(PLACE.absolute())
+    assert not list(Path().iterdir())
+
+
 def test_cut_off_anywhere_it_ends_with_the_same(whole, monkeypatch):
     expected, runs = trials(whole[0] / PLACE), table(whole[0] / PLACE / "runs.csv")
     do, left = jobs.one, [0]
