@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from nmrun.api import words
 from nmrun.api.kept import kept
 from nmrun.api.result import Result
-from nmrun.config import schema
+from nmrun.config import schema, sweep_end
 from nmrun.config import sweep as record
 from nmrun.config.composing import Done, composed, composing
 from nmrun.config.identity import run_folder
@@ -103,13 +103,13 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     sweeps, looks = jobs.checked(asked)
     command = _command(asked.config_dir, ["-m", *asked.overrides])
     folders = []
-    with kept(), jobs.recorded(looks, command, []) as recorded:
+    with kept(), record.recorded(looks, command, []) as recorded:
         for number, (own, job) in enumerate(jobs_of(sweeps, asked.config_dir), 1):
             folders += _folders(job)
             again = _command(asked.config_dir, own)
             outcome, _ = jobs.of_sweep(recorded, number, job, own, again)
             raise_interrupt(outcome)
-        print(record.summary(recorded)[0])
+        print("\n".join([*sweep_end.planned(recorded), record.summary(recorded)[0]]))
     found = collect(folders)
     if found.empty:
         raise RunError("no run of this sweep has a result")

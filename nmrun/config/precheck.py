@@ -37,12 +37,14 @@ class Findings:
         jobs: the number of jobs; None where a sweeper of another kind decides.
         output_dir: the output folder.
         trials: the number of jobs of a search by Optuna; None where there is none.
+        dry: whether the jobs are only planned.
     """
 
     problems: list[str] = field(default_factory=list)
     jobs: int | None = 1
     output_dir: str = ""
     trials: int | None = None
+    dry: bool = False
 
 
 def look(
@@ -51,9 +53,8 @@ def look(
     config_dir: str | None = None,
     done: Done | None = None,
 ) -> Findings:
-    """Check every job of a sweep, in well under a second.
-
-    A config is composed only once for each option of a group.
+    """Check every job of a sweep, in well under a second: a config is composed only once for each
+    option of a group.
 
     Args:
         words: the overrides.
@@ -171,9 +172,9 @@ class _Look:
             )
             parts[group, option] = {key: full[key] for key in own}
         self.findings.output_dir = str(plain.get("output_dir"))
+        self.findings.dry = plain.get("dry") is True
         if not multirun and (line := _not_sparse(first)):
             self.findings.problems.append(line)
-
         # sorted, so that a group of the command line overrides an overlay
         in_order = sorted(swept, key=lambda group: group in plain)
         values = {key: several for key, several in self.values.items() if several}

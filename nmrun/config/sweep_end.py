@@ -1,4 +1,5 @@
-"""What a sweep says when it has ended: the best job of a search, and the command for the table."""
+"""What a sweep says when it has ended: the plans of its jobs, the best job of a search, and the command
+for the table."""
 
 from __future__ import annotations
 
@@ -11,7 +12,30 @@ from typing import Any
 from nmrun.config import sweep, zipped
 from nmrun.config.metric import higher_is_better
 
+SAID = ("recipe", "sparsity", "dry")  # what a plan has, or all plans have
 OWN_AXES = ("seed", "seeds", "sparsity", "output_dir")  # what a table averages over or has anyway
+
+
+def planned(folder: Path) -> list[str]:
+    """List the jobs that were only planned (``dry=true``), one a line: recipe, ratio, what is swept
+    beside them, steps and FLOPs.
+
+    Args:
+        folder: that of the sweep's record.
+    """
+    done = [line for line in sweep.read(folder).done if line.get("plan")]
+    swept = [key for key in _varied([line["overrides"] for line in done]) if key not in SAID]
+    rows = []
+    for line in done:
+        words = {zipped.key(word): word.partition("=")[2] for word in line["overrides"]}
+        recipe, ratio, *rest = line["plan"].items()
+        rows.append(dict([recipe, ratio, *((key, words.get(key, "")) for key in swept), *rest]))
+    cells = [list(rows[0]), *(list(row.values()) for row in rows)] if rows else []
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
 
 
 def lines(folder: Path) -> list[str]:

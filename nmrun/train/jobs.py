@@ -14,9 +14,7 @@ import os
 import shlex
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +37,8 @@ from nmrun.config import (
 from nmrun.config.composing import without_others_configs
 from nmrun.config.identity import finished, run_folder, title
 from nmrun.config.metric import higher_is_better
+from nmrun.config.sweep import make_folder
 from nmrun.errors import ConfigError, leads, refuse, tell
-from nmrun.files import locks
 from nmrun.settings.config import Config
 
 BEFORE = "NMRUN_BEFORE"  # tells job processes how many jobs were launched before this launch
@@ -70,7 +68,7 @@ def main(argv: list[str]) -> int:
     sweeper.register()
     counts = [found.jobs for found in looks]
     together = sweeps if _one_launch(sweeps, counts) else []
-    with recorded(looks, shlex.join(["nmrun", *argv]), together) as folder:
+    with sweep.recorded(looks, shlex.join(["nmrun", *argv]), together) as folder:
         os.environ[sweep.SWEEP] = str(folder)
         status = _launch(
             flags, [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True))
@@ -78,7 +76,7 @@ def main(argv: list[str]) -> int:
         if not leads():
             return status
         lines, bad = sweep.summary(folder)
-        lines = "\n".join([lines, *sweep_end.lines(folder)])
+        lines = "\n".join([*sweep_end.planned(folder), lines, *sweep_end.lines(folder)])
     print(lines)
     return max(status, bad)
 
@@ -99,28 +97,6 @@ def checked(asked: argparse.Namespace) -> tuple[list[list[str]], list[precheck.F
         raise ConfigError(problems)
     tell([] if asked.multirun else command_line.without_effect(asked.overrides))
     return sweeps, looks
-
-
-@contextlib.contextmanager
-def recorded(
-    looks: list[precheck.Findings], command: str, together: list[list[str]]
-) -> Iterator[Path]:
-    """A new record of a sweep, which is alive while the context is entered.
-
-    Args:
-        looks: what was found at the overrides of each sweep.
-        command: as it was typed.
-        together: the overrides of each sweep, where they are launched together.
-    """
-    with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
-        output_dir = looks[0].output_dir
-        folder = sweep.new_folder(output_dir) if leads() else Path(nowhere)
-        _make(folder, output_dir)
-        known = [found.jobs or found.trials for found in looks]
-        total = None if None in known else sum(count or 0 for count in known)
-        with locks.hold(folder):  # shows that the sweep is alive
-            sweep.begin(folder, total, command, output_dir, together, any(x.trials for x in looks))
-            yield folder
 
 
 def _one_launch(sweeps: list[list[str]], jobs: list[int | None]) -> bool:
@@ -191,7 +167,11 @@ def of_sweep(
         mistake; and what a Hydra sweeper minimises, by seed.
     """
     began = time.monotonic()
-    print(sweep.title(folder, number, overrides), flush=True)
+    head = sweep.title(folder, number, overrides)
+    if composed.dry:
+        verbs.waiting(head)  # a list of all follows at the end
+    else:
+        print(head, flush=True)
     beside = sweep.prefix(folder, number)
     with verbs.prefixed(beside) if beside else contextlib.nullcontext():
         outcome, values = _outcomes_of(composed, folder.name, command)
@@ -273,10 +253,11 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
         print(f"finished already: {metrics}\n  {folder} (force=true runs it again)", flush=True)
         return {**result, "status": "skipped", "folder": str(folder)}
     if not config.dry:
-        _make(folder, config.output_dir)  # before torch is imported for nothing
-    with contextlib.suppress(OSError):  # a full disk behind the output must not end a run
-        print(title(config), flush=True)
-    verbs.waiting("loading torch and the data")
+        make_folder(folder, config.output_dir)  # before torch is imported for nothing
+    if sweep is None or not config.dry:
+        with contextlib.suppress(OSError):  # a full disk behind the output must not end a run
+            print(title(config), flush=True)
+        verbs.waiting("loading torch and the data")
     try:
         run = _runner().run
     except (ImportError, OSError, MemoryError) as error:  # with too little memory, say
@@ -284,13 +265,6 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
         refuse([line])
         return {"status": "failed", "folder": str(folder), "error": line}
     return run(config, folder, sweep, command)
-
-
-def _make(folder: Path, output_dir: str) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output_dir={output_dir}: {error.strerror}: {error.filename}") from None
 
 
 def _exit_status(outcome: dict[str, Any]) -> int:

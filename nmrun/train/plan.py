@@ -44,27 +44,50 @@ def lines(config: Config, parts: Parts) -> list[str]:
     kept = total - sum(
         weight.dense.numel() * (1 - weight.pattern.density) for weight in handle.sparse
     )
-    cost, steps = parts.cost, parts.total_steps
-    items = steps * sum(parts.task.sizes(0, 0, 1))
+    cost = parts.cost
     if handle.sparse:
         said.append(f"  density {kept / total:.1%} of {total:,} parameters")
         said.append(
             f"  FLOPs an item: inference {_short(cost.forward)} dense, {_short(cost.forward_sparse)} without the zeros, "
             f"{_short(cost.forward_hardware)} on 2:4 tensor cores"
         )
-        arithmetic, hardware = (
-            items * cost.planned(handle.recipe, steps, on_hardware) for on_hardware in (False, True)
-        )
+        dense, arithmetic, hardware = map(_short, training(parts))
         said.append(
-            f"  FLOPs of the training as planned: {_short(items * cost.dense)} dense, {_short(arithmetic)} without the zeros, "
-            f"{_short(hardware)} on 2:4 tensor cores"
+            f"  FLOPs of the training as planned: {dense} dense, {arithmetic} without the zeros, "
+            f"{hardware} on 2:4 tensor cores"
         )
     else:
         said.append(
             f"  {total:,} parameters; FLOPs an item: inference {_short(cost.forward)}, training {_short(cost.dense)}"
         )
-        said.append(f"  FLOPs of the training: {_short(items * cost.dense)}")
+        said.append(f"  FLOPs of the training: {_short(training(parts)[0])}")
     return said + [f"  {line}" for line in acceleration.lines(parts.accelerated)]
+
+
+def training(parts: Parts) -> tuple[float, float, float]:
+    """Count the FLOPs of a whole training as planned: of a dense one, without the zeros, and on 2:4
+    tensor cores."""
+    cost, recipe, steps = parts.cost, parts.handle.recipe, parts.total_steps
+    items = steps * sum(parts.task.sizes(0, 0, 1))
+    without, hardware = (items * cost.planned(recipe, steps, on) for on in (False, True))
+    return items * cost.dense, without, hardware
+
+
+def row(config: Config, parts: Parts) -> dict[str, str]:
+    """Say in a few words what a run is going to do, by the names of columns: for a list of runs.
+
+    Args:
+        config: the run's config.
+        parts: what was built of it.
+    """
+    dense, without, _ = training(parts)
+    return {
+        "recipe": config.recipe.name,
+        "ratio": "" if config.pattern is None else str(config.pattern),
+        "steps": str(parts.total_steps),
+        "FLOPs dense": _short(dense),
+        "without the zeros": _short(without) if parts.handle.sparse else "",
+    }
 
 
 Row = tuple[str, str, tuple[int, ...], str]  # sparse or dense, name, shape, pattern or reason

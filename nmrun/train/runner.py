@@ -55,9 +55,11 @@ def run(
     """
     if config.dry:
         parts, *_ = beforehand.parts(config, None, config.trainer.accumulate, search=False)
-        events = [f"  {event}" for event in parts.handle.pop_events()]
-        print("\n".join([*plan.lines(config, parts), *events]), flush=True)
-        return {"status": "planned", "id": identity(config), "folder": str(folder)}
+        if sweep is None:
+            events = [f"  {event}" for event in parts.handle.pop_events()]
+            print("\n".join([*plan.lines(config, parts), *events]), flush=True)
+        place = {"id": identity(config), "folder": str(folder)}
+        return {"status": "planned", **place, "plan": plan.row(config, parts)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):

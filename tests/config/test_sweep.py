@@ -496,6 +496,41 @@ def test_a_search_ends_with_the_best(tmp_path: Path) -> None:
     assert ended(tmp_path / "b", jobs[2:], True) == []
 
 
+def test_a_dry_sweep_is_a_list_of_its_runs_and_writes_nothing(tmp_path: Path, nmrun_cli) -> None:
+    fixed = ("sparsity=2:8", "trainer.epochs=4", "trainer.limit_batches=3", "track=local")
+    swept = ("recipe=dense,step", "optimizer.lr=0.01,0.02", "output_dir=a/b")
+    done = nmrun_cli("-m", *swept, *fixed, "dry=true")
+    assert done.returncode == 0, done.stderr
+    head, *rows, total = [re.split("  +", line) for line in done.stdout.splitlines()]
+    assert head == ["recipe", "ratio", "optimizer.lr", "steps", "FLOPs dense", "without the zeros"]
+    alone = nmrun_cli("recipe=step", *fixed, "dry=true").stdout
+    dense, without = re.findall(r"planned: (\S+) dense, (\S+) without", alone)[0]
+    assert rows == [
+        ["dense", "0.01", "12", dense],
+        ["dense", "0.02", "12", dense],
+        ["step", "2:8", "0.01", "12", dense, without],
+        ["step", "2:8", "0.02", "12", dense, without],
+    ]
+    assert total[0].startswith("sweep of 4: 4 planned")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_sweep_says_which_runs_there_cannot_be(tmp_path: Path, nmrun_cli) -> None:
+    """How many FLOPs an epoch has is known once the run is built."""
+    (tmp_path / "outputs").mkdir()
+    short = ("recipe=ste", "sparsity=2:8", "trainer.epochs=4", "trainer.limit_batches=3")
+    done = nmrun_cli("-m", "trainer.budget=null,flops:1000", *short, "track=local", "dry=true")
+    assert done.returncode == 1
+    head, ste, total, refused = done.stdout.splitlines()
+    assert head.split()[:3] == ["recipe", "ratio", "steps"]  # what was refused has no plan
+    assert ste.split()[:3] == ["ste", "2:8", "12"]
+    assert total.startswith("sweep of 2: 1 planned, 1 not done")
+    assert refused.startswith("  refused: trainer.budget=flops")
+    assert refused.endswith("epochs; it takes one epoch or more")
+    assert list(tmp_path.iterdir()) == [tmp_path / "outputs"]
+    assert not list((tmp_path / "outputs").iterdir())
+
+
 def test_a_sweep_ends_with_the_command_for_its_table(tmp_path: Path) -> None:
     jobs = [("recipe=ste seed=0", 1.0), ("recipe=step seed=1", 1.0)]
     assert ended(tmp_path / "a", jobs, False) == ["  nmrun table out/digits"]
