@@ -2,21 +2,22 @@
 remembered on disk.
 
 A path is tested before it is timed: its products must be those of float32 within the rounding of
-the dtype, and the same bits in every repetition. What is remembered is by GPU, torch and
-cuSPARSELt, in ``probe24.json`` beside the compiled kernels.
+the dtype, and the same bits in every repetition. What is remembered is by GPU, torch, cuSPARSELt
+and the version of this file, in ``probe24.json`` beside the compiled kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from nmrun.products import backends24, linear24, simulated
-from nmrun.products.times import Times, recall, remember
+from nmrun.products.times import Times, recall, remember, version
 
 FILE = "probe24.json"
 
@@ -67,10 +68,11 @@ def measure(shape: Shape, device: torch.device) -> dict[str, Times]:
     ]
     estimate = torch.where(kept, dz, 0.0)  # 2:4 along the tokens
     time = backends24.milliseconds
+    last = estimate if shape.mvue else dz
     dense = Times(
         forward=time(lambda: _forward(x, weight, bias, shape)),
         input_gradient=time(lambda: simulated.backward_product(dz, weight, shape.fp8)),
-        weight_gradient=time(lambda: estimate.t() @ x) if shape.mvue else 0.0,
+        weight_gradient=time(lambda: simulated.backward_product(last.t(), x, shape.fp8)),
     )
     found = {"dense": dense}
     for name, path in backends24.candidates(shape.fp8).items():
@@ -91,7 +93,7 @@ def _times(
         lambda: path.multiply(x, parts, bias),
         _forward(x.float(), weight.float(), bias.float(), shape),
     )
-    input_gradient, weight_gradient = dense.input_gradient, 0.0
+    input_gradient, weight_gradient = dense.input_gradient, dense.weight_gradient
     if shape.both:
         expected = simulated.backward_product(dz.float(), weight.float(), shape.fp8)
         input_gradient = _tested(lambda: path.multiply(dz, parts_t, None), expected)
@@ -129,5 +131,8 @@ def _machine(device: torch.device) -> str:
     from nmrun.products.cusparselt import loaded_cusparselt
 
     library = loaded_cusparselt()
-    version = ".".join(map(str, library[0])) if library else "none"
-    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuSPARSELt {version}"
+    number = ".".join(map(str, library[0])) if library else "none"
+    return (
+        f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuSPARSELt {number}, "
+        f"probe {version([Path(__file__)])}"
+    )

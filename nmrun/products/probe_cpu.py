@@ -5,7 +5,6 @@ whether dense ones are by oneDNN: tested and timed once a shape, and remembered 
 from __future__ import annotations
 
 import functools
-import hashlib
 import platform
 import statistics
 import time
@@ -25,7 +24,7 @@ from nmrun.products import convolution_cpu, dense_cpu, linear_cpu
 from nmrun.products.backends24 import fault
 from nmrun.products.linear_cpu import Packed
 from nmrun.products.simulated import estimate
-from nmrun.products.times import Times, recall, remember
+from nmrun.products.times import Times, recall, remember, version
 from nmrun.sparsity.masks import hard_threshold
 
 FILE = "probe_cpu.json"
@@ -148,17 +147,24 @@ def _of_convolution(shape: Convolution) -> dict[str, Times]:
     def dense_z() -> Tensor:
         return functional.conv2d(x, weight, None, *moves)
 
-    def dense_dx() -> Tensor:
+    def dense_gradient(which: int) -> Tensor:
+        wanted = [which == 0, which == 1, False]
         gradients = torch.ops.aten.convolution_backward(
-            dz, x, weight, None, *moves, False, [0, 0], 1, [True, False, False]
+            dz, x, weight, None, *moves, False, [0, 0], 1, wanted
         )
-        return gradients[0]
+        found: Tensor = gradients[which]
+        return found
+
+    def dense_dx() -> Tensor:
+        return dense_gradient(0)
 
     if wrong := fault(z, dense_z()) or fault(dx, dense_dx()):
         return {"dense": Times(), "packed": Times(wrong=wrong)}
     calls = ((dense_z, z), (dense_dx, dx), (lambda: None, lambda: packed.write(weight, None)))
     (z_dense, z_packed), (dx_dense, dx_packed), (_, pack) = (_side_by_side(*p) for p in calls)
-    return {"dense": Times(0.0, z_dense, dx_dense), "packed": Times(pack, z_packed, dx_packed)}
+    (dw,) = _side_by_side(lambda: dense_gradient(1))  # dense by either path
+    dense, packed_times = Times(0.0, z_dense, dx_dense, dw), Times(pack, z_packed, dx_packed, dw)
+    return {"dense": dense, "packed": packed_times}
 
 
 def _of_linear(shape: Shape) -> dict[str, Times]:
@@ -259,13 +265,12 @@ def _processor() -> str:
 
 
 @functools.cache
-def _kernels() -> str:
-    """A mark of the kernels' sources: times are those of one version."""
+def _version() -> str:
     sources = sorted(resources.files("nmrun.kernels").iterdir(), key=lambda file: file.name)
-    texts = [file.read_bytes() for file in sources if file.name.endswith(".c")]
-    return hashlib.sha256(b"".join(texts)).hexdigest()[:8]
+    kernels = [file for file in sources if file.name.endswith(".c")]
+    return version([*kernels, Path(__file__)])
 
 
 def _machine() -> str:
     threads = f"{torch.get_num_threads()} threads"
-    return f"{_processor()}, {threads}, torch {torch.__version__}, kernels {_kernels()}"
+    return f"{_processor()}, {threads}, torch {torch.__version__}, kernels {_version()}"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from importlib.resources.abc import Traversable
 from typing import Any
 
 from nmrun.files import whole
@@ -32,6 +34,11 @@ class Times:
     def dense(self) -> float:
         """What the three products of a dense layer take."""
         return self.forward + self.input_gradient + self.weight_gradient
+
+
+def version(sources: Iterable[Traversable]) -> str:
+    """A mark of what measures and is measured: times are those of one version."""
+    return hashlib.sha256(b"".join(file.read_bytes() for file in sources)).hexdigest()[:8]
 
 
 def recall(file: str, machine: str, shape: str, paths: Collection[str]) -> dict[str, Times] | None:

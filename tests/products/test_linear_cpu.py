@@ -326,7 +326,7 @@ def test_measured_once_a_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert probe_cpu.probe(shape) == first
     other = {"dense": Times(0.0, 1.0, 1.0, 1.0)}
     monkeypatch.setattr(probe_cpu, "measure", lambda shape: other)
-    monkeypatch.setattr(probe_cpu, "_kernels", lambda: "of another version")
+    monkeypatch.setattr(probe_cpu, "_version", lambda: "of another version")
     assert probe_cpu.probe(shape) == other
 
 
