@@ -53,8 +53,9 @@ def look(
     config_dir: str | None = None,
     done: Done | None = None,
 ) -> Findings:
-    """Check every job of a sweep, in well under a second: a config is composed only once for each
-    option of a group.
+    """Check every job of a sweep, in well under a second.
+
+    A config is composed only once for each option of a group.
 
     Args:
         words: the overrides.
@@ -175,6 +176,7 @@ class _Look:
         self.findings.dry = plain.get("dry") is True
         if not multirun and (line := _not_sparse(first)):
             self.findings.problems.append(line)
+
         # sorted, so that a group of the command line overrides an overlay
         in_order = sorted(swept, key=lambda group: group in plain)
         values = {key: several for key, several in self.values.items() if several}

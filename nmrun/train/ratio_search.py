@@ -1,27 +1,36 @@
 """Layer-wise ratios under a budget: N for every layer, proposed for a trained model (``nmrun ratios``).
 
-In the spirit of DominoSearch (Sun et al. 2021, NeurIPS): M is fixed, every layer starts dense (N =
-M), and N is halved where it hurts least until the budget is met. DominoSearch finds out what hurts
-by training with penalties for hours; here it is the share of a layer's squared weights that the
-halving would prune, for each unit of cost that it saves. What the last halving saved too much goes
-back to the layers that gain most. Each halving hurts more than the one before, so where the budget
-is met exactly no other choice keeps more. Then train with the proposed ratios.
+The question is DominoSearch's (Sun et al. 2021, NeurIPS): M is fixed, and which N, of M, M/2, ...
+and 1, has each layer? DominoSearch finds out what hurts by training with penalties for hours; here
+it is the share of a layer's squared weights that is pruned. Of all choices within the budget the
+one is taken whose kept shares, added over the layers, are most. Then train with these ratios.
+
+That is a multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004, Knapsack Problems, chapter
+11), solved by dynamic programming over the layers. Its list has the choices for the layers so far
+of which no other costs less and keeps as much (Nemhauser and Ullmann 1969), so costs need not fall
+evenly with N, as measured times do not.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.sparsity.candidates import by_group
-from nmrun.sparsity.select import candidates, select
-from nmrun.sparsity.weight import SparseWeight
-from nmrun.tasks.base import Task
+from nmrun.sparsity.select import select
+
+# Entries of the list of choices. A longer one is thinned to one for each of so many parts of the
+# budget, so that what is found is the best for a budget that is smaller by at most one of these
+# parts for each layer.
+LONGEST = 50_000
 
 
 @dataclass(frozen=True)
@@ -31,20 +40,21 @@ class Proposal:
     Attributes:
         ratios: by module name; N = M means dense.
         kept: the share of squared weights that each layer keeps.
-        density: over all.
+        used: the cost over all, as a share of what the layers cost dense.
+        density: the kept weights over all, as a share of all weights of these layers.
     """
 
     ratios: dict[str, Pattern]
     kept: dict[str, float]
+    used: float
     density: float
 
 
-@torch.no_grad()
 def search_ratios(
     model: nn.Module,
-    density: float,
+    budget: float,
     m: int = 16,
-    costs: Mapping[str, float] | None = None,
+    costs: Mapping[str, Mapping[int, float]] | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
 ) -> Proposal:
@@ -52,73 +62,119 @@ def search_ratios(
 
     Args:
         model: with trained weights.
-        density: what may be left at most: the sum of cost * N / m over the sum of cost.
+        budget: what the layers may cost at most, as a share of what they cost dense.
         m: a power of two.
-        costs: by module name, such as FLOPs; None: the number of weights.
+        costs: what a layer costs, by module name and N, N = ``m`` included
+            (:mod:`nmrun.train.ratio_costs`); layers that are not there stay dense. None: the number
+            of weights that are kept.
         include, exclude: which weights, as in :func:`nmrun.sparsify`.
 
     Raises:
-        ConfigError: for a density that no choice reaches.
+        ConfigError: for a budget that no choice holds, with the least that can be had.
         ValueError: for an ``m`` that is no power of two.
     """
-    if m < 2 or m & (m - 1):
-        raise ValueError(f"m={m} must be a power of two, 2 or more: N is halved")
-    if not 1 / m <= density < 1:
-        raise ConfigError(
-            f"density {density:g} cannot be had with M = {m}: from 1:{m}, which is {1 / m:g}, to below 1"
-        )
+    kept = kept_shares(model, m, include, exclude)
+    if not kept:
+        raise ConfigError(f"no layer of this model can hold groups of {m}")
+    if costs is None:
+        costs = {name: {n: float(n * own.groups) for n in own.shares} for name, own in kept.items()}
+    names = [name for name in kept if name in costs]
+    options = [list(kept[name].shares) for name in names]
+    prices = [[costs[name][n] for n in own] for name, own in zip(names, options, strict=True)]
+    gains = [[kept[name].shares[n] for n in own] for name, own in zip(names, options, strict=True)]
+    dense = sum(costs[name][m] for name in names)
+    least = sum(map(min, prices)) / dense if dense else 1.0
+    if least >= 1:
+        raise ConfigError(f"no ratio with M = {m} costs less than dense")
+    if not least * (1 - 1e-9) <= budget < 1:
+        told = math.ceil(1e4 * least) / 1e4
+        raise ConfigError(f"budget {budget:g}: with M = {m} it is from {told:g} to below 1")
+    chosen = best_choice(prices, gains, budget * dense * (1 + 1e-9))
+    n = dict.fromkeys(kept, m)
+    n |= {name: own[at] for name, own, at in zip(names, options, chosen, strict=True)}
+    return Proposal(
+        {name: Pattern(count, m) for name, count in n.items()},
+        {name: kept[name].shares[count] for name, count in n.items()},
+        sum(costs[name][n[name]] for name in names) / dense,
+        sum(own.groups * n[name] for name, own in kept.items())
+        / sum(own.groups * m for own in kept.values()),
+    )
+
+
+def best_choice(
+    costs: Sequence[Sequence[float]], gains: Sequence[Sequence[float]], most: float
+) -> list[int]:
+    """Choose one option for each layer: the largest sum of gains of all whose costs add up to
+    ``most`` at most; of equal ones the cheapest.
+
+    Args:
+        costs: of each option of each layer.
+        gains: likewise.
+        most: not less than the cheapest choice costs.
+
+    Returns:
+        The places of the options.
+    """
+    spent, gained = np.zeros(1), np.zeros(1)  # the list, from the cheapest to what gains most
+    to_come = sum(map(min, costs))
+    came: list[NDArray[np.intp]] = []
+    for cost, gain in zip(costs, gains, strict=True):
+        to_come -= min(cost)
+        total, value = np.add.outer(spent, cost).ravel(), np.add.outer(gained, gain).ravel()
+        order = np.lexsort((-value, total))
+        order = order[total[order] + to_come <= most]
+        highest = np.maximum.accumulate(value[order])
+        order = order[np.append(True, highest[1:] > highest[:-1])]
+        if len(order) > LONGEST:
+            part = (total[order] * (LONGEST / most)).astype(int)
+            order = order[np.append(part[1:] != part[:-1], True)]
+        came.append(order)
+        spent, gained = total[order], value[order]
+    chosen, at = list[int](), len(spent) - 1
+    for order, cost in zip(reversed(came), reversed(costs), strict=True):
+        at, option = divmod(int(order[at]), len(cost))
+        chosen.append(option)
+    return chosen[::-1]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The number of a layer's groups, and by N the share of its squared weights that it keeps."""
+
+    groups: int
+    shares: dict[int, float]
+
+
+@torch.no_grad()
+def kept_shares(
+    model: nn.Module,
+    m: int,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] = (),
+) -> dict[str, Kept]:
+    """Say what each layer keeps at N of m, m/2, ..., 1, by module name; for the arguments see
+    :func:`search_ratios`."""
     layers: dict[str, list[Tensor]] = {}  # by module, as overrides are; some have several weights
     for c in select(model, Pattern(1, m), include, exclude)[0]:
         layers.setdefault(c.module_name, []).append(
             by_group(c.tensor, Pattern(1, m), c.dim).reshape(-1, m)
         )
-    if not layers:
-        raise ConfigError(f"no layer of this model can hold groups of {m}")
-    # energy[name][n]: the share of squared weights in the n largest of every group
-    cost, energy = (
-        {},
-        {},
-    )
+    found = {}
     for name, weights in layers.items():
         groups = torch.cat(weights).double().square()
-        cost[name] = float((costs or {}).get(name, groups.numel()))
+        # of the n largest of every group
         sums = groups.sort(dim=1, descending=True).values.sum(0).cumsum(0)
-        energy[name] = [0.0, *(sums / sums[-1].clamp_min(torch.finfo(sums.dtype).tiny)).tolist()]
-    n = dict.fromkeys(layers, m)
-    total, most = sum(cost.values()), density * (1 + 1e-9)
-
-    def used(more: str | None = None) -> float:
-        return sum(cost[name] * n[name] * (2 if name == more else 1) / m for name in n) / total
-
-    while used() > most:
-        halved = [name for name in n if n[name] > 1]
-        least = min(
-            halved,
-            key=lambda k: (energy[k][n[k]] - energy[k][n[k] // 2]) / (cost[k] * n[k] / (2 * m)),
-        )
-        n[least] //= 2
-    while fitting := [name for name in n if n[name] < m and used(more=name) <= most]:
-        n[max(fitting, key=lambda k: energy[k][2 * n[k]] - energy[k][n[k]])] *= 2
-    ratios = {name: Pattern(count, m) for name, count in n.items()}
-    return Proposal(ratios, {name: energy[name][count] for name, count in n.items()}, used())
-
-
-def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task) -> dict[str, float]:
-    """Count the FLOPs of layers' forward products.
-
-    Args:
-        model: the model.
-        names: of the modules.
-        task: the FLOPs are for one item of it.
-    """
-    from nmrun.train import flops
-
-    every = Pattern(1, 1)
-    found: dict[str, float] = {}
-    for name in names:
-        own = (c for c in candidates(model) if c.module_name == name)
-        weights = [
-            SparseWeight(c.module_name, c.module, c.attribute, every, c.dim, c.outputs) for c in own
-        ]
-        found[name] = sum(p.forward for _, p in flops.count(model, task, weights).sparse)
+        shares = (sums / sums[-1].clamp_min(torch.finfo(sums.dtype).tiny)).tolist()
+        found[name] = Kept(len(groups), {n: shares[n - 1] for n in halved(m)})
     return found
+
+
+def halved(m: int) -> list[int]:
+    """List m, m/2, m/4, ..., 1.
+
+    Raises:
+        ValueError: for an ``m`` that is no power of two.
+    """
+    if m < 2 or m & (m - 1):
+        raise ValueError(f"m={m} must be a power of two, 2 or more: N is halved")
+    return [m >> times for times in range(m.bit_length())]

@@ -19,6 +19,8 @@ from nmrun.verbs import Parser
 
 if TYPE_CHECKING:
     from nmrun.settings.config import Config
+    from nmrun.train.ratio_costs import Costs, Timed
+    from nmrun.train.ratio_search import Proposal
 
 GROUPS = ("dataset", "model", "recipe", "optimizer", "schedule")
 
@@ -27,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
     """Print the ratios and the command; returns the exit status."""
     parser = Parser(
         prog="nmrun ratios",
-        description="Propose layer-wise ratios for the model of a finished run.",
+        description="Propose layer-wise ratios for the model of a finished run: those that keep most of the squared "
+        "weights of all that fit a budget.",
     )
     parser.add_argument(
         "run",
@@ -35,29 +38,39 @@ def main(argv: Sequence[str]) -> int:
         help="a run folder, dense as a rule (holds config.yaml and model.safetensors)",
     )
     parser.add_argument(
-        "--density",
+        "--budget",
         type=float,
         default=0.125,
-        help="what is left of the sparse layers' cost (default 0.125)",
+        help="what the layers may cost, as a share of what they cost dense (default 0.125)",
     )
     parser.add_argument(
         "--m", type=int, default=16, help="M of all ratios, a power of two (default 16)"
     )
     parser.add_argument(
         "--cost",
-        choices=("weights", "flops"),
+        choices=("weights", "flops", "time"),
         default="weights",
-        help="what the density is of (default weights)",
+        help="what the budget is of: the kept weights, the FLOPs of their products, or the time of the three products of "
+        "a training step, measured on this machine at the run's batch (default weights)",
     )
     options = parser.parse_args(argv)
     if options.m < 2 or options.m & (options.m - 1):
         raise ConfigError(f"--m {options.m}: a power of two, 2 or more, since N is halved")
-    if not 1 / options.m <= options.density < 1:
-        least = f"from {1 / options.m:g}, which is 1:{options.m}, to below 1"
-        raise ConfigError(f"--density {options.density:g} with --m {options.m}: {least}")
+    if not 0 < options.budget < 1:
+        raise ConfigError(f"--budget {options.budget:g}: a share of dense, above 0 and below 1")
     for name in ("config.yaml", "model.safetensors"):
         if not (options.run / name).is_file():
             raise ConfigError(f"{options.run} holds no finished run: there is no {name}")
+    try:
+        lines = _proposed(options.run, options.budget, options.m, options.cost)
+    except ValueError as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
+    print("\n".join(lines))
+    return 0
+
+
+def _proposed(run: Path, budget: float, m: int, cost: str) -> list[str]:
+    """The ratios of the layers, what they cost, and the command."""
     import torch
     from omegaconf import OmegaConf
     from safetensors.torch import load_file
@@ -66,56 +79,89 @@ def main(argv: Sequence[str]) -> int:
     from nmrun.config import schema
     from nmrun.config.identity import completed
     from nmrun.sparsity.select import select
-    from nmrun.train.ratio_search import flops_by_layer, search_ratios
+    from nmrun.train import ratio_costs, ratio_search
 
-    try:
-        saved: Any = OmegaConf.to_container(OmegaConf.load(options.run / "config.yaml"))
-        # a run has one seed
-        config = schema.check(OmegaConf.create({"seeds": None, **completed(saved)}))
-        task = tasks.build(config, torch.device("cpu"))
-        model = models.build(config.model.mapping(), task.inputs)
-        model.load_state_dict(load_file(options.run / "model.safetensors"))
-        limits: dict[str, Any] = {
-            "include": config.model.include,
-            "exclude": config.model.exclude or (),
-        }
-        names = [c.module_name for c in select(model, Pattern(1, options.m), **limits)[0]]
-        costs = flops_by_layer(model, names, task) if options.cost == "flops" else None
-        proposal = search_ratios(model, options.density, options.m, costs, **limits)
-    except ValueError as error:
-        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
-    width = max(map(len, proposal.ratios))
-    for name, ratio in proposal.ratios.items():
-        print(
-            f"  {name:<{width}}  {ratio!s:>7}  keeps {proposal.kept[name]:.1%} of the squared weights"
-        )
-    print(f"  density {proposal.density:.3f} of {options.cost}")
+    saved: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    # a run has one seed
+    config = schema.check(OmegaConf.create({"seeds": None, **completed(saved)}))
+    task = tasks.build(config, torch.device("cpu"))
+    model = models.build(config.model.mapping(), task.inputs)
+    model.load_state_dict(load_file(run / "model.safetensors"))
+    limits: dict[str, Any] = {
+        "include": config.model.include,
+        "exclude": config.model.exclude or (),
+    }
+    words = _settings(config)
+    costs: Costs | None = None  # None: weights
+    timed: Timed | None = None
+    if cost == "flops":
+        names = [c.module_name for c in select(model, Pattern(1, m), **limits)[0]]
+        costs = ratio_costs.flops_by_layer(model, names, task, m)
+    if cost == "time":
+        plain = [*words, "trainer.budget=null"]  # how long it trains is no matter here
+        timed = ratio_costs.times_by_layer(lambda ratio: _checked([*plain, _of(ratio)]), m)
+        costs = timed.costs
+    found = ratio_search.search_ratios(model, budget, m, costs, **limits)
+    base = Pattern(min(max(1, round(found.density * m)), m - 1), m)
     ratios = ", ".join(
-        f"{name}: {'dense' if r.n == r.m else r}" for name, r in proposal.ratios.items()
+        f"{name}: {'dense' if r.n == r.m else r}" for name, r in found.ratios.items()
     )
-    base = Pattern(max(1, round(options.density * options.m)), options.m)
-    words = [*_settings(config), f"sparsity={base}", f"sparsity.overrides={{{ratios}}}"]
-    print(f"  nmrun {' '.join(map(shlex.quote, words))}")
-    return 0
+    words += [_of(base), f"sparsity.overrides={{{ratios}}}"]
+    used = f"  {cost} {found.used:.3f} of dense, budget {budget:g}"
+    if timed is not None:
+        total = sum(own[m] for own in timed.costs.values())
+        used += f" ({found.used * total:.3g} of {total:.3g} ms for a micro-batch)"
+    return [*_table(found, timed), used, f"  nmrun {' '.join(map(shlex.quote, words))}"]
 
 
-def _settings(config: Config) -> list[str]:
-    """The overrides that give a new run this one's data, model, optimizer, schedule, trainer and
-    seed, and its recipe; in the place of the dense one STEP, or SR-STE for want of Adam.
-    """
+def _table(found: Proposal, timed: Timed | None) -> list[str]:
+    """A line for each layer: its ratio, its times, what it keeps."""
+    width = max(map(len, found.ratios))
+    lines = []
+    if timed is not None:
+        lines.append(f"  {'layer':<{width}}  {'ratio':>7}  {'dense':>11}  {'sparse':>11}")
+    for name, ratio in found.ratios.items():
+        line = f"  {name:<{width}}  {ratio!s:>7}  "
+        if timed is not None and name not in timed.costs:
+            lines.append(
+                f"{line}stays dense, not measured: {timed.left.get(name, 'the recipe leaves it')}"
+            )
+            continue
+        if timed is not None:
+            own = timed.costs[name]
+            line += f"{own[ratio.m]:8.3f} ms  {own[ratio.n]:8.3f} ms  "
+        lines.append(f"{line}keeps {found.kept[name]:.1%} of the squared weights")
+    return lines
+
+
+def _of(ratio: Pattern) -> str:
+    return f"sparsity={ratio}"
+
+
+def _checked(words: Sequence[str]) -> Config:
+    """The config of these overrides."""
     from hydra import compose
 
     from nmrun.config import schema, source
     from nmrun.config.composing import composing
 
     source.register()
+    with composing():
+        return schema.check(compose("nmrun", list(words)))
+
+
+def _settings(config: Config) -> list[str]:
+    """The overrides that give a new run this one's data, model, optimizer, schedule, trainer and
+    seed, and its recipe; in the place of the dense one STEP, or SR-STE for want of Adam.
+    """
+    from nmrun.config import schema
+
     plain = dict(config.plain)
     if plain["recipe"]["name"] == "dense":
         adam = plain["optimizer"]["name"] in ("adam", "adamw")
         plain["recipe"] = {"name": "step" if adam else "sr_ste"}
     words = [f"{group}={plain[group]['name']}" for group in GROUPS]
-    with composing():
-        default = schema.check(compose("nmrun", words))
+    default = _checked(words)
     for group in (*GROUPS, "trainer"):
         before = schema.flatten(default.plain[group])
         words += [

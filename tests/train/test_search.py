@@ -4,11 +4,14 @@ command has to train.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import random
 import shlex
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from runs import config
@@ -18,9 +21,12 @@ from verbs import verb
 import nmrun
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
+from nmrun.products import probe_cpu
+from nmrun.products.times import Times
 from nmrun.sparsity.weight import LIVE
-from nmrun.train import runner
-from nmrun.train.ratio_search import flops_by_layer, search_ratios
+from nmrun.train import ratio_search, runner
+from nmrun.train.ratio_costs import flops_by_layer, times_by_layer
+from nmrun.train.ratio_search import best_choice, search_ratios
 from nmrun.train.ratios import main
 
 M = 16
@@ -48,83 +54,85 @@ def kept_shares(layer: nn.Linear) -> dict[int, float]:
     return {n: sum(sum(group[:n]) for group in squares) / total for n in CHOICES}
 
 
+def tables(net: nn.Sequential, kind: str, seed: int) -> list[dict[int, float]]:
+    """What each layer costs by N: its kept weights, something in proportion to N, or made-up times,
+    which fall and rise with N and are dense's here and there.
+    """
+    if kind == "weights":
+        return [{n: layer.weight.numel() * n / M for n in CHOICES} for layer in net]
+    if kind == "own":
+        return [{n: (1.0 + 3 * i) * n / M for n in CHOICES} for i, _ in enumerate(net)]
+    draw = random.Random(seed)
+    dense = [draw.uniform(0.2, 3.0) for _ in net]
+    return [{n: t * (1.0 if n == M else min(1.0, draw.uniform(0.3, 1.3))) for n in CHOICES}
+            for t in dense]  # fmt: skip
+
+
 def assignments(
-    net: nn.Sequential, cost: list[float]
+    net: nn.Sequential, costs: list[dict[int, float]]
 ) -> Iterator[tuple[tuple[int, ...], float, float]]:
-    """Every choice of N for every layer, its density and the sum of kept shares."""
+    """Every choice of N for every layer, its cost as a share of dense and the sum of kept shares."""
     shares = [kept_shares(layer) for layer in net]
+    dense = sum(cost[M] for cost in costs)
     for ns in itertools.product(CHOICES, repeat=len(net)):
-        density = sum(c * n / M for c, n in zip(cost, ns, strict=True)) / sum(cost)
-        yield ns, density, sum(share[n] for share, n in zip(shares, ns, strict=True))
+        cost = sum(cost[n] for cost, n in zip(costs, ns, strict=True)) / dense
+        yield ns, cost, sum(share[n] for share, n in zip(shares, ns, strict=True))
 
 
-def priced(shares: list[dict[int, float]], cost: list[float]) -> set[tuple[int, ...]]:
-    """What the layers choose, each for itself, at many prices of the cost."""
-    prices = [price / sum(cost) / M for price in torch.logspace(-2, 2, 60).tolist()]
-    return {
-        tuple(
-            max(CHOICES, key=lambda n: share[n] - price * c * n)
-            for share, c in zip(shares, cost, strict=True)
-        )
-        for price in prices
-    }
+CASES = [(widths, seed, kind) for widths in WIDTHS for seed in range(2)
+         for kind in ("weights", "own", "times")]  # fmt: skip
 
 
-CASES = [(widths, seed, own) for widths in WIDTHS for seed in range(2) for own in (False, True)]
-
-
-@pytest.mark.parametrize(("widths", "seed", "own_costs"), CASES)
-def test_it_is_the_best_of_all_where_the_greedy_way_must_be(widths, seed, own_costs):
-    """A price on cost makes each layer choose for itself. What they choose is the best for what it
-    costs in all (Lagrange): there the search has to find it, with nothing of the budget left over.
-    """
+@pytest.mark.parametrize(("widths", "seed", "kind"), CASES)
+def test_no_choice_within_the_budget_keeps_more(widths, seed, kind):
+    """At budgets in even steps, and at those that some choice uses up."""
     net = network(widths, seed)
-    cost = [
-        1.0 + 3 * i if own_costs else float(layer.weight.numel()) for i, layer in enumerate(net)
-    ]
-    costs = {str(i): c for i, c in enumerate(cost)} if own_costs else None
-    every = list(assignments(net, cost))
-    shares = [kept_shares(layer) for layer in net]
-    chosen = priced(shares, cost)
-    budgets = [one for one in every if one[0] in chosen and one[1] < 1]
-    assert len(budgets) >= 5
-    for ns, density, kept in budgets:
-        assert kept >= max(k for _, d, k in every if d <= density + 1e-12) - 1e-12
-        found = search_ratios(net, density, costs=costs)
-        assert [found.ratios[str(i)].n for i in range(len(net))] == list(ns)
+    costs = tables(net, kind, seed)
+    every = {ns: (cost, kept) for ns, cost, kept in assignments(net, costs)}
+    least = min(cost for cost, _ in every.values())
+    exact = sorted(cost for cost, _ in every.values() if cost < 1)[:: len(every) // 20]
+    given = None if kind == "weights" else {str(i): cost for i, cost in enumerate(costs)}
+    for budget in [*torch.linspace(least, 0.99, 20, dtype=torch.float64).tolist(), *exact]:
+        found = search_ratios(net, budget, costs=given)
+        cost, kept = every[tuple(found.ratios[str(i)].n for i in range(len(net)))]
+        assert cost <= budget + 1e-8
+        assert kept == pytest.approx(max(k for c, k in every.values() if c <= budget), abs=1e-6)
+        assert found.used == pytest.approx(cost, abs=1e-12)
         assert {ratio.m for ratio in found.ratios.values()} == {M}
-        assert found.density == pytest.approx(density, abs=1e-12)
-        assert list(found.kept.values()) == pytest.approx(
-            [shares[i][n] for i, n in enumerate(ns)], abs=1e-6
-        )
+        assert sum(found.kept.values()) == pytest.approx(kept, abs=1e-6)
 
 
-@pytest.mark.parametrize(("widths", "seed", "own_costs"), CASES)
-def test_the_budget_holds_and_is_used(widths, seed, own_costs):
-    """At any density: not above it, no layer could have twice its N, and no cheaper choice of a
-    price keeps more.
-    """
-    net = network(widths, seed)
-    cost = [
-        1.0 + 3 * i if own_costs else float(layer.weight.numel()) for i, layer in enumerate(net)
-    ]
-    every = {ns: (density, kept) for ns, density, kept in assignments(net, cost)}
-    chosen = {(1,) * len(net), *priced([kept_shares(layer) for layer in net], cost)}
-    for density in torch.linspace(1 / M, 0.99, 25).tolist():
-        found = search_ratios(
-            net, density, costs={str(i): c for i, c in enumerate(cost)} if own_costs else None
-        )
-        ns = [found.ratios[str(i)].n for i in range(len(net))]
-        used, kept = every[tuple(ns)]
-        assert found.density == pytest.approx(used)
-        assert used <= density * (1 + 1e-6)
-        for i, n in enumerate(ns):
-            more = tuple(2 * n if j == i else other for j, other in enumerate(ns))
-            assert n == M or every[more][0] > density
-        assert (
-            kept
-            >= max(every[choice][1] for choice in chosen if every[choice][0] <= density) - 1e-12
-        )
+def test_a_list_that_grows_too_long_is_thinned_by_little(monkeypatch):
+    """Ten layers, 59,049 choices and 300 entries: as good as with ten of 300 parts less to spend."""
+    monkeypatch.setattr(ratio_search, "LONGEST", 300)
+    draw = random.Random(0)
+    costs = [[1.0, draw.uniform(0.3, 0.9), draw.uniform(0.1, 0.3)] for _ in range(10)]
+    gains = [[1.0, draw.uniform(0.7, 1.0), draw.uniform(0.2, 0.7)] for _ in range(10)]
+    cost, gain = (
+        functools.reduce(np.add.outer, map(np.array, side)).ravel() for side in (costs, gains)
+    )
+    for most in (2.5, 4.0, 6.0, 8.5):
+        chosen = best_choice(costs, gains, most)
+        spent = sum(own[at] for own, at in zip(costs, chosen, strict=True))
+        gained = sum(own[at] for own, at in zip(gains, chosen, strict=True))
+        assert spent <= most
+        assert gained >= gain[cost <= most * (1 - 10 / 300)].max()
+
+
+def test_layers_without_a_cost_stay_dense():
+    net = network(WIDTHS[0], 0)
+    found = search_ratios(
+        net, 0.5, costs={"1": dict(zip(CHOICES, (2.0, 3.0, 1.0, 3.0, 3.0), strict=True))}
+    )
+    assert {name: ratio.n for name, ratio in found.ratios.items()} == {
+        "0": 16,
+        "1": 4,
+        "2": 16,
+        "3": 16,
+    }
+    assert found.used == 0.5
+    weights = [layer.weight.numel() for layer in net]
+    assert found.density == pytest.approx(1 - 0.75 * weights[1] / sum(weights))
 
 
 def test_the_density_is_that_of_the_model_that_is_pruned_so():
@@ -143,6 +151,7 @@ def test_the_density_is_that_of_the_model_that_is_pruned_so():
     zeros = [int((layer.weight == 0).sum()) for layer in net]
     weights = [layer.weight.numel() for layer in net]
     assert 1 - sum(zeros) / sum(weights) == pytest.approx(found.density)
+    assert found.density == found.used
 
 
 def test_a_module_with_several_weights_has_one_ratio_and_the_cost_of_them_all():
@@ -167,9 +176,17 @@ def test_what_is_left_out_stays_out_and_what_cannot_be_had_is_said():
     assert list(search_ratios(net, 0.25, include=["0", "2"], exclude="2").ratios) == ["0"]
     # 16 and 48 inputs hold no group of 32
     assert list(search_ratios(net, 0.25, m=32).ratios) == ["2"]
-    for density in (1.0, 0.01, -1.0):
-        with pytest.raises(ConfigError, match=r"from 1:16, which is 0.0625, to below 1"):
-            search_ratios(net, density)
+    for budget in (1.0, 0.01, -1.0):
+        with pytest.raises(ConfigError, match=r"with M = 16 it is from 0.0625 to below 1"):
+            search_ratios(net, budget)
+    times = {
+        "0": dict(zip(CHOICES, (4.0, 4.0, 3.0, 2.0, 2.5), strict=True)),
+        "1": dict.fromkeys(CHOICES, 1.0),
+    }
+    with pytest.raises(ConfigError, match=r"budget 0.5: with M = 16 it is from 0.6 to below 1"):
+        search_ratios(net, 0.5, costs=times)
+    with pytest.raises(ConfigError, match="no ratio with M = 16 costs less than dense"):
+        search_ratios(net, 0.5, costs={"1": times["1"]})
     with pytest.raises(ValueError, match="power of two"):
         search_ratios(net, 0.5, m=12)
     with pytest.raises(ConfigError, match="no layer of this model can hold groups of 64"):
@@ -177,14 +194,65 @@ def test_what_is_left_out_stays_out_and_what_cannot_be_had_is_said():
 
 
 def test_flops_are_those_of_the_products(tmp_path):
-    """A 3x3 convolution: two operations for each weight and position. Digits have 8x8 pixels, and
+    """A 3x3 convolution: two operations for each kept weight and position. Digits have 8x8 pixels, and
     4x4 after the first pooling.
     """
     parts = nmrun.train.build.build(config(tmp_path, "recipe=dense", "model.channels=[16,32,32]"))
-    found = flops_by_layer(parts.model, ["inner.0", "inner.1"], parts.task)
-    assert found == {"inner.0": 2 * 16 * 32 * 9 * 8 * 8, "inner.1": 2 * 32 * 32 * 9 * 4 * 4}
+    found = flops_by_layer(parts.model, ["inner.0", "inner.1"], parts.task, 4)
+    dense = {"inner.0": 2 * 16 * 32 * 9 * 8 * 8, "inner.1": 2 * 32 * 32 * 9 * 4 * 4}
+    assert found == {k: {4: flops, 2: flops / 2, 1: flops / 4} for k, flops in dense.items()}
     # nothing was made sparse for it
     assert not any(id(p) in LIVE for p in parts.model.parameters())
+
+
+# --- measured times, here made up -----------------------------------------------------------------
+
+# 1.1 million parameters: smaller networks are left alone
+WIDE = ("model=mlp", "model.hidden=[1024,1024,64]", "trainer.epochs=1", "trainer.limit_batches=1")
+
+
+def played(monkeypatch: pytest.MonkeyPatch, onednn: float | None = None) -> None:
+    """Times in place of measured ones: each dense product takes 4 ms, a sparse one N/2, packing 2,
+    the weight gradient of the kept entries 1; oneDNN, if it is there, the given time for each."""
+
+    def probe(shape):
+        found = {"dense": Times(0.0, 4.0, 4.0, 4.0), "onednn": Times(wrong="there is none")}
+        if onednn is not None:
+            found["onednn"] = Times(0.0, onednn, onednn, onednn)
+        if shape.pattern is not None:
+            n = shape.pattern.n
+            found["packed"] = Times(2.0, n / 2, n / 2, 1.0)
+        return found
+
+    monkeypatch.setattr(probe_cpu, "probe", probe)
+
+
+@pytest.mark.parametrize(
+    ("words", "onednn", "dense", "sparse"),
+    [
+        # two products of N/2, the packing, and the dense weight gradient
+        (("recipe=step",), None, 12.0, {8: 12.0, 4: 10.0, 2: 8.0, 1: 7.0}),
+        (("recipe=step", "trainer.accumulate=2"), None, 12.0, {8: 12.0, 4: 9.0, 2: 7.0, 1: 6.0}),
+        # SLoPe masks the gradients of pruned weights, unless their norm is asked for
+        (("recipe=slope",), None, 12.0, {8: 12.0, 4: 7.0, 2: 5.0, 1: 4.0}),
+        (("recipe=slope", "trainer.clip=1"), None, 12.0, {8: 12.0, 4: 10.0, 2: 8.0, 1: 7.0}),
+        # what beats torch's 8 ms of both products with the weight need not beat oneDNN's 5
+        (("recipe=step",), 2.5, 7.5, {8: 7.5, 4: 7.5, 2: 6.5, 1: 5.5}),
+    ],
+)
+def test_times_are_those_of_the_products_that_would_run(
+    words, onednn, dense, sparse, tmp_path, monkeypatch
+):
+    played(monkeypatch, onednn)
+
+    def config_of(ratio):
+        return config(tmp_path, *WIDE, "trainer.batch_size=64", *words, f"sparsity='{ratio}'")
+
+    found = times_by_layer(config_of, M)
+    assert found.costs == {"inner.0": {16: dense, **sparse}}
+    assert list(found.left) == ["inner.1"]
+    assert found.left["inner.1"].startswith("its products are too small to gain (1024 to 64,")
+    assert not list(tmp_path.iterdir())
 
 
 # --- the verb -------------------------------------------------------------------------------------
@@ -208,16 +276,16 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "options", [("--density", "0.2"), ("--density", "0.5", "--m", "8", "--cost", "flops")]
+    "options", [("--budget", "0.2"), ("--budget", "0.5", "--m", "8", "--cost", "flops")]
 )
 def test_the_printed_command_trains_with_the_proposed_ratios(
     trained, options, nmrun_cli, tmp_path, capsys
 ):
     assert main([str(trained), *options]) == 0
-    *table, density, command = capsys.readouterr().out.splitlines()
+    *table, used, command = capsys.readouterr().out.splitlines()
     proposed = {line.split()[0]: line.split()[1] for line in table}
     assert set(proposed) == {"stem", "inner.0", "inner.1", "inner.2"}
-    assert float(density.split()[1]) <= float(options[1]) + 5e-4
+    assert float(used.split()[1]) <= float(options[1]) + 5e-4
     program, *words = shlex.split(command)
     assert program == "nmrun"
 
@@ -245,6 +313,29 @@ def test_the_printed_command_trains_with_the_proposed_ratios(
     }
 
 
+def test_a_budget_of_time(tmp_path, monkeypatch, capsys):
+    """12 ms dense; 10, 8 and 7 with 4:16, 2:16 and 1:16."""
+    played(monkeypatch)
+    made = config(tmp_path, "recipe=dense", *WIDE, "trainer.batch_size=64")
+    assert runner.run(made, run_folder(made))["status"] == "finished"
+    words = [str(run_folder(made)), "--cost", "time", "--budget"]
+    capsys.readouterr()
+    assert main([*words, "0.8"]) == 0
+    head, inner, small, used, command = map(str.split, capsys.readouterr().out.splitlines())
+    assert head == ["layer", "ratio", "dense", "sparse"]
+    assert (small[:4], inner[:6]) == (
+        ["inner.1", "16:16", "stays", "dense,"],
+        ["inner.0", "2:16", "12.000", "ms", "8.000", "ms"],
+    )
+    assert " ".join(used) == "time 0.667 of dense, budget 0.8 (8 of 12 ms for a micro-batch)"
+    assert (
+        shlex.split(" ".join(command))[-1] == "sparsity.overrides={inner.0: 2:16, inner.1: dense}"
+    )
+    assert verb("ratios", *words, "0.5") == 2
+    told = "budget 0.5: with M = 16 it is from 0.5834 to below 1"
+    assert capsys.readouterr().err == f"nmrun: {told}\n"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -253,8 +344,13 @@ def test_the_printed_command_trains_with_the_proposed_ratios(
             "/nowhere holds no finished run: there is no config.yaml",
         ),
         (
-            ("RUN", "--density", "1"),
-            "--density 1 with --m 16: from 0.0625, which is 1:16, to below 1",
+            ("RUN", "--budget", "1"),
+            "--budget 1: a share of dense, above 0 and below 1",
+        ),
+        (("RUN", "--budget", "0.05"), "budget 0.05: with M = 16 it is from 0.0625 to below 1"),
+        (
+            ("RUN", "--cost", "time"),
+            "no layer's time is measured: small networks are left alone",
         ),
         (("RUN", "--m", "12"), "--m 12: a power of two, 2 or more, since N is halved"),
         (("RUN", "--m", "128"), "no layer of this model can hold groups of 128"),
