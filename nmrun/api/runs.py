@@ -22,6 +22,7 @@ from nmrun.config import schema, sweep_end
 from nmrun.config import sweep as record
 from nmrun.config.composing import Done, composed, composing
 from nmrun.config.identity import run_folder
+from nmrun.config.recorded import recorded
 from nmrun.errors import ConfigError, RunError
 from nmrun.report.collect import collect
 from nmrun.report.frames import of_runs
@@ -103,13 +104,13 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     sweeps, looks = jobs.checked(asked)
     command = _command(asked.config_dir, ["-m", *asked.overrides])
     folders = []
-    with kept(), record.recorded(looks, command, []) as recorded:
+    with kept(), recorded(looks, command, []) as folder:
         for number, (own, job) in enumerate(jobs_of(sweeps, asked.config_dir), 1):
             folders += _folders(job)
             again = _command(asked.config_dir, own)
-            outcome, _ = jobs.of_sweep(recorded, number, job, own, again)
+            outcome, _ = jobs.of_sweep(folder, number, job, own, again)
             raise_interrupt(outcome)
-        print("\n".join([*sweep_end.planned(recorded), record.summary(recorded)[0]]))
+        print("\n".join([*sweep_end.planned(folder), record.summary(folder)[0]]))
     found = collect(folders)
     if found.empty:
         raise RunError("no run of this sweep has a result")

@@ -11,23 +11,18 @@ import itertools
 import json
 import os
 import re
-import shutil
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from nmrun.errors import ConfigError, leads
-from nmrun.files import jsonl, locks, whole
-
-if TYPE_CHECKING:
-    from nmrun.config.precheck import Findings
+from nmrun.errors import ConfigError
+from nmrun.files import jsonl, whole
 
 SWEEP = "NMRUN_SWEEP"  # told to job processes, and to the sweeper: the sweep's folder
 UNTRAINED = (
@@ -44,38 +39,6 @@ def new_folder(output_dir: str) -> Path:
     place = Path(output_dir, ".sweeps").absolute()
     names = itertools.chain([name], (f"{name}-{again}" for again in itertools.count(2)))
     return next(folder for each in names if not (folder := place / each).exists())
-
-
-@contextlib.contextmanager
-def recorded(looks: list[Findings], command: str, together: list[list[str]]) -> Iterator[Path]:
-    """A new record of a sweep, which is alive while the context is entered; that of a plan
-    (``dry=true``) goes then.
-
-    Args:
-        looks: what was found at the overrides of each sweep.
-        command: as it was typed.
-        together: the overrides of each sweep, where they are launched together.
-
-    Raises:
-        ConfigError: where the folder cannot be made.
-    """
-    with tempfile.TemporaryDirectory() as nowhere:  # for the ranks that do not lead
-        output_dir = looks[0].output_dir
-        folder = new_folder(output_dir) if leads() else Path(nowhere)
-        new = [place for place in folder.parents if not place.exists()]
-        make_folder(folder, output_dir)
-        known = [found.jobs or found.trials for found in looks]
-        total = None if None in known else sum(count or 0 for count in known)
-        try:
-            with locks.hold(folder):  # shows that the sweep is alive
-                begin(folder, total, command, output_dir, together, any(x.trials for x in looks))
-                yield folder
-        finally:
-            if looks[0].dry:
-                shutil.rmtree(folder, ignore_errors=True)
-                for place in new:
-                    with contextlib.suppress(OSError):  # others are at work there
-                        place.rmdir()
 
 
 def make_folder(folder: Path, output_dir: str) -> None:

@@ -37,6 +37,7 @@ from nmrun.config import (
 from nmrun.config.composing import without_others_configs
 from nmrun.config.identity import finished, run_folder, title
 from nmrun.config.metric import higher_is_better
+from nmrun.config.recorded import recorded
 from nmrun.config.sweep import make_folder
 from nmrun.errors import ConfigError, leads, refuse, tell
 from nmrun.settings.config import Config
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> int:
     sweeper.register()
     counts = [found.jobs for found in looks]
     together = sweeps if _one_launch(sweeps, counts) else []
-    with sweep.recorded(looks, shlex.join(["nmrun", *argv]), together) as folder:
+    with recorded(looks, shlex.join(["nmrun", *argv]), together) as folder:
         os.environ[sweep.SWEEP] = str(folder)
         status = _launch(
             flags, [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True))
