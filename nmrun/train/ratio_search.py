@@ -152,8 +152,17 @@ def kept_shares(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
 ) -> dict[str, Kept]:
-    """Say what each layer keeps at N of m, m/2, ..., 1, by module name; for the arguments see
-    :func:`search_ratios`."""
+    """Say what each layer keeps at N of m, m/2, ..., 1.
+
+    Args:
+        model, m, include, exclude: as in :func:`search_ratios`.
+
+    Returns:
+        By module name.
+
+    Raises:
+        ValueError: for an ``m`` that is no power of two.
+    """
     layers: dict[str, list[Tensor]] = {}  # by module, as overrides are; some have several weights
     for c in select(model, Pattern(1, m), include, exclude)[0]:
         layers.setdefault(c.module_name, []).append(
