@@ -2,7 +2,8 @@
 
 ``nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=T)`` makes any training
 loop sparse; ``nmrun.accelerate(handle, pass_once)`` then computes its layers by N:M products where
-the device at hand is faster with them; ``nmrun.deploy(model, sample)`` packs the N:M weights of a
+the device at hand is faster with them; ``nmrun.sparse_activations(model, "2:4")`` prunes activations
+instead of weights, or beside them; ``nmrun.deploy(model, sample)`` packs the N:M weights of a
 trained model for inference, and ``nmrun.load_packed`` reads them packed; ``nmrun.prune(model,
 batches)`` prunes a trained model in one shot; ``nmrun.optim`` holds the Adam and AdamW whose second
 moment can be frozen, ``nmrun.sparsity`` the masks and projections.
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nmrun import optim as optim
     from nmrun import sparsity as sparsity
+    from nmrun.activations import SparseActivations as SparseActivations
+    from nmrun.activations import sparse_activations as sparse_activations
     from nmrun.api.reports import plot as plot
     from nmrun.api.reports import runs as runs
     from nmrun.api.reports import table as table
@@ -35,8 +38,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Handle", "Pattern", "Pruned", "Result", "__version__", "accelerate", "deploy", "load_packed",
-    "optim", "plot", "prune", "run", "runs", "sparsify", "sparsity", "sweep", "table",
+    "Handle", "Pattern", "Pruned", "Result", "SparseActivations", "__version__", "accelerate",
+    "deploy", "load_packed", "optim", "plot", "prune", "run", "runs", "sparse_activations",
+    "sparsify", "sparsity", "sweep", "table",
 ]  # fmt: skip
 
 _LAZY = {
@@ -45,6 +49,8 @@ _LAZY = {
     "load_packed": "nmrun.export.load",
     "prune": "nmrun.oneshot.prune",
     "Pruned": "nmrun.oneshot.prune",
+    "sparse_activations": "nmrun.activations",
+    "SparseActivations": "nmrun.activations",
     "sparsify": "nmrun.attach",
     "Handle": "nmrun.handle",
     "Pattern": "nmrun.patterns",

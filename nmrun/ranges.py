@@ -125,9 +125,9 @@ def _is_expressions(value: Any) -> bool:
         return False
 
 
-def _is_pattern(value: Any) -> bool:
+def _is_pattern(value: Any, blocks: bool = False) -> bool:
     try:
-        return value is None or Pattern.parse(value).v == 1
+        return value is None or Pattern.parse(value).v == 1 or blocks
     except PatternError:
         return False
 
@@ -232,6 +232,11 @@ SPAN = Check(
 PATTERN = Check(
     "an N:M pattern such as 2:4 (in quotes where it is YAML), or null",
     _is_pattern,
+    lambda value: None if value is None else str(Pattern.parse(value)),
+)
+ACTIVATIONS = Check(
+    "an N:M or V:N:M pattern such as 2:4 or 64:2:8 (in quotes where it is YAML), or null",
+    lambda value: _is_pattern(value, blocks=True),
     lambda value: None if value is None else str(Pattern.parse(value)),
 )
 BUDGET = Check(

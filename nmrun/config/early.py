@@ -58,6 +58,7 @@ def problems(plain: dict[str, Any], here: bool = True) -> Iterator[str]:
         yield f"init={plain['init']}: {why}"
     if not own:
         yield from _other_data(plain["dataset"]["name"], plain["model"]["name"])
+    yield from _not_pruned(plain["model"], plain["trainer"])
     if "dataset" not in own:
         yield from _too_few(plain["dataset"], plain["trainer"])
         if here:
@@ -101,6 +102,20 @@ def _no_teacher(plain: dict[str, Any], here: bool) -> Iterator[str]:
             )
     elif here and (why := unfinished(Path(teacher))):
         yield f"trainer.distill={teacher}: {why}"
+
+
+def _not_pruned(model: dict[str, Any], trainer: dict[str, Any]) -> Iterator[str]:
+    start, end = trainer["activations_dense_start"], trainer["activations_dense_end"]
+    if trainer["activations"] is not None and model.get("activation") == "gelu":
+        yield (
+            f"trainer.activations={trainer['activations']} prunes the outputs of squared ReLUs: it "
+            "goes with model.activation=relu2"
+        )
+    if start + end >= 1:
+        yield (
+            f"trainer.activations_dense_start={start} and trainer.activations_dense_end={end} are "
+            "shares of one run: less than 1 together"
+        )
 
 
 def _other_data(dataset: str, model: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from nmrun.files import seal
 from nmrun.settings.config import Config
-from nmrun.settings.models import GPTS
+from nmrun.settings.models import ACTIVATED, GPTS
 
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
 SETTINGS = (*GROUPS, "init")  # what can change a result
@@ -33,15 +33,20 @@ LATER: dict[str, dict[str, Any]] = {
     "trainer": {
         **{"evaluate": "sparse", "limit_evaluation": None},
         **{"distill": None, "distill_weight": 0.67, "distill_temperature": 2.0},
+        **{"activations": None, "activations_dense_start": 0.0, "activations_dense_end": 0.0},
     },
     **{f"schedule={name}": {"cycles": 1} for name in ("constant", "cosine", "linear")},
-    **{f"model={name}": {"bias": True} for name in GPTS},
+    **{f"model={name}": {"activation": "gelu"} for name in ACTIVATED},
+    **{f"model={name}": {"bias": True, "activation": "gelu"} for name in GPTS},
     "recipe=step": {"window": "full", "threshold": None},
     "recipe=sdgf_geometric": {"densify": False},
     "recipe=s_ste": {"gamma": 0.0, "fit": "mse", "beta": None, "interval": None},
 }
 # keys that change nothing while another is null
-DEPENDENT = {"distill": {"distill_weight", "distill_temperature"}}
+DEPENDENT = {
+    "distill": {"distill_weight", "distill_temperature"},
+    "activations": {"activations_dense_start", "activations_dense_end"},
+}
 # what decides how many steps a budget of seconds buys
 SPEED = {"device", "threads", "distributed", "acceleration"}
 

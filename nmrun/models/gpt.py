@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun.errors import ConfigError
+from nmrun.sparsity.activations import SquaredReLU
 
 
 class Attention(nn.Module):
@@ -43,22 +44,25 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """``c_fc`` to four times the width, GELU (by tanh, as in GPT-2), ``c_proj`` back.
+    """``c_fc`` to four times the width, ``activation``, ``c_proj`` back.
 
     Args:
         width: of input and output.
         dropout: of the output.
         bias: whether the layers have one.
+        activation: ``gelu`` (by tanh, as in GPT-2) or ``relu2``, the squared ReLU.
     """
 
-    def __init__(self, width: int, dropout: float, bias: bool) -> None:
+    def __init__(self, width: int, dropout: float, bias: bool, activation: str) -> None:
         super().__init__()
         self.c_fc = nn.Linear(width, 4 * width, bias=bias)
+        squared = activation == "relu2"
+        self.activation = SquaredReLU() if squared else nn.GELU(approximate="tanh")
         self.c_proj = nn.Linear(4 * width, width, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(self.c_proj(functional.gelu(self.c_fc(x), approximate="tanh")))
+        return self.dropout(self.c_proj(self.activation(self.c_fc(x))))
 
 
 class Block(nn.Module):
@@ -66,14 +70,15 @@ class Block(nn.Module):
 
     Args:
         width, heads, dropout, bias: as of :class:`Attention`; norms have the bias too.
+        activation: of :class:`FeedForward`.
     """
 
-    def __init__(self, width: int, heads: int, dropout: float, bias: bool) -> None:
+    def __init__(self, width: int, heads: int, dropout: float, bias: bool, activation: str) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(width, bias=bias)
         self.attn = Attention(width, heads, dropout, bias)
         self.ln_2 = nn.LayerNorm(width, bias=bias)
-        self.mlp = FeedForward(width, dropout, bias)
+        self.mlp = FeedForward(width, dropout, bias, activation)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -94,6 +99,7 @@ class Decoder(nn.Module):
         width: of the residual stream.
         dropout: of embeddings, attention and outputs.
         bias: whether linear layers and norms have one.
+        activation: of the feed-forward layers, ``gelu`` or ``relu2``.
     """
 
     def __init__(
@@ -105,6 +111,7 @@ class Decoder(nn.Module):
         width: int,
         dropout: float = 0.0,
         bias: bool = True,
+        activation: str = "gelu",
     ) -> None:
         super().__init__()
         self.layers = layers
@@ -114,7 +121,9 @@ class Decoder(nn.Module):
             )
         self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
         self.dropout = nn.Dropout(dropout)
-        self.h = nn.ModuleList(Block(width, heads, dropout, bias) for _ in range(layers))
+        self.h = nn.ModuleList(
+            Block(width, heads, dropout, bias, activation) for _ in range(layers)
+        )
         self.ln_f = nn.LayerNorm(width, bias=bias)
 
     def initialise(self) -> None:
@@ -142,7 +151,8 @@ class GPT(Decoder):
     ``lm_head`` are one weight.
 
     Args:
-        vocabulary, context, layers, heads, width, dropout, bias: as of :class:`Decoder`.
+        vocabulary, context, layers, heads, width, dropout, bias, activation: as of
+            :class:`Decoder`.
     """
 
     def __init__(
@@ -154,8 +164,9 @@ class GPT(Decoder):
         width: int,
         dropout: float = 0.0,
         bias: bool = True,
+        activation: str = "gelu",
     ) -> None:
-        super().__init__(vocabulary, context, layers, heads, width, dropout, bias)
+        super().__init__(vocabulary, context, layers, heads, width, dropout, bias, activation)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         self.lm_head.weight = self.wte.weight
         self.initialise()
@@ -165,11 +176,18 @@ class GPT(Decoder):
 
 
 def build(
-    vocabulary: int, context: int, layers: int, heads: int, width: int, dropout: float, bias: bool
+    vocabulary: int,
+    context: int,
+    layers: int,
+    heads: int,
+    width: int,
+    dropout: float,
+    bias: bool,
+    activation: str = "gelu",
 ) -> GPT:
     """Build a GPT with its initial weights.
 
     Args:
-        vocabulary, context, layers, heads, width, dropout, bias: as of :class:`GPT`.
+        vocabulary, context, layers, heads, width, dropout, bias, activation: as of :class:`GPT`.
     """
-    return GPT(vocabulary, context, layers, heads, width, dropout, bias)
+    return GPT(vocabulary, context, layers, heads, width, dropout, bias, activation)

@@ -23,7 +23,7 @@ class Headed(Decoder):
         heads_of_tasks: modules that ``init=RUN`` leaves as they are, here and there.
 
     Args:
-        vocabulary, context, layers, heads, width, dropout, bias: as of
+        vocabulary, context, layers, heads, width, dropout, bias, activation: as of
             :class:`nmrun.models.gpt.Decoder`.
         classes: outputs of the head.
         head_bias: whether the head has one.
@@ -40,10 +40,11 @@ class Headed(Decoder):
         width: int,
         dropout: float,
         bias: bool,
+        activation: str,
         classes: int,
         head_bias: bool,
     ) -> None:
-        super().__init__(vocabulary, context, layers, heads, width, dropout, bias)
+        super().__init__(vocabulary, context, layers, heads, width, dropout, bias, activation)
         self.head = nn.Linear(width, classes, bias=head_bias)
         self.initialise()
 
@@ -74,12 +75,13 @@ def classifier(
     bias: bool,
     context: int,
     embeddings: int | None,
+    activation: str = "gelu",
 ) -> GPTClassifier:
     """Build a classifier; its head has no bias, as in transformers.
 
     Args:
         vocabulary, max_length, classes: of the data.
-        layers, heads, width, dropout, bias: as of :class:`nmrun.models.gpt.Decoder`.
+        layers, heads, width, dropout, bias, activation: as of :class:`nmrun.models.gpt.Decoder`.
         context: positions, as in pre-training.
         embeddings: tokens, as in pre-training; None: those of the data.
 
@@ -88,7 +90,7 @@ def classifier(
     """
     known = _known(vocabulary, max_length, context, embeddings)
     return GPTClassifier(
-        known, context, layers, heads, width, dropout, bias, classes, head_bias=False
+        known, context, layers, heads, width, dropout, bias, activation, classes, head_bias=False
     )
 
 
@@ -102,18 +104,21 @@ def reader(
     bias: bool,
     context: int,
     embeddings: int | None,
+    activation: str = "gelu",
 ) -> GPTReader:
     """Build a reader; its head has a bias, as in transformers.
 
     Args:
-        vocabulary, max_length, layers, heads, width, dropout, bias, context, embeddings: as of
-            :func:`classifier`.
+        vocabulary, max_length, layers, heads, width, dropout, bias, context, embeddings,
+            activation: as of :func:`classifier`.
 
     Raises:
         ConfigError: as there.
     """
     known = _known(vocabulary, max_length, context, embeddings)
-    return GPTReader(known, context, layers, heads, width, dropout, bias, 2, head_bias=True)
+    return GPTReader(
+        known, context, layers, heads, width, dropout, bias, activation, 2, head_bias=True
+    )
 
 
 def _known(vocabulary: int, max_length: int, context: int, embeddings: int | None) -> int:

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
+from nmrun.sparsity.activations import SquaredReLU
 
 
 class TextEncoder(nn.Module):
     """BERT's form (Devlin et al. 2019, arXiv 1810.04805) on ``nn.TransformerEncoder``.
 
     It has the embeddings ``tokens``, ``positions`` and ``segments``, ``encoder.layers.0``, ...
-    (attention ``self_attn``, feed-forward ``linear1`` and ``linear2``; GELU, normalised before
-    each), and ``head`` on the mean over a text's tokens. Input tokens (B, T) int64, mask (B, T)
+    (attention ``self_attn``, feed-forward ``linear1`` and ``linear2``; normalised before each), and
+    ``head`` on the mean over a text's tokens. Input tokens (B, T) int64, mask (B, T)
     bool (False is padding), segments (B, T) of 0 and 1; output (B, classes).
 
     Args:
@@ -22,6 +23,7 @@ class TextEncoder(nn.Module):
         classes: number of outputs.
         layers, heads, width: of the encoder; feed-forward layers have four times the width.
         dropout: of embeddings, attention and feed-forward layers.
+        activation: of the feed-forward layers, ``gelu`` or ``relu2``, the squared ReLU.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class TextEncoder(nn.Module):
         heads: int,
         width: int,
         dropout: float,
+        activation: str,
     ) -> None:
         super().__init__()
         if width % heads:
@@ -46,7 +49,10 @@ class TextEncoder(nn.Module):
             nn.init.normal_(table.weight, std=0.2)
         self.dropout = nn.Dropout(dropout)
         layer = nn.TransformerEncoderLayer(
-            width, heads, 4 * width, dropout, activation="gelu", batch_first=True, norm_first=True
+            *(width, heads, 4 * width, dropout),
+            activation=SquaredReLU() if activation == "relu2" else "gelu",
+            batch_first=True,
+            norm_first=True,
         )
         self.encoder = nn.TransformerEncoder(
             layer, layers, nn.LayerNorm(width), enable_nested_tensor=False
@@ -69,6 +75,7 @@ def build(
     heads: int = 4,
     width: int = 64,
     dropout: float = 0.1,
+    activation: str = "gelu",
 ) -> TextEncoder:
     """Build the encoder.
 
@@ -78,8 +85,9 @@ def build(
         classes: the number of outputs.
         layers, heads, width: the layers of the encoder, its attention heads, and its width.
         dropout: the probability of dropout.
+        activation: as of :class:`TextEncoder`.
 
     Raises:
         ConfigError: where ``heads`` does not divide ``width``.
     """
-    return TextEncoder(vocabulary, max_length, classes, layers, heads, width, dropout)
+    return TextEncoder(vocabulary, max_length, classes, layers, heads, width, dropout, activation)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nmrun.errors import ConfigError
+from nmrun.sparsity.activations import SquaredReLU
 
 SMALL, PATCHES = 64, (4, 16)  # images below so many pixels have patches of 4
 
@@ -61,6 +62,7 @@ def build(
     patch: int | None = None,
     dropout: float = 0.0,
     stochastic_depth: float = 0.0,
+    activation: str = "gelu",
 ) -> nn.Module:
     """Build torchvision's VisionTransformer, for square images.
 
@@ -72,6 +74,7 @@ def build(
         dropout: of embeddings and feed-forward layers.
         stochastic_depth: the probability that the last block is left out; it rises linearly from
             the first to the last (Huang et al. 2016).
+        activation: of the feed-forward layers, ``gelu`` or ``relu2``, the squared ReLU.
 
     Returns:
         Images (B, C, H, W) to logits (B, classes), with its initial weights.
@@ -103,6 +106,8 @@ def build(
     for number, block in enumerate(blocks):
         drop = stochastic_depth * number / max(layers - 1, 1)
         block.self_attention = Attention(block.self_attention)
+        if activation == "relu2":
+            block.mlp[1] = SquaredReLU()
         if drop:
             block.dropout = nn.Sequential(block.dropout, StochasticDepth(drop, "row"))
             block.mlp.append(StochasticDepth(drop, "row"))

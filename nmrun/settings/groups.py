@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 from nmrun.ranges import (
     ACCELERATION,
+    ACTIVATIONS,
     BETAS,
     BUDGET,
     COMPILE,
@@ -163,6 +164,9 @@ class Trainer(Group):
     mvue: Annotated[str | None, PATTERN]
     fp8: Annotated[bool, FLAG]
     input_gradient: Annotated[str, one_of(*INPUT_GRADIENTS)]
+    activations: Annotated[str | None, ACTIVATIONS]
+    activations_dense_start: Annotated[float, FRACTION]
+    activations_dense_end: Annotated[float, FRACTION]
     acceleration: Annotated[str, one_of(*ACCELERATION)]
     evaluate: Annotated[str, one_of("sparse", "dense", "both")]
     eval_every: Annotated[int, whole(1)]

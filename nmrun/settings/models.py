@@ -135,14 +135,21 @@ class Timm(Model):
 
 @dataclass(frozen=True)
 class Transformer(Blocks, Model):
-    """A Transformer that has no other keys, such as the encoder of texts."""
+    """A Transformer."""
 
     decays: ClassVar[str] = "matrices"  # nanoGPT; DeiT's code; BERT's code
     data: ClassVar[str] = TEXTS
 
 
 @dataclass(frozen=True)
-class GPT(Transformer):
+class Activated(Transformer):
+    """A Transformer with a choice of activation; that of texts has no other keys."""
+
+    activation: Annotated[str, one_of("gelu", "relu2")]
+
+
+@dataclass(frozen=True)
+class GPT(Activated):
     """GPT-2's architecture."""
 
     data: ClassVar[str] = RUNNING_TEXT
@@ -168,7 +175,7 @@ class GPTReader(GPTClassifier):
 
 
 @dataclass(frozen=True)
-class ViT(Transformer):
+class ViT(Activated):
     """Vision Transformers."""
 
     data: ClassVar[str] = IMAGES
@@ -242,7 +249,7 @@ MODELS: dict[str, type[Model]] = {
     "timm": Timm,
     "mask_rcnn": MaskRCNN,
     **dict.fromkeys(("raft_small", "raft_large"), Raft),
-    "text_encoder": Transformer,
+    "text_encoder": Activated,
     **dict.fromkeys(GPTS, GPT),
     "gpt_classifier": GPTClassifier,
     "gpt_reader": GPTReader,
@@ -252,6 +259,7 @@ MODELS: dict[str, type[Model]] = {
     "hf_t5": T5,
     **{f"fairseq_transformer{size}": FairseqTransformer for size in ("", "_iwslt", "_base")},
 }
+ACTIVATED = [name for name, kind in MODELS.items() if issubclass(kind, Activated)]
 
 
 def read(plain: Mapping[str, Any]) -> Model:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from nmrun import ranks, tasks
+from nmrun.activations import SparseActivations
 from nmrun.attach import sparsify
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle
@@ -39,6 +40,7 @@ class Parts:
         loss: what the training steps minimise.
         precision: fp32, bf16 or fp16.
         cost: of one item.
+        activations: of the feed-forward layers, which may be N:M.
         accelerated: by which products the sparse layers are computed.
         attached_in: the seconds that the recipe took to begin (searches for a permutation among
             them).
@@ -53,6 +55,7 @@ class Parts:
     precision: str
     total_steps: int
     cost: flops.Flops
+    activations: SparseActivations
     accelerated: list[Choice] = field(default_factory=list)
     attached_in: float = 0.0
 
@@ -129,6 +132,13 @@ def build(
         began = time.perf_counter()
         handle = made_sparse(model, optimizer, total_steps)
         attached_in = time.perf_counter() - began
+        activations = SparseActivations(
+            model,
+            trainer.activations,
+            total_steps=total_steps,
+            dense_start=trainer.activations_dense_start,
+            dense_end=trainer.activations_dense_end,
+        )
         if in_shards:
             from nmrun.train import sharded  # half a second that others need not wait for
 
@@ -149,6 +159,7 @@ def build(
         precision,
         total_steps,
         cost,
+        activations,
         accelerated,
         attached_in,
     )

@@ -27,7 +27,8 @@ class Evaluation:
 
     Attributes:
         best: the metrics with the best ``task.metric`` while the forward weights held the pattern
-            (for dense training: of all), with their ``epoch``; empty before.
+            (for dense training: of all), and activations were pruned as in the last step, with
+            their ``epoch``; empty before.
         best_weights: the plain weights of that moment (this rank's parts of them).
         candidates: how many evaluations could have been the best.
         last: the metrics of the last evaluation, with their ``step``; empty before.
@@ -76,7 +77,9 @@ class Evaluation:
                 sparse and all(layer["holds"] for layer in report["layers"])
             )
             sparse &= self.trainer.evaluate != "dense"  # what is saved was not evaluated
-        if sparse or not self.handle.sparse:
+        activations = self.steps.activations
+        as_in_the_end = activations.sparse == activations.sparse_at(self.steps.total_steps - 1)
+        if as_in_the_end and (sparse or not self.handle.sparse):
             self.candidates += 1
             if self._is_best(row):
                 scores = {key: value for key, value in row.items() if key.startswith("eval/")}
@@ -132,9 +135,12 @@ class Evaluation:
         ranks.share_statistics(self.model)
         self.model.eval()
         shown = self.console.evaluation("validating" if split == "val" else "testing")
-        with shown, weights, torch.no_grad(), self.steps.autocast():
+        activations = self.steps.activations
+        with shown, weights, torch.no_grad(), self.steps.autocast(), activations.measured() as sums:
             metrics = ranks.from_leader(self.task.evaluate(self.model, split))
         self.model.train()
+        if activations.modules:
+            metrics |= activations.shares(ranks.total(sums))
         name = "eval" if split == "val" else split
         if not math.isfinite(metrics.get("loss", 0.0)):
             names = nonfinite.broken(self.model)

@@ -258,6 +258,7 @@ class Loop(Steps):
             checkpoint.restore_random_state(state["random"][ranks.rank()])
         for name in KEPT:
             setattr(self, name, state["loop"][name])
+        self.activations.at(max(0, self.step - 1))  # evaluations are by the last step's
         self.losses = [loss.to(self.device) for loss in self.losses]
         self.evaluation.load_state_dict(state["loop"])
         if self.diagnostics is not None:

@@ -40,6 +40,12 @@ def lines(config: Config, parts: Parts) -> list[str]:
         rows += [("dense", left.name, left.shape, left.reason) for left in handle.left_dense]
     said += [f"  {line}" for line in layers(rows)]
 
+    if (activations := parts.activations).pattern is not None:
+        steps_of = activations.sparse_steps or range(parts.total_steps)
+        said.append(
+            f"  activations {activations.pattern} of {len(activations.modules)} squared ReLUs, "
+            f"steps {steps_of.start + 1} to {steps_of.stop}"
+        )
     total = sum(parameter.numel() for parameter in parts.model.parameters())
     kept = total - sum(
         weight.dense.numel() * (1 - weight.pattern.density) for weight in handle.sparse

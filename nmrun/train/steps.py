@@ -45,6 +45,7 @@ class Steps:
         self.task, self.loss = parts.task, parts.loss
         self.model, self.optimizer = parts.model, parts.optimizer
         self.handle, self.cost = parts.handle, parts.cost
+        self.activations = parts.activations
         self.device, self.precision = parts.device, parts.precision
         self.total_steps = parts.total_steps
         forward: Any = self.model
@@ -85,6 +86,7 @@ class Steps:
         Raises:
             RunError: on a CPU, if the loss is not finite.
         """
+        self.activations.at(self.step)
         shares = self._shares(epoch, index)
         total = torch.zeros((), device=self.device)
         for number, (batch, share) in enumerate(shares, 1):

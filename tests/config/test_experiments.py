@@ -57,7 +57,7 @@ OF_THE_PAPERS = {
     "t_sr_ste_decay",
     *("gradient_flow_vit", "gradient_flow_transformer", "gradient_flow_isoflops"),
     *("gradient_flow_densify", "gradient_flow_matrices", "gradient_flow_swin", "gradient_flow_t5"),
-    "equal_time",
+    *("equal_time", "activations"),
     *("compare_language", "compare_images", "compare_translation", "compare_finetuning"),
 }
 OWN = """
@@ -277,6 +277,16 @@ def test_s_ste_mvue_is_the_beginning_of_the_pre_training():
         assert (config.model.name, config.trainer.batch_size) == ("gpt2_large", 512)
     found = {(c.trainer.mvue, c.trainer.input_gradient) for c in every if c.recipe.name == "s_ste"}
     assert found == {(a, b) for a in (None, "2:4") for b in ("exact", "mvue")}
+
+
+def test_activations_begin_with_a_thousand_dense_steps_and_end_with_a_dense_fifth():
+    every = made("activations", "paper")
+    pruned = [c.trainer for c in every if c.trainer.activations]
+    assert {round(t.activations_dense_start * 300_000, -1) for t in pruned} == {990}
+    assert {t.activations_dense_end for t in pruned} == {0.0, 0.2}
+    assert {(c.recipe.name, c.trainer.activations) for c in every} == {
+        (recipe, pattern) for recipe in ("dense", "s_ste") for pattern in (None, "2:4", "64:2:8")
+    }
 
 
 def test_asp_on_imagenet_trains_twice():

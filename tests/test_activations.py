@@ -1,0 +1,237 @@
+"""Activations pruned in a user's own loop: which modules, when, and what is measured."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import nmrun
+from nmrun.errors import ConfigError
+from nmrun.models import gpt, text_encoder, vit
+from nmrun.patterns import Pattern
+from nmrun.sparsity.activations import SquaredReLU, keep_largest
+
+TOTAL = 10
+
+
+class FeedForward(nn.Sequential):
+    """16 features, of 8 inputs."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 16), SquaredReLU(), nn.Linear(16, 4))
+
+
+def by_hand(model: FeedForward, x: Tensor, pattern: str) -> Tensor:
+    """The layer written out."""
+    first, second = model[0], model[2]
+    activations = functional.linear(x, first.weight, first.bias).clamp_min(0) ** 2
+    kept = keep_largest(activations, Pattern.parse(pattern))
+    return functional.linear(kept, second.weight, second.bias)
+
+
+@pytest.fixture
+def model() -> FeedForward:
+    torch.manual_seed(0)
+    return FeedForward()
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:8", "4:2:8"])
+def test_the_second_product_sees_the_pattern(model: FeedForward, pattern: str) -> None:
+    seen: list[Tensor] = []
+    model[2].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    nmrun.sparse_activations(model, pattern)
+    x = torch.randn(2, 5, 8)
+    torch.testing.assert_close(model(x), by_hand(model, x, pattern), rtol=0, atol=0)
+    groups = (seen[0] != 0).unflatten(-1, (-1, Pattern.parse(pattern).m))
+    assert int(groups.sum(-1).max()) <= Pattern.parse(pattern).n
+    assert float(groups.float().mean()) > 0.05
+
+
+def test_dense_steps_at_both_ends_have_the_bits_of_a_dense_model(model: FeedForward) -> None:
+    dense, x = copy.deepcopy(model), torch.randn(6, 8)
+    activations = nmrun.sparse_activations(
+        model, "1:8", total_steps=TOTAL, dense_start=0.2, dense_end=0.3
+    )
+    alike = []
+    for step in range(TOTAL):
+        activations.at(step)
+        alike.append(torch.equal(model(x), dense(x)))
+    assert alike == [True] * 2 + [False] * 5 + [True] * 3
+
+
+def test_removed_it_is_gone(model: FeedForward) -> None:
+    dense, x = copy.deepcopy(model), torch.randn(6, 8)
+    nmrun.sparse_activations(model, "1:8").remove()
+    assert torch.equal(model(x), dense(x))
+
+
+def test_a_copy_of_the_model_is_in_the_same_phase(model: FeedForward) -> None:
+    activations = nmrun.sparse_activations(model, "1:8", total_steps=TOTAL, dense_end=0.5)
+    twin, x = copy.deepcopy(model), torch.randn(6, 8)
+    for step in (0, 9):
+        activations.at(step)
+        assert torch.equal(twin(x), model(x))
+    assert not torch.equal(model(x), by_hand(model, x, "1:8"))
+
+
+def test_checkpointed_blocks_recompute_the_same(model: FeedForward) -> None:
+    nmrun.sparse_activations(model, "2:4")
+    x = torch.randn(6, 8, requires_grad=True)
+    model(x).sum().backward()
+    expected, x.grad = x.grad, None
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert expected is not None
+    assert torch.equal(x.grad, expected)
+
+
+def test_autocast(model: FeedForward) -> None:
+    nmrun.sparse_activations(model, "2:4")
+    x = torch.randn(6, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = model(x)
+        assert torch.equal(half, by_hand(model, x, "2:4"))
+    assert half.dtype == torch.bfloat16
+    half.float().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.slow
+def test_compiled_as_a_whole_it_computes_the_same(model: FeedForward) -> None:
+    activations = nmrun.sparse_activations(model, "2:4", total_steps=TOTAL, dense_end=0.5)
+    torch._dynamo.reset()
+    compiled, x = torch.compile(model, fullgraph=True), torch.randn(6, 8)
+    for step in (0, 9, 0):
+        activations.at(step)
+        for parameter in model.parameters():
+            parameter.grad = None
+        expected = model(x)
+        expected.sum().backward()
+        gradient = model[0].weight.grad.clone()
+        model[0].weight.grad = None
+        found = compiled(x)
+        found.sum().backward()
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(model[0].weight.grad, gradient)
+
+
+def test_what_is_measured(model: FeedForward) -> None:
+    activations = nmrun.sparse_activations(model, "2:4", total_steps=TOTAL, dense_end=0.5)
+    x = torch.randn(50, 8)
+    plain = functional.relu(model[0](x)).square().detach()
+    kept = plain.unflatten(-1, (-1, 4)).sort(-1).values[..., 2:].square().sum()
+    for step in (0, 9):
+        activations.at(step)
+        with activations.measured() as sums:
+            model(x[:20])
+            model(x[20:])
+        found = activations.shares(sums)
+        assert found["activation_zeros"] == pytest.approx(float((plain == 0).float().mean()))
+        assert found["activation_kept"] == pytest.approx(
+            float(kept / plain.square().sum()), rel=1e-6
+        )
+    assert 0.3 < found["activation_zeros"] < 0.7
+    assert found["activation_kept"] < 1
+
+
+@pytest.mark.parametrize("recipe", ["dense", "sr_ste", "s_ste", "step", "asp"])
+def test_any_recipe_trains_beside(recipe: str) -> None:
+    torch.manual_seed(0)
+    model = FeedForward()
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-2)
+    handle = nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL)
+    nmrun.sparse_activations(model, "2:4")
+    seen: list[Tensor] = []
+    model[2].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    x, y = torch.randn(64, 8), torch.randn(64, 4)
+    losses = []
+    for _ in range(TOTAL):
+        loss = functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    handle.finalize()
+    assert losses[-1] < losses[0]
+    assert all(int((a != 0).unflatten(-1, (-1, 4)).sum(-1).max()) <= 2 for a in seen)
+    if recipe != "dense":
+        nmrun.sparsity.check_nm(model[0].weight, "2:4")
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda a: (gpt.build(19, 12, 2, 2, 16, 0.0, True, a), (torch.arange(12)[None],)),
+        lambda a: (vit.build((1, 8, 8), 10, 2, 2, 16, 4, activation=a), (torch.randn(3, 1, 8, 8),)),
+        lambda a: (
+            text_encoder.build(19, 12, 3, width=16, activation=a),
+            (
+                torch.arange(12)[None],
+                torch.ones(1, 12, dtype=torch.bool),
+                torch.zeros(1, 12, dtype=torch.long),
+            ),
+        ),
+    ],
+    ids=["gpt", "vit", "text_encoder"],
+)
+def test_networks_with_squared_relus(build: Any) -> None:
+    """Every feed-forward layer has one, in evaluation too, and the weights are those of GELU's."""
+    usual, inputs = build("gelu")
+    model, _ = build("relu2")
+    for network in (usual.eval(), model.eval()):
+        torch.manual_seed(0)
+        for parameter in network.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    assert [*usual.state_dict()] == [*model.state_dict()]
+    activations = nmrun.sparse_activations(model, "2:4")
+    assert len(activations.modules) == 2
+    with torch.no_grad(), activations.measured() as sums:
+        found = model(*inputs)
+    assert 0 < activations.shares(sums)["activation_zeros"] < 1
+    assert not torch.allclose(found, usual(*inputs))
+    with pytest.raises(ConfigError, match="this model has none"):
+        nmrun.sparse_activations(usual, "2:4")
+
+
+def test_squared_relus_of_transformers() -> None:
+    activations = pytest.importorskip("transformers.activations")
+    model = nn.Sequential(nn.Linear(8, 16), activations.ACT2FN["relu2"], nn.Linear(16, 4))
+    found = nmrun.sparse_activations(model, "2:4")
+    assert found.modules == ["1"]
+
+
+def test_other_modules_by_name() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    assert nmrun.sparse_activations(model, "2:4", include="1").modules == ["1"]
+    x = torch.randn(5, 8)
+    kept = keep_largest(model[0](x).relu(), Pattern(2, 4))
+    assert torch.equal(model(x), model[2](kept))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pattern": "5:4"}, "5:4 is not an N:M pattern"),
+        ({"pattern": "8:2:4"}, "is not a V:N:M pattern"),
+        ({"include": "nothing"}, "include: 'nothing' is the name of no module"),
+        ({"dense_end": 0.5}, "dense_start and dense_end need total_steps"),
+        ({"dense_end": 0.5, "dense_start": 0.5, "total_steps": 9}, "less than 1 together"),
+        ({"dense_end": -0.5, "total_steps": 9}, "shares of one run: 0 or more"),
+    ],
+)
+def test_mistakes_get_one_line(model: FeedForward, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        nmrun.sparse_activations(model, **options)
+    assert "\n" not in str(error.value)
+    assert not model[1]._forward_hooks
+
+
+def test_features_that_m_does_not_divide(model: FeedForward) -> None:
+    nmrun.sparse_activations(model, "2:5")
+    with pytest.raises(ConfigError, match="2:5 activations: 1 has 16 features, which 5 does not"):
+        model(torch.randn(3, 8))
