@@ -41,7 +41,8 @@ def lines(config: Config, parts: Parts) -> list[str]:
     said += [f"  {line}" for line in layers(rows)]
 
     if (activations := parts.activations).pattern is not None:
-        steps_of = activations.sparse_steps or range(parts.total_steps)
+        steps_of = activations.sparse_steps
+        steps_of = range(parts.total_steps) if steps_of is None else steps_of
         said.append(
             f"  activations {activations.pattern} of {len(activations.modules)} squared ReLUs, "
             f"steps {steps_of.start + 1} to {steps_of.stop}"
