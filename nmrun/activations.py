@@ -152,7 +152,7 @@ def _chosen(model: nn.Module, include: str | Sequence[str] | None) -> dict[str, 
             for name, module in modules.items()
             if isinstance(module, SquaredReLU) or type(module).__name__ in SQUARED_RELUS
         }
-    found = {}
+    found: dict[str, nn.Module] = {}
     for text in [include] if isinstance(include, str) else include:
         named = {n: m for n, m in modules.items() if re.fullmatch(text, n)}
         if not named:
