@@ -28,8 +28,13 @@ class SparseActivations:
     Copies of the model compute as the model does, in the same phase.
 
     Args:
-        model, pattern, include, total_steps, dense_start, dense_end: as there; with ``pattern``
-            None nothing is ever pruned, and a model without such modules is no mistake.
+        model: the model.
+        pattern: as there; with None nothing is ever pruned, and a model without such modules is no
+            mistake.
+        include: as there.
+        total_steps: as there.
+        dense_start: as there.
+        dense_end: as there.
 
     Attributes:
         modules: the names of the modules.

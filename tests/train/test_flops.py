@@ -30,6 +30,8 @@ from nmrun.train.loop import Loop
 class Sums:
     """The sum of the outputs, for three items of any shape."""
 
+    counted_with_values = False
+
     def __init__(self, *shape: int) -> None:
         self.shape = shape
 
