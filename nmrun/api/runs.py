@@ -88,7 +88,8 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
         overrides: words of the command line, with lists of values, ``zip=`` and ``experiment=``.
 
     Returns:
-        A row for each run that has a result, failed ones included, as of :func:`nmrun.runs`.
+        A row for each run that has a result, failed ones included, as of :func:`nmrun.runs`; with
+        ``dry=true``, which prints what the runs would be, those that have one already.
 
     Raises:
         ConfigError: with all that is wrong, one line each, before anything is run.
@@ -113,6 +114,8 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
         print("\n".join([*sweep_end.planned(folder), record.summary(folder)[0]]))
     found = collect(folders)
     if found.empty:
+        if looks[0].dry:
+            return found
         raise RunError("no run of this sweep has a result")
     return of_runs(found)
 

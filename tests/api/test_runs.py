@@ -295,6 +295,12 @@ def test_a_plan_trains_nothing() -> None:
         done.history()
 
 
+def test_a_planned_sweep_has_no_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert nmrun.sweep([*SHORT, "recipe=ste", "seed=0,1", "dry=true"]).empty
+    assert "sweep of 2: 2 planned" in capsys.readouterr().out
+    assert not Path("outputs").exists()
+
+
 def test_importing_is_cheap() -> None:
     code = (
         "import sys, nmrun; names = dir(nmrun); "

@@ -30,6 +30,8 @@ from nmrun.tasks.streamed import Split
 from nmrun.train import runner, start
 from nmrun.train.loop import Loop
 
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
 CPU = torch.device("cpu")
 SMALL = (
     *("model=mask_rcnn", "model.backbone=resnet18", "model.width=8", "model.regions=8"),
