@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from nmrun.settings.datasets import GeneratedMotion
 from nmrun.tasks.flow import Flow
-from nmrun.tasks.streamed import Split
+from nmrun.tasks.streamed import Split, in_order
 
 if TYPE_CHECKING:
     import torch
@@ -60,12 +60,7 @@ def load(size: int = 64, resolution: int = 128, split_seed: int = 0) -> dict[str
         The splits ``train``, ``val`` and ``test``.
     """
     moved = Moved(size + 2 * HELD_OUT, resolution, split_seed)
-    rows = list(range(size + 2 * HELD_OUT))
-    return {
-        "train": Split(moved, rows[:size]),
-        "val": Split(moved, rows[size : size + HELD_OUT]),
-        "test": Split(moved, rows[size + HELD_OUT :]),
-    }
+    return in_order(moved, size, HELD_OUT)
 
 
 def _pair(

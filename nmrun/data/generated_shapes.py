@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from nmrun.settings.datasets import GeneratedShapes
 from nmrun.tasks.instances import api, quiet
-from nmrun.tasks.streamed import Split
+from nmrun.tasks.streamed import Split, in_order
 
 if TYPE_CHECKING:
     import torch
@@ -96,12 +96,7 @@ def load(size: int = 200, resolution: int = 64, split_seed: int = 0) -> dict[str
         "categories": [{"id": n, "name": name} for n, name in enumerate(KINDS, 1)],
         "annotations": annotations,
     }
-    shapes, rows = Shapes(np.stack(images), dataset), list(range(len(images)))
-    return {
-        "train": Split(shapes, rows[:size]),
-        "val": Split(shapes, rows[size : size + HELD_OUT]),
-        "test": Split(shapes, rows[size + HELD_OUT :]),
-    }
+    return in_order(Shapes(np.stack(images), dataset), size, HELD_OUT)
 
 
 def _image(

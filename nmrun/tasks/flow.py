@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ from nmrun.settings.data_groups import Moving
 from nmrun.tasks.ahead import Key
 from nmrun.tasks.augment import generator
 from nmrun.tasks.base import Batch, Tally
-from nmrun.tasks.streamed import Place, Split, Streamed
+from nmrun.tasks.streamed import Place, Streamed
 
 if TYPE_CHECKING:
     from nmrun.settings.config import Config
@@ -66,16 +66,6 @@ class Flow(Streamed):
     collate = staticmethod(collated)
     inputs: dict[str, Any] = {}
     notes = {"end_point_error": "pixels, the mean over all pixels of a split"}
-
-    def __init__(
-        self,
-        config: Config,
-        splits: Mapping[str, Split],
-        device: torch.device,
-        about: str = "",
-        workers: int | None = 0,
-    ) -> None:
-        super().__init__(config, splits, device, about, workers)
 
     def files(self, config: Config, places: Sequence[Place]) -> Dataset[Item]:
         options = config.dataset.as_kind(Moving)

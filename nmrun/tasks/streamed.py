@@ -30,6 +30,25 @@ class Split:
     rows: list[int]
 
 
+def in_order(source: Any, size: int, held_out: int) -> dict[str, Split]:
+    """The splits of a generated source.
+
+    Args:
+        source: of ``size + 2 * held_out`` items.
+        size: of the training split, which comes first.
+        held_out: of the validation split, and as many of the test split.
+
+    Returns:
+        The splits ``train``, ``val`` and ``test``.
+    """
+    rows, ends = list(range(size + 2 * held_out)), (size, size + held_out)
+    return {
+        "train": Split(source, rows[: ends[0]]),
+        "val": Split(source, rows[ends[0] : ends[1]]),
+        "test": Split(source, rows[ends[1] :]),
+    }
+
+
 class Streamed(Task):
     """A task of items that files are read for; see :class:`nmrun.tasks.base.Task`.
 
@@ -54,8 +73,8 @@ class Streamed(Task):
         config: Config,
         splits: Mapping[str, Split],
         device: torch.device,
-        about: str,
-        workers: int | None,
+        about: str = "",
+        workers: int | None = 0,
     ) -> None:
         trainer = config.trainer
         if trainer.label_smoothing:
