@@ -40,6 +40,7 @@ class SparseActivations:
         modules: the names of the modules.
         sparse_steps: the steps, counted from 0, in which their outputs are pruned; None: all.
         sparse: whether they are now.
+        ends_sparse: whether they are in the last step, and thus in inference.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class SparseActivations:
             )
         self.modules = list(found)
         self.sparse_steps = _sparse_steps(total_steps, dense_start, dense_end)
+        self.ends_sparse = self.sparse_at((total_steps or 1) - 1)
         self.at(0)
         self._sums: Tensor | None = None
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))

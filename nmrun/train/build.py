@@ -109,6 +109,15 @@ def build(
             **config.recipe.options,
         )
 
+    def pruned(model: nn.Module, total_steps: int) -> SparseActivations:
+        return SparseActivations(
+            model,
+            trainer.activations,
+            total_steps=total_steps,
+            dense_start=trainer.activations_dense_start,
+            dense_end=trainer.activations_dense_end,
+        )
+
     try:
         if not planned and (trainer.budget or "").startswith("flops:"):
             # a trial, which leaves no trace
@@ -119,7 +128,7 @@ def build(
             items = sum(task.sizes(0, 0, 1))
             total_steps = flops.steps_in(
                 str(trainer.budget),
-                flops.count(twin, task, trial.sparse, taught),
+                flops.count(twin, task, trial.sparse, taught, pruned(twin, total_steps)),
                 trial.recipe,
                 total_steps,
                 items,
@@ -132,13 +141,7 @@ def build(
         began = time.perf_counter()
         handle = made_sparse(model, optimizer, total_steps)
         attached_in = time.perf_counter() - began
-        activations = SparseActivations(
-            model,
-            trainer.activations,
-            total_steps=total_steps,
-            dense_start=trainer.activations_dense_start,
-            dense_end=trainer.activations_dense_end,
-        )
+        activations = pruned(model, total_steps)
         if in_shards:
             from nmrun.train import sharded  # half a second that others need not wait for
 
@@ -147,7 +150,7 @@ def build(
         raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
     if not in_shards:
         fuse(optimizer, device)
-    cost = flops.count(whole, task, handle.sparse, taught)
+    cost = flops.count(whole, task, handle.sparse, taught, activations)
     accelerated = _accelerated(trainer, model, task, handle, device, precision, times or {})
     return Parts(
         task,

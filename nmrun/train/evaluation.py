@@ -78,7 +78,7 @@ class Evaluation:
             )
             sparse &= self.trainer.evaluate != "dense"  # what is saved was not evaluated
         activations = self.steps.activations
-        as_in_the_end = activations.sparse == activations.sparse_at(self.steps.total_steps - 1)
+        as_in_the_end = activations.sparse == activations.ends_sparse
         if as_in_the_end and (sparse or not self.handle.sparse):
             self.candidates += 1
             if self._is_best(row):

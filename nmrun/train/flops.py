@@ -5,9 +5,9 @@ Counted, not measured.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from nmrun.patterns import COLUMNS, Pattern
+from nmrun.activations import SparseActivations
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.tasks.base import Task
+from nmrun.train.densities import Densities, beside, both, densities, hardware_density
 
 # Dense products of 16-bit numbers on tensor cores, as NVIDIA's data sheets have them, by part of
 # the device's name; the first that fits counts.
@@ -36,69 +37,9 @@ PEAKS = {
 # Parameters. Torch's Python for shapes on the meta device imports its compiler and sympy, 1.5 s, by
 # when a smaller network has computed an item or two.
 COMPUTED = 1_000_000
-TILE = 16  # rows of the smallest product of a tensor core
 # steps at most that a plan looks at, evenly spaced: a phase is then off by a ten-thousandth of the
 # run
 PLANNED = 10_000
-
-
-class Densities(NamedTuple):
-    """What the three products of a layer cost in a training step, as shares of the dense ones."""
-
-    forward: float = 1.0
-    input_gradient: float = 1.0
-    weight_gradient: float = 1.0
-
-
-def hardware_density(pattern: Pattern) -> float:
-    """What 2:4 sparse tensor cores make of a product with a weight that is N:M along the dimension
-    that is summed over.
-
-    They halve it where the weight is 2:4 as well. All else they compute as dense: 1.0 for 4:8, 6:8
-    or 2:6. A dimension that four do not divide is filled up with zeros. Of a V:N:M weight, V a
-    multiple of :data:`TILE`, they compute four of M columns (VENOM), halved where N is 2 or 1.
-    """
-    size = pattern.length or math.lcm(pattern.m, 4)
-    if pattern.v % TILE == 0:
-        columns, halved = COLUMNS * -(-size // pattern.m), pattern.n <= 2
-    else:
-        columns, halved = -(-size // 4) * 4, pattern.fits_2_4
-    return min(1.0, (0.5 if halved else 1.0) * columns / size)
-
-
-def densities(
-    recipe: Recipe, weight: SparseWeight, step: int | None = None, hardware: bool = False
-) -> Densities:
-    """Say what the products of a sparse layer cost.
-
-    Arithmetically, products with the weight have N/M of their multiplications once the weight is
-    N:M, and so has the weight's gradient if the rule masks it. In hardware (see
-    :func:`hardware_density`) only a sparse operand counts, so the weight's gradient is dense, and
-    the input's, which sums over the outputs, as well unless its weight is N:M along those too.
-
-    Args:
-        recipe: the recipe.
-        weight: of the layer.
-        step: as planned, counted from 0; None: the next step.
-        hardware: count for 2:4 sparse tensor cores.
-    """
-    if recipe.dense_forward if step is None else recipe.planned_dense(step):
-        return Densities()
-    with recipe.at(recipe.step if step is None else step):
-        rule = recipe.rule(weight)
-        if rule.pruned_weight_factor or (
-            step is None and not recipe.is_sparse and rule.pattern is None
-        ):
-            return Densities()
-    pattern = rule.pattern or weight.pattern
-    if hardware:
-        halved = hardware_density(pattern)
-        again = recipe.transposable or (
-            weight.layer is not None and weight.layer.other_input_gradient
-        )
-        return Densities(halved, hardware_density(pattern.by_rows) if again else 1.0)
-    masked = rule.pruned_gradient_factor == 0 and not rule.pruned_gradient_decay
-    return Densities(pattern.density, pattern.density, pattern.density if masked else 1.0)
 
 
 class Products(NamedTuple):
@@ -115,6 +56,20 @@ class Products(NamedTuple):
         return sum(flops * (1.0 - share) for flops, share in zip(self, densities, strict=True))
 
 
+class Part(NamedTuple):
+    """Layers that are alike, with their products.
+
+    Attributes:
+        weight: a sparse one that stands for all of theirs; None: they are dense.
+        feeds, reads: see :func:`nmrun.train.densities.beside`; of activations that may be pruned.
+    """
+
+    weight: SparseWeight | None
+    feeds: bool
+    reads: bool
+    products: Products
+
+
 @dataclass(frozen=True)
 class Flops:
     """Floating-point operations for one training item (a multiplication and its addition are two),
@@ -124,15 +79,16 @@ class Flops:
     norms, the projection and the optimizer are not.
 
     Attributes:
-        sparse: the part in layers with N:M weights: for each kind of them a weight that stands for
-            all, and their products.
+        sparse: the part in layers with N:M weights or activations.
         teacher: the forward pass of a teacher, which training has besides.
+        activations: when they are pruned.
     """
 
     forward: float
     backward: float
-    sparse: list[tuple[SparseWeight, Products]]
+    sparse: list[Part]
     teacher: float = 0.0
+    activations: SparseActivations | None = None
 
     @property
     def dense(self) -> float:
@@ -141,17 +97,27 @@ class Flops:
 
     @property
     def forward_sparse(self) -> float:
-        """Inference with the final weights: N/M of each product with a sparse weight, what leaving
-        out every zero would reach.
+        """Inference with the final weights, and activations as in the last step: N/M of each product
+        with sparse ones, what leaving out every zero would reach.
         """
-        return self.forward - sum(p.forward * (1.0 - w.pattern.density) for w, p in self.sparse)
+        return self._inference(hardware=False)
 
     @property
     def forward_hardware(self) -> float:
-        """Inference on 2:4 sparse tensor cores; see :func:`hardware_density`."""
-        return self.forward - sum(
-            p.forward * (1.0 - hardware_density(w.pattern)) for w, p in self.sparse
-        )
+        """Inference on 2:4 sparse tensor cores; see
+        :func:`nmrun.train.densities.hardware_density`."""
+        return self._inference(hardware=True)
+
+    def _inference(self, hardware: bool) -> float:
+        pruned = self.activations is not None and self.activations.ends_sparse
+        left = self.forward
+        for part in self.sparse:
+            own = Densities()
+            if part.weight is not None:
+                pattern = part.weight.pattern
+                own = Densities(hardware_density(pattern) if hardware else pattern.density)
+            left -= part.products.forward * (1.0 - self._left(part, own, pruned, hardware).forward)
+        return left
 
     def training(self, recipe: Recipe, step: int | None = None, hardware: bool = False) -> float:
         """Count the forward and backward pass of one item, and a teacher's forward pass.
@@ -161,8 +127,25 @@ class Flops:
             step: as planned, counted from 0; None: the next step.
             hardware: count for 2:4 sparse tensor cores.
         """
-        saved = sum(p.saved(densities(recipe, w, step, hardware)) for w, p in self.sparse)
+        pruned = self.activations is not None and (
+            self.activations.sparse if step is None else self.activations.sparse_at(step)
+        )
+        saved = 0.0
+        for part in self.sparse:
+            own = Densities()
+            if part.weight is not None:
+                own = densities(recipe, part.weight, step, hardware)
+            saved += part.products.saved(self._left(part, own, pruned, hardware))
         return self.dense + self.teacher - saved
+
+    def _left(self, part: Part, own: Densities, pruned: bool, hardware: bool) -> Densities:
+        """What the zeros of weights, ``own``, and of activations leave."""
+        if not pruned or not (part.feeds or part.reads):
+            return own
+        assert self.activations is not None
+        assert self.activations.pattern is not None
+        pattern = self.activations.pattern
+        return both(own, beside(pattern, part.feeds, part.reads, hardware), hardware=hardware)
 
     def planned(self, recipe: Recipe, total_steps: int, hardware: bool = False) -> float:
         """Compute the mean of :meth:`training` over a run as planned.
@@ -211,7 +194,11 @@ def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: 
 
 
 def count(
-    model: nn.Module, task: Task, weights: Sequence[SparseWeight] = (), taught: bool = False
+    model: nn.Module,
+    task: Task,
+    weights: Sequence[SparseWeight] = (),
+    taught: bool = False,
+    activations: SparseActivations | None = None,
 ) -> Flops:
     """Count one item through a copy of a model, so that no state changes.
 
@@ -223,6 +210,7 @@ def count(
         task: its ``example`` is counted.
         weights: the model's sparse ones.
         taught: whether a dense network like it is the teacher.
+        activations: the model's. The last layer before them feeds them, the next reads them.
     """
     parameters = list(model.parameters())
     small = sum(p.numel() for p in parameters) < COMPUTED and all(p.is_cpu for p in parameters)
@@ -231,39 +219,51 @@ def count(
     twin = copy.deepcopy(model).to(place)
     batch = tuple(tensor.to(place) for tensor in task.example())
     twin.train()
-    kinds: dict[tuple[Pattern, bool], SparseWeight] = {}
-    places: dict[int, tuple[Pattern, bool]] = {}
-    for weight in weights:
-        kind = (weight.pattern, weight.layer is not None and weight.layer.other_input_gradient)
-        kinds.setdefault(kind, weight)
-        places[_storage(twin.get_parameter(weight.name))] = kind
+    forward, backward = (_Counter(twin) for _ in range(2))
+    for name in activations.modules if activations is not None and activations.pattern else ():
+        twin.get_submodule(name).register_forward_pre_hook(lambda *_: forward.order.append(None))
     # attention as products, which are counted alike everywhere
     with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
-        with _Counter(places) as forward:
+        with forward:
             loss = task.loss(twin, batch)
-        with _Counter(places) as backward:
+        with backward:
             loss.backward()
     items = task.size(batch)
-    sparse = [
-        (
-            kinds[kind],
-            Products(flops / items, backward.with_weight.get(kind, 0) / items, flops / items),
+    sparse = {_storage(twin.get_parameter(weight.name)): weight for weight in weights}
+    feeds = {before for before, after in pairwise(forward.order) if after is None}
+    reads = {after for before, after in pairwise(forward.order) if before is None}
+    parts: dict[Hashable, Part] = {}
+    for where, flops in forward.by_weight.items():
+        weight, roles = sparse.get(where), (where in feeds, where in reads)
+        if weight is None and not any(roles):
+            continue
+        other = (
+            weight is not None and weight.layer is not None and weight.layer.other_input_gradient
         )
-        for kind, flops in forward.with_weight.items()
+        kind = (weight and weight.pattern, other, *roles)
+        found = (flops, backward.by_weight.get(where, 0), flops)
+        part = parts.get(kind, Part(weight, *roles, Products(0, 0, 0)))
+        summed = (a + b for a, b in zip(part.products, found, strict=True))
+        parts[kind] = part._replace(products=Products(*summed))
+    per_item = [
+        part._replace(products=Products(*(flops / items for flops in part.products)))
+        for part in parts.values()
     ]
     passed = forward.total / items
-    return Flops(passed, backward.total / items, sparse, teacher=passed if taught else 0.0)
+    return Flops(passed, backward.total / items, per_item, passed if taught else 0.0, activations)
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up torch's own FLOP formulas: of all products, and of those with a weight at a known
-    place as an operand.
+    """Adds up torch's own FLOP formulas: of all products, and of those with a weight as an
+    operand, by its place. ``order``: these places as they come, and what others write between.
     """
 
-    def __init__(self, places: dict[int, tuple[Pattern, bool]]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.places, self.total = places, 0
-        self.with_weight: dict[tuple[Pattern, bool], int] = {}
+        # biases are operands too
+        self.places = {_storage(p) for p in model.parameters() if p.dim() > 1}
+        self.total, self.by_weight = 0, dict[int, int]()
+        self.order: list[int | None] = []
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -285,13 +285,10 @@ class _Counter(TorchDispatchMode):
         else:
             flops = formula(*args, **kwargs, out_val=out)
             self.total += flops
-        for operand in tree_iter(args):
-            if (
-                isinstance(operand, Tensor)
-                and (kind := self.places.get(_storage(operand))) is not None
-            ):
-                self.with_weight[kind] = self.with_weight.get(kind, 0) + flops
-                break
+        operands = (_storage(each) for each in tree_iter(args) if isinstance(each, Tensor))
+        if (place := next((each for each in operands if each in self.places), None)) is not None:
+            self.by_weight[place] = self.by_weight.get(place, 0) + flops
+            self.order.append(place)
         return out
 
 

@@ -52,7 +52,7 @@ def lines(config: Config, parts: Parts) -> list[str]:
         weight.dense.numel() * (1 - weight.pattern.density) for weight in handle.sparse
     )
     cost = parts.cost
-    if handle.sparse:
+    if handle.sparse or activations.pattern is not None:
         said.append(f"  density {kept / total:.1%} of {total:,} parameters")
         said.append(
             f"  FLOPs an item: inference {_short(cost.forward)} dense, {_short(cost.forward_sparse)} without the zeros, "

@@ -42,7 +42,7 @@ def flops_by_layer(model: nn.Module, names: Sequence[str], task: Task, m: int) -
         weights = [
             SparseWeight(c.module_name, c.module, c.attribute, every, c.dim, c.outputs) for c in own
         ]
-        dense = sum(p.forward for _, p in flops.count(model, task, weights).sparse)
+        dense = sum(part.products.forward for part in flops.count(model, task, weights).sparse)
         found[name] = {n: dense * n / m for n in halved(m)}
     return found
 

@@ -26,7 +26,7 @@ from nmrun.products.acceleration import accelerate
 from nmrun.products.backends24 import MASKED
 from nmrun.products.linear24 import Packed
 from nmrun.train import build, plan
-from nmrun.train.flops import densities
+from nmrun.train.densities import densities
 
 CALLS = itertools.count()
 

@@ -29,7 +29,7 @@ from nmrun.sparsity import (
 )
 from nmrun.sparsity.select import select
 from nmrun.train import build, plan, runner
-from nmrun.train.flops import Flops, Products
+from nmrun.train.flops import Flops, Part, Products
 from nmrun.train.loop import Loop
 
 TOTAL = 8
@@ -254,7 +254,9 @@ def test_flops_count_what_is_pruned(inputs: int, ratio: str, left: int, stored: 
     model = nn.Linear(inputs, 8)
     handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", ratio, pad=True)
     dense = 2.0 * inputs * 8
-    cost = Flops(dense, 2 * dense, [(handle.sparse[0], Products(dense, dense, dense))])
+    cost = Flops(
+        dense, 2 * dense, [Part(handle.sparse[0], False, False, Products(dense, dense, dense))]
+    )
     assert cost.forward_sparse == pytest.approx(2 * left * 8)
     assert cost.forward_hardware == pytest.approx(2 * stored / 2 * 8)
     assert cost.training(handle.recipe) == pytest.approx(2 * 8 * (left + left + inputs))

@@ -20,10 +20,11 @@ from nmrun.config.identity import identity, run_folder
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
+from nmrun.sparsity.activations import SquaredReLU
 from nmrun.tasks.base import Batch
 from nmrun.train import build, flops, runner
 from nmrun.train.console import Console
-from nmrun.train.flops import Densities, densities, hardware_density
+from nmrun.train.densities import Densities, densities, hardware_density
 from nmrun.train.loop import Loop
 
 
@@ -190,9 +191,106 @@ def test_the_second_pruning_of_blocks_is_by_rows() -> None:
     cost, recipe = counted(
         nn.Linear(16, 32), (16,), pattern="16:2:8", input_gradient="double_prune"
     )
-    ((weight, _),) = cost.sparse
-    assert densities(recipe, weight, hardware=True) == (0.25, 0.5, 1.0)
-    assert densities(recipe, weight) == (0.25, 0.25, 1.0)
+    (part,) = cost.sparse
+    assert densities(recipe, part.weight, hardware=True) == (0.25, 0.5, 1.0)
+    assert densities(recipe, part.weight) == (0.25, 0.25, 1.0)
+
+
+# --- activations ----------------------------------------------------------------------------------
+
+ONE, AROUND = 2 * 5 * 16 * 64, 2 * 5 * 16 * 16  # FLOPs of a product within the block, and beside it
+
+
+def feed_forward(pattern: str, recipe: str = "dense", ratio: str = "2:4", **shares: Any) -> Any:
+    """Five tokens an item through a layer 16 to 64 to 16, between two others that stay dense."""
+    torch.manual_seed(0)
+    inner = (nn.Linear(16, 64), SquaredReLU(), nn.Dropout(0.0), nn.Linear(64, 16))
+    model = nn.Sequential(nn.Linear(16, 16), *inner, nn.Linear(16, 16))
+    optimizer = nmrun.optim.Adam(model.parameters())
+    handle = nmrun.sparsify(model, optimizer, recipe, ratio, 20, exclude=["0", "5"])
+    pruned = nmrun.sparse_activations(model, pattern, **shares)
+    cost = flops.count(model, Sums(5, 16), handle.sparse, activations=pruned)  # type: ignore[arg-type]
+    return model, handle.recipe, cost
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(
+    ("pattern", "share", "hardware"),
+    [("2:4", 1 / 2, 1 / 2), ("4:8", 1 / 2, 1), ("1:8", 1 / 8, 1 / 2), ("64:2:16", 1 / 8, 1 / 8)],
+)
+def test_pruned_activations(pattern: str, share: float, hardware: float) -> None:
+    """All of the block's six products but X V^T; on tensor cores Y = Z W^T and dX = dB V. Of
+    64:2:16 these compute four of sixteen columns, halved."""
+    _, recipe, cost = feed_forward(pattern)
+    assert cost.dense == 6 * ONE + 5 * AROUND  # the model's input has no gradient
+    assert cost.training(recipe) == 5 * AROUND + (1 + 5 * share) * ONE
+    assert cost.training(recipe, hardware=True) == 5 * AROUND + (4 + 2 * hardware) * ONE
+    assert cost.forward_sparse == 2 * AROUND + (1 + share) * ONE
+    assert cost.forward_hardware == 2 * AROUND + (1 + hardware) * ONE
+
+
+def test_the_multiplications_that_are_left_one_by_one() -> None:
+    """Where no activation is 0 by itself, from the very operands of a pass: pairs of two numbers of
+    which neither is 0, in each result that the mask does not make 0."""
+    model, recipe, cost = feed_forward("2:8")
+    nn.init.constant_(model[1].bias, 9.0)
+    seen: dict[str, Tensor] = {}
+    model[1].register_full_backward_hook(lambda _, dx, db: seen.update(db=db[0]))
+    model[4].register_forward_pre_hook(lambda _, z: seen.update(z=z[0]))
+    model[4].register_full_backward_hook(lambda _, dz, dy: seen.update(dy=dy[0]))
+    model(torch.randn(5, 16, requires_grad=True)).square().sum().backward()
+    (z, dy, db), v, w = (seen[k] for k in ("z", "dy", "db")), model[1].weight, model[4].weight
+
+    def pairs(a: Tensor, b: Tensor, kept: Tensor | float = 1.0) -> float:
+        return float((((a != 0).float() @ (b != 0).float()) * kept).sum())
+
+    x = torch.ones(5, 16)
+    left = [pairs(x, v.t()), pairs(z, w.t()), pairs(dy, w, (z != 0).float()), pairs(dy.t(), z)]
+    left += [pairs(db.t(), x), pairs(db, v)]
+    assert cost.training(recipe) == 5 * AROUND + 2 * sum(left)
+
+
+@pytest.mark.usefixtures("place")
+def test_pruned_activations_beside_sparse_weights() -> None:
+    """STE at 1:4 within the block: arithmetically the zeros of both are left out."""
+    _, recipe, cost = feed_forward("2:4", "ste", "1:4")
+    forward, backward = 1 / 4 + 1 / 8, (1 / 8 + 1 / 2) + (1 / 8 + 1 / 2)
+    assert cost.training(recipe) == 5 * AROUND + (forward + backward) * ONE
+    assert cost.forward_sparse == 2 * AROUND + forward * ONE
+    # of a product's two sparse operands one counts: X V^T by V, Y by either, dX by dB
+    assert cost.training(recipe, hardware=True) == 5 * AROUND + (3 / 2 + 3) * ONE
+    assert cost.forward_hardware == 2 * AROUND + ONE
+
+
+def test_masked_gradients_of_sparse_weights_beside_pruned_activations() -> None:
+    _, recipe, cost = feed_forward("2:4", "ste_periodic", "1:4")
+    assert cost.training(recipe) == 5 * AROUND + (1 / 4 + 5 * 1 / 8) * ONE
+
+
+def test_dense_shares_of_pruned_activations_cost_what_dense_steps_do() -> None:
+    _, recipe, cost = feed_forward("2:4", total_steps=10, dense_start=0.1, dense_end=0.4)
+    pruned = 5 * AROUND + 3.5 * ONE
+    by_hand = [cost.dense, *[pruned] * 5, *[cost.dense] * 4]
+    assert [cost.training(recipe, step) for step in range(10)] == by_hand
+    assert cost.planned(recipe, 10) == pytest.approx(sum(by_hand) / 10)
+    assert cost.forward_sparse == cost.forward_hardware == cost.forward
+    for step, expected in enumerate(by_hand):
+        cost.activations.at(step)
+        assert cost.training(recipe) == expected
+    *_, early = feed_forward("2:4", total_steps=10, dense_start=0.9)
+    assert early.forward_sparse == 2 * AROUND + 1.5 * ONE
+
+
+def test_a_layer_between_two_activations_feeds_and_reads() -> None:
+    model = nn.Sequential(
+        nn.Linear(16, 16), SquaredReLU(), nn.Linear(16, 16), SquaredReLU(), nn.Linear(16, 16)
+    )
+    pruned = nmrun.sparse_activations(model, "1:4")
+    cost = flops.count(model, Sums(16), activations=pruned)  # type: ignore[arg-type]
+    recipe = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "dense").recipe
+    one = 2 * 16 * 16
+    # dV alone; then Y, dX masked, dW, of the middle by both; then Y, dA, dW
+    assert cost.training(recipe) == one * ((1 + 1 / 4) + (1 / 4 + 2 / 16) + 3 / 4)
 
 
 # --- schedules ------------------------------------------------------------------------------------
@@ -273,7 +371,7 @@ def test_both_products_on_hardware_where_both_operands_are_sparse() -> None:
         ("bi_mask", (0.5, 0.5, 1)),
     ):
         cost, rule = counted(nn.Sequential(nn.Linear(16, 16)), (16,), recipe)
-        assert densities(rule, cost.sparse[0][0], hardware=True) == expected
+        assert densities(rule, cost.sparse[0].weight, hardware=True) == expected
 
 
 def test_a_switch_found_on_the_way_is_planned_at_the_latest_and_counted_where_it_was() -> None:
@@ -325,6 +423,28 @@ def test_result_of_a_run_by_hand(tmp_path: Path) -> None:
         "inference_arithmetic": stem + inner // 2 + head,
         "inference_hardware": stem + inner // 2 + head,
     }
+
+
+def test_result_of_a_run_with_pruned_activations(tmp_path: Path) -> None:
+    """Six of twelve steps, and dense again: five of six products in two blocks 16 to 64 to 16, of 16
+    tokens an item."""
+    options = ("dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny", "model.width=16")
+    options += ("model.heads=2", "model.activation=relu2", "recipe=dense", "optimizer=adamw")
+    options += ("trainer.limit_evaluation=8", "trainer.activations_dense_start=0.25")
+    options += ("trainer.activations_dense_end=0.25",)
+    usual = finished(tmp_path, *options)
+    found = finished(tmp_path, *options, "trainer.activations=1:4")
+    one = 2 * 2 * 16 * 16 * 64
+    left_out = BATCH * 6 * 5 * one * 3 // 4
+    assert found["training_arithmetic"] == usual["training_arithmetic"] - left_out
+    assert found["training_hardware"] == usual["training_hardware"] - BATCH * 6 * one
+    assert found["training_dense"] == usual["training_dense"] == usual["training_arithmetic"]
+    assert found["inference_arithmetic"] == usual["inference_arithmetic"]
+    # the first block's gradients go on to the embeddings; half the steps alone are cheaper
+    planned = build.build(
+        config(tmp_path, *options, "trainer.activations=1:4", "trainer.budget=flops:dense")
+    ).total_steps
+    assert planned == round(12 * usual["training_dense"] / found["training_arithmetic"])
 
 
 def test_a_resumed_run_counts_all_its_steps(
