@@ -11,6 +11,7 @@ from typing import Any
 
 from nmrun.files import seal
 from nmrun.settings.config import Config
+from nmrun.settings.datasets import LONG_TEXTS
 from nmrun.settings.models import ACTIVATED, GPTS
 
 GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
@@ -35,6 +36,7 @@ LATER: dict[str, dict[str, Any]] = {
         **{"distill": None, "distill_weight": 0.67, "distill_temperature": 2.0},
         **{"activations": None, "activations_dense_start": 0.0, "activations_dense_end": 0.0},
     },
+    **{f"dataset={name}": {"stride": None} for name in LONG_TEXTS},
     **{f"schedule={name}": {"cycles": 1} for name in ("constant", "cosine", "linear")},
     **{f"model={name}": {"activation": "gelu"} for name in ACTIVATED},
     **{f"model={name}": {"bias": True, "activation": "gelu"} for name in GPTS},

@@ -26,6 +26,7 @@ from nmrun.settings.data_groups import (
     OwnDataset,
     Pictured,
     Seeded,
+    Strided,
     Subset,
     Tokenized,
     Translated,
@@ -169,7 +170,7 @@ class Squad(Windowed, Seeded, Dataset):
 
 
 @dataclass(frozen=True)
-class StdlibText(Context, Dataset):
+class StdlibText(Strided, Context, Dataset):
     """The source of Python's standard library."""
 
     data: ClassVar[str] = RUNNING_TEXT
@@ -178,21 +179,21 @@ class StdlibText(Context, Dataset):
 
 
 @dataclass(frozen=True)
-class WikiText(Tokenized, Dataset):
+class WikiText(Strided, Tokenized, Dataset):
     """WikiText-2 and WikiText-103."""
 
     data: ClassVar[str] = RUNNING_TEXT
 
 
 @dataclass(frozen=True)
-class Shakespeare(Fractions, Tokenized, Dataset):
+class Shakespeare(Strided, Fractions, Tokenized, Dataset):
     """Tiny Shakespeare."""
 
     data: ClassVar[str] = RUNNING_TEXT
 
 
 @dataclass(frozen=True)
-class TextFiles(Fractions, Tokenized, Dataset):
+class TextFiles(Strided, Fractions, Tokenized, Dataset):
     """Any text files."""
 
     data: ClassVar[str] = RUNNING_TEXT
@@ -203,7 +204,7 @@ class TextFiles(Fractions, Tokenized, Dataset):
 
 
 @dataclass(frozen=True)
-class TokenBin(Context, Dataset):
+class TokenBin(Strided, Context, Dataset):
     """Files of tokens."""
 
     data: ClassVar[str] = RUNNING_TEXT
@@ -278,6 +279,7 @@ DATASETS: dict[str, type[Dataset]] = {
     "multi30k": Multi30k,
     "fairseq": Fairseq,
 }
+LONG_TEXTS = tuple(name for name, kind in DATASETS.items() if issubclass(kind, Strided))
 
 
 def read(plain: Mapping[str, Any]) -> Dataset:

@@ -42,7 +42,9 @@ class LanguageModelling(Categorical):
     A training batch is ``batch_size`` windows of ``context`` + 1 tokens from random places of the
     training text, which depend on (seed, epoch, index) alone; an epoch has as many windows as fit
     into the text side by side. An evaluation predicts every token of a split but the first exactly
-    once, from the at most ``context`` tokens before it in its window.
+    once, from the at most ``context`` tokens before it in its window. With a ``stride`` below
+    ``context`` windows overlap, and a token counts in the first window that has it: all but those
+    of the first window are predicted from at least ``context - stride`` tokens.
 
     Args:
         splits: token numbers (tokens,) of train, val and, if there is one, test, in memory or
@@ -57,9 +59,10 @@ class LanguageModelling(Categorical):
         limit_batches: of an epoch, at most; None: all.
         device: where batches go.
         compiled: compile the training loss.
+        stride: tokens that an evaluation's window moves on; None: ``context``.
 
     Raises:
-        ConfigError: for a split that is shorter than a window.
+        ConfigError: for a split that is shorter than a window, and a stride longer than it.
     """
 
     metric = "perplexity"
@@ -77,15 +80,20 @@ class LanguageModelling(Categorical):
         limit_batches: int | None = None,
         device: torch.device | str = "cpu",
         compiled: bool = False,
+        stride: int | None = None,
     ) -> None:
         for name, text in splits.items():
             if len(text) <= context:
                 raise ConfigError(
                     f"dataset.context={context}: the {name} text has only {len(text)} tokens; it takes one more than context"
                 )
+        if stride is not None and stride > context:
+            raise ConfigError(
+                f"dataset.stride={stride}: it takes at most dataset.context={context}, or no window would have what lies between"
+            )
         self.has_test = "test" in splits
         self.splits, self.unit, self.device = splits, unit, torch.device(device)
-        self.vocabulary, self.context = vocabulary, context
+        self.vocabulary, self.context, self.stride = vocabulary, context, stride or context
         self.inputs = {"vocabulary": vocabulary, "context": context}
         self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
         # Compiled, it reads the logits, the largest tensor of all, in their own precision; else it
@@ -130,6 +138,7 @@ class LanguageModelling(Categorical):
             limit_batches=config.trainer.limit_batches,
             device=device,
             compiled=bool(config.trainer.compile),
+            stride=config.dataset.mapping().get("stride"),
         )
 
     def micro_batches(
@@ -157,10 +166,10 @@ class LanguageModelling(Categorical):
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for tokens, following, counts in ranks.in_step(self._evaluated(split, rank, world)):
+        for tokens, following, new, counts in ranks.in_step(self._evaluated(split, rank, world)):
             logits = model(tokens)
             if counts:
-                total += cross_entropy(logits, following, reduction="sum")
+                total += cross_entropy(logits[:, -new:], following[:, -new:], reduction="sum")
         return {"loss": float(total)}
 
     def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
@@ -170,22 +179,27 @@ class LanguageModelling(Categorical):
 
     def _evaluated(
         self, split: str, rank: int, world: int
-    ) -> Iterator[tuple[Tensor, Tensor, bool]]:
-        """A rank's batches of a split: inputs, targets, and whether they count. The last window may
-        be shorter.
+    ) -> Iterator[tuple[Tensor, Tensor, int, bool]]:
+        """A rank's batches of a split: inputs, targets, how many targets at the end of each window
+        no window before it has, and whether the batch counts. The last window may be shorter.
         """
-        predicted = len(self.splits[split]) - 1
-        whole = predicted // self.context
-        starts = np.arange(whole) * self.context
-        batches = [
-            (starts[i : i + self.evaluated_at_once], self.context)
-            for i in range(0, whole, self.evaluated_at_once)
+        predicted, stride = len(self.splits[split]) - 1, self.stride
+        whole, rest = divmod(predicted - self.context, stride)
+        starts, at_once = np.arange(1 + whole) * stride, self.evaluated_at_once
+        # of the first window all targets are new
+        begun = 0 if stride == self.context else 1
+        batches = [(starts[:begun], self.context, self.context)] if begun else []
+        batches += [
+            (starts[i : i + at_once], self.context, stride)
+            for i in range(begun, len(starts), at_once)
         ]
-        if predicted % self.context:
-            batches.append((np.array([whole * self.context]), predicted % self.context))
+        if rest:
+            first = (1 + whole) * stride
+            batches.append((np.array([first]), predicted - first, rest))
         for number, counts in watched(turns(len(batches), rank, world)):
-            tokens, following = self._batch(split, *batches[number])
-            yield tokens, following, counts
+            places, length, new = batches[number]
+            tokens, following = self._batch(split, places, length)
+            yield tokens, following, new, counts
 
     def example(self) -> Batch:
         return self._batch("train", np.arange(2), self.context)

@@ -139,6 +139,42 @@ def test_an_evaluation_predicts_every_token_but_the_first_once():
         assert all(batch.shape[0] <= 6 and batch.shape[1] <= 10 for batch in model.seen)
 
 
+class OfAllBefore(nn.Module):
+    """Logits that depend on every token of the window up to the present one."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.each = nn.Parameter(torch.randn(vocabulary, vocabulary))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(1, tokens.shape[1] + 1)[:, None]
+        return self.each[tokens].cumsum(1) / places.sqrt()
+
+
+@pytest.mark.parametrize("stride", [None, 9, 5, 4, 1])
+@pytest.mark.parametrize("length", [10, 11, 33, 37])
+def test_a_sliding_window_token_by_token(stride, length):
+    """Of each token the first window counts that has it, from the window's beginning on."""
+    text = np.random.default_rng(1).integers(7, size=length).astype(np.uint8)
+    splits = {"train": np.zeros(200, np.uint8), "val": text}
+    task = LanguageModelling(splits, 7, context=9, batch_size=3, seed=0, stride=stride)
+    torch.manual_seed(0)
+    model = OfAllBefore(7)
+    step, losses = stride or 9, []
+    for place in range(1, length):
+        begin = next(b for b in range(0, length, step) if place <= b + 9)
+        before = torch.from_numpy(text[begin:place].astype(np.int64))
+        chances = model(before[None])[0, -1].double().log_softmax(-1)
+        losses.append(-float(chances[int(text[place])].detach()))
+    found = task.evaluate(model, "val")["loss"]
+    assert found == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+def test_a_stride_that_would_leave_tokens_out():
+    with pytest.raises(ConfigError, match=r"dataset\.stride=11: it takes at most .*context=10"):
+        numbered(stride=11)
+
+
 # --- batches --------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,9 @@ KINDS = {
     "qwen2": {**SMALL, "tie_word_embeddings": True},
     "mistral": {**SMALL, "sliding_window": 8},
     "phi": {**SMALL, "num_key_value_heads": 2},
+    "mixtral": {**SMALL, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "gemma": {**SMALL, "head_dim": 8},
+    "gemma2": {**SMALL, "head_dim": 8, "sliding_window": 8},
     "gpt2": {"vocab_size": 256, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
 }
 
@@ -66,13 +69,18 @@ def test_logits_are_hugging_faces_and_all_layers_but_the_head_are_sparse(kind, s
         if (isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D")
         and name != "lm_head"
     }
-    assert {weight.name for weight in handle.sparse} == in_blocks
-    assert {weight.dim for weight in handle.sparse} == {0 if kind == "gpt2" else 1}
+    experts = {  # (experts, outputs, inputs)
+        f"network.{name}" for name, weight in theirs.named_parameters() if weight.dim() == 3
+    }
+    assert bool(experts) == (kind == "mixtral")
+    assert {weight.name for weight in handle.sparse} == in_blocks | experts
+    for weight in handle.sparse:
+        assert weight.dim == (2 if weight.name in experts else 0 if kind == "gpt2" else 1)
     optimizer.step()
     handle.finalize()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral", "gemma2", "gpt2"])
 def test_a_run_and_its_export(kind, saved, tmp_path, capsys):
     folder, _ = saved(kind)
     words = (
@@ -122,3 +130,23 @@ def test_what_is_refused(saved, tmp_path):
     save_file(rest, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=rf"there is no {name} of the right shape"):
         load(tmp_path)
+
+
+def test_what_is_no_causal_model(tmp_path):
+    t5 = transformers.T5Config(
+        vocab_size=256, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2
+    )
+    transformers.T5ForConditionalGeneration(t5).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ConfigError, match=r"model\.pretrained=.*/t5: t5 has no causal head$"):
+        load(tmp_path / "t5")
+    small = {
+        "vocab_size": 256, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "max_position_embeddings": 32,
+    }  # fmt: skip
+    for kind, causal in (("encoder", False), ("decoder", True)):
+        bert = transformers.BertConfig(**small, is_decoder=causal)
+        network = transformers.BertLMHeadModel if causal else transformers.BertForMaskedLM
+        network(bert).save_pretrained(tmp_path / kind)
+    with pytest.raises(ConfigError, match=r"change with the tokens that follow, .* no causal"):
+        load(tmp_path / "encoder")
+    load(tmp_path / "decoder")
