@@ -56,6 +56,7 @@ def problems(plain: dict[str, Any], here: bool = True) -> Iterator[str]:
     yield from _no_teacher(plain, here)
     if here and plain["init"] is not None and (why := unfinished(Path(plain["init"]))):
         yield f"init={plain['init']}: {why}"
+    yield from _no_masks(plain["recipe"], here)
     if not own:
         yield from _other_data(plain["dataset"]["name"], plain["model"]["name"])
     yield from _not_pruned(plain["model"], plain["trainer"])
@@ -102,6 +103,14 @@ def _no_teacher(plain: dict[str, Any], here: bool) -> Iterator[str]:
             )
     elif here and (why := unfinished(Path(teacher))):
         yield f"trainer.distill={teacher}: {why}"
+
+
+def _no_masks(recipe: dict[str, Any], here: bool) -> Iterator[str]:
+    place = recipe.get("masks") if recipe["name"] == "maskllm" else None
+    if not here or place is None or Path(place).expanduser().is_file():
+        return
+    if why := unfinished(Path(place)):
+        yield f"recipe.masks={place}: {why}"
 
 
 def _not_pruned(model: dict[str, Any], trainer: dict[str, Any]) -> Iterator[str]:

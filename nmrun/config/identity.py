@@ -40,6 +40,7 @@ LATER: dict[str, dict[str, Any]] = {
     **{f"schedule={name}": {"cycles": 1} for name in ("constant", "cosine", "linear")},
     **{f"model={name}": {"activation": "gelu"} for name in ACTIVATED},
     **{f"model={name}": {"bias": True, "activation": "gelu"} for name in GPTS},
+    "recipe=maskllm": {"masks": None},
     "recipe=step": {"window": "full", "threshold": None},
     "recipe=sdgf_geometric": {"densify": False},
     "recipe=s_ste": {"gamma": 0.0, "fit": "mse", "beta": None, "interval": None},
@@ -72,6 +73,8 @@ def identity(config: Config) -> str:
         relevant[group] = value
     if (teacher := relevant["trainer"].get("distill", "start")) != "start":
         relevant["trainer"]["distill"] = _run_of(teacher)
+    if config.recipe.name == "maskllm" and config.recipe.options["masks"] is not None:
+        relevant["recipe"]["masks"] = _run_of(relevant["recipe"]["masks"])
     if config.init is not None:
         relevant["init"] = _run_of(config.init)
     overrides = config.sparsity.overrides

@@ -18,7 +18,8 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from nmrun.ranges import FRACTION, SPAN, number
+from nmrun.ranges import FRACTION, OPTIONAL_TEXT, SPAN, number
+from nmrun.recipes.first_masks import kept_in
 from nmrun.recipes.learned_masks import LearnedMasks
 from nmrun.recipes.mask_scores import MaskScores
 from nmrun.sparsity.candidates import by_group, candidates, gumbel_softmax, softmax_gradient
@@ -35,7 +36,9 @@ class MaskLLM(MaskScores, LearnedMasks):
     Args:
         kappa: factor of the logits, from start to end.
         temperature: of the softmax, from start to end.
-        prior: how much logits start out preferring large weights.
+        prior: how much logits start out preferring large weights, or those that ``masks`` keeps.
+        masks: the folder of a finished run of the same network that is N:M, such as that of nmrun
+            prune, or a .safetensors file of its parameters; null: the masks of the largest weights.
         reg: the weight of the kept energy in the loss at first; it falls to 0, linearly.
         lr_mult: the learning rate of the logits, over that of the first parameter group.
         dense: fraction of all steps trained first; 0 for a model that comes trained.
@@ -47,6 +50,7 @@ class MaskLLM(MaskScores, LearnedMasks):
     kappa: Annotated[Span, SPAN] = (100.0, 500.0)
     temperature: Annotated[Span, SPAN] = (4.0, 0.05)
     prior: Annotated[float, number(0)] = 3.0
+    masks: Annotated[str | None, OPTIONAL_TEXT] = None
     reg: Annotated[float, number(0)] = 1e-5
     lr_mult: Annotated[float, number(0, open_low=True)] = 10.0
     dense: Annotated[float, FRACTION] = 0.5
@@ -71,8 +75,11 @@ class MaskLLM(MaskScores, LearnedMasks):
         if self.step != self.begins:
             return
         for weight in weights:
-            groups = by_group(weight.dense, weight.pattern, weight.dim)
-            kept = nm_mask(groups, weight.pattern, -1)
+            if self.masks is None:
+                groups = by_group(weight.dense, weight.pattern, weight.dim)
+                kept = nm_mask(groups, weight.pattern, -1)
+            else:
+                kept = kept_in(self.masks, weight)
             logits, options = self.scores(weight), candidates(weight.pattern, weight.dense)
             of_kept = kept.to(options.dtype) @ options.T - weight.pattern.n / 2
             logits.add_(self.prior * logits.std() * of_kept)

@@ -115,6 +115,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
     "recipe=maskllm": {
         "recipe.kappa": ([[1, 2], [2, 1.0]], [[0, 1], [1], 1, [1, "b"]]), "recipe.temperature": ([[1, 2], [2, 1]], [[1, -1], "hot"]),
         "recipe.prior": ([0, 3.5], NO_NUMBER), "recipe.reg": ([0.0, 1], NO_NUMBER), "recipe.lr_mult": ([0.5, 3], [0, *NO_NUMBER]),
+        "recipe.masks": ([None, "some/run"], [3, ""]),
     },
 }  # fmt: skip
 EACH = [(options, key) for options, keys in VALUES.items() for key in keys]

@@ -4,15 +4,18 @@ written by hand.
 
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from reference import LR, TOTAL, ByHand, data, top
+from safetensors.torch import save_file
 from test_recipes import Net
 from torch import Tensor, nn
 
 import nmrun
+from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
 from nmrun.sparsity.candidates import (
     by_group,
@@ -227,6 +230,33 @@ def test_the_prior_prefers_large_weights() -> None:
                 sorted(MASKS[int(logits[place].argmax())])
                 == kept[place].nonzero().flatten().tolist()
             )
+
+
+def test_the_prior_prefers_the_masks_of_a_pruned_network(tmp_path: Path) -> None:
+    """Of a file: the smallest weights here, which no magnitude would keep. The dense weights stay."""
+    kept = {
+        f"{name}.weight": top(1 / Net()[int(name)].weight.detach(), 2, 4) for name in ("0", "2")
+    }
+    pruned = {
+        name: weight * kept.get(name, torch.ones_like(weight))
+        for name, weight in Net().state_dict().items()
+    }
+    save_file(pruned, tmp_path / "model.safetensors")
+    for place in (tmp_path, tmp_path / "model.safetensors"):
+        _, _, handle = maskllm(dense=0.0, prior=50.0, masks=str(place))
+        for weight in handle.sparse:
+            assert torch.equal(weight.dense, Net().get_parameter(weight.name))
+            assert torch.equal(
+                handle.final_weight(weight), torch.where(kept[weight.name] > 0, weight.dense, 0.0)
+            )
+    with pytest.raises(ConfigError, match=r"masks=.*: 0.weight is not 2:4 there: it keeps 4"):
+        save_file(Net().state_dict(), tmp_path / "model.safetensors")
+        maskllm(dense=0.0, masks=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"another network: 0.weight is missing there"):
+        save_file({"other": torch.ones(4)}, tmp_path / "model.safetensors")
+        maskllm(dense=0.0, masks=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"masks=.*nowhere: .* cannot be read"):
+        maskllm(dense=0.0, masks=str(tmp_path / "nowhere"))
 
 
 def test_every_weight_and_step_has_noise_of_its_own() -> None:

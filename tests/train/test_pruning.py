@@ -147,6 +147,29 @@ def test_a_run_begins_with_the_pruned_weights(dense, tmp_path, capsys):
     assert identity(runs.config(tmp_path, *asp, f"init={moved}")) == before
 
 
+def test_maskllm_begins_with_the_masks_of_a_pruned_network(dense, tmp_path, capsys):
+    """The dense weights come from init, the masks from another folder."""
+    result, _ = prune(dense, "method=wanda", "samples=4", f"output_dir={tmp_path}", capsys=capsys)
+    start, pruned = (load_file(Path(x, "model.safetensors")) for x in (dense, result["folder"]))
+    words = (
+        *(*LANGUAGE, "recipe=maskllm", "recipe.dense=0", "recipe.prior=50", f"init={dense}"),
+        *("trainer.epochs=1", "trainer.limit_batches=2", "optimizer.lr=1e-6"),
+    )
+    config = runs.config(tmp_path, *words, f"recipe.masks={result['folder']}")
+    assert identity(config) != identity(runs.config(tmp_path, *words))
+    after = runner.run(config, tmp_path / "learned")
+    assert after["status"] == "finished", after.get("error")
+    learned = load_file(tmp_path / "learned" / "model.safetensors")
+    for layer in result["sparsity"]["layers"]:
+        kept = pruned[layer["name"]] != 0
+        assert torch.equal(learned[layer["name"]], torch.where(kept, start[layer["name"]], 0.0))
+    before = identity(config)
+    moved = Path(result["folder"]).rename(tmp_path / "moved")
+    assert identity(runs.config(tmp_path, *words, f"recipe.masks={moved}")) == before
+    assert verb(*LANGUAGE[:3], "recipe=maskllm", "recipe.masks=nowhere") == 2
+    assert capsys.readouterr().err == "nmrun: recipe.masks=nowhere: no finished run is there\n"
+
+
 def test_images(tmp_path, capsys):
     config = runs.config(tmp_path, "recipe=dense")
     assert runner.run(config, tmp_path / "dense")["status"] == "finished"
