@@ -20,11 +20,29 @@ class Densities(NamedTuple):
     weight_gradient: float = 1.0
 
 
-def hardware_density(pattern: Pattern) -> float:
+def weight_density(pattern: Pattern) -> float:
     """What 2:4 sparse tensor cores make of a product with a weight that is N:M along the dimension
     that is summed over.
 
-    They halve it where the weight is 2:4 as well. All else they compute as dense: 1.0 for 4:8, 6:8
+    For an even M and N up to M - 2 (6:8, 4:8) it is at most (M - 2) / M. As in SlideSparse (Shao et al.
+    2026, arXiv 2603.05232) the weights of a group are dealt to M / 2 - 1 windows of four that overlap
+    by two, so that each window is 2:4; inputs are copied to match. Else as :func:`hardware_density`.
+    """
+    share, (groups, rest) = (
+        hardware_density(pattern),
+        divmod(pattern.length or pattern.m, pattern.m),
+    )
+    if pattern.m % 2 or pattern.n > pattern.m - 2:
+        return share
+    windows = groups * (pattern.m // 2 - 1) * 4
+    return min(share, (windows / 2 + -(-rest // 4) * 4) / (pattern.length or pattern.m))
+
+
+def hardware_density(pattern: Pattern) -> float:
+    """What 2:4 sparse tensor cores make of a product with an operand that is N:M along the dimension
+    that is summed over, as it lies.
+
+    They halve it where the operand is 2:4 as well. All else they compute as dense: 1.0 for 4:8, 6:8
     or 2:6. A dimension that four do not divide is filled up with zeros. Of a V:N:M weight, V a
     multiple of :data:`TILE`, they compute four of M columns (VENOM), halved where N is 2 or 1.
     """
@@ -43,7 +61,7 @@ def densities(
 
     Arithmetically, products with the weight have N/M of their multiplications once the weight is
     N:M, and so has the weight's gradient if the rule masks it. In hardware (see
-    :func:`hardware_density`) only a sparse operand counts, so the weight's gradient is dense, and
+    :func:`weight_density`) only a sparse operand counts, so the weight's gradient is dense, and
     the input's, which sums over the outputs, as well unless its weight is N:M along those too.
 
     Args:
@@ -62,11 +80,11 @@ def densities(
             return Densities()
     pattern = rule.pattern or weight.pattern
     if hardware:
-        halved = hardware_density(pattern)
+        halved = weight_density(pattern)
         again = recipe.transposable or (
             weight.layer is not None and weight.layer.other_input_gradient
         )
-        return Densities(halved, hardware_density(pattern.by_rows) if again else 1.0)
+        return Densities(halved, weight_density(pattern.by_rows) if again else 1.0)
     masked = rule.pruned_gradient_factor == 0 and not rule.pruned_gradient_decay
     return Densities(pattern.density, pattern.density, pattern.density if masked else 1.0)
 

@@ -21,7 +21,7 @@ from nmrun.activations import SparseActivations
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.tasks.base import Task
-from nmrun.train.densities import Densities, beside, both, densities, hardware_density
+from nmrun.train.densities import Densities, beside, both, densities, weight_density
 
 # Dense products of 16-bit numbers on tensor cores, as NVIDIA's data sheets have them, by part of
 # the device's name; the first that fits counts.
@@ -105,7 +105,7 @@ class Flops:
     @property
     def forward_hardware(self) -> float:
         """Inference on 2:4 sparse tensor cores; see
-        :func:`nmrun.train.densities.hardware_density`."""
+        :func:`nmrun.train.densities.weight_density`."""
         return self._inference(hardware=True)
 
     def _inference(self, hardware: bool) -> float:
@@ -115,7 +115,7 @@ class Flops:
             own = Densities()
             if part.weight is not None:
                 pattern = part.weight.pattern
-                own = Densities(hardware_density(pattern) if hardware else pattern.density)
+                own = Densities(weight_density(pattern) if hardware else pattern.density)
             left -= part.products.forward * (1.0 - self._left(part, own, pruned, hardware).forward)
         return left
 

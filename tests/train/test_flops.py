@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from runs import config, stopping
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch import Tensor, nn
 
 import nmrun
@@ -24,7 +26,7 @@ from nmrun.sparsity.activations import SquaredReLU
 from nmrun.tasks.base import Batch
 from nmrun.train import build, flops, runner
 from nmrun.train.console import Console
-from nmrun.train.densities import Densities, densities, hardware_density
+from nmrun.train.densities import Densities, densities, hardware_density, weight_density
 from nmrun.train.loop import Loop
 
 
@@ -128,7 +130,7 @@ def test_layers_with_patterns_of_their_own() -> None:
     cost, recipe = counted(model, (16,), "sr_ste", "2:4", overrides={"1": "4:16"})
     one = 2 * 16 * 16
     assert cost.training(recipe) == one * (1 / 2 + 1) + one * (1 / 4 + 1 / 4 + 1)
-    assert cost.training(recipe, hardware=True) == one * (1 / 2 + 1) + one * 3
+    assert cost.training(recipe, hardware=True) == one * (1 / 2 + 1) + one * (14 / 16 + 2)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +165,41 @@ def test_tensor_cores_run_what_is_always_two_of_four(pattern: str) -> None:
         for a in range(0, length, 4)
     )
     assert hardware_density(p) == (0.5 if runs else 1.0)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["2:4", "4:6", "6:8", "4:8", "8:10", "9:10", "7:8", "5:6", "3:4", "4:5"]
+)
+def test_overlapping_windows_take_every_mask(pattern: str) -> None:
+    """Two kept weights for each window of four, by a maximum matching for every mask of the pattern."""
+    p = Pattern.parse(pattern)
+    windows = [range(a, a + 4) for a in range(0, p.m - 3, 2)]
+    slots = [window for window in windows for _ in range(2)]
+    fits = p.m % 2 == 0 and all(
+        (
+            maximum_bipartite_matching(
+                csr_matrix([[place in slot for slot in slots] for place in kept]), "column"
+            )
+            >= 0
+        ).all()
+        for kept in itertools.combinations(range(p.m), p.n)
+    )
+    assert weight_density(p) == (len(windows) * 4 / 2 / p.m if fits else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "length", "share"),
+    [
+        ("6:8", 16, 3 / 4),
+        ("6:8", 19, (6 + 6 + 4) / 19),  # what is left is computed as dense, filled up to four
+        ("2:8", 16, 1 / 2),  # 2:4 as it lies
+        ("8:16", 32, 14 / 16),
+        ("64:2:8", 16, 1 / 4),  # four of eight columns, and half of these
+        ("32:4:16", 32, 1 / 4),
+    ],
+)
+def test_a_weight_costs_the_least_of_all_ways(pattern: str, length: int, share: float) -> None:
+    assert weight_density(Pattern.parse(pattern).over(length)) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
