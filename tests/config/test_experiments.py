@@ -94,6 +94,15 @@ def test_there_is_a_file_for_each_table_and_figure():
     assert set(NAMES) == OF_THE_PAPERS
 
 
+def test_the_page_names_each_of_them_and_no_other():
+    page = (Path(__file__).parents[2] / "docs" / "experiments.md").read_text()
+    named = re.findall(r"`([a-z]+(?:_[a-z0-9]+)*)`", page)
+    families = {name.partition("_")[0] for name in NAMES}
+    rows = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+    assert set(NAMES) == {name for name in NAMES if f"`{name}`" in rows}
+    assert {name for name in named if name.partition("_")[0] in families} <= {*NAMES, "sr_ste"}
+
+
 @pytest.mark.parametrize(("name", "scale"), EVERY)
 def test_every_job_is_accepted(name, scale, monkeypatch):
     monkeypatch.setattr(plugins, "HERE", ())  # as on a machine with the data and a GPU
