@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,17 +49,40 @@ def task(config: Config, paths: Mapping[str, Path], device: torch.device) -> Lan
         paths: ``train`` and, unless they are to be cut from the end of it, ``val`` and ``test``.
         device: where batches go.
     """
-    from nmrun.tasks.language import LanguageModelling
-
-    tokenizer = config.dataset.as_kind(Tokenized).tokenizer
     fractions = {}
     if not {"val", "test"} <= paths.keys():
         cut = config.dataset.as_kind(Fractions)
         each = {"val": cut.val_fraction, "test": cut.test_fraction}
         fractions = {split: fraction for split, fraction in each.items() if split not in paths}
 
+    def read() -> dict[str, bytes]:
+        return _texts(paths, fractions)
+
+    return of_texts(config, ["text", fractions], paths.values(), read, device)
+
+
+def of_texts(
+    config: Config,
+    what: list[Any],
+    sources: Iterable[Path],
+    read: Callable[[], Mapping[str, bytes]],
+    device: torch.device,
+) -> LanguageModelling:
+    """Build language modelling on texts. What tokenizers make of them is kept.
+
+    Args:
+        config: its ``dataset`` group has ``tokenizer`` and ``context``.
+        what: plain data that, with the files ``sources``, says which texts they are.
+        sources: the files that they come from.
+        read: reads them, UTF-8, by split.
+        device: where batches go.
+    """
+    from nmrun.tasks.language import LanguageModelling
+
+    tokenizer = config.dataset.as_kind(Tokenized).tokenizer
+
     def encoded() -> dict[str, NDArray[Any]]:
-        arrays, size = corpus.encode(_texts(paths, fractions), tokenizer)
+        arrays, size = corpus.encode(read(), tokenizer)
         return {**arrays, "vocabulary": np.array(size)}
 
     if tokenizer in ("byte", "character"):  # faster than a look into the cache would be worth
@@ -68,7 +91,7 @@ def task(config: Config, paths: Mapping[str, Path], device: torch.device) -> Lan
         own = [
             path for path in (Path(tokenizer), Path(tokenizer) / "tokenizer.json") if path.is_file()
         ]
-        arrays = cached(["text", tokenizer, fractions], [*paths.values(), *own], encoded)
+        arrays = cached([what[0], tokenizer, *what[1:]], [*sources, *own], encoded)
     vocabulary = int(arrays.pop("vocabulary"))
     unit = tokenizer if tokenizer in corpus.LEVELS else "token"
     return LanguageModelling.of(config, arrays, vocabulary, device, unit)

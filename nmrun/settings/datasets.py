@@ -204,6 +204,21 @@ class TextFiles(Strided, Fractions, Tokenized, Dataset):
 
 
 @dataclass(frozen=True)
+class HubText(Strided, Tokenized, Dataset):
+    """Texts that Hugging Face's datasets loads."""
+
+    data: ClassVar[str] = RUNNING_TEXT
+
+    path: Annotated[str, TEXT]
+    subset: Annotated[str | None, OPTIONAL_TEXT]
+    files: Annotated[str | None, OPTIONAL_TEXT]
+    column: Annotated[str, TEXT]
+    train: Annotated[str, TEXT]
+    val: Annotated[str, TEXT]
+    test: Annotated[str | None, OPTIONAL_TEXT]
+
+
+@dataclass(frozen=True)
 class TokenBin(Strided, Context, Dataset):
     """Files of tokens."""
 
@@ -272,6 +287,7 @@ DATASETS: dict[str, type[Dataset]] = {
     "squad": Squad,
     "stdlib_text": StdlibText,
     "text": TextFiles,
+    "hub_text": HubText,
     "shakespeare": Shakespeare,
     **dict.fromkeys(("wikitext2", "wikitext103"), WikiText),
     "token_bin": TokenBin,

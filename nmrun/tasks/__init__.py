@@ -32,6 +32,7 @@ DATASETS = {
     "squad": "nmrun.data.squad.build",
     "stdlib_text": "nmrun.data.stdlib_text.build",
     "text": "nmrun.data.text.build",
+    "hub_text": "nmrun.data.hub_text.build",
     "shakespeare": "nmrun.data.shakespeare.build",
     "wikitext2": "nmrun.data.wikitext.build",
     "wikitext103": "nmrun.data.wikitext.build",

@@ -34,7 +34,7 @@ from nmrun.tasks.answers import Question
 Splits = dict[str, list[Any]]
 RANDOM = np.random.default_rng(0)
 # their makers have divided them
-DIVIDED = {"wikitext2", "wikitext103", "token_bin", "multi30k", "fairseq"}
+DIVIDED = {"hub_text", "wikitext2", "wikitext103", "token_bin", "multi30k", "fairseq"}
 
 
 def task(tmp_path: Path, *overrides: str) -> Any:
