@@ -27,7 +27,7 @@ from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
 from nmrun.patterns import Pattern
 from nmrun.products import backends24
 from nmrun.products.packed_linear import Linear24
-from nmrun.settings.datasets import TokenBin
+from nmrun.settings.long_texts import TokenBin
 from nmrun.sparsity.masks import hard_threshold
 from nmrun.sparsity.select import select
 

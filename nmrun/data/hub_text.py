@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun.data import text
 from nmrun.errors import ConfigError
-from nmrun.settings.datasets import HubText
+from nmrun.settings.long_texts import HubText
 
 if TYPE_CHECKING:
     import torch

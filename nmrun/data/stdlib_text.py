@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError
-from nmrun.settings.datasets import StdlibText
+from nmrun.settings.long_texts import StdlibText
 
 if TYPE_CHECKING:
     import torch

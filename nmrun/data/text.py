@@ -14,7 +14,7 @@ from nmrun.data import corpus
 from nmrun.data.local import cached
 from nmrun.errors import ConfigError
 from nmrun.settings.data_groups import Fractions, Tokenized
-from nmrun.settings.datasets import TextFiles
+from nmrun.settings.long_texts import TextFiles
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nmrun.errors import ConfigError
-from nmrun.settings.datasets import TokenBin
+from nmrun.settings.long_texts import TokenBin
 
 if TYPE_CHECKING:
     import torch

@@ -107,13 +107,6 @@ class Context(Group):
 
 
 @dataclass(frozen=True)
-class Strided(Group):
-    """How a long text is evaluated."""
-
-    stride: Annotated[int | None, whole(1, optional=True)]
-
-
-@dataclass(frozen=True)
 class Tokenized(Context):
     """A text that is made into tokens."""
 

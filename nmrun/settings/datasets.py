@@ -14,11 +14,9 @@ from nmrun.settings.data_groups import (
     INSTANCES,
     PAIRS,
     QUESTIONS,
-    RUNNING_TEXT,
     SHARE,
     TEXTS,
     Augmented,
-    Context,
     Dataset,
     Encoded,
     Fractions,
@@ -26,11 +24,18 @@ from nmrun.settings.data_groups import (
     OwnDataset,
     Pictured,
     Seeded,
-    Strided,
     Subset,
-    Tokenized,
     Translated,
     Windowed,
+)
+from nmrun.settings.long_texts import (
+    HubText,
+    Shakespeare,
+    StdlibText,
+    Strided,
+    TextFiles,
+    TokenBin,
+    WikiText,
 )
 
 
@@ -167,65 +172,6 @@ class Squad(Windowed, Seeded, Dataset):
     version: Annotated[str, one_of("v1.1", "v2.0")]
     held_out: Annotated[float, SHARE]
     limit: Annotated[int | None, whole(1, optional=True)]
-
-
-@dataclass(frozen=True)
-class StdlibText(Strided, Context, Dataset):
-    """The source of Python's standard library."""
-
-    data: ClassVar[str] = RUNNING_TEXT
-
-    sha256: Annotated[str, TEXT]
-
-
-@dataclass(frozen=True)
-class WikiText(Strided, Tokenized, Dataset):
-    """WikiText-2 and WikiText-103."""
-
-    data: ClassVar[str] = RUNNING_TEXT
-
-
-@dataclass(frozen=True)
-class Shakespeare(Strided, Fractions, Tokenized, Dataset):
-    """Tiny Shakespeare."""
-
-    data: ClassVar[str] = RUNNING_TEXT
-
-
-@dataclass(frozen=True)
-class TextFiles(Strided, Fractions, Tokenized, Dataset):
-    """Any text files."""
-
-    data: ClassVar[str] = RUNNING_TEXT
-
-    train: Annotated[str, PATH]
-    val: Annotated[str | None, OPTIONAL_TEXT]
-    test: Annotated[str | None, OPTIONAL_TEXT]
-
-
-@dataclass(frozen=True)
-class HubText(Strided, Tokenized, Dataset):
-    """Texts that Hugging Face's datasets loads."""
-
-    data: ClassVar[str] = RUNNING_TEXT
-
-    path: Annotated[str, TEXT]
-    subset: Annotated[str | None, OPTIONAL_TEXT]
-    files: Annotated[str | None, OPTIONAL_TEXT]
-    column: Annotated[str, TEXT]
-    train: Annotated[str, TEXT]
-    val: Annotated[str, TEXT]
-    test: Annotated[str | None, OPTIONAL_TEXT]
-
-
-@dataclass(frozen=True)
-class TokenBin(Strided, Context, Dataset):
-    """Files of tokens."""
-
-    data: ClassVar[str] = RUNNING_TEXT
-
-    folder: Annotated[str, PATH]
-    vocabulary: Annotated[int, whole(4)]
 
 
 @dataclass(frozen=True)

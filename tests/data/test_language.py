@@ -24,7 +24,7 @@ from nmrun.config.identity import run_folder
 from nmrun.config.metric import higher_is_better
 from nmrun.data import corpus, local, stdlib_text, token_bin
 from nmrun.errors import ConfigError, RunError
-from nmrun.settings.datasets import StdlibText
+from nmrun.settings.long_texts import StdlibText
 from nmrun.tasks.language import LanguageModelling
 from nmrun.train import runner
 from nmrun.train.flops import peak_flops
