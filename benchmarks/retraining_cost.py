@@ -2,7 +2,8 @@
 a character-level GPT with random weights, 16 texts of 64 characters a step, one thread.
 
 ``python benchmarks/retraining_cost.py`` writes docs/results/retraining_cost.csv: of pruning the least of
-three, of retraining one.
+three, of retraining one. ``asp_taught`` is ASP with a dense teacher, whose forward pass is the same
+with any recipe.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn.functional import cross_entropy
 import nmrun
 from nmrun.models.gpt import GPT
 from nmrun.oneshot import METHODS
+from nmrun.train.distillation import divergence
 
 OUT = Path(__file__).parents[1] / "docs" / "results" / "retraining_cost.csv"
 RATIO, STEPS = "2:4", 98
@@ -33,7 +35,12 @@ def pruned(method: str, model: GPT) -> None:
     nmrun.prune(model, texts, method, RATIO)
 
 
-def retrained(recipe: str, model: GPT) -> None:
+def taught(recipe: str, model: GPT) -> None:
+    """Train the network by the recipe, with what it was before as the teacher."""
+    retrained(recipe, model, copy.deepcopy(model))
+
+
+def retrained(recipe: str, model: GPT, teacher: GPT | None = None) -> None:
     """Train the network by the recipe, clipped as in the runs."""
     optimizer = nmrun.optim.Adam(model.parameters(), 1e-3)
     nmrun.sparsify(
@@ -41,7 +48,13 @@ def retrained(recipe: str, model: GPT) -> None:
     )
     for _ in range(STEPS):
         text = torch.randint(VOCABULARY, (BATCH, CONTEXT + 1))
-        cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
+        logits = model(text[:, :-1])
+        loss = cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        if teacher is not None:
+            with torch.no_grad():
+                said = teacher(text[:, :-1])
+            loss = 0.33 * loss + 0.67 * divergence(logits, said, 2.0)
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -63,6 +76,7 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = [(name, seconds(pruned, name, 3)) for name in METHODS]
     rows += [(name, seconds(retrained, name, 1)) for name in RECIPES]
+    rows += [("asp_taught", seconds(taught, "asp", 1))]
     with OUT.open("w") as file:
         written = csv.writer(file, lineterminator="\n")
         written.writerow(["recipe", "cpu_seconds"])

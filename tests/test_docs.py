@@ -4,7 +4,6 @@ errors are printed so, their links lead to files that are there.
 
 from __future__ import annotations
 
-import csv
 import importlib.util
 import re
 import shlex
@@ -251,37 +250,3 @@ def test_the_page_on_one_shot_pruning_is_computed_from_its_runs(capsys):
     assert len(shown) == 4
     for name, mean, difference in shown:
         assert [mean, *filter(None, [difference])] == means[name.lower()]
-
-
-def test_the_page_on_retraining_is_computed_from_its_runs(capsys):
-    """Its tables are what its commands print, its learning rates the best of the trials, its
-    seconds those of the file."""
-    folder = ROOT / "docs/results"
-    text = (folder / "retraining.md").read_text()
-    commands = [line for line in COMMANDS if line.startswith("nmrun table docs/results/retraining")]
-    assert len(commands) > 1
-    printed: list[str] = []
-    for command in commands:
-        _, _, path, *words = shlex.split(command)
-        assert verb("table", str(ROOT / path), *words) == 0
-        printed += [line for line in capsys.readouterr().out.splitlines() if line[:1] == "|"]
-    shown = [line for line in text.splitlines() if re.match(r"\|.*(\+-|p[<=])", line)]
-    assert len(shown) > 20
-    assert set(shown) <= set(printed)
-    with (folder / "retraining_trials.csv").open() as file:
-        trials = list(csv.DictReader(file))
-    with (folder / "retraining.csv").open() as file:
-        trained = [run for run in csv.DictReader(file) if run["trainer.limit_batches"] == "98"]
-    assert len(trained) > 50
-    settings = ("recipe", "init", "sparsity", "trainer.distill", "recipe.decay")
-    for run in trained:
-        own = [trial for trial in trials if all(trial[key] == run[key] for key in settings)]
-        best = min(own, key=lambda trial: float(trial["eval/perplexity"]))
-        rates = sorted(float(trial["optimizer.lr"]) for trial in own)
-        assert float(best["optimizer.lr"]) == float(run["optimizer.lr"])
-        assert rates[0] < float(run["optimizer.lr"]) < rates[-1]  # the best is at no end
-    with (folder / "retraining_cost.csv").open() as file:
-        cost = {row["recipe"]: float(row["cpu_seconds"]) for row in csv.DictReader(file)}
-    retrained = [cost[name] for name in {run["recipe"] for run in trained}]
-    assert f"| SparseGPT | 128 texts, forward | {cost['sparsegpt']:.1f} |" in text
-    assert f"| {min(retrained):.1f} to {max(retrained):.1f} |" in text
