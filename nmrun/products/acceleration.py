@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.products import choice24, choice_cpu, dense_cpu, layer, simulated
+from nmrun.products import activations_cpu, choice24, choice_cpu, dense_cpu, layer, simulated
 from nmrun.products.layer import Phase
 from nmrun.products.probe24 import Shape as Shape24
+from nmrun.products.probe_activations import Around
 from nmrun.products.probe_cpu import Convolution, Shape
 from nmrun.products.times import Times
 from nmrun.ranges import ACCELERATION
@@ -49,14 +50,14 @@ class Choice:
     name: str
     path: str | None
     reason: str
-    shape: Shape24 | Shape | Convolution | None = None
+    shape: Shape24 | Shape | Convolution | Around | None = None
     times: Mapping[str, Times] = field(default_factory=dict)
     always_dense: bool = False
 
     @property
     def is_sparse(self) -> bool:
         """Whether the layer is computed with its kept weights alone."""
-        return self.path not in (None, dense_cpu.NAME)
+        return not self.always_dense and self.path not in (None, dense_cpu.NAME)
 
 
 def accelerate(
@@ -175,6 +176,8 @@ def lines(choices: Sequence[Choice]) -> list[str]:
         shown = [choice for choice in choices if choice.always_dense]
     if any(choice.path == dense_cpu.NAME for choice in choices):
         said.append("oneDNN's dense products where they are faster than torch's default")
+    if any(choice.path == activations_cpu.NAME for choice in choices):
+        said.append("products with packed activations in the steps that prune them")
     groups: dict[tuple[str | None, object, str], list[str]] = {}
     for choice in shown:
         groups.setdefault((choice.path, choice.shape, choice.reason), []).append(choice.name)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -106,14 +106,19 @@ class Convolution:
         )
 
 
-def probe(shape: Shape | Convolution) -> dict[str, Times]:
+def probe(shape: Any, by: Callable[[Any], dict[str, Times]] | None = None) -> dict[str, Times]:
     """The times of the layer by every path that is tried; from the disk if they are known there for
-    this processor and this number of threads."""
+    this processor and this number of threads.
+
+    Args:
+        shape: its string says all of it, its ``paths`` what is tried.
+        by: what measures, default :func:`measure`.
+    """
     machine = _machine()
     if (known := recall(FILE, machine, str(shape), shape.paths)) is not None:
         return known
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        found = measure(shape)
+        found = (by or measure)(shape)
     remember(FILE, machine, str(shape), found)
     return found
 
@@ -161,8 +166,8 @@ def _of_convolution(shape: Convolution) -> dict[str, Times]:
     if wrong := fault(z, dense_z()) or fault(dx, dense_dx()):
         return {"dense": Times(), "packed": Times(wrong=wrong)}
     calls = ((dense_z, z), (dense_dx, dx), (lambda: None, lambda: packed.write(weight, None)))
-    (z_dense, z_packed), (dx_dense, dx_packed), (_, pack) = (_side_by_side(*p) for p in calls)
-    (dw,) = _side_by_side(lambda: dense_gradient(1))  # dense by either path
+    (z_dense, z_packed), (dx_dense, dx_packed), (_, pack) = (side_by_side(*p) for p in calls)
+    (dw,) = side_by_side(lambda: dense_gradient(1))  # dense by either path
     dense, packed_times = Times(0.0, z_dense, dx_dense, dw), Times(pack, z_packed, dx_packed, dw)
     return {"dense": dense, "packed": packed_times}
 
@@ -203,7 +208,7 @@ def _of_linear(shape: Shape) -> dict[str, Times]:
         calls["packed"] = _packed(packed, shape, weight, x, dz, bias, estimated)
         kept = exact[2] if shape.mvue else exact[2] * (weight != 0)
         expected["packed"] = [*exact[:2], kept]
-        _, pack = _side_by_side(lambda: None, lambda: packed.write(weight, None))
+        _, pack = side_by_side(lambda: None, lambda: packed.write(weight, None))
     wrong = {
         name: next(filter(None, map(fault, of, expected[name])), "")
         for name, of in calls.items()
@@ -211,7 +216,7 @@ def _of_linear(shape: Shape) -> dict[str, Times]:
     }
     found = {name: Times(wrong=said) for name, said in wrong.items() if said}
     right = [name for name in calls if name not in found]
-    forward, dx, dw = (_side_by_side(*(calls[name][i] for name in right)) for i in range(3))
+    forward, dx, dw = (side_by_side(*(calls[name][i] for name in right)) for i in range(3))
     for name, *taken in zip(right, forward, dx, dw, strict=True):
         found[name] = Times(pack if name == "packed" else 0.0, taken[0], taken[1], taken[2])
     return found
@@ -239,8 +244,8 @@ def _packed(
     )
 
 
-def _side_by_side(*calls: Callable[[], object]) -> list[float]:
-    """The median milliseconds of each call."""
+def side_by_side(*calls: Callable[[], object]) -> list[float]:
+    """The median milliseconds of each call, of :data:`ROUNDS` rounds."""
     taken: list[list[float]] = [[] for _ in calls]
     began = time.perf_counter()
     for done in range(ROUNDS + 1):
@@ -268,7 +273,7 @@ def _processor() -> str:
 def _version() -> str:
     sources = sorted(resources.files("nmrun.kernels").iterdir(), key=lambda file: file.name)
     kernels = [file for file in sources if file.name.endswith(".c")]
-    return version([*kernels, Path(__file__)])
+    return version([*kernels, *sorted(Path(__file__).parent.glob("probe_*.py"))])
 
 
 def _machine() -> str:

@@ -20,6 +20,7 @@ from nmrun.handle import Handle
 from nmrun.patterns import Pattern
 from nmrun.products import acceleration
 from nmrun.products.acceleration import Choice, accelerate
+from nmrun.products.choice_activations import pack_activations
 from nmrun.products.times import from_data
 from nmrun.settings.config import Config
 from nmrun.settings.groups import Trainer
@@ -151,7 +152,9 @@ def build(
     if not in_shards:
         fuse(optimizer, device)
     cost = flops.count(whole, task, handle.sparse, taught, activations)
-    accelerated = _accelerated(trainer, model, task, handle, device, precision, times or {})
+    accelerated = _accelerated(
+        trainer, model, task, handle, activations, device, precision, times or {}
+    )
     return Parts(
         task,
         loss,
@@ -243,11 +246,12 @@ def _accelerated(
     model: nn.Module,
     task: Task,
     handle: Handle,
+    activations: SparseActivations,
     device: torch.device,
     precision: str,
     times: Mapping[str, Any],
 ) -> list[Choice]:
-    """N:M products where they pay."""
+    """N:M products where they pay, of weights and of activations."""
     accumulate = trainer.accumulate * ranks.world()
     in_shards = ranks.world() > 1 and trainer.distributed == "fsdp"
     on_cpu = not acceleration.is_24(device)
@@ -264,4 +268,9 @@ def _accelerated(
 
     mode, clips = trainer.acceleration, trainer.clip is not None
     known = from_data(times)
-    return accelerate(handle, pass_once, mode, trainer.accumulate, why_not, clips, known)
+    made = accelerate(handle, pass_once, mode, trainer.accumulate, why_not, clips, known)
+    if device.type == "cpu" and not why_not:
+        made += pack_activations(
+            model, activations, pass_once, made, handle.sparse, mode, trainer.accumulate, known
+        )
+    return made
