@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nmrun.oneshot.experts import Watching, are_seen
 from nmrun.sparsity.layers import is_conv1d
 from nmrun.sparsity.select import Candidate
 
@@ -22,7 +23,7 @@ def unseen(module: nn.Module) -> str:
     """
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return "a convolution in groups, each with inputs of its own" if module.groups > 1 else ""
-    if isinstance(module, nn.Linear) or is_conv1d(module):
+    if isinstance(module, nn.Linear) or is_conv1d(module) or are_seen(module):
         return ""
     return f"the inputs of {type(module).__name__} cannot be seen (of linear layers and convolutions they can)"
 
@@ -31,7 +32,8 @@ class Layer:
     """A linear layer or convolution as the product of a matrix (outputs, columns) with its inputs.
 
     The columns of a convolution are its input channels, once for every kernel position, so that
-    groups of M consecutive columns are the groups of its weight.
+    groups of M consecutive columns are the groups of its weight. The experts of a mixture are a
+    stack of such matrices, (experts, outputs, columns), with as many sums ``X^T X``.
 
     Args:
         candidate: the weight, with its pattern.
@@ -49,18 +51,28 @@ class Layer:
             self.pattern = self.pattern.over(self.module.in_channels)
 
     @property
+    def stacked(self) -> bool:
+        """Whether it is the experts of a mixture."""
+        return are_seen(self.module)
+
+    @property
     def weight(self) -> Tensor:
         """The weight itself."""
         return self._candidate.tensor.detach()
 
     def matrix(self) -> Tensor:
         """The weight as (outputs, columns), in float32, or in float64 if it is so."""
-        matrix = self.weight.movedim((self.outputs, self.dim), (0, -1)).flatten(1)
+        if self.stacked:
+            matrix = self.weight
+        else:
+            matrix = self.weight.movedim((self.outputs, self.dim), (0, -1)).flatten(1)
         return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
 
     def write(self, matrix: Tensor) -> None:
         """Write a matrix (outputs, columns) into the weight, in place."""
-        apart = self.weight.movedim((self.outputs, self.dim), (0, -1))
+        apart = self.weight
+        if not self.stacked:
+            apart = apart.movedim((self.outputs, self.dim), (0, -1))
         apart.copy_(matrix.reshape(apart.shape))
 
     def columns(self, x: Tensor) -> Tensor:
@@ -114,9 +126,16 @@ def watched(layers: Sequence[Layer]) -> Iterator[dict[str, Tensor]]:
 
         return layer.module.register_forward_pre_hook(add, with_kwargs=True)
 
-    handles = [watch(layer) for layer in layers]
+    def add_expert(name: str, expert: int, x: Tensor) -> None:
+        x, stack = x.to(torch.promote_types(x.dtype, torch.float32)), stacks[name]
+        size = (len(stack), x.shape[1], x.shape[1])
+        grams.setdefault(name, x.new_zeros(size))[expert].addmm_(x.T, x)
+
+    stacks = {layer.name: layer.weight for layer in layers if layer.stacked}
+    handles = [watch(layer) for layer in layers if not layer.stacked]
     try:
-        yield grams
+        with Watching(stacks, add_expert) if stacks else contextlib.nullcontext():
+            yield grams
     finally:
         for handle in handles:
             handle.remove()
@@ -126,9 +145,9 @@ def output_error(matrix: Tensor, pruned: Tensor, gram: Tensor) -> float:
     """Compute ``||X V^T - X W^T||^2 / ||X W^T||^2``; 0 where the layer's output is.
 
     Args:
-        matrix: W, (outputs, columns).
+        matrix: W, (outputs, columns), or a stack of such.
         pruned: V, of the same shape.
-        gram: ``X^T X``.
+        gram: ``X^T X``, or a stack of such; the squares of all are added up.
     """
     change = pruned - matrix
     error = float(((change @ gram) * change).sum())

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nmrun import oneshot
 from nmrun.errors import ConfigError, RunError
 from nmrun.oneshot.blocks import stages
+from nmrun.oneshot.experts import for_each
 from nmrun.oneshot.inputs import Layer, output_error, unseen, watched
 from nmrun.oneshot.method import Method, Scored
 from nmrun.oneshot.permute import free_channels, permute
@@ -80,8 +81,8 @@ def prune(
     The same model and batches give the same bits.
 
     Args:
-        model: any module; linear layers, Hugging Face's Conv1D, and one- and two-dimensional
-            convolutions without groups are pruned. It is set to evaluation meanwhile.
+        model: any module; linear layers, Hugging Face's Conv1D, the experts of its mixtures, and one-
+            and two-dimensional convolutions without groups are pruned. It is set to evaluation meanwhile.
         batches: calibration inputs: of each batch, the model's argument, a tuple of its positional
             ones or a mapping of its keyword ones. All tokens count, padding too.
         method: ``magnitude``, ``wanda``, ``ria`` or ``sparsegpt``.
@@ -166,7 +167,8 @@ def _pruned(layer: Layer, method: Method, gram: Tensor) -> dict[str, Any]:
         raise RunError(f"{layer.name}: its weight or calibration inputs are not finite")
     with torch.autocast(matrix.device.type, enabled=False):
         try:
-            pruned = method.prune(matrix, gram, layer.pattern)
+            one = functools.partial(method.prune, pattern=layer.pattern)
+            pruned = for_each(one, matrix, gram) if layer.stacked else one(matrix, gram)
         except ValueError as problem:
             raise RunError(f"{layer.name}: {problem}") from None
         error = output_error(matrix, pruned, gram)
@@ -183,15 +185,21 @@ def _call(model: nn.Module, batch: Any) -> Any:
 
 @contextlib.contextmanager
 def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Set a model to evaluation, without a cache of keys and values, while the context is entered."""
+    """Set a model to evaluation, without a cache of keys and values and with its experts one by one,
+    while the context is entered.
+    """
     training = {module: module.training for module in model.modules()}
     configs: dict[int, Any] = {
         id(c): c for m in training if hasattr(c := getattr(m, "config", None), "use_cache")
     }
     cached = {key: config.use_cache for key, config in configs.items()}
+    mixtures = [c for c in configs.values() if hasattr(c, "_experts_implementation")]
+    implemented = [config._experts_implementation for config in mixtures]
     model.eval()
     for config in configs.values():
         config.use_cache = False
+    for config in mixtures:
+        config._experts_implementation = "eager"  # expert by expert, so that each is seen
     try:
         yield
     finally:
@@ -199,3 +207,5 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
             module.training = mode
         for key, config in configs.items():
             config.use_cache = cached[key]
+        for config, before in zip(mixtures, implemented, strict=True):
+            config._experts_implementation = before
