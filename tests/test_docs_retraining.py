@@ -90,6 +90,8 @@ def test_its_table_of_trials_is_that_of_the_file():
             ]
             best = min(every, key=perplexity)
             value = best[key] if key else _changed(best)
+            if recipe == "step" and best["recipe.decay"] != "0.0":
+                value += f", decay {best['recipe.decay']}"
             first, least = perplexity(min(as_it_comes, key=perplexity)), perplexity(best)
             rate = f"{float(best['optimizer.lr']):g}"
             assert cell == f"{value} at {rate}: {first:.2f} → {least:.2f} ({len(every)})"
