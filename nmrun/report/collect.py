@@ -25,7 +25,7 @@ def collect(paths: Sequence[str | Path]) -> pd.DataFrame:
     a hidden folder below a path, as the trials of ``nmrun tune`` do, is left out.
 
     Columns: ``status``, ``id``, ``folder``, ``seconds``, ``commit``, ``metric`` (the task's own),
-    ``seed``; the config's groups by name (``recipe``, ``model``, ...; ``sparsity`` as ``2:4`` or
+    ``seed``, ``events`` (what happened, in words); the config's groups by name (``recipe``, ``model``, ...; ``sparsity`` as ``2:4`` or
     ``dense``) and every dotted key (``optimizer.lr``; lists as text); the final metrics
     (``test/accuracy``), those of the best weights under ``best/`` (``best/test/accuracy``), and
     ``flops/...`` of training and inference. What a run does not have is NaN. A file that is not a
@@ -150,6 +150,7 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
         "training_seconds": result.get("training_seconds"),
         "commit": result.get("environment", {}).get("commit"),
         "metric": result.get("metric"),
+        "events": "; ".join(result.get("events", ())),
         **result["metrics"]["final"],
         **{f"best/{key}": value for key, value in result["metrics"]["best"].items()},
         **{f"flops/{key}": value for key, value in result.get("flops", {}).items()},

@@ -11,7 +11,7 @@ from nmrun.config.identity import GROUPS
 from nmrun.report.tables import label
 
 FIRST = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "seed", "status")
-LAST = ("seconds", "metric", "commit", "id", "folder")
+LAST = ("seconds", "metric", "events", "commit", "id", "folder")
 SAID = ("sparsity.n", "sparsity.m", "sparsity.v")  # in ``sparsity``
 
 
@@ -36,7 +36,8 @@ def of_runs(collected: pd.DataFrame) -> pd.DataFrame:
     values = {key: collected[key][collected[key].map(label) != "-"] for key in settings}
     differing = [key for key in settings if values[key].map(label).nunique() > 1]
     metrics = [key for key in collected.columns if "/" in key]
-    found = typed(collected[[*FIRST, *differing, *metrics, *LAST]])
+    last = [key for key in LAST if key in collected]  # files of earlier versions have no events
+    found = typed(collected[[*FIRST, *differing, *metrics, *last]])
     found.attrs["shared"] = {key: values[key].iloc[0] for key in settings if key not in differing}
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pandas as pd
@@ -68,3 +69,13 @@ def test_a_line_a_run_as_csv_gives_the_same_table(tmp_path, write, capsys):
     of_folders = printed(str(tmp_path / "outputs"), *asked)
     assert printed(str(tmp_path / "runs.csv"), *asked) == of_folders
     assert of_folders.count("\n") == 4
+
+
+def test_a_line_a_run_says_what_happened(tmp_path, write, capsys):
+    happened = ["step 20: ASP pruned once, by magnitude", "step 30: all is well"]
+    path = write("asp", "1:8", 0, 0.9) / "result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "events": happened}))
+    write("dense", "dense", 0, 0.9)
+    assert verb("table", str(tmp_path / "outputs"), "--runs", "--format", "json") == 0
+    runs = {run["recipe"]: run["events"] for run in json.loads(capsys.readouterr().out)}
+    assert runs == {"asp": "; ".join(happened), "dense": ""}
