@@ -217,12 +217,6 @@ LANGUAGE = str(ROOT / "docs/results/language.csv")
 ONE_SHOT = str(ROOT / "docs/results/one_shot.csv")
 
 
-def test_the_page_on_language_is_computed_from_its_runs(capsys):
-    shown = figures("docs/results/language.md")
-    assert len(shown) == 13
-    assert set(shown) <= set(printed(capsys, LANGUAGE, "--baseline", "sr_ste"))
-
-
 def test_the_readme_s_table_is_computed_from_its_runs(capsys):
     lines = printed(capsys, LANGUAGE, "--baseline", "sr_ste")
     computed: dict[str, list[str]] = {}

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-import shlex
 from pathlib import Path
-
-from verbs import verb
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs/results"
@@ -47,19 +44,6 @@ def trained() -> list[Run]:
 
 def options(run: Run) -> Run:
     return {key: value for key, value in run.items() if key.startswith("recipe.")}
-
-
-def test_its_tables_are_what_its_commands_print(capsys):
-    commands = re.findall(r"^nmrun table [^#\n]*", TEXT, re.M)
-    assert len(commands) > 1
-    printed: list[str] = []
-    for command in commands:
-        _, _, path, *words = shlex.split(command)
-        assert verb("table", str(ROOT / path), *words) == 0
-        printed += [line for line in capsys.readouterr().out.splitlines() if line[:1] == "|"]
-    shown = [line for line in TEXT.splitlines() if re.match(r"\|.*(\+-|p[<=\\])", line)]
-    assert len(shown) > 20
-    assert set(shown) <= set(printed)
 
 
 def test_its_runs_have_the_settings_that_were_best_in_the_trials():
