@@ -17,6 +17,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
@@ -213,14 +214,23 @@ def _seen(
 
     if not modules:
         return {}
-    hooks = [module.register_forward_pre_hook(look) for module in modules]
+    watched([module.register_forward_pre_hook(look) for module in modules], sample)
+    return seen
+
+
+def watched(hooks: Sequence[RemovableHandle], sample: Callable[[], object]) -> None:
+    """Compute a forward pass that leaves no trace, and remove the hooks that looked at it.
+
+    Args:
+        hooks: on modules of the model.
+        sample: as of :func:`accelerate`.
+    """
     try:
         with torch.no_grad(), torch.random.fork_rng():
             sample()
     finally:
         for hook in hooks:
             hook.remove()
-    return seen
 
 
 def _side(device: torch.device) -> ModuleType | None:

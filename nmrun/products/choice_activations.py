@@ -13,7 +13,7 @@ from nmrun import ranks
 from nmrun.kernels import cpu_products
 from nmrun.patterns import Pattern
 from nmrun.products import activations_cpu, dense_cpu, probe_activations, probe_cpu
-from nmrun.products.acceleration import Choice
+from nmrun.products.acceleration import Choice, watched
 from nmrun.products.activations_cpu import FEEDS, NAME, READS
 from nmrun.products.layer import Layer
 from nmrun.products.probe_activations import Around
@@ -142,10 +142,5 @@ def _around(
                 module.register_forward_pre_hook(before),
                 module.register_forward_hook(behind),
             ]
-    try:
-        with torch.no_grad(), torch.random.fork_rng():
-            sample()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    watched(hooks, sample)
     return found

@@ -25,10 +25,10 @@ def collect(paths: Sequence[str | Path]) -> pd.DataFrame:
     a hidden folder below a path, as the trials of ``nmrun tune`` do, is left out.
 
     Columns: ``status``, ``id``, ``folder``, ``seconds``, ``commit``, ``metric`` (the task's own),
-    ``seed``, ``events`` (what happened, in words); the config's groups by name (``recipe``, ``model``, ...; ``sparsity`` as ``2:4`` or
-    ``dense``) and every dotted key (``optimizer.lr``; lists as text); the final metrics
-    (``test/accuracy``), those of the best weights under ``best/`` (``best/test/accuracy``), and
-    ``flops/...`` of training and inference. What a run does not have is NaN. A file that is not a
+    ``seed``, ``events`` (what happened, in words); the config's groups by name (``recipe``,
+    ``model``, ...; ``sparsity`` as ``2:4`` or ``dense``) and every dotted key (``optimizer.lr``;
+    lists as text); the final metrics (``test/accuracy``), those of the best weights under ``best/``
+    (``best/test/accuracy``), and ``flops/...`` of training and inference. What a run does not have is NaN. A file that is not a
     whole result is left out, and named in a line on standard error. Raises ConfigError where W&B
     does not give its runs.
     """
