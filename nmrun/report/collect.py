@@ -28,9 +28,9 @@ def collect(paths: Sequence[str | Path]) -> pd.DataFrame:
     ``seed``, ``events`` (what happened, in words); the config's groups by name (``recipe``,
     ``model``, ...; ``sparsity`` as ``2:4`` or ``dense``) and every dotted key (``optimizer.lr``;
     lists as text); the final metrics (``test/accuracy``), those of the best weights under ``best/``
-    (``best/test/accuracy``), and ``flops/...`` of training and inference. What a run does not have is NaN. A file that is not a
-    whole result is left out, and named in a line on standard error. Raises ConfigError where W&B
-    does not give its runs.
+    (``best/test/accuracy``), and ``flops/...`` of training and inference. What a run does not have
+    is NaN. A file that is not a whole result is left out, and named in a line on standard error.
+    Raises ConfigError where W&B does not give its runs.
     """
     rows, seen = [], set()
     for path in paths:
