@@ -48,7 +48,13 @@ class Reference:
     """
 
     def __init__(
-        self, recipe: str, update: str, weights: Weights, weight_decay: float = 0.0, switch: int = 0
+        self,
+        recipe: str,
+        update: str,
+        weights: Weights,
+        weight_decay: float = 0.0,
+        switch: int = 0,
+        second_moment: str = "frozen",
     ) -> None:
         self.recipe, self.update, self.weight_decay, self.switch = (
             recipe,
@@ -56,6 +62,7 @@ class Reference:
             weight_decay,
             switch,
         )
+        self.second_moment = second_moment
         self.weights = [w.clone() for w in weights]
         self.m = [torch.zeros_like(w) for w in weights]
         self.v = [torch.zeros_like(w) for w in weights]
@@ -93,7 +100,7 @@ class Reference:
             if self.recipe == "asp":
                 self.masks[i] = mask_of(self.weights[i])
                 self.weights[i] = self.weights[i] * self.masks[i]
-            if self.recipe == "step":
+            if self.recipe == "step" and self.second_moment == "frozen":
                 self.frozen[i] = (self.v[i] / (1 - 0.999**self.t) + 1e-8).sqrt()
 
     def step(self, batches: list[tuple[Tensor, Tensor]], clip: float | None = None) -> None:

@@ -41,6 +41,8 @@ class STEP(Recipe):
         eps_mode: where Adam's eps stands in the frozen denominator: ``inside`` the root,
             ``outside``, or as its ``floor`` (``nmrun.optim.Adam.freeze_second_moment``).
         bias_correction: whether the frozen moment is bias-corrected.
+        second_moment: ``frozen`` at the switch, or ``live``: Adam goes on as it was, so that phase
+            two is STE after a dense start (what the freezing is worth).
         decay: SR-STE's lambda in phase two (the paper: 0).
     """
 
@@ -55,6 +57,7 @@ class STEP(Recipe):
     threshold: Annotated[float | None, number(0, open_low=True, optional=True)] = None
     eps_mode: Annotated[str, one_of("inside", "outside", "floor")] = "inside"
     bias_correction: Annotated[bool, FLAG] = True
+    second_moment: Annotated[str, one_of("frozen", "live")] = "frozen"
     decay: Annotated[float, number(0)] = 0.0
 
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
@@ -95,9 +98,11 @@ class STEP(Recipe):
         if not self.dense_forward or not (why := self.switching.fires(self.step)):
             return
         adam, params = optim.freezable(optimizer, "step"), [w.parameter for w in weights]
-        adam.freeze_second_moment(params, self.eps_mode, self.bias_correction)
+        if self.second_moment == "frozen":
+            adam.freeze_second_moment(params, self.eps_mode, self.bias_correction)
         self.dense_forward = False
-        self.say(f"STEP freezes the second moment and starts learning masks ({why})")
+        does = "freezes" if self.second_moment == "frozen" else "keeps updating"
+        self.say(f"STEP {does} the second moment and starts learning masks ({why})")
 
     def metrics(self) -> dict[str, float]:
         if self.dense_forward:

@@ -38,10 +38,12 @@ OF_THE_PAPERS = {
         "step_cifar100",
         "step_aggressive",
         "step_layerwise",
+        "step_dominosearch",
         "step_glue",
         "step_wmt",
         "step_gpt2",
         "step_autoswitch",
+        "step_second_moment",
     ),
     *(
         "sr_ste_resnet",

@@ -90,6 +90,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "recipe.t_max": ([0.5, 0.9, 1], [-0.1, 1.1, "auto"]),
         "recipe.eps_mode": (["inside", "outside", "floor"], ["in", True, None]),
         "recipe.bias_correction": ([True, False], NO_FLAG),
+        "recipe.second_moment": (["frozen", "live"], ["dead", True, None]),
         "recipe.decay": ([0.0, 0.1, 2], ["none", -1, None, True, [0.1]]),
     },
     "optimizer=adamw": {"optimizer.decay": (["all", "matrices"], ["norms", True, 0.1])},

@@ -23,6 +23,7 @@ SETTINGS: dict[
     "asp at once": ("asp", {"prune_at": 0.0}, 0),
     "asp": ("asp", {"prune_at": 0.4}, 4),
     "step": ("step", {"switch": 0.4, "decay": DECAY}, 4),
+    "step live": ("step", {"switch": 0.4, "decay": DECAY, "second_moment": "live"}, 4),
 }
 UPDATES = {
     "sgd": lambda p, wd, **options: torch.optim.SGD(
@@ -31,7 +32,9 @@ UPDATES = {
     "adam": lambda p, wd, **options: nmrun.optim.Adam(p, LR, weight_decay=wd, **options),
     "adamw": lambda p, wd, **options: nmrun.optim.AdamW(p, LR, weight_decay=wd, **options),
 }
-COMBINATIONS = [(s, u) for s in SETTINGS for u in UPDATES if (s, u) != ("step", "sgd")]
+COMBINATIONS = [
+    (s, u) for s in SETTINGS for u in UPDATES if not (s.startswith("step") and u == "sgd")
+]
 
 
 class Net(nn.Sequential):
@@ -69,7 +72,8 @@ def test_trajectory(
     setting: str, update: str, wd: float, accumulate: int, clip: float | None
 ) -> None:
     recipe, _, switch = SETTINGS[setting]
-    reference = Reference(recipe, update, Net().used, wd, switch)
+    moment = SETTINGS[setting][1].get("second_moment", "frozen")
+    reference = Reference(recipe, update, Net().used, wd, switch, moment)
     model, optimizer, handle = start(setting, update, wd)
     batches = data(accumulate)
     for t in range(TOTAL):
