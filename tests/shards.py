@@ -51,7 +51,13 @@ RECIPES = (
 CASES: dict[str, tuple[str, ...]] = {
     "dense": ("recipe=dense", *OPTIONS),
     **{name: (f"recipe={name}", *OPTIONS) for name in RECIPES},
-    "sr_ste": ("recipe=sr_ste", "recipe.decay=0.1", "trainer.accumulate=2", *OPTIONS),
+    "sr_ste": (
+        "recipe=sr_ste",
+        "recipe.decay=0.1",
+        "trainer.accumulate=2",
+        "trainer.evaluate=both",
+        *OPTIONS,
+    ),
     "masked": ("recipe=ste_periodic", "recipe.interval=3", *OPTIONS),
     "asp": ("recipe=asp", *OPTIONS),
     "asp at once": ("recipe=asp", "recipe.prune_at=0.0", "optimizer=sgd", *OPTIONS),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nmrun.config.identity import unfinished
+from nmrun.config.identity import unfinished, without_weights
 from nmrun.patterns import Pattern
 from nmrun.settings import data_groups, datasets, models
 
@@ -54,7 +54,7 @@ def problems(plain: dict[str, Any], here: bool = True) -> Iterator[str]:
         yield from _unknown_package(group, plain[group].get("_target_"))
     yield from _no_logger(plain["track"])
     yield from _no_teacher(plain, here)
-    if here and plain["init"] is not None and (why := unfinished(Path(plain["init"]))):
+    if here and plain["init"] is not None and (why := without_weights(plain["init"])):
         yield f"init={plain['init']}: {why}"
     yield from _no_masks(plain["recipe"], here)
     if not own:

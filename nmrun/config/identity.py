@@ -76,7 +76,7 @@ def identity(config: Config) -> str:
     if config.recipe.name == "maskllm" and config.recipe.options["masks"] is not None:
         relevant["recipe"]["masks"] = _run_of(relevant["recipe"]["masks"])
     if config.init is not None:
-        relevant["init"] = _run_of(config.init)
+        relevant["init"] = _weights_of(config.init)
     overrides = config.sparsity.overrides
     if overrides and len(overrides) > 1:  # the first that matches counts
         relevant["order"] = list(overrides)
@@ -86,6 +86,13 @@ def identity(config: Config) -> str:
 def _run_of(place: str) -> str:
     """The id of the run in a folder, wherever that lies; without a run the text as it is."""
     return str(result_in(Path(place)).get("id", place))
+
+
+def _weights_of(place: str) -> str:
+    """The id of the run whose weights ``init`` names, and the file where it is not the last one's."""
+    path = weights_in(place)
+    run = result_in(path.parent).get("id")
+    return place if run is None else run if path.name == seal.FINAL else f"{run}/{path.name}"
 
 
 def title(config: Config) -> str:
@@ -145,6 +152,30 @@ def finished(folder: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
         return None, {}
     wrong = seal.broken(folder, result)
     return (None if wrong else result), wrong
+
+
+def weights_in(place: str) -> Path:
+    """The file of weights that ``init`` names: of a run's folder it is that of its last weights."""
+    path = Path(place)
+    return path if path.suffix == ".safetensors" else path / seal.FINAL
+
+
+def without_weights(place: str) -> str:
+    """Say that ``init`` names no weights of a finished run, and why, as a clause; empty where it
+    does.
+
+    Args:
+        place: a run's folder, or a file of weights in it.
+    """
+    path = weights_in(place)
+    if path.name not in seal.WEIGHTS:
+        return f"a run's weights are {', '.join(seal.WEIGHTS[:-1])} and {seal.WEIGHTS[-1]}"
+    if why := unfinished(path.parent):
+        return why
+    if path.exists():
+        return ""
+    kept = {seal.DENSE: "trainer.evaluate=dense and both keep it, where weights are sparse"}
+    return f"the run has none: {kept.get(path.name, 'no epoch of it held the pattern')}"
 
 
 def unfinished(folder: Path) -> str:

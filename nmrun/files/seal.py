@@ -13,7 +13,8 @@ from typing import Any
 RESULT, METRICS = "result.json", "metrics.jsonl"
 # The checkpoint is left out: it may be removed when a run has finished.
 REMEDY = f"remove it, and the run's command makes it again (with force=true for {METRICS})"
-FILES = ("config.yaml", METRICS, "model.safetensors", "best.safetensors")
+FINAL, BEST, DENSE = WEIGHTS = ("model.safetensors", "best.safetensors", "dense.safetensors")
+FILES = ("config.yaml", METRICS, *WEIGHTS)
 
 
 def sealed(result: Mapping[str, Any], folder: Path) -> dict[str, Any]:

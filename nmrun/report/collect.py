@@ -13,6 +13,7 @@ import pandas as pd
 from nmrun.config.identity import completed
 from nmrun.config.schema import flatten
 from nmrun.errors import ConfigError
+from nmrun.files import seal
 from nmrun.patterns import written
 from nmrun.report.rows import read as from_csv
 
@@ -114,11 +115,16 @@ def _other_run(folder: str | None, ratio: str) -> str | None:
     """What a run of this ratio took from another: its recipe, and its ratio where that is neither
     the same nor dense. Seed by seed the folder differs.
     """
-    place = Path(folder or "").parts[-3:-1]  # <recipe>/<ratio>/<run>
+    path = Path(folder or "")
+    file = path.stem if path.name in (seal.BEST, seal.DENSE) else ""
+    place = (path.parent if path.suffix == ".safetensors" else path).parts[
+        -3:-1
+    ]  # <recipe>/<ratio>
     if len(place) < 2:
         return folder
     recipe, own = place[0], place[1].replace("of", ":")
-    return recipe if own in (ratio, "dense") else f"{recipe} {own}"
+    words = (recipe, "" if own in (ratio, "dense") else own, file and f"({file})")
+    return " ".join(word for word in words if word)
 
 
 def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,5 +110,5 @@ def loss_of(config: Config, task: Task, model: nn.Module) -> Loss:
         )
     teacher = copy.deepcopy(model).eval().requires_grad_(False)
     if trainer.distill != START:
-        start.load(teacher, Path(trainer.distill), asked)
+        start.load(teacher, trainer.distill, asked)
     return Distilled(task, teacher, trainer.distill_weight, trainer.distill_temperature)

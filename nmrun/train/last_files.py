@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nmrun import ranks
 from nmrun.errors import RunError
-from nmrun.files import whole
+from nmrun.files import seal, whole
 from nmrun.train import checkpoint
 from nmrun.train.loop import Loop
 
@@ -25,8 +25,9 @@ def write(folder: Path, loop: Loop) -> dict[str, Any]:
     All that is done here can be done again from the last checkpoint, and counts as the run's time.
 
     Args:
-        folder: the run's folder, which gets ``model.safetensors`` and, if an evaluation held the
-            pattern, ``best.safetensors``.
+        folder: the run's folder, which gets ``model.safetensors``, if an evaluation held the
+            pattern ``best.safetensors``, and if ``trainer.evaluate`` asks for the dense weights
+            behind sparse ones ``dense.safetensors``.
         loop: its training, at the end.
 
     Returns:
@@ -46,11 +47,13 @@ def write(folder: Path, loop: Loop) -> dict[str, Any]:
         of_dense |= evaluation.evaluate_dense("val")
     if not math.isfinite(known.get(metric, 0.0)):
         raise RunError(f"the final {metric} is not finite")
+    if evaluation.trainer.evaluate != "sparse" and loop.handle.sparse:
+        save_weights(folder / seal.DENSE, loop.held.gathered(loop.held.dense_state_dict()))
     weights = loop.finalize()  # from here on, what is evaluated is what is saved
-    save_weights(folder / "model.safetensors", loop.held.gathered(weights))
+    save_weights(folder / seal.FINAL, loop.held.gathered(weights))
     best: dict[str, float] = dict(evaluation.best)
     if best:
-        save_weights(folder / "best.safetensors", loop.held.gathered(evaluation.best_weights))
+        save_weights(folder / seal.BEST, loop.held.gathered(evaluation.best_weights))
     final = (known or evaluation.evaluate("val")) | evaluation.evaluate("test") | of_dense
     if not math.isfinite(final[metric]):
         raise RunError(f"the final {metric} is not finite")

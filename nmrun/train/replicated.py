@@ -55,6 +55,12 @@ class Replicated:
         plain = {name: own[name] if name in own else t.detach().clone() for name, t in saved}
         return dict(sorted(plain.items()))
 
+    def dense_state_dict(self) -> dict[str, Tensor]:
+        """Copies of what the model has, with the dense weights in the place of the sparse ones."""
+        with self.handle.dense_weights():
+            saved = self.model.state_dict().items()
+            return {name: tensor.detach().clone() for name, tensor in sorted(saved)}
+
     def load_final_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Evaluate with a :meth:`final_state_dict` from here on."""
         self.model.load_state_dict(state)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
 from nmrun import models
-from nmrun.config.identity import unfinished
+from nmrun.config.identity import weights_in, without_weights
 from nmrun.errors import ConfigError
 from nmrun.settings.config import Config
 from nmrun.tasks.base import Task
@@ -31,22 +30,22 @@ def network(config: Config, task: Task) -> nn.Module:
     # on meta, another process has the values
     if config.init is not None and not any(p.is_meta for p in model.parameters()):
         heads, part = (getattr(model, name, ()) for name in ("heads_of_tasks", "part_of_tasks"))
-        load(model, Path(config.init), f"init={config.init}", heads, part)
+        load(model, config.init, f"init={config.init}", heads, part)
     return model
 
 
 def load(
     model: nn.Module,
-    folder: Path,
+    place: str,
     asked: str,
     heads: Collection[str] = (),
     part: Collection[str] = (),
 ) -> None:
-    """Give a network the final weights of a finished run.
+    """Give a network the weights of a finished run.
 
     Args:
         model: of the same architecture as the run's.
-        folder: the run's.
+        place: the run's folder, for its last weights, or a file of weights in it.
         asked: the key and value that ask for it, for errors.
         heads: modules that may be another task's: they stay as they are where the run has none of
             the same shape.
@@ -56,12 +55,13 @@ def load(
     Raises:
         ConfigError: where no finished run is there, or another network's.
     """
-    if why := unfinished(folder):
+    if why := without_weights(place):
         raise ConfigError(f"{asked}: {why}")
+    file = weights_in(place)
     try:
-        state = load_file(folder / "model.safetensors")
+        state = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{asked}: model.safetensors cannot be read ({error})") from None
+        raise ConfigError(f"{asked}: {file.name} cannot be read ({error})") from None
     for name in part:
         if not any(key.startswith(f"{name}.") for key in state):
             model = model.get_submodule(name)

@@ -212,7 +212,9 @@ def test_what_is_fine_tuned_is_what_the_other_experiments_leave(name):
     for scale, before in (("paper", "s_ste_gpt2"), ("small", "step_gpt2")):
         left = {str(identity.run_folder(c)): c for c in made(before, scale)}
         for config in made(name, scale):
-            of = left[config.init]
+            weights = identity.weights_in(config.init)
+            of = left[str(weights.parent)]
+            assert weights.name == "model.safetensors" or of.trainer.evaluate == "both"
             if scale == "paper":
                 own, theirs = config.model.mapping(), of.model.mapping()
                 same = ("layers", "heads", "width", "bias")
@@ -224,7 +226,8 @@ def test_what_is_fine_tuned_is_what_the_other_experiments_leave(name):
                     ("2:4", True) if soft else (None, False)
                 )
     pairs = {(left_by(c.init), c.recipe.name) for c in made(name, "paper")}
-    table_6 = {("dense", "dense"), ("t_sr_ste", "dense"), ("s_ste", "s_ste")}
+    of_dense = {("sr_ste dense", "dense"), ("t_sr_ste dense", "dense")}
+    table_6 = {("dense", "dense"), ("t_sr_ste", "dense"), ("s_ste", "s_ste"), *of_dense}
     assert pairs == table_6 | {("s_ste", "ste"), ("sr_ste", "s_ste"), ("sr_ste", "ste")}
 
 
@@ -241,8 +244,9 @@ def test_detectors_begin_with_the_classifiers_of_the_other_experiment():
     )
 
 
-def left_by(folder: str) -> str:
-    return Path(folder).parts[-3]
+def left_by(init: str) -> str:
+    weights = identity.weights_in(init)
+    return weights.parts[-4] + " dense" * (weights.name == "dense.safetensors")
 
 
 def test_s_ste_continuity_is_the_beginning_of_that_pre_training():

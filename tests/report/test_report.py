@@ -323,6 +323,7 @@ def test_runs_that_begin_with_others_of_a_kind_are_averaged(write, table) -> Non
             write("asp", ratio, seed, 0.9, init=str(dense), trainer__distill="start")
             write("asp", ratio, seed, 0.8, init=str(pruned), trainer__distill=str(dense))
         write("asp", "1:8", seed, 0.6, init=str(pruned))  # of another ratio
+        write("dense", "dense", seed, 0.6, init=f"{pruned}/dense.safetensors")
     out = table("--rows", "recipe,init,trainer.distill", "--format", "csv")[1]
     found = {
         (line["recipe"], line["init"], line["trainer.distill"], line["sparsity"]): line["n"]
@@ -333,6 +334,7 @@ def test_runs_that_begin_with_others_of_a_kind_are_averaged(write, table) -> Non
         ("dense", "null", "null", "dense"): "2",
         **{(*row, ratio): "2" for row in rows for ratio in ("2:4", "1:4")},
         ("asp", "wanda 1:4", "null", "1:8"): "2",
+        ("dense", "wanda 1:4 (dense)", "null", "dense"): "2",
     }
 
 

@@ -94,6 +94,7 @@ def made(root: Path) -> Config:
         "model.hidden=[16,16]",
         "trainer.limit_batches=1",
         "trainer.log_every=1",
+        "trainer.evaluate=both",
     )
     return config(root / "out", "recipe=sr_ste", "sparsity='2:4'", *network)
 

@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from reference import mask_of
 from runs import config
+from safetensors.torch import load_file
 
+from nmrun import tasks
+from nmrun.config.identity import identity
+from nmrun.errors import ConfigError
 from nmrun.signals import Signals
+from nmrun.train import start
 from nmrun.train.build import build
 from nmrun.train.console import Console
 from nmrun.train.loop import Loop
@@ -60,3 +66,48 @@ def test_a_result_of_dense_weights_alone(tmp_path: Path) -> None:
     assert alone["final"] == {
         key.replace("dense/", ""): value for key, value in both["final"].items() if "dense/" in key
     }
+
+
+def test_a_run_keeps_its_dense_weights_and_another_begins_with_them(tmp_path: Path) -> None:
+    done = run(config(tmp_path, "recipe=ste", "trainer.evaluate=both"), tmp_path / "ste")
+    final, dense = (load_file(tmp_path / f"ste/{name}.safetensors") for name in ("model", "dense"))
+    assert list(final) == list(dense)
+    layers = {layer["name"]: layer["dim"] for layer in done["sparsity"]["layers"]}
+    assert layers
+    for name, weight in dense.items():
+        if name in layers:
+            last = weight.movedim(layers[name], -1)  # N:M is what STE's forward pass makes of it
+            weight = torch.where(mask_of(last), last, 0.0).movedim(-1, layers[name])
+        assert torch.equal(final[name], weight), name
+    begins = config(tmp_path, "recipe=dense", f"init={tmp_path}/ste/dense.safetensors")
+    model = start.network(begins, tasks.build(begins, torch.device("cpu")))
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, dense[name])
+
+
+def test_which_weights_a_run_begins_with_is_part_of_its_id(tmp_path: Path) -> None:
+    run(config(tmp_path, "recipe=ste", "trainer.evaluate=both"), tmp_path / "ste")
+    ids = [
+        identity(config(tmp_path, "recipe=dense", f"init={tmp_path}/ste{file}"))
+        for file in ("", "/model.safetensors", "/best.safetensors", "/dense.safetensors")
+    ]
+    assert ids[0] == ids[1]
+    assert len(set(ids)) == 3
+    (tmp_path / "ste").rename(tmp_path / "moved")
+    moved = f"init={tmp_path}/moved/dense.safetensors"
+    assert identity(config(tmp_path, "recipe=dense", moved)) == ids[3]
+
+
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        ("dense.safetensors", "the run has none: trainer.evaluate=dense and both keep it"),
+        ("other.safetensors", "a run's weights are model.safetensors, best.safetensors and dense"),
+        ("no/dense.safetensors", "no finished run is there"),
+    ],
+)
+def test_weights_that_are_not_there_are_refused(file: str, why: str, tmp_path: Path) -> None:
+    run(config(tmp_path, "recipe=ste"), tmp_path / "ste")
+    asked = config(tmp_path, "recipe=dense", f"init={tmp_path}/ste/{file}")
+    with pytest.raises(ConfigError, match=f"init=.*{file}: {why}"):
+        start.network(asked, tasks.build(asked, torch.device("cpu")))
