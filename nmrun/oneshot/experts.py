@@ -1,5 +1,6 @@
 """The experts of a mixture, whose matrices lie in one parameter: (experts, outputs, inputs), as in
-transformers' Mixtral and its like. Each sees the tokens that the router sends to it.
+transformers' Mixtral, or (experts, inputs, outputs), as in its GPT-OSS. Each sees the tokens that the
+router sends to it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+PRODUCTS = (functional.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 Seen = Callable[[str, int, Tensor], None]
 
 
@@ -22,14 +24,15 @@ def are_seen(module: nn.Module) -> bool:
         module: that has the stacked matrices.
     """
     config = getattr(module, "config", None)
-    return hasattr(config, "_experts_implementation") and not getattr(module, "is_transposed", True)
+    stacked = isinstance(getattr(module, "is_transposed", None), bool)  # set by transformers
+    return stacked and hasattr(config, "_experts_implementation")
 
 
 class Watching(TorchFunctionMode):
     """Hands on the inputs of each expert, while the context is entered.
 
     Args:
-        stacks: the stacked matrices (experts, outputs, inputs) by name.
+        stacks: the stacked matrices by name.
         seen: ``seen(name, expert, x)`` is called with each product's input x (tokens, inputs).
     """
 
@@ -43,7 +46,7 @@ class Watching(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is functional.linear and len(args) > 1:
+        if func in PRODUCTS and len(args) > 1:
             found = self.at.get(args[1].untyped_storage().data_ptr())
             if found is not None:
                 name, stack = found

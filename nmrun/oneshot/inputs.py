@@ -62,18 +62,18 @@ class Layer:
 
     def matrix(self) -> Tensor:
         """The weight as (outputs, columns), in float32, or in float64 if it is so."""
-        if self.stacked:
-            matrix = self.weight
-        else:
-            matrix = self.weight.movedim((self.outputs, self.dim), (0, -1)).flatten(1)
+        matrix = self._apart if self.stacked else self._apart.flatten(1)
         return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
 
     def write(self, matrix: Tensor) -> None:
         """Write a matrix (outputs, columns) into the weight, in place."""
-        apart = self.weight
-        if not self.stacked:
-            apart = apart.movedim((self.outputs, self.dim), (0, -1))
-        apart.copy_(matrix.reshape(apart.shape))
+        self._apart.copy_(matrix.reshape(self._apart.shape))
+
+    @property
+    def _apart(self) -> Tensor:
+        """A view of the weight with the outputs first (after the experts) and the inputs last."""
+        first = 1 if self.stacked else 0
+        return self.weight.movedim((self.outputs, self.dim), (first, -1))
 
     def columns(self, x: Tensor) -> Tensor:
         """The layer's input as (tokens, columns); a convolution's tokens are its output positions."""

@@ -101,12 +101,13 @@ class LanguageModelling(Categorical):
         self._cross_entropy = torch.compile(cross_entropy) if compiled else cross_entropy
         # windows: as much as training has memory for
         self.evaluated_at_once = -(-batch_size // accumulate)
-        batches = (len(splits["train"]) - 1) // (batch_size * context)
-        if batches == 0:
+        whole = (len(splits["train"]) - 1) // context
+        if batch_size > whole:
             raise ConfigError(
                 f"trainer.batch_size={batch_size}: the training text has {len(splits['train'])} tokens, "
-                f"less than one batch of {batch_size} windows of {context}"
+                f"{whole} windows of dataset.context={context}; a batch takes {whole} at most"
             )
+        batches = whole // batch_size
         self.batches_per_epoch = min(batches, limit_batches or batches)
 
     @classmethod

@@ -248,7 +248,8 @@ def test_too_short_a_text_is_refused():
         "loss"
     ] == pytest.approx(math.log(1068), rel=1e-5)
     with pytest.raises(
-        ConfigError, match=r"trainer\.batch_size=6: the training text has 60 tokens"
+        ConfigError,
+        match=r"trainer\.batch_size=6: the training text has 60 tokens, 5 windows of dataset\.context=10; a batch takes 5 at most",
     ):
         numbered(train=60)
     assert numbered(train=61).batches_per_epoch == 1

@@ -18,13 +18,19 @@ from nmrun.sparsity import check_nm
 transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
 
 
-def mixture(experts: int = 4) -> torch.nn.Module:
+def mixture(experts: int = 4, kind: str = "Mixtral") -> torch.nn.Module:
     torch.manual_seed(0)
-    config = transformers.MixtralConfig(
+    config = getattr(transformers, f"{kind}Config")(
         vocab_size=40, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=32, num_local_experts=experts, num_experts_per_tok=2,
+        head_dim=8,
     )  # fmt: skip
-    return transformers.AutoModelForCausalLM.from_config(config).float()
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "experts" in name:
+                p.normal_(std=0.3)
+    return model
 
 
 def batches(count: int = 3, length: int = 12) -> list[dict[str, torch.Tensor]]:
@@ -51,8 +57,10 @@ def sent(model, inputs) -> list[list[torch.Tensor]]:
 
 @pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
 @pytest.mark.parametrize("few", [False, True])
-def test_each_expert_by_the_tokens_that_it_gets(method: str, few: bool) -> None:
-    model, inputs = mixture(8 if few else 4).eval(), batches()
+@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
+def test_each_expert_by_the_tokens_that_it_gets(kind: str, method: str, few: bool) -> None:
+    """GPT-OSS has matrices (inputs, outputs), biases and a gate of its own."""
+    model, inputs = mixture(8 if few else 4, kind).eval(), batches()
     if few:
         inputs = [{"input_ids": inputs[0]["input_ids"][:1, :2]}]
     dense, rule, pattern = copy.deepcopy(model), oneshot.build(method, {}), Pattern(2, 4)
@@ -66,16 +74,24 @@ def test_each_expert_by_the_tokens_that_it_gets(method: str, few: bool) -> None:
     unreached = 0
     for expert, tokens in enumerate(sent(dense, inputs)):
         x = torch.cat(tokens).detach()
-        gate, up = functional.linear(x, theirs.gate_up_proj[expert]).detach().chunk(2, dim=-1)
+        if kind == "Mixtral":
+            gate, up = functional.linear(x, theirs.gate_up_proj[expert]).chunk(2, dim=-1)
+            gated = functional.silu(gate) * up
+        else:
+            gated = theirs._apply_gate(
+                x @ theirs.gate_up_proj[expert] + theirs.gate_up_proj_bias[expert]
+            )
         for ours_of, theirs_of, seen in (
-            (ours.gate_up_proj, theirs.gate_up_proj, x),
-            (ours.down_proj, theirs.down_proj, functional.silu(gate) * up),
+            (ours.gate_up_proj[expert], theirs.gate_up_proj[expert], x),
+            (ours.down_proj[expert], theirs.down_proj[expert], gated.detach()),
         ):
-            weight = theirs_of[expert].detach()
+            if kind == "GptOss":
+                ours_of, theirs_of = ours_of.T, theirs_of.T
+            weight = theirs_of.detach()
             gram = seen.T @ seen if len(seen) else torch.eye(weight.shape[1])
             wanted = rule.prune(weight, gram, pattern)
-            torch.testing.assert_close(ours_of[expert].detach(), wanted, rtol=1e-4, atol=1e-6)
-            assert torch.equal(ours_of[expert] == 0, wanted == 0)
+            torch.testing.assert_close(ours_of.detach(), wanted, rtol=1e-4, atol=1e-6)
+            assert torch.equal(ours_of == 0, wanted == 0)
         unreached += not len(x)
     assert bool(unreached) == few
 
