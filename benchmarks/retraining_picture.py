@@ -18,7 +18,9 @@ from nmrun.report.names import written
 from nmrun.report.style import COLOURS, GREY, looks
 
 DOCS = Path(__file__).parents[1] / "docs"
-RECIPES = ("asp", "slope", "sr_ste", "ast", "cast", "step", "s_ste", "dense")
+RECIPES = (
+    "asp", "slope", "sr_ste", "ast", "cast", "step", "s_ste", "maskllm", "proxsparse", "dense"
+)  # fmt: skip
 STARTS = {
     "dense": ("from the dense network", COLOURS[0], "o"),
     "sparsegpt": ("from SparseGPT's network", COLOURS[1], "s"),
@@ -32,7 +34,8 @@ def perplexities(ratio: str) -> dict[Place, float]:
     with (DOCS / "results" / "retraining.csv").open() as file:
         for run in csv.DictReader(file):
             if run["sparsity"] in (ratio, "dense"):
-                place = run["recipe"], run["init"], run["trainer.distill"]
+                start = run["init"] if run["recipe.masks"] == "null" else "masks"
+                place = run["recipe"], start, run["trainer.distill"]
                 found[place].append(float(run["test/perplexity"]))
     return {key: mean(values) for key, values in found.items()}
 
@@ -48,7 +51,7 @@ def draw(axes: Axes, found: dict[Place, float], ratio: str) -> None:
             row = RECIPES.index(recipe)
             axes.plot(perplexity, row, marker, color=colour, markerfacecolor=fill)
     axes.set(title=ratio, xlabel="test perplexity", ylim=(len(RECIPES) - 0.5, -0.5), xscale="log")
-    ticks = {"2:4": (6.6, 6.7, 6.8, 6.9), "1:4": (6.5, 7, 7.5, 8, 8.5, 9)}[ratio]
+    ticks = {"2:4": (6.6, 6.8, 7), "1:4": (7, 8, 9, 10)}[ratio]
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
 
@@ -58,7 +61,7 @@ def main() -> None:
     with (DOCS / "results" / "retraining_cost.csv").open() as file:
         cost = {row["recipe"]: float(row["cpu_seconds"]) for row in csv.DictReader(file)}
     with looks():
-        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+        figure = Figure(figsize=(6.4, 4.4), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
         for axes, ratio in zip(panels, ("2:4", "1:4"), strict=True):
             draw(axes, perplexities(ratio), ratio)
