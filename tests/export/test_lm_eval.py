@@ -18,7 +18,7 @@ from nmrun.export import cli
 from nmrun.train.runner import run
 
 transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
-pytest.importorskip("lm_eval", reason="needs nmrun[lm-eval], in an environment of its own")
+pytest.importorskip("lm_eval", reason="needs nmrun[lmeval]")
 
 WORDS = ("[UNK]", "the", "cat", "sat", "dog", "ran", "mat", "on", "a", "end")
 ITEMS = [
