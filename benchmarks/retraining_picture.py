@@ -1,5 +1,5 @@
 """Draw the perplexity of every way to a sparse network from committed results: one-shot pruning and
-retraining, with its CPU seconds.
+retraining or mask learning, with its CPU seconds.
 
 python benchmarks/retraining_picture.py     # writes docs/pictures/retraining.svg
 """
@@ -33,9 +33,8 @@ def perplexities(ratio: str) -> dict[Place, float]:
     found = defaultdict(list)
     with (DOCS / "results" / "retraining.csv").open() as file:
         for run in csv.DictReader(file):
-            if run["sparsity"] in (ratio, "dense"):
-                start = run["init"] if run["recipe.masks"] == "null" else "masks"
-                place = run["recipe"], start, run["trainer.distill"]
+            if run["sparsity"] in (ratio, "dense") and run["recipe.masks"] == "null":
+                place = run["recipe"], run["init"], run["trainer.distill"]
                 found[place].append(float(run["test/perplexity"]))
     return {key: mean(values) for key, values in found.items()}
 
