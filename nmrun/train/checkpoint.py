@@ -76,6 +76,14 @@ def remove_unnamed(folder: Path) -> set[str]:
     return there & named
 
 
+def remove(folder: Path) -> None:
+    """Remove a run's checkpoints."""
+    for name in (CHECKPOINT, PREVIOUS):
+        (folder / name).unlink(missing_ok=True)
+    for name in SHARDS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
 def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
     """Load the run's newest checkpoint that is whole. It is ``checkpoint.pt`` from here on.
 

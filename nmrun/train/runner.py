@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 from omegaconf import OmegaConf
+from safetensors import SafetensorError
 
 from nmrun import ranks
 from nmrun.config.identity import finished, identity, result_in, title
@@ -145,7 +146,8 @@ class _Run:
                 return self._interrupted(signal.SIGTERM)
             line = (str(error).strip().splitlines() or [""])[0]
             told = line if isinstance(error, RunError) else f"{type(error).__name__}: {line}"
-            return {"status": "failed", "error": told}
+            of_machine = isinstance(error, (OSError, MemoryError, SafetensorError))
+            return {"status": "failed", "error": told, "of_machine": of_machine}
 
     def _interrupted(self, otherwise: signal.Signals) -> dict[str, Any]:
         return {"status": "interrupted", "signal": int(self.signals.caught or otherwise)}

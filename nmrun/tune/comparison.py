@@ -21,7 +21,7 @@ from nmrun.api.runs import jobs_of, raise_interrupt
 from nmrun.config import schema, zipped
 from nmrun.config.composing import Done, composed, composing
 from nmrun.config.identity import finished, identity, run_folder
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, RunError
 from nmrun.files import locks, whole
 from nmrun.report.numbers import printed
 from nmrun.settings.config import Config
@@ -191,6 +191,8 @@ def run(cell: Cell, trials: int, say: Say) -> bool:
     Raises:
         KeyboardInterrupt, SystemExit: after a signal, once the run's checkpoint is saved.
         ConfigError: where the runs have no metric of a validation split.
+        RunError: where a run fails for another reason than its settings, a full disk say. It counts
+            as no trial.
     """
     with locks.hold(cell.folder) as ours:
         if not ours:
@@ -199,7 +201,7 @@ def run(cell: Cell, trials: int, say: Say) -> bool:
         while (number := len(study.trials())) < trials:
             params = study.propose(trials)
             config = _composed(cell, params, SEED, cell.folder / "runs")
-            ended = _done(config, [*cell.words, *space.words(params)])
+            ended = _tried(config, [*cell.words, *space.words(params)])
             study.add(params, **ended, folder=str(run_folder(config)))
             best = next(iter(study.ranked(trials)), None)
             say(
@@ -208,7 +210,7 @@ def run(cell: Cell, trials: int, say: Say) -> bool:
             )
         for params, seed in study.to_repeat(trials):
             config = _composed(cell, params, seed, cell.folder / "runs")
-            ended = _done(config, [*cell.words, *space.words(params), f"seed={seed}"])
+            ended = _tried(config, [*cell.words, *space.words(params), f"seed={seed}"])
             study.repeated(params, seed, ended["value"], seconds=ended["seconds"])
             say(f"{cell.name}  again  {shown(params)}  {_number(ended)}  {ended['seconds']:.0f} s")
         for config in configs(cell, trials):
@@ -244,11 +246,24 @@ def _composed(cell: Cell, params: Mapping[str, Any], seed: int, place: Path | No
         )
 
 
+def _tried(config: Config, words: Sequence[str]) -> dict[str, Any]:
+    """Do a trial, of which nobody wants to go on: its checkpoint would be most of what it leaves."""
+    ended = _done(config, words)
+    from nmrun.train import checkpoint  # after the run, since it imports torch
+
+    checkpoint.remove(run_folder(config))
+    return ended
+
+
 def _done(config: Config, words: Sequence[str]) -> dict[str, Any]:
     """Do a run, whose own lines are in its ``run.log``: the metric, its value and the seconds."""
     with kept(), contextlib.redirect_stdout(io.StringIO()):
         outcome = jobs.one(config, command=shlex.join(["nmrun", *words]))
     raise_interrupt(outcome)
+    if outcome.get("of_machine"):
+        raise RunError(
+            f"{run_folder(config)}: {outcome['error']}; no trial is lost, and the same command goes on"
+        )
     if outcome["status"] not in ("finished", "skipped"):
         return {"metric": "", "value": None, "seconds": outcome.get("seconds") or 0.0}
     metric = f"eval/{outcome['metric']}"

@@ -15,10 +15,10 @@ from runs import TINY
 
 from nmrun.api.reports import table
 from nmrun.config import command_line
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, RunError
 from nmrun.files import locks
 from nmrun.report.collect import collect
-from nmrun.train import jobs
+from nmrun.train import jobs, last_files
 from nmrun.tune import comparison
 from nmrun.tune.cli import main
 
@@ -205,6 +205,30 @@ def test_a_recipe_of_which_all_trials_fail_is_named(capsys):
     failing = ["recipe=dense", "seed=0", "--over", "optimizer.lr=interval(1e30,2e30)"]
     assert tune(*failing) == 1
     assert "failed: dense" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_no_trial_that_failed(monkeypatch, dense):
+    three, asked = trials()["dense"], ["try", "--trials", "4", *SWEEP, "recipe=dense"]
+    with monkeypatch.context() as patch:
+
+        def full(path: Path, weights: dict) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(last_files, "save_weights", full)
+        with pytest.raises(RunError, match=r"No space left on device; no trial is lost"):
+            main(asked)
+    assert trials()["dense"] == three
+    assert main(asked) == 0
+    four = trials()["dense"]
+    assert [one["value"] is None for one in four] == [False] * 4
+
+
+def test_trials_leave_no_checkpoints(dense):
+    assert len([*PLACE.rglob("model.safetensors")]) > 3
+    assert not [*PLACE.rglob("checkpoint*")]
+    of_seeds = [path.parent for path in Path("outputs/digits").rglob("result.json")]
+    assert of_seeds
+    assert all((folder / "checkpoint.pt").exists() for folder in of_seeds)
 
 
 @pytest.mark.parametrize(
