@@ -1,4 +1,6 @@
-"""A small convolutional net for small images: 3x3 convolutions with ReLU, no normalisation."""
+"""A small convolutional net for small images: 3x3 convolutions with ReLU, with or without batch
+normalisation.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +21,45 @@ class SmallConv(nn.Module):
         shape: (C, H, W).
         classes: number of outputs.
         channels: of stem and inner convolutions.
+        batch_norm: whether batch normalisation follows each of them, before the ReLU.
     """
 
-    def __init__(self, shape: tuple[int, ...], classes: int, channels: Sequence[int]) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        classes: int,
+        channels: Sequence[int],
+        batch_norm: bool = False,
+    ) -> None:
         super().__init__()
         colours, height, width = shape
         self.stem = nn.Conv2d(colours, channels[0], 3, padding=1)
         self.inner = nn.ModuleList(
             nn.Conv2d(before, after, 3, padding=1) for before, after in pairwise(channels)
         )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(n) for n in (channels if batch_norm else ()))
         self.pooled = 0
         while self.pooled < len(self.inner) and min(height, width) > 2:
             height, width, self.pooled = height // 2, width // 2, self.pooled + 1
         self.head = nn.Linear(channels[-1] * height * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x).relu()
+        x = self._normed(0, self.stem(x)).relu()
         for index, conv in enumerate(self.inner):
-            x = conv(x).relu()
+            x = self._normed(index + 1, conv(x)).relu()
             if index < self.pooled:
                 x = nn.functional.max_pool2d(x, 2)
         return self.head(x.flatten(1))
 
+    def _normed(self, index: int, x: Tensor) -> Tensor:
+        return self.norms[index](x) if self.norms else x
+
 
 def build(
-    shape: tuple[int, ...], classes: int, channels: Sequence[int] = (32, 64, 64)
+    shape: tuple[int, ...],
+    classes: int,
+    channels: Sequence[int] = (32, 64, 64),
+    batch_norm: bool = False,
 ) -> SmallConv:
     """Build the convolutional net.
 
@@ -51,5 +67,6 @@ def build(
         shape: (channels, height, width) of the images.
         classes: the number of classes.
         channels: the channels of the stem and of the inner convolutions.
+        batch_norm: whether batch normalisation follows each of them.
     """
-    return SmallConv(shape, classes, channels)
+    return SmallConv(shape, classes, channels, batch_norm)

@@ -68,6 +68,7 @@ class SmallConv(Model):
     """The small convolutional network."""
 
     channels: Annotated[list[int], WIDTHS]
+    batch_norm: Annotated[bool, FLAG]
 
 
 @dataclass(frozen=True)
