@@ -29,6 +29,7 @@ IN_DATA = {"image_folder": CLASSES, "imagenet": CLASSES, "coco": INSTANCES}
 # the data.
 LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, int]]] = {
     "small_conv": lambda model: _layers(model["channels"]),
+    "small_conv_bn": lambda model: _layers(model["channels"]),
     "mlp": lambda model: _layers(model["hidden"]),
 }
 TRAINED = (

@@ -40,7 +40,6 @@ LATER: dict[str, dict[str, Any]] = {
     **{f"schedule={name}": {"cycles": 1} for name in ("constant", "cosine", "linear")},
     **{f"model={name}": {"activation": "gelu"} for name in ACTIVATED},
     **{f"model={name}": {"bias": True, "activation": "gelu"} for name in GPTS},
-    "model=small_conv": {"batch_norm": False},
     "recipe=maskllm": {"masks": None},
     "recipe=step": {"window": "full", "threshold": None, "second_moment": "frozen"},
     "recipe=sdgf_geometric": {"densify": False},

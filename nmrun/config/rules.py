@@ -17,6 +17,7 @@ Good = Callable[..., bool]  # whether nothing is wrong with these keys and their
 # (the runner asks the model itself).
 SPARSE_INPUTS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
     "small_conv": lambda model: model["channels"][:-1],
+    "small_conv_bn": lambda model: model["channels"][:-1],
     "mlp": lambda model: model["hidden"][:-1],
     "resnet18": lambda model: [64, 128, 256, 512],
 }

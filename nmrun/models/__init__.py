@@ -12,6 +12,7 @@ from nmrun.registry import find
 
 MODELS = {
     "small_conv": "nmrun.models.small_conv.build",
+    "small_conv_bn": "nmrun.models.small_conv.build_normed",
     "mlp": "nmrun.models.mlp.build",
     **dict.fromkeys(("resnet20", "resnet32"), "nmrun.models.resnet.build"),
     **dict.fromkeys(

@@ -59,7 +59,6 @@ def build(
     shape: tuple[int, ...],
     classes: int,
     channels: Sequence[int] = (32, 64, 64),
-    batch_norm: bool = False,
 ) -> SmallConv:
     """Build the convolutional net.
 
@@ -67,6 +66,16 @@ def build(
         shape: (channels, height, width) of the images.
         classes: the number of classes.
         channels: the channels of the stem and of the inner convolutions.
-        batch_norm: whether batch normalisation follows each of them.
     """
-    return SmallConv(shape, classes, channels, batch_norm)
+    return SmallConv(shape, classes, channels)
+
+
+def build_normed(
+    shape: tuple[int, ...], classes: int, channels: Sequence[int] = (32, 64, 64)
+) -> SmallConv:
+    """Build it with batch normalisation.
+
+    Args:
+        shape, classes, channels: as of :func:`build`.
+    """
+    return SmallConv(shape, classes, channels, batch_norm=True)

@@ -68,7 +68,6 @@ class SmallConv(Model):
     """The small convolutional network."""
 
     channels: Annotated[list[int], WIDTHS]
-    batch_norm: Annotated[bool, FLAG]
 
 
 @dataclass(frozen=True)
@@ -242,6 +241,7 @@ VISION = [
 GPTS = ["gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"]
 MODELS: dict[str, type[Model]] = {
     "small_conv": SmallConv,
+    "small_conv_bn": SmallConv,
     "mlp": MLP,
     **dict.fromkeys(("resnet20", "resnet32"), CifarResNet),
     **dict.fromkeys(VISION, Torchvision),

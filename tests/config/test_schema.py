@@ -95,7 +95,6 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
     },
     "optimizer=adamw": {"optimizer.decay": (["all", "matrices"], ["norms", True, 0.1])},
     "model=gpt_tiny,dataset=shakespeare": {"model.bias": ([True, False], NO_FLAG)},
-    "model=small_conv": {"model.batch_norm": ([True, False], NO_FLAG)},
     "model=mlp": {"model.hidden": ([[8, 8], [64, 16, 8]], [[8], [8, "8"], 8, None])},
     "optimizer=sgd,recipe=asp": {
         "optimizer.momentum": ([0.0, 0.9], NO_SHARE), "optimizer.nesterov": ([True, False], NO_FLAG), "recipe.prune_at": ([0, 0.5], NO_SHARE),

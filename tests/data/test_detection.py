@@ -301,12 +301,12 @@ def test_losses_and_detections_in_both_modes(tmp_path: Path) -> None:
 def test_it_begins_with_a_classifiers_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start, "unfinished", lambda folder: "")
+    monkeypatch.setattr(start, "without_weights", lambda place: "")
     torch.manual_seed(3)
     classifier, model = theirs.resnet18(num_classes=5), network()
     save_file(classifier.state_dict(), tmp_path / "model.safetensors")
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    asked = (tmp_path, "init=x", model.heads_of_tasks, model.part_of_tasks)
+    asked = (str(tmp_path), "init=x", model.heads_of_tasks, model.part_of_tasks)
     start.load(model, *asked)
     for name, tensor in model.state_dict().items():
         inside = name.removeprefix("backbone.body.")

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch.nn.functional import batch_norm, conv2d, linear, max_pool2d
 
-from nmrun.models.small_conv import build
+from nmrun.models.small_conv import build, build_normed
 
 
 @pytest.mark.parametrize("normed", [False, True])
 def test_its_output_is_that_of_its_layers(normed: bool) -> None:
     torch.manual_seed(0)
-    model = build((3, 8, 8), 5, [4, 6, 8], normed)
+    model = (build_normed if normed else build)((3, 8, 8), 5, [4, 6, 8])
     plain = build((3, 8, 8), 5, [4, 6, 8])
     if not normed:
         assert list(model.state_dict()) == list(plain.state_dict())

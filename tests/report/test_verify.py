@@ -18,7 +18,7 @@ def sealed(write):
 
     def call(*arguments: object, **other: object) -> Path:
         folder: Path = write(*arguments, **other)
-        for name in ("model.safetensors", "best.safetensors", "metrics.jsonl"):
+        for name in (*seal.WEIGHTS, "metrics.jsonl"):
             (folder / name).write_bytes(name.encode() * 3)
         result = json.loads((folder / "result.json").read_text())
         (folder / "result.json").write_text(json.dumps(seal.sealed(result, folder), indent=2))
