@@ -174,8 +174,9 @@ def without_weights(place: str) -> str:
         return why
     if path.exists():
         return ""
-    kept = {seal.DENSE: "trainer.evaluate=dense and both keep it, where weights are sparse"}
-    return f"the run has none: {kept.get(path.name, 'no epoch of it held the pattern')}"
+    if path.name == seal.DENSE:
+        return "the run has none: trainer.evaluate=dense and both keep it, where weights are sparse"
+    return "the run has none: no epoch of it held the pattern"
 
 
 def unfinished(folder: Path) -> str:

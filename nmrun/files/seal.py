@@ -53,8 +53,7 @@ def broken(folder: Path, result: Mapping[str, Any], contents: bool = False) -> d
         that is ``model.safetensors`` at most, if it is missing.
     """
     if not is_sealed(result):
-        there = (folder / "model.safetensors").exists()
-        return {} if there else {"model.safetensors": "it is missing"}
+        return {} if (folder / FINAL).exists() else {FINAL: "it is missing"}
     if result.get("sha256") != _own(result):
         return {RESULT: "it was changed: its SHA-256 is another"}
     wrong = {name: _wrong(folder / name, kept, contents) for name, kept in result["files"].items()}

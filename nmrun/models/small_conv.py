@@ -56,9 +56,7 @@ class SmallConv(nn.Module):
 
 
 def build(
-    shape: tuple[int, ...],
-    classes: int,
-    channels: Sequence[int] = (32, 64, 64),
+    shape: tuple[int, ...], classes: int, channels: Sequence[int] = (32, 64, 64)
 ) -> SmallConv:
     """Build the convolutional net.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from nmrun.config.identity import completed
+from nmrun.config.identity import completed, weights_in
 from nmrun.config.schema import flatten
 from nmrun.errors import ConfigError
 from nmrun.files import seal
@@ -115,11 +115,9 @@ def _other_run(folder: str | None, ratio: str) -> str | None:
     """What a run of this ratio took from another: its recipe, and its ratio where that is neither
     the same nor dense. Seed by seed the folder differs.
     """
-    path = Path(folder or "")
-    file = path.stem if path.name in (seal.BEST, seal.DENSE) else ""
-    place = (path.parent if path.suffix == ".safetensors" else path).parts[
-        -3:-1
-    ]  # <recipe>/<ratio>
+    path = weights_in(folder or "")  # <recipe>/<ratio>/<run>/<file>
+    file = "" if path.name == seal.FINAL else path.stem
+    place = path.parts[-4:-2]
     if len(place) < 2:
         return folder
     recipe, own = place[0], place[1].replace("of", ":")

@@ -80,8 +80,7 @@ def remove(folder: Path) -> None:
     """Remove a run's checkpoints."""
     for name in (CHECKPOINT, PREVIOUS):
         (folder / name).unlink(missing_ok=True)
-    for name in SHARDS:
-        shutil.rmtree(folder / name, ignore_errors=True)
+    remove_unnamed(folder)
 
 
 def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:

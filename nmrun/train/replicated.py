@@ -56,10 +56,11 @@ class Replicated:
         return dict(sorted(plain.items()))
 
     def dense_state_dict(self) -> dict[str, Tensor]:
-        """Copies of what the model has, with the dense weights in the place of the sparse ones."""
+        """Copies of what the model has, with the dense weights in the place of the sparse ones; on
+        the CPU."""
         with self.handle.dense_weights():
             saved = self.model.state_dict().items()
-            return {name: tensor.detach().clone() for name, tensor in sorted(saved)}
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in sorted(saved)}
 
     def load_final_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Evaluate with a :meth:`final_state_dict` from here on."""

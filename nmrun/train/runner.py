@@ -30,7 +30,7 @@ from nmrun.train.loop import Loop
 from nmrun.train.track import Tracker
 
 # what a run that starts over removes
-FILES = (checkpoint.CHECKPOINT, checkpoint.PREVIOUS, seal.RESULT, "run.log", *seal.FILES)
+FILES = (seal.RESULT, "run.log", *seal.FILES)
 
 
 def run(
@@ -253,7 +253,7 @@ class _Run:
         if anew:
             for name in FILES:
                 (folder / name).unlink(missing_ok=True)
-            checkpoint.remove_unnamed(folder)
+            checkpoint.remove(folder)
             shutil.rmtree(folder / "wandb", ignore_errors=True)
         (folder / seal.RESULT).unlink(missing_ok=True)
         said = f"# {self.command}\n" if self.command else ""

@@ -197,13 +197,6 @@ class Sharded(Replicated):
             final[name] = tensor.detach().to("cpu", copy=True)
         return final
 
-    def dense_state_dict(self) -> dict[str, Tensor]:
-        """Copies of what the model has, with the dense weights in the place of the sparse ones; on
-        the CPU."""
-        with self.handle.dense_weights():
-            saved = self.model.state_dict().items()
-            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in sorted(saved)}
-
 
 def _agree(buffers: Iterable[Tensor]) -> None:
     for buffer in buffers:
