@@ -76,6 +76,7 @@ def test_a_run_keeps_its_dense_weights_and_another_begins_with_them(tmp_path: Pa
     assert layers
     for name, weight in dense.items():
         if name in layers:
+            assert weight.count_nonzero() > 1.5 * final[name].count_nonzero(), name
             last = weight.movedim(layers[name], -1)  # N:M is what STE's forward pass makes of it
             weight = torch.where(mask_of(last), last, 0.0).movedim(-1, layers[name])
         assert torch.equal(final[name], weight), name
