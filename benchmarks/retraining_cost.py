@@ -25,8 +25,13 @@ from nmrun.train.distillation import divergence
 OUT = Path(__file__).parents[1] / "docs" / "results" / "retraining_cost.csv"
 RATIO, STEPS = "2:4", 98
 VOCABULARY, CONTEXT, BATCH, CALIBRATION = 65, 64, 16, 8  # 8 batches of 16: 128 texts
-OPTIONS = {"asp": {"prune_at": 0.0}, "proxsparse": {"dense": 0.0}, "maskllm": {"dense": 0.0}}
-RECIPES = ("dense", "asp", "sr_ste", "step", "s_ste", "slope", "ast", "cast", "proxsparse", "maskllm")  # fmt: skip
+OPTIONS = {
+    "asp": {"prune_at": 0.0},
+    "proxsparse": {"dense": 0.0},
+    "maskllm": {"dense": 0.0},
+    "sqft": {"rank": 128},
+}
+RECIPES = ("dense", "asp", "sr_ste", "step", "s_ste", "slope", "sqft", "ast", "cast", "proxsparse", "maskllm")  # fmt: skip
 
 
 def pruned(method: str, model: GPT) -> None:

@@ -19,7 +19,7 @@ from nmrun.report.style import COLOURS, GREY, looks
 
 DOCS = Path(__file__).parents[1] / "docs"
 RECIPES = (
-    "asp", "slope", "sr_ste", "ast", "cast", "step", "s_ste", "maskllm", "proxsparse", "dense"
+    "asp", "slope", "sqft", "sr_ste", "ast", "cast", "step", "s_ste", "maskllm", "proxsparse", "dense"
 )  # fmt: skip
 STARTS = {
     "dense": ("from the dense network", COLOURS[0], "o"),

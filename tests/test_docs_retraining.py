@@ -16,6 +16,7 @@ OWN = {
     "S-STE": ("s_ste", "", ""),
     "AST": ("ast", "recipe.decay", "0.0001"),
     "SR-STE": ("sr_ste", "recipe.decay", "0.0002"),
+    "SQFT": ("sqft", "recipe.rank", "32"),
     "MaskLLM": ("maskllm", "recipe.prior", "3.0"),
     "ProxSparse": ("proxsparse", "recipe.strength", "0.25"),
 }
