@@ -7,8 +7,6 @@ magnitudes: 0 exactly for groups with at most N non-zeros. The paper and its cod
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -37,41 +35,62 @@ def proximal(weight: Tensor, pattern: Pattern, dim: int, strength: float) -> Ten
         A new tensor of the same shape.
     """
     groups = by_group(weight, pattern, dim)
-    magnitudes, places = groups.abs().sort(-1, descending=True)
-    best = lowest = torch.empty(0)
-    for k in range(pattern.n, pattern.m + 1):
+    ordered, places = groups.abs().sort(-1, descending=True)
+    magnitudes = ordered.flatten(0, -2).T.contiguous()  # (M, groups): a product reads whole rows
+    best = magnitudes.clone()
+    best[pattern.n :] = 0
+    lowest = magnitudes[pattern.n :].square().sum(0) / 2
+    for k in range(pattern.n + 1, pattern.m + 1):
         found = _descend(magnitudes, k, pattern.n, strength)
-        value = (found - magnitudes).square().sum(-1) / 2
-        value += strength * _products(found, range(pattern.m), pattern.n + 1)
-        better = value < lowest if k > pattern.n else torch.ones_like(value, dtype=torch.bool)
-        best = torch.where(better[..., None], found, best if k > pattern.n else found)
-        lowest = torch.where(better, value, lowest if k > pattern.n else value)
-    moved = torch.zeros_like(magnitudes).scatter_(-1, places, best) * groups.sign()
-    return from_groups(moved, weight.shape, dim)
+        value = (found - magnitudes).square().sum(0) / 2 + strength * _products(
+            found, pattern.n + 1
+        )
+        better = value < lowest
+        best, lowest = torch.where(better, found, best), torch.where(better, value, lowest)
+    moved = torch.zeros_like(ordered).scatter_(-1, places, best.T.view(places.shape))
+    return from_groups(moved * groups.sign(), weight.shape, dim)
 
 
 def _descend(magnitudes: Tensor, k: int, n: int, strength: float) -> Tensor:
-    """The k largest magnitudes, each moved to its minimiser given the others, in turn, until none
-    moves; the others 0."""
+    """The k largest magnitudes (M, groups), each moved to its minimiser given the others, in turn,
+    until none of its group moves; the others 0."""
     found = torch.zeros_like(magnitudes)
-    if k == n:
-        found[..., :k] = magnitudes[..., :k]
-        return found
+    left = torch.arange(magnitudes.shape[1], device=magnitudes.device)  # groups that still move
+    wanted, now = magnitudes[:k], found[:k]
     for _ in range(SWEEPS):
-        before = found.clone()
+        before, now = now, now.clone()
+        # the products of the members in front of i, as they were, and of those behind, as they are
+        front = [_none(now, n)]
+        for i in range(k - 1):
+            front.append(_with(front[-1], before[i]))
+        behind = _none(now, n)
         for i in reversed(range(k)):
-            others = _products(found, [j for j in range(k) if j != i], n)
-            found[..., i] = (magnitudes[..., i] - strength * others).clamp_min(0)
-        if torch.allclose(found, before, rtol=1e-6, atol=0.0):
+            others = (front[i] * behind.flip(0)).sum(0)
+            now[i] = (wanted[i] - strength * others).clamp_min(0)
+            behind = _with(behind, now[i])
+        moves = ((now - before).abs() > 1e-6 * before).any(0)
+        found[:k, left] = now
+        left, wanted, now = left[moves], wanted[:, moves], now[:, moves]
+        if not len(left):
             break
     return found
 
 
-def _products(magnitudes: Tensor, members: range | list[int], count: int) -> Tensor:
-    """The sum over all choices of ``count`` members of their product."""
-    return torch.stack(
-        [
-            magnitudes[..., list(chosen)].prod(-1)
-            for chosen in itertools.combinations(members, count)
-        ]
-    ).sum(0)
+def _products(members: Tensor, count: int) -> Tensor:
+    """The sum over all choices of ``count`` of the members (rows) of their product."""
+    products = _none(members, count)
+    for member in members:
+        products = _with(products, member)
+    return products[count]
+
+
+def _none(like: Tensor, most: int) -> Tensor:
+    """Products of 0, 1, ... ``most`` members where there are no members: 1, 0, ... 0."""
+    products = like.new_zeros(most + 1, like.shape[1])
+    products[0] = 1
+    return products
+
+
+def _with(products: Tensor, member: Tensor) -> Tensor:
+    """The sums of products of 0, 1, ... members with one member more."""
+    return torch.cat([products[:1], products[1:] + products[:-1] * member])

@@ -38,7 +38,7 @@ def test_no_point_of_a_grid_is_lower(n: int, m: int, strength: float) -> None:
         assert value <= on_a_grid(row, n, strength, 20) + 1e-12
 
 
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (2, 6)])
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (2, 6), (4, 8)])
 @pytest.mark.parametrize("strength", [0.1, 0.7])
 def test_no_descent_from_anywhere_ends_lower(n: int, m: int, strength: float) -> None:
     """Gradient descent from 20 random points, within the orthant of z, where the minimum lies."""
@@ -78,3 +78,12 @@ def test_along_any_dimension(dim: int) -> None:
     rows = w.movedim(dim, -1).reshape(-1, 4)
     wanted = proximal(rows, Pattern(2, 4), 1, 0.3)
     torch.testing.assert_close(found.movedim(dim, -1).reshape(-1, 4), wanted)
+
+
+def test_a_group_does_not_depend_on_the_others() -> None:
+    """Groups end at different sweeps; each ends where it would alone, to the bit."""
+    torch.manual_seed(4)
+    w = torch.randn(64, 8) * torch.logspace(-2, 1, 64)[:, None]
+    found = proximal(w, Pattern(2, 8), 1, 1.0)
+    for row, one in zip(w, found, strict=True):
+        assert torch.equal(proximal(row[None], Pattern(2, 8), 1, 1.0)[0], one)
