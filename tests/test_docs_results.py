@@ -10,7 +10,7 @@ import pytest
 from verbs import verb
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("language", "images", "finetuning", "switch", "retraining", "digits")
+PAGES = ("language", "images", "translation", "finetuning", "switch", "retraining", "digits")
 
 
 @pytest.mark.parametrize("page", PAGES)
