@@ -69,12 +69,16 @@ def main(argv: Sequence[str]) -> int:
     print(
         f"{len(cells)} cells, {options.trials} trials and {seeds} seeds each; {folder}", flush=True
     )
-    elsewhere = [cell.name for cell in cells if not comparison.run(cell, options.trials, _say)]
+    elsewhere, before = cells, None
+    while elsewhere and elsewhere != before:  # those that others have left by now, again
+        before = elsewhere
+        elsewhere = [cell for cell in before if not comparison.run(cell, options.trials, _say)]
     result = outcome.of(cells, options.trials)
     with files_of_the_command():
         outcome.write(folder, result)
     if elsewhere:
-        print(f"at work in other processes: {', '.join(elsewhere)}; the same command goes on")
+        names = ", ".join(cell.name for cell in elsewhere)
+        print(f"at work in other processes: {names}; the same command goes on")
         return 0
     sys.stdout.write(outcome.text(result))
     command = shlex.join(["nmrun", "table", str(folder / outcome.RUNS)])

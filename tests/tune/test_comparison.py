@@ -175,6 +175,27 @@ def test_a_cell_that_another_process_has_is_left_to_it(capsys):
     assert trials().keys() == {cells[0].folder.name, cells[2].folder.name}
 
 
+def test_a_cell_that_another_process_leaves_is_taken_in_the_end(capsys, monkeypatch):
+    asked = command_line.options(SWEEP)
+    asked.multirun = True
+    cells = comparison.cells(PLACE.absolute(), jobs.checked(asked)[0], {})
+    cells[1].folder.mkdir(parents=True)
+    with contextlib.ExitStack() as other:
+        other.enter_context(locks.hold(cells[1].folder))
+        run = comparison.run
+
+        def leaving(cell, *rest):
+            done = run(cell, *rest)
+            if cell.name == cells[2].name:
+                other.close()
+            return done
+
+        monkeypatch.setattr(comparison, "run", leaving)
+        assert tune() == 0
+    assert "at work in other processes" not in capsys.readouterr().out
+    assert trials().keys() == {cell.folder.name for cell in cells}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
