@@ -162,7 +162,9 @@ class LanguageModelling(Categorical):
         return logits
 
     def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
-        return self._cross_entropy(logits, batch[1], label_smoothing=self.label_smoothing)
+        # FLOPs are counted on the meta device, which has no compiler
+        compute = cross_entropy if logits.is_meta else self._cross_entropy
+        return compute(logits, batch[1], label_smoothing=self.label_smoothing)
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:

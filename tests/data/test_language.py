@@ -26,7 +26,7 @@ from nmrun.data import corpus, local, stdlib_text, token_bin
 from nmrun.errors import ConfigError, RunError
 from nmrun.settings.long_texts import StdlibText
 from nmrun.tasks.language import LanguageModelling
-from nmrun.train import runner
+from nmrun.train import flops, runner
 from nmrun.train.flops import peak_flops
 from nmrun.train.loop import Loop
 
@@ -667,3 +667,11 @@ def test_tiny_shakespeare(tmp_path):
     task = build(tmp_path, "dataset=shakespeare")
     assert sum(len(task.splits[name]) for name in ("train", "val", "test")) == 1_115_394
     assert task.vocabulary == 65
+
+
+def test_flops_are_counted_without_the_compiler(monkeypatch: pytest.MonkeyPatch):
+    """On the meta device, where nothing can be compiled; large networks are counted there."""
+    monkeypatch.setattr(flops, "COMPUTED", 0)
+    model = nn.Sequential(nn.Embedding(1160, 8), nn.Linear(8, 1160))
+    counts = [flops.count(model, numbered(compiled=compiled)) for compiled in (False, True)]
+    assert counts[0].dense == counts[1].dense == 2 * 8 * 1160 * 3
