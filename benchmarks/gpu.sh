@@ -23,11 +23,11 @@ bench() { part "$1" "$2" "$PYTHON" -m nmrun bench "$1" --device cuda --out "$OUT
 
 part doctor 60 "$PYTHON" -m nmrun doctor
 part tests 200 "$PYTHON" -m pytest -m gpu tests/bench/test_gpu.py tests/kernels/test_triton.py
-bench gemm 150
+bench gemm 100 --tokens 2048 8192 32768
 bench gemm 40 --fp8 --shapes 1024x4096 4096x16384 --tokens 8192 --rounds 10
 bench masks 60 --arms nmrun reference topk nm_mask
 bench update 60 --weights 85
 bench layer 120 --shapes 768x3072 3072x768 1600x6400 6400x1600 4096x16384
 bench infer 60 --models gpt2 --batches 1 8
-bench train 300 --models gpt2 resnet18 --rounds 5
+bench train 300 --models gpt2 gpt_4096 --rounds 8
 exit $status

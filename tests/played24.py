@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nmrun.kernels import cusparselt
 from nmrun.products import acceleration, backends24, choice24, probe24, times
 
 
@@ -44,21 +45,22 @@ def cslt_compress(weight: Tensor) -> Tensor:
     return torch.cat([part.float() for part in two_values(weight.float())], 2).to(weight.dtype)
 
 
-def cslt_sparse_mm(packed: Tensor, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """In the place of ``torch._cslt_sparse_mm``, which takes two of a dtype, in FP8 with the dense
-    one transposed and a dtype for the result.
+def cusparselt_multiply(
+    packed: Tensor,
+    x: Tensor,
+    bias: Tensor | None = None,
+    out: torch.dtype | None = None,
+    algorithm: int = 0,
+) -> Tensor:
+    """In the place of ``cusparselt.multiply``, which takes two of a dtype, a multiple of 8 tokens or
+    of 16, and of biases those of the result's dtype.
     """
     assert packed.dtype == x.dtype
-    eight_bits = packed.dtype.itemsize == 1
-    assert not eight_bits or (x.stride(0) == 1 and packed.dtype == torch.float8_e4m3fn)
-    assert (out_dtype is not None) is eight_bits
-    assert x.shape[1] % (32 // packed.dtype.itemsize // 2) == 0
+    assert len(x) % (32 // packed.dtype.itemsize // 2) == 0
+    assert bias is None or bias.dtype == (out or x.dtype)
     values, where = packed.float().chunk(2, 2)
-    return (
-        multiply(x.float().t(), [values, where.long()], None)
-        .t()
-        .contiguous()
-        .to(out_dtype or x.dtype)
+    return multiply(x.float(), [values, where.long()], None if bias is None else bias.float()).to(
+        out or x.dtype
     )
 
 
@@ -71,7 +73,7 @@ class Machine:
     def milliseconds(self, call: Any, repeats: int = 20) -> float:
         self.timed += 1
         used = set(call.__code__.co_names)
-        if "pack" in used:
+        if {"pack", "write"} & used:
             return self.pack
         return self.fast if {"multiply", "once"} & used else self.dense
 
@@ -83,7 +85,8 @@ def play(setattr: Callable[[Any, str, Any], None], cache: Path) -> Machine:
         backends24, "PATHS", {"compressed": COMPRESSED, "cusparselt_fp8": backends24.CUSPARSELT_FP8}
     )
     setattr(torch, "_cslt_compress", cslt_compress)
-    setattr(torch, "_cslt_sparse_mm", cslt_sparse_mm)
+    setattr(cusparselt, "multiply", cusparselt_multiply)
+    setattr(cusparselt, "algorithms", lambda packed, x, out=None: 1)
     setattr(backends24, "milliseconds", made.milliseconds)
     setattr(probe24, "_machine", lambda device: "Test GPU")
     setattr(times, "cache_folder", lambda: cache)

@@ -38,6 +38,17 @@ NETWORKS: dict[str, tuple[str, ...]] = {
     "gpt2": (*GPT, "model=gpt2", "trainer.batch_size=16"),
     "gpt2_medium": (*GPT, "model=gpt2_medium", "trainer.batch_size=16"),
     "gpt2_large": (*GPT, "model=gpt2_large", "trainer.batch_size=16"),
+    # two blocks as wide as those of language models of 7 thousand million parameters
+    "gpt_4096": (
+        *GPT,
+        "dataset.vocabulary=8192",
+        "dataset.context=2048",
+        "model=gpt2",
+        "model.layers=2",
+        "model.width=4096",
+        "model.heads=32",
+        "trainer.batch_size=4",
+    ),
     "vit_small_32": (
         *IMAGES,
         "+dataset.side=32",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from nmrun.products.cusparselt import loaded_cusparselt
+from nmrun.kernels.cusparselt_library import loaded_cusparselt
 from nmrun.verbs import Parser
 
 # inputs and outputs of the layers in the speed table
@@ -109,27 +109,12 @@ def driver() -> str:
 
 
 def cusparselt() -> str:
-    """The version of the cuSPARSELt that this process has loaded, and what to do where it is one to
-    avoid.
-
-    0.8.0, which torch 2.11 asks for, is slower than it should be on Hopper; NVIDIA's release notes
-    of 0.8.1 name the fix.
-    """
-    import torch
-
+    """The version of the cuSPARSELt that this process has loaded."""
     found = loaded_cusparselt()
     if found is None:
         return "not loaded (this torch has none): no 2:4 products by it"
     version, path = found
-    told = f"{'.'.join(map(str, version))} ({path})"
-    hopper = any(
-        torch.cuda.get_device_capability(i)[0] == 9 for i in range(torch.cuda.device_count())
-    )
-    if version == (0, 8, 0):
-        wheel = f"nvidia-cusparselt-cu{(torch.version.cuda or '13').partition('.')[0]}"
-        cure = f"pip install --no-deps {wheel}==0.8.1 (torch pins 0.8.0; with uv: override-dependencies)"
-        told += f"; slow on Hopper{', which this machine has' if hopper else ''}: {cure}"
-    return told
+    return f"{'.'.join(map(str, version))} ({path})"
 
 
 def accelerated() -> Iterator[tuple[str, str]]:
@@ -138,7 +123,7 @@ def accelerated() -> Iterator[tuple[str, str]]:
     """
     import torch
 
-    from nmrun.products import backends24
+    from nmrun.products import backends24, simulated
 
     if not torch.cuda.is_available():
         yield (
@@ -161,9 +146,9 @@ def accelerated() -> Iterator[tuple[str, str]]:
         dense = backends24.milliseconds(partial(torch.nn.functional.linear, x, weight))
         cells = [f"dense {dense:.3f} ms"]
         for name, path in right.items():
-            product = path(weight)
-            taken = backends24.milliseconds(partial(product, x))
-            cells.append(f"{name} {taken:.3f} ms ({dense / taken:.2f}x)")
+            expected = simulated.linear(x.float(), weight.float(), fp8=path.fp8)
+            named, taken = backends24.fastest(name, x, path.pack(weight, weight)[0], None, expected)
+            cells.append(f"{named} {taken:.3f} ms ({dense / taken:.2f}x)")
         yield "2:4 speed", f"{inputs} to {outputs}, {TOKENS} tokens, bfloat16: {', '.join(cells)}"
 
 

@@ -5,15 +5,15 @@ tokens.
 each shape both ways, as the two layers of a feed-forward block. With ``--fp8`` both are rounded to
 e4m3fn with one scale, x in every call, and the dense product is torch's of FP8. All numbers are
 drawn from N(0, 1), since what is multiplied decides on a GPU's power and so on its clock. Each path
-is tested first (see ``nmrun.products.backends24``): one that is wrong is shown as wrong and not
-timed. On a CPU, see ``nmrun.bench.gemm_cpu``.
+is tested first (see ``nmrun.products.backends24``), with the fastest right algorithm of its library:
+one that is wrong is shown as wrong and not timed. On a CPU, see ``nmrun.bench.gemm_cpu``.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,17 +22,11 @@ from torch.nn import functional
 
 from nmrun.bench import gemm_cpu, output, picture
 from nmrun.bench.options import CPU_RATIOS, GEMM_SHAPES, GEMM_TOKENS, shape
-from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
+from nmrun.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
 from nmrun.errors import ConfigError
 from nmrun.products import acceleration, backends24, simulated
 
 DTYPE = torch.bfloat16
-
-
-def product(path: backends24.Path, weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
-    """``x W^T`` by a path; the weight is packed in the first call."""
-    packed = cache(lambda: path.pack(weight, weight)[0])
-    return lambda: path.multiply(x, packed(), None)
 
 
 def dense_fp8(weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
@@ -91,14 +85,19 @@ def measure(
         calls: dict[str, Callable[[], Tensor]] = {
             "dense": dense_fp8(dense, x) if fp8 else partial(functional.linear, x, dense)
         }
-        rows: list[Row] = []
+        rows, algorithms = list[Row](), dict[str, str]()
         expected = simulated.linear(x.float(), weight.float(), fp8=fp8)
         for name, path in paths.items():
-            call = product(path, weight, x)
-            if why := fault(call, expected):
-                rows.append({**about, "path": name, "wrong": why})
+            try:
+                parts, _ = path.pack(weight, None)
+                algorithms[name], _ = backends24.fastest(name, x, parts, None, expected)
+            except (RuntimeError, NotImplementedError, ValueError, AttributeError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                rows.append({**about, "path": name, "wrong": backends24.first_line(error)})
             else:
-                calls[name] = call
+                multiply = backends24.named(algorithms[name]).multiply
+                calls[name] = partial(multiply, x, parts, None)
         del expected
         times = rounds(calls, count, clock)
     except torch.OutOfMemoryError:
@@ -106,7 +105,9 @@ def measure(
     flops = 2 * tokens * inputs * outputs
     for name, taken in times.items():
         figures = speedup(taken, times["dense"])
-        rows.append({**about, "path": name, **figures, "tflops": flops / figures["ms"] / 1e9})
+        rate = {"tflops": flops / figures["ms"] / 1e9}
+        chosen = {"algorithm": algorithms[name]} if name in algorithms else {}
+        rows.append({**about, "path": name, **figures, **rate, **chosen})
     order = ["dense", *paths]
     return sorted(rows, key=lambda row: order.index(row["path"]))
 

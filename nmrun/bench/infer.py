@@ -23,7 +23,7 @@ from nmrun import models
 from nmrun.bench import gemm, output
 from nmrun.bench.configs import composed
 from nmrun.bench.networks import each, random_text
-from nmrun.bench.timing import NO_MEMORY, Clock, Row, fault, rounds, speedup
+from nmrun.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
 from nmrun.patterns import Pattern
 from nmrun.products import backends24
 from nmrun.products.packed_linear import Linear24
@@ -58,6 +58,27 @@ def compressed(model: nn.Module, names: Sequence[str], path: str) -> tuple[nn.Mo
     return twin, done
 
 
+@torch.no_grad()
+def choose(model: nn.Module, dense: nn.Module, x: Tensor) -> None:
+    """Let each packed layer take the library's fastest algorithm for what it is given.
+
+    Args:
+        model: with packed layers.
+        dense: what it was packed from.
+        x: an input.
+    """
+    layers = {m: name for name, m in model.named_modules() if isinstance(m, Linear24)}
+
+    def look(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        weight = hard_threshold(dense.get_parameter(f"{layers[layer]}.weight"), PATTERN)  # type: ignore[index]
+        layer.choose(inputs[0], weight)  # type: ignore[operator]
+
+    hooks = [layer.register_forward_pre_hook(look) for layer in layers]
+    model(x)
+    for hook in hooks:
+        hook.remove()
+
+
 def right_paths(device: torch.device) -> tuple[list[str], list[Row]]:
     """The paths that compute the right thing here, and rows that say what is wrong with the others."""
     x, weight = (
@@ -67,7 +88,11 @@ def right_paths(device: torch.device) -> tuple[list[str], list[Row]]:
     expected, right, rows = x.float() @ weight.float().t(), list[str](), list[Row]()
     for name, path in backends24.candidates(fp8=False).items():
         why = "" if name != "one_pass" else "it prunes both ways, which weights of a run are not"
-        why = why or fault(lambda path=path: path(weight)(x), expected)  # type: ignore[misc]
+        try:
+            if not why:
+                backends24.fastest(name, x, path.pack(weight, None)[0], None, expected)
+        except (RuntimeError, NotImplementedError, ValueError, AttributeError) as error:
+            why = backends24.first_line(error)
         right, rows = (
             (right, [*rows, {"arm": name, "wrong": why}]) if why else ([*right, name], rows)
         )
@@ -133,6 +158,8 @@ def measure(
     for batch in batches:
         try:
             x = example(inputs, batch, device)
+            for network, _ in networks.values():
+                choose(network, dense, x)
             with torch.inference_mode():
                 arms: dict[str, Callable[[], object]] = {
                     arm: partial(network, x) for arm, network in forward.items()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nmrun.products.cusparselt import loaded_cusparselt
+from nmrun.kernels.cusparselt_library import loaded_cusparselt
 
 # of nvidia-smi's query
 ON_GPU = {

@@ -76,7 +76,15 @@ def packed(own: layer.Layer, path: str, times: dict[str, Times], shape: Shape) -
         (name for name, t in times.items() if not t.wrong),
         key=lambda name: times[name].weight_gradient,
     )
+    forward, input_gradient, _ = _algorithms(path, times)
     return Packed(
-        *(path, matrix, other, shape.dtype, shape.both),
-        None if weight_path == "dense" else weight_path,
+        *(forward, matrix, other, shape.dtype, shape.both),
+        None if weight_path == "dense" else _algorithms(weight_path, times)[2],
+        input_gradient,
     )
+
+
+def _algorithms(path: str, times: dict[str, Times]) -> tuple[str, str, str]:
+    """The names of a path for the three products."""
+    forward, input_gradient, weight_gradient = times[path].algorithms or (path,) * 3
+    return forward, input_gradient, weight_gradient

@@ -166,6 +166,9 @@ def _try(site: Site) -> tuple[str, Pattern | None]:
     for name, make in ways.items():
         try:
             layer = make(site.weight.contiguous(), site.bias)
+            if isinstance(layer, Linear24):
+                (common, _), *_ = site.shapes.most_common(1)
+                layer.choose(_input(site, common), site.weight)
             said = next(filter(None, (_fault(site, layer, shape) for shape in site.shapes)), "")
         except (RuntimeError, NotImplementedError, ValueError, MemoryError) as error:
             said = backends24.first_line(error)

@@ -22,11 +22,8 @@ from torch import Tensor, nn
 
 from nmrun.patterns import Pattern
 from nmrun.products import backends24
+from nmrun.products.by_cusparselt import ROUND_UP, padded
 from nmrun.products.simulated import backward_product, estimate
-
-
-def path_named(name: str) -> backends24.Path:
-    return backends24.MASKED if name == "masked" else backends24.PATHS[name]
 
 
 class Packed(nn.Module):
@@ -36,7 +33,8 @@ class Packed(nn.Module):
     ``weight``: (rows, columns), 2:4 along its columns, in float32 or already in ``dtype``.
     ``other``: the weight of the input gradient where that is not ``weight``. ``both``: V is 2:4
     along its rows, so the input gradient is sparse as well. ``weight_path`` is the path for the
-    weight gradient with MVUE, or None.
+    weight gradient with MVUE, or None, and ``input_path`` that of the input gradient where it is
+    another algorithm.
     """
 
     def __init__(
@@ -47,9 +45,11 @@ class Packed(nn.Module):
         dtype: torch.dtype,
         both: bool,
         weight_path: str | None = None,
+        input_path: str | None = None,
     ) -> None:
         super().__init__()
         self.path, self.dtype, self.both, self.weight_path = path, dtype, both, weight_path
+        self.input_path = input_path
         parts, parts_t, dense = self._pack(weight, other)
         self.counts = (len(parts), len(parts_t))
         for i, part in enumerate([*parts, *parts_t, *dense]):
@@ -60,21 +60,31 @@ class Packed(nn.Module):
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         low = self._cast(weight)
         low_other = low if other is None else self._cast(other)
-        parts, parts_t = path_named(self.path).pack(low, low_other if self.both else None)
+        parts, parts_t = backends24.named(self.path).pack(low, low_other if self.both else None)
         return parts, parts_t, [] if self.both else [low_other]
 
-    def _cast(self, weight: Tensor) -> Tensor:
+    def _cast(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
         low = torch.empty(weight.shape, dtype=self.dtype, device=weight.device)
         # a mask times a negative weight is -0.0, which compressors may take for a number
-        return torch.add(weight.detach(), 0.0, out=low)
+        return torch.add(weight.detach(), 0.0, out=low if out is None else out)
 
     @torch.no_grad()
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
         """Pack these values in place of the old ones; the weight gradient is whole, also where a
         ``masked`` one would do."""
-        parts, parts_t, dense = self._pack(weight, other)
-        for buffer, part in zip(self.buffers(), [*parts, *parts_t, *dense], strict=True):
-            buffer.copy_(part)
+        buffers, (forward, both) = list(self.buffers()), self.counts
+        rewrite = backends24.named(self.path).rewrite
+        if rewrite is None:
+            parts, parts_t, dense = self._pack(weight, other)
+            for buffer, part in zip(buffers, [*parts, *parts_t, *dense], strict=True):
+                buffer.copy_(part)
+            return
+        rewrite(buffers[:forward], weight)
+        backward = weight if other is None else other
+        if both:
+            rewrite(buffers[forward:], backward.t())
+        else:
+            self._cast(backward, buffers[forward])
 
     def forward(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mvue: Pattern | None = None
@@ -85,7 +95,7 @@ class Packed(nn.Module):
         x, bias = x.to(self.dtype), None if bias is None else bias.to(self.dtype)
         z = linear24(
             *(x.reshape(-1, x.shape[-1]), weight, bias, parts[:forward], parts[forward : forward + both], parts[forward + both :]),
-            *(self.path, self.weight_path, None if mvue is None else str(mvue)),
+            *(self.path, self.weight_path, None if mvue is None else str(mvue), self.input_path),
         )  # fmt: skip
         return z.view(*x.shape[:-1], z.shape[-1])
 
@@ -93,9 +103,9 @@ class Packed(nn.Module):
 @torch.library.custom_op("nmrun::linear24", mutates_args=())
 def linear24(
     x: Tensor, weight: Tensor, bias: Tensor | None, parts: list[Tensor], parts_t: list[Tensor], dense: list[Tensor],
-    path: str, weight_path: str | None, mvue: str | None,
+    path: str, weight_path: str | None, mvue: str | None, input_path: str | None,
 ) -> Tensor:  # fmt: skip
-    return path_named(path).multiply(x, parts, bias)
+    return backends24.named(path).multiply(x, parts, bias)
 
 
 @torch.library.custom_op("nmrun::multiply24", mutates_args=())
@@ -103,19 +113,19 @@ def multiply24(
     x: Tensor, parts: list[Tensor], rows: int, path: str, bias: Tensor | None = None
 ) -> Tensor:
     """x S^T + bias, (tokens, rows), with S as it was packed."""
-    return path_named(path).multiply(x, parts, bias)
+    return backends24.named(path).multiply(x, parts, bias)
 
 
 @torch.library.custom_op("nmrun::pack_multiply24", mutates_args=())
 def once(x: Tensor, sparse: Tensor, path: str) -> Tensor:
     """x S^T with S (rows, columns) 2:4 along its columns, packed for this one product."""
-    x, sparse = (backends24.padded(t, 2 * backends24.ROUND_UP, 1) for t in (x, sparse))
-    parts, _ = path_named(path).pack(sparse.contiguous(), None)
-    return path_named(path).multiply(x, parts, None)
+    x, sparse = (padded(t, 2 * ROUND_UP, 1) for t in (x, sparse))
+    parts, _ = backends24.named(path).pack(sparse, None)
+    return backends24.named(path).multiply(x, parts, None)
 
 
 @linear24.register_fake
-def _(x, weight, bias, parts, parts_t, dense, path, weight_path, mvue):  # type: ignore[no-untyped-def]
+def _(x, weight, bias, parts, parts_t, dense, path, weight_path, mvue, input_path):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
@@ -130,7 +140,7 @@ def _(x, sparse, path):  # type: ignore[no-untyped-def]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, parts, parts_t, dense, ctx.path, ctx.weight_path, mvue = inputs
+    x, weight, bias, parts, parts_t, dense, ctx.path, ctx.weight_path, mvue, ctx.input_path = inputs
     ctx.save_for_backward(x, *parts_t, *dense)
     ctx.sparse_input, ctx.rows, ctx.dtypes = (
         bool(parts_t),
@@ -146,10 +156,10 @@ def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
     dx = dw = db = None
     weight_dtype, bias_dtype = ctx.dtypes
     dz = dz.contiguous()  # a gradient may come expanded
-    fp8 = path_named(ctx.path).fp8
+    fp8 = backends24.named(ctx.path).fp8
     if ctx.needs_input_grad[0]:
         dx = (
-            multiply24(dz, stored, ctx.rows, ctx.path)
+            multiply24(dz, stored, ctx.rows, ctx.input_path or ctx.path)
             if ctx.sparse_input
             else backward_product(dz, stored[0], fp8)
         )
@@ -163,7 +173,7 @@ def _backward(ctx: Any, dz: Tensor) -> tuple[Any, ...]:
         else:
             dw = backward_product(dz.t(), x, fp8)
         dw = dw.to(weight_dtype)
-    return dx, dw, db, *ctx.nothing, None, None, None
+    return dx, dw, db, *ctx.nothing, None, None, None, None
 
 
 linear24.register_autograd(_backward, setup_context=_save)

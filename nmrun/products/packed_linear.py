@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from nmrun.kernels import cpu_products, cpu_tiles
 from nmrun.kernels.cpu_tiles import TiledMatrix
-from nmrun.products.linear24 import multiply24, path_named
+from nmrun.products.backends24 import fastest, named
+from nmrun.products.linear24 import multiply24
 from nmrun.products.simulated import compute_dtype
 
 
@@ -94,22 +95,41 @@ class PackedLinear(nn.Module):
 class Linear24(nn.Module):
     """The same on CUDA, with a weight that fits into 2:4, by a path of ``backends24.PATHS``."""
 
+    bias: Tensor | None
+
     def __init__(self, weight: Tensor, bias: Tensor | None, path: str) -> None:
         super().__init__()
         self.path = path
         self.out_features, self.in_features = weight.shape
         # a mask times a negative weight is -0.0, which compressors may take for a number
-        parts, _ = path_named(path).pack((weight.detach() + 0.0).contiguous(), None)
+        parts, _ = named(path).pack((weight.detach() + 0.0).contiguous(), None)
         self.parts = len(parts)
         for i, part in enumerate(parts):
             self.register_buffer(f"part{i}", part)
         self.register_buffer("bias", None if bias is None else bias.detach())
 
+    def choose(self, x: Tensor, weight: Tensor) -> None:
+        """Take the library's fastest right algorithm for inputs of this size.
+
+        Args:
+            x: (..., in_features), in the dtype of the products.
+            weight: what was packed.
+
+        Raises:
+            ValueError: where none is right.
+        """
+        flat, kind = x.reshape(-1, x.shape[-1]), self.path.partition(":")[0]
+        bias = None if self.bias is None else self.bias.float()
+        expected = F.linear(flat.float(), weight.float(), bias)
+        self.path, _ = fastest(kind, flat, self._parts(), self.bias, expected)
+
+    def _parts(self) -> list[Tensor]:
+        return [getattr(self, f"part{i}") for i in range(self.parts)]
+
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(compute_dtype(x))
-        parts = [getattr(self, f"part{i}") for i in range(self.parts)]
         flat = x.reshape(-1, x.shape[-1])
-        z = multiply24(flat, parts, self.out_features, self.path, self.bias)
+        z = multiply24(flat, self._parts(), self.out_features, self.path, self.bias)
         return z.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

@@ -8,7 +8,6 @@ and the version of this file, in ``probe24.json`` beside the compiled kernels.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,27 +88,38 @@ def _times(
 ) -> Times:  # fmt: skip
     other = weight if shape.both else None
     parts, parts_t = path.pack(weight, other)
-    forward = _tested(
-        lambda: path.multiply(x, parts, bias),
-        _forward(x.float(), weight.float(), bias.float(), shape),
+    expected = _forward(x.float(), weight.float(), bias.float(), shape)
+    named, forward = backends24.fastest(name, x, parts, bias, expected)
+    algorithms, input_gradient, weight_gradient = (
+        [named] * 3,
+        dense.input_gradient,
+        dense.weight_gradient,
     )
-    input_gradient, weight_gradient = dense.input_gradient, dense.weight_gradient
     if shape.both:
         expected = simulated.backward_product(dz.float(), weight.float(), shape.fp8)
-        input_gradient = _tested(lambda: path.multiply(dz, parts_t, None), expected)
+        algorithms[1], input_gradient = backends24.fastest(name, dz, parts_t, None, expected)
     if shape.mvue:
         try:
-            weight_gradient = _tested(
-                lambda: linear24.once(x.t(), estimate.t(), name), x.t().float() @ estimate.float()
-            )
+            algorithms[2], weight_gradient = _once(name, x, estimate)
         except (RuntimeError, NotImplementedError, ValueError):
             weight_gradient = float("inf")  # then it stays dense
+    whole = weight.float()
+    packed = linear24.Packed(name, whole, None, shape.dtype, shape.both)
     return Times(
-        backends24.milliseconds(lambda: path.pack(weight, other)),
+        backends24.milliseconds(lambda: packed.write(whole, None)),
         forward,
         input_gradient,
         weight_gradient,
+        algorithms=algorithms if algorithms != [name] * 3 else (),
     )
+
+
+def _once(name: str, x: Tensor, estimate: Tensor) -> tuple[str, float]:
+    """The product ``x^T estimate`` by the fastest right algorithm, with packing."""
+    inputs, expected = x.t(), x.t().float() @ estimate.float()
+    parts, _ = backends24.named(name).pack(estimate.t(), None)
+    named, _ = backends24.fastest(name, inputs, parts, None, expected)
+    return named, backends24.milliseconds(lambda: linear24.once(inputs, estimate.t(), named))
 
 
 def _forward(x: Tensor, weight: Tensor, bias: Tensor, shape: Shape) -> Tensor:
@@ -120,19 +130,12 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor, shape: Shape) -> Tensor:
     )
 
 
-def _tested(call: Callable[[], Tensor], expected: Tensor) -> float:
-    """The milliseconds of a product. Raises ValueError if it is wrong, or not the same every time."""
-    if wrong := backends24.fault(call, expected):
-        raise ValueError(wrong)
-    return backends24.milliseconds(call)
-
-
 def _machine(device: torch.device) -> str:
-    from nmrun.products.cusparselt import loaded_cusparselt
+    from nmrun.kernels.cusparselt_library import loaded_cusparselt
 
     library = loaded_cusparselt()
     number = ".".join(map(str, library[0])) if library else "none"
     return (
         f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuSPARSELt {number}, "
-        f"probe {version([Path(__file__)])}"
+        f"probe {version([Path(__file__), Path(backends24.__file__)])}"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources.abc import Traversable
 from typing import Any
@@ -18,13 +18,15 @@ from nmrun.kernels.compiled import cache_folder
 class Times:
     """Milliseconds of the products of one micro-batch, and of packing the weight, once per
     optimizer step. ``wrong``: why this path cannot be used. Packing the operand of the weight
-    gradient, with ``mvue``, is part of that."""
+    gradient, with ``mvue``, is part of that. ``algorithms``: the names of the path with the
+    library's algorithm, for the three products, where there is a choice of them."""
 
     pack: float = 0.0
     forward: float = 0.0
     input_gradient: float = 0.0
     weight_gradient: float = 0.0
     wrong: str = ""
+    algorithms: Sequence[str] = ()
 
     def step(self, accumulate: int) -> float:
         """What the products with the weight take for one of ``accumulate`` micro-batches."""

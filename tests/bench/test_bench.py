@@ -718,6 +718,8 @@ def test_the_large_networks_are_what_their_names_say(name: str, tmp_path: Path) 
         "gpt2": 124,
         "gpt2_medium": 355,
         "gpt2_large": 774,
+        # embeddings, positions, and twelve matrices of 4096 x 4096 in each of two blocks
+        "gpt_4096": 445,
         "vit_large": 304,
         "vit_huge": 632,
         "resnet18": 11.7,

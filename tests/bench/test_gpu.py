@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 import nmrun
 from nmrun import bench
-from nmrun.kernels import projection
+from nmrun.kernels import cusparselt, pack24, projection
 from nmrun.patterns import Pattern
 from nmrun.products import backends24, probe24, simulated
 from nmrun.products.acceleration import accelerate, obstacle
@@ -51,6 +52,77 @@ def right(found: dict[str, probe24.Times]) -> list[str]:
             "; ".join(f"{name}: {times.wrong}" for name, times in found.items() if name != "dense")
         )
     return names
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (96, 160), (272, 336), (768, 3072)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_compressed_weights_are_the_librarys(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Of weights with two non-zeros in every group; of others the library chooses which zeros."""
+    if not pack24.works(DEVICE, dtype):
+        pytest.skip("the library has another layout here: see the log")
+    rows, columns = shape
+    if dtype.itemsize == 1 and (rows % 32 or columns % 32):
+        pytest.skip("the library takes multiples of 32")
+    generator = torch.Generator().manual_seed(1)
+    places = torch.rand(rows, columns // 4, 4, generator=generator).argsort(2)
+    values = torch.randint(1, 8, places.shape, generator=generator)
+    weight = torch.where(places < 2, values, 0).view(shape).to(DEVICE, dtype)
+    expected = torch._cslt_compress(weight)
+    got = pack24.compressed(weight, dtype)
+    turned = pack24.compressed(weight.view(torch.int8 if dtype.itemsize == 1 else torch.int16).t().contiguous().t().view(dtype), dtype)  # fmt: skip
+    assert got.shape == turned.shape == expected.shape
+    kept, tile = rows * columns // 2 * dtype.itemsize, 32 * 2 // dtype.itemsize
+    # of the last tiles only what is there is compared, by the product below
+    whole = kept + rows // 64 * -(-columns // tile) * 8 * tile if columns % tile == 0 else kept
+    for blob in (got, turned):
+        assert torch.equal(
+            blob.view(-1).view(torch.int8)[:whole], expected.view(-1).view(torch.int8)[:whole]
+        )
+    x = torch.randint(-3, 4, (64, columns), generator=generator).to(DEVICE, dtype)
+    exact = x.double() @ weight.double().t()
+    for blob in (got, turned):
+        z = cusparselt.multiply(blob, x, out=torch.float32 if dtype.itemsize == 1 else None)
+        torch.testing.assert_close(z.double(), exact, rtol=2**-8, atol=0.0)
+
+
+@pytest.mark.parametrize("sparser", ["1:4", "zeros", "-0.0", "float32"])
+def test_any_weight_that_fits_into_2_4_is_compressed_whole(right: list[str], sparser: str) -> None:
+    dense = normal(272, 336)
+    weight = hard_threshold(dense, Pattern.parse("1:4" if sparser == "1:4" else "2:4"))
+    if sparser == "zeros":
+        weight[:, 32:128], weight[7] = 0.0, 0.0
+    if sparser == "-0.0":
+        weight = torch.where(weight == 0, -0.0, weight)
+    low, x = weight.bfloat16(), normal(64, 336, seed=1).bfloat16()
+    blob = pack24.compressed(weight if sparser == "float32" else low, torch.bfloat16)
+    exact = x.double() @ low.double().t()
+    torch.testing.assert_close(
+        cusparselt.multiply(blob, x).double(), exact, rtol=2**-8, atol=1e-4 * float(exact.std())
+    )
+
+
+def test_the_library_is_asked_by_any_thread_with_any_bias(right: list[str]) -> None:
+    """Layers of one size share a plan, which remembers the bias that it was given last."""
+    weight = hard_threshold(normal(64, 128), Pattern(2, 4)).bfloat16()
+    x, biases = normal(32, 128, seed=1).bfloat16(), normal(3, 64, seed=2).bfloat16()
+    blob = pack24.compressed(weight, torch.bfloat16)
+    plain = x.double() @ weight.double().t()
+
+    def asked() -> bool:
+        found = []
+        for bias in (biases[0], None, biases[1], biases[0], biases[2], None):
+            z = cusparselt.multiply(blob, x, bias)
+            by_columns = cusparselt.multiply(blob, x.t().contiguous().t(), bias)
+            expected = plain if bias is None else plain + bias.double()
+            for got in (z, by_columns):
+                found.append(torch.allclose(got.double(), expected, rtol=2**-7, atol=0.1))
+        return all(found)
+
+    assert asked()
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(asked).result()
+    with pytest.raises(RuntimeError, match="cuSPARSELt's "):
+        cusparselt.multiply(blob, x, algorithm=10**6)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -25,7 +25,12 @@ from nmrun.rule import Rule
 triton = pytest.importorskip("triton", reason="Triton comes with torch's CUDA wheels for Linux")
 
 ARCHITECTURES = [80, 90, 100]  # Ampere, Hopper, Blackwell
-CODE = sorted(Path(kernels.__file__).parent.glob("triton_*.py"))
+# triton_pack24 reads bits, whatever they mean
+CODE = sorted(
+    path
+    for path in Path(kernels.__file__).parent.glob("triton_*.py")
+    if path.stem != "triton_pack24"
+)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import nmrun
 from nmrun import bench
 from nmrun.bench import output
 from nmrun.errors import ConfigError
+from nmrun.kernels import cusparselt
 from nmrun.products import backends24, linear24, probe24
 from nmrun.products.acceleration import accelerate
 from nmrun.products.linear24 import Packed
@@ -60,11 +61,12 @@ def test_products_and_gradients(dtype: torch.dtype, both: bool, tokens: int, bia
     packed = Packed("cusparselt_fp8", weight, None, dtype, both)
     z = packed(x, weight, b)
     forward, backward = torch.float8_e4m3fn, torch.float8_e5m2
-    near(
-        z,
-        F.linear(rounded(x, forward), rounded(weight, forward), None if b is None else b.double()),
-        dtype,
-    )
+    product = F.linear(rounded(x, forward), rounded(weight, forward))
+    # what the library writes in bfloat16, before it is scaled and the bias is added
+    off = 2**-8 * product.abs() * (dtype == torch.bfloat16)
+    expected = product if b is None else product + b.double()
+    allowed = off + {torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype] * expected.abs() + 1e-4
+    assert bool(((z.double() - expected).abs() <= allowed).all())
     dx, dw, *db = torch.autograd.grad(z, leaves, dz)
     between = [
         torch.bfloat16
@@ -89,11 +91,11 @@ def test_it_is_remembered_by_what_it_rounds(machine: Machine) -> None:
 
 @pytest.mark.parametrize("what", ["forward", "both"])
 def test_a_wrong_product_is_never_taken(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = torch._cslt_sparse_mm
+    right = cusparselt.multiply
     only = torch.float8_e4m3fn if what == "forward" else torch.bfloat16
     monkeypatch.setattr(
-        torch,
-        "_cslt_sparse_mm",
+        cusparselt,
+        "multiply",
         lambda packed, x, **options: (
             right(packed, x, **options) * (1 + (packed.dtype == only) / 20)
         ),
@@ -181,7 +183,7 @@ def test_operators_by_torchs_own_check() -> None:
             "test_faketensor",
         )
         torch.library.opcheck(
-            linear24.linear24, (*arguments, "cusparselt_fp8", None, None), test_utils=known
+            linear24.linear24, (*arguments, "cusparselt_fp8", None, None, None), test_utils=known
         )
         if both:
             dz = normal(16, 32, dtype=torch.float32).bfloat16()
