@@ -28,6 +28,7 @@ class Activations(activations_cpu.Pruned, Protocol):
 
     pattern: Pattern | None
     modules: list[str]
+    sparse_steps: range | None
 
 
 def pack_activations(
@@ -43,8 +44,8 @@ def pack_activations(
     """Let the linear layers next to pruned activations train with these packed, on a CPU in float32,
     where that is right and faster than what the layers have got already.
 
-    Results differ from the dense products by the rounding of float32. Where several processes train,
-    rank 0 decides.
+    A layer that prunes its activations in every step packs its weight no more. Results differ from
+    the dense products by the rounding of float32. Where several processes train, rank 0 decides.
 
     Args:
         model: on the CPU.
@@ -76,33 +77,41 @@ def pack_activations(
             probe_cpu.probe(shape, probe_activations.measure) if ranks.leads() else {}
         )
         name = f"{names[module]}.weight"
-        path, reason = _best(times, before.get(name), mode, accumulate)
+        always = activations.sparse_steps is None
+        path, reason = _best(times, before.get(name), mode, accumulate, always)
         if path is not None:
             onednn = role == FEEDS and dense_cpu.is_faster(times)
             activations_cpu.install(module, role, onednn, activations)
+            layer = layers.get(module)
+            if layer is not None and always:
+                layer.packed = None
         found.append(Choice(name, path, reason, shape, times, always_dense=True))
     return found
 
 
 def _best(
-    times: Mapping[str, Times], before: Choice | None, mode: str, accumulate: int
+    times: Mapping[str, Times], before: Choice | None, mode: str, accumulate: int, always: bool
 ) -> tuple[str | None, str]:
-    """Whether a layer packs activations, and what was found."""
+    """Whether a layer packs activations, and what was found. Where it does not ``always``, a packed
+    weight has to be kept up beside them.
+    """
     own = times[NAME]
     if own.wrong:
         return None, f"{NAME}: {own.wrong}"
+    taken = own.dense
     rivals = {name: t.dense for name, t in times.items() if name != NAME and not t.wrong}
     if before is not None and before.is_sparse:
         product = before.times[str(before.path)]
         rivals[f"{before.path} weight"] = product.step(accumulate) + min(
             t.weight_gradient for t in before.times.values() if not t.wrong
         )
+        taken += 0 if always else product.pack / accumulate
     rival = min(rivals, key=lambda name: rivals[name])
-    faster = own.dense < dense_cpu.FASTER * rivals[rival]
-    told = f"{rival} {rivals[rival]:.3f} ms, {NAME} {own.dense:.3f} ms"
+    faster = taken < dense_cpu.FASTER * rivals[rival]
+    told = f"{rival} {rivals[rival]:.3f} ms, {NAME} {taken:.3f} ms"
     return (
         NAME if faster or mode == "force" else None,
-        f"{told} ({rivals[rival] / own.dense:.2f}x)",
+        f"{told} ({rivals[rival] / taken:.2f}x)",
     )
 
 

@@ -19,7 +19,7 @@ from nmrun.config.identity import run_folder
 from nmrun.kernels import cpu_products
 from nmrun.patterns import Pattern
 from nmrun.products import activations_cpu, probe_activations, probe_cpu
-from nmrun.products.acceleration import Choice
+from nmrun.products.acceleration import Choice, accelerate
 from nmrun.products.activations_cpu import NAME
 from nmrun.products.choice_activations import pack_activations
 from nmrun.products.probe_activations import Around
@@ -185,6 +185,45 @@ def test_against_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
             model, activations, lambda m=model: m.eval()(x), [before], accumulate=2
         )
         assert choice.path == (NAME if taken else None)
+
+
+@pytest.mark.parametrize("dense_end", [0.0, 0.5])
+def test_weights_are_packed_where_a_pass_needs_them(dense_end: float) -> None:
+    """Beside packed activations in the dense steps alone, where these are the run's."""
+
+    def trained(mode: str) -> tuple[list[bool], list[Tensor]]:
+        model, x = FeedForward(), torch.randn(5, 16, generator=torch.Generator().manual_seed(1))
+        optimizer = nmrun.optim.Adam(model.parameters(), lr=0.1, eps=1e-2)
+        handle = nmrun.sparsify(model, optimizer, "ste", "2:4")
+        activations = nmrun.sparse_activations(model, "2:4", total_steps=4, dense_end=dense_end)
+        made = accelerate(handle, lambda: model.eval()(x), "packed" if mode == "force" else mode)
+        pack_activations(model, activations, lambda: model.eval()(x), made, handle.sparse, mode)
+        for step in range(4):
+            activations.at(step)
+            torch.manual_seed(step)
+            model.train()(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        packed = [w.layer is not None and w.layer.packed is not None for w in handle.sparse]
+        return packed, [p.detach().clone() for p in model.parameters()]
+
+    (packed, found), (_, expected) = trained("force"), trained("off")
+    assert packed == [dense_end > 0] * 2
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_packed_weight_costs_beside_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In runs with dense steps, whose weights are packed after all steps."""
+    measured(monkeypatch, Times(0.0, 1.0, 1.0))
+    times = {"dense": Times(0.0, 1.4, 1.4, 1.4), "packed": Times(1.0, 0.25, 0.25, 1.6)}
+    before = Choice("3.weight", "packed", "", None, times)
+    x = torch.randn(5, 16)
+    for dense_end, taken in ((0.0, NAME), (0.5, None)):
+        model = FeedForward()
+        activations = nmrun.sparse_activations(model, "2:4", total_steps=4, dense_end=dense_end)
+        *_, choice = pack_activations(model, activations, lambda m=model: m.eval()(x), [before])
+        assert choice.path == taken
 
 
 def test_left_alone_is_what_is_not_next_to_activations(passes: list[str]) -> None:
