@@ -63,12 +63,14 @@ def multiply(
     by_columns = not x.is_contiguous()
     if by_columns and not x.t().is_contiguous():
         x, by_columns = x.contiguous(), False
+    x, bias = _aligned(x), None if bias is None else _aligned(bias)
     tokens, columns = x.shape
     plan = _state.plan(
         *(x.device, packed.shape[0], columns, tokens, packed.dtype, out or x.dtype),
         *(by_columns, bias is not None, algorithm),
     )
-    return plan(packed, x, bias)
+    with torch.cuda.device(x.device):
+        return plan(packed, x, bias)
 
 
 def algorithms(packed: Tensor, x: Tensor, out: torch.dtype | None = None) -> int:
@@ -83,6 +85,11 @@ def algorithms(packed: Tensor, x: Tensor, out: torch.dtype | None = None) -> int
         *(not x.is_contiguous(), False, 0),
     )
     return plan.algorithms
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """A part of a tensor may begin anywhere; a copy begins where the library wants it."""
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 class _Plan:
