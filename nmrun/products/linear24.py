@@ -64,9 +64,10 @@ class Packed(nn.Module):
         return parts, parts_t, [] if self.both else [low_other]
 
     def _cast(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        low = torch.empty(weight.shape, dtype=self.dtype, device=weight.device)
+        if out is None:
+            out = torch.empty(weight.shape, dtype=self.dtype, device=weight.device)
         # a mask times a negative weight is -0.0, which compressors may take for a number
-        return torch.add(weight.detach(), 0.0, out=low if out is None else out)
+        return torch.add(weight.detach(), 0.0, out=out)
 
     @torch.no_grad()
     def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nmrun.products import backends24, linear24, simulated
+from nmrun.products.by_cusparselt import ROUND_UP, padded
 from nmrun.products.times import Times, recall, remember, version
 
 FILE = "probe24.json"
@@ -117,8 +118,9 @@ def _times(
 def _once(name: str, x: Tensor, estimate: Tensor) -> tuple[str, float]:
     """The product ``x^T estimate`` by the fastest right algorithm, with packing."""
     inputs, expected = x.t(), x.t().float() @ estimate.float()
-    parts, _ = backends24.named(name).pack(estimate.t(), None)
-    named, _ = backends24.fastest(name, inputs, parts, None, expected)
+    filled, sparse = (padded(t, 2 * ROUND_UP, 1) for t in (inputs, estimate.t()))
+    parts, _ = backends24.named(name).pack(sparse, None)
+    named, _ = backends24.fastest(name, filled, parts, None, expected)
     return named, backends24.milliseconds(lambda: linear24.once(inputs, estimate.t(), named))
 
 
