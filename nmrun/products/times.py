@@ -28,6 +28,10 @@ class Times:
     wrong: str = ""
     algorithms: Sequence[str] = ()
 
+    def __post_init__(self) -> None:
+        # a list where they come from a file
+        object.__setattr__(self, "algorithms", tuple(self.algorithms))
+
     def step(self, accumulate: int) -> float:
         """What the products with the weight take for one of ``accumulate`` micro-batches."""
         return self.pack / accumulate + self.forward + self.input_gradient

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.config.identity import identity
 from nmrun.errors import ConfigError
-from nmrun.products import acceleration, backends24, probe24
+from nmrun.products import acceleration, backends24, probe24, times
 from nmrun.products.acceleration import accelerate
 from nmrun.products.backends24 import MASKED
 from nmrun.products.linear24 import Packed
+from nmrun.products.times import Times
 from nmrun.train import build, plan
 from nmrun.train.densities import densities
 
@@ -515,3 +516,13 @@ def test_runs(tmp_path: Path) -> None:
         build.build(
             config(tmp_path, *network, "trainer.precision=fp32", "trainer.acceleration=force")
         )
+
+
+def test_times_come_back_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "cache_folder", lambda: tmp_path)
+    named = ("cusparselt:17", "cusparselt:12", "cusparselt:17")
+    found = {"dense": Times(0.0, 2.0), "cusparselt": Times(1.0, 2.0, 3.0, algorithms=named)}
+    times.remember("probe.json", "a GPU", "a shape", found)
+    assert times.recall("probe.json", "a GPU", "a shape", found.keys()) == found
+    as_json = json.loads(json.dumps(times.as_data({"a shape": found})))
+    assert times.from_data(as_json) == {"a shape": found}
