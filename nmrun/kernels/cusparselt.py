@@ -24,7 +24,6 @@ TYPES = {
     torch.float16: 2,
     torch.bfloat16: 14,
     torch.float8_e4m3fn: 28,
-    torch.float8_e5m2: 29,
 }
 # of cuSPARSELt's header and cuSPARSE's
 COLUMN_ORDER, ROW_ORDER = 1, 2
@@ -60,15 +59,10 @@ def multiply(
     Raises:
         RuntimeError: where the library refuses.
     """
-    by_columns = not x.is_contiguous()
-    if by_columns and not x.t().is_contiguous():
-        x, by_columns = x.contiguous(), False
+    if not (x.is_contiguous() or x.t().is_contiguous()):
+        x = x.contiguous()
     x, bias = _aligned(x), None if bias is None else _aligned(bias)
-    tokens, columns = x.shape
-    plan = _state.plan(
-        *(x.device, packed.shape[0], columns, tokens, packed.dtype, out or x.dtype),
-        *(by_columns, bias is not None, algorithm),
-    )
+    plan = _plan(packed, x, out, bias is not None, algorithm)
     with torch.cuda.device(x.device):
         return plan(packed, x, bias)
 
@@ -79,12 +73,17 @@ def algorithms(packed: Tensor, x: Tensor, out: torch.dtype | None = None) -> int
     Args:
         packed, x, out: as of :func:`multiply`.
     """
+    return _plan(packed, x, out, False, 0).algorithms
+
+
+def _plan(
+    packed: Tensor, x: Tensor, out: torch.dtype | None, biased: bool, algorithm: int
+) -> _Plan:
     tokens, columns = x.shape
-    plan = _state.plan(
+    return _state.plan(
         *(x.device, packed.shape[0], columns, tokens, packed.dtype, out or x.dtype),
-        *(not x.is_contiguous(), False, 0),
+        *(not x.is_contiguous(), biased, algorithm),
     )
-    return plan.algorithms
 
 
 def _aligned(x: Tensor) -> Tensor:

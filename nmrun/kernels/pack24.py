@@ -36,10 +36,10 @@ def compressed(weight: Tensor, dtype: torch.dtype, out: Tensor | None = None) ->
             out = torch.empty(blob_shape(rows, columns, dtype), dtype=dtype, device=weight.device)
         write(weight, out)
         return out
-    low = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     if dtype.itemsize == 1:
         low = weight.contiguous()
     else:  # a mask times a negative weight is -0.0, which the library may take for a number
+        low = torch.empty(weight.shape, dtype=dtype, device=weight.device)
         torch.add(weight.detach(), 0.0, out=low)
     blob = torch._cslt_compress(low)
     return blob if out is None else out.copy_(blob)

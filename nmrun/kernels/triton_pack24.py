@@ -1,4 +1,4 @@
-"""2:4 weights into cuSPARSELt's compressed form on Hopper, in Triton: one read and one write.
+"""2:4 weights into cuSPARSELt's compressed form on Hopper, in Triton, in one pass.
 
 The form was read off compressed matrices; :mod:`nmrun.kernels.pack24` compares this kernel with the
 library before it is used. First come the kept values, two a group, row by row. Then comes a nibble a

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,7 +115,7 @@ class Library:
 
 
 @pytest.fixture
-def library(monkeypatch: pytest.MonkeyPatch) -> Library:
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
     made = Library()
     monkeypatch.setattr(cusparselt, "call", made)
     monkeypatch.setattr(cusparselt, "library", lambda: made)
@@ -123,7 +124,9 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 7})
     )
-    return made
+    yield made
+    # now, and not when another test counts
+    cusparselt._state.plan.cache_clear()
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
