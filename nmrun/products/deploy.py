@@ -8,8 +8,6 @@ that stays.
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -32,7 +30,6 @@ from nmrun.sparsity.weight import LIVE
 
 SIZES = (*range(2, 17), 32, 64)  # M that are looked for
 NO_COMPILER = "no C compiler works here (cc, gcc, clang or $CC)"
-ROUNDS = 7  # in which dense and packed take turns
 # makes the packed layer of a weight (outputs, inputs) and its bias
 Path = Callable[[Tensor, Tensor | None], nn.Module]
 
@@ -219,17 +216,15 @@ def _input(site: Site, shape: tuple[int, ...]) -> Tensor:
 def milliseconds(
     arms: Mapping[str, Sequence[Callable[[], object]]], device: torch.device
 ) -> dict[str, float]:
-    """The median time of one call of each arm, all of them in a row; on a CPU arms take turns."""
+    """The milliseconds of one call of each arm, all of them in a row; on a CPU arms take turns."""
+    rows = {name: partial(_all, calls) for name, calls in arms.items()}
     if device.type == "cuda":
-        return {
-            name: backends24.milliseconds(lambda calls=calls: [c() for c in calls]) / len(calls)  # type: ignore[misc]
-            for name, calls in arms.items()
-        }
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(ROUNDS + 1):
-        for name, calls in arms.items():
-            began = time.perf_counter()
-            for call in calls:
-                call()
-            times[name].append(1e3 * (time.perf_counter() - began) / len(calls))
-    return {name: statistics.median(taken[1:]) for name, taken in times.items()}
+        taken = [backends24.milliseconds(row) for row in rows.values()]
+    else:
+        taken = probe_cpu.side_by_side(*rows.values())
+    return {name: ms / len(arms[name]) for name, ms in zip(arms, taken, strict=True)}
+
+
+def _all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
