@@ -91,9 +91,9 @@ def measure(
             try:
                 parts, _ = path.pack(weight, None)
                 algorithms[name], _ = backends24.fastest(name, x, parts, None, expected)
-            except (RuntimeError, NotImplementedError, ValueError, AttributeError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
+            except torch.OutOfMemoryError:
+                raise
+            except backends24.ERRORS as error:
                 rows.append({**about, "path": name, "wrong": backends24.first_line(error)})
             else:
                 multiply = backends24.named(algorithms[name]).multiply

@@ -52,9 +52,10 @@ def compressed(model: nn.Module, names: Sequence[str], path: str) -> tuple[nn.Mo
             weight = hard_threshold(layer.weight, PATTERN)  # type: ignore[arg-type]
             twin.set_submodule(name, Linear24(weight, layer.bias, path))  # type: ignore[arg-type]
             done += 1
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
+        except torch.OutOfMemoryError:
+            raise
+        except backends24.ERRORS:
+            continue
     return twin, done
 
 
@@ -91,7 +92,7 @@ def right_paths(device: torch.device) -> tuple[list[str], list[Row]]:
         try:
             if not why:
                 backends24.fastest(name, x, path.pack(weight, None)[0], None, expected)
-        except (RuntimeError, NotImplementedError, ValueError, AttributeError) as error:
+        except backends24.ERRORS as error:
             why = backends24.first_line(error)
         right, rows = (
             (right, [*rows, {"arm": name, "wrong": why}]) if why else ([*right, name], rows)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from nmrun.export.finished import Finished, Layer, write_about
-from nmrun.products.backends24 import fault, first_line, milliseconds
+from nmrun.products.backends24 import ERRORS, fault, first_line, milliseconds
 
 TOKENS = 4096  # rows of the input that a layer is timed with
 DTYPE = torch.bfloat16
@@ -88,7 +88,7 @@ def best(weight: Tensor) -> tuple[Tensor | None, str]:
         wrong = fault(
             lambda: functional.linear(x, compressed), functional.linear(x.float(), weight.float())
         )
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except ERRORS as error:
         return None, f"dense, since {first_line(error)}"
     if wrong:
         return None, f"dense, since the compressed product is not to be used here: {wrong}"

@@ -27,6 +27,9 @@ ALLOWED = {torch.bfloat16: 2**-7, torch.float16: 2**-10}  # twice the rounding o
 # the result, of one number and of all: an H100 is off by up to 0.054 and 0.0026 where 16384 are
 # summed, as torch's dense product with fast accumulation is, and rounding to FP8 itself by 0.037.
 ALLOWED_FP8 = 2**-3, 2**-7
+# what a path raises that cannot be used here; NotImplementedError is a RuntimeError, and so is
+# torch.OutOfMemoryError, which says nothing of the path
+ERRORS = RuntimeError, ValueError, AttributeError
 
 
 @dataclass(frozen=True)
@@ -162,9 +165,9 @@ def fastest(
             path = named(each)
             try:
                 times[each] = milliseconds(lambda path=path: path.multiply(x, parts, bias), 5)  # type: ignore[misc]
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
                 wrong = first_line(error)
         found = sorted(times, key=lambda each: times[each])
     for each in found:
@@ -209,7 +212,7 @@ def fault(call: Callable[[], Tensor], expected: Tensor, fp8: bool = False) -> st
         )
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, NotImplementedError, ValueError, AttributeError) as error:
+    except ERRORS as error:
         return first_line(error)
 
 
@@ -240,7 +243,7 @@ def verdict(path: Path, device: torch.device | str = "cuda") -> str:
             parts, _ = path.pack(weight, weight)
             expected = simulated.linear(x.float(), weight.float(), fp8=path.fp8)
             found = fault(lambda: path.multiply(x, parts, None), expected, path.fp8)
-    except (RuntimeError, NotImplementedError, AttributeError) as error:
+    except ERRORS as error:
         return first_line(error)
     return (
         f"{found}: not to be used here"

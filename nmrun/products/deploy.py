@@ -167,7 +167,7 @@ def _try(site: Site) -> tuple[str, Pattern | None]:
                 (common, _), *_ = site.shapes.most_common(1)
                 layer.choose(_input(site, common), site.weight)
             said = next(filter(None, (_fault(site, layer, shape) for shape in site.shapes)), "")
-        except (RuntimeError, NotImplementedError, ValueError, MemoryError) as error:
+        except (*backends24.ERRORS, MemoryError) as error:
             said = backends24.first_line(error)
         if said:
             wrong.append(f"{name}: {said}")

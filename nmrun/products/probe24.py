@@ -20,6 +20,7 @@ from nmrun.products.by_cusparselt import ROUND_UP, padded
 from nmrun.products.times import Times, recall, remember, version
 
 FILE = "probe24.json"
+NO_MEMORY = "not enough memory is free to try it"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def probe(shape: Shape, device: torch.device) -> dict[str, Times]:
         return known
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         found = measure(shape, device)
-    remember(FILE, machine, str(shape), found)
+    if all(times.wrong != NO_MEMORY for times in found.values()):  # there may be more next time
+        remember(FILE, machine, str(shape), found)
     return found
 
 
@@ -78,7 +80,9 @@ def measure(shape: Shape, device: torch.device) -> dict[str, Times]:
     for name, path in backends24.candidates(shape.fp8).items():
         try:
             found[name] = _times(path, name, shape, dense, weight, x, dz, bias, estimate)
-        except (RuntimeError, NotImplementedError, ValueError, AttributeError) as error:
+        except torch.OutOfMemoryError:
+            found[name] = Times(wrong=NO_MEMORY)
+        except backends24.ERRORS as error:
             found[name] = Times(wrong=backends24.first_line(error))
     return found
 
@@ -102,7 +106,9 @@ def _times(
     if shape.mvue:
         try:
             algorithms[2], weight_gradient = _once(name, x, estimate)
-        except (RuntimeError, NotImplementedError, ValueError):
+        except torch.OutOfMemoryError:
+            raise
+        except backends24.ERRORS:
             weight_gradient = float("inf")  # then it stays dense
     whole = weight.float()
     packed = linear24.Packed(name, whole, None, shape.dtype, shape.both)

@@ -89,6 +89,19 @@ def test_it_is_remembered_by_what_it_rounds(machine: Machine) -> None:
     assert machine.timed == timed
 
 
+def test_what_no_memory_was_free_for_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, device = probe24.Shape(32, 64, 16, torch.bfloat16, fp8=True), torch.device("cpu")
+
+    def full(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as for_now:
+        for_now.setattr(cusparselt, "multiply", full)
+        found = probe24.probe(shape, device)
+    assert found["cusparselt_fp8"].wrong == "not enough memory is free to try it"
+    assert not probe24.probe(shape, device)["cusparselt_fp8"].wrong
+
+
 @pytest.mark.parametrize("what", ["forward", "both"])
 def test_a_wrong_product_is_never_taken(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = cusparselt.multiply
