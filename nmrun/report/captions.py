@@ -6,7 +6,8 @@ import math
 import statistics
 from collections.abc import Mapping
 
-from nmrun.report import names
+from nmrun.config import reference
+from nmrun.report import names, settings
 from nmrun.report.numbers import places, printed, unit
 from nmrun.report.statistics import FEWEST, Difference
 from nmrun.report.tables import Table, words
@@ -16,7 +17,8 @@ TESTS = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}
 
 
 def title(table: Table, own: Mapping[str, str] | None = None) -> str:
-    """What all runs of the table have in common, in short.
+    """What all runs of the table have in common, in short: the model and the data set, each with the
+    settings that are not its config's own, the optimizer and the epochs.
 
     Args:
         table: the table.
@@ -26,7 +28,9 @@ def title(table: Table, own: Mapping[str, str] | None = None) -> str:
     if own is not None:
         groups = (key for key in ("model", "dataset", "optimizer") if key in has)
         has |= {key: names.written(has[key], own) for key in groups}
-    where = " on ".join(has[key] for key in ("model", "dataset") if key in has)
+    where = " on ".join(
+        has[key] + _other_than(key, table.shared) for key in ("model", "dataset") if key in has
+    )
     optimizer = (
         " lr ".join(has[key] for key in ("optimizer", "optimizer.lr") if key in has)
         if "optimizer" in has
@@ -35,6 +39,21 @@ def title(table: Table, own: Mapping[str, str] | None = None) -> str:
     count = has.get("trainer.epochs", "")
     epochs = count and f"{count} epoch{'s' * (count != '1')}"
     return ", ".join(filter(None, [where, optimizer, epochs]))
+
+
+def _other_than(group: str, shared: Mapping[str, str]) -> str:
+    """The settings of a model or data set that are not those of its config, in brackets."""
+    options = [each for each in reference.options(group) if each.name == shared[group]]
+    other = [
+        f"{key.name.partition('.')[2]}={shared[key.name]}"
+        for option in options
+        for key in option.keys
+        # lists of layers are long, and what another key decides is said by that
+        if key.name in shared
+        and not key.default.startswith(("[", "${"))
+        and not settings.same(shared[key.name], key.default)
+    ]
+    return f" ({', '.join(other)})" if other else ""
 
 
 def caption(table: Table) -> str:

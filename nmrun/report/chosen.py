@@ -179,31 +179,35 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
 
     Args:
         runs: as of :func:`collected`.
-        conditions: ``KEY=VALUE`` each, such as ``optimizer.lr=0.001``. All must hold.
+        conditions: ``KEY=VALUE`` each, such as ``optimizer.lr=0.001``, or several values with
+            commas between. All conditions must hold.
 
     Returns:
         The rows that are left.
 
     Raises:
-        ConfigError: for a condition that is not ``KEY=VALUE``, an unknown key, or if no run is
-            left.
+        ConfigError: for a condition that is not ``KEY=VALUE``, an unknown key, or a value that no
+            run has that is left.
     """
     from nmrun.report.tables import label
 
     for condition in conditions:
-        key, equals, wanted = condition.partition("=")
-        if not equals:
+        if "=" not in condition:
             raise ConfigError(
                 f"--filter {condition}: write KEY=VALUE, such as optimizer.lr=0.001 (folders come before --filter)"
             )
+        key, values = settings.alternatives(condition)
         known(key, _metrics_and_keys(runs)[1], "key")
         labels = runs[key].map(label)
-        alike = labels.map(lambda text, wanted=wanted: settings.same(text, wanted.replace(" ", "")))
-        if not alike.any():
-            there = ", ".join(sorted(set(labels) - {"-"}))
-            raise ConfigError(f"--filter {condition} leaves no run; {key} is {there}")
+        fitting = set[str]()
+        for value in values:
+            found = {text for text in set(labels) if settings.same(text, value)}
+            if not found:
+                there = ", ".join(sorted(set(labels) - {"-"}))
+                raise ConfigError(f"--filter {key}={value} leaves no run; {key} is {there}")
+            fitting |= found
         without = labels == "-" if key not in RATIO else runs["sparsity"] == "dense"
-        runs = runs[alike | without]
+        runs = runs[labels.isin(fitting) | without]
     return runs
 
 

@@ -199,7 +199,7 @@ def _parser(verb: str, description: str) -> Parser:
         action="extend",
         default=[],
         metavar="KEY=VALUE",
-        help="leave out runs where KEY has another value",
+        help="leave out runs where KEY has another value; several by commas: recipe=ste,sr_ste",
     )
     return parser
 

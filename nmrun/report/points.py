@@ -9,17 +9,19 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
-from matplotlib.transforms import Bbox
+from matplotlib.transforms import Bbox, ScaledTranslation
 
 from nmrun.patterns import Pattern, PatternError
 from nmrun.report import names
 from nmrun.report.numbers import scale
-from nmrun.report.style import GREY, Layout, label, look, panels, title, x_label
+from nmrun.report.style import REFERENCE_LINES, Layout, label, look, panels, title, x_label
 from nmrun.report.tables import Key, Table, build
 
 OTHERS = {"color": "#bbbbbb", "linewidth": 0.7, "zorder": 0}
 FEW = 7  # rows that one panel shows well
 FLOPS = "flops/training_arithmetic"
+Name = tuple[str, float, float, float, str]  # text, x, y, points to the right, colour
+BESIDE = 6  # points between rows that would cover each other
 
 
 def ratio(table: Table, layout: Layout) -> Figure | None:
@@ -52,7 +54,8 @@ def ratio(table: Table, layout: Layout) -> Figure | None:
             for axes, row in zip(every, rows, strict=True)
         ]
     else:
-        size = layout.size(max(5.2, 2.8 + 1.0 * len(columns)), 3.4)
+        width = max(5.2, 2.8 + 1.0 * len(columns)) if numbers is None else 6.2
+        size = layout.size(width, 3.4)
         figure = Figure(figsize=size, layout="constrained")
         groups = [(figure.subplots(), [], rows)]
     for axes, others, own in groups:
@@ -64,8 +67,8 @@ def ratio(table: Table, layout: Layout) -> Figure | None:
             shift = apart * (i - (len(own) - 1) / 2)
             told = {"label": label(table, row, layout)} if not others else {}
             _errors(axes, table, row, columns, numbers, shift, {**look(table, row), **told})
-        for row in bands:
-            _band(axes, table, row, layout)
+        for place, row in enumerate(row for row in table.rows if row in bands):
+            _band(axes, table, row, REFERENCE_LINES[place % len(REFERENCE_LINES)], layout)
         _x_axis(axes, columns, numbers)
         if layout.ylim:
             axes.set_ylim(layout.ylim)
@@ -110,17 +113,16 @@ def _errors(
     )
 
 
-def _band(axes: Axes, table: Table, row: Key, layout: Layout) -> None:
+def _band(axes: Axes, table: Table, row: Key, line: str, layout: Layout) -> None:
     """A row without columns of its own as a horizontal line, a standard deviation to each side."""
     cell = next(cell for (r, _), cell in table.cells.items() if r == row)
     if cell.mean is not None:
         unit = scale(table.metric)
         mean, sd = unit * cell.mean, unit * (cell.sd or 0.0)
-        how = look(table, row)
-        if row not in table.references:
-            how = {"color": GREY, "linestyle": "--"}
-        axes.axhline(mean, label=label(table, row, layout), zorder=0, **how)
-        axes.axhspan(mean - sd, mean + sd, color=GREY, alpha=0.15, linewidth=0)
+        colour = look(table, row)["color"]
+        name = label(table, row, layout)
+        axes.axhline(mean, color=colour, linestyle=line, zorder=0, label=name)
+        axes.axhspan(mean - sd, mean + sd, color=colour, alpha=0.15, linewidth=0)
 
 
 def _x_axis(axes: Axes, columns: list[Key], numbers: list[float] | None) -> None:
@@ -129,12 +131,15 @@ def _x_axis(axes: Axes, columns: list[Key], numbers: list[float] | None) -> None
         axes.set_xlim(-0.5, len(columns) - 0.5)
     elif min(numbers) > 0 and max(numbers) >= 10 * min(numbers):
         axes.set_xscale("log")
+        axes.set_xticks(numbers, [f"{number:g}" for number in numbers])
+        axes.minorticks_off()
 
 
 def flops(table: Table, runs: pd.DataFrame, layout: Layout) -> Figure | None:
     """Draw the mean of the metric, with its standard deviation, against the FLOPs of training
-    without the multiplications by zero; one line a row through its columns, their names beside the
-    points where they have room.
+    without the multiplications by zero; one line a row through its columns. Their names stand beside
+    the points where they have room, that of a single column below the axis. Rows that cost the same
+    stand side by side, so that their error bars can be told apart.
 
     Args:
         table: the table of the metric.
@@ -151,7 +156,13 @@ def flops(table: Table, runs: pd.DataFrame, layout: Layout) -> Figure | None:
     figure = Figure(figsize=layout.size(6.2, 3.6), layout="constrained")
     axes = figure.subplots()
     costs: list[float] = []
-    named: list[tuple[str, float, float, str]] = []
+    named: list[Name] = []
+    aside = _aside(
+        {
+            row: [at.mean for (r, _), at in cost.cells.items() if r == row and at.mean]
+            for row in table.rows
+        }
+    )
     for row in table.rows:
         columns = table.columns[:1] if row in table.references else table.columns
         found = [
@@ -165,12 +176,17 @@ def flops(table: Table, runs: pd.DataFrame, layout: Layout) -> Figure | None:
         how = look(table, row)
         if row in table.references:
             how |= {"marker": "s", "markerfacecolor": "none"}
-        axes.errorbar(
+        drawn = axes.errorbar(
             [x for _, x, _, _ in found], [y for _, _, y, _ in found], [sd for _, _, _, sd in found],
             label=label(table, row, layout), **how, elinewidth=0.9,
         )  # fmt: skip
-        if row not in table.references:
-            named += [(" ".join(column), x, y, how["color"]) for column, x, y, _ in found]
+        beside = ScaledTranslation(aside[row] / 72, 0, figure.dpi_scale_trans)
+        for part in drawn.get_children():
+            part.set_transform(axes.transData + beside)
+        if row not in table.references and len(table.columns) > 1:
+            named += [
+                (" ".join(column), x, y, aside[row], how["color"]) for column, x, y, _ in found
+            ]
         costs += [x for _, x, _, _ in found]
     if not costs:
         return None
@@ -179,7 +195,8 @@ def flops(table: Table, runs: pd.DataFrame, layout: Layout) -> Figure | None:
         axes.set_xscale("log")
     else:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 220G
-    axes.set_xlabel(names.metric(FLOPS))
+    column = table.columns[0] if len(table.columns) == 1 else ()
+    axes.set_xlabel(", at ".join([names.metric(FLOPS), *column]))
     axes.set_ylabel(names.metric(table.metric))
     if layout.ylim:
         axes.set_ylim(layout.ylim)
@@ -188,15 +205,26 @@ def flops(table: Table, runs: pd.DataFrame, layout: Layout) -> Figure | None:
     return figure
 
 
-def _name(figure: Figure, axes: Axes, points: list[tuple[str, float, float, str]]) -> None:
+def _aside(costs: dict[Key, list[float]]) -> dict[Key, float]:
+    """How many points to the right each row is drawn: rows of the same costs stand side by side."""
+    alike = {row: [r for r, c in costs.items() if c == own] for row, own in costs.items()}
+    return {row: BESIDE * (rows.index(row) - (len(rows) - 1) / 2) for row, rows in alike.items()}
+
+
+def _name(figure: Figure, axes: Axes, points: list[Name]) -> None:
     """Write the names beside the points, those of the lowest first, and leave out whatever would
     cover a name that is there.
     """
     figure.draw_without_rendering()  # positions are known after the layout
     taken: list[Bbox] = []
-    for name, x, y, colour in sorted(points, key=lambda point: point[2]):
+    for name, x, y, aside, colour in sorted(points, key=lambda point: point[2]):
         text = axes.annotate(
-            name, (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7, color=colour
+            name,
+            (x, y),
+            xytext=(4 + aside, 4),
+            textcoords="offset points",
+            fontsize=7,
+            color=colour,
         )
         box = text.get_window_extent()
         if any(box.overlaps(other) for other in taken):

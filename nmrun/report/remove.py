@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         action="extend",
         default=[],
         metavar="KEY=VALUE",
-        help="runs with these settings, all of them: recipe=ste trainer.epochs=2",
+        help="runs with these settings, all of them: recipe=ste,sr_ste trainer.epochs=2",
     )
     parser.add_argument("--yes", action="store_true", help="do not ask")
     options = parser.parse_args(argv)
@@ -61,7 +61,8 @@ def chosen(path: Path, failed: bool, conditions: Sequence[str]) -> list[Path]:
     Args:
         path: a folder.
         failed: only runs that failed.
-        conditions: ``KEY=VALUE``; a run without the key does not fit.
+        conditions: ``KEY=VALUE``, or several values with commas between; a run without the key
+            does not fit.
 
     Raises:
         ConfigError: for a condition that is none or names no key of any run, or where no run fits.
@@ -77,12 +78,16 @@ def chosen(path: Path, failed: bool, conditions: Sequence[str]) -> list[Path]:
     keys = {key for own in told.values() for key in own}
     fitting = [folder for folder, state in runs.items() if not failed or state == "failed"]
     for condition in conditions:
-        key, _, value = condition.partition("=")
+        key, values = settings.alternatives(condition)
         if key not in keys:
             raise ConfigError(
                 f"--filter {condition}: no run has the key {key}{did_you_mean(key, keys)}"
             )
-        fitting = [f for f in fitting if key in told[f] and settings.same(told[f][key], value)]
+        fitting = [
+            folder
+            for folder in fitting
+            if key in told[folder] and any(settings.same(told[folder][key], v) for v in values)
+        ]
     if not fitting:
         raise ConfigError(f"{path}: none of {len(runs)} runs fits; nothing to delete")
     return fitting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from nmrun.config.schema import flatten
 from nmrun.errors import ConfigError
 from nmrun.patterns import written
 from nmrun.settings.reader import shown
+
+OUTSIDE_BRACKETS = re.compile(r",(?![^\[{(]*[\]})])")
 
 
 def of(folder: Path) -> dict[str, str]:
@@ -44,6 +47,13 @@ def _typed(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def alternatives(condition: str) -> tuple[str, list[str]]:
+    """The key of a condition and the values that fit: ``recipe=ste,sr_ste`` names two, and
+    ``optimizer.betas=[0.9,0.98]`` one."""
+    key, _, values = condition.replace(" ", "").partition("=")
+    return key, OUTSIDE_BRACKETS.split(values)
 
 
 def same(a: str, b: str) -> bool:

@@ -38,10 +38,11 @@ def log(folder: Path, lines: list[dict[str, float]], **other: Any) -> None:
 
 
 def drawn(
-    kind: str, tmp_path: Path, metric: str = "test/accuracy", logged: str = "eval/accuracy"
-) -> Figure | None:
+    kind: str, tmp_path: Path, metric: str = "test/accuracy", logged: str = "eval/accuracy",
+    columns: str = "sparsity",
+) -> Figure | None:  # fmt: skip
     runs = collect([tmp_path])
-    return plots.draw(kind, build(runs, metric, ["recipe"], ["sparsity"], "mean"), runs, logged)
+    return plots.draw(kind, build(runs, metric, ["recipe"], [columns], "mean"), runs, logged)
 
 
 def panels(figure: Figure) -> dict[str, Axes]:
@@ -209,6 +210,47 @@ def test_metric_against_flops(factor: int, how: str, write: Any, tmp_path: Path)
     assert len(names & {"1:8", "1:16"}) == 1
     boxes = [text.get_window_extent() for text in axes.texts]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_rows_that_cost_the_same_stand_side_by_side(write: Any, tmp_path: Path) -> None:
+    for recipe, flops in {"ste": 1e9, "sr_ste": 1e9, "step": 1.5e9, "dense": 2e9}.items():
+        folder = write(recipe, "dense" if recipe == "dense" else "1:8", 0, 0.9)
+        result = json.loads((folder / "result.json").read_text()) | {
+            "flops": {"training_arithmetic": flops}
+        }
+        (folder / "result.json").write_text(json.dumps(result))
+    figure = drawn("flops", tmp_path)
+    assert figure is not None
+    (axes,) = figure.axes
+    figure.draw_without_rendering()
+    shown = {
+        each.get_label(): float(each[0].get_transform().transform([*each[0].get_xydata()])[0, 0])
+        for each in axes.containers
+    }
+    places = {name: float(axes.transData.transform((flops, 0))[0]) for name, flops in
+              {"STE": 1e9, "SR-STE": 1e9, "STEP": 1.5e9, "dense": 2e9}.items()}  # fmt: skip
+    aside = {name: round((shown[name] - places[name]) * 72 / figure.dpi, 6) for name in places}
+    assert aside == {"STE": -3, "SR-STE": 3, "STEP": 0, "dense": 0}
+    assert axes.get_xlabel().endswith(", at 1:8")  # one ratio, which no point needs beside it
+    assert not axes.texts
+
+
+def test_rows_without_the_setting_are_lines_of_their_own(write: Any, tmp_path: Path) -> None:
+    for switch in (0.05, 0.5, 0.75):
+        write("step", "1:8", 0, 0.8, recipe__switch=switch)
+    write("ste", "1:8", 0, 0.7)
+    write("sr_ste", "1:8", 0, 0.9)
+    figure = drawn("ratio", tmp_path, columns="recipe.switch")
+    assert figure is not None
+    (axes,) = figure.axes
+    levels = {str(each.get_label()): each for each in axes.lines if len(set(each.get_ydata())) == 1}
+    looks = {(levels[name].get_color(), levels[name].get_linestyle()) for name in ("STE", "SR-STE")}
+    assert (
+        len(looks) == len({colour for colour, _ in looks}) == len({line for _, line in looks}) == 2
+    )
+    assert [float(text.get_text()) for text in axes.get_xticklabels()] == [0.05, 0.5, 0.75]
+    assert list(axes.get_xticks()) == [0.05, 0.5, 0.75]
+    assert axes.get_xscale() == "log"
 
 
 def drawn_by(tmp_path: Path, *words: str) -> ElementTree.Element:

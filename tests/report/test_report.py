@@ -367,10 +367,35 @@ def test_filters(write, table) -> None:
     assert cells(
         table("--filter", "optimizer.lr=0.01", "--filter", "trainer.clip=null", "recipe=ste")[1]
     ) == {"ste": {"2:4": "80.0 (1)"}}
+    write("sr_ste", "2:4", 1, 0.6, optimizer__lr=0.01)
+    assert cells(table("--filter", "recipe=sr_ste,ste", "optimizer.lr=0.01")[1]) == {
+        "ste": {"2:4": "**80.0 (1)**"}, "sr_ste": {"2:4": "60.0 (1)"},
+    }  # fmt: skip
+    assert table("--filter", "optimizer.lr=5,0.01")[2].startswith(
+        "nmrun: --filter optimizer.lr=5 leaves no run"
+    )
     assert table("--filter", "optimizer.lr=5")[::2] == (
         2, "nmrun: --filter optimizer.lr=5 leaves no run; optimizer.lr is 0.001, 0.01\n",
     )  # fmt: skip
     assert "write KEY=VALUE" in table("--filter", "optimizer.lr")[2]
+
+
+@pytest.mark.parametrize(
+    ("depths", "said"),
+    [
+        ((8, 8), "resnet20 (depth=8) on cifar10 (train_size=5000), adam"),
+        ((20, 20), "resnet20 on cifar10 (train_size=5000), adam"),
+        ((8, 20), "resnet20 on cifar10 (train_size=5000), adam"),
+    ],
+)
+def test_the_caption_names_what_is_not_the_config_s_own(
+    depths: tuple[int, int], said: str, write, table
+) -> None:
+    for recipe, depth in zip(("ste", "sr_ste"), depths, strict=True):
+        model = {"name": "resnet20", "depth": depth, "exclude": ["conv1"]}
+        data = {"name": "cifar10", "train_size": 5000, "val_size": None, "flip": True}
+        write(recipe, "2:4", 0, 0.9, model=model, dataset=data)
+    assert table()[1].startswith(said)
 
 
 # --- formats --------------------------------------------------------------------------------------

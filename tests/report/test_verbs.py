@@ -76,6 +76,7 @@ def runs(write) -> dict[str, Path]:
         (("--filter", "recipe=ste"), {"good", "failed"}),
         (("--filter", "recipe=ste", "--failed"), {"failed"}),
         (("--filter", "recipe=ste", "seed=0"), {"good"}),
+        (("--filter", "sparsity=dense,2:4", "trainer.epochs=2"), {"other"}),
         (("--filter", "sparsity=dense"), {"dense"}),
         (("--filter", "trainer.epochs=2.0"), {"other"}),
     ],
