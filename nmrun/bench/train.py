@@ -4,9 +4,9 @@ and by a bare loop.
 Arms of a network share one process and take turns, one stretch of steps each a round: ``dense``, on
 a CPU by oneDNN where that is faster, and ``torch``, by torch's default products; the recipe with
 ``trainer.acceleration=off`` (masks alone, in torch's products) and ``=auto`` (N:M products where
-they are right and faster), one process for each ratio; ``bare``, the same dense network, compiled alike, with torch's fused AdamW on
-one batch that stays where it is: what a loop of one's own could reach at best. Data is random.
-Everything else is as a user gets it.
+they are right and faster), one process for each ratio; ``bare``, the same dense network, compiled
+alike, with torch's fused AdamW on one batch that stays where it is: what a loop of one's own could
+reach at best. Data is random. Everything else is as a user gets it.
 """
 
 from __future__ import annotations

@@ -70,8 +70,9 @@ def accelerate(
     whole_gradients: bool = False,
     known: Mapping[str, Mapping[str, Times]] | None = None,
 ) -> list[Choice]:
-    """Let the sparse linear layers of ``handle``, and on a CPU its convolutions, train through N:M products where that is right and
-    faster, and on a CPU all dense linear layers through oneDNN's where those are.
+    """Let the sparse linear layers of ``handle``, and on a CPU its convolutions, train through N:M
+    products where that is right and faster, and on a CPU all dense linear layers through oneDNN's
+    where those are.
 
     The parameters stay what they are, so optimizers, checkpoints and recipes see no difference.
     Acts in training mode, while the weights are N:M. Results differ from the masked dense layer by

@@ -5,9 +5,10 @@ The dense weight stays the parameter. :class:`Packed` holds what the products re
 optimizer step and shared by all micro-batches and by the recomputation of checkpointed activations;
 it is no part of any state dict, since the layout is the GPU's.
 
-    Z = X W^T       sparse dX = dZ V       sparse where V^T is 2:4 too (transposable masks, double
-    pruning), else dense; V is W unless the recipe has another dW = dZ^T X     dense; with MVUE, E^T
-    X with a 2:4 estimate E of dZ, sparse where that is faster
+    Z = X W^T      sparse
+    dX = dZ V      sparse where V^T is 2:4 too (transposable masks, double pruning), else dense;
+                   V is W unless the recipe has another
+    dW = dZ^T X    dense; with MVUE, E^T X with a 2:4 estimate E of dZ, sparse where that is faster
 
 By a path of FP8 products the operands are rounded to it, those of dense products as well (see
 ``nmrun.products.simulated.linear``).

@@ -7,8 +7,9 @@ optimizer step. It is no part of any state dict.
     Z = X W^T       sparse
     dX = dZ V       sparse: V^T is packed too, and needs no pattern; V is W unless the recipe has
                     another
-    dW = dZ^T X     dense, by torch or by oneDNN; the kept entries alone where the recipe masks the gradients of pruned
-                    weights; with MVUE E^T X with the N:M estimate E of dZ, sparse
+    dW = dZ^T X     dense, by torch or by oneDNN; the kept entries alone where the recipe masks the
+                    gradients of pruned weights; with MVUE E^T X with the N:M estimate E of dZ,
+                    sparse
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ in) they are
 Hardware for N:M sparsity wants one operand to be N:M along the dimension that is summed over. The
 projection does that for Z. For dX a recipe can give another weight, N:M along the outputs (Bi-Mask,
 arXiv 2302.06058), or W is replaced by its minimum-variance unbiased N:M estimate along them. For
-dW, dZ is replaced by such an estimate along the tokens, and all three products can be rounded to FP8 (S-STE: Hu et al. 2024, arXiv 2409.09099).
-Everything here is simulated: the numbers are those of such hardware, the products are dense.
+dW, dZ is replaced by such an estimate along the tokens, and all three products can be rounded to
+FP8 (S-STE: Hu et al. 2024, arXiv 2409.09099). Everything here is simulated: the numbers are those
+of such hardware, the products are dense.
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ def linear(
     input_weight``; it gets no gradient itself. None: ``weight``. mvue: the weight gradient is ``E^T
     X``, E the unbiased estimate of dZ with at most N non-zeros in each M consecutive tokens
     (:func:`nmrun.sparsity.mvue`); tokens are all leading dimensions of x, in order, the last group
-    filled up with zeros. input_mvue: likewise, the input gradient is ``dZ E``, E the estimate of the
-    weight along the outputs, a multiple of M. Random numbers come from ``generator``, by default torch's global one for
-    the device. fp8: both operands of the forward product are rounded to e4m3fn, those of the
-    backward products to e5m2 (after the estimate), see :func:`quantize`; products are summed in
-    float32. The bias and its gradient stay exact.
+    filled up with zeros. input_mvue: likewise, the input gradient is ``dZ E``, E the estimate of
+    the weight along the outputs, a multiple of M. Random numbers come from ``generator``, by
+    default torch's global one for the device. fp8: both operands of the forward product are rounded
+    to e4m3fn, those of the backward products to e5m2 (after the estimate), see :func:`quantize`;
+    products are summed in float32. The bias and its gradient stay exact.
     """
     # an expert without tokens: there is no largest magnitude, and no gradient to estimate
     if x.numel() == 0:

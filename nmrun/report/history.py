@@ -24,8 +24,8 @@ SWITCH = re.compile(r"step (\d+): STEP freezes")
 
 @dataclass(frozen=True)
 class Curve:
-    """Over ``x``, steps, epochs or seconds: mean, standard deviation (zeros for a single run), lowest and highest of
-    ``n`` runs.
+    """Over ``x``, steps, epochs or seconds: mean, standard deviation (zeros for a single run),
+    lowest and highest of ``n`` runs.
     """
 
     x: np.ndarray

@@ -34,16 +34,16 @@ LONG = 8  # characters of a number
 class Table:
     """Cells by (row, column).
 
-    ``best`` are the best cells of each comparison, see ``compared``; ``references`` the rows without a ratio, whose one
-    value stands in every column; ``shared`` what all runs have in common; ``differing`` the
-    settings that are not the same in all cells, though no row or column names them; ``commits`` the
-    versions of the code; ``candidates``, where the metric is of the best weights and their number
-    differs, the rows by the number of epochs that those were chosen from. ``differences`` to the
-    rows ``baseline`` in the same column, their p-values corrected for their number; ``across`` are
-    the keys of rows in which some are compared with a baseline of another value. ``statistic``:
-    what stands in a cell, ``mean``, ``median`` or ``best``. ``tuned``: how the rows were tuned, if they
-    were. ``paper``: published figures as they
-    are printed, by row and column, and where they stand, ``paper_source``.
+    ``best`` are the best cells of each comparison, see ``compared``; ``references`` the rows
+    without a ratio, whose one value stands in every column; ``shared`` what all runs have in
+    common; ``differing`` the settings that are not the same in all cells, though no row or column
+    names them; ``commits`` the versions of the code; ``candidates``, where the metric is of the
+    best weights and their number differs, the rows by the number of epochs that those were chosen
+    from. ``differences`` to the rows ``baseline`` in the same column, their p-values corrected for
+    their number; ``across`` are the keys of rows in which some are compared with a baseline of
+    another value. ``statistic``: what stands in a cell, ``mean``, ``median`` or ``best``.
+    ``tuned``: how the rows were tuned, if they were. ``paper``: published figures as they are
+    printed, by row and column, and where they stand, ``paper_source``.
     """
 
     metric: str

@@ -20,9 +20,9 @@ def check_shards(weights: Sequence[SparseWeight], across: str = "") -> None:
         across: who looks across the rows of a weight, if anybody does. V:N:M masks do anyway.
 
     Raises:
-        ConfigError: for a part of a weight that is looked at across rows; for a weight that is sharded along the dimension of its groups, or whose
-            placement is neither replicated nor a plain shard; where weights differ in their
-            device mesh or placements.
+        ConfigError: for a part of a weight that is looked at across rows; for a weight that is
+            sharded along the dimension of its groups, or whose placement is neither replicated nor
+            a plain shard; where weights differ in their device mesh or placements.
     """
     sharded = [weight for weight in weights if weight.is_sharded]
     for weight in sharded:

@@ -50,8 +50,8 @@ class Diagnostics:
         self._dense, self._used = self._weights()
 
     def after(self, batch: Batch) -> dict[str, float]:
-        """The step's numbers, with losses of ``batch``. w are all dense weights, mw the weights as the forward pass uses
-        them, primes are after the step.
+        """The step's numbers, with losses of ``batch``. w are all dense weights, mw the weights as
+        the forward pass uses them, primes are after the step.
 
         Figure 1: ``diagnose/loss_change`` = F(m'w') - F(mw) and ``diagnose/loss_change_fixed_mask``
         = F(mw') - F(mw). Where the first is positive and the second is not, the change of masks
