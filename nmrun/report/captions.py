@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from nmrun.config import reference
 from nmrun.report import names, settings
 from nmrun.report.numbers import places, printed, unit
-from nmrun.report.statistics import FEWEST, Difference
+from nmrun.report.statistics import FEWEST, Difference, seeds_for_half
 from nmrun.report.tables import Table, words
 
 SPLITS = {"test": "on the test split", "eval": "on the validation split"}
@@ -136,9 +136,12 @@ def _least(table: Table) -> list[str]:
         rest = f" ({text(finite[0])} to {text(finite[-1])})" if len(finite) > 1 else ""
         found.append(f"{text(middle)}{rest}{of}")
     by = "" if table.test == "t" else ", reckoned for the t-test"
+    counts = {gap.n for gaps in by_metric.values() for gap in gaps if gap.least is not None}
+    more = [f"half of it would take {seeds_for_half(n, 0.05 / tests)} seeds" for n in counts]
     return [
         f"smallest difference that these seeds would have shown with a probability of 0.8, median (and range) over the cells, "
-        f"at the level 0.05/{tests} that the correction begins with{by}: {', '.join(found)}"
+        f"at the level 0.05/{tests} that the correction begins with{by}: {', '.join(found)}",
+        *(more if len(more) == 1 else []),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -230,6 +231,17 @@ def detectable(n: int, level: float) -> float:
 
     shift = optimize.brentq(lambda x: power(x) - POWER, 0.0, 4 * critical + 10)
     return float(shift) / math.sqrt(n)
+
+
+def seeds_for_half(n: int, level: float) -> int:
+    """The fewest pairs with which a difference half as large is found as with ``n``.
+
+    Args:
+        n: pairs.
+        level: of the test, two-sided.
+    """
+    half = detectable(n, level) / 2
+    return next(more for more in itertools.count(n + 1) if detectable(more, level) <= half)
 
 
 def shown(cell: Cell, statistic: str, higher_is_better: bool) -> float | None:

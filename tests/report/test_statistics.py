@@ -29,6 +29,7 @@ from nmrun.report.statistics import (
     grain,
     holm,
     paired,
+    seeds_for_half,
     step_down,
     student,
     summarise,
@@ -174,6 +175,19 @@ def test_the_smallest_difference_is_found_four_times_in_five(n: int, tests: int)
     assert (p < level).mean() == pytest.approx(0.8, abs=0.01)
 
 
+@pytest.mark.parametrize(("n", "tests"), [(3, 1), (5, 6)])
+def test_half_as_large_a_difference_takes_so_many_seeds(n: int, tests: int) -> None:
+    level, more = 0.05 / tests, seeds_for_half(n, 0.05 / tests)
+    draw = np.random.default_rng(n)
+
+    def found(pairs: int) -> float:
+        gaps = draw.normal(detectable(n, level) / 2, 1.0, (100_000, pairs))
+        return float((stats.ttest_1samp(gaps, 0.0, axis=1).pvalue < level).mean())
+
+    assert found(more) > 0.795
+    assert found(more - 1) < 0.8
+
+
 def test_holm_works_out_what_could_have_been_shown() -> None:
     gaps = {key: Difference(0.0, n, 0.5, p=0.2) for key, n in (("a", 3), ("b", 5))}
     found = holm(gaps | {"c": Difference(0.0, 2, 0.5)})
@@ -278,6 +292,7 @@ def test_a_table_of_differences(write, table) -> None:
     least = 100 * 0.01 * detectable(4, 0.05 / 3)
     assert "at the level 0.05/3" in caption
     assert f"{least:.1f} (" in caption  # the middle one, whose spread is the step of 1 %
+    assert f"; half of it would take {seeds_for_half(4, 0.05 / 3)} seeds" in caption
     assert "no test" not in caption
     assert "Wilcoxon" in table("--baseline", "dense", "--test", "wilcoxon")[1]
     assert table("--baseline", "dense", "--format", "latex")[1].isascii()
