@@ -201,7 +201,7 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
         labels = runs[key].map(label)
         fitting = set[str]()
         for value in values:
-            found = {text for text in set(labels) if settings.same(text, value)}
+            found = {t for t in set(labels) if settings.same(t, value.replace(" ", ""))}
             if not found:
                 there = ", ".join(sorted(set(labels) - {"-"}))
                 raise ConfigError(f"--filter {key}={value} leaves no run; {key} is {there}")

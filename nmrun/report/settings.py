@@ -52,8 +52,8 @@ def _typed(folder: Path) -> dict[str, Any]:
 def alternatives(condition: str) -> tuple[str, list[str]]:
     """The key of a condition and the values that fit: ``recipe=ste,sr_ste`` names two, and
     ``optimizer.betas=[0.9,0.98]`` one."""
-    key, _, values = condition.replace(" ", "").partition("=")
-    return key, OUTSIDE_BRACKETS.split(values)
+    key, _, values = condition.partition("=")
+    return key, [value.strip() for value in OUTSIDE_BRACKETS.split(values)]
 
 
 def same(a: str, b: str) -> bool:
