@@ -137,11 +137,15 @@ def _least(table: Table) -> list[str]:
         found.append(f"{text(middle)}{rest}{of}")
     by = "" if table.test == "t" else ", reckoned for the t-test"
     counts = {gap.n for gaps in by_metric.values() for gap in gaps if gap.least is not None}
-    more = [f"half of it would take {seeds_for_half(n, 0.05 / tests)} seeds" for n in counts]
+    more = (
+        []
+        if len(counts) > 1
+        else [f"half of it would take {seeds_for_half(n, 0.05 / tests)} seeds" for n in counts]
+    )
     return [
         f"smallest difference that these seeds would have shown with a probability of 0.8, median (and range) over the cells, "
         f"at the level 0.05/{tests} that the correction begins with{by}: {', '.join(found)}",
-        *(more if len(more) == 1 else []),
+        *more,
     ]
 
 

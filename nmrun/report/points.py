@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -67,8 +68,9 @@ def ratio(table: Table, layout: Layout) -> Figure | None:
             shift = apart * (i - (len(own) - 1) / 2)
             told = {"label": label(table, row, layout)} if not others else {}
             _errors(axes, table, row, columns, numbers, shift, {**look(table, row), **told})
-        for place, row in enumerate(row for row in table.rows if row in bands):
-            _band(axes, table, row, REFERENCE_LINES[place % len(REFERENCE_LINES)], layout)
+        lined = [row for row in table.rows if row in bands]
+        for row, line in zip(lined, itertools.cycle(REFERENCE_LINES), strict=False):
+            _band(axes, table, row, line, layout)
         _x_axis(axes, columns, numbers)
         if layout.ylim:
             axes.set_ylim(layout.ylim)

@@ -37,6 +37,12 @@ def log(folder: Path, lines: list[dict[str, float]], **other: Any) -> None:
     (folder / "result.json").write_text(json.dumps(result | other))
 
 
+def spent(folder: Path, flops: float) -> None:
+    result = json.loads((folder / "result.json").read_text())
+    result["flops"] = {"training_arithmetic": flops}
+    (folder / "result.json").write_text(json.dumps(result))
+
+
 def drawn(
     kind: str, tmp_path: Path, metric: str = "test/accuracy", logged: str = "eval/accuracy",
     columns: str = "sparsity",
@@ -188,20 +194,16 @@ def test_autoswitch(threshold: float | None, write: Any, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("factor", "how"), [(2, "linear"), (20, "log")])
 def test_metric_against_flops(factor: int, how: str, write: Any, tmp_path: Path) -> None:
-    spent = {"2:4": factor * 2e9, "1:8": 2e9, "1:16": 1.99e9}
-    for ratio, flops in spent.items():
+    costs = {"2:4": factor * 2e9, "1:8": 2e9, "1:16": 1.99e9}
+    for ratio, flops in costs.items():
         for seed in (0, 1):
-            folder = write("ste", ratio, seed, 0.9 + 0.02 * seed)
-            result = json.loads((folder / "result.json").read_text()) | {
-                "flops": {"training_arithmetic": flops}
-            }
-            (folder / "result.json").write_text(json.dumps(result))
+            spent(write("ste", ratio, seed, 0.9 + 0.02 * seed), flops)
     figure = drawn("flops", tmp_path)
     assert figure is not None
     (axes,) = figure.axes
     ((data, _, _),) = axes.containers
     assert list(zip(data.get_xdata(), data.get_ydata(), strict=True)) == [
-        (flops, pytest.approx(91.0)) for flops in spent.values()
+        (flops, pytest.approx(91.0)) for flops in costs.values()
     ]
     assert axes.get_xscale() == how
     names = {text.get_text() for text in axes.texts}
@@ -214,11 +216,7 @@ def test_metric_against_flops(factor: int, how: str, write: Any, tmp_path: Path)
 
 def test_rows_that_cost_the_same_stand_side_by_side(write: Any, tmp_path: Path) -> None:
     for recipe, flops in {"ste": 1e9, "sr_ste": 1e9, "step": 1.5e9, "dense": 2e9}.items():
-        folder = write(recipe, "dense" if recipe == "dense" else "1:8", 0, 0.9)
-        result = json.loads((folder / "result.json").read_text()) | {
-            "flops": {"training_arithmetic": flops}
-        }
-        (folder / "result.json").write_text(json.dumps(result))
+        spent(write(recipe, "dense" if recipe == "dense" else "1:8", 0, 0.9), flops)
     figure = drawn("flops", tmp_path)
     assert figure is not None
     (axes,) = figure.axes
