@@ -12,7 +12,7 @@ export NMRUN_DATA ?= $(if $(DATA),$(abspath $(DATA)),$(HOME)/.cache/nmrun)
 SCALE ?= small
 TRIALS ?= 6
 
-.PHONY: help run test mutants demo tables bench bench-gpu docs lint clean
+.PHONY: help run test test-slow mutants demo tables bench bench-gpu docs lint clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*## */  make \1\t/' | expand -t 16
@@ -20,8 +20,11 @@ help:  ## list the targets
 run: $(VENV)/installed  ## set up the environment, then the main job: STEP at 2:8 on the embedded digits
 	$(BIN)/nmrun recipe=step sparsity=2:8
 
-test: $(VENV)/installed-all  ## the same environment with all extras, then the test suite
+test: $(VENV)/installed-all  ## the same environment with all extras, then the tests (five minutes on two cores)
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+test-slow: $(VENV)/installed-all  ## the tests that take seconds each: processes that are killed, ranks, compilers, whole programs
+	$(BIN)/python -m pytest -n auto --dist loadfile -m 'slow and not minutes'
 
 mutants: $(VENV)/installed-all  ## do the tests notice wrong code? a sample of 40 mutants each of masks, recipes, checkpoints and statistics (an hour)
 	@$(INSTALL) cosmic-ray==8.7.0  # ten packages that nothing else needs

@@ -101,7 +101,7 @@ def test_autocast(model: FeedForward) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_compiled_as_a_whole_it_computes_the_same(model: FeedForward) -> None:
     activations = nmrun.sparse_activations(model, "2:4", total_steps=TOTAL, dense_end=0.5)
     torch._dynamo.reset()

@@ -41,6 +41,7 @@ COMMANDS = sorted(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/own-loop.md"])
 def test_the_library_examples_run(page):
     (code,) = [text for text in blocks(ROOT / page, "python") if "nmrun.sparsify(" in text]
@@ -95,6 +96,7 @@ def test_an_option_that_does_not_exist_is_not_parsed():
         is_parsed(["table", "--basline", "dense"])
 
 
+@pytest.mark.slow
 def test_the_errors_are_printed_as_shown(nmrun_cli):
     (text,) = [text for page in PAGES for text in blocks(page, "console")]
     command, *lines = text.strip().splitlines()
@@ -149,6 +151,7 @@ def test_what_is_written_of_the_keys_is_up_to_date():
         assert path.read_text() == text, path.name
 
 
+@pytest.mark.slow
 def test_the_site_is_built_strictly(tmp_path):
     pytest.importorskip("mkdocs")
     done = subprocess.run(

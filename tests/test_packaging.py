@@ -32,6 +32,7 @@ def build(what: str, source: Path, to: Path) -> Path:
     return to / done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_wheel_and_sdist_have_all_code_and_configs(tmp_path):
     pytest.importorskip("setuptools")
     source = tmp_path / "source"
@@ -117,7 +118,7 @@ def test_the_lock_has_the_versions_of_the_constraints_and_hashes_alone():
     assert "setuptools" in names  # builds nmrun itself
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
 def test_all_extras_resolve_together_to_the_constraints(version):
     """Asks a registry."""

@@ -56,7 +56,7 @@ def ways() -> Iterator[Any]:
         for j, stop in enumerate((1, 4, 7)):
             for k, order in enumerate(("smo", "som", "mso", "mos", "oms", "osm")):
                 if recipe not in SCORED or order.index("s") < order.index("o"):
-                    marks = () if (i + j + k) % 3 == 0 else pytest.mark.slow
+                    marks = () if (i + j + k) % 3 == 0 else pytest.mark.minutes
                     yield pytest.param(recipe, stop, order, marks=marks)
 
 

@@ -16,7 +16,7 @@ QUICK = ("own_loop",)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NOTEBOOKS]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.minutes) for name in NOTEBOOKS]
 )  # fmt: skip
 def test_a_tutorial_runs(name, tmp_path):
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")

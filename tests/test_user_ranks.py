@@ -14,6 +14,8 @@ import torch
 import user_ranks
 import user_training
 
+pytestmark = pytest.mark.slow
+
 Outcomes = dict[Any, dict[str, torch.Tensor]]
 
 

@@ -479,7 +479,7 @@ def estimated(x: Tensor, ratio: str, dim: int, seed: int = 7) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "ratio", ["2:4", "1:4", "3:4", "2:8", pytest.param("3:16", marks=pytest.mark.slow), "1:2"]
+    "ratio", ["2:4", "1:4", "3:4", "2:8", pytest.param("3:16", marks=pytest.mark.minutes), "1:2"]
 )
 def test_the_estimate_is_unbiased_with_the_smallest_variance(ratio: str) -> None:
     """Equal columns are independent draws; probabilities are those of the float64 reference, whose

@@ -58,6 +58,7 @@ def folder_of(done: subprocess.CompletedProcess[str]) -> Path:
     return Path(done.stdout.splitlines()[-1].strip())
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_the_command_line(nmrun_cli: Any, tmp_path: Path) -> None:
     ours = nmrun.run([*SHORT, "recipe=step"], seed=1)
     assert ours.status == "finished"
@@ -87,6 +88,7 @@ def test_a_finished_run_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
     assert (first.folder / "result.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """SIGINT while it trains: what is done is saved, and the same call ends with the same bits."""
     from nmrun.train.loop import Loop
@@ -157,6 +159,7 @@ def test_weights_that_were_changed_are_refused() -> None:
         done.model()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("initialised", [False, True])
 def test_the_process_stays_as_it_was(initialised: bool) -> None:
     threads = torch.get_num_threads()
@@ -178,6 +181,7 @@ def test_the_process_stays_as_it_was(initialised: bool) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_mistakes_get_a_line(nmrun_cli: Any) -> None:
     """The command's own lines, for what the command refuses too."""
     for said in ("recipe=stpe", "trainer.epochs=-1", "recipe=step recipe.swtich=1", "sparsity=5:4"):
@@ -201,6 +205,7 @@ def test_mistakes_get_a_line(nmrun_cli: Any) -> None:
     assert not Path("outputs").exists()
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_an_error() -> None:
     with pytest.raises(RunError, match=r"^step 2: the loss is [^\n]*outputs/\S+$"):
         nmrun.run([*SHORT, "recipe=ste", "optimizer=sgd"], optimizer={"lr": 1e30})
@@ -235,6 +240,7 @@ def test_settings_are_read_as_they_were_given(key: str, value: Any, read: Any) -
         assert words.written({group: {leaf: value}}) == [word]
 
 
+@pytest.mark.slow
 def test_a_sweep_is_that_of_the_command_line(nmrun_cli: Any, tmp_path: Path) -> None:
     swept = ["recipe=step,dense", "sparsity=2:4,1:4", "seed=0,1"]
     found = nmrun.sweep([*SHORT, *swept])

@@ -90,6 +90,7 @@ def test_workloads_leave_out_layers_that_exist() -> None:
         assert all(isinstance(modules[layer], nn.Module) for layer in workload.exclude)
 
 
+@pytest.mark.slow
 def test_command_writes_table_and_json(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(recipes, "SHORTEST", 1e-3)
     names = ["dense_again", "sr_ste"]
@@ -567,6 +568,7 @@ def test_layer_on_a_cpu_has_masks_alone(tmp_path: Path, capsys: pytest.CaptureFi
     assert {row["path"] for row in rows} == {"dense"}
 
 
+@pytest.mark.slow
 def test_infer(gpu: played24.Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--models",
@@ -628,6 +630,7 @@ def test_infer_of_a_small_gpt2(
     assert rows[-1]["layers"].endswith("of 9")  # four a block, and the tied head
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
 def test_infer_of_images_on_a_cpu(tmp_path: Path) -> None:
     words = ["--models", "resnet18", "--patterns", "1:8", "--tokens", "2", "--rounds", "1"]
@@ -655,6 +658,7 @@ def test_a_compressed_network_computes_what_the_masked_one_does(gpu: played24.Ma
 # --- train ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--models",

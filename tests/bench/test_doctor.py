@@ -165,6 +165,7 @@ def test_gpus_without_sparse_tensor_cores_and_none(monkeypatch: pytest.MonkeyPat
     assert list(doctor.gpus()) == [("GPU", "none"), ("driver", "999.1")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", [True, False])
 def test_the_whole_of_it_on_a_cpu(
     compiler: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

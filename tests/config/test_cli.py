@@ -144,6 +144,7 @@ def test_a_run_its_folder_and_the_second_time(tmp_path, nmrun_cli):
     assert "2:8 holds in 2 layers" in export.stdout
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_past_a_failure_and_does_only_what_is_missing(tmp_path, nmrun_cli):
     # a learning rate that overflows fails, its neighbours do not
     line = (
@@ -212,6 +213,7 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, nmrun_cli):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     line = [
         sys.executable,
@@ -238,7 +240,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
     assert json.loads(result.read_text())["status"] == "interrupted"
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_the_group_stops_a_sweep_in_order(
     number: signal.Signals, tmp_path: Path, nmrun_cli
@@ -349,6 +351,7 @@ NAMES = ("USER", "LOGNAME", "LNAME", "USERNAME")
 RUN = "nmrun recipe=ste debug=fast output_dir=out"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [">&-", "2>&-", "> /dev/full"])
 def test_a_run_needs_no_reader(where: str, tmp_path: Path) -> None:
     done = shell(tmp_path, f"{RUN} {where}")

@@ -114,7 +114,7 @@ def test_a_job_of_a_sweep_that_imports_such_a_schema(tmp_path: Path, nmrun_cli: 
     assert "sweep of 2: 2 finished" in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.skipif(
     importlib.util.find_spec("fairseq") is None,
     reason="needs fairseq: pip install 'nmrun[translation]'",

@@ -136,7 +136,7 @@ def test_published_figures_have_their_place_in_the_sweep(name):
     assert asked.paper_source
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.parametrize(("name", "scale"), EVERY)
 def test_rows_and_columns_are_keys_of_the_runs(name, scale):
     asked, configs = experiment.load(name), made(name, scale)
@@ -146,7 +146,7 @@ def test_rows_and_columns_are_keys_of_the_runs(name, scale):
     assert len({identity.run_folder(config) for config in configs}) == len(configs)
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_what_is_measured_while_training_is_no_run_of_another_experiment():
     """How often a run is looked into is not part of its identity: shared with an experiment that
     does not, nothing would be logged.
@@ -456,6 +456,7 @@ def show(swept: Path, monkeypatch, capsys, *options: str) -> tuple[int, str, str
     return status, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_the_folders_are_those_that_the_table_looks_for(swept, monkeypatch):
     monkeypatch.chdir(swept)
     expected = {
@@ -611,11 +612,12 @@ def smoke(name: str, folder: Path, nmrun_cli, *overrides: str) -> None:
     assert drawn == {str(i + 1) for i in range(len(experiment.load(name).figures))}
 
 
+@pytest.mark.slow
 def test_a_smoke_from_nothing_to_the_table(tmp_path, nmrun_cli):
     smoke("sr_ste_sad", tmp_path / "runs", nmrun_cli, "seed=0", "trainer.epochs=2")
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.parametrize("name", NAMES)
 def test_every_smoke(name, nmrun_cli, tmp_path_factory):
     """All in one folder, so that shared runs are made once."""

@@ -117,6 +117,7 @@ def test_times_in_words(seconds: float, said: str) -> None:
     assert sweep.span(seconds) == said
 
 
+@pytest.mark.slow
 def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(
     nmrun_cli, tmp_path: Path
 ) -> None:
@@ -330,6 +331,7 @@ def test_overrides_as_one_types_them(word: str, as_typed: str) -> None:
 # --- runs that others are at work on ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_that_another_process_has_is_left_to_it(nmrun_cli, tmp_path: Path) -> None:
     words = ("recipe=ste", "debug=fast", "output_dir=out")
     assert nmrun_cli(*words, "seed=1").returncode == 0
@@ -385,6 +387,7 @@ def test_a_stream_of_somebody_else_s_need_not_count(monkeypatch: pytest.MonkeyPa
     assert said == ["four"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     ["--version", "--help", "recipe=ste dry=true", "status out", "-m recipe=ste seed=0,1 dry=true"],
@@ -399,6 +402,7 @@ def test_a_reader_who_leaves_ends_it_quietly(line: str, tmp_path: Path, write) -
     assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
 def test_a_run_whose_reader_left_goes_on_with_the_same_command(tmp_path: Path, nmrun_cli) -> None:
     line = "recipe=ste trainer.limit_batches=1 trainer.epochs=30 track=local output_dir=out"
     process = started(tmp_path, line)

@@ -321,6 +321,7 @@ def test_it_begins_with_a_classifiers_weights(
         start.load(network(), *asked)
 
 
+@pytest.mark.slow
 def test_a_run_and_one_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (*SHAPES, "trainer.batch_size=4", "trainer.epochs=2", "trainer.accumulate=2")
     words = (*words, "recipe=sr_ste", "optimizer=sgd", "trainer.limit_evaluation=4")

@@ -486,7 +486,7 @@ def test_the_real_files(monkeypatch: pytest.MonkeyPatch):
 
 
 @real
-@pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.parametrize("recipe", ["recipe=dense", "recipe=sr_ste"])
 def test_a_pretrained_encoder_learns_sst2(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -311,6 +311,7 @@ def test_a_run_that_was_cut_off_ends_with_the_same_bits(
     assert rows(run_folder(cut)) == rows(run_folder(alone))
 
 
+@pytest.mark.slow
 def test_the_small_encoder_learns(tmp_path: Path):
     overrides = (
         "dataset=generated_text",

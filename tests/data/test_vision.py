@@ -469,7 +469,7 @@ def test_a_download_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 REAL = Path(os.environ.get("NMRUN_DATA", "~/.cache/nmrun")).expanduser()
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.skipif(not (REAL / "cifar10").is_dir(), reason="CIFAR-10 is not in NMRUN_DATA")
 def test_the_real_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NMRUN_DATA", str(REAL))
@@ -600,6 +600,7 @@ def test_a_stream_goes_on_anywhere(workers: int, tmp_path: Path) -> None:
     assert not torch.equal(other.micro_batches(0, 0, 1)[0][0], in_order[0, 0][0])
 
 
+@pytest.mark.slow
 def test_a_signal_to_all_processes_ends_a_run_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def nonzeros(weight: Tensor, m: int) -> Tensor:
     return (weight != 0).reshape(-1, m).sum(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pattern", "n", "m"), [("2:4", 2, 4), ("1:4", 1, 4)])
 def test_masks_gradients_and_targets(
     monkeypatch: pytest.MonkeyPatch, pattern: str, n: int, m: int

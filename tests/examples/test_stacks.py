@@ -21,11 +21,11 @@ from examples import nanogpt
 ROOT = Path(__file__).parent.parent.parent
 OURS = re.compile(r"\bnm_?run|\bnmrun|NMCallback|\bhandle\b|\bsparse\b|--nm-|nm_adam")
 SCRIPTS = [
-    pytest.param("plain_loop"),
-    pytest.param("huggingface_trainer", marks=pytest.mark.slow),
-    pytest.param("lightning_trainer", marks=pytest.mark.slow),
-    pytest.param("accelerate_loop", marks=pytest.mark.slow),
-    pytest.param("timm_train", marks=pytest.mark.slow),
+    pytest.param("plain_loop", marks=pytest.mark.slow),
+    pytest.param("huggingface_trainer", marks=pytest.mark.minutes),
+    pytest.param("lightning_trainer", marks=pytest.mark.minutes),
+    pytest.param("accelerate_loop", marks=pytest.mark.minutes),
+    pytest.param("timm_train", marks=pytest.mark.minutes),
 ]
 NEEDS = {
     "huggingface_trainer": "accelerate", "accelerate_loop": "accelerate",
@@ -77,7 +77,7 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     assert float(accuracy) > 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_fairseq(tmp_path: Path) -> None:
     pytest.importorskip("fairseq", reason="needs fairseq: pip install 'nmrun[translation]'")
     scripts = str(Path(sys.executable).parent)

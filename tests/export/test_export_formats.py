@@ -270,6 +270,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_torchvision_loads_the_weights_without_nmrun(tmp_path: Path) -> None:
     from torchvision.models import resnet18
 
@@ -439,6 +440,7 @@ def test_models_that_are_not_hugging_faces(
 # --- onnx -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_onnx_computes_the_same_with_zeros_where_tensorrt_looks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -472,6 +474,7 @@ def test_onnx_computes_the_same_with_zeros_where_tensorrt_looks(
         assert line["tensorrt"] is True
 
 
+@pytest.mark.slow
 def test_onnxruntime_alone_is_as_accurate_by_what_the_file_says(tmp_path: Path) -> None:
     pytest.importorskip("onnx", reason="needs nmrun[onnx]")
     runtime = pytest.importorskip("onnxruntime")

@@ -20,6 +20,8 @@ from nmrun.train.runner import run
 transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
 pytest.importorskip("lm_eval", reason="needs nmrun[lmeval]")
 
+pytestmark = pytest.mark.slow
+
 WORDS = ("[UNK]", "the", "cat", "sat", "dog", "ran", "mat", "on", "a", "end")
 ITEMS = [
     ("the cat", "sat", "mat"),

@@ -80,7 +80,7 @@ def test_the_weights_of_a_plain_loop(recipe: str, first: bool) -> None:
     nmrun.sparsity.check_nm(model, "2:4", exclude="4")
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.parametrize("first", [True, False])
 def test_compiled_for_this_machine(first: bool) -> None:
     """By inductor, as ``prepare`` does it."""

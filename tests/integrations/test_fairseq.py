@@ -76,6 +76,7 @@ def most_of_four(weight: torch.Tensor) -> int:
     return int((weight.view(-1, 4) != 0).sum(1).max())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_plain_and_nm(trained: Path) -> None:
     """Its first moment is before STEP's sparse phase."""
     for name, most, clock in (("checkpoint1.pt", 4, 4), ("checkpoint2.pt", 2, 8)):
@@ -87,7 +88,7 @@ def test_a_checkpoint_is_plain_and_nm(trained: Path) -> None:
         assert {most_of_four(state["model"][key]) for key in settings["weights"]} == {most}
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
 def test_a_resumed_training_is_the_same(recipe: str, data: Path, tmp_path: Path) -> None:
     """In and after ASP's dense phase. All data are one batch, since fairseq itself draws other
@@ -105,7 +106,7 @@ def test_a_resumed_training_is_the_same(recipe: str, data: Path, tmp_path: Path)
             torch.testing.assert_close(ended["model"][name], tensor, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_generate_reads_it_without_the_folder(data: Path, trained: Path) -> None:
     path = str(trained / "checkpoint2.pt")
     options = ["--cpu", "--dataset-impl", "raw", "--beam", "2", "--max-len-b", "8"]
@@ -114,7 +115,7 @@ def test_generate_reads_it_without_the_folder(data: Path, trained: Path) -> None
     assert sum(line.startswith("H-") for line in done.stdout.splitlines()) == 8
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_with_nothing_to_prune_it_is_the_stock_training(data: Path, tmp_path: Path) -> None:
     sgd = ["--optimizer", "sgd", "--momentum", "0.9"]
     train(data, tmp_path / "stock", *sgd, plug=False)
@@ -124,7 +125,7 @@ def test_with_nothing_to_prune_it_is_the_stock_training(data: Path, tmp_path: Pa
     assert "nmrun" in ours["last_optimizer_state"]["param_groups"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -148,7 +149,7 @@ def test_mistakes_get_a_line(arguments: str, message: str, data: Path, tmp_path:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_a_dense_end_is_told(data: Path, tmp_path: Path) -> None:
     ours = ["--user-dir", str(FOLDER), "--save-dir", str(tmp_path), "--optimizer", "sgd"]
     asp = ["--nm-recipe", "asp", "--nm-options", "total_steps=100"]

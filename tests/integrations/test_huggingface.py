@@ -156,11 +156,14 @@ def test_another_optimizer_is_refused_at_its_first_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"gradient_checkpointing": True},
-        {"torch_compile": True, "torch_compile_backend": "eager"},
-        {"bf16": True},
+        pytest.param({"gradient_checkpointing": True}, id="gradient_checkpointing"),
+        pytest.param(
+            {"torch_compile": True, "torch_compile_backend": "eager"},
+            id="compile",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"bf16": True}, id="bf16"),
     ],
-    ids=["gradient_checkpointing", "compile", "bf16"],
 )
 def test_with_the_trainer_s_options(changes: dict[str, Any], tmp_path: Path) -> None:
     trainer, sparse = trained(tmp_path, "step", **changes)
@@ -172,7 +175,7 @@ def test_with_the_trainer_s_options(changes: dict[str, Any], tmp_path: Path) -> 
     assert same != ("bf16" in changes)
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_compiled_for_this_machine(tmp_path: Path) -> None:
     torch._dynamo.reset()
     trainer, sparse = trained(tmp_path, "step", torch_compile=True)
@@ -185,7 +188,7 @@ def test_compiled_for_this_machine(tmp_path: Path) -> None:
         torch.testing.assert_close(found, tensor, rtol=1e-2, atol=1e-3, msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_two_processes(tmp_path: Path) -> None:
     """They train what one process trains with twice the batch. What FSDP2's shards are saved as in
     the middle is read by ``from_pretrained``.
@@ -228,6 +231,7 @@ def test_step_names_the_optimizer_it_needs(tmp_path: Path) -> None:
         trainer.train()
 
 
+@pytest.mark.slow
 def test_without_transformers_the_import_names_the_extra() -> None:
     code = "import sys; sys.modules['transformers'] = None; import nmrun.integrations.huggingface"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

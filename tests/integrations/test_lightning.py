@@ -71,7 +71,7 @@ def test_the_weights_of_a_plain_loop(recipe: str, tmp_path: Path) -> None:
     assert weights(module) == weights(plain_loop(recipe))
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_compiled_for_this_machine(tmp_path: Path) -> None:
     """The whole module by inductor."""
     torch._dynamo.reset()
@@ -208,7 +208,7 @@ def test_without_a_length_the_option_is_named(tmp_path: Path) -> None:
         trainer.fit(lit.Module(), lit.loader())
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_two_processes(tmp_path: Path) -> None:
     """They train what one process trains with twice the batch."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -259,6 +259,7 @@ def test_mistakes_are_told_before_the_training(arguments: Any, error: Any, messa
         NMCallback(**arguments)
 
 
+@pytest.mark.slow
 def test_without_lightning_the_import_names_the_extra() -> None:
     code = (
         "import sys; sys.modules['lightning.pytorch'] = None; import nmrun.integrations.lightning"

@@ -17,7 +17,7 @@ from nmrun.errors import ConfigError, RunError
 
 
 @pytest.mark.parametrize(
-    "how", ["export", "trace", pytest.param("onnx", marks=pytest.mark.slow)]
+    "how", ["export", "trace", pytest.param("onnx", marks=pytest.mark.minutes)]
 )  # fmt: skip
 def test_a_live_model_is_exported_and_trains_on(how: str, tmp_path: Path) -> None:
     (model, optimizer, handle), plain = start("sr_ste"), start("sr_ste")

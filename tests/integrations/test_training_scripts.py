@@ -25,7 +25,7 @@ from training import bits
 
 import nmrun
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.minutes
 DENSE_FIRST = {"asp": ", prune_at=0.5", "step": ", switch=0.5"}
 
 

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("kernels_for_small_weights")
 needs_compiler = pytest.mark.skipif(c_library.find_compiler() is None, reason="no C compiler here")
 
 
-def slow(*case: Any) -> Any:
-    return pytest.param(*case, marks=pytest.mark.slow)
+def rare(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.minutes)
 
 
 def nasty(shape: tuple[int, ...]) -> Tensor:
@@ -61,7 +61,7 @@ def soft(weight: Tensor, pattern: str | Pattern, dim: int) -> Tensor:
 # inserted from the top, N = M, sorted, inserted from below; the others go one of these ways too, and
 # the compiler takes seconds for each
 SEVERAL = ["16:32", "32:32", "20:48", "48:64"]
-SEVERAL += [slow(ratio) for ratio in ("1:32", "8:32", "24:32", "31:32", "20:64")]
+SEVERAL += [rare(ratio) for ratio in ("1:32", "8:32", "24:32", "31:32", "20:64")]
 
 
 @needs_compiler
@@ -104,12 +104,12 @@ def test_groups_of_several_vectors_with_ties_and_without(ratio: str) -> None:
         ("2:4", (8, 100), 0),  # groups side by side, more than a vector of them
         ("3:16", (2, 32, 7, 7), 1),
         ("3:16", (5, 48), 1),
-        slow("7:32", (3, 64, 3, 3), 1),
-        slow("14:32", (9, 64), 1),
+        rare("7:32", (3, 64, 3, 3), 1),
+        rare("14:32", (9, 64), 1),
         ("15:16", (33, 48), 1),  # from below
         ("16:32", (40, 64), 1),  # the last that insertion finds
         ("17:34", (40, 68), 1),  # the first that sorting does
-        slow("16:33", (40, 66), 1),
+        rare("16:33", (40, 66), 1),
         ("16:32", (64, 50), 0),
         ("17:31", (3, 62, 3, 3), 1),
         ("32:32", (5, 64), 1),
@@ -391,6 +391,7 @@ def test_without_a_cache_folder_it_still_compiles(
     assert torch.equal(bits(compiled), bits(reference))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_cache_is_used_and_knows_what_it_was_built_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -169,7 +169,10 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     cpu_products._library.cache_clear()
 
 
-@pytest.mark.parametrize("less", ["-mno-avx512f", pytest.param("-mno-avx", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "less", ["-mno-avx512f", pytest.param("-mno-avx", marks=pytest.mark.minutes)]
+)
 def test_narrower_vectors(less: str, built: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """AVX2's and SSE's source is the same."""
     if os.uname().machine != "x86_64":
@@ -218,7 +221,7 @@ int main(void) {
 """
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_on_arm(tmp_path: Path) -> None:
     """NEON, cross-compiled and emulated (Debian: gcc-aarch64-linux-gnu, qemu-user)."""
     compiler, emulator = map(shutil.which, ("aarch64-linux-gnu-gcc", "qemu-aarch64"))

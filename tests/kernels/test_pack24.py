@@ -15,6 +15,7 @@ from torch import Tensor
 from nmrun.kernels import pack24
 
 
+@pytest.mark.slow
 def test_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     file = Path(__file__).parents[1] / "pack24_interpreted.py"

@@ -36,11 +36,11 @@ CODE = sorted(
 @pytest.mark.parametrize(
     ("where", "which"),
     [
-        ("interpreter", "not slow"),
-        pytest.param("interpreter", "slow", marks=pytest.mark.slow),
+        pytest.param("interpreter", "not minutes", marks=pytest.mark.slow),
+        pytest.param("interpreter", "minutes", marks=pytest.mark.minutes),
         pytest.param(
             "device",
-            "slow or not slow",
+            "minutes or not minutes",
             marks=[
                 pytest.mark.gpu,
                 pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -130,6 +130,7 @@ def many(kernel: Any, architecture: int, weight: Any, fields: int, **options: An
     return Compiled(kernel, architecture, "2:4", **dtypes, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("mode", [0, 1, 2], ids=["hard", "soft", "decayed"])
 def test_2_of_4_goes_16_bytes_at_a_time_and_through_registers_alone(
@@ -159,6 +160,7 @@ def test_2_of_4_from_a_table(architecture: int) -> None:
     assert narrow.shared == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_step_of_adam(architecture: int) -> None:
     import triton.language as tl

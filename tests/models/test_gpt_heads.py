@@ -82,6 +82,7 @@ def network(folder: Path, *words: str) -> nn.Module:
     return start.network(made, tasks.build(made, torch.device("cpu")))
 
 
+@pytest.mark.slow
 def test_a_pre_trained_run_gets_a_new_head(pretrained: Path, tmp_path: Path) -> None:
     theirs = load_file(pretrained / "model.safetensors")
     begun = network(tmp_path, *TEXTS, f"init={pretrained}").state_dict()

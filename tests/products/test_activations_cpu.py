@@ -294,7 +294,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
     assert model[3].weight.grad is None
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_compiled_as_a_whole_it_computes_the_same(passes: list[str]) -> None:
     model, x = FeedForward(), torch.randn(6, 16)
     model[2] = nn.Identity()

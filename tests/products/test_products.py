@@ -115,6 +115,7 @@ def test_convolutions(
     assert not torch.allclose(got[0], wanted[0])
 
 
+@pytest.mark.slow
 def test_input_gradient_with_an_estimate_of_the_weight() -> None:
     """2:4 along the outputs, another in every pass, exact in the mean; dW and db are exact."""
     x, w, b, dz = normal(5, 6), normal(8, 6, seed=1), normal(8, seed=2), normal(5, 8, seed=3)

@@ -79,6 +79,7 @@ def test_the_commands_are_accepted(number, module):
     assert (found.problems, found.jobs) == ([], (1, 12)[number])
 
 
+@pytest.mark.slow
 def test_all_three_ways_to_name_it_are_the_same_run(folder, nmrun_cli):
     """A class of the current folder, with and without recipe=custom, and the name that an installed
     package registers.

@@ -24,7 +24,7 @@ OVER_PIXELS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("overrides", [DEFAULT, OVER_PIXELS], ids=["default", "mlp"])
 @pytest.mark.parametrize("ratio", ["2:4", "1:16"])

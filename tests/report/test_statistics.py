@@ -233,7 +233,7 @@ def test_intervals_cover_no_less_where_accuracies_tie(n: int, share: float) -> N
     ("n", "share", "one_baseline"),
     [
         # by default the ends, where ties are rarest and most common
-        pytest.param(n, share, one, marks=() if n != 5 and share != 0.985 else pytest.mark.slow)
+        pytest.param(n, share, one, marks=() if n != 5 and share != 0.985 else pytest.mark.minutes)
         for n in (3, 5, 10)
         for share in (0.9, 0.985, 0.998)
         for one in (True, False)

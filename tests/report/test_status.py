@@ -258,6 +258,7 @@ def test_where_there_is_nothing(tmp_path: Path, nmrun_cli) -> None:
         status.main([str(tmp_path / "nowhere")])
 
 
+@pytest.mark.slow
 def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> None:
     words = "-m recipe=ste optimizer.lr=1e25,1e-3 seed=0,3 zip=optimizer.lr,seed trainer.limit_batches=1 trainer.epochs=3000 track=local"
     process = subprocess.Popen(

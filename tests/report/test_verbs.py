@@ -107,6 +107,7 @@ def test_a_run_at_work_is_not_deleted(runs, tmp_path: Path, capsys) -> None:
     assert not runs["failed"].exists()
 
 
+@pytest.mark.slow
 def test_the_command_of_a_run_once_more(tmp_path: Path, nmrun_cli) -> None:
     first = nmrun_cli("recipe=ste", "debug=fast", "output_dir=out", "optimizer.lr=0.01")
     assert first.returncode == 0, first.stderr

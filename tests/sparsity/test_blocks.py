@@ -229,6 +229,7 @@ def used_elsewhere(run: Result, nmrun_cli: Any, root: Path) -> None:
         assert {layer["pattern"] for layer in pruned["sparsity"]["layers"]} == {ratio}
 
 
+@pytest.mark.slow
 def test_a_run(nmrun_cli: Any, tmp_path: Path) -> None:
     words = (
         "recipe=sr_ste",

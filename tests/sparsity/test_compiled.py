@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 BY_STEP = [(name, recipe) for name in OPTIMIZERS for recipe in ("sr_ste", "s_ste", "asp")]
 BY_STEP += [("nmrun", "step"), ("nmrun in one pass", "step")]  # it needs nmrun's own
-# whole training steps: every optimizer and every recipe once, the rest is slow
+# whole training steps: every optimizer and every recipe once, the rest takes minutes
 ONCE = [("nmrun", "step"), ("nmrun in one pass", "asp"), ("fused", "s_ste"), ("sgd", "sr_ste")]
 TOTAL = 8
 
@@ -119,6 +119,7 @@ def test_compiled_backward_graph(recipe: str) -> None:
 # --- the optimizer's step, and the whole training step -------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "recipe"), BY_STEP)
 def test_compiled_optimizer_step(optimizer: str, recipe: str) -> None:
     found, wanted = start(recipe, optimizer), start(recipe, optimizer)
@@ -132,9 +133,10 @@ def test_compiled_optimizer_step(optimizer: str, recipe: str) -> None:
     check_nm(found[0], "2:4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "recipe"),
-    [case if case in ONCE else pytest.param(*case, marks=pytest.mark.slow) for case in BY_STEP],
+    [case if case in ONCE else pytest.param(*case, marks=pytest.mark.minutes) for case in BY_STEP],
 )
 def test_compiled_training_step(optimizer: str, recipe: str) -> None:
     found, wanted = start(recipe, optimizer), start(recipe, optimizer)
@@ -157,7 +159,7 @@ def test_compiled_training_step(optimizer: str, recipe: str) -> None:
     check_nm(found[0], "2:4")
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_by_inductor(optimizer: str) -> None:
     """Code for this machine: model, step, and both at once."""

@@ -477,7 +477,7 @@ def test_geometric_says_what_would_help() -> None:
 HIGH = [(recipe, pattern) for pattern in ("1:16", "1:128") for recipe in SPARSE]
 HIGH += [("lbc", "2:32"), ("maskllm", "2:32")]
 HIGH += [
-    pytest.param(recipe, pattern, marks=pytest.mark.slow)
+    pytest.param(recipe, pattern, marks=pytest.mark.minutes)
     for pattern in ("1:32", "2:32")
     for recipe in SPARSE
     if (recipe, pattern) not in HIGH

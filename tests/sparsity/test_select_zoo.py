@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 torchvision = pytest.importorskip("torchvision")
 timm = pytest.importorskip("timm")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.minutes
 
 ATEN = torch.ops.aten
 # of each product, the operands with the dimension that is summed over

@@ -22,6 +22,8 @@ from nmrun import cli
 from nmrun.config.identity import run_folder
 from nmrun.train import checkpoint
 
+pytestmark = pytest.mark.slow
+
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 

@@ -81,6 +81,7 @@ def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # --- a full disk ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_file_that_does_not_fit(tmp_path: Path, nmrun_cli: Any) -> None:
     """The kernel refuses to write more than 100 kB into one file; the checkpoint is larger."""
     words = (*TINY, "model.channels=[16,32,32]", f"output_dir={tmp_path}")

@@ -20,6 +20,8 @@ from nmrun.errors import ConfigError
 from nmrun.sparsity import check_nm
 from nmrun.train.build import build
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -18,6 +18,8 @@ sys.path.insert(0, BENCHMARKS)
 
 import kills  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 preloaded.context()  # the server that all tests of a process share
 
 SWEEP = ("recipe=step,sr_ste", "sparsity=2:4", "seed=0,1", *kills.SWEEP[3:], "trainer.epochs=12")

@@ -241,7 +241,7 @@ def test_bf16_autocast_keeps_fp32_weights(tmp_path: Path) -> None:
     assert logged[-1]["eval/loss"] < math.log(10)
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 @pytest.mark.parametrize("recipe", ["step", "sr_ste"])
 def test_compiled(recipe: str, tmp_path: Path) -> None:
     eager, compiled = (

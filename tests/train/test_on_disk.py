@@ -112,6 +112,7 @@ print(most)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="as Linux counts")
 @pytest.mark.parametrize(("where", "least", "most"), [("disk", -40, 40), ("memory", 190, 240)])
 def test_what_200_mb_take_up_in_memory(where: str, least: int, most: int) -> None:

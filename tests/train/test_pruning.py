@@ -50,6 +50,7 @@ def prune(*words: str, capsys) -> tuple[dict, str]:
     return json.loads(Path(folder, "result.json").read_text()) | {"folder": folder}, printed
 
 
+@pytest.mark.slow
 def test_a_run_is_pruned_as_the_library_prunes(dense, capsys):
     result, printed = prune(dense, "method=wanda", "sparsity=1:4", "samples=10", capsys=capsys)
     before, config = json.loads((dense / "result.json").read_text()), pruning.read([str(dense)])
@@ -79,6 +80,7 @@ def test_a_run_is_pruned_as_the_library_prunes(dense, capsys):
     assert "h.0.attn.c_attn.weight  1:4  output error 0." in printed
 
 
+@pytest.mark.slow
 def test_again_is_the_same_run_with_the_same_bits(dense, capsys):
     words = (dense, "sparsity=2:4", "samples=4", "method.damping=0.1")
     first, _ = prune(*words, capsys=capsys)
@@ -100,6 +102,7 @@ def test_again_is_the_same_run_with_the_same_bits(dense, capsys):
     assert first["folder"] in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_other_verbs_take_the_folder(dense, tmp_path, capsys):
     result, _ = prune(
         dense, "method=magnitude", "samples=2", f"output_dir={tmp_path}", capsys=capsys
@@ -126,6 +129,7 @@ def test_nothing_is_tracked_and_saying_so_changes_nothing(dense):
     assert pruning.read([*composed, *width, "track=local"]).plain["track"] == said.plain["track"]
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_pruned_weights(dense, tmp_path, capsys):
     """ASP from the first step keeps the one-shot mask."""
     result, _ = prune(dense, "method=wanda", "samples=4", f"output_dir={tmp_path}", capsys=capsys)
@@ -147,6 +151,7 @@ def test_a_run_begins_with_the_pruned_weights(dense, tmp_path, capsys):
     assert identity(runs.config(tmp_path, *asp, f"init={moved}")) == before
 
 
+@pytest.mark.slow
 def test_maskllm_begins_with_the_masks_of_a_pruned_network(dense, tmp_path, capsys):
     """The dense weights come from init, the masks from another folder."""
     result, _ = prune(dense, "method=wanda", "samples=4", f"output_dir={tmp_path}", capsys=capsys)

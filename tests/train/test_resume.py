@@ -133,7 +133,7 @@ def cuts() -> Iterator[Any]:
     for i, recipe in enumerate(RECIPES):
         for j, step in enumerate((2, 5, 7, 8, 11, 12)):
             default = recipe in ("asp", "step") or (i + j) % 3 == 0
-            yield pytest.param(recipe, step, marks=() if default else pytest.mark.slow)
+            yield pytest.param(recipe, step, marks=() if default else pytest.mark.minutes)
 
 
 @pytest.mark.parametrize(("recipe", "step"), list(cuts()))
@@ -460,6 +460,7 @@ def test_resume_false_starts_over(
     assert "goes on at" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_killed_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nmrun_cli: Any) -> None:
     """SIGKILL at two random moments of a process that runs the command line, then the same command
     to its end.

@@ -14,7 +14,7 @@ import pytest
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
-@pytest.mark.slow
+@pytest.mark.minutes
 def test_the_leader_holds_no_more_than_the_others(tmp_path: Path) -> None:
     done = subprocess.run(
         [*TORCHRUN, big_shards.__file__, str(tmp_path)],

@@ -34,6 +34,7 @@ def loaded(folder: Path) -> tuple[int, list[str]]:
     return step, said
 
 
+@pytest.mark.slow
 def test_a_kill_before_any_file_operation_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     server = preloaded.context()
     found, code = [], 3

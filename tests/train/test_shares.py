@@ -296,6 +296,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [*two_evaluate.CASES, "shards", "shards, 1 batch", "translation"])
 def test_two_processes_find_the_metrics_of_one(case: str, found: dict[str, Any]) -> None:
     if case not in found["0of1"]:

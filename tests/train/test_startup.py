@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 LINES = (
     "recipe=step sparsity=2:8",
     "recipe=sr_ste sparsity=2:4 optimizer=sgd trainer.clip=1",
@@ -24,6 +26,7 @@ for line in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_a_run_loads_no_compiler(tmp_path: Path) -> None:
     """Torch imports its compiler, and sympy with it, where an optimizer is made or steps and where
     shapes are computed in Python. What is loaded is not searched for garbage.

@@ -81,6 +81,7 @@ def offline_runs(folder: Path) -> list[bytes]:
     return [path.read_bytes() for path in folder.glob("wandb/offline-run-*/run-*.wandb")]
 
 
+@pytest.mark.slow
 def test_wandb_is_offline_for_who_is_not_logged_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

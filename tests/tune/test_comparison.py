@@ -22,6 +22,8 @@ from nmrun.train import jobs, last_files
 from nmrun.tune import comparison
 from nmrun.tune.cli import main
 
+pytestmark = pytest.mark.slow
+
 SWEEP = [
     *(word for word in TINY if not word.startswith("sparsity")),
     *("recipe=dense,sr_ste", "sparsity=1:4,1:8", "seed=0,1", "trainer.epochs=1"),
