@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError
 from nmrun.registry import did_you_mean
-from nmrun.report import chosen, cli, figures
+from nmrun.report import chosen, cli, figures, overall_table
 from nmrun.report.frames import of_runs, typed
 from nmrun.report.records import of_cells
 from nmrun.verbs import files_of_the_command
@@ -53,6 +53,7 @@ def table(
     filter: Sequence[str] | str = (),
     baseline: str | None = None,
     test: str = "t",
+    overall: bool = False,
     verify: bool = False,
 ) -> pd.DataFrame:
     """Compare runs, as ``nmrun table --format csv`` does. ::
@@ -67,6 +68,7 @@ def table(
         filter: as of :func:`runs`.
         baseline: the row that each is compared with, seed by seed.
         test: ``t`` or ``wilcoxon``, for the baseline.
+        overall: one difference a row, over all cells together.
         verify: refuse runs whose files changed after they finished.
 
     Returns:
@@ -75,7 +77,8 @@ def table(
         ``values`` (lists); with a baseline
         ``difference``, its interval ``low`` to ``high``, ``p`` and ``least``, the smallest
         difference that could have been shown. Metrics are in their own unit: accuracies from 0 to
-        1.
+        1. With ``overall`` a row for each data set and one for ``all cells``: ``cells``, ``better``
+        (in how many of them), and ``difference`` in standard deviations of a run.
 
     Raises:
         ConfigError: as ``nmrun table`` does, whose options have the names of the arguments.
@@ -85,13 +88,17 @@ def table(
     options.show, options.baseline, options.test = "mean", baseline, test
     options.verify = verify
     with files_of_the_command():
-        head, *lines = of_cells(chosen.tables(options))
+        if overall:
+            head, *lines = overall_table.lines(*overall_table.compared(options))
+        else:
+            head, *lines = of_cells(chosen.tables(options))
     found = pd.DataFrame(lines, columns=head, dtype=object)
     found = typed(found.loc[:, ~found.columns.duplicated()])  # the metric is a label, too
-    for key in map(str, head[: head.index("mean")]):  # labels are texts, those of numbers too
+    labels = head[: head.index("cells" if overall else "mean")]
+    for key in map(str, labels):  # texts, those of numbers too
         with contextlib.suppress(ValueError):
             found[key] = pd.to_numeric(found[key])
-    return found.astype({"best": bool})
+    return found if overall else found.astype({"best": bool})
 
 
 def plot(

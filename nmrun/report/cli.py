@@ -44,6 +44,9 @@ def table(argv: Sequence[str]) -> int:
     )
     _comparison(parser, "such as dense")
     parser.add_argument(
+        "--overall", action="store_true", help="one difference a row, over all cells"
+    )
+    parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write to FILE instead of the terminal"
     )
     parser.add_argument(
@@ -90,6 +93,10 @@ def _content(options: argparse.Namespace) -> str | bytes:
         from nmrun.report.frames import of_runs
 
         return records.written(records.of_runs(of_runs(chosen.runs(options))), style)
+    if options.overall:
+        from nmrun.report import overall_table
+
+        return overall_table.written(options, style)
     tables = chosen.tables(options)
     if style in RECORDS:
         return records.written(records.of_cells(tables), style)
@@ -229,8 +236,8 @@ def _experiments(options: argparse.Namespace) -> int:
     from nmrun.report.differences import compare
 
     every, style = experiment.chosen(options.experiment), _format(options)
-    if options.runs or style == "parquet":
-        raise ConfigError("--experiment: --runs and --format parquet are for folders")
+    if options.runs or options.overall or style == "parquet":
+        raise ConfigError("--experiment: --runs, --overall and --format parquet are for folders")
     if style in RECORDS and len(every) > 1:
         raise ConfigError(f"--format {style} --experiment {options.experiment}: one at a time")
     sections = []
@@ -275,14 +282,10 @@ def _experiments(options: argparse.Namespace) -> int:
         )
     text = experiments.render(sections, style)
     files = experiments.draw(sections, options.figures) if options.figures else []
-    if options.out is None:
-        _print(text)
-    else:
+    if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text, encoding="utf-8")
-    sys.stdout.write(
-        "".join(f"{file}\n" for file in [*files, *([options.out] if options.out else [])])
-    )
+    _write(text, options.out)
+    sys.stdout.write("".join(f"{file}\n" for file in files))
     return 0
 
 

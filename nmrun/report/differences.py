@@ -27,6 +27,35 @@ def compare(table: Table, baseline: str, test: str = "t") -> Table:
     Raises:
         ConfigError: if there is no such row, or if no other row shares a seed with it.
     """
+    every, rivals = pairs(table, baseline)
+    found: dict[tuple[Key, Key], Difference] = {}
+    across: set[str] = set()
+    for (row, column), own in rivals.items():
+        cell, other = table.cells[row, column], table.cells[own, column]
+        if (gap := paired(cell, other, step(table, row, column), test)) is not None:
+            found[row, column] = gap
+            across |= _unlike(table, row, own)
+    if not found:
+        raise ConfigError(
+            f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed"
+        )
+    differences = holm(found, test)
+    return replace(table, baseline=every, test=test, differences=differences, across=sorted(across))
+
+
+def pairs(table: Table, baseline: str) -> tuple[list[Key], dict[tuple[Key, Key], Key]]:
+    """Find which rows are the baseline, and with which of them each other cell is compared.
+
+    Args:
+        table: as :func:`nmrun.report.tables.build` makes it.
+        baseline: as of :func:`compare`.
+
+    Returns:
+        The rows of the baseline; and by row and column, the one that stands against the cell there.
+
+    Raises:
+        ConfigError: if there is no such row.
+    """
     names = {" ".join(row): row for row in table.rows}
     recipe = table.row_keys.index("recipe") if "recipe" in table.row_keys else 0
     every = (
@@ -38,33 +67,29 @@ def compare(table: Table, baseline: str, test: str = "t") -> Table:
         raise ConfigError(
             f"--baseline {baseline}: no such row{did_you_mean(baseline, names)} (there are {', '.join(names)})"
         )
-
-    def unlike(row: Key, own: Key) -> set[str]:
-        """The keys in which two rows differ, but for those of the recipe."""
-        labels = zip(table.row_keys, row, own, strict=True)
-        return {key for key, a, b in labels if a != b and key.partition(".")[0] != "recipe"}
-
-    found: dict[tuple[Key, Key], Difference] = {}
-    across: set[str] = set()
-    for (row, column), cell in table.cells.items():
-        own = every if baseline in names else [one for one in every if not unlike(row, one)]
-        other = table.cells.get((own[0], column)) if own and row not in every else None
-        keys = unlike(row, own[0]) if own else set()
-        if other is None or any(key.partition(".")[0] == "dataset" for key in keys):
+    found: dict[tuple[Key, Key], Key] = {}
+    for row, column in table.cells:
+        own = every if baseline in names else [b for b in every if not _unlike(table, row, b)]
+        if not own or row in every or (own[0], column) not in table.cells:
             continue
-        if (gap := paired(cell, other, _grain(table, row, column), test)) is not None:
-            found[row, column] = gap
-            across |= keys
-    if not found:
-        raise ConfigError(
-            f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed"
-        )
-    differences = holm(found, test)
-    return replace(table, baseline=every, test=test, differences=differences, across=sorted(across))
+        if not any(key.partition(".")[0] == "dataset" for key in _unlike(table, row, own[0])):
+            found[row, column] = own[0]
+    return every, found
 
 
-def _grain(table: Table, row: Key, column: Key) -> float:
-    """The smallest step of a cell's metric that its column shows."""
+def _unlike(table: Table, row: Key, own: Key) -> set[str]:
+    """The keys in which two rows differ, but for those of the recipe."""
+    labels = zip(table.row_keys, row, own, strict=True)
+    return {key for key, a, b in labels if a != b and key.partition(".")[0] != "recipe"}
+
+
+def step(table: Table, row: Key, column: Key) -> float:
+    """Find the smallest step of a cell's metric that its column shows.
+
+    Args:
+        table: the table.
+        row, column: the cell's place.
+    """
     metric = table.metric_of(row, column)
     return grain(
         value

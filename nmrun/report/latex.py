@@ -35,8 +35,30 @@ def latex(table: Table, own: Mapping[str, str] | None = None) -> str:
     """
     n = _usual(table)
     head = [*map(_heading, table.row_keys), *(_column(table, c, own) for c in table.columns)]
-    lines = [head, *_lines(table, n, own)]
     said = [captions.caption(table), *([captions.comparison(table)] if table.baseline else [])]
+    rows, keys = _lines(table, n, own), len(table.row_keys)
+    rules = len(table.references)
+    return environment(said, _caption(table, n, own), _name(table), [head, *rows], keys, rules)
+
+
+def environment(
+    said: Sequence[str],
+    caption: str,
+    name: str,
+    lines: Sequence[Sequence[str]],
+    keys: int,
+    references: int = 0,
+) -> str:
+    """Write one ``table`` environment, or ``table*`` where it is too wide for a column of two.
+
+    Args:
+        said: what stands above, as comments.
+        caption: as LaTeX.
+        name: for ``\\ref``.
+        lines: the head, then the rows; all cells as LaTeX.
+        keys: the columns of labels.
+        references: so many rows at the beginning have a rule below.
+    """
     star = "*" if _width(lines) > COLUMN else ""
     return "\n".join(
         [
@@ -44,13 +66,13 @@ def latex(table: Table, own: Mapping[str, str] | None = None) -> str:
             *(f"% {' '.join(text.split())}" for text in said),
             rf"\begin{{table{star}}}",
             r"\centering\footnotesize\setlength{\tabcolsep}{3pt}\setlength{\belowcaptionskip}{4pt}",
-            rf"\caption{{{_caption(table, n, own)}}}",
-            rf"\label{{tab:{_name(table)}}}",
-            rf"\begin{{tabular}}{{{'l' * len(table.row_keys)}{'c' * len(table.columns)}}}",
+            rf"\caption{{{caption}}}",
+            rf"\label{{tab:{name}}}",
+            rf"\begin{{tabular}}{{{'l' * keys}{'c' * (len(lines[0]) - keys)}}}",
             r"\toprule",
-            " & ".join(head) + r" \\",
+            " & ".join(lines[0]) + r" \\",
             r"\midrule",
-            *_ruled(lines[1:], len(table.references)),
+            *_ruled(lines[1:], references),
             r"\bottomrule",
             r"\end{tabular}",
             rf"\end{{table{star}}}",

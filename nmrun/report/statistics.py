@@ -207,11 +207,8 @@ def holm(differences: Mapping[Place, Difference], test: str = "t") -> dict[Place
     return found
 
 
-@functools.cache
 def detectable(n: int, level: float) -> float:
     """Compute which mean difference a paired t-test finds with a probability of 0.8.
-
-    The noncentral t as a mean over the sample deviation's quantiles: scipy's own fails far out.
 
     Args:
         n: pairs.
@@ -220,17 +217,29 @@ def detectable(n: int, level: float) -> float:
     Returns:
         The difference in standard deviations of the differences.
     """
+    return found_at(n - 1, level) / math.sqrt(n)
+
+
+@functools.cache
+def found_at(freedom: float, level: float) -> float:
+    """Compute which mean a t-test finds with a probability of 0.8, in true standard errors.
+
+    The noncentral t as a mean over the sample deviation's quantiles: scipy's own fails far out.
+
+    Args:
+        freedom: its degrees of freedom.
+        level: of the test, two-sided.
+    """
     from scipy import optimize, stats
 
-    critical = stats.t.ppf(1 - level / 2, n - 1)
+    critical = stats.t.ppf(1 - level / 2, freedom)
     shares = (np.arange(10_000) + 0.5) / 10_000
-    bars = critical * np.sqrt(stats.chi2.ppf(shares, n - 1) / (n - 1))
+    bars = critical * np.sqrt(stats.chi2.ppf(shares, freedom) / freedom)
 
     def power(shift: float) -> float:
         return float((stats.norm.sf(bars - shift) + stats.norm.cdf(-bars - shift)).mean())
 
-    shift = optimize.brentq(lambda x: power(x) - POWER, 0.0, 4 * critical + 10)
-    return float(shift) / math.sqrt(n)
+    return float(optimize.brentq(lambda x: power(x) - POWER, 0.0, 4 * critical + 10))
 
 
 def seeds_for_half(n: int, level: float) -> int:

@@ -1,0 +1,195 @@
+"""One difference to the baseline over all cells of some tables: is a recipe better on the whole?
+
+Perplexities and accuracies have no unit in common, so that of a cell is the standard deviation of a
+run over its seeds there (the median over the cell's column). Every cell counts alike. Runs of one
+data set and one seed see the same batches, at whatever ratio, so they are one observation: the
+test is of the means over such runs, whose spread each data set has for itself (the t-test of Welch
+1947 for a weighted sum of means, with Satterthwaite's degrees of freedom).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nmrun.config.metric import higher_is_better
+from nmrun.errors import ConfigError
+from nmrun.report.differences import pairs, step
+from nmrun.report.statistics import FEWEST, LEVEL, found_at, step_down
+from nmrun.report.tables import Key, Table
+
+
+@dataclass(frozen=True)
+class Part:
+    """A row's cells of one data set.
+
+    Attributes:
+        cells: how many they are.
+        better: in how many of them the row's mean is better than the baseline's.
+        gaps: by seed that all of them have, the mean difference over them, positive where the row
+            is better.
+        least: the smallest spread over the seeds that one step of the metrics can tell from 0.
+    """
+
+    cells: int
+    better: int
+    gaps: list[float]
+    least: float
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean difference in standard deviations of a run, positive where the row is better.
+
+    ``low`` to ``high`` is its 95 % interval, None where a data set has fewer than two seeds; ``p``
+    is None for fewer than three pairs of runs as well. ``error`` is the standard error, and
+    ``freedom`` its degrees of freedom. ``least`` is the smallest true difference that the test would
+    have found with a probability of 0.8.
+    """
+
+    value: float
+    error: float | None = None
+    freedom: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    least: float | None = None
+
+
+@dataclass(frozen=True)
+class Overall:
+    """A row against the baseline: its ``parts`` by data set, and the mean over all of its cells."""
+
+    row: Key
+    parts: dict[str, Part]
+    mean: Mean
+
+    @property
+    def cells(self) -> int:
+        """How many of the row's cells have a baseline."""
+        return sum(part.cells for part in self.parts.values())
+
+    @property
+    def better(self) -> int:
+        """In how many of them the row's mean is better."""
+        return sum(part.better for part in self.parts.values())
+
+
+def of(tables: Sequence[Table], baseline: str) -> list[Overall]:
+    """Compare the rows of some tables with a baseline over all cells.
+
+    Args:
+        tables: one for each data set and model, with the same keys for rows.
+        baseline: as of :func:`nmrun.report.differences.compare`.
+
+    Returns:
+        The rows in the tables' order, with p-values corrected for their number by Holm's method
+        and ``least`` at the level that it begins with.
+
+    Raises:
+        ConfigError: if a table has no such row, and where no row shares seeds with it.
+    """
+    gathered: dict[Key, dict[str, list[_Cell]]] = {}
+    for table in tables:
+        for (row, column), own in pairs(table, baseline)[1].items():
+            if cell := _cell(table, row, column, own):
+                data = _data_set(table, row, column)
+                gathered.setdefault(row, {}).setdefault(data, []).append(cell)
+    found = []
+    for row in dict.fromkeys(row for table in tables for row in table.rows if row in gathered):
+        by_data = gathered[row]
+        parts = {data: _part(cells) for data, cells in by_data.items()}
+        # cells of a data set without a seed in common cannot be put together
+        if all(part.gaps for part in parts.values()):
+            found.append(Overall(row, parts, mean(list(parts.values()))))
+    if not found:
+        raise ConfigError(
+            f"--baseline {baseline}: no other row has runs of the same seeds in all of its cells"
+        )
+    return _corrected(found)
+
+
+def mean(parts: Sequence[Part]) -> Mean:
+    """Weigh data sets by their cells, and find the interval and the p-value of their mean.
+
+    Args:
+        parts: one for each data set.
+    """
+    from scipy import stats
+
+    every = sum(part.cells for part in parts)
+    weights = [part.cells / every for part in parts]
+    value = sum(w * statistics.fmean(p.gaps) for w, p in zip(weights, parts, strict=True))
+    if any(len(part.gaps) < 2 for part in parts):
+        return Mean(value)
+    squares = [
+        (w * max(statistics.stdev(p.gaps), p.least)) ** 2 / len(p.gaps)
+        for w, p in zip(weights, parts, strict=True)
+    ]
+    if not sum(squares):  # all is equal
+        return Mean(value)
+    of_squares = sum(v**2 / (len(p.gaps) - 1) for v, p in zip(squares, parts, strict=True))
+    error, freedom = math.sqrt(sum(squares)), sum(squares) ** 2 / of_squares
+    half = error * float(stats.t.ppf((1 + LEVEL) / 2, freedom))
+    tested = sum(len(part.gaps) for part in parts) >= FEWEST
+    p = 2 * float(stats.t.sf(abs(value) / error, freedom)) if tested else None
+    return Mean(value, error, freedom, value - half, value + half, p)
+
+
+@dataclass(frozen=True)
+class _Cell:
+    gaps: dict[object, float]  # in units of the cell, by seed
+    better: bool
+    least: float  # one step of the metric in that unit
+
+
+def _cell(table: Table, row: Key, column: Key, own: Key) -> _Cell | None:
+    """A cell against the baseline's; None where they share no seed."""
+    ours, theirs = table.cells[row, column].values, table.cells[own, column].values
+    common = [seed for seed in ours if seed in theirs]
+    if not common:
+        return None
+    metric = table.metric_of(row, column)
+    deviations = [
+        cell.sd
+        for (other, place), cell in table.cells.items()
+        if place == column and table.metric_of(other, place) == metric and cell.sd is not None
+    ]
+    least = step(table, row, column)
+    unit = max(statistics.median(deviations) if deviations else 0.0, least)
+    sign = 1.0 if higher_is_better(metric) else -1.0
+    if not unit:  # all runs of the column are equal
+        return _Cell(dict.fromkeys(common, 0.0), False, 0.0)
+    gaps = {seed: sign * (ours[seed] - theirs[seed]) / unit for seed in common}
+    return _Cell(gaps, statistics.fmean(gaps.values()) > 0, least / unit)
+
+
+def _data_set(table: Table, row: Key, column: Key) -> str:
+    labels = dict(zip(table.row_keys + table.column_keys, row + column, strict=True))
+    return labels.get("dataset", table.shared.get("dataset", ""))
+
+
+def _part(cells: Sequence[_Cell]) -> Part:
+    common = [seed for seed in cells[0].gaps if all(seed in cell.gaps for cell in cells)]
+    gaps = [statistics.fmean(cell.gaps[seed] for cell in cells) for seed in common]
+    least = min(cell.least for cell in cells) / len(cells)
+    return Part(len(cells), sum(cell.better for cell in cells), gaps, least)
+
+
+def _corrected(rows: list[Overall]) -> list[Overall]:
+    tested = [number for number, each in enumerate(rows) if each.mean.p is not None]
+    if not tested:
+        return rows
+    level = (1 - LEVEL) / len(tested)
+    corrected, found = step_down(np.array([rows[number].mean.p for number in tested])), list(rows)
+    for number, p in zip(tested, corrected.tolist(), strict=True):
+        one = rows[number].mean
+        assert one.error is not None  # there is a p-value
+        assert one.freedom is not None
+        least = one.error * found_at(one.freedom, level)
+        found[number] = replace(rows[number], mean=replace(one, p=p, least=least))
+    return found

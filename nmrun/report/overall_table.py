@@ -1,0 +1,161 @@
+"""``nmrun table --overall``: the rows against the baseline over all cells, written down."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Mapping, Sequence
+
+from nmrun.errors import ConfigError
+from nmrun.report import chosen, figures, latex, names, overall, records
+from nmrun.report.formats import Grid, html_table, markdown
+from nmrun.report.numbers import places, printed, signed
+from nmrun.report.overall import Mean, Overall, mean
+from nmrun.report.pages import document
+from nmrun.report.tables import Table, short
+
+ALL = "all cells"
+
+
+def written(options: argparse.Namespace, style: str) -> str | bytes:
+    """Write the comparison over all cells that the options of ``nmrun table`` ask for.
+
+    Args:
+        options: as of :func:`compared`, and ``labels``.
+        style: ``markdown``, ``latex``, ``html`` (one page), ``csv``, ``json`` or ``parquet``.
+
+    Raises:
+        ConfigError: as :func:`compared`.
+    """
+    rows, tables = compared(options)
+    if style in ("csv", "json", "parquet"):
+        return records.written(lines(rows, tables), style)
+    drawn = _grid(rows, tables)
+    if style == "latex":
+        return _latex(drawn, figures.labels(options.labels))
+    if style == "html":
+        return document("page.html", title="nmrun: all cells together", body=html_table(drawn))
+    return markdown(drawn)
+
+
+def compared(options: argparse.Namespace) -> tuple[list[Overall], list[Table]]:
+    """Compare over all cells.
+
+    Args:
+        options: as of :func:`nmrun.report.chosen.tables`.
+
+    Returns:
+        The rows, and the tables whose cells they are of.
+
+    Raises:
+        ConfigError: as there, and for what has no comparison over all cells.
+    """
+    if not options.baseline:
+        raise ConfigError("--overall compares with a row: name it with --baseline")
+    if options.test != "t":
+        raise ConfigError(
+            f"--overall --test {options.test}: over all cells there is the t-test only"
+        )
+    if "metric" in f"{options.rows},{options.cols}".split(","):
+        raise ConfigError("--overall: one metric at a time, which is no row or column")
+    tables = chosen.tables(options)
+    return overall.of(tables, options.baseline), tables
+
+
+def lines(rows: Sequence[Overall], tables: Sequence[Table]) -> records.Lines:
+    """List a line for each row and data set, and one for each row over ``all cells``.
+
+    Columns: the keys of the row, dataset, cells, better (in how many of them), the difference in
+    standard deviations of a run, its interval, and its degrees of freedom; over all cells the
+    p-value and the smallest difference that could have been shown as well. None: undefined.
+
+    Args:
+        rows, tables: as of :func:`compared`.
+    """
+    numbers = ["cells", "better", "difference", "low", "high", "p", "least", "freedom"]
+    found: records.Lines = [[*tables[0].row_keys, "dataset", *numbers]]
+    for each in rows:
+        by_data = [
+            (data, part.cells, part.better, mean([part])) for data, part in each.parts.items()
+        ]
+        for data, cells, better, one in [*by_data, (ALL, each.cells, each.better, each.mean)]:
+            tested = (one.p, one.least) if data == ALL else (None, None)
+            found.append(
+                [*each.row, data, cells, better, one.value, one.low, one.high, *tested, one.freedom]
+            )
+    return found
+
+
+def _grid(rows: Sequence[Overall], tables: Sequence[Table]) -> Grid:
+    keys = tables[0].row_keys
+    every = list(dict.fromkeys(data for each in rows for data in each.parts))
+    apart = every if len(every) > 1 else []
+    written = [
+        (
+            [short(label) for label in each.row],
+            [
+                *((_part(each, data), False) for data in apart),
+                (_whole(each.mean), each.mean.p is not None and each.mean.p < 0.05),
+                (f"{each.better} of {each.cells}", False),
+            ],
+        )
+        for each in rows
+    ]
+    return Grid(
+        _caption(rows, tables, apart), len(keys), [*keys, *apart, ALL, "better in"], written
+    )
+
+
+def _part(each: Overall, data: str) -> str:
+    if data not in each.parts:
+        return "-"
+    part = each.parts[data]
+    return f"{_interval(mean([part]))} ({part.cells})"
+
+
+def _whole(found: Mean) -> str:
+    p = "" if found.p is None else " p<0.001" if found.p < 0.001 else f" p={found.p:.2g}"
+    return _interval(found) + p
+
+
+def _interval(found: Mean) -> str:
+    at = places(found.value, "", found.error)
+    ends = [signed(end, "", at) for end in (found.low, found.high) if end is not None]
+    return signed(found.value, "", at) + (f" [{', '.join(ends)}]" if ends else "")
+
+
+def _caption(rows: Sequence[Overall], tables: Sequence[Table], apart: Sequence[str]) -> str:
+    baseline = ", ".join(dict.fromkeys(" ".join(row) for t in tables for row in t.baseline))
+    notes = [
+        f"Difference to {baseline} over all cells together, better is positive, in standard deviations of a run over its seeds "
+        "(of each cell, the median over its column), every cell counted alike, with 95 % intervals"
+        + (" (number of cells)" if apart else "")
+    ]
+    least = sorted(each.mean.least for each in rows if each.mean.least is not None)
+    if least:
+        count = len(least)
+        middle = statistics.median(least)
+        size = printed(middle, "", places(middle, "", middle / 5))
+        notes += [
+            "seeds of one data set are observations, their spread that of the data set (Welch's t-test); "
+            f"p, two-sided, corrected for {count} comparison{'s' * (count != 1)} by Holm's method; below 0.05 in bold",
+            f"smallest difference that would have been shown with a probability of 0.8, median over the rows: {size}",
+        ]
+    if len({each.cells for each in rows}) > 1:
+        notes.append("not all rows have the same cells")
+    return "; ".join(notes)
+
+
+def _latex(drawn: Grid, labels: Mapping[str, str] | None) -> str:
+    def cell(text: str, out: bool) -> str:
+        return latex.escape(text).replace("\N{MINUS SIGN}", "$-$") + ("$^{*}$" if out else "")
+
+    def label(text: str) -> str:
+        return latex.escape(names.written(text, labels))
+
+    head = [label({"recipe": "Recipe"}.get(text, text)) for text in drawn.head]
+    body = [
+        [*map(label, own), *(cell(text, out) for text, out in cells)] for own, cells in drawn.lines
+    ]
+    caption = latex.escape(drawn.caption.replace("below 0.05 in bold", "* below 0.05"))
+    return latex.environment([], f"{caption}.", "overall", [head, *body], drawn.keys)

@@ -1,0 +1,232 @@
+"""All cells together: against scipy's tests where they say the same, and by simulation."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+import nmrun
+from nmrun.errors import ConfigError
+from nmrun.report import overall
+from nmrun.report.overall import Part, mean
+from nmrun.report.tables import Table, build
+
+Values = dict[str, dict[str, list[float]]]  # by ratio and recipe, one a seed
+
+WORDS: Values = {
+    "2:4": {"ste": [7.0, 7.2, 7.1, 7.5], "sr_ste": [6.8, 7.1, 7.0, 7.1], "asp": [6.7, 6.9, 7.3, 7.0]},
+    "1:8": {"ste": [8.0, 8.4, 8.2, 8.1], "sr_ste": [7.8, 8.1, 8.1, 7.6], "asp": [9.0, 9.3, 9.9, 9.1]},
+}  # fmt: skip
+IMAGES: Values = {
+    "2:4": {"ste": [0.911, 0.90, 0.93], "sr_ste": [0.92, 0.93, 0.932], "asp": [0.94, 0.91, 0.95]},
+    "1:8": {"ste": [0.81, 0.835, 0.84], "sr_ste": [0.82, 0.83, 0.86], "asp": [0.80, 0.83, 0.81]},
+}
+
+
+def table_of(values: Values, dataset: str, metric: str) -> Table:
+    lines = [
+        {"dataset": dataset, "model": "mlp", "recipe": recipe, "sparsity": ratio, "seed": seed,
+         "status": "finished", "metric": metric, "folder": f"{recipe}{ratio}{seed}", f"test/{metric}": value}
+        for ratio, recipes in values.items()
+        for recipe, own in recipes.items()
+        for seed, value in enumerate(own)
+        if value == value
+    ]  # fmt: skip
+    return build(pd.DataFrame(lines), f"test/{metric}", ["recipe"], ["sparsity"])
+
+
+def words(values: Values = WORDS) -> Table:
+    return table_of(values, "shakespeare", "perplexity")
+
+
+def images(values: Values = IMAGES) -> Table:
+    return table_of(values, "digits", "accuracy")
+
+
+def together(values: Values, recipe: str, sign: int) -> list[float]:
+    """By seed the mean over the ratios of the difference to SR-STE, in the ratio's unit."""
+    gaps = []
+    for recipes in values.values():
+        unit = statistics.median(statistics.stdev(own) for own in recipes.values())
+        pairs = zip(recipes[recipe], recipes["sr_ste"], strict=True)
+        gaps.append([sign * (a - b) / unit for a, b in pairs])
+    return [statistics.fmean(of_seed) for of_seed in zip(*gaps, strict=True)]
+
+
+def of(*tables: Table) -> dict[str, overall.Overall]:
+    return {each.row[0]: each for each in overall.of(tables, "sr_ste")}
+
+
+def test_one_data_set_is_a_t_test_of_means_over_its_cells() -> None:
+    found = of(words())
+    p = {}
+    for recipe in ("asp", "ste"):
+        gaps = together(WORDS, recipe, -1)  # a lower perplexity is better
+        test = stats.ttest_1samp(gaps, 0.0)
+        low, high = test.confidence_interval()
+        one, p[recipe] = found[recipe].mean, test.pvalue
+        assert (one.value, one.low, one.high) == pytest.approx((statistics.fmean(gaps), low, high))
+        assert one.freedom == pytest.approx(3)
+    first, second = sorted(p, key=p.__getitem__)
+    assert found[first].mean.p == pytest.approx(2 * p[first])  # Holm's
+    assert found[second].mean.p == pytest.approx(max(2 * p[first], p[second]))
+    assert [(each.cells, each.better) for each in found.values()] == [(2, 1), (2, 0)]
+
+
+def test_two_data_sets_are_welchs_test() -> None:
+    """The mean of two means is half of what Welch's test compares, with one of them negated."""
+    found = of(words(), images())
+    for recipe in ("asp", "ste"):
+        a, b = together(WORDS, recipe, -1), together(IMAGES, recipe, 1)
+        test = stats.ttest_ind(a, [-gap for gap in b], equal_var=False)
+        low, high = test.confidence_interval()
+        one = mean(list(found[recipe].parts.values()))
+        assert (one.value, one.low, one.high) == pytest.approx(
+            ((statistics.fmean(a) + statistics.fmean(b)) / 2, low / 2, high / 2)
+        )
+        assert one.p == pytest.approx(test.pvalue)
+        assert one.freedom == pytest.approx(test.df)
+        assert list(found[recipe].parts) == ["shakespeare", "digits"]
+
+
+def test_every_cell_counts_alike() -> None:
+    small = {"2:4": IMAGES["2:4"]}
+    found = of(words(), images(small))
+    a, b = together(WORDS, "asp", -1), together(small, "asp", 1)
+    wanted = (2 * statistics.fmean(a) + statistics.fmean(b)) / 3
+    assert found["asp"].mean.value == pytest.approx(wanted)
+
+
+def test_a_recipe_that_fails_with_one_seed_changes_no_unit() -> None:
+    failed = {ratio: {**own, "asp": [*own["asp"][:3], 5e3]} for ratio, own in WORDS.items()}
+    # the median of three deviations is the middle one: that of STE here, before and after
+    calm = {ratio: {**own, "asp": [6.0, 7.0, 8.0, 9.0]} for ratio, own in WORDS.items()}
+    assert of(words(failed))["ste"].mean.value == pytest.approx(of(words(calm))["ste"].mean.value)
+    assert of(words(failed))["asp"].mean.value < -1000
+
+
+def test_equal_differences_are_a_step_apart_at_least() -> None:
+    """Seeds that differ by the same number of images show that the spread is below one."""
+    tied = {"2:4": {"ste": [0.91, 0.92, 0.93], "sr_ste": [0.90, 0.91, 0.92]}}
+    one = of(images(tied))["ste"].mean
+    wanted = stats.t.sf(np.sqrt(3), 2) * 2  # the mean is one step, and so is the spread
+    assert one.p == pytest.approx(wanted)
+    # runs that do not vary are one step apart, and over two ratios half a step can be told from none
+    still = {"ste": [0.91, 0.91, 0.91], "sr_ste": [0.90, 0.90, 0.90]}
+    one = of(images({"2:4": still, "1:8": still}))["ste"].mean
+    assert one.value == pytest.approx(1.0)
+    assert one.p == pytest.approx(stats.t.sf(2 * np.sqrt(3), 2) * 2)
+    same = {"2:4": {"ste": [0.9, 0.9, 0.9], "sr_ste": [0.9, 0.9, 0.9]}}
+    nothing = of(images(same))["ste"].mean
+    assert (nothing.value, nothing.low, nothing.p) == (0.0, None, None)
+
+
+def test_seeds_that_every_cell_has() -> None:
+    nan = float("nan")
+    holes = {"2:4": {**WORDS["2:4"], "asp": [nan, 6.9, 7.3, 7.0]}, "1:8": WORDS["1:8"]}
+    found = of(words(holes))
+    assert [len(found[recipe].parts["shakespeare"].gaps) for recipe in ("asp", "ste")] == [3, 4]
+    apart = {
+        "2:4": {"ste": [7.0, nan], "sr_ste": [7.0, 7.1]},
+        "1:8": {"ste": [nan, 8.0], "sr_ste": [8.0, 8.1]},
+    }
+    with pytest.raises(ConfigError, match="no other row has runs of the same seeds in all"):
+        of(words(apart))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 10])
+def test_intervals_cover_and_tests_err_as_they_say(n: int) -> None:
+    """Data sets with unlike spreads and numbers of cells, ten thousand times."""
+    rng, cells, spreads = np.random.default_rng(n), [4, 4, 1, 1], [1.0, 0.3, 2.0, 0.7]
+    every = [spread * rng.standard_normal((5_000, n)) for spread in spreads]
+    covered = rejected = 0
+    for gaps in zip(*every, strict=True):
+        one = mean([Part(c, 0, list(own), 0.0) for c, own in zip(cells, gaps, strict=True)])
+        assert one.low is not None
+        assert one.high is not None
+        covered += one.low <= 0.0 <= one.high
+        rejected += one.p is not None and one.p < 0.05
+    # with two seeds the approximation errs on the safe side
+    assert 0.93 < covered / 5_000 < (0.99 if n == 2 else 0.97)
+    assert rejected / 5_000 < 0.07
+
+
+def test_the_smallest_difference_is_found_four_times_in_five() -> None:
+    rng, true = np.random.default_rng(0), 0.0
+    spreads, found, tries = [1.0, 0.5], 0, 2_000
+    # what it would be with the true spreads; each sample says its own
+    error = np.hypot(*spreads) / 2 / np.sqrt(5)
+    freedom = sum(s**2 for s in spreads) ** 2 / sum(s**4 / 4 for s in spreads)
+    true = error * overall.found_at(freedom, 0.05)
+    for _ in range(tries):
+        parts = [Part(1, 0, list(true + s * rng.standard_normal(5)), 0.0) for s in spreads]
+        p = mean(parts).p
+        found += p is not None and p < 0.05
+    assert 0.77 < found / tries < 0.83
+
+
+@pytest.fixture
+def runs(write: Callable[..., Any]) -> None:
+    for ratio in ("2:4", "1:8"):
+        for recipe, own in IMAGES[ratio].items():
+            for seed, value in enumerate(own):
+                write(recipe, ratio, seed, value)
+
+
+def test_on_the_command_line_and_from_python(runs: None, table: Any, tmp_path: Path) -> None:
+    status, said, _ = table("--baseline", "sr_ste", "--overall")
+    gaps = together(IMAGES, "asp", 1)
+    assert status == 0
+    head, _rule, asp, ste = said.strip().splitlines()[2:]
+    assert [cell.strip() for cell in head.split("|")[1:-1]] == ["recipe", "all cells", "better in"]
+    assert (
+        asp.split("|")[2]
+        .strip()
+        .startswith(f"{statistics.fmean(gaps):+.1f} [".replace("-", "\N{MINUS SIGN}"))
+    )
+    assert [line.split("|")[3].strip() for line in (asp, ste)] == ["1 of 2", "0 of 2"]
+    assert "corrected for 2 comparisons" in said
+
+    status, said, _ = table("--baseline", "sr_ste", "--overall", "--format", "csv")
+    lines = list(csv.DictReader(io.StringIO(said)))
+    assert [(line["recipe"], line["dataset"]) for line in lines] == [
+        ("asp", "digits"), ("asp", "all cells"), ("ste", "digits"), ("ste", "all cells"),
+    ]  # fmt: skip
+    assert float(lines[1]["difference"]) == pytest.approx(statistics.fmean(gaps))
+    assert lines[0]["p"] == ""
+
+    frame = nmrun.table(tmp_path / "outputs", baseline="sr_ste", overall=True)
+    whole = frame.set_index(["recipe", "dataset"]).loc[("asp", "all cells")]
+    assert (whole["cells"], whole["better"]) == (2, 1)
+    assert whole["difference"] == pytest.approx(statistics.fmean(gaps))
+
+    assert (
+        r"\begin{tabular}{lcc}"
+        in table("--baseline", "sr_ste", "--overall", "--format", "latex")[1]
+    )
+    assert "<table>" in table("--baseline", "sr_ste", "--overall", "--format", "html")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--overall",), "--overall compares with a row: name it with --baseline"),
+        (("--overall", "--baseline", "sr_ste", "--test", "wilcoxon"), "the t-test only"),
+        (("--overall", "--baseline", "sr_ste", "--rows", "recipe,metric"), "no row or column"),
+        (("--overall", "--baseline", "srste"), "no such row; did you mean sr_ste?"),
+    ],
+)
+def test_mistakes(words: tuple[str, ...], complaint: str, runs: None, table: Any) -> None:
+    status, said, wrong = table(*words)
+    assert (status, said) == (2, "")
+    assert complaint in wrong
+    assert wrong.count("\n") == 1
