@@ -105,6 +105,7 @@ def plot(
     path: Paths = "outputs",
     *,
     kind: str = "ratio",
+    baseline: str | None = None,
     rows: Keys = None,
     cols: Keys = None,
     metric: str | None = None,
@@ -119,7 +120,8 @@ def plot(
 
     Args:
         path: as of :func:`runs`.
-        kind: ``ratio``, ``curves``, ``flips``, ``autoswitch`` or ``flops``.
+        kind: ``ratio``, ``curves``, ``flips``, ``autoswitch``, ``flops`` or ``overall``.
+        baseline: of ``overall``, the row that each is compared with.
         rows: as of :func:`table`.
         cols: as of :func:`table`.
         metric: as of :func:`table`; one metric.
@@ -140,6 +142,7 @@ def plot(
     _known("kind", kind, cli.KINDS)
     options = _options(path, rows, cols, metric, filter)
     options.kind, options.title, options.width = kind, title, width
+    options.baseline = baseline
     options.labels = ",".join(f"{name}={text}" for name, text in (labels or {}).items())
     options.ylim, options.x = None if ylim is None else f"{ylim[0]},{ylim[1]}", x
     with files_of_the_command():

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from nmrun.errors import ConfigError
 from nmrun.report import chosen, figures
-from nmrun.report.verify import verify
 from nmrun.verbs import Parser, files_of_the_command
 
 TESTS = ("t", "wilcoxon")
@@ -17,7 +16,7 @@ RECORDS = ("csv", "json", "parquet")  # for programs
 FORMATS = ("markdown", "latex", "html", *RECORDS)
 BY_SUFFIX = {".md": "markdown", ".tex": "latex", ".htm": "html"}  # and those that are its name
 SUFFIXES = (".png", ".svg", ".pdf")
-KINDS = ("ratio", "curves", "flips", "autoswitch", "flops")
+KINDS = ("ratio", "curves", "flips", "autoswitch", "flops", "overall")
 
 
 def table(argv: Sequence[str]) -> int:
@@ -136,6 +135,7 @@ def plot(argv: Sequence[str]) -> int:
         help="3.25 for a column of two; fonts keep their size",
     )
     _labels(parser, "names in the picture")
+    parser.add_argument("--baseline", metavar="ROW", help="of --kind overall, such as dense")
     parser.add_argument("--ylim", metavar="LOW,HIGH", help="of the y axis, such as 90,100")
     parser.add_argument(
         "--x",
@@ -231,55 +231,12 @@ def _labels(parser: Parser, what: str) -> None:
 
 
 def _experiments(options: argparse.Namespace) -> int:
-    from nmrun.config import experiment
     from nmrun.report import experiments
-    from nmrun.report.differences import compare
 
-    every, style = experiment.chosen(options.experiment), _format(options)
+    style = _format(options)
     if options.runs or options.overall or style == "parquet":
         raise ConfigError("--experiment: --runs, --overall and --format parquet are for folders")
-    if style in RECORDS and len(every) > 1:
-        raise ConfigError(f"--format {style} --experiment {options.experiment}: one at a time")
-    sections = []
-    for asked in every:
-        own = argparse.Namespace(**vars(options))
-        own.rows, own.cols, own.metric = (
-            options.rows or asked.rows,
-            options.cols or asked.cols,
-            options.metric or asked.metric,
-        )
-        try:
-            runs = experiments.runs(
-                asked, options.scale, options.paths, (own.metric or "").split(",")
-            )
-        except experiments.Unfinished as error:
-            if len(every) == 1:
-                raise
-            print(f"nmrun: left out: {error}", file=sys.stderr)
-            continue
-        if options.verify:
-            verify(runs)
-        own.rows, own.cols = (
-            ",".join(k for k in keys.split(",") if k in runs.columns)
-            for keys in (own.rows, own.cols)
-        )
-        tables = [
-            experiments.with_paper(each, asked)
-            for _, each in chosen.parts(own, options.show, runs=runs)
-        ]
-        if options.baseline:
-            tables = [compare(each, options.baseline, options.test) for each in tables]
-        elif asked.baseline:
-            tables = [experiments.compared(each, asked.baseline, options.test) for each in tables]
-        if "metric" in own.cols:  # pictures are of one metric, and tell ratios apart
-            own.cols, own.metric = "sparsity", own.metric.split(",")[0]
-        sections.append(
-            experiments.Section(asked, options.scale, tables, chosen.parts(own, runs=runs))
-        )
-    if not sections:
-        raise ConfigError(
-            f"no run of any of these experiments is finished at scale={options.scale}"
-        )
+    sections = experiments.sections(options, style)
     text = experiments.render(sections, style)
     files = experiments.draw(sections, options.figures) if options.figures else []
     if options.out is not None:

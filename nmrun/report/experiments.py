@@ -4,8 +4,10 @@ are missing included.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,14 +16,16 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from nmrun.config import experiment
 from nmrun.config.experiment import Experiment, configs
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
 from nmrun.files import jsonl
-from nmrun.report import formats, pages, plots, records, style
+from nmrun.report import chosen, formats, pages, plots, records, style
 from nmrun.report.collect import row
 from nmrun.report.differences import compare
 from nmrun.report.tables import Table
+from nmrun.report.verify import verify
 
 KINDS = {
     "mean": lambda values: sum(values) / len(values),
@@ -43,6 +47,62 @@ class Section:
     scale: str
     tables: list[Table]
     parts: list[tuple[pd.DataFrame, Table]]
+
+
+def sections(options: argparse.Namespace, style_: str) -> list[Section]:
+    """Report the experiments that the options of ``nmrun table`` name.
+
+    One of several of which there is nothing to show yet is left out, and that is said.
+
+    Args:
+        options: the parsed command line: ``experiment``, ``scale`` and ``paths``, which are
+            overrides here; ``rows``, ``cols`` and ``metric``, which win over the experiment's own;
+            ``filter``, ``show``, ``verify``, ``baseline`` and ``test``.
+        style_: as of :func:`render`.
+
+    Raises:
+        ConfigError: where there is nothing to show of any of them, and for several as CSV or JSON.
+    """
+    every, found = experiment.chosen(options.experiment), []
+    if style_ in ("csv", "json") and len(every) > 1:
+        raise ConfigError(f"--format {style_} --experiment {options.experiment}: one at a time")
+    for asked in every:
+        own = argparse.Namespace(**vars(options))
+        own.rows, own.cols, own.metric = (
+            options.rows or asked.rows,
+            options.cols or asked.cols,
+            options.metric or asked.metric,
+        )
+        try:
+            collected = runs(asked, options.scale, options.paths, (own.metric or "").split(","))
+        except Unfinished as error:
+            if len(every) == 1:
+                raise
+            print(f"nmrun: left out: {error}", file=sys.stderr)
+            continue
+        found.append(_section(asked, own, collected))
+    if not found:
+        raise ConfigError(
+            f"no run of any of these experiments is finished at scale={options.scale}"
+        )
+    return found
+
+
+def _section(asked: Experiment, own: argparse.Namespace, collected: pd.DataFrame) -> Section:
+    if own.verify:
+        verify(collected)
+    own.rows, own.cols = (
+        ",".join(k for k in keys.split(",") if k in collected.columns)
+        for keys in (own.rows, own.cols)
+    )
+    tables = [with_paper(each, asked) for _, each in chosen.parts(own, own.show, runs=collected)]
+    if own.baseline:
+        tables = [compare(each, own.baseline, own.test) for each in tables]
+    elif asked.baseline:
+        tables = [compared(each, asked.baseline, own.test) for each in tables]
+    if "metric" in own.cols:  # pictures are of one metric, and tell ratios apart
+        own.cols, own.metric = "sparsity", own.metric.split(",")[0]
+    return Section(asked, own.scale, tables, chosen.parts(own, runs=collected))
 
 
 def runs(

@@ -47,6 +47,10 @@ def figures(options: argparse.Namespace) -> list[Figure]:
         (options.metric, None) if options.kind == "curves" else (None, options.metric)
     )
     own, layout = layout_of(options)
+    if options.kind == "overall":
+        return [_overall(own, layout)]
+    if options.baseline:
+        raise ConfigError("--baseline is for --kind overall")
     found = chosen.parts(own, several=False)
     from nmrun.report import plots
     from nmrun.report.history import History
@@ -65,6 +69,14 @@ def figures(options: argparse.Namespace) -> list[Figure]:
     if not drawn:
         raise ConfigError(f"--kind {options.kind}: {plots.KINDS[options.kind].nothing}")
     return drawn
+
+
+def _overall(options: argparse.Namespace, layout: Layout) -> Figure:
+    """All data sets in one picture."""
+    from nmrun.report import overall_picture, overall_table
+
+    options.show, options.test, options.verify = "mean", "t", False
+    return overall_picture.draw(*overall_table.compared(options), layout)
 
 
 def layout_of(options: argparse.Namespace) -> tuple[argparse.Namespace, Layout]:

@@ -38,6 +38,7 @@ PAPERS = {
     "imagenet": "ImageNet",
     "glue": "GLUE",
     "multi30k": "Multi30k",
+    "shakespeare": "Tiny Shakespeare",
     "wikitext2": "WikiText-2",
     "wikitext103": "WikiText-103",
     "resnet18": "ResNet-18",

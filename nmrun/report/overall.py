@@ -28,15 +28,12 @@ class Part:
     """A row's cells of one data set.
 
     Attributes:
-        cells: how many they are.
-        better: in how many of them the row's mean is better than the baseline's.
-        gaps: by seed that all of them have, the mean difference over them, positive where the row
-            is better.
+        means: of each cell the mean difference, positive where the row is better.
+        gaps: of each seed that all of them have, the mean difference over them.
         least: the smallest spread over the seeds that one step of the metrics can tell from 0.
     """
 
-    cells: int
-    better: int
+    means: list[float]
     gaps: list[float]
     least: float
 
@@ -69,14 +66,9 @@ class Overall:
     mean: Mean
 
     @property
-    def cells(self) -> int:
-        """How many of the row's cells have a baseline."""
-        return sum(part.cells for part in self.parts.values())
-
-    @property
-    def better(self) -> int:
-        """In how many of them the row's mean is better."""
-        return sum(part.better for part in self.parts.values())
+    def means(self) -> list[float]:
+        """Of each cell the mean difference."""
+        return [value for part in self.parts.values() for value in part.means]
 
 
 def of(tables: Sequence[Table], baseline: str) -> list[Overall]:
@@ -113,6 +105,15 @@ def of(tables: Sequence[Table], baseline: str) -> list[Overall]:
     return _corrected(found)
 
 
+def better(means: Sequence[float]) -> int:
+    """Count the cells in which a row is better than the baseline.
+
+    Args:
+        means: of each cell the mean difference.
+    """
+    return sum(value > 0 for value in means)
+
+
 def mean(parts: Sequence[Part]) -> Mean:
     """Weigh data sets by their cells, and find the interval and the p-value of their mean.
 
@@ -121,8 +122,8 @@ def mean(parts: Sequence[Part]) -> Mean:
     """
     from scipy import stats
 
-    every = sum(part.cells for part in parts)
-    weights = [part.cells / every for part in parts]
+    every = sum(len(part.means) for part in parts)
+    weights = [len(part.means) / every for part in parts]
     value = sum(w * statistics.fmean(p.gaps) for w, p in zip(weights, parts, strict=True))
     if any(len(part.gaps) < 2 for part in parts):
         return Mean(value)
@@ -143,7 +144,6 @@ def mean(parts: Sequence[Part]) -> Mean:
 @dataclass(frozen=True)
 class _Cell:
     gaps: dict[object, float]  # in units of the cell, by seed
-    better: bool
     least: float  # one step of the metric in that unit
 
 
@@ -163,9 +163,9 @@ def _cell(table: Table, row: Key, column: Key, own: Key) -> _Cell | None:
     unit = max(statistics.median(deviations) if deviations else 0.0, least)
     sign = 1.0 if higher_is_better(metric) else -1.0
     if not unit:  # all runs of the column are equal
-        return _Cell(dict.fromkeys(common, 0.0), False, 0.0)
+        return _Cell(dict.fromkeys(common, 0.0), 0.0)
     gaps = {seed: sign * (ours[seed] - theirs[seed]) / unit for seed in common}
-    return _Cell(gaps, statistics.fmean(gaps.values()) > 0, least / unit)
+    return _Cell(gaps, least / unit)
 
 
 def _data_set(table: Table, row: Key, column: Key) -> str:
@@ -177,7 +177,7 @@ def _part(cells: Sequence[_Cell]) -> Part:
     common = [seed for seed in cells[0].gaps if all(seed in cell.gaps for cell in cells)]
     gaps = [statistics.fmean(cell.gaps[seed] for cell in cells) for seed in common]
     least = min(cell.least for cell in cells) / len(cells)
-    return Part(len(cells), sum(cell.better for cell in cells), gaps, least)
+    return Part([statistics.fmean(cell.gaps.values()) for cell in cells], gaps, least)
 
 
 def _corrected(rows: list[Overall]) -> list[Overall]:

@@ -10,7 +10,7 @@ from nmrun.errors import ConfigError
 from nmrun.report import chosen, figures, latex, names, overall, records
 from nmrun.report.formats import Grid, html_table, markdown
 from nmrun.report.numbers import places, printed, signed
-from nmrun.report.overall import Mean, Overall, mean
+from nmrun.report.overall import Mean, Overall, better, mean
 from nmrun.report.pages import document
 from nmrun.report.tables import Table, short
 
@@ -75,13 +75,12 @@ def lines(rows: Sequence[Overall], tables: Sequence[Table]) -> records.Lines:
     numbers = ["cells", "better", "difference", "low", "high", "p", "least", "freedom"]
     found: records.Lines = [[*tables[0].row_keys, "dataset", *numbers]]
     for each in rows:
-        by_data = [
-            (data, part.cells, part.better, mean([part])) for data, part in each.parts.items()
-        ]
-        for data, cells, better, one in [*by_data, (ALL, each.cells, each.better, each.mean)]:
+        by_data = [(data, part.means, mean([part])) for data, part in each.parts.items()]
+        for data, means, one in [*by_data, (ALL, each.means, each.mean)]:
             tested = (one.p, one.least) if data == ALL else (None, None)
+            interval = (one.value, one.low, one.high)
             found.append(
-                [*each.row, data, cells, better, one.value, one.low, one.high, *tested, one.freedom]
+                [*each.row, data, len(means), better(means), *interval, *tested, one.freedom]
             )
     return found
 
@@ -96,7 +95,7 @@ def _grid(rows: Sequence[Overall], tables: Sequence[Table]) -> Grid:
             [
                 *((_part(each, data), False) for data in apart),
                 (_whole(each.mean), each.mean.p is not None and each.mean.p < 0.05),
-                (f"{each.better} of {each.cells}", False),
+                (f"{better(each.means)} of {len(each.means)}", False),
             ],
         )
         for each in rows
@@ -110,7 +109,7 @@ def _part(each: Overall, data: str) -> str:
     if data not in each.parts:
         return "-"
     part = each.parts[data]
-    return f"{_interval(mean([part]))} ({part.cells})"
+    return f"{_interval(mean([part]))} ({len(part.means)})"
 
 
 def _whole(found: Mean) -> str:
@@ -141,7 +140,7 @@ def _caption(rows: Sequence[Overall], tables: Sequence[Table], apart: Sequence[s
             f"p, two-sided, corrected for {count} comparison{'s' * (count != 1)} by Holm's method; below 0.05 in bold",
             f"smallest difference that would have been shown with a probability of 0.8, median over the rows: {size}",
         ]
-    if len({each.cells for each in rows}) > 1:
+    if len({len(each.means) for each in rows}) > 1:
         notes.append("not all rows have the same cells")
     return "; ".join(notes)
 

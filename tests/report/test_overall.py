@@ -13,11 +13,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
+from verbs import verb
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.report import overall
+from nmrun.report import overall, overall_picture
+from nmrun.report.differences import compare
 from nmrun.report.overall import Part, mean
+from nmrun.report.style import Layout
 from nmrun.report.tables import Table, build
 
 Values = dict[str, dict[str, list[float]]]  # by ratio and recipe, one a seed
@@ -79,7 +82,10 @@ def test_one_data_set_is_a_t_test_of_means_over_its_cells() -> None:
     first, second = sorted(p, key=p.__getitem__)
     assert found[first].mean.p == pytest.approx(2 * p[first])  # Holm's
     assert found[second].mean.p == pytest.approx(max(2 * p[first], p[second]))
-    assert [(each.cells, each.better) for each in found.values()] == [(2, 1), (2, 0)]
+    assert [[value > 0 for value in each.means] for each in found.values()] == [
+        [True, False],
+        [False, False],
+    ]
 
 
 def test_two_data_sets_are_welchs_test() -> None:
@@ -150,7 +156,7 @@ def test_intervals_cover_and_tests_err_as_they_say(n: int) -> None:
     every = [spread * rng.standard_normal((5_000, n)) for spread in spreads]
     covered = rejected = 0
     for gaps in zip(*every, strict=True):
-        one = mean([Part(c, 0, list(own), 0.0) for c, own in zip(cells, gaps, strict=True)])
+        one = mean([Part([0.0] * c, list(own), 0.0) for c, own in zip(cells, gaps, strict=True)])
         assert one.low is not None
         assert one.high is not None
         covered += one.low <= 0.0 <= one.high
@@ -168,7 +174,7 @@ def test_the_smallest_difference_is_found_four_times_in_five() -> None:
     freedom = sum(s**2 for s in spreads) ** 2 / sum(s**4 / 4 for s in spreads)
     true = error * overall.found_at(freedom, 0.05)
     for _ in range(tries):
-        parts = [Part(1, 0, list(true + s * rng.standard_normal(5)), 0.0) for s in spreads]
+        parts = [Part([0.0], list(true + s * rng.standard_normal(5)), 0.0) for s in spreads]
         p = mean(parts).p
         found += p is not None and p < 0.05
     assert 0.77 < found / tries < 0.83
@@ -214,6 +220,34 @@ def test_on_the_command_line_and_from_python(runs: None, table: Any, tmp_path: P
         in table("--baseline", "sr_ste", "--overall", "--format", "latex")[1]
     )
     assert "<table>" in table("--baseline", "sr_ste", "--overall", "--format", "html")[1]
+
+
+def test_the_picture_has_a_point_for_each_cell_and_the_interval_of_all() -> None:
+    tables = [compare(each, "sr_ste") for each in (words(), images())]
+    rows = overall.of(tables, "sr_ste")
+    (axes,) = overall_picture.draw(rows, tables, Layout(labels={"asp": "Ours"})).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["Ours", "STE"]
+    drawn = {str(line.get_label()): line for line in axes.get_lines()}
+    for data, name in (("shakespeare", "Tiny Shakespeare"), ("digits", "digits")):
+        points = list(zip(*map(list, drawn[name].get_data()), strict=True))
+        for place, each in enumerate(rows):
+            own = [y for x, y in points if round(x) == place]
+            assert own == each.parts[data].means
+    (bars,) = axes.containers
+    ends = [tuple(segment[:, 1]) for segment in bars[2][0].get_segments()]
+    assert ends == [pytest.approx((each.mean.low, each.mean.high)) for each in rows]
+
+
+def test_the_picture_on_the_command_line(runs: None, tmp_path: Path, capsys: Any) -> None:
+    folder, out = str(tmp_path / "outputs"), str(tmp_path / "all.svg")
+    asked = ("plot", folder, "--kind", "overall", "--out", out)
+    assert verb(*asked, "--baseline", "sr_ste") == 0
+    assert "better than SR-STE by" in Path(out).read_text()
+    capsys.readouterr()
+    assert verb(*asked) == 2
+    assert "name it with --baseline" in capsys.readouterr().err
+    assert verb("plot", folder, "--baseline", "sr_ste") == 2
+    assert "--baseline is for --kind overall" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
