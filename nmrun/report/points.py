@@ -23,6 +23,8 @@ FEW = 7  # rows that one panel shows well
 FLOPS = "flops/training_arithmetic"
 Name = tuple[str, float, float, float, str]  # text, x, y, points to the right, colour
 BESIDE = 6  # points between rows that would cover each other
+HALF = 3  # points; of a marker
+PLACES = ((4, 4), (4, -4), (-4, 4), (-4, -4))  # of a name beside its point, in points
 
 
 def ratio(table: Table, layout: Layout) -> Figure | None:
@@ -214,25 +216,33 @@ def _aside(costs: dict[Key, list[float]]) -> dict[Key, float]:
 
 
 def _name(figure: Figure, axes: Axes, points: list[Name]) -> None:
-    """Write the names beside the points, those of the lowest first, and leave out whatever would
-    cover a name that is there.
+    """Write the names beside the points, those of the lowest first, where they cover neither a
+    point nor a name that is there; one without such a place is left out.
     """
     figure.draw_without_rendering()  # positions are known after the layout
-    taken: list[Bbox] = []
+    inch = figure.dpi / 72
+    taken = [
+        Bbox.from_bounds(left + inch * (aside - HALF), low - inch * HALF, *(2 * inch * HALF,) * 2)
+        for _, x, y, aside, _ in points
+        for left, low in [axes.transData.transform((x, y))]
+    ]
     for name, x, y, aside, colour in sorted(points, key=lambda point: point[2]):
-        text = axes.annotate(
-            name,
-            (x, y),
-            xytext=(4 + aside, 4),
-            textcoords="offset points",
-            fontsize=7,
-            color=colour,
-        )
-        box = text.get_window_extent()
-        if any(box.overlaps(other) for other in taken):
+        for right, up in PLACES:
+            text = axes.annotate(
+                name,
+                (x, y),
+                xytext=(right + aside, up),
+                textcoords="offset points",
+                fontsize=7,
+                color=colour,
+                ha="left" if right > 0 else "right",
+                va="bottom" if up > 0 else "top",
+            )
+            box = text.get_window_extent()
+            if not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
             text.remove()
-        else:
-            taken.append(box)
 
 
 def _tick(column: Key) -> str:

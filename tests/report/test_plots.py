@@ -206,12 +206,21 @@ def test_metric_against_flops(factor: int, how: str, write: Any, tmp_path: Path)
         (flops, pytest.approx(91.0)) for flops in costs.values()
     ]
     assert axes.get_xscale() == how
-    names = {text.get_text() for text in axes.texts}
-    assert "2:4" in names
-    # they stand on the same spot: one name, not two over each other
-    assert len(names & {"1:8", "1:16"}) == 1
+    # two stand on the same spot: their names beside it, over neither each other nor a point
+    assert {text.get_text() for text in axes.texts} == {"2:4", "1:8", "1:16"}
     boxes = [text.get_window_extent() for text in axes.texts]
     assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    points = axes.transData.transform(list(zip(data.get_xdata(), data.get_ydata(), strict=True)))
+    assert not any(box.contains(*point) for box in boxes for point in points)
+
+
+def test_names_without_room_are_left_out(write: Any, tmp_path: Path) -> None:
+    for n in range(1, 9):
+        spent(write("ste", f"{n}:16", 0, 0.9), 2e9)
+    figure = drawn("flops", tmp_path)
+    assert figure is not None
+    (axes,) = figure.axes
+    assert len(axes.texts) == 4  # eight points on one spot, which has four sides
 
 
 def test_rows_that_cost_the_same_stand_side_by_side(write: Any, tmp_path: Path) -> None:
