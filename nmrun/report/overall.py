@@ -42,8 +42,8 @@ class Part:
 class Mean:
     """A mean difference in standard deviations of a run, positive where the row is better.
 
-    ``low`` to ``high`` is its 95 % interval, None where a data set has fewer than two seeds; ``p``
-    is None for fewer than three pairs of runs as well. ``error`` is the standard error, and
+    ``low`` to ``high`` is its 95 % interval, None where a data set has fewer than two seeds that all
+    of its cells have; ``p`` is None for fewer than three seeds in all as well. ``error`` is the standard error, and
     ``freedom`` its degrees of freedom. ``least`` is the smallest true difference that the test would
     have found with a probability of 0.8.
     """
@@ -83,7 +83,7 @@ def of(tables: Sequence[Table], baseline: str) -> list[Overall]:
         and ``least`` at the level that it begins with.
 
     Raises:
-        ConfigError: if a table has no such row, and where no row shares seeds with it.
+        ConfigError: if a table has no such row, and where no other row shares a seed with it.
     """
     gathered: dict[Key, dict[str, list[_Cell]]] = {}
     for table in tables:
@@ -91,17 +91,12 @@ def of(tables: Sequence[Table], baseline: str) -> list[Overall]:
             if cell := _cell(table, row, column, own):
                 data = _data_set(table, row, column)
                 gathered.setdefault(row, {}).setdefault(data, []).append(cell)
+    if not gathered:
+        raise ConfigError(f"--baseline {baseline}: no other row has runs of the same seeds")
     found = []
     for row in dict.fromkeys(row for table in tables for row in table.rows if row in gathered):
-        by_data = gathered[row]
-        parts = {data: _part(cells) for data, cells in by_data.items()}
-        # cells of a data set without a seed in common cannot be put together
-        if all(part.gaps for part in parts.values()):
-            found.append(Overall(row, parts, mean(list(parts.values()))))
-    if not found:
-        raise ConfigError(
-            f"--baseline {baseline}: no other row has runs of the same seeds in all of its cells"
-        )
+        parts = {data: _part(cells) for data, cells in gathered[row].items()}
+        found.append(Overall(row, parts, mean(list(parts.values()))))
     return _corrected(found)
 
 
@@ -122,11 +117,11 @@ def mean(parts: Sequence[Part]) -> Mean:
     """
     from scipy import stats
 
-    every = sum(len(part.means) for part in parts)
-    weights = [len(part.means) / every for part in parts]
-    value = sum(w * statistics.fmean(p.gaps) for w, p in zip(weights, parts, strict=True))
+    every = [value for part in parts for value in part.means]
     if any(len(part.gaps) < 2 for part in parts):
-        return Mean(value)
+        return Mean(statistics.fmean(every))
+    weights = [len(part.means) / len(every) for part in parts]
+    value = sum(w * statistics.fmean(p.gaps) for w, p in zip(weights, parts, strict=True))
     squares = [
         (w * max(statistics.stdev(p.gaps), p.least)) ** 2 / len(p.gaps)
         for w, p in zip(weights, parts, strict=True)

@@ -147,7 +147,7 @@ def _caption(rows: Sequence[Overall], tables: Sequence[Table], apart: Sequence[s
 
 def _latex(drawn: Grid, labels: Mapping[str, str] | None) -> str:
     def cell(text: str, out: bool) -> str:
-        return latex.escape(text).replace("\N{MINUS SIGN}", "$-$") + ("$^{*}$" if out else "")
+        return latex.escape(text) + ("$^{*}$" if out else "")
 
     def label(text: str) -> str:
         return latex.escape(names.written(text, labels))

@@ -145,8 +145,11 @@ def test_seeds_that_every_cell_has() -> None:
         "2:4": {"ste": [7.0, nan], "sr_ste": [7.0, 7.1]},
         "1:8": {"ste": [nan, 8.0], "sr_ste": [8.0, 8.1]},
     }
-    with pytest.raises(ConfigError, match="no other row has runs of the same seeds in all"):
-        of(words(apart))
+    one = of(words(apart))["ste"].mean  # two cells that cannot be put together seed by seed
+    assert (one.value, one.low, one.p) == (pytest.approx(0.1 / 2 / 0.1), None, None)
+    strangers = {"2:4": {"ste": [7.0, nan], "sr_ste": [nan, 7.1]}}
+    with pytest.raises(ConfigError, match="no other row has runs of the same seeds"):
+        of(words(strangers))
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 10])
