@@ -95,7 +95,7 @@ def _content(options: argparse.Namespace) -> str | bytes:
     if options.overall:
         from nmrun.report import overall_table
 
-        return overall_table.written(options, style)
+        return overall_table.written(options, style, figures.labels(options.labels))
     tables = chosen.tables(options)
     if style in RECORDS:
         return records.written(records.of_cells(tables), style)

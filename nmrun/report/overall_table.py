@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from nmrun.errors import ConfigError
-from nmrun.report import chosen, figures, latex, names, overall, records
+from nmrun.report import chosen, latex, names, overall, records
 from nmrun.report.formats import Grid, html_table, markdown
 from nmrun.report.numbers import places, printed, signed
 from nmrun.report.overall import Mean, Overall, better, mean
@@ -17,12 +17,13 @@ from nmrun.report.tables import Table, short
 ALL = "all cells"
 
 
-def written(options: argparse.Namespace, style: str) -> str | bytes:
+def written(options: argparse.Namespace, style: str, labels: Mapping[str, str]) -> str | bytes:
     """Write the comparison over all cells that the options of ``nmrun table`` ask for.
 
     Args:
-        options: as of :func:`compared`, and ``labels``.
+        options: as of :func:`compared`.
         style: ``markdown``, ``latex``, ``html`` (one page), ``csv``, ``json`` or ``parquet``.
+        labels: the user's names, for LaTeX.
 
     Raises:
         ConfigError: as :func:`compared`.
@@ -32,7 +33,7 @@ def written(options: argparse.Namespace, style: str) -> str | bytes:
         return records.written(lines(rows, tables), style)
     drawn = _grid(rows, tables)
     if style == "latex":
-        return _latex(drawn, figures.labels(options.labels))
+        return _latex(drawn, labels)
     if style == "html":
         return document("page.html", title="nmrun: all cells together", body=html_table(drawn))
     return markdown(drawn)
@@ -145,7 +146,7 @@ def _caption(rows: Sequence[Overall], tables: Sequence[Table], apart: Sequence[s
     return "; ".join(notes)
 
 
-def _latex(drawn: Grid, labels: Mapping[str, str] | None) -> str:
+def _latex(drawn: Grid, labels: Mapping[str, str]) -> str:
     def cell(text: str, out: bool) -> str:
         return latex.escape(text) + ("$^{*}$" if out else "")
 
