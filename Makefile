@@ -15,7 +15,7 @@ TRIALS ?= 6
 .PHONY: help run test test-slow mutants demo tables bench bench-gpu docs lint clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*## */  make \1\t/' | expand -t 16
+	@grep -hE '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z%-]+):.*## */  make \1\t/' | expand -t 18
 
 run: $(VENV)/installed  ## set up the environment, then the main job: STEP at 2:8 on the embedded digits
 	$(BIN)/nmrun recipe=step sparsity=2:8
