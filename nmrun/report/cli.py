@@ -95,7 +95,10 @@ def _content(options: argparse.Namespace) -> str | bytes:
     if options.overall:
         from nmrun.report import overall_table
 
-        return overall_table.written(options, style, figures.labels(options.labels))
+        rows, tables = overall_table.compared(options)
+        if style in RECORDS:
+            return records.written(overall_table.lines(rows, tables), style)
+        return overall_table.render(rows, tables, style, figures.labels(options.labels))
     tables = chosen.tables(options)
     if style in RECORDS:
         return records.written(records.of_cells(tables), style)
@@ -231,12 +234,15 @@ def _labels(parser: Parser, what: str) -> None:
 
 
 def _experiments(options: argparse.Namespace) -> int:
+    from nmrun.config import experiment
     from nmrun.report import experiments
 
-    style = _format(options)
+    every, style = experiment.chosen(options.experiment), _format(options)
     if options.runs or options.overall or style == "parquet":
         raise ConfigError("--experiment: --runs, --overall and --format parquet are for folders")
-    sections = experiments.sections(options, style)
+    if style in RECORDS and len(every) > 1:
+        raise ConfigError(f"--format {style} --experiment {options.experiment}: one at a time")
+    sections = experiments.sections(every, options)
     text = experiments.render(sections, style)
     files = experiments.draw(sections, options.figures) if options.figures else []
     if options.out is not None:

@@ -16,7 +16,6 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from nmrun.config import experiment
 from nmrun.config.experiment import Experiment, configs
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
@@ -49,23 +48,21 @@ class Section:
     parts: list[tuple[pd.DataFrame, Table]]
 
 
-def sections(options: argparse.Namespace, style_: str) -> list[Section]:
-    """Report the experiments that the options of ``nmrun table`` name.
+def sections(every: Sequence[Experiment], options: argparse.Namespace) -> list[Section]:
+    """Report experiments as the options of ``nmrun table`` ask for.
 
     One of several of which there is nothing to show yet is left out, and that is said.
 
     Args:
-        options: the parsed command line: ``experiment``, ``scale`` and ``paths``, which are
-            overrides here; ``rows``, ``cols`` and ``metric``, which win over the experiment's own;
-            ``filter``, ``show``, ``verify``, ``baseline`` and ``test``.
-        style_: as of :func:`render`.
+        every: the experiments.
+        options: the parsed command line: ``scale`` and ``paths``, which are overrides here;
+            ``rows``, ``cols`` and ``metric``, which win over the experiment's own; ``filter``,
+            ``show``, ``verify``, ``baseline`` and ``test``.
 
     Raises:
-        ConfigError: where there is nothing to show of any of them, and for several as CSV or JSON.
+        ConfigError: where there is nothing to show of any of them.
     """
-    every, found = experiment.chosen(options.experiment), []
-    if style_ in ("csv", "json") and len(every) > 1:
-        raise ConfigError(f"--format {style_} --experiment {options.experiment}: one at a time")
+    found = []
     for asked in every:
         own = argparse.Namespace(**vars(options))
         own.rows, own.cols, own.metric = (

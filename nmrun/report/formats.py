@@ -13,7 +13,7 @@ from nmrun.report.captions import caption, comparison
 from nmrun.report.latex import latex
 from nmrun.report.markdown import plain
 from nmrun.report.markdown import table as aligned
-from nmrun.report.numbers import deviates, labelled, places, printed, signed
+from nmrun.report.numbers import deviates, interval, labelled, p_value, places, printed
 from nmrun.report.pages import document, filled
 from nmrun.report.statistics import Cell, shown
 from nmrun.report.tables import Key, Table, short, words
@@ -155,9 +155,6 @@ def _difference(table: Table, row: Key, column: Key) -> tuple[str, bool]:
     gap, metric = table.differences.get((row, column)), table.metric_of(row, column)
     if gap is None:
         return "-", False
-    # as many digits as the mean's standard error has
-    at = places(gap.mean, metric, (gap.spread or 0.0) / math.sqrt(gap.n))
-    ends = [signed(end, metric, at) for end in (gap.low, gap.high) if end is not None]
-    interval = f" [{', '.join(ends)}]" if ends else ""
-    p = "" if gap.p is None else " p<0.001" if gap.p < 0.001 else f" p={gap.p:.2g}"
-    return f"{signed(gap.mean, metric, at)}{interval}{p} ({gap.n})", gap.significant
+    error = (gap.spread or 0.0) / math.sqrt(gap.n)
+    written = interval(gap.mean, gap.low, gap.high, metric, error)
+    return f"{written}{p_value(gap.p)} ({gap.n})", gap.significant

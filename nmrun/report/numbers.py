@@ -84,3 +84,24 @@ def signed(value: float, metric: str, at: int | None = None) -> str:
     """As ``printed``, with a plus sign in front of what is above 0."""
     text = printed(value, metric, at)
     return f"+{text}" if value > 0 and any(digit in text for digit in "123456789") else text
+
+
+def interval(
+    value: float, low: float | None, high: float | None, metric: str, error: float | None
+) -> str:
+    """Write a difference with its interval: ``-0.5 [-0.9, -0.1]``, as ``signed`` does.
+
+    Args:
+        value: the difference, in the metric's own unit.
+        low, high: the interval; None where it is not known.
+        metric: its name.
+        error: the standard error, whose digits all three have; None for none.
+    """
+    at = places(value, metric, error)
+    ends = [signed(end, metric, at) for end in (low, high) if end is not None]
+    return signed(value, metric, at) + (f" [{', '.join(ends)}]" if ends else "")
+
+
+def p_value(p: float | None) -> str:
+    """Write `` p=0.012``, `` p<0.001``, or nothing for None."""
+    return "" if p is None else " p<0.001" if p < 0.001 else f" p={p:.2g}"

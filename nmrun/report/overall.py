@@ -56,6 +56,11 @@ class Mean:
     p: float | None = None
     least: float | None = None
 
+    @property
+    def significant(self) -> bool:
+        """At the level of 5 %, of the p-value as it stands."""
+        return self.p is not None and self.p < 1 - LEVEL
+
 
 @dataclass(frozen=True)
 class Overall:

@@ -7,30 +7,27 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from nmrun.errors import ConfigError
-from nmrun.report import chosen, latex, names, overall, records
+from nmrun.report import chosen, latex, names, overall
 from nmrun.report.formats import Grid, html_table, markdown
-from nmrun.report.numbers import places, printed, signed
+from nmrun.report.numbers import interval, p_value, places, printed
 from nmrun.report.overall import Mean, Overall, better, mean
 from nmrun.report.pages import document
+from nmrun.report.records import Lines
 from nmrun.report.tables import Table, short
 
 ALL = "all cells"
 
 
-def written(options: argparse.Namespace, style: str, labels: Mapping[str, str]) -> str | bytes:
-    """Write the comparison over all cells that the options of ``nmrun table`` ask for.
+def render(
+    rows: Sequence[Overall], tables: Sequence[Table], style: str, labels: Mapping[str, str]
+) -> str:
+    """Write the comparison over all cells.
 
     Args:
-        options: as of :func:`compared`.
-        style: ``markdown``, ``latex``, ``html`` (one page), ``csv``, ``json`` or ``parquet``.
+        rows, tables: as of :func:`compared`.
+        style: ``markdown``, ``latex`` or ``html`` (one page).
         labels: the user's names, for LaTeX.
-
-    Raises:
-        ConfigError: as :func:`compared`.
     """
-    rows, tables = compared(options)
-    if style in ("csv", "json", "parquet"):
-        return records.written(lines(rows, tables), style)
     drawn = _grid(rows, tables)
     if style == "latex":
         return _latex(drawn, labels)
@@ -63,7 +60,7 @@ def compared(options: argparse.Namespace) -> tuple[list[Overall], list[Table]]:
     return overall.of(tables, options.baseline), tables
 
 
-def lines(rows: Sequence[Overall], tables: Sequence[Table]) -> records.Lines:
+def lines(rows: Sequence[Overall], tables: Sequence[Table]) -> Lines:
     """List a line for each row and data set, and one for each row over ``all cells``.
 
     Columns: the keys of the row, dataset, cells, better (in how many of them), the difference in
@@ -74,7 +71,7 @@ def lines(rows: Sequence[Overall], tables: Sequence[Table]) -> records.Lines:
         rows, tables: as of :func:`compared`.
     """
     numbers = ["cells", "better", "difference", "low", "high", "p", "least", "freedom"]
-    found: records.Lines = [[*tables[0].row_keys, "dataset", *numbers]]
+    found: Lines = [[*tables[0].row_keys, "dataset", *numbers]]
     for each in rows:
         by_data = [(data, part.means, mean([part])) for data, part in each.parts.items()]
         for data, means, one in [*by_data, (ALL, each.means, each.mean)]:
@@ -95,7 +92,7 @@ def _grid(rows: Sequence[Overall], tables: Sequence[Table]) -> Grid:
             [short(label) for label in each.row],
             [
                 *((_part(each, data), False) for data in apart),
-                (_whole(each.mean), each.mean.p is not None and each.mean.p < 0.05),
+                (_interval(each.mean) + p_value(each.mean.p), each.mean.significant),
                 (f"{better(each.means)} of {len(each.means)}", False),
             ],
         )
@@ -113,15 +110,8 @@ def _part(each: Overall, data: str) -> str:
     return f"{_interval(mean([part]))} ({len(part.means)})"
 
 
-def _whole(found: Mean) -> str:
-    p = "" if found.p is None else " p<0.001" if found.p < 0.001 else f" p={found.p:.2g}"
-    return _interval(found) + p
-
-
 def _interval(found: Mean) -> str:
-    at = places(found.value, "", found.error)
-    ends = [signed(end, "", at) for end in (found.low, found.high) if end is not None]
-    return signed(found.value, "", at) + (f" [{', '.join(ends)}]" if ends else "")
+    return interval(found.value, found.low, found.high, "", found.error)
 
 
 def _caption(rows: Sequence[Overall], tables: Sequence[Table], apart: Sequence[str]) -> str:

@@ -170,7 +170,7 @@ def test_intervals_cover_and_tests_err_as_they_say(n: int) -> None:
 
 
 def test_the_smallest_difference_is_found_four_times_in_five() -> None:
-    rng, true = np.random.default_rng(0), 0.0
+    rng = np.random.default_rng(0)
     spreads, found, tries = [1.0, 0.5], 0, 2_000
     # what it would be with the true spreads; each sample says its own
     error = np.hypot(*spreads) / 2 / np.sqrt(5)
