@@ -11,12 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from verbs import verb
 
 os.environ["WANDB_MODE"] = "offline"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ["OMP_NUM_THREADS"] = "1"  # tiny models, and processes side by side
 os.environ.pop("WANDB_API_KEY", None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Every test draws the same numbers alone as after any other, its fixtures' among them."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from nmrun.report.statistics import FEWEST, Difference, seeds_for_half
 from nmrun.report.tables import Table, words
 
 SPLITS = {"test": "on the test split", "eval": "on the validation split"}
+NOTHING_SHOWN = "so few seeds could not have shown any difference, however large"
 TESTS = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}
 
 
@@ -61,7 +62,7 @@ def caption(table: Table) -> str:
     split, slash, name = table.metric.removeprefix("best/").partition("/")
     best = table.metric.startswith("best/")
     weights = "the best weights by validation" if best else "the last weights"
-    if several := "metric" in (*table.row_keys, *table.column_keys):
+    if "metric" in (*table.row_keys, *table.column_keys):
         what = table.metric.replace(",", ", ")
     elif slash:
         what = f"{name} {SPLITS.get(split, f'({split})')}{_in(table.metric)}, {weights}"
@@ -69,10 +70,7 @@ def caption(table: Table) -> str:
         what = f"{split}{_in(table.metric)}"
     how = "mean +- standard deviation" if table.statistic == "mean" else table.statistic
     notes = [f"{title(table)}: {what}; {how} over seeds (number of runs)"]
-    if best and split == "eval" and not several:
-        notes.append("these weights were chosen by this very split")
-    if table.candidates:
-        notes.append(f"the best weights are of epochs with N:M weights: {_chosen_from(table)}")
+    notes += selection(table) + table.tuned[1:]
     if table.references and len(table.columns) > 1:
         notes.append("dense has no ratio and stands in every column")
     if table.best:
@@ -80,7 +78,7 @@ def caption(table: Table) -> str:
         notes.append(f"best of each {' and '.join([axis, *agree])} in bold")
     if table.paper:
         notes.append(f"(paper): {table.paper_source}")
-    notes += table.tuned + _unlike(table)
+    notes += unlike(table)
     if len(table.commits) > 1:
         notes.append(
             f"made by {len(table.commits)} versions of the code: {', '.join(table.commits)}"
@@ -110,33 +108,71 @@ def comparison(table: Table) -> str:
     few = "fewer than three seeds" if tested else "fewer than three seeds everywhere"
     notes += [f"no test for {few}"] if any(gap.n < FEWEST for gap in gaps) else []
     notes += ["no interval for one seed"] if any(gap.n == 1 for gap in gaps) else []
-    if table.across:
-        notes.append(f"compared across different {', '.join(table.across)}")
-    return "; ".join(notes + _unlike(table))
+    return "; ".join(notes + across(table) + unlike(table))
 
 
-def _least(table: Table) -> list[str]:
-    """The smallest differences that could have been shown, for each metric."""
-    by_metric: dict[str, list[Difference]] = {}
-    for place, gap in table.differences.items():
-        if gap.least is not None:
-            by_metric.setdefault(table.metric_of(*place), []).append(gap)
-    tests = sum(gap.p is not None for gap in table.differences.values())
+def selection(table: Table) -> list[str]:
+    """By what the runs were chosen: the best weights of each, and its settings."""
+    split, _, _ = table.metric.removeprefix("best/").partition("/")
+    best, tuned = table.metric.startswith("best/"), bool(table.tuned)
+    several = "metric" in (*table.row_keys, *table.column_keys)
+    own = [*["weights"] * best, *["settings"] * tuned] * (split == "eval" and not several)
+    notes = [f"these {' and '.join(own)} were chosen by this very split"] * bool(own)
+    if table.candidates:
+        notes.append(f"the best weights are of epochs with N:M weights: {_chosen_from(table)}")
+    return notes + table.tuned[:1]
+
+
+def unlike(table: Table) -> list[str]:
+    """The settings that no row or column names and that are not the same in all cells."""
+    keys = ", ".join(table.differing)
+    return [f"not the same in all cells: {keys}"] if keys else []
+
+
+def across(table: Table) -> list[str]:
+    """In what rows differ from the baseline that they are compared with."""
+    return [f"compared across different {', '.join(table.across)}"] if table.across else []
+
+
+def smallest(table: Table, ends: bool = True) -> str:
+    """The smallest difference that could have been shown in each metric, median over the cells;
+    empty where none could have been, however large.
+
+    Args:
+        table: with differences.
+        ends: give the range as well.
+    """
+    by_metric = _by_metric(table)
     found = []
     for metric, gaps in by_metric.items():
         finite = sorted(gap.least for gap in gaps if gap.least is not None and gap.least < math.inf)
         if not finite:
-            return ["so few seeds could not have shown any difference, however large"]
-        middle = statistics.median(finite)
+            return ""
 
         def text(value: float, name: str = metric) -> str:
             return printed(value, name, places(value, name, value / 5))  # two digits
 
         of = f" in {metric}" if len(by_metric) > 1 else ""
-        rest = f" ({text(finite[0])} to {text(finite[-1])})" if len(finite) > 1 else ""
-        found.append(f"{text(middle)}{rest}{of}")
+        rest = f" ({text(finite[0])} to {text(finite[-1])})" if ends and len(finite) > 1 else ""
+        found.append(f"{text(statistics.median(finite))}{rest}{of}")
+    return ", ".join(found)
+
+
+def _by_metric(table: Table) -> dict[str, list[Difference]]:
+    """The differences of which it is known what could have been shown."""
+    found: dict[str, list[Difference]] = {}
+    for place, gap in table.differences.items():
+        if gap.least is not None:
+            found.setdefault(table.metric_of(*place), []).append(gap)
+    return found
+
+
+def _least(table: Table) -> list[str]:
+    tests = sum(gap.p is not None for gap in table.differences.values())
+    if not (found := smallest(table)):
+        return [NOTHING_SHOWN]
     by = "" if table.test == "t" else ", reckoned for the t-test"
-    counts = {gap.n for gaps in by_metric.values() for gap in gaps if gap.least is not None}
+    counts = {gap.n for gaps in _by_metric(table).values() for gap in gaps if gap.least is not None}
     more = (
         []
         if len(counts) > 1
@@ -144,7 +180,7 @@ def _least(table: Table) -> list[str]:
     )
     return [
         f"smallest difference that these seeds would have shown with a probability of 0.8, median (and range) over the cells, "
-        f"at the level 0.05/{tests} that the correction begins with{by}: {', '.join(found)}",
+        f"at the level 0.05/{tests} that the correction begins with{by}: {found}",
         *more,
     ]
 
@@ -155,11 +191,6 @@ def _chosen_from(table: Table) -> str:
         f"({', '.join(words(table.row_keys, row) for row in rows)})"
         for number, rows in table.candidates.items()
     )
-
-
-def _unlike(table: Table) -> list[str]:
-    keys = ", ".join(table.differing)
-    return [f"not the same in all cells: {keys}"] if keys else []
 
 
 def _in(metric: str, difference: bool = False) -> str:

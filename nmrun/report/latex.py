@@ -170,11 +170,18 @@ def _caption(table: Table, n: int, own: Mapping[str, str] | None) -> str:
         whom = escape(", ".join({names.written(row[0], own) for row in table.baseline}))
         test = captions.TESTS[table.test]
         notes += [f"$^{{*}}$: differs from {whom} ({test}, Holm's correction, $p < 0.05$)"] * tested
+        notes += [_least(table) if tested else "Fewer than three seeds: no test"]
     notes += [f"Published: {escape(table.paper_source)}"] if table.paper else []
-    notes += [f"Not the same in all cells: {escape(', '.join(table.differing))}"] * bool(
-        table.differing
-    )
+    conditions = [*captions.selection(table), *captions.across(table), *captions.unlike(table)]
+    notes += [escape(note[:1].upper() + note[1:]) for note in conditions]
     return ". ".join(notes) + "."
+
+
+def _least(table: Table) -> str:
+    """What these seeds could have shown."""
+    found = captions.smallest(table, ends=False)
+    of = f"these seeds would have shown a difference of {found} with a probability of 0.8 (median)"
+    return escape((of if found else captions.NOTHING_SHOWN).capitalize())
 
 
 def _name(table: Table) -> str:

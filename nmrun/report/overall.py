@@ -1,8 +1,9 @@
 """One difference to the baseline over all cells of some tables: is a recipe better on the whole?
 
 Perplexities and accuracies have no unit in common, so that of a cell is the standard deviation of a
-run over its seeds there (the median over the cell's column). Every cell counts alike. Runs of one
-data set and one seed see the same batches, at whatever ratio, so they are one observation: the
+run over its seeds there: the median over the rows that are not compared, for a unit that is small
+by chance where the differences are would make them look certain. Every cell counts alike. Runs of
+one data set and one seed see the same batches, at whatever ratio, so they are one observation: the
 test is of the means over such runs, whose spread each data set has for itself (the t-test of Welch
 1947 for a weighted sum of means, with Satterthwaite's degrees of freedom).
 """
@@ -31,11 +32,13 @@ class Part:
         means: of each cell the mean difference, positive where the row is better.
         gaps: of each seed that all of them have, the mean difference over them.
         least: the smallest spread over the seeds that one step of the metrics can tell from 0.
+        apart: whether the units are of other runs than the differences.
     """
 
     means: list[float]
     gaps: list[float]
     least: float
+    apart: bool = True
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,10 @@ class Mean:
     """A mean difference in standard deviations of a run, positive where the row is better.
 
     ``low`` to ``high`` is its 95 % interval, None where a data set has fewer than two seeds that all
-    of its cells have; ``p`` is None for fewer than three seeds in all as well. ``error`` is the standard error, and
-    ``freedom`` its degrees of freedom. ``least`` is the smallest true difference that the test would
-    have found with a probability of 0.8.
+    of its cells have, and for several cells whose units are of the compared runs; ``p`` is None for
+    fewer than three seeds as well. ``error`` is the standard error, and ``freedom`` its degrees of
+    freedom. ``least`` is the smallest true difference that the test would have found with a
+    probability of 0.8.
     """
 
     value: float
@@ -123,7 +127,7 @@ def mean(parts: Sequence[Part]) -> Mean:
     from scipy import stats
 
     every = [value for part in parts for value in part.means]
-    if any(len(part.gaps) < 2 for part in parts):
+    if any(len(part.gaps) < 2 for part in parts) or not weighed(parts):
         return Mean(statistics.fmean(every))
     weights = [len(part.means) / len(every) for part in parts]
     value = sum(w * statistics.fmean(p.gaps) for w, p in zip(weights, parts, strict=True))
@@ -136,15 +140,25 @@ def mean(parts: Sequence[Part]) -> Mean:
     of_squares = sum(v**2 / (len(p.gaps) - 1) for v, p in zip(squares, parts, strict=True))
     error, freedom = math.sqrt(sum(squares)), sum(squares) ** 2 / of_squares
     half = error * float(stats.t.ppf((1 + LEVEL) / 2, freedom))
-    tested = sum(len(part.gaps) for part in parts) >= FEWEST
+    tested = all(len(part.gaps) >= FEWEST for part in parts)
     p = 2 * float(stats.t.sf(abs(value) / error, freedom)) if tested else None
     return Mean(value, error, freedom, value - half, value + half, p)
+
+
+def weighed(parts: Sequence[Part]) -> bool:
+    """Whether the cells' units say nothing of their differences; of one cell the unit is none.
+
+    Args:
+        parts: one for each data set.
+    """
+    return all(part.apart for part in parts) or sum(len(part.means) for part in parts) == 1
 
 
 @dataclass(frozen=True)
 class _Cell:
     gaps: dict[object, float]  # in units of the cell, by seed
     least: float  # one step of the metric in that unit
+    apart: bool = True  # the unit is of other runs
 
 
 def _cell(table: Table, row: Key, column: Key, own: Key) -> _Cell | None:
@@ -154,18 +168,19 @@ def _cell(table: Table, row: Key, column: Key, own: Key) -> _Cell | None:
     if not common:
         return None
     metric = table.metric_of(row, column)
-    deviations = [
-        cell.sd
+    deviations = {
+        other: cell.sd
         for (other, place), cell in table.cells.items()
         if place == column and table.metric_of(other, place) == metric and cell.sd is not None
-    ]
+    }
+    others = [sd for other, sd in deviations.items() if other not in (row, own)]
     least = step(table, row, column)
-    unit = max(statistics.median(deviations) if deviations else 0.0, least)
+    unit = max(statistics.median(others or deviations.values() or [0.0]), least)
     sign = 1.0 if higher_is_better(metric) else -1.0
     if not unit:  # all runs of the column are equal
         return _Cell(dict.fromkeys(common, 0.0), 0.0)
     gaps = {seed: sign * (ours[seed] - theirs[seed]) / unit for seed in common}
-    return _Cell(gaps, least / unit)
+    return _Cell(gaps, least / unit, bool(others))
 
 
 def _data_set(table: Table, row: Key, column: Key) -> str:
@@ -177,7 +192,8 @@ def _part(cells: Sequence[_Cell]) -> Part:
     common = [seed for seed in cells[0].gaps if all(seed in cell.gaps for cell in cells)]
     gaps = [statistics.fmean(cell.gaps[seed] for cell in cells) for seed in common]
     least = min(cell.least for cell in cells) / len(cells)
-    return Part([statistics.fmean(cell.gaps.values()) for cell in cells], gaps, least)
+    means = [statistics.fmean(cell.gaps.values()) for cell in cells]
+    return Part(means, gaps, least, all(cell.apart for cell in cells))
 
 
 def _corrected(rows: list[Overall]) -> list[Overall]:

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from nmrun.errors import ConfigError
 from nmrun.report import chosen, latex, names, overall
+from nmrun.report.captions import across, selection, unlike
 from nmrun.report.formats import Grid, html_table, markdown
 from nmrun.report.numbers import interval, p_value, places, printed
 from nmrun.report.overall import Mean, Overall, better, mean
 from nmrun.report.pages import document
 from nmrun.report.records import Lines
+from nmrun.report.statistics import FEWEST
 from nmrun.report.tables import Table, short
 
 ALL = "all cells"
@@ -116,9 +118,10 @@ def _interval(found: Mean) -> str:
 
 def _caption(rows: Sequence[Overall], tables: Sequence[Table], apart: Sequence[str]) -> str:
     baseline = ", ".join(dict.fromkeys(" ".join(row) for t in tables for row in t.baseline))
+    metrics = ", ".join(dict.fromkeys(table.metric for table in tables))
     notes = [
-        f"Difference to {baseline} over all cells together, better is positive, in standard deviations of a run over its seeds "
-        "(of each cell, the median over its column), every cell counted alike, with 95 % intervals"
+        f"Difference to {baseline} in {metrics} over all cells together, better is positive, in standard deviations of a run over its seeds "
+        "(of each cell, the median over the other rows of its column), every cell counted alike, with 95 % intervals"
         + (" (number of cells)" if apart else "")
     ]
     least = sorted(each.mean.least for each in rows if each.mean.least is not None)
@@ -133,7 +136,32 @@ def _caption(rows: Sequence[Overall], tables: Sequence[Table], apart: Sequence[s
         ]
     if len({len(each.means) for each in rows}) > 1:
         notes.append("not all rows have the same cells")
-    return "; ".join(notes)
+    return "; ".join([*notes, *_without(rows), *_conditions(tables)])
+
+
+def _without(rows: Sequence[Overall]) -> list[str]:
+    """Why rows have no interval or no test."""
+    every = [list(each.parts.values()) for each in rows]
+    fewest = min(len(part.gaps) for parts in every for part in parts)
+    notes = ["no test for fewer than three seeds of a data set"] if fewest < FEWEST else []
+    notes += ["no interval for fewer than two"] if fewest < 2 else []
+    if not all(map(overall.weighed, every)):
+        notes.append(
+            "no interval and no test where a column has no row but the two compared: the deviations have to be of other runs"
+        )
+    return notes
+
+
+def _conditions(tables: Sequence[Table]) -> list[str]:
+    """What to know of the runs when comparing them, and of which data sets."""
+    found: dict[str, list[str]] = {}
+    for table in tables:
+        for note in [*selection(table), *across(table), *unlike(table)]:
+            found.setdefault(note, []).append(table.shared.get("dataset", ""))
+    return [
+        note if len(data) == len(tables) else f"{note} ({', '.join(dict.fromkeys(data))})"
+        for note, data in found.items()
+    ]
 
 
 def _latex(drawn: Grid, labels: Mapping[str, str]) -> str:

@@ -42,7 +42,7 @@ class Table:
     from. ``differences`` to the rows ``baseline`` in the same column, their p-values corrected for
     their number; ``across`` are the keys of rows in which some are compared with a baseline of
     another value. ``statistic``: what stands in a cell, ``mean``, ``median`` or ``best``.
-    ``tuned``: how the rows were tuned, if they were. ``paper``: published figures as they are
+    ``tuned``: by how many trials the rows were tuned, if they were, and over what. ``paper``: published figures as they are
     printed, by row and column, and where they stand, ``paper_source``.
     """
 

@@ -16,7 +16,7 @@ def notes(cells: Mapping[tuple[Row, Row], Sequence[Run]]) -> list[str]:
         cells: the runs of each cell of a table, by row and column.
 
     Returns:
-        One note, or none where no run was tuned.
+        By how many trials; then over which settings. None where no run was tuned.
     """
     over: dict[str, list[str]] = {}
     by: dict[str, list[str]] = {}
@@ -30,14 +30,12 @@ def notes(cells: Mapping[tuple[Row, Row], Sequence[Run]]) -> list[str]:
     spaces = {said: said.split("; ") if said else [] for said in over}
     common = [s for s in next(iter(spaces.values())) if all(s in own for own in spaces.values())]
     own = [
-        f"{', '.join(over[said])} over {' and '.join(rest)}"
-        for said, each in spaces.items()
+        f"{', '.join(over[who])} over {' and '.join(rest)}"
+        for who, each in spaces.items()
         if (rest := [s for s in each if s not in common])
     ]
-    text = f"each cell tuned before by {_by(by)}" + (
-        f", over {', '.join(common)}" if common else ""
-    )
-    return ["; ".join([text, *own])]
+    said = [f"all over {', '.join(common)}"] * bool(common) + own
+    return [f"each cell tuned before by {_by(by)}", *(["; ".join(said)] * bool(said))]
 
 
 def _how(run: Run) -> str:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
+import statistics
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from nmrun.report.statistics import detectable
 
 PDFLATEX = pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex")
 
@@ -63,6 +66,27 @@ def test_a_baseline_makes_stars_and_no_second_table(write, table) -> None:
     assert not found["dense"].endswith("^{*}$")
     assert "differs from dense (paired t-test, Holm's correction" in caption(text)
     assert "95 % interval" in text.split(r"\begin{table}")[0], "as a comment"
+
+
+def test_the_caption_says_what_decides_what_the_stars_are_worth(write, table) -> None:
+    comparison(write, seeds=5)
+    same = table("--format", "latex", "--baseline", "sr_ste")[1]
+    # dense less SR-STE has 1.3 times the seeds' deviation; that of STEP is below a step of 1 point
+    spread = statistics.median([1.3 * statistics.stdev(range(5)), 1.0])
+    least = spread * detectable(5, 0.05 / 4)
+    assert f"shown a difference of {least:.1f} with a probability of 0.8" in caption(same)
+    for seed in range(5):
+        write("ste", "2:4", seed, 0.7, trainer__epochs=24)
+    other = caption(table("--format", "latex", "--baseline", "sr_ste")[1])
+    assert "Not the same in all cells: trainer.epochs" in other
+    assert "would have shown" not in caption(table("--format", "latex")[1])
+
+
+def test_the_caption_says_that_there_is_no_test(write, table) -> None:
+    comparison(write, seeds=2)
+    text = table("--format", "latex", "--baseline", "dense")[1]
+    assert "Fewer than three seeds: no test" in caption(text)
+    assert "differs from" not in caption(text)
 
 
 def test_own_names_are_escaped(write, table) -> None:

@@ -6,6 +6,7 @@ import csv
 import io
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from verbs import verb
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.report import overall, overall_picture
+from nmrun.report import overall, overall_picture, overall_table
 from nmrun.report.differences import compare
 from nmrun.report.overall import Part, mean
+from nmrun.report.statistics import summarise
 from nmrun.report.style import Layout
 from nmrun.report.tables import Table, build
 
@@ -56,10 +58,11 @@ def images(values: Values = IMAGES) -> Table:
 
 
 def together(values: Values, recipe: str, sign: int) -> list[float]:
-    """By seed the mean over the ratios of the difference to SR-STE, in the ratio's unit."""
+    """By seed the mean over the ratios of the difference to SR-STE, in deviations of the third row."""
     gaps = []
     for recipes in values.values():
-        unit = statistics.median(statistics.stdev(own) for own in recipes.values())
+        (third,) = set(recipes) - {recipe, "sr_ste"}
+        unit = statistics.stdev(recipes[third])
         pairs = zip(recipes[recipe], recipes["sr_ste"], strict=True)
         gaps.append([sign * (a - b) / unit for a, b in pairs])
     return [statistics.fmean(of_seed) for of_seed in zip(*gaps, strict=True)]
@@ -113,11 +116,36 @@ def test_every_cell_counts_alike() -> None:
 
 
 def test_a_recipe_that_fails_with_one_seed_changes_no_unit() -> None:
-    failed = {ratio: {**own, "asp": [*own["asp"][:3], 5e3]} for ratio, own in WORDS.items()}
-    # the median of three deviations is the middle one: that of STE here, before and after
-    calm = {ratio: {**own, "asp": [6.0, 7.0, 8.0, 9.0]} for ratio, own in WORDS.items()}
-    assert of(words(failed))["ste"].mean.value == pytest.approx(of(words(calm))["ste"].mean.value)
+    two = {"step": [7.0, 7.3, 7.1, 7.2], "s_ste": [7.0, 7.4, 7.0, 6.9]}
+    five = {ratio: {**own, **two} for ratio, own in WORDS.items()}
+    failed = {ratio: {**own, "asp": [*own["asp"][:3], 5e3]} for ratio, own in five.items()}
+    # of three other rows the median deviation is the middle one: S-STE's here, before and after
+    calm = {ratio: {**own, "asp": [6.0, 7.0, 8.0, 9.0]} for ratio, own in five.items()}
+    value = statistics.fmean(
+        (statistics.fmean(own["sr_ste"]) - statistics.fmean(own["ste"])) / statistics.stdev(two["s_ste"])
+        for own in five.values()
+    )  # fmt: skip
+    for values in (failed, calm):
+        assert of(words(values))["ste"].mean.value == pytest.approx(value)
     assert of(words(failed))["asp"].mean.value < -1000
+
+
+def test_the_compared_rows_alone_give_no_unit_for_several_cells() -> None:
+    alone = {ratio: {name: own[name] for name in ("ste", "sr_ste")} for ratio, own in WORDS.items()}
+    several = of(words(alone))["ste"].mean
+    assert (several.low, several.p) == (None, None)
+    assert several.value < 0
+    one = {"2:4": alone["2:4"]}  # of which the unit cancels
+    test = stats.ttest_rel(one["2:4"]["sr_ste"], one["2:4"]["ste"])
+    assert of(words(one))["ste"].mean.p == pytest.approx(test.pvalue)
+
+
+def test_three_seeds_of_each_data_set_for_a_test() -> None:
+    two = {ratio: {name: v[:2] for name, v in own.items()} for ratio, own in IMAGES.items()}
+    found = of(words(), images(two))["ste"].mean
+    assert found.low is not None
+    assert found.p is None
+    assert of(words(), images())["ste"].mean.p is not None
 
 
 def test_equal_differences_are_a_step_apart_at_least() -> None:
@@ -127,10 +155,14 @@ def test_equal_differences_are_a_step_apart_at_least() -> None:
     wanted = stats.t.sf(np.sqrt(3), 2) * 2  # the mean is one step, and so is the spread
     assert one.p == pytest.approx(wanted)
     # runs that do not vary are one step apart, and over two ratios half a step can be told from none
-    still = {"ste": [0.91, 0.91, 0.91], "sr_ste": [0.90, 0.90, 0.90]}
+    still = {
+        "ste": [0.91, 0.91, 0.91],
+        "sr_ste": [0.90, 0.90, 0.90],
+        "asp": [0.90, 0.91, 0.90],
+    }
     one = of(images({"2:4": still, "1:8": still}))["ste"].mean
     assert one.value == pytest.approx(1.0)
-    assert one.p == pytest.approx(stats.t.sf(2 * np.sqrt(3), 2) * 2)
+    assert one.p == pytest.approx(stats.t.sf(2 * np.sqrt(3), 2) * 2 * 2)  # of two rows
     same = {"2:4": {"ste": [0.9, 0.9, 0.9], "sr_ste": [0.9, 0.9, 0.9]}}
     nothing = of(images(same))["ste"].mean
     assert (nothing.value, nothing.low, nothing.p) == (0.0, None, None)
@@ -152,21 +184,44 @@ def test_seeds_that_every_cell_has() -> None:
         of(words(strangers))
 
 
-@pytest.mark.parametrize("n", [2, 3, 5, 10])
-def test_intervals_cover_and_tests_err_as_they_say(n: int) -> None:
-    """Data sets with unlike spreads and numbers of cells, two thousand times."""
-    rng, cells, spreads = np.random.default_rng(n), [4, 4, 1, 1], [1.0, 0.3, 2.0, 0.7]
-    every = [spread * rng.standard_normal((2_000, n)) for spread in spreads]
-    covered = rejected = 0
-    for gaps in zip(*every, strict=True):
-        one = mean([Part([0.0] * c, list(own), 0.0) for c, own in zip(cells, gaps, strict=True)])
-        assert one.low is not None
-        assert one.high is not None
-        covered += one.low <= 0.0 <= one.high
-        rejected += one.p is not None and one.p < 0.05
-    # with two seeds the approximation errs on the safe side
-    assert 0.93 < covered / 2_000 < (0.99 if n == 2 else 0.97)
-    assert rejected / 2_000 < 0.07
+def drawn(rng: np.random.Generator, dataset: str, columns: int, rows: int, n: int) -> Table:
+    """Recipes that do not differ: the runs of a seed have something in common, each column a spread
+    of its own, and the baseline is the first.
+    """
+    names, ratios = [f"r{k}" for k in range(rows)], [(f"1:{2 << k}",) for k in range(columns)]
+    common, spreads = rng.standard_normal(n), np.exp(rng.standard_normal(columns))
+    cells = {
+        ((name,), ratio): summarise(list(spread * (common + rng.standard_normal(n))))
+        for ratio, spread in zip(ratios, spreads, strict=True)
+        for name in names
+    }
+    keys, shared = [(name,) for name in names], {"dataset": dataset}
+    return Table(
+        "test/perplexity", "mean", ("recipe",), ("sparsity",), keys, ratios, cells, set(), set(),
+        shared, [], [],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "n"), [(3, 2), (3, 3), (3, 5), (7, 3), (7, 5)])
+def test_intervals_cover_and_tests_err_as_they_say(
+    rows: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From runs to the corrected p-values, with three data sets of unlike numbers of cells."""
+    monkeypatch.setattr(overall, "found_at", lambda *_: 1.0)  # takes most of the time
+    rng, tries = np.random.default_rng(10 * rows + n), 1200 // (rows - 1)
+    covered, rejected = 0, 0
+    for _ in range(tries):
+        tables = [
+            drawn(rng, data, cells, rows, n) for data, cells in (("a", 5), ("b", 1), ("c", 2))
+        ]
+        found = [each.mean for each in overall.of(tables, "r0")]
+        covered += sum(one.low <= 0 <= one.high for one in found if one.low is not None)
+        rejected += any(one.significant for one in found)
+        assert all((one.p is None) == (n < 3) for one in found)
+    # rows are compared with the same runs, so their errors come together; with two seeds the
+    # approximation errs on the safe side
+    assert 0.92 < covered / tries / (rows - 1) < (0.99 if n == 2 else 0.98)
+    assert rejected / tries < 0.08
 
 
 def test_the_smallest_difference_is_found_four_times_in_five() -> None:
@@ -204,6 +259,8 @@ def test_on_the_command_line_and_from_python(runs: None, table: Any, tmp_path: P
     )
     assert [line.split("|")[3].strip() for line in (asp, ste)] == ["1 of 2", "0 of 2"]
     assert "corrected for 2 comparisons" in said
+    assert "not the same" not in said
+    assert "no test" not in said
 
     status, said, _ = table("--baseline", "sr_ste", "--overall", "--format", "csv")
     lines = list(csv.DictReader(io.StringIO(said)))
@@ -223,6 +280,40 @@ def test_on_the_command_line_and_from_python(runs: None, table: Any, tmp_path: P
         in table("--baseline", "sr_ste", "--overall", "--format", "latex")[1]
     )
     assert "<table>" in table("--baseline", "sr_ste", "--overall", "--format", "html")[1]
+
+
+def test_the_caption_says_what_differs(write: Callable[..., Any], table: Any) -> None:
+    for seed in range(2):
+        write("sr_ste", "2:4", seed, 0.9 + seed / 100)
+        write("ste", "2:4", seed, 0.8, trainer__epochs=24)
+        for ratio in ("2:4", "1:8"):
+            write("asp", ratio, seed, 0.8 + seed / 50)
+    _, said, _ = table("--baseline", "sr_ste", "--overall")
+    assert "in test/accuracy" in said
+    assert "not the same in all cells: trainer.epochs" in said
+    assert "no test for fewer than three seeds of a data set" in said
+    assert "no interval for" not in said
+    for seed in range(2):
+        write("sr_ste", "1:8", seed, 0.9 + seed / 100)
+    _, said, _ = table("--baseline", "sr_ste", "--overall")
+    assert "no row but the two compared" in said
+    write("step", "2:4", 0, 0.9)
+    assert "no interval for fewer than two" in table("--baseline", "sr_ste", "--overall")[1]
+
+
+def test_the_caption_says_how_each_data_set_was_tuned() -> None:
+    budget = "each cell tuned before by 6 trials (ste), none (sr_ste)"
+    tables = [
+        compare(replace(each, tuned=tuned, candidates=candidates), "sr_ste")
+        for each, tuned, candidates in (
+            (words(), [budget, "all over optimizer.lr"], {}),
+            (images(), [], {"3": [("ste",)], "-": [("asp",)]}),
+        )
+    ]
+    said = overall_table.render(overall.of(tables, "sr_ste"), tables, "markdown", {})
+    assert "in test/perplexity, test/accuracy over all" in said
+    assert f"{budget} (shakespeare)" in said
+    assert "3 (ste), not known how many (asp) (digits)" in said
 
 
 def test_the_picture_has_a_point_for_each_cell_and_the_interval_of_all() -> None:

@@ -99,7 +99,7 @@ def test_every_cell_gets_the_same_trials_and_its_seeds_have_the_best(whole, monk
         assert of_trial["metrics"]["final"]["eval/accuracy"] == best["value"]
     printed = whole[1]
     assert (
-        "3 trials by eval/accuracy, the best two with three seeds, over optimizer.lr 0.0002 to 0.005 (log)"
+        "3 trials by eval/accuracy, the best two with three seeds; all over optimizer.lr 0.0002 to 0.005 (log)"
         in printed
     )
     assert "sr_ste over recipe.decay 1e-06 to 0.01 (log)" in printed
