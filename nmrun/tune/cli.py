@@ -51,16 +51,16 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{options.name}: the first word is a name for the comparison")
     from nmrun.config import command_line
     from nmrun.train import jobs
-    from nmrun.tune import comparison, outcome, space
+    from nmrun.tune import comparison, outcome, plan, space
 
     given = space.read(options.over)
     asked = command_line.options(list(options.words))
     asked.multirun = True
     sweeps, looks = jobs.checked(asked)
     folder = Path(looks[0].output_dir, FOLDER, options.name).absolute()
-    cells = comparison.cells(folder, sweeps, given)
+    cells = plan.cells(folder, sweeps, given)
     if any(cell.config.dry for cell in cells):
-        print("\n".join([*comparison.plan(cells, options.trials), f"  {folder}"]))
+        print("\n".join([*plan.said(cells, options.trials), f"  {folder}"]))
         return 0
     with files_of_the_command():
         for cell in cells:

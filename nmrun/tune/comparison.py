@@ -1,7 +1,6 @@
-"""A comparison of tuned recipes: its cells, the trials of each, and the runs of its seeds.
+"""A comparison of tuned recipes: the trials of each cell, and the runs of its seeds.
 
-A cell is what a table shows: one recipe at one ratio, and one value of every other key that is
-swept. Each cell has ``trials`` runs with the seed 1000. The best two by the validation split are
+Each cell has ``trials`` runs with the seed 1000. The best two by the validation split are
 repeated with the seeds 1001 and 1002; the better mean wins, and has a run for each reported seed.
 """
 
@@ -12,13 +11,12 @@ import io
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nmrun.api.kept import kept
-from nmrun.api.runs import jobs_of, raise_interrupt
-from nmrun.config import schema, zipped
+from nmrun.api.runs import raise_interrupt
+from nmrun.config import schema
 from nmrun.config.composing import Done, composed, composing
 from nmrun.config.identity import finished, identity, run_folder
 from nmrun.errors import ConfigError, RunError
@@ -27,116 +25,12 @@ from nmrun.report.numbers import printed
 from nmrun.settings.config import Config
 from nmrun.train import jobs
 from nmrun.tune import space
-from nmrun.tune.study import AGAIN, FINALISTS, SEED, Study
+from nmrun.tune.plan import Cell
+from nmrun.tune.study import SEED, Study
 
 DEFINITION = "study.json"
 COMPOSED: Done = {}  # shared by the runs of all cells
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One recipe at one ratio.
-
-    Attributes:
-        name: recipe and ratio, and the other swept values.
-        words: its overrides, without a seed.
-        config: its config before tuning.
-        seeds: those that are reported.
-        folder: where its trials are.
-        searched: the search spaces by key.
-    """
-
-    name: str
-    words: list[str]
-    config: Config
-    seeds: list[int]
-    folder: Path
-    searched: space.Space
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The config's own values of what is searched."""
-        flat = schema.flatten(self.config.plain)
-        return {key: flat[key] for key in self.searched}
-
-
-def cells(folder: Path, sweeps: list[list[str]], given: space.Space) -> list[Cell]:
-    """List the cells of a comparison.
-
-    Args:
-        folder: that of the comparison.
-        sweeps: the overrides of each sweep.
-        given: search spaces by key, which win over the recipes' own.
-
-    Returns:
-        The cells in the order of the sweeps; dense runs, which have no ratio, are one cell.
-
-    Raises:
-        ConfigError: for a key of ``given`` that no cell has.
-    """
-    found: dict[str, tuple[list[str], Config, list[int]]] = {}
-    for words, job in jobs_of(sweeps, None):
-        seeds = [job.seed] if job.seeds is None else list(job.seeds)
-        job.seed, job.seeds = SEED, None
-        config = schema.check(job)
-        bare = [word for word in words if zipped.key(word) not in ("seed", "seeds")]
-        known = found.setdefault(identity(config), (bare, config, []))[2]
-        known += [seed for seed in seeds if seed not in known]
-    unknown = [key for key in given if not any(space.has(c, key) for _, c, _ in found.values())]
-    if unknown:
-        raise ConfigError(f"--over {unknown[0]}: no run of this comparison has the key")
-    swept = _differing([config for _, config, _ in found.values()])
-    made = []
-    for words, config, seeds in found.values():
-        flat = schema.flatten(config.plain)
-        ratio = "" if config.pattern is None else str(config.pattern)
-        parts = [config.recipe.name, ratio, *(str(flat[key]) for key in swept if key in flat)]
-        name = " ".join(filter(None, parts))
-        place = "".join(c if c.isalnum() or c in "._" else "-" for c in name)
-        made.append(Cell(name, words, config, seeds, folder / place, space.of(config, given)))
-    return made
-
-
-def _differing(configs: Sequence[Config]) -> list[str]:
-    """Swept keys that neither recipe nor ratio says."""
-    flats = [schema.flatten(config.plain) for config in configs]
-    keys = dict.fromkeys(key for flat in flats for key in flat)
-    said = ("recipe.", "sparsity.")
-    found = [
-        key
-        for key in keys
-        if not key.startswith(said) and len({repr(flat.get(key)) for flat in flats}) > 1
-    ]
-    named = {key.partition(".")[0] for key in found if key.endswith(".name")}
-    return [key for key in found if key.partition(".")[0] not in named or key.endswith(".name")]
-
-
-def plan(cells: Sequence[Cell], trials: int) -> list[str]:
-    """Say what a comparison is going to do: the cells, what is searched in each and in which range,
-    and the number of runs.
-
-    Args:
-        cells: the cells.
-        trials: of each.
-    """
-    width = max(len(cell.name) for cell in cells)
-    said = []
-    for cell in cells:
-        searched = "; ".join(f"{key} {search}" for key, search in cell.searched.items())
-        said.append(f"  {cell.name:<{width}}  {searched}")
-    repeats = min(trials, FINALISTS) * len(AGAIN)
-    seeds = sum(len(cell.seeds) for cell in cells)
-    total = len(cells) * (trials + repeats) + seeds
-    said.append(
-        f"  {_many(len(cells), 'cell')}, in each {_many(trials, 'trial')} and {repeats} repeats of "
-        f"the best; {_many(seeds, 'run')} of seeds: {total} runs"
-    )
-    return said
-
-
-def _many(count: int, of: str) -> str:
-    return f"{count} {of}" + ("s" if count != 1 else "")
 
 
 def check(cell: Cell) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +13,18 @@ import pandas as pd
 
 from nmrun.config.identity import finished, result_in, run_folder
 from nmrun.files import whole
-from nmrun.report import formats, rows
+from nmrun.report import formats, records, rows
 from nmrun.report.collect import row
 from nmrun.report.markdown import table as aligned
 from nmrun.report.numbers import printed
-from nmrun.report.tables import build
-from nmrun.tune.comparison import Cell, configs, shown, study_of
+from nmrun.report.tables import build, label
+from nmrun.tune.comparison import configs, shown, study_of
+from nmrun.tune.plan import Cell
 from nmrun.tune.study import SEED
 
 RUNS, TRIALS, TABLE = "runs.csv", "trials.csv", "table.md"
+CELL = "tuned.cell"
+IN_TITLE = ("dataset", "model", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -28,17 +33,19 @@ class Outcome:
 
     Attributes:
         runs: a row for each run of a seed, as of :func:`nmrun.report.collect.collect`, with
-            ``tuned.*``: how the cell was tuned, and the seconds of that.
+            ``tuned.*``: the cell, how it was tuned, and the seconds of that.
         trials: a row for each run of the tuning.
         found: for each cell its name, the number of trials, the winner's mean and settings, and the
             hours that the tuning took.
         failed: the names of cells without a good trial, and the folders of failed runs.
+        cells: the cells.
     """
 
     runs: pd.DataFrame
     trials: pd.DataFrame
     found: list[list[str]]
     failed: list[str]
+    cells: Sequence[Cell]
 
 
 def of(cells: Sequence[Cell], trials: int) -> Outcome:
@@ -56,6 +63,7 @@ def of(cells: Sequence[Cell], trials: int) -> Outcome:
         study = study_of(cell)
         done, best, seconds = study.trials()[:trials], study.best(trials), study.seconds(trials)
         tuned = {
+            CELL: cell.name,
             "tuned.trials": len(done),
             "tuned.over": "; ".join(f"{key} {search}" for key, search in cell.searched.items()),
             "tuned.by": best["metric"] if best else "",
@@ -77,32 +85,64 @@ def of(cells: Sequence[Cell], trials: int) -> Outcome:
             elif result.get("status") == "failed":
                 failed.append(str(folder))
     of_seeds, of_trials = pd.DataFrame(runs, dtype=object), pd.DataFrame(tried, dtype=object)
-    return Outcome(of_seeds, of_trials, found, failed)
+    return Outcome(of_seeds, of_trials, found, failed, cells)
 
 
 def write(folder: Path, outcome: Outcome) -> None:
-    """Write ``runs.csv``, ``trials.csv`` and ``table.md``, each whole or not at all."""
-    for name, text_ in (
-        (RUNS, rows.written(outcome.runs)),
-        (TRIALS, rows.written(outcome.trials)),
-        (TABLE, text(outcome)),
+    """Write ``runs.csv``, ``trials.csv`` and ``table.md``, each whole or not at all. What the first
+    two have of other cells stays there.
+    """
+    for name, new, key in (
+        (RUNS, rows.written(outcome.runs), CELL),
+        (TRIALS, rows.written(outcome.trials), "cell"),
     ):
-        whole.write(folder / name, text_, shared=True)
+        with_others = _others(folder / name, new, key, {cell.name for cell in outcome.cells})
+        whole.write(folder / name, with_others, shared=True)
+    whole.write(folder / TABLE, text(outcome), shared=True)
+
+
+def _others(file: Path, new: str, key: str, mine: set[str]) -> str:
+    """New lines after those that a CSV file has of other cells."""
+    if not file.exists():
+        return new
+    with file.open(encoding="utf-8", newline="") as old:
+        others = [line for line in csv.DictReader(old) if line.get(key) and line[key] not in mine]
+    if not others:
+        return new
+    lines = [*others, *csv.DictReader(io.StringIO(new))]
+    columns = list(dict.fromkeys(column for line in reversed(lines) for column in line))
+    cells = [[line.get(column) or "" for column in columns] for line in lines]
+    return str(records.written([columns, *cells], "csv"))
 
 
 def text(outcome: Outcome) -> str:
-    """The table of the runs, and what the trials found, as Markdown."""
+    """The tables of the runs, one for each value of what was swept besides recipe and ratio, and
+    what the trials found, as Markdown.
+    """
     parts = []
+    apart = list(dict.fromkeys(key for cell in outcome.cells for key in cell.apart))
+    own = [key for key in apart if key.partition(".")[0] == "recipe"]
     if len(outcome.runs):
-        for _, part in outcome.runs.groupby(["dataset", "model", "optimizer"]):
+        groups = list(
+            dict.fromkeys([*IN_TITLE, *(_column(key) for key in apart if key not in own)])
+        )
+        labels = outcome.runs[groups].map(label).apply(tuple, axis=1)
+        for values, part in outcome.runs.groupby(labels):
             metric = f"test/{part['metric'].iloc[0]}"
             if metric not in part:
                 metric = metric.replace("test/", "eval/")
-            parts.append(
-                formats.render([build(part, metric, ["recipe"], ["sparsity"])], "markdown")
-            )
+            table = build(part, metric, ["recipe", *own], ["sparsity"])
+            pairs = zip(groups, values, strict=True)
+            said = [f"{key}={value}" for key, value in pairs if key not in IN_TITLE]
+            heading = f"{', '.join(said)}\n\n" if said else ""
+            parts.append(heading + formats.render([table], "markdown"))
     head = ["cell", "trials", "mean of three seeds", "settings", "hours of tuning"]
     title = "What the trials found"
     parts += [f"{title}\n\n{aligned(head, outcome.found)}\n"] if outcome.found else []
     parts += [f"failed: {', '.join(outcome.failed)}\n"] if outcome.failed else []
     return "\n".join(parts)
+
+
+def _column(key: str) -> str:
+    """That of a swept key in a frame of runs: ``optimizer`` for ``optimizer.name``."""
+    return key.removesuffix(".name")

@@ -19,7 +19,7 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.files import locks
 from nmrun.report.collect import collect
 from nmrun.train import jobs, last_files
-from nmrun.tune import comparison
+from nmrun.tune import comparison, plan
 from nmrun.tune.cli import main
 
 pytestmark = pytest.mark.slow
@@ -139,6 +139,52 @@ def test_a_dry_one_says_what_it_would_do_and_writes_nothing(capsys):
     assert not list(Path().iterdir())
 
 
+def test_other_swept_keys_have_tables_of_their_own(capsys):
+    assert main([
+        "other", "--trials", "1", *TINY, "recipe=dense,step", "trainer.epochs=1,2", "seed=0,1",
+        "--over", "recipe.switch=0.5,0.6",
+    ]) == 0  # fmt: skip
+    said = capsys.readouterr().out
+    tables = re.findall(r"trainer\.epochs=(\d)\n\n.*accuracy on the test split", said)
+    assert tables == ["1", "2"]
+    assert said.count("| step   |") == 2
+    place = PLACE.with_name("other")
+    assert (place / "table.md").read_text() in said
+    runs = pd.read_csv(place / "runs.csv")
+    assert sorted(zip(runs["tuned.cell"], runs["seed"], strict=True)) == [
+        (f"{cell} {epochs}", seed) for cell in ("dense", "step 2:4") for epochs in (1, 2) for seed in (0, 1)
+    ]  # fmt: skip
+    assert {f"{n} {e}" for n, e in zip(runs["recipe"], runs["trainer.epochs"], strict=True)} == {
+        "dense 1", "dense 2", "step 1", "step 2"
+    }  # fmt: skip
+
+
+def test_settings_of_a_recipe_are_cells_and_rows(capsys):
+    words = ["recipe=step", "recipe.window=full,partial", "seed=0", "trainer.epochs=1"]
+    assert main(["window", "--trials", "1", *TINY, *words]) == 0
+    said = capsys.readouterr().out
+    place = PLACE.with_name("window")
+    assert trials(place).keys() == {"step-2-4-full", "step-2-4-partial"}
+    rows = [line.split("|")[1:3] for line in said.splitlines() if line.startswith("|")]
+    assert {tuple(cell.strip() for cell in row) for row in rows} >= {
+        ("recipe", "recipe.window"), ("step", "full"), ("step", "partial")
+    }  # fmt: skip
+
+
+def test_rows_of_other_cells_stay(dense):
+    before = {name: (PLACE / name).read_text().splitlines() for name in ("runs.csv", "trials.csv")}
+    assert tune("recipe=ste", "sparsity=1:4") == 0
+    runs, tried = (pd.read_csv(PLACE / name) for name in before)
+    assert [*runs["tuned.cell"]] == ["dense"] * 2 + ["ste 1:4"] * 2
+    assert [*tried["cell"]] == ["dense"] * 7 + ["ste 1:4"] * 7
+    assert set(table(PLACE / "runs.csv")["recipe"]) == {"dense", "ste"}
+    # its own lines are written anew, and those of others are as they were
+    assert tune("recipe=dense") == 0
+    again = pd.read_csv(PLACE / "runs.csv")
+    assert sorted(again["tuned.cell"]) == sorted(runs["tuned.cell"])
+    assert set(again["id"]) == set(runs["id"])
+
+
 def test_cut_off_anywhere_it_ends_with_the_same(whole, monkeypatch):
     expected, runs = trials(whole[0] / PLACE), table(whole[0] / PLACE / "runs.csv")
     do, left = jobs.one, [0]
@@ -168,7 +214,7 @@ def test_cut_off_anywhere_it_ends_with_the_same(whole, monkeypatch):
 def test_a_cell_that_another_process_has_is_left_to_it(capsys):
     asked = command_line.options(SWEEP)
     asked.multirun = True
-    cells = comparison.cells(PLACE.absolute(), jobs.checked(asked)[0], {})
+    cells = plan.cells(PLACE.absolute(), jobs.checked(asked)[0], {})
     cells[1].folder.mkdir(parents=True)
     with locks.hold(cells[1].folder):
         assert tune() == 0
@@ -180,7 +226,7 @@ def test_a_cell_that_another_process_has_is_left_to_it(capsys):
 def test_a_cell_that_another_process_leaves_is_taken_in_the_end(capsys, monkeypatch):
     asked = command_line.options(SWEEP)
     asked.multirun = True
-    cells = comparison.cells(PLACE.absolute(), jobs.checked(asked)[0], {})
+    cells = plan.cells(PLACE.absolute(), jobs.checked(asked)[0], {})
     cells[1].folder.mkdir(parents=True)
     with contextlib.ExitStack() as other:
         other.enter_context(locks.hold(cells[1].folder))
@@ -263,6 +309,11 @@ def test_trials_leave_no_checkpoints(dense):
         (["try", "recipe=stpe"], "no such recipe; did you mean step"),
         (["try", "recipe=dense", "--over", "recipe.decay=1,2"], "no run of this comparison has"),
         (["try"], "required: words"),
+        (
+            ["try", "recipe=sr_ste", "recipe.decay=1e-4,1e-3"],
+            r"recipe.decay has several values, and is searched in 1e-06 to 0.01 \(log\); give it one",
+        ),
+        (["try", "recipe=ste", "seed=0,1001"], "seed=1001: the seeds 1000 to 1002 are those of"),
     ],
 )
 def test_a_mistake_gets_a_line_before_anything_runs(argv, said):
