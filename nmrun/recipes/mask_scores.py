@@ -39,7 +39,6 @@ class MaskScores(OwnParameters):
             first: ``first(weight, shape)`` makes a weight's first scores.
             options: those of the parameter group.
         """
-        self.drawn_seed = int(torch.randint(2**31, ()))
 
         def made(weight: SparseWeight) -> dict[str, Tensor]:
             groups = by_group(weight.dense, weight.pattern, weight.dim).shape[:-1]
@@ -70,10 +69,3 @@ class MaskScores(OwnParameters):
 
     def would_keep(self, weight: SparseWeight, out: Tensor) -> None:
         self.project_final(weight, out)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "seed": self.drawn_seed}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.drawn_seed = int(state["seed"])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -62,8 +62,11 @@ class MaskLLM(MaskScores, LearnedMasks):
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         def first(weight: SparseWeight, shape: tuple[int, ...]) -> Tensor:
             like = weight.dense
-            return 0.01 * torch.randn(shape, dtype=like.dtype, device=like.device)
+            own = torch.Generator(like.device).manual_seed(self.seed + self.place[weight.name])
+            return 0.01 * torch.randn(shape, generator=own, dtype=like.dtype, device=like.device)
 
+        with torch.random.fork_rng(devices=[]):  # dropout draws what it draws with other recipes
+            self.seed = int(torch.randint(2**31, ()))
         self.soft: dict[str, Tensor] = {}  # the blend of masks that the forward pass uses
         self.place = {weight.name: number for number, weight in enumerate(weights)}
         lr = float(optimizer.param_groups[0]["lr"]) * self.lr_mult
@@ -96,7 +99,7 @@ class MaskLLM(MaskScores, LearnedMasks):
 
     def _blend(self, weight: SparseWeight) -> Tensor:
         # the seed is a function of the step, so that a resumed run draws the same
-        seed = self.drawn_seed + 10007 * self.step + self.place[weight.name]
+        seed = self.seed + 10007 * self.step + self.place[weight.name]
         logits = self._at(self.kappa) * self.scores(weight).detach()
         return gumbel_softmax(logits, self._at(self.temperature), seed)
 
@@ -123,3 +126,10 @@ class MaskLLM(MaskScores, LearnedMasks):
                 of_weights = gradient * w - 2 * bonus * w.square() * blend
                 of_mask = self.of_candidates(weight, of_weights)
                 self.scores(weight).grad = scale * softmax_gradient(soft, of_mask)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.seed = int(state["seed"])

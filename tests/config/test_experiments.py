@@ -304,6 +304,43 @@ def test_activations_begin_with_a_thousand_dense_steps_and_end_with_a_dense_fift
     }
 
 
+# at paper scale: facebookresearch/deit; zyxxmu/LBC; aojunzz/NM-sparsity; vit_base_training.yaml of progressive_gradient_flow_nm
+PUBLISHED_SETTINGS = {
+    "s_ste_deit": {
+        "trainer.epochs": 300, "trainer.batch_size": 1024, "optimizer.lr": 5e-4 * 1024 / 512, "optimizer.weight_decay": 0.05,
+        "schedule.warmup": pytest.approx(5 / 300, rel=0.01), "schedule.final": pytest.approx(1e-5 / 1e-3), "trainer.label_smoothing": 0.1,
+        "dataset.mixup": 0.8, "dataset.cutmix": 1.0, "dataset.erasing": 0.25,
+    },
+    "lbc_resnet": {
+        "trainer.epochs": 120, "trainer.batch_size": 256, "optimizer.lr": 0.1, "optimizer.momentum": 0.9, "optimizer.weight_decay": 1e-4,
+        "optimizer.decay": "matrices", "trainer.label_smoothing": 0.1, "schedule.warmup": pytest.approx(5 / 120, rel=0.01),
+    },
+    "sr_ste_resnet": {
+        "trainer.epochs": 120, "trainer.batch_size": 256, "optimizer.lr": 0.1, "optimizer.momentum": 0.9, "optimizer.weight_decay": 5e-5,
+        "schedule.warmup": pytest.approx(5 / 120, rel=0.01),
+    },
+    "gradient_flow_vit": {
+        "trainer.epochs": 350, "trainer.batch_size": 4096, "optimizer.lr": 1e-3, "optimizer.weight_decay": 0.01, "trainer.clip": 1.0,
+        "schedule.warmup": pytest.approx(15 / 350, rel=0.01), "schedule.final": pytest.approx(1e-7 / 1e-3), "dataset.mixup": 0.5,
+        "dataset.randaugment_magnitude": 15, "model.dropout": 0.1, "model.stochastic_depth": 0.1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "settings"), PUBLISHED_SETTINGS.items())
+def test_settings_at_paper_scale_are_those_of_the_authors_code(name, settings):
+    for config in made(name, "paper"):
+        flat = schema.flatten(config.plain)
+        assert {key: flat[key] for key in settings} == settings
+
+
+def test_step_on_glue_has_both_windows():
+    windows = {
+        c.recipe.options["window"] for c in made("step_glue", "paper") if c.recipe.name == "step"
+    }
+    assert windows == {"full", "partial"}
+
+
 def test_asp_on_imagenet_trains_twice():
     for config in made("asp_imagenet", "paper"):
         factor = scheduled(config.schedule.mapping(), 1.0, 1000)

@@ -268,6 +268,23 @@ def test_s_ste_refuses_two_kinds_of_scales() -> None:
             )
 
 
+@pytest.mark.parametrize("recipe", sorted(set(nmrun.recipes.RECIPES) - {"custom"}))
+def test_dropout_draws_the_same_with_every_recipe(recipe: str) -> None:
+    """Runs of one seed are compared in pairs, so what they draw is the same."""
+    frames = {"frames": 2} if recipe == "sdgf_geometric" else {}
+    model = Net(torch.float32)
+    torch.manual_seed(5)
+    optimizer = nmrun.optim.AdamW(model.parameters(), LR)
+    nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **frames)
+    for x, y in data(TOTAL)(0):
+        (model(x.float()) - y.float()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    drawn = torch.rand(4)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(4))
+
+
 @pytest.mark.parametrize("recipe", ["dense", "nmrun.recipes.dense.Dense"])
 def test_dense_leaves_everything_alone(recipe: str) -> None:
     model, plain = Net(), Net()

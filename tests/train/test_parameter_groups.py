@@ -8,9 +8,10 @@ import pytest
 import torch
 from runs import config
 from torch import nn
+from torchvision.models.swin_transformer import SwinTransformerBlockV2
 
 from nmrun import models
-from nmrun.train.parameter_groups import optimizer
+from nmrun.train.parameter_groups import is_matrix, optimizer
 
 GPT = {"vocabulary": 20, "context": 8}
 IMAGES = {"shape": (1, 8, 8), "classes": 10}
@@ -63,6 +64,14 @@ def test_transformers_decay_as_in_their_literature(
         assert value == pytest.approx(1.0 if name.endswith(spared) else 1 - 0.1 * 0.5), name
     assert {name for name in left if name.endswith(spared)}
     assert {name for name in left if not name.endswith(spared)}
+
+
+def test_swin_v2_spares_the_networks_of_its_position_biases() -> None:
+    """microsoft/Swin-Transformer: no_weight_decay_keywords, and whatever has one dimension."""
+    network = SwinTransformerBlockV2(8, 1, [4, 4], [0, 0])
+    decay = {name for name, parameter in network.named_parameters() if is_matrix(name, parameter)}
+    assert decay == {"attn.qkv.weight", "attn.proj.weight", "mlp.0.weight", "mlp.3.weight"}
+    assert any("cpb_mlp" in name for name, _ in network.named_parameters())
 
 
 @pytest.mark.parametrize(
