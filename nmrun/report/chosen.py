@@ -108,7 +108,7 @@ def parts(
         verify(runs)
     groups = [key for key in ("dataset", "model") if key not in (*rows, *columns)]
     return [
-        (part, build(part, options.metric or _metric(part), rows, columns, statistic))
+        (part, build(part, options.metric or usual_metric(part), rows, columns, statistic))
         for part in ([part for _, part in runs.groupby(groups)] if groups else [runs])
     ]
 
@@ -147,9 +147,12 @@ def _metrics_and_keys(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
     return metrics, [c for c in runs.columns if c not in metrics]
 
 
-def _metric(runs: pd.DataFrame) -> str:
-    """That of the runs' task on the test split, or on the validation split where there is no
-    other. Runs that did not finish do not say which it is.
+def usual_metric(runs: pd.DataFrame) -> str:
+    """Name the metric of the runs' task on the test split, or on the validation split where there is
+    no other. Runs that did not finish do not say which it is.
+
+    Args:
+        runs: of one data set, as of :func:`collected`.
     """
     own = runs["metric"].dropna()
     name = own.iloc[0] if len(own) else "accuracy"
@@ -168,7 +171,7 @@ def logged(runs: pd.DataFrame, table: Table) -> str:
         Its name in ``metrics.jsonl``, such as ``eval/accuracy``.
     """
     split, _, name = table.metric.removeprefix("best/").partition("/")
-    return f"eval/{name if split in ('test', 'eval') else _metric(runs).partition('/')[2]}"
+    return f"eval/{name if split in ('test', 'eval') else usual_metric(runs).partition('/')[2]}"
 
 
 def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:

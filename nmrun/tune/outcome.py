@@ -14,6 +14,7 @@ import pandas as pd
 from nmrun.config.identity import finished, result_in, run_folder
 from nmrun.files import whole
 from nmrun.report import formats, records, rows
+from nmrun.report.chosen import usual_metric
 from nmrun.report.collect import row
 from nmrun.report.markdown import table as aligned
 from nmrun.report.numbers import printed
@@ -128,10 +129,7 @@ def text(outcome: Outcome) -> str:
         )
         labels = outcome.runs[groups].map(label).apply(tuple, axis=1)
         for values, part in outcome.runs.groupby(labels):
-            metric = f"test/{part['metric'].iloc[0]}"
-            if metric not in part:
-                metric = metric.replace("test/", "eval/")
-            table = build(part, metric, ["recipe", *own], ["sparsity"])
+            table = build(part, usual_metric(part), ["recipe", *own], ["sparsity"])
             pairs = zip(groups, values, strict=True)
             said = [f"{key}={value}" for key, value in pairs if key not in IN_TITLE]
             heading = f"{', '.join(said)}\n\n" if said else ""

@@ -19,7 +19,7 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.files import locks
 from nmrun.report.collect import collect
 from nmrun.train import jobs, last_files
-from nmrun.tune import comparison, plan
+from nmrun.tune import comparison, outcome, plan
 from nmrun.tune.cli import main
 
 pytestmark = pytest.mark.slow
@@ -157,6 +157,18 @@ def test_other_swept_keys_have_tables_of_their_own(capsys):
     assert {f"{n} {e}" for n, e in zip(runs["recipe"], runs["trainer.epochs"], strict=True)} == {
         "dense 1", "dense 2", "step 1", "step 2"
     }  # fmt: skip
+
+
+def test_a_data_set_without_a_test_split_is_shown_on_its_validation_split():
+    alike = {"model": "m", "optimizer": "adam", "recipe": "ste", "sparsity": "2:4", "seed": 0,
+             "status": "finished", "metric": "accuracy", "folder": "f"}  # fmt: skip
+    runs = pd.DataFrame([
+        {**alike, "dataset": "a", "test/accuracy": 0.5, "eval/accuracy": 0.6},
+        {**alike, "dataset": "b", "eval/accuracy": 0.7},
+    ])  # fmt: skip
+    said = outcome.text(outcome.Outcome(runs, pd.DataFrame(), [], [], []))
+    assert re.findall(r"on the (\w+) split", said) == ["test", "validation"]
+    assert re.findall(r"\| ste +\| ([\d.]+) ", said) == ["50.0", "70.0"]
 
 
 def test_settings_of_a_recipe_are_cells_and_rows(capsys):
