@@ -54,7 +54,8 @@ def test_wheel_and_sdist_have_all_code_and_configs(tmp_path):
                 name = str(path.relative_to(source))
                 assert (f"nmrun/{name}" if folder == "conf" else name) in packed
     with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
+        safe = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        archive.extractall(tmp_path / "unpacked", **safe)  # type: ignore[arg-type]
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     (tmp_path / "again").mkdir()
     with zipfile.ZipFile(build("wheel", unpacked, tmp_path / "again")) as archive:

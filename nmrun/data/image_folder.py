@@ -5,6 +5,7 @@ memory as uint8.
 from __future__ import annotations
 
 import os
+import platform
 import tarfile
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -206,6 +207,11 @@ def decode(path: str, size: int) -> NDArray[np.uint8]:
 
 
 def _unpacked(dataset: str, archive: Path, size: int) -> dict[str, NDArray[Any]]:
+    if not hasattr(tarfile, "data_filter"):
+        raise ConfigError(
+            f"dataset={dataset}: Python {platform.python_version()} has no safe way to unpack {archive}; "
+            "unpack it into a folder, or take Python 3.11.4 or newer"
+        )
     with tempfile.TemporaryDirectory(prefix="nmrun-") as folder:
         try:
             with tarfile.open(archive) as tar:
