@@ -142,7 +142,10 @@ def smallest(table: Table, ends: bool = True) -> str:
         table: with differences.
         ends: give the range as well.
     """
-    by_metric = _by_metric(table)
+    by_metric: dict[str, list[Difference]] = {}
+    for place, gap in table.differences.items():
+        if gap.least is not None:
+            by_metric.setdefault(table.metric_of(*place), []).append(gap)
     found = []
     for metric, gaps in by_metric.items():
         finite = sorted(gap.least for gap in gaps if gap.least is not None and gap.least < math.inf)
@@ -158,21 +161,12 @@ def smallest(table: Table, ends: bool = True) -> str:
     return ", ".join(found)
 
 
-def _by_metric(table: Table) -> dict[str, list[Difference]]:
-    """The differences of which it is known what could have been shown."""
-    found: dict[str, list[Difference]] = {}
-    for place, gap in table.differences.items():
-        if gap.least is not None:
-            found.setdefault(table.metric_of(*place), []).append(gap)
-    return found
-
-
 def _least(table: Table) -> list[str]:
     tests = sum(gap.p is not None for gap in table.differences.values())
     if not (found := smallest(table)):
         return [NOTHING_SHOWN]
     by = "" if table.test == "t" else ", reckoned for the t-test"
-    counts = {gap.n for gaps in _by_metric(table).values() for gap in gaps if gap.least is not None}
+    counts = {gap.n for gap in table.differences.values() if gap.least is not None}
     more = (
         []
         if len(counts) > 1

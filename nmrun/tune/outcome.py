@@ -124,9 +124,9 @@ def text(outcome: Outcome) -> str:
     apart = list(dict.fromkeys(key for cell in outcome.cells for key in cell.apart))
     own = [key for key in apart if key.partition(".")[0] == "recipe"]
     if len(outcome.runs):
-        groups = list(
-            dict.fromkeys([*IN_TITLE, *(_column(key) for key in apart if key not in own)])
-        )
+        # a frame of runs has `optimizer` for `optimizer.name`
+        others = [key.removesuffix(".name") for key in apart if key not in own]
+        groups = list(dict.fromkeys([*IN_TITLE, *others]))
         labels = outcome.runs[groups].map(label).apply(tuple, axis=1)
         for values, part in outcome.runs.groupby(labels):
             table = build(part, usual_metric(part), ["recipe", *own], ["sparsity"])
@@ -139,8 +139,3 @@ def text(outcome: Outcome) -> str:
     parts += [f"{title}\n\n{aligned(head, outcome.found)}\n"] if outcome.found else []
     parts += [f"failed: {', '.join(outcome.failed)}\n"] if outcome.failed else []
     return "\n".join(parts)
-
-
-def _column(key: str) -> str:
-    """That of a swept key in a frame of runs: ``optimizer`` for ``optimizer.name``."""
-    return key.removesuffix(".name")

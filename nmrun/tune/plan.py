@@ -6,7 +6,7 @@ swept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,21 +103,22 @@ def _apart(configs: Sequence[Config]) -> list[dict[str, str]]:
     recipe are such keys where they alone tell its cells apart.
     """
     flats = [schema.flatten(config.plain) for config in configs]
-    common = _differing(flats, lambda key: not key.startswith(("recipe.", "sparsity.")))
+    said = ("recipe.", "sparsity.")
+    common = _differing([{k: v for k, v in f.items() if not k.startswith(said)} for f in flats])
     found = [{key: str(flat[key]) for key in common if key in flat} for flat in flats]
     alike: dict[object, list[int]] = {}
     for number, (config, own) in enumerate(zip(configs, found, strict=True)):
         alike.setdefault((*_named(config), *own.items()), []).append(number)
     for several in alike.values():
-        more = _differing([flats[k] for k in several], lambda key: key not in common)
+        more = _differing([flats[k] for k in several])
         for k in several:
             found[k] |= {key: str(flats[k].get(key)) for key in more}
     return found
 
 
-def _differing(flats: Sequence[Mapping[str, Any]], asked: Callable[[str], bool]) -> list[str]:
+def _differing(flats: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys whose values differ; of a group whose option differs, that alone."""
-    keys = filter(asked, dict.fromkeys(key for flat in flats for key in flat))
+    keys = dict.fromkeys(key for flat in flats for key in flat)
     found = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
     named = {key.partition(".")[0] for key in found if key.endswith(".name")}
     return [key for key in found if key.partition(".")[0] not in named or key.endswith(".name")]
