@@ -94,9 +94,10 @@ def right_paths(device: torch.device) -> tuple[list[str], list[Row]]:
                 backends24.fastest(name, x, path.pack(weight, None)[0], None, expected)
         except backends24.ERRORS as error:
             why = backends24.first_line(error)
-        right, rows = (
-            (right, [*rows, {"arm": name, "wrong": why}]) if why else ([*right, name], rows)
-        )
+        if why:
+            rows.append({"arm": name, "wrong": why})
+        else:
+            right.append(name)
     return right, rows
 
 

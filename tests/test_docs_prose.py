@@ -1,0 +1,159 @@
+"""The figures in the sentences of docs/results/ and of README.md follow from the committed runs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from scipy import stats
+from verbs import verb
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs/results"
+PAGES = ("claims", "language", "images", "translation", "finetuning", "digits", "retraining")
+NUMBER = r"[\N{MINUS SIGN}+]?\d+(?:\.\d+)?"
+DIFFERENCE = re.compile(rf"({NUMBER}) \[({NUMBER}), ({NUMBER})\]")
+P = re.compile(r"p=(\d(?:[\d.]*\d)?)")
+CELLS = re.compile(r"(\d+) of (\d\d)\b")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_differences_with_intervals(page):
+    """Each is in a table of the page's commands, or in that table with another row as the baseline:
+    mean and both ends, to the decimals of the sentence, with either sign.
+    """
+    known = [tuple(map(value, found)) for found in DIFFERENCE.findall(tables(page))]
+    known += [tuple(found[:3]) for found in losses().values()]
+    for said in DIFFERENCE.findall(sentences(RESULTS / f"{page}.md")):
+        assert any(same(said, (m, low, high)) for m, low, high in known), said
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_p_values(page):
+    known = [float(found) for found in P.findall(tables(page))]
+    known += [found[3] for found in losses().values()]
+    for said in P.findall(sentences(RESULTS / f"{page}.md")):
+        assert any(abs(float(said) - p) <= half(said) + 1e-9 for p in known), said
+
+
+def test_numbers_of_cells():
+    """So many of so many cells, in which a recipe is the better one, or the worse one."""
+    rows = [line for line in tables("claims").splitlines() if line.startswith("|")]
+    counted = set(CELLS.findall("\n".join(rows)))
+    counted |= {(str(int(all_) - int(better)), all_) for better, all_ in counted}
+    said = CELLS.findall(sentences(RESULTS / "claims.md"))
+    assert len(said) >= 4
+    assert set(said) <= counted
+
+
+def test_the_losses_under_two_optimizers():
+    """The paired t-test of what SR-STE loses under Adam and under SGD, in the order of the pages."""
+    computed = losses()
+    for page in ("claims", "images"):
+        text = sentences(RESULTS / f"{page}.md")
+        for ratio in computed:
+            assert any(
+                same(said, computed[ratio][:3]) and ratio in text
+                for said in DIFFERENCE.findall(text)
+            ), (page, ratio)
+
+
+def test_the_readme():
+    """Its table is that of the language model; its counts and p-values are of the pages it names."""
+    text = (ROOT / "README.md").read_text()
+    names = {"exponential MdGf": "mdgf_exponential", "S-STE": "s_ste", "SR-STE": "sr_ste"}
+    computed = {cells[0]: cells[1:] for cells in map(split, table_rows(tables("language"))[:7])}
+    shown = [split(row) for row in table_rows(text)]
+    assert len(shown) == 7
+    for name, *means in shown:
+        assert means == computed[names.get(name, name.lower())], name
+    known = [float(found) for page in ("claims", "images") for found in P.findall(tables(page))]
+    assert {float(said) for said in P.findall(text)} <= set(known)
+    assert set(CELLS.findall(text)) <= set(CELLS.findall(tables("claims")))
+
+
+# --- what the pages say ---------------------------------------------------------------------------
+
+
+def sentences(path: Path) -> str:
+    """A page without its tables and blocks of code, in one line."""
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+    return " ".join(line.strip() for line in text.splitlines() if not line.startswith("|"))
+
+
+def table_rows(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("|") and "+-" in line]
+
+
+def split(row: str) -> list[str]:
+    plain = re.sub(r"\*\*| \(\d+\)", "", row)
+    return [cell.strip() for cell in plain.strip("|").split("|")]
+
+
+def value(text: str) -> float:
+    return float(text.replace("\N{MINUS SIGN}", "-"))
+
+
+def half(text: str) -> float:
+    """Half of the last decimal's unit."""
+    return 0.5 * 10 ** -len(text.partition(".")[2])
+
+
+def same(said: tuple[str, ...], found: tuple[float, ...]) -> bool:
+    """Whether a sentence's mean, low and high are those found, rounded, with either sign."""
+    mean, low, high = found
+    return any(
+        # a little more than rounding moves: what is found may have been rounded before
+        all(abs(value(a) - b) <= 1.1 * half(a) for a, b in zip(said, triple, strict=True))
+        for triple in ((mean, low, high), (-mean, -high, -low))
+    )
+
+
+# --- what the runs say ----------------------------------------------------------------------------
+
+
+@cache
+def tables(page: str) -> str:
+    """What the page's commands print, those of tables by recipe with every row as the baseline."""
+    printed = []
+    for command in re.findall(r"nmrun table docs/[^#\n`]*", (RESULTS / f"{page}.md").read_text()):
+        words = [str(ROOT / w) if w.endswith(".csv") else w for w in shlex.split(command)[1:]]
+        printed.append(output(words))
+        if "--overall" not in words and "--rows" not in words:
+            at = words.index("--baseline") if "--baseline" in words else len(words)
+            others = {split(row)[0] for row in table_rows(printed[-1])}
+            printed += [
+                output([*words[:at], *words[at + 2 :], "--baseline", other])
+                for other in sorted(others)
+            ]
+    return "\n".join(printed)
+
+
+def output(words: list[str]) -> str:
+    """What a command prints; nothing where a row cannot be the baseline of its table."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
+        return out.getvalue() if verb(*words) == 0 else ""
+
+
+@cache
+def losses() -> dict[str, tuple[float, float, float, float]]:
+    """By ratio SR-STE's loss to dense training under Adam less that under SGD, in points of test
+    accuracy: mean, both ends of the 95 % interval, p.
+    """
+    runs = pd.read_csv(RESULTS / "images.csv", low_memory=False)
+    dense = runs[runs.recipe == "dense"].set_index(["optimizer", "seed"])["test/accuracy"]
+    found = {}
+    for ratio, those in runs[runs.recipe == "sr_ste"].groupby("sparsity"):
+        loss = 100 * (dense - those.set_index(["optimizer", "seed"])["test/accuracy"])
+        test = stats.ttest_rel(loss["adam"].sort_index(), loss["sgd"].sort_index())
+        low, high = test.confidence_interval()
+        mean = loss["adam"].mean() - loss["sgd"].mean()
+        found[ratio] = (float(mean), float(low), float(high), float(test.pvalue))
+    return found
