@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from verbs import verb
 
@@ -20,6 +21,18 @@ PAGES = (
     "retraining",
     "digits",
 )
+TUNED = {
+    "language": 1,
+    "images": 100,
+    "translation": 1,
+    "finetuning": 100,
+}  # page: its metric's unit
+NAMES = {
+    "ASP": "asp",
+    "SR-STE": "sr_ste",
+    "S-STE": "s_ste",
+    "MdGf, exponential": "mdgf_exponential",
+}
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -37,6 +50,70 @@ def test_tables_are_what_the_page_s_commands_print(page, capsys):
     shown = [line for line in text.splitlines() if re.match(r"\|.*(\+-|p[=<\\])", line)]
     assert len(shown) > 10
     assert set(shown) <= set(printed)
+
+
+@pytest.mark.parametrize("page", TUNED)
+def test_what_the_trials_found(page):
+    """Settings are those of the runs, what validation gave is the mean of three seeds of the trials
+    with these settings, FLOPs are over the dense ones.
+    """
+    runs = pd.read_csv(ROOT / f"docs/results/{page}.csv", low_memory=False)
+    trials = pd.read_csv(ROOT / f"docs/results/{page}_trials.csv")
+    cells = ["recipe", *(["optimizer"] if page == "images" else [])]
+    ratio = runs.sparsity.where(runs.recipe != "dense", "")
+    shown = found_by_trials(page)
+    assert len(shown) == runs.assign(sparsity=ratio).groupby([*cells, "sparsity"]).ngroups
+    for row in shown:
+        mine = runs[(runs[cells] == [row[key] for key in cells]).all(axis=1)]
+        mine = mine[mine.sparsity == row["ratio"]] if row["recipe"] != "dense" else mine
+        of = " ".join(filter(None, [row["recipe"], row["ratio"], row.get("optimizer")]))
+        tried = trials[trials.cell == of]
+        assert len(mine) == 5, of
+        for key, said in settings(row).items():
+            (used,) = mine[key].astype(str).unique()
+            assert near(said, used), (of, key)
+            tried = tried[tried[key].astype(str) == used]
+        assert sorted(tried.seed) == [1000, 1001, 1002], of
+        (validation,) = [text for key, text in row.items() if key.startswith("validation")]
+        assert near(validation, TUNED[page] * tried.value.mean()), of
+        flops = mine["flops/training_arithmetic"] / mine["flops/training_dense"]
+        assert near(row.get("FLOPs", ""), flops.mean()), of
+
+
+def found_by_trials(page: str) -> list[dict[str, str]]:
+    """The rows of a page's table of what the trials found; a recipe stands in its first row alone."""
+    text = (ROOT / "docs/results" / f"{page}.md").read_text()
+    (table,) = re.findall(r"^\| recipe .*learning rate .*(?:\n\|.*)*", text, re.M)
+    head, _, *lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n")
+    ]
+    ratios = re.findall(r"sparsity=(\d+:\d+) ", text)
+    shown: list[dict[str, str]] = []
+    for line in lines:
+        row = {"ratio": "", **dict(zip(head, line, strict=True))}
+        name = row["recipe"]
+        row["recipe"] = NAMES.get(name, name.lower()) if name else shown[-1]["recipe"]
+        if "optimizer" in row:
+            row["optimizer"] = row["optimizer"].lower()
+        if "ratio" not in head and row["recipe"] != "dense":
+            row["ratio"] = ratios[0]
+        shown.append(row)
+    return shown
+
+
+def settings(row: dict[str, str]) -> dict[str, str]:
+    own = [part.split() for part in row["its own"].replace("`", "").split(", ") if part]
+    return {"optimizer.lr": row["learning rate"], **{f"recipe.{key}": text for key, text in own}}
+
+
+def near(said: str, used: object) -> bool:
+    """Whether a number is what is said of it, to its last digit; nothing said is true."""
+    try:
+        digits, _, power = said.partition("e")
+        last = 10.0 ** (int(power or 0) - len(digits.partition(".")[2]))
+        return abs(float(said) - float(str(used))) <= 0.501 * last
+    except ValueError:
+        return said in ("", used)
 
 
 def test_the_recipes_pages_quote_the_table_of_the_digits(capsys):
