@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 from nmrun.config import reference
 from nmrun.report import names, settings
+from nmrun.report.labels import words
 from nmrun.report.numbers import places, printed, unit
 from nmrun.report.statistics import FEWEST, Difference, seeds_for_half
-from nmrun.report.tables import Table, words
+from nmrun.report.tables import Table
 
 SPLITS = {"test": "on the test split", "eval": "on the validation split"}
 NOTHING_SHOWN = "so few seeds could not have shown any difference, however large"
@@ -71,8 +72,10 @@ def caption(table: Table) -> str:
     how = "mean +- standard deviation" if table.statistic == "mean" else table.statistic
     notes = [f"{title(table)}: {what}; {how} over seeds (number of runs)"]
     notes += selection(table) + table.tuned[1:]
-    if table.references and len(table.columns) > 1:
-        notes.append("dense has no ratio and stands in every column")
+    if any(len(columns) > 1 for columns in table.stands.values()):
+        others = [key for key in table.column_keys if key != "sparsity"]
+        its = f" of its {' and '.join(others)}" if others else ""
+        notes.append(f"dense has no ratio and stands in every column{its}")
     if table.best:
         axis, agree = table.compared
         notes.append(f"best of each {' and '.join([axis, *agree])} in bold")

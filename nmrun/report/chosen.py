@@ -192,7 +192,7 @@ def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
         ConfigError: for a condition that is not ``KEY=VALUE``, an unknown key, or a value that no
             run has that is left.
     """
-    from nmrun.report.tables import label
+    from nmrun.report.labels import label
 
     for condition in conditions:
         if "=" not in condition:

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from nmrun.report import names
 from nmrun.report.history import Curve, History
+from nmrun.report.labels import Key
 from nmrun.report.numbers import scale
 from nmrun.report.style import (
     GREY,
@@ -24,7 +25,7 @@ from nmrun.report.style import (
     title,
     x_label,
 )
-from nmrun.report.tables import Key, Table
+from nmrun.report.tables import Table
 
 FLIPS, SAMPLE, WINDOW = "sparsity/flip_rate", "step/variance_change", "step/variance_change_window"
 MARKS = 7  # markers on a curve

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from nmrun.errors import ConfigError
 from nmrun.registry import did_you_mean
+from nmrun.report.labels import Key
 from nmrun.report.statistics import Difference, grain, holm, paired
-from nmrun.report.tables import Key, Table
+from nmrun.report.tables import Table
 
 
 def compare(table: Table, baseline: str, test: str = "t") -> Table:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pandas as pd
 
 from nmrun.report import captions, chosen
-from nmrun.report.tables import Run, Table, label, settings_apart
+from nmrun.report.labels import label
+from nmrun.report.tables import Run, Table, settings_apart
 
 NONE: tuple[str, ...] = ()
 MOST = 12  # parts that settings make; of more they are rows

@@ -10,13 +10,14 @@ from markupsafe import Markup
 
 from nmrun.config.metric import higher_is_better
 from nmrun.report.captions import caption, comparison
+from nmrun.report.labels import Key, short, words
 from nmrun.report.latex import latex
 from nmrun.report.markdown import plain
 from nmrun.report.markdown import table as aligned
 from nmrun.report.numbers import deviates, interval, labelled, p_value, places, printed
 from nmrun.report.pages import document, filled
 from nmrun.report.statistics import Cell, shown
-from nmrun.report.tables import Key, Table, short, words
+from nmrun.report.tables import Table
 
 Line = tuple[list[str], list[tuple[str, bool]]]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from nmrun.config.identity import GROUPS
-from nmrun.report.tables import label
+from nmrun.report.labels import label
 
 FIRST = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "seed", "status")
 LAST = ("seconds", "metric", "events", "commit", "id", "folder")

@@ -16,7 +16,8 @@ import numpy as np
 import pandas as pd
 
 from nmrun.files import jsonl
-from nmrun.report.tables import Key, Run, Table, label
+from nmrun.report.labels import Key, label
+from nmrun.report.tables import Run, Table
 
 SPEED = "steps_per_second"  # since the row before
 SWITCH = re.compile(r"step (\d+): STEP freezes")
@@ -54,12 +55,8 @@ class History:
                 for keys in (table.row_keys, table.column_keys)
             )
             if run["status"] == "finished":
-                for place in (
-                    [(row, c) for c in table.columns]
-                    if row in table.references
-                    else [(row, column)]
-                ):
-                    self.cells.setdefault(place, []).append(run)
+                for shown in table.stands.get((row, column), [column]):
+                    self.cells.setdefault((row, shown), []).append(run)
 
     def logged(self) -> set[str]:
         """The names of all that the runs logged."""

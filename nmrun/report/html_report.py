@@ -27,7 +27,7 @@ from nmrun.report.differences import compare
 from nmrun.report.divided import Part
 from nmrun.report.formats import Grid, Line
 from nmrun.report.history import result
-from nmrun.report.tables import label, short
+from nmrun.report.labels import label, short
 
 MOST = 200  # lines of a list; what is more is counted
 # keys without a dot that are part of a config

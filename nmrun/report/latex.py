@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 
 from nmrun.config.metric import higher_is_better
 from nmrun.report import captions, names
+from nmrun.report.labels import Key, short
 from nmrun.report.numbers import MINUS, deviates, places, printed
 from nmrun.report.statistics import Cell, shown
-from nmrun.report.tables import Key, Table, short
+from nmrun.report.tables import Table
 
 SPECIAL = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from nmrun.report.labels import named
 from nmrun.report.numbers import unit
-from nmrun.report.tables import named
 
 PAPERS = {
     "asp": "ASP",

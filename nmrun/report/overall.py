@@ -20,8 +20,9 @@ import numpy as np
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError
 from nmrun.report.differences import pairs, step
+from nmrun.report.labels import Key
 from nmrun.report.statistics import FEWEST, LEVEL, found_at, step_down
-from nmrun.report.tables import Key, Table
+from nmrun.report.tables import Table
 
 
 @dataclass(frozen=True)

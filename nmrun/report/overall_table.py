@@ -10,12 +10,13 @@ from nmrun.errors import ConfigError
 from nmrun.report import chosen, latex, names, overall
 from nmrun.report.captions import across, selection, unlike
 from nmrun.report.formats import Grid, html_table, markdown
+from nmrun.report.labels import short
 from nmrun.report.numbers import interval, p_value, places, printed
 from nmrun.report.overall import Mean, Overall, better, mean
 from nmrun.report.pages import document
 from nmrun.report.records import Lines
 from nmrun.report.statistics import FEWEST
-from nmrun.report.tables import Table, short
+from nmrun.report.tables import Table
 
 ALL = "all cells"
 

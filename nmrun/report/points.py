@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -14,13 +15,15 @@ from matplotlib.transforms import Bbox, ScaledTranslation
 
 from nmrun.patterns import Pattern, PatternError
 from nmrun.report import names
+from nmrun.report.labels import Key, but_ratio
 from nmrun.report.numbers import scale
 from nmrun.report.style import REFERENCE_LINES, Layout, label, look, panels, title, x_label
-from nmrun.report.tables import Key, Table, build
+from nmrun.report.tables import Table, build
 
 OTHERS = {"color": "#bbbbbb", "linewidth": 0.7, "zorder": 0}
 FEW = 7  # rows that one panel shows well
 FLOPS = "flops/training_arithmetic"
+Point = tuple[Key, float, float, float]  # column, x, y, deviation
 Name = tuple[str, float, float, float, str]  # text, x, y, points to the right, colour
 BESIDE = 6  # points between rows that would cover each other
 HALF = 3  # points; of a marker
@@ -44,7 +47,7 @@ def ratio(table: Table, layout: Layout) -> Figure | None:
     bands = {
         row
         for row in table.rows
-        if row in table.references
+        if (row in table.references and len(table.own(row)) == 1)
         or {c for r, c in table.cells if r == row} == {("-",) * len(table.column_keys)}
     }
     rows = [row for row in table.rows if row not in bands]
@@ -104,17 +107,33 @@ def _errors(
     unit = scale(table.metric)
     places = numbers or list(range(len(columns)))
     found = [
-        (x + shift, cell.mean, math.nan if cell.sd is None else cell.sd)
+        (column, x + shift, unit * cell.mean, unit * (math.nan if cell.sd is None else cell.sd))
         for x, column in zip(places, columns, strict=True)
         if (cell := table.cells.get((row, column))) is not None and cell.mean is not None
     ]
+    at, means, deviations = _broken(table, found)
     axes.errorbar(
-        [x for x, _, _ in found],
-        [unit * mean for _, mean, _ in found],
-        None if how is OTHERS else [unit * sd for _, _, sd in found],
+        at,
+        means,
+        None if how is OTHERS else deviations,
         elinewidth=0.9,
         **how,
     )
+
+
+def _broken(table: Table, found: Sequence[Point]) -> tuple[list[float], list[float], list[float]]:
+    """The numbers of points, with a gap between columns that differ in more than the ratio."""
+    keys, before = table.column_keys, None
+    x: list[float] = []
+    y: list[float] = []
+    sd: list[float] = []
+    for column, *point in found:
+        beside = but_ratio(keys, column) if "sparsity" in keys else None
+        gap = [math.nan] if x and beside != before else []
+        for numbers, value in zip((x, y, sd), point, strict=True):
+            numbers += [*gap, value]
+        before = beside
+    return x, y, sd
 
 
 def _band(axes: Axes, table: Table, row: Key, line: str, layout: Layout) -> None:
@@ -168,10 +187,9 @@ def flops(table: Table, runs: pd.DataFrame, layout: Layout) -> Figure | None:
         }
     )
     for row in table.rows:
-        columns = table.columns[:1] if row in table.references else table.columns
         found = [
             (column, spent.mean, unit * cell.mean, unit * (math.nan if cell.sd is None else cell.sd))
-            for column in columns
+            for _, column in table.own(row)
             if (cell := table.cells.get((row, column))) is not None and cell.mean is not None
             and (spent := cost.cells.get((row, column))) is not None and spent.mean is not None
         ]  # fmt: skip
@@ -180,10 +198,10 @@ def flops(table: Table, runs: pd.DataFrame, layout: Layout) -> Figure | None:
         how = look(table, row)
         if row in table.references:
             how |= {"marker": "s", "markerfacecolor": "none"}
+        at, means, deviations = _broken(table, found)
         drawn = axes.errorbar(
-            [x for _, x, _, _ in found], [y for _, _, y, _ in found], [sd for _, _, _, sd in found],
-            label=label(table, row, layout), **how, elinewidth=0.9,
-        )  # fmt: skip
+            at, means, deviations, label=label(table, row, layout), **how, elinewidth=0.9
+        )
         beside = ScaledTranslation(aside[row] / 72, 0, figure.dpi_scale_trans)
         for part in drawn.get_children():
             part.set_transform(axes.transData + beside)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
-from nmrun.report.tables import Key, Table
+from nmrun.report.labels import Key
+from nmrun.report.tables import Table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,11 +40,10 @@ def of_cells(tables: Sequence[Table]) -> Lines:
     for table in tables:
         group = [table.shared[key] for key in groups]
         for row in table.rows:
-            for column in table.columns[:1] if row in table.references else table.columns:
+            for own, column in table.own(row):
                 if (row, column) in table.cells:
-                    ratio: Key = ("dense",) if row in table.references else column
                     cell = _of_cell(table, row, column, len(compared))
-                    lines.append([*group, *row, *ratio, table.metric_of(row, column), *cell])
+                    lines.append([*group, *row, *own, table.metric_of(row, column), *cell])
     return lines
 
 

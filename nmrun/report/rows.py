@@ -11,7 +11,7 @@ import pandas as pd
 
 from nmrun.errors import ConfigError
 from nmrun.report import records
-from nmrun.report.tables import label
+from nmrun.report.labels import label
 
 NEEDED = {"recipe", "sparsity", "seed", "status", "metric", "dataset", "model"}
 

@@ -24,7 +24,8 @@ from matplotlib.text import Text
 
 from nmrun.patterns import Pattern, PatternError
 from nmrun.report import captions, names
-from nmrun.report.tables import Key, Table
+from nmrun.report.labels import Key
+from nmrun.report.tables import Table
 
 INK = "#1a1a1a"  # of paper.mplstyle
 GREY = "#777777"

@@ -4,11 +4,10 @@ it down.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,32 +17,30 @@ from nmrun.config.identity import IRRELEVANT, SETTINGS
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError
 from nmrun.report import order, tuned
+from nmrun.report.labels import Key, but_ratio, label
 from nmrun.report.numbers import places, scale
 from nmrun.report.statistics import Cell, Difference, shown, summarise
-from nmrun.settings import reader
 
-# the labels of a row or of a column, one for each config key that it stands for
-Key = tuple[str, ...]
 Run = Mapping[Any, Any]  # a row of ``collect``
 
 APART = ("dataset", "model", "sparsity", "metric")  # recipes that differ in one are no rivals
-LONG = 8  # characters of a number
 
 
 @dataclass(frozen=True)
 class Table:
     """Cells by (row, column).
 
-    ``best`` are the best cells of each comparison, see ``compared``; ``references`` the rows
-    without a ratio, whose one value stands in every column; ``shared`` what all runs have in
-    common; ``differing`` the settings that are not the same in all cells, though no row or column
-    names them; ``commits`` the versions of the code; ``candidates``, where the metric is of the
-    best weights and their number differs, the rows by the number of epochs that those were chosen
-    from. ``differences`` to the rows ``baseline`` in the same column, their p-values corrected for
-    their number; ``across`` are the keys of rows in which some are compared with a baseline of
-    another value. ``statistic``: what stands in a cell, ``mean``, ``median`` or ``best``.
-    ``tuned``: by how many trials the rows were tuned, if they were, and over what. ``paper``: published figures as they are
-    printed, by row and column, and where they stand, ``paper_source``.
+    ``best`` are the best cells of each comparison, see ``compared``; ``stands`` says of a row
+    without a ratio, by its own column (``dense``), in which columns its cell stands: those that
+    differ in the ratio alone; ``shared`` what all runs have in common; ``differing`` the settings
+    that are not the same in all cells, though no row or column names them; ``commits`` the versions
+    of the code; ``candidates``, where the metric is of the best weights and their number differs,
+    the rows by the number of epochs that those were chosen from. ``differences`` to the rows
+    ``baseline`` in the same column, their p-values corrected for their number; ``across`` are the
+    keys of rows in which some are compared with a baseline of another value. ``statistic``: what
+    stands in a cell, ``mean``, ``median`` or ``best``. ``tuned``: by how many trials the rows were
+    tuned, if they were, and over what. ``paper``: published figures as they are printed, by row and
+    column, and where they stand, ``paper_source``.
     """
 
     metric: str
@@ -54,7 +51,7 @@ class Table:
     columns: list[Key]
     cells: dict[tuple[Key, Key], Cell]
     best: set[tuple[Key, Key]]
-    references: set[Key]
+    stands: dict[tuple[Key, Key], list[Key]]
     shared: dict[str, str]
     differing: list[str]
     commits: list[str]
@@ -76,6 +73,21 @@ class Table:
         keys = self.column_keys if recipes_are_columns else self.row_keys
         apart = APART if "recipe" in keys else ("metric",)
         return "row" if recipes_are_columns else "column", [key for key in keys if key in apart]
+
+    @property
+    def references(self) -> set[Key]:
+        """The rows without a ratio."""
+        return {row for row, _ in self.stands}
+
+    def own(self, row: Key) -> list[tuple[Key, Key]]:
+        """List the columns that a row has runs in, each with one that shows their cell.
+
+        Args:
+            row: one of ``rows``.
+        """
+        if row not in self.references:
+            return [(column, column) for column in self.columns]
+        return [(column, shown[0]) for (r, column), shown in self.stands.items() if r == row]
 
     def metric_of(self, row: Key, column: Key) -> str:
         """Find the metric of a cell: where rows or columns are metrics, its own.
@@ -121,15 +133,13 @@ def build(
         _check_alike(group, f"{' '.join(row)} at {' '.join(column)}", rows, columns)
 
     cells = {place: _cell(group) for place, group in members.items()}
-    references: set[Key] = set()
-    if columns == ("sparsity",):
-        with_ratio = {row for row, column in members if column != ("dense",)}
-        references = {row for row, _ in members} - with_ratio if with_ratio else set()
-    sparse = {column for row, column in members if row not in references}
-    column_labels = sorted(sparse, key=lambda column: _order(columns, column, every))
-    for row in references:
-        dense = cells.pop((row, ("dense",)))
-        cells |= {(row, column): dense for column in column_labels}
+    stands = _stands(members, columns)
+    for (row, column), shown_in in stands.items():
+        dense = cells.pop((row, column))
+        cells |= {(row, other): dense for other in shown_in}
+    column_labels = sorted(
+        {column for _, column in cells}, key=lambda column: _order(columns, column, every)
+    )
     row_labels = sorted({row for row, _ in cells}, key=lambda row: _order(rows, row, every))
 
     everything = [run for group in members.values() for run in group]
@@ -155,7 +165,7 @@ def build(
         column_labels,
         cells,
         set(),
-        references,
+        stands,
         shared,
         differing,
         commits,
@@ -166,27 +176,18 @@ def build(
     return table
 
 
-def label(value: Any) -> str:
-    """A config value as a command line has it; ``-`` for a key that the run has not."""
-    return "-" if value != value else reader.shown(value)
-
-
-def short(label: str) -> str:
-    """A label with four digits where it is a long number."""
-    with contextlib.suppress(ValueError):
-        return f"{float(label):.4g}" if len(label) > LONG else label
-    return label
-
-
-def named(key: str, label: str) -> str:
-    """A label that says of what it is, where it is a setting: ``lr=0.001``."""
-    return f"{key.rpartition('.')[2]}={short(label)}" if "." in key else short(label)
-
-
-def words(keys: Key, labels: Key) -> str:
-    """The labels of a row or column, without a dash for what a run has not."""
-    pairs = zip(keys, labels, strict=True)
-    return " ".join(named(key, label) for key, label in pairs if label != "-") or "-"
+def _stands(places: Collection[tuple[Key, Key]], keys: Key) -> dict[tuple[Key, Key], list[Key]]:
+    """Of rows without a ratio, where some have one: see ``Table``."""
+    if "sparsity" not in keys:
+        return {}
+    ratio = keys.index("sparsity")
+    sparse = {row for row, column in places if column[ratio] != "dense"}
+    columns = sorted({column for row, column in places if row in sparse})
+    return {
+        (row, own): [c for c in columns if but_ratio(keys, c) == but_ratio(keys, own)] or [own]
+        for row, own in places
+        if sparse and row not in sparse
+    }
 
 
 def _cell(group: Sequence[Run]) -> Cell:

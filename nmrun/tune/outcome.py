@@ -16,9 +16,10 @@ from nmrun.files import whole
 from nmrun.report import formats, records, rows
 from nmrun.report.chosen import usual_metric
 from nmrun.report.collect import row
+from nmrun.report.labels import label
 from nmrun.report.markdown import table as aligned
 from nmrun.report.numbers import printed
-from nmrun.report.tables import build, label
+from nmrun.report.tables import build
 from nmrun.tune.comparison import configs, shown, study_of
 from nmrun.tune.plan import Cell
 from nmrun.tune.study import SEED
