@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,11 +36,12 @@ def latex(table: Table, own: Mapping[str, str] | None = None) -> str:
         own: the user's names for labels.
     """
     n = _usual(table)
-    head = [*map(_heading, table.row_keys), *(_column(table, c, own) for c in table.columns)]
+    above, columns = _columns(table, own)
+    head = [*map(_heading, table.row_keys), *columns]
     said = [captions.caption(table), *([captions.comparison(table)] if table.baseline else [])]
     rows, keys = _lines(table, n, own), len(table.row_keys)
-    rules = len(table.references)
-    return environment(said, _caption(table, n, own), _name(table), [head, *rows], keys, rules)
+    rules, caption = len(table.references), _caption(table, n, own)
+    return environment(said, caption, _name(table), [head, *rows], keys, rules, above)
 
 
 def environment(
@@ -49,6 +51,7 @@ def environment(
     lines: Sequence[Sequence[str]],
     keys: int,
     references: int = 0,
+    above: Sequence[str] = (),
 ) -> str:
     """Write one ``table`` environment, or ``table*`` where it is too wide for a column of two.
 
@@ -59,6 +62,7 @@ def environment(
         lines: the head, then the rows; all cells as LaTeX.
         keys: the columns of labels.
         references: so many rows at the beginning have a rule below.
+        above: lines above the head.
     """
     star = "*" if _width(lines) > COLUMN else ""
     return "\n".join(
@@ -71,6 +75,7 @@ def environment(
             rf"\label{{tab:{name}}}",
             rf"\begin{{tabular}}{{{'l' * keys}{'c' * (len(lines[0]) - keys)}}}",
             r"\toprule",
+            *above,
             " & ".join(lines[0]) + r" \\",
             r"\midrule",
             *_ruled(lines[1:], references),
@@ -148,8 +153,25 @@ def _heading(key: str) -> str:
     return escape({"recipe": "Recipe", "sparsity": "N:M", "metric": "Metric"}.get(key, key))
 
 
-def _column(table: Table, column: Key, own: Mapping[str, str] | None) -> str:
-    return escape(", ".join(names.column(table.column_keys, column, own)))
+def _columns(table: Table, own: Mapping[str, str] | None) -> tuple[list[str], list[str]]:
+    """The lines above the head, one for each key of columns but the last, and the head's columns.
+    There are none above where they would join no columns.
+    """
+    keys, columns = table.column_keys, table.columns
+    flat = [escape(", ".join(names.column(keys, column, own))) for column in columns]
+    if len({column[:-1] for column in columns}) == len(columns):
+        return [], flat
+    above = []
+    for level in range(1, len(keys)):
+        cells, rules, first = [""] * len(table.row_keys), [], len(table.row_keys) + 1
+        for labels, group in itertools.groupby(columns, key=lambda column: column[:level]):
+            wide = len(list(group))
+            text = escape(*names.column(keys[level - 1 : level], labels[-1:], own))
+            cells.append(rf"\multicolumn{{{wide}}}{{c}}{{{text}}}")
+            rules.append(rf"\cmidrule(lr){{{first}-{first + wide - 1}}}")
+            first += wide
+        above += [" & ".join(cells) + r" \\", " ".join(rules)]
+    return above, [escape(*names.column(keys[-1:], column[-1:], own)) for column in columns]
 
 
 def _usual(table: Table) -> int:

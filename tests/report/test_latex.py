@@ -146,3 +146,40 @@ def test_odd_names_compile(write, table, tmp_path: Path) -> None:
     text = table("--format", "latex", "--rows", "recipe,model.channels")[1]
     text += table("--format", "latex", "--rows", "model.channels,recipe")[1]
     compiled(text, tmp_path)
+
+
+def two_optimizers(write) -> None:
+    """Two ratios under Adam, one under SGD, and a dense run under each."""
+    for seed in range(3):
+        for optimizer, ratios in {"adam": ("2:4", "1:8"), "sgd": ("2:4",)}.items():
+            write("dense", "dense", seed, 0.9 + 0.01 * seed, optimizer__name=optimizer)
+            for ratio in ratios:
+                write("ste", ratio, seed, 0.8 + 0.01 * seed, optimizer__name=optimizer)
+
+
+def test_columns_of_two_keys_stand_below_one_label(write, table) -> None:
+    two_optimizers(write)
+    text = table("--format", "latex", "--cols", "optimizer,sparsity", "--labels", "adam=Ours")[1]
+    assert r" & \multicolumn{2}{c}{Ours} & \multicolumn{1}{c}{SGD} \\" in text.splitlines()
+    assert r"\cmidrule(lr){2-3} \cmidrule(lr){4-4}" in text.splitlines()
+    assert body(text)[1:] == [
+        ["Recipe", "2:4", "1:8", "2:4"],
+        ["dense", *[r"$91.0_{\pm 1.0}$"] * 3],
+        ["STE", *[r"$81.0_{\pm 1.0}$"] * 3],
+    ]
+
+
+def test_columns_that_no_label_joins_have_one_line(write, table) -> None:
+    two_optimizers(write)
+    words = ("--cols", "optimizer,sparsity", "--filter", "sparsity=2:4")
+    text = table("--format", "latex", *words)[1]
+    assert body(text)[0] == ["Recipe", "Adam, 2:4", "SGD, 2:4"]
+    assert "multicolumn" not in text
+
+
+@PDFLATEX
+def test_columns_of_two_keys_compile(write, table, tmp_path: Path) -> None:
+    two_optimizers(write)
+    for rows in ("recipe", "recipe,model"):
+        text = table("--format", "latex", "--cols", "optimizer,sparsity", "--rows", rows)[1]
+        assert "Overfull" not in compiled(text, tmp_path)
