@@ -1,4 +1,4 @@
-"""Masks that a recipe begins with: those of weights in a file."""
+"""Masks that a recipe begins with: those of the largest weights, or of weights in a file."""
 
 from __future__ import annotations
 
@@ -8,8 +8,31 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nmrun.errors import ConfigError
-from nmrun.sparsity.candidates import by_group
+from nmrun.sparsity.candidates import by_group, candidates
+from nmrun.sparsity.masks import nm_mask
 from nmrun.sparsity.weight import SparseWeight
+
+
+def agreement(place: str | None, weight: SparseWeight) -> Tensor:
+    """Say how far every candidate of a group agrees with the masks to begin with.
+
+    Args:
+        place: as of :func:`kept_in`; None: the masks of the largest weights.
+        weight: the weight.
+
+    Returns:
+        How many entries both keep, less N / 2: (groups, C).
+
+    Raises:
+        ConfigError: as :func:`kept_in`.
+    """
+    if place is None:
+        groups = by_group(weight.dense, weight.pattern, weight.dim)
+        kept = nm_mask(groups, weight.pattern, -1)
+    else:
+        kept = kept_in(place, weight)
+    options = candidates(weight.pattern, weight.dense)
+    return kept.to(options.dtype) @ options.T - weight.pattern.n / 2
 
 
 def kept_in(place: str, weight: SparseWeight) -> Tensor:

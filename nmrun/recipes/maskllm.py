@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from nmrun.ranges import FRACTION, OPTIONAL_TEXT, SPAN, number
-from nmrun.recipes.first_masks import kept_in
+from nmrun.recipes.first_masks import agreement
 from nmrun.recipes.learned_masks import LearnedMasks
 from nmrun.recipes.mask_scores import MaskScores
-from nmrun.sparsity.candidates import by_group, candidates, gumbel_softmax, softmax_gradient
-from nmrun.sparsity.masks import nm_mask
+from nmrun.sparsity.candidates import candidates, gumbel_softmax, softmax_gradient
 from nmrun.sparsity.weight import SparseWeight
 
 Span = Sequence[float]
@@ -78,14 +77,8 @@ class MaskLLM(MaskScores, LearnedMasks):
         if self.step != self.begins:
             return
         for weight in weights:
-            if self.masks is None:
-                groups = by_group(weight.dense, weight.pattern, weight.dim)
-                kept = nm_mask(groups, weight.pattern, -1)
-            else:
-                kept = kept_in(self.masks, weight)
-            logits, options = self.scores(weight), candidates(weight.pattern, weight.dense)
-            of_kept = kept.to(options.dtype) @ options.T - weight.pattern.n / 2
-            logits.add_(self.prior * logits.std() * of_kept)
+            logits = self.scores(weight)
+            logits.add_(self.prior * logits.std() * agreement(self.masks, weight))
         self.dense_forward = False
         self.say("MaskLLM freezes the weights and begins to learn masks")
 
