@@ -20,6 +20,7 @@ from nmrun.report.numbers import scale
 from nmrun.report.style import REFERENCE_LINES, Layout, label, look, panels, title, x_label
 from nmrun.report.tables import Table, build
 
+REFERENCE = {"marker": "s", "markerfacecolor": "none"}
 OTHERS = {"color": "#bbbbbb", "linewidth": 0.7, "zorder": 0}
 FEW = 7  # rows that one panel shows well
 FLOPS = "flops/training_arithmetic"
@@ -72,7 +73,8 @@ def ratio(table: Table, layout: Layout) -> Figure | None:
         for i, row in enumerate(own):
             shift = apart * (i - (len(own) - 1) / 2)
             told = {"label": label(table, row, layout)} if not others else {}
-            _errors(axes, table, row, columns, numbers, shift, {**look(table, row), **told})
+            how = {**look(table, row), **(REFERENCE if row in table.references else {})}
+            _errors(axes, table, row, columns, numbers, shift, {**how, **told})
         lined = [row for row in table.rows if row in bands]
         for row, line in zip(lined, itertools.cycle(REFERENCE_LINES), strict=False):
             _band(axes, table, row, line, layout)
@@ -197,7 +199,7 @@ def flops(table: Table, runs: pd.DataFrame, layout: Layout) -> Figure | None:
             continue
         how = look(table, row)
         if row in table.references:
-            how |= {"marker": "s", "markerfacecolor": "none"}
+            how |= REFERENCE
         at, means, deviations = _broken(table, found)
         drawn = axes.errorbar(
             at, means, deviations, label=label(table, row, layout), **how, elinewidth=0.9

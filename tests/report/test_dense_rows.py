@@ -93,6 +93,7 @@ def test_lines_do_not_lead_from_one_optimizer_to_the_other(kind, tmp_path):
     made = build(found, "test/accuracy", ["recipe"], ["optimizer", "sparsity"])
     figure = plots.draw(kind, made, found, "eval/accuracy")
     (axes,) = figure.axes
+    assert {each[0].get_marker() for each in axes.containers} >= {"s"}  # seen where no line is
     drawn = {each.get_label(): each[0].get_ydata().tolist() for each in axes.containers}
     for name, values in (("STE", STE), ("dense", DENSE)):
         means = [100 * sum(v) / 3 for v in values.values()]
