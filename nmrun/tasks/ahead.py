@@ -96,10 +96,7 @@ class Ahead:
             # else it draws from torch's own, which a resumed run would notice
             generator=torch.Generator(),
         )
-        for *batch, problem in loader:
-            if problem:
-                raise RunError(problem)
-            yield tuple(batch)
+        return _checked(loader)
 
     def close(self) -> None:
         """End the processes that read."""
@@ -112,15 +109,29 @@ class Ahead:
         Args:
             epoch, index, share: as of :meth:`training`.
         """
-        while True:
-            order = self.rows[torch.randperm(len(self.rows), generator=generator(self.seed, epoch))]
-            for first in range(
-                index * self.batch_size, self.batches_per_epoch * self.batch_size, self.batch_size
-            ):
-                yield [
-                    (epoch, row) for row in order[first : first + self.batch_size][share].tolist()
-                ]
-            epoch, index = epoch + 1, 0
+        size, count = self.batch_size, self.batches_per_epoch
+        return _keys(self.rows, self.seed, size, count, epoch, index, share)
+
+
+# Functions, so that no generator holds the `Ahead` that holds it: torch waits five seconds for each
+# process of a loader that is collected as part of a cycle.
+
+
+def _checked(loader: DataLoader[Any]) -> Iterator[Collated]:
+    for *batch, problem in loader:
+        if problem:
+            raise RunError(problem)
+        yield tuple(batch)
+
+
+def _keys(
+    rows: Tensor, seed: int, size: int, count: int, epoch: int, index: int, share: list[int]
+) -> Iterator[list[Key]]:
+    while True:
+        order = rows[torch.randperm(len(rows), generator=generator(seed, epoch))]
+        for first in range(index * size, count * size, size):
+            yield [(epoch, row) for row in order[first : first + size][share].tolist()]
+        epoch, index = epoch + 1, 0
 
 
 def _begin(worker: int) -> None:

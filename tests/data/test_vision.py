@@ -4,6 +4,7 @@ said of data that are not right.
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import multiprocessing
@@ -669,6 +670,24 @@ def test_a_reader_goes_when_the_training_tells_it(tmp_path: Path) -> None:
     reader.terminate()
     reader.join(10)
     assert reader.exitcode == 0
+
+
+def test_readers_go_with_the_task(tmp_path: Path) -> None:
+    """Without a collection of garbage, in which torch waits five seconds for each of them."""
+    make_folder(tmp_path / "data" / "some")
+    task = stream(tmp_path, "dataset.workers=2")
+    before = multiprocessing.active_children()  # of other tests
+    task.micro_batches(0, 0, 1)
+    readers = set(multiprocessing.active_children()) - set(before)
+    assert len(readers) == 2
+    gc.disable()
+    try:
+        del task
+        for reader in readers:
+            reader.join(10)
+        assert not any(reader.is_alive() for reader in readers)
+    finally:
+        gc.enable()
 
 
 def test_each_epoch_of_a_stream_has_every_image_once(tmp_path: Path) -> None:
