@@ -32,7 +32,7 @@ LATER: dict[str, dict[str, Any]] = {
     "track": {"tags": [], "also": []},
     "track=wandb": {"notes": None, "git": False, "console": False, "system": False},
     "trainer": {
-        **{"evaluate": "sparse", "limit_evaluation": None},
+        **{"evaluate": "sparse", "test": True, "limit_evaluation": None},
         **{"distill": None, "distill_weight": 0.67, "distill_temperature": 2.0},
         **{"activations": None, "activations_dense_start": 0.0, "activations_dense_end": 0.0},
     },

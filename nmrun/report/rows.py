@@ -9,6 +9,8 @@ from typing import Any
 
 import pandas as pd
 
+from nmrun.config.identity import completed
+from nmrun.config.schema import flatten
 from nmrun.errors import ConfigError
 from nmrun.report import records
 from nmrun.report.labels import label
@@ -34,7 +36,8 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     """Read such a file.
 
     Returns:
-        The runs as rows of :func:`nmrun.report.collect.collect`; ``folder`` is the file's line.
+        The runs as rows of :func:`nmrun.report.collect.collect`, with the keys that came after the
+        file was written; ``folder`` is the file's line.
 
     Raises:
         ConfigError: where it is not such a file.
@@ -50,10 +53,20 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     if wrong:
         raise ConfigError(f"{path}, line {wrong[0]}: {len(head)} values are needed")
     return [
-        {name: _value(text) for name, text in zip(head, line, strict=True)}
+        _completed({name: _value(text) for name, text in zip(head, line, strict=True)})
         | {"folder": f"{path}:{number}"}
         for number, line in enumerate(lines, 2)
     ]
+
+
+def _completed(run: dict[str, Any]) -> dict[str, Any]:
+    known = {name: value for name, value in run.items() if value == value}
+    config: dict[str, Any] = {}
+    for name, value in known.items():
+        group, dot, key = name.partition(".")
+        if dot:
+            config.setdefault(group, {})[key] = value
+    return {**run, **flatten(completed(config)), **known}
 
 
 def _text(value: Any) -> str:

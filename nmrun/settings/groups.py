@@ -169,6 +169,7 @@ class Trainer(Group):
     activations_dense_end: Annotated[float, FRACTION]
     acceleration: Annotated[str, one_of(*ACCELERATION)]
     evaluate: Annotated[str, one_of("sparse", "dense", "both")]
+    test: Annotated[bool, FLAG]
     eval_every: Annotated[int, whole(1)]
     log_every: Annotated[int, whole(1)]
     diagnose_every: Annotated[int | None, whole(1, optional=True)]

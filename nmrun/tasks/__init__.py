@@ -52,20 +52,27 @@ def build(config: Config, device: torch.device) -> Task:
 
     Returns:
         What ``build(config, device)`` of the data set's module gives, or the function that
-        ``dataset._target_`` names.
+        ``dataset._target_`` names; without a test split where ``trainer.test`` is false.
 
     Raises:
         ConfigError: for an unknown data set, and for data that is missing or unusable.
     """
     if isinstance(config.dataset, OwnDataset):
-        builder = find("dataset._target_", config.dataset.target, {})
-        try:
-            own: Any = builder(config, device)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-        knows_shares = (
-            isinstance(own, Task) and "mine" in inspect.signature(own.micro_batches).parameters
-        )
-        return own if knows_shares else Adopted(own)
-    task: Task = find("dataset.name", config.dataset.name, DATASETS)(config, device)
+        task = _own(config.dataset.target, config, device)
+    else:
+        task = find("dataset.name", config.dataset.name, DATASETS)(config, device)
+    if not config.trainer.test:
+        task.has_test = False
     return task
+
+
+def _own(target: str, config: Config, device: torch.device) -> Task:
+    builder = find("dataset._target_", target, {})
+    try:
+        own: Any = builder(config, device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    knows_shares = (
+        isinstance(own, Task) and "mine" in inspect.signature(own.micro_batches).parameters
+    )
+    return own if knows_shares else Adopted(own)

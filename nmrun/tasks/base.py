@@ -41,7 +41,7 @@ class Task(ABC):
     metric: str
     """The metric of :meth:`evaluate` that epochs and recipes are compared by; see ``nmrun.config.metric`` for which way is better."""
     has_test: bool = True
-    """Whether there is a test split. Without one, results have metrics of the validation split alone."""
+    """Whether there is a test split to evaluate. Without one, results have metrics of the validation split alone."""
     counted_with_values: bool = False
     """Whether the network's shapes depend on values, so that FLOPs are counted by computing."""
     about: str = ""

@@ -11,7 +11,6 @@ import io
 import json
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from nmrun.api.kept import kept
@@ -94,22 +93,21 @@ def run(cell: Cell, trials: int, say: Say) -> bool:
         study = study_of(cell)
         while (number := len(study.trials())) < trials:
             params = study.propose(trials)
-            config = _composed(cell, params, SEED, cell.folder / "runs")
-            ended = _tried(config, [*cell.words, *space.words(params)])
-            study.add(params, **ended, folder=str(run_folder(config)))
+            ended = _tried(cell, params, SEED)
+            study.add(params, **ended)
             best = next(iter(study.ranked(trials)), None)
             say(
                 f"{cell.name}  trial {number + 1}/{trials}  {shown(params)}  "
                 f"{_number(ended)}, best {_number(best)}  {ended['seconds']:.0f} s"
             )
         for params, seed in study.to_repeat(trials):
-            config = _composed(cell, params, seed, cell.folder / "runs")
-            ended = _tried(config, [*cell.words, *space.words(params), f"seed={seed}"])
+            ended = _tried(cell, params, seed)
             study.repeated(params, seed, ended["value"], seconds=ended["seconds"])
             say(f"{cell.name}  again  {shown(params)}  {_number(ended)}  {ended['seconds']:.0f} s")
-        for config in configs(cell, trials):
+        for words in _reported(cell, trials):
+            config = _composed(words)
             if finished(run_folder(config))[0] is None:
-                ended = _done(config, [*cell.words, f"seed={config.seed}"])
+                ended = _done(config, words)
                 say(f"{cell.name}  seed {config.seed}  {_number(ended)}  {ended['seconds']:.0f} s")
     return True
 
@@ -118,8 +116,13 @@ def configs(cell: Cell, trials: int) -> list[Config]:
     """Compose the runs of a cell's seeds, with the best settings of its first ``trials`` trials;
     none where all of these failed.
     """
+    return [_composed(words) for words in _reported(cell, trials)]
+
+
+def _reported(cell: Cell, trials: int) -> list[list[str]]:
+    """The words of the runs of a cell's seeds."""
     best = study_of(cell).best(trials)
-    return [_composed(cell, best["params"], seed, None) for seed in cell.seeds] if best else []
+    return [_words(cell, best["params"], seed) for seed in cell.seeds] if best else []
 
 
 def study_of(cell: Cell) -> Study:
@@ -132,21 +135,29 @@ def shown(params: Mapping[str, Any]) -> str:
     return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in params.items())
 
 
-def _composed(cell: Cell, params: Mapping[str, Any], seed: int, place: Path | None) -> Config:
-    own = [*cell.words, *space.words(params), f"seed={seed}"]
+def _words(cell: Cell, params: Mapping[str, Any], seed: int) -> list[str]:
+    """What asks for one run, after ``nmrun``."""
+    return [*cell.words, *space.words(params), f"seed={seed}"]
+
+
+def _composed(words: Sequence[str]) -> Config:
     with composing():
-        return schema.check(
-            composed([*own, *([f"output_dir='{place}'"] if place else [])], COMPOSED)
-        )
+        return schema.check(composed(words, COMPOSED))
 
 
-def _tried(config: Config, words: Sequence[str]) -> dict[str, Any]:
-    """Do a trial, of which nobody wants to go on: its checkpoint would be most of what it leaves."""
+def _tried(cell: Cell, params: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Do a run of the tuning: the metric, its value, the seconds and the folder. The test split is
+    left alone. Nobody wants to go on, and the checkpoint would be most of what it leaves.
+    """
+    place = f"output_dir='{cell.folder / 'runs'}'"
+    words = [*_words(cell, params, seed), "trainer.test=false", place]
+    config = _composed(words)
     ended = _done(config, words)
     from nmrun.train import checkpoint  # after the run, since it imports torch
 
-    checkpoint.remove(run_folder(config))
-    return ended
+    folder = run_folder(config)
+    checkpoint.remove(folder)
+    return {**ended, "folder": str(folder)}
 
 
 def _done(config: Config, words: Sequence[str]) -> dict[str, Any]:

@@ -67,6 +67,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "trainer.mvue": ([None, "2:4", "1:4"], ["4:2", 124, "two", True]),
         "trainer.fp8": ([True, False], NO_FLAG),
         "trainer.evaluate": (["sparse", "dense", "both"], ["mask", None, True]),
+        "trainer.test": ([True, False], NO_FLAG),
         "trainer.eval_every": ([1, 5], NO_COUNT),
         "trainer.log_every": ([1, 5], NO_COUNT),
         "trainer.diagnose_every": ([None, 1, 5], [0, 1.5, "never"]),

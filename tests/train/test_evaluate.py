@@ -15,6 +15,7 @@ from nmrun import tasks
 from nmrun.config.identity import identity
 from nmrun.errors import ConfigError
 from nmrun.signals import Signals
+from nmrun.tasks.vision import Classification
 from nmrun.train import start
 from nmrun.train.build import build
 from nmrun.train.console import Console
@@ -66,6 +67,32 @@ def test_a_result_of_dense_weights_alone(tmp_path: Path) -> None:
     assert alone["final"] == {
         key.replace("dense/", ""): value for key, value in both["final"].items() if "dense/" in key
     }
+
+
+def test_without_the_test_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not looked at, with no weights; what is trained is the same."""
+    whole = run(config(tmp_path, *LONG), tmp_path / "whole")
+    splits: set[str] = set()
+    evaluate = Classification.evaluate
+
+    def noted(task: Classification, model: torch.nn.Module, split: str) -> dict[str, float]:
+        splits.add(split)
+        return evaluate(task, model, split)
+
+    monkeypatch.setattr(Classification, "evaluate", noted)
+    done = run(config(tmp_path, *LONG, "trainer.test=false"), tmp_path / "without")
+    assert splits == {"val"}
+    for found in ("final", "best"):
+        assert done["metrics"][found] == {
+            key: value
+            for key, value in whole["metrics"][found].items()
+            if not key.startswith("test/")
+        }
+    assert done["id"] != whole["id"]
+    weights, others = (
+        load_file(tmp_path / of / "model.safetensors") for of in ("whole", "without")
+    )
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
 def test_a_run_keeps_its_dense_weights_and_another_begins_with_them(tmp_path: Path) -> None:

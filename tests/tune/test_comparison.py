@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,9 @@ import pytest
 from runs import TINY
 
 from nmrun.api.reports import table
-from nmrun.config import command_line
+from nmrun.config import command_line, schema
+from nmrun.config.composing import composed, composing
+from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError, RunError
 from nmrun.files import locks
 from nmrun.report.collect import collect
@@ -104,6 +107,34 @@ def test_every_cell_gets_the_same_trials_and_its_seeds_have_the_best(whole, monk
     )
     assert "sr_ste over recipe.decay 1e-06 to 0.01 (log)" in printed
     assert re.search(r"sr_ste 1:8\s+\| 3\s+\| eval/accuracy", printed)
+
+
+def test_trials_leave_the_test_split_alone(whole):
+    def tested(place: str) -> dict[Path, bool]:
+        return {
+            file: any("test/" in key for key in json.loads(file.read_text())["metrics"]["final"])
+            for file in whole[0].glob(place)
+        }
+
+    tuning = tested(f"{PLACE}/*/runs/**/result.json")
+    assert len(tuning) == 3 * (3 + 4)
+    assert not any(tuning.values())
+    seeds = tested("outputs/digits/**/result.json")
+    assert len(seeds) == 3 * 2
+    assert all(seeds.values())
+
+
+def test_the_command_of_each_run_asks_for_it(whole, monkeypatch):
+    """With its settings, seed and folder, for trials, their repeats and the seeds."""
+    monkeypatch.chdir(whole[0])
+    files = sorted(Path("outputs").rglob("result.json"))
+    assert len(files) == 3 * (3 + 4 + 2)
+    for file in files:
+        nmrun, *words = shlex.split(json.loads(file.read_text())["environment"]["command"])
+        assert nmrun == "nmrun"
+        with composing():
+            asked = schema.check(composed(words, {}))
+        assert run_folder(asked).absolute() == file.parent.absolute()
 
 
 def test_its_csv_has_every_cell_of_the_table(whole, monkeypatch):
