@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"{options.name}: the first word is a name for the comparison")
     from nmrun.config import command_line
     from nmrun.train import jobs
-    from nmrun.tune import comparison, outcome, plan, space
+    from nmrun.tune import comparison, outcome, plan, progress, space
 
     given = space.read(options.over)
     asked = command_line.options(list(options.words))
@@ -69,10 +69,15 @@ def main(argv: Sequence[str]) -> int:
     print(
         f"{len(cells)} cells, {options.trials} trials and {seeds} seeds each; {folder}", flush=True
     )
+    far = progress.Progress(cells, options.trials)
+
+    def say(told: str) -> None:
+        print(far.line(told), flush=True)
+
     elsewhere, before = cells, None
     while elsewhere and elsewhere != before:  # those that others have left by now, again
         before = elsewhere
-        elsewhere = [cell for cell in before if not comparison.run(cell, options.trials, _say)]
+        elsewhere = [cell for cell in before if not comparison.run(cell, options.trials, say)]
     result = outcome.of(cells, options.trials)
     with files_of_the_command():
         outcome.write(folder, result)
@@ -84,7 +89,3 @@ def main(argv: Sequence[str]) -> int:
     command = shlex.join(["nmrun", "table", str(folder / outcome.RUNS)])
     print(f"  {command}")
     return 1 if result.failed else 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

@@ -137,14 +137,26 @@ def said(cells: Sequence[Cell], trials: int) -> list[str]:
     for cell in cells:
         searched = "; ".join(f"{key} {search}" for key, search in cell.searched.items())
         lines.append(f"  {cell.name:<{width}}  {searched}")
-    repeats = min(trials, FINALISTS) * len(AGAIN)
     seeds = sum(len(cell.seeds) for cell in cells)
-    total = len(cells) * (trials + repeats) + seeds
     lines.append(
-        f"  {_many(len(cells), 'cell')}, in each {_many(trials, 'trial')} and {repeats} repeats of "
-        f"the best; {_many(seeds, 'run')} of seeds: {total} runs"
+        f"  {_many(len(cells), 'cell')}, in each {_many(trials, 'trial')} and {_repeats(trials)} "
+        f"repeats of the best; {_many(seeds, 'run')} of seeds: {total(cells, trials)} runs"
     )
     return lines
+
+
+def total(cells: Sequence[Cell], trials: int) -> int:
+    """Count the runs of a comparison, where no trial fails.
+
+    Args:
+        cells: the cells.
+        trials: of each.
+    """
+    return sum(trials + _repeats(trials) + len(cell.seeds) for cell in cells)
+
+
+def _repeats(trials: int) -> int:
+    return min(trials, FINALISTS) * len(AGAIN)
 
 
 def _many(count: int, of: str) -> str:

@@ -22,8 +22,9 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.files import locks
 from nmrun.report.collect import collect
 from nmrun.train import jobs, last_files
-from nmrun.tune import comparison, outcome, plan
+from nmrun.tune import comparison, outcome, plan, progress
 from nmrun.tune.cli import main
+from nmrun.tune.progress import Progress
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +49,12 @@ def trials(place: Path = PLACE, name: str = "trials") -> dict[str, list[dict]]:
         file.parent.name: [json.loads(line) for line in file.read_text().splitlines()]
         for file in sorted(place.rglob(f"{name}.jsonl"))
     }
+
+
+def cells_here() -> list[plan.Cell]:
+    asked = command_line.options(SWEEP)
+    asked.multirun = True
+    return plan.cells(PLACE.absolute(), jobs.checked(asked)[0], {})
 
 
 @pytest.fixture(scope="module")
@@ -144,13 +151,54 @@ def test_its_csv_has_every_cell_of_the_table(whole, monkeypatch):
     assert str(Path.cwd()) not in (PLACE / "runs.csv").read_text()
 
 
+def test_each_line_says_how_far_it_is(whole):
+    lines = [line for line in whole[1].splitlines() if line[:1] == "["]
+    assert [line.split()[0] for line in lines] == [f"[{k + 1}/27]" for k in range(27)]
+    assert [bool(re.search(r" \(\d+ (s|min) left\)$", line)) for line in lines] == [True] * 26 + [
+        False
+    ]
+
+
+def test_what_is_ahead_is_counted_for_all_processes(whole, tmp_path, monkeypatch):
+    """Of a cell's 3 trials, 4 repeats and 2 seeds, those that have not ended, and the time that
+    they take at the pace of those that ended since the beginning.
+    """
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    cells = cells_here()
+    far = Progress(cells, 3)
+    assert far.ahead() == 0
+    assert Progress(cells, 5).ahead() == 3 * (2 + 4 + 2)
+    files = sorted(Path("outputs").glob("digits/*/sr_ste/*/*/result.json"))
+    assert len(files) == 4
+    whole_result = files[0].read_text()
+    for status, ahead in (("interrupted", 1), ("failed", 0), ("finished", 0)):
+        files[0].write_text(json.dumps({**json.loads(whole_result), "status": status}))
+        assert far.ahead() == ahead
+    file = cells[1].folder / "repeats.jsonl"
+    repeats = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(repeats[:1]))  # its seeds may get other settings
+    assert far.ahead() == 3 + 2
+    (cells[1].folder / "trials.jsonl").unlink()
+    assert far.ahead() == 3 + 4 + 2
+
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    far = Progress(cells, 3)
+    clock[0] += 800
+    assert far.line("told") == "[18/27] told"  # nothing has ended since, so who knows
+    shutil.copy(whole[0] / file.relative_to(tmp_path).with_name("trials.jsonl"), file.parent)
+    assert far.line("told") == "[22/27] told (17 min left)"  # 4 took 800 seconds, 5 are left
+    file.write_text("".join(repeats))
+    assert far.line("told") == "[27/27] told"
+
+
 def test_given_again_it_does_nothing_and_prints_the_table(whole, capsys, monkeypatch):
     monkeypatch.chdir(whole[0])
     first = whole[1].splitlines()
     monkeypatch.setattr(jobs, "one", None)
     assert tune() == 0
     again = capsys.readouterr().out.splitlines()
-    assert again == [line for line in first if not re.match(r"\S+ ?\S*  (trial|again|seed) ", line)]
+    assert again == [line for line in first if line[:1] != "["]
 
 
 def test_a_dry_one_says_what_it_would_do_and_writes_nothing(capsys):
@@ -255,9 +303,7 @@ def test_cut_off_anywhere_it_ends_with_the_same(whole, monkeypatch):
 
 
 def test_a_cell_that_another_process_has_is_left_to_it(capsys):
-    asked = command_line.options(SWEEP)
-    asked.multirun = True
-    cells = plan.cells(PLACE.absolute(), jobs.checked(asked)[0], {})
+    cells = cells_here()
     cells[1].folder.mkdir(parents=True)
     with locks.hold(cells[1].folder):
         assert tune() == 0
@@ -267,9 +313,7 @@ def test_a_cell_that_another_process_has_is_left_to_it(capsys):
 
 
 def test_a_cell_that_another_process_leaves_is_taken_in_the_end(capsys, monkeypatch):
-    asked = command_line.options(SWEEP)
-    asked.multirun = True
-    cells = plan.cells(PLACE.absolute(), jobs.checked(asked)[0], {})
+    cells = cells_here()
     cells[1].folder.mkdir(parents=True)
     with contextlib.ExitStack() as other:
         other.enter_context(locks.hold(cells[1].folder))
