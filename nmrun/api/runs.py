@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from omegaconf import DictConfig
 from nmrun.api import words
 from nmrun.api.kept import kept
 from nmrun.api.result import Result
-from nmrun.config import schema, sweep_end
+from nmrun.config import command_line, schema, sweep_end
 from nmrun.config import sweep as record
 from nmrun.config.composing import Done, composed, composing
 from nmrun.config.identity import run_folder
@@ -65,7 +64,7 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
         raise ConfigError(f"seeds={list(job.seeds)}: one run has one seed; see nmrun.sweep")
     config = schema.check(job)
     with kept():
-        outcome = jobs.one(config, command=_command(asked.config_dir, own))
+        outcome = jobs.one(config, command=command_line.typed(asked.config_dir, own))
     raise_interrupt(outcome)
     if outcome["status"] not in ("finished", "skipped", "planned"):
         raise RunError(" ".join(f"{outcome['error']}: {outcome['folder']}".split()))
@@ -103,12 +102,12 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
             f"{word}: Hydra's launchers and sweepers are for the command line, nmrun -m"
         )
     sweeps, looks = jobs.checked(asked)
-    command = _command(asked.config_dir, ["-m", *asked.overrides])
+    command = command_line.typed(asked.config_dir, ["-m", *asked.overrides])
     folders = []
     with kept(), recorded(looks, command, []) as folder:
         for number, (own, job) in enumerate(jobs_of(sweeps, asked.config_dir), 1):
             folders += _folders(job)
-            again = _command(asked.config_dir, own)
+            again = command_line.typed(asked.config_dir, own)
             outcome, _ = jobs.of_sweep(folder, number, job, own, again)
             raise_interrupt(outcome)
         print("\n".join([*sweep_end.planned(folder), record.summary(folder)[0]]))
@@ -151,11 +150,6 @@ def _folders(job: DictConfig) -> list[Path]:
         with contextlib.suppress(ConfigError):
             found.append(run_folder(schema.check(job)))
     return found
-
-
-def _command(config_dir: str | None, overrides: Sequence[str]) -> str:
-    place = [] if config_dir is None else ["--config-dir", str(Path(config_dir).absolute())]
-    return shlex.join(["nmrun", *place, *overrides])
 
 
 def raise_interrupt(outcome: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import argparse
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.utils import get_args_parser
@@ -74,6 +75,17 @@ def own_recipe(words: list[str]) -> list[str]:
         for word in words
     ]
     return words if "recipe" in keys else ["recipe=custom", *words]
+
+
+def typed(config_dir: str | None, words: Sequence[str]) -> str:
+    """Write the command with these words.
+
+    Args:
+        config_dir: a folder of more configs.
+        words: options and overrides.
+    """
+    place = [] if config_dir is None else ["--config-dir", str(Path(config_dir).absolute())]
+    return shlex.join(["nmrun", *place, *words])
 
 
 def of_job(job: Any, overrides: list[str]) -> str:

@@ -44,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
         help="look for KEY in another range than the recipe's own, as in 'optimizer.lr=tag(log,interval(1e-4,1e-2))' or "
         "recipe.switch=auto,0.2,0.5; recipes without the key are left as they are",
     )
+    parser.add_argument("--config-dir", help="a folder of more configs")
     options = parser.parse_intermixed_args(argv)
     if options.trials < 1:
         raise ConfigError(f"--trials {options.trials}: it takes a whole number, 1 or more")
@@ -55,10 +56,10 @@ def main(argv: Sequence[str]) -> int:
 
     given = space.read(options.over)
     asked = command_line.options(list(options.words))
-    asked.multirun = True
+    asked.multirun, asked.config_dir = True, options.config_dir
     sweeps, looks = jobs.checked(asked)
     folder = Path(looks[0].output_dir, FOLDER, options.name).absolute()
-    cells = plan.cells(folder, sweeps, given)
+    cells = plan.cells(folder, sweeps, given, options.config_dir)
     if any(cell.config.dry for cell in cells):
         print("\n".join([*plan.said(cells, options.trials), f"  {folder}"]))
         return 0

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nmrun.api.kept import kept
 from nmrun.api.runs import raise_interrupt
-from nmrun.config import schema
+from nmrun.config import command_line, schema
 from nmrun.config.composing import Done, composed, composing
 from nmrun.config.identity import finished, identity, run_folder
 from nmrun.errors import ConfigError, RunError
@@ -105,9 +104,9 @@ def run(cell: Cell, trials: int, say: Say) -> bool:
             study.repeated(params, seed, ended["value"], seconds=ended["seconds"])
             say(f"{cell.name}  again  {shown(params)}  {_number(ended)}  {ended['seconds']:.0f} s")
         for words in _reported(cell, trials):
-            config = _composed(words)
+            config = _composed(cell, words)
             if finished(run_folder(config))[0] is None:
-                ended = _done(config, words)
+                ended = _done(cell, config, words)
                 say(f"{cell.name}  seed {config.seed}  {_number(ended)}  {ended['seconds']:.0f} s")
     return True
 
@@ -116,7 +115,7 @@ def configs(cell: Cell, trials: int) -> list[Config]:
     """Compose the runs of a cell's seeds, with the best settings of its first ``trials`` trials;
     none where all of these failed.
     """
-    return [_composed(words) for words in _reported(cell, trials)]
+    return [_composed(cell, words) for words in _reported(cell, trials)]
 
 
 def _reported(cell: Cell, trials: int) -> list[list[str]]:
@@ -140,8 +139,8 @@ def _words(cell: Cell, params: Mapping[str, Any], seed: int) -> list[str]:
     return [*cell.words, *space.words(params), f"seed={seed}"]
 
 
-def _composed(words: Sequence[str]) -> Config:
-    with composing():
+def _composed(cell: Cell, words: Sequence[str]) -> Config:
+    with composing(cell.config_dir):
         return schema.check(composed(words, COMPOSED))
 
 
@@ -151,8 +150,8 @@ def _tried(cell: Cell, params: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """
     place = f"output_dir='{cell.folder / 'runs'}'"
     words = [*_words(cell, params, seed), "trainer.test=false", place]
-    config = _composed(words)
-    ended = _done(config, words)
+    config = _composed(cell, words)
+    ended = _done(cell, config, words)
     from nmrun.train import checkpoint  # after the run, since it imports torch
 
     folder = run_folder(config)
@@ -160,10 +159,10 @@ def _tried(cell: Cell, params: Mapping[str, Any], seed: int) -> dict[str, Any]:
     return {**ended, "folder": str(folder)}
 
 
-def _done(config: Config, words: Sequence[str]) -> dict[str, Any]:
+def _done(cell: Cell, config: Config, words: Sequence[str]) -> dict[str, Any]:
     """Do a run, whose own lines are in its ``run.log``: the metric, its value and the seconds."""
     with kept(), contextlib.redirect_stdout(io.StringIO()):
-        outcome = jobs.one(config, command=shlex.join(["nmrun", *words]))
+        outcome = jobs.one(config, command=command_line.typed(cell.config_dir, words))
     raise_interrupt(outcome)
     if outcome.get("of_machine"):
         raise RunError(

@@ -32,6 +32,7 @@ class Cell:
         folder: where its trials are.
         searched: the search spaces by key.
         apart: the values of the swept keys that are not searched, but for recipe and ratio.
+        config_dir: a folder of more configs.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Cell:
     folder: Path
     searched: space.Space
     apart: Mapping[str, str]
+    config_dir: str | None
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -49,13 +51,16 @@ class Cell:
         return {key: flat[key] for key in self.searched}
 
 
-def cells(folder: Path, sweeps: list[list[str]], given: space.Space) -> list[Cell]:
+def cells(
+    folder: Path, sweeps: list[list[str]], given: space.Space, config_dir: str | None = None
+) -> list[Cell]:
     """List the cells of a comparison.
 
     Args:
         folder: that of the comparison.
         sweeps: the overrides of each sweep.
         given: search spaces by key, which win over the recipes' own.
+        config_dir: a folder of more configs.
 
     Returns:
         The cells in the order of the sweeps; dense runs, which have no ratio, are one cell.
@@ -65,7 +70,7 @@ def cells(folder: Path, sweeps: list[list[str]], given: space.Space) -> list[Cel
             searched, and for seeds that tuning uses.
     """
     found: dict[str, tuple[list[str], Config, list[int]]] = {}
-    for words, job in jobs_of(sweeps, None):
+    for words, job in jobs_of(sweeps, config_dir):
         seeds = [job.seed] if job.seeds is None else list(job.seeds)
         job.seed, job.seeds = SEED, None
         config = schema.check(job)
@@ -85,7 +90,7 @@ def cells(folder: Path, sweeps: list[list[str]], given: space.Space) -> list[Cel
         name = " ".join(filter(None, [*_named(config), *swept.values()]))
         place = "".join(c if c.isalnum() or c in "._" else "-" for c in name)
         other = {key: value for key, value in swept.items() if key not in searched}
-        cell = Cell(name, words, config, own, folder / place, searched, other)
+        cell = Cell(name, words, config, own, folder / place, searched, other, config_dir)
         if made.setdefault((*_named(config), *other.items()), cell) is not cell:
             key = next(key for key in swept if key in searched)
             raise ConfigError(

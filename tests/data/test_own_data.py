@@ -45,6 +45,18 @@ def test_it_trains_and_is_sparse(folder: Path, nmrun_cli) -> None:
     assert "finished already" in again.stdout
 
 
+@pytest.mark.slow
+def test_it_is_tuned_and_each_run_s_command_asks_for_it(folder: Path, nmrun_cli) -> None:
+    (command,) = blocks("bash")
+    own = ("track=local", "trainer.epochs=1", "seed=0", "--trials", "1")
+    done = nmrun_cli("tune", "try", *shlex.split(command)[1:], *own)
+    assert done.returncode == 0, done.stderr
+    assert "[4/4] step 2:8  seed 0" in done.stdout
+    (path,) = folder.glob("outputs/tumours/gated/step/2of8/*/result.json")
+    asked = json.loads(path.read_text())["environment"]["command"]
+    assert "finished already" in nmrun_cli(*shlex.split(asked)[1:]).stdout
+
+
 @pytest.mark.parametrize(
     ("word", "said"),
     [
