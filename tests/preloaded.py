@@ -121,6 +121,9 @@ def _begin(
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    # processes that read data start as anywhere: from this process's own server each would import
+    # torch again, and a kill of this process would leave them
+    multiprocessing.set_start_method(None, force=True)
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     # as of python -m: the current folder, and what the environment names
