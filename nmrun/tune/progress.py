@@ -22,12 +22,15 @@ class Progress:
     """
 
     def __init__(self, cells: Sequence[Cell], trials: int) -> None:
-        self.cells, self.trials, self.total = cells, trials, total(cells, trials)
+        self.open, self.trials, self.total = list(cells), trials, total(cells, trials)
         self.began, self.at_first = time.monotonic(), self.ahead()
 
     def ahead(self) -> int:
         """Count the runs that have not ended, in all processes."""
-        return sum(ahead(cell, self.trials) for cell in self.cells)
+        counts = [ahead(cell, self.trials) for cell in self.open]
+        # a cell that is done stays so, and to look at its seeds takes longer than many a run
+        self.open = [cell for cell, count in zip(self.open, counts, strict=True) if count]
+        return sum(counts)
 
     def line(self, told: str) -> str:
         """Make the line that tells of a run: ``[3/24] ... (12 min left)``.

@@ -165,21 +165,20 @@ def test_what_is_ahead_is_counted_for_all_processes(whole, tmp_path, monkeypatch
     """
     shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
     cells = cells_here()
-    far = Progress(cells, 3)
-    assert far.ahead() == 0
+    assert Progress(cells, 3).ahead() == 0
     assert Progress(cells, 5).ahead() == 3 * (2 + 4 + 2)
     files = sorted(Path("outputs").glob("digits/*/sr_ste/*/*/result.json"))
     assert len(files) == 4
     whole_result = files[0].read_text()
     for status, ahead in (("interrupted", 1), ("failed", 0), ("finished", 0)):
         files[0].write_text(json.dumps({**json.loads(whole_result), "status": status}))
-        assert far.ahead() == ahead
+        assert Progress(cells, 3).ahead() == ahead
     file = cells[1].folder / "repeats.jsonl"
     repeats = file.read_text().splitlines(keepends=True)
     file.write_text("".join(repeats[:1]))  # its seeds may get other settings
-    assert far.ahead() == 3 + 2
+    assert Progress(cells, 3).ahead() == 3 + 2
     (cells[1].folder / "trials.jsonl").unlink()
-    assert far.ahead() == 3 + 4 + 2
+    assert Progress(cells, 3).ahead() == 3 + 4 + 2
 
     clock = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
