@@ -76,9 +76,13 @@ def main(argv: Sequence[str]) -> int:
         print(far.line(told), flush=True)
 
     elsewhere, before = cells, None
-    while elsewhere and elsewhere != before:  # those that others have left by now, again
-        before = elsewhere
-        elsewhere = [cell for cell in before if not comparison.run(cell, options.trials, say)]
+    try:
+        while elsewhere and elsewhere != before:  # those that others have left by now, again
+            before = elsewhere
+            elsewhere = [cell for cell in before if not comparison.run(cell, options.trials, say)]
+    except (KeyboardInterrupt, SystemExit):  # after a signal, once the run's checkpoint is saved
+        print("interrupted; the same command goes on", flush=True)
+        raise
     result = outcome.of(cells, options.trials)
     with files_of_the_command():
         outcome.write(folder, result)

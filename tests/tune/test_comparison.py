@@ -8,6 +8,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 from pathlib import Path
 
 import pandas as pd
@@ -328,6 +329,20 @@ def test_a_cell_that_another_process_leaves_is_taken_in_the_end(capsys, monkeypa
         assert tune() == 0
     assert "at work in other processes" not in capsys.readouterr().out
     assert trials().keys() == {cell.folder.name for cell in cells}
+
+
+@pytest.mark.parametrize(
+    ("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_ends_it_with_a_line(number, ends, capsys, monkeypatch):
+    def cut_off(config, **_):
+        return {"status": "interrupted", "signal": int(number)}
+
+    monkeypatch.setattr(jobs, "one", cut_off)
+    with pytest.raises(ends):
+        tune()
+    assert capsys.readouterr().out.endswith("\ninterrupted; the same command goes on\n")
+    assert not any(trials().values())
 
 
 @pytest.mark.parametrize(
