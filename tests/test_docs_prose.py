@@ -17,7 +17,16 @@ from verbs import verb
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
 OPTIMIZERS = ("claims", "images")  # what SR-STE loses under Adam and under SGD stands there
-PAGES = ("claims", "language", "images", "translation", "finetuning", "digits", "retraining")
+PAGES = (
+    "claims",
+    "language",
+    "wikitext",
+    "images",
+    "translation",
+    "finetuning",
+    "digits",
+    "retraining",
+)
 NUMBER = r"[\N{MINUS SIGN}+]?\d+(?:\.\d+)?"
 DIFFERENCE = re.compile(rf"({NUMBER}) \[({NUMBER}), ({NUMBER})\]")
 P = re.compile(r"p=(\d(?:[\d.]*\d)?)")

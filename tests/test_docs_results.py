@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = (
     "claims",
     "language",
+    "wikitext",
     "images",
     "translation",
     "finetuning",
@@ -22,7 +23,7 @@ PAGES = (
     "digits",
 )
 # the tuned comparisons, and by how much their metric is multiplied where it is shown
-TUNED = {"language": 1, "images": 100, "translation": 1, "finetuning": 100}
+TUNED = {"language": 1, "wikitext": 1, "images": 100, "translation": 1, "finetuning": 100}
 NAMES = {
     "ASP": "asp",
     "SR-STE": "sr_ste",
