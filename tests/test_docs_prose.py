@@ -17,16 +17,7 @@ from verbs import verb
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
 OPTIMIZERS = ("claims", "images")  # what SR-STE loses under Adam and under SGD stands there
-PAGES = (
-    "claims",
-    "language",
-    "wikitext",
-    "images",
-    "translation",
-    "finetuning",
-    "digits",
-    "retraining",
-)
+PAGES = sorted(path.stem for path in RESULTS.glob("*.md") if path.stem != "index")
 NUMBER = r"[\N{MINUS SIGN}+]?\d+(?:\.\d+)?"
 DIFFERENCE = re.compile(rf"({NUMBER}) \[({NUMBER}), ({NUMBER})\]")
 P = re.compile(r"p=(\d(?:[\d.]*\d)?)")
