@@ -15,7 +15,14 @@ RESULTS = ROOT / "docs/results"
 # all but the list of pages, and the one that puts several commands' columns into one table
 PAGES = sorted({path.stem for path in RESULTS.glob("*.md")} - {"index", "one_shot"})
 # the tuned comparisons, and by how much their metric is multiplied where it is shown
-TUNED = {"language": 1, "wikitext": 1, "images": 100, "translation": 1, "finetuning": 100}
+TUNED = {
+    "language": 1,
+    "language_larger": 1,
+    "wikitext": 1,
+    "images": 100,
+    "translation": 1,
+    "finetuning": 100,
+}
 NAMES = {
     "ASP": "asp",
     "SR-STE": "sr_ste",
