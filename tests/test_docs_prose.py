@@ -21,6 +21,13 @@ PAGES = sorted(path.stem for path in RESULTS.glob("*.md") if path.stem != "index
 NUMBER = r"[\N{MINUS SIGN}+]?\d+(?:\.\d+)?"
 DIFFERENCE = re.compile(rf"({NUMBER}) \[({NUMBER}), ({NUMBER})\]")
 P = re.compile(r"p=(\d(?:[\d.]*\d)?)")
+# as claims.md names the recipes whose FLOPs it gives together
+COSTS = {
+    "SR-STE, STE and S-STE": ("sr_ste", "ste", "s_ste"),
+    "STEP": ("step",),
+    "ASP": ("asp",),
+    "MdGf": ("mdgf_exponential",),
+}
 CELLS = re.compile(r"(\d+) of (\d\d)\b")
 
 
@@ -40,7 +47,19 @@ def test_p_values(page):
     known = [float(found) for found in P.findall(tables(page))]
     known += [found[3] for found in losses().values() if page in OPTIMIZERS]
     for said in P.findall(sentences(RESULTS / f"{page}.md")):
-        assert any(abs(float(said) - p) <= half(said) + 1e-9 for p in known), said
+        assert any(rounds(said, p) for p in known), said
+
+
+@pytest.mark.parametrize("page", ["finetuning", "language_larger", "translation", "wikitext"])
+def test_what_the_seeds_could_have_shown(page):
+    """The smallest difference to SR-STE, and its range, are of the table's caption."""
+    text = sentences(RESULTS / f"{page}.md")
+    said = re.search(
+        r"could have shown differences to SR-STE of (\S+) (?:\w+ )?\((\S+) to (\S+) by", text
+    )
+    assert said
+    caption = output(["table", str(RESULTS / f"{page}.csv"), "--baseline", "sr_ste"])
+    assert f"begins with: {said[1]} ({said[2]} to {said[3]})" in caption
 
 
 def test_numbers_of_cells():
@@ -67,6 +86,36 @@ def test_the_losses_under_two_optimizers():
     assert {ratio for *_, ratio in placed} == set(losses())
     for *said, ratio in placed:
         assert same(tuple(said), losses()[ratio][:3]), ratio
+
+
+def test_what_all_cells_cost():
+    """The FLOPs of training over the dense ones: their range over the cells and their mean; how many
+    runs there were, and for how long.
+    """
+    text, runs, trials = sentences(RESULTS / "claims.md"), compared(""), compared("_trials")
+    runs["flops"] = runs["flops/training_arithmetic"] / runs["flops/training_dense"]
+    cells = runs.groupby(["dataset", "optimizer", "sparsity", "recipe"]).flops.mean()
+    by = cells.groupby("recipe").agg(["min", "max", "mean"])
+    price = text[text.index("**The price.**") :]
+    for name, recipes in COSTS.items():
+        low, high = re.findall(rf"{name} (?:take )?(\d\.\d+) to (\d\.\d+)", price)[0]
+        for recipe in recipes:
+            assert rounds(low, by["min"][recipe]), recipe
+            assert rounds(high, by["max"][recipe]), recipe
+    gradual, moving = re.findall(
+        r"takes (\S+) of the dense FLOPs where SR-STE takes (\S+) \(means over the cells\)", text
+    )[0]
+    assert rounds(gradual, by["mean"]["mdgf_exponential"])
+    assert rounds(moving, by["mean"]["sr_ste"])
+    said = re.findall(
+        r"The (\S+) runs of seeds and the (\S+) of tuning took (\d+) hours of one core", text
+    )[0]
+    hours = (runs.seconds.sum() + trials.seconds.sum()) / 3600
+    assert [int(number.replace(",", "")) for number in said] == [
+        len(runs),
+        len(trials),
+        round(hours),
+    ]
 
 
 def test_the_readme():
@@ -97,6 +146,11 @@ def value(text: str) -> float:
 def half(text: str) -> float:
     """Half of the last decimal's unit."""
     return 0.5 * 10 ** -len(text.partition(".")[2])
+
+
+def rounds(said: str, found: float) -> bool:
+    """Whether a sentence's figure is the one found, rounded."""
+    return abs(float(said) - found) <= half(said) + 1e-9
 
 
 def same(said: tuple[str, ...], found: tuple[float, ...]) -> bool:
@@ -134,6 +188,14 @@ def output(words: list[str]) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
         return out.getvalue() if verb(*words) == 0 else ""
+
+
+def compared(which: str) -> pd.DataFrame:
+    """All runs of the comparisons of claims.md, or all ``_trials``."""
+    first = re.findall(r"nmrun table docs/[^#\n]*", (RESULTS / "claims.md").read_text())[0]
+    files = re.findall(r"(\S+)\.csv", first)
+    read = [pd.read_csv(ROOT / f"{file}{which}.csv", low_memory=False) for file in files]
+    return pd.concat(read, ignore_index=True).copy()  # in one piece
 
 
 @cache
