@@ -21,6 +21,7 @@ PAGES = sorted(path.stem for path in RESULTS.glob("*.md") if path.stem != "index
 NUMBER = r"[\N{MINUS SIGN}+]?\d+(?:\.\d+)?"
 DIFFERENCE = re.compile(rf"({NUMBER}) \[({NUMBER}), ({NUMBER})\]")
 P = re.compile(r"p=(\d(?:[\d.]*\d)?)")
+CELLS = re.compile(r"(\d+) of (\d\d)\b")
 # as claims.md names the recipes whose FLOPs it gives together
 COSTS = {
     "SR-STE, STE and S-STE": ("sr_ste", "ste", "s_ste"),
@@ -28,7 +29,6 @@ COSTS = {
     "ASP": ("asp",),
     "MdGf": ("mdgf_exponential",),
 }
-CELLS = re.compile(r"(\d+) of (\d\d)\b")
 
 
 @pytest.mark.parametrize("page", PAGES)
