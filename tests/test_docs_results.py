@@ -23,11 +23,13 @@ TUNED = {
     "translation": 1,
     "finetuning": 100,
 }
+SDGF = sorted(path.stem for path in RESULTS.glob("*_sdgf.csv"))  # of the same pages
 NAMES = {
     "ASP": "asp",
     "SR-STE": "sr_ste",
     "S-STE": "s_ste",
     "MdGf, exponential": "mdgf_exponential",
+    "SdGf, stepwise": "sdgf_stepwise",
 }
 
 
@@ -48,16 +50,17 @@ def test_tables_are_what_the_page_s_commands_print(page, capsys):
     assert set(shown) <= set(printed)
 
 
-@pytest.mark.parametrize("page", TUNED)
-def test_what_the_trials_found(page):
+@pytest.mark.parametrize("files", [*TUNED, *SDGF])
+def test_what_the_trials_found(files):
     """Settings are those of the runs, what validation gave is the mean of three seeds of the trials
     with these settings, FLOPs are over the dense ones.
     """
-    runs = pd.read_csv(RESULTS / f"{page}.csv", low_memory=False)
-    trials = pd.read_csv(RESULTS / f"{page}_trials.csv")
+    runs = pd.read_csv(RESULTS / f"{files}.csv", low_memory=False)
+    trials = pd.read_csv(RESULTS / f"{files}_trials.csv")
+    page = files.removesuffix("_sdgf")
     cells = ["recipe", *(["optimizer"] if page == "images" else [])]
     ratio = runs.sparsity.where(runs.recipe != "dense", "")
-    shown = found_by_trials(page)
+    shown = found_by_trials(page, files in SDGF)
     assert len(shown) == runs.assign(sparsity=ratio).groupby([*cells, "sparsity"]).ngroups
     for row in shown:
         mine = runs[(runs[cells] == [row[key] for key in cells]).all(axis=1)]
@@ -77,10 +80,14 @@ def test_what_the_trials_found(page):
             assert near(row["FLOPs"], flops.mean()), of
 
 
-def found_by_trials(page: str) -> list[dict[str, str]]:
-    """The rows of a page's table of what the trials found; a recipe stands in its first row alone."""
+def found_by_trials(page: str, sdgf: bool) -> list[dict[str, str]]:
+    """The rows of a page's table of what the trials found, the one of all recipes or that of SdGf
+    below it; a recipe stands in its first row alone.
+    """
     text = (RESULTS / f"{page}.md").read_text()
-    (table,) = re.findall(r"^\| recipe .*learning rate .*(?:\n\|.*)*", text, re.M)
+    tables = re.findall(r"^\| recipe .*learning rate .*(?:\n\|.*)*", text, re.M)
+    assert len(tables) == 1 + (f"{page}_sdgf" in SDGF)
+    table = tables[sdgf]
     head, _, *lines = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in table.split("\n")
     ]
