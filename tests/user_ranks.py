@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from user_training import (
     CASES,
+    DRAWN,
     OPTIMIZERS,
     STOP,
     TOTAL,
@@ -68,7 +69,7 @@ def replicated() -> dict[Any, dict[str, Tensor]]:
     model = DistributedDataParallel(net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
     refused(lambda: sparse(model, optimizer, "sr_ste"), "ZeroRedundancyOptimizer leaves the dense")
-    return {(*case, how): ddp(*case, how) for case in CASES for how in WAYS}
+    return {(*case, how): ddp(*case, how) for case in [*CASES, *DRAWN] for how in WAYS}
 
 
 # --- sharded -------------------------------------------------------------------------------------

@@ -22,6 +22,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "s_ste": {},
     "mdgf_linear": {"dense": 0.25},
 }
+# recipes that draw random numbers; in shards they are refused
+DRAWING: dict[str, dict[str, Any]] = {
+    "bi_mask": {"interval": 3, "candidates": 5},
+    "slope": {"mask": "random"},
+    "sqft": {"rank": 2},
+    "maskllm": {"dense": 0.25},
+}
+DRAWN = [(recipe, "adamw") for recipe in DRAWING]
 CASES = [(r, o) for r in RECIPES for o in ("sgd", "adamw", "fused") if (r, o) != ("step", "sgd")]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "plain sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -41,7 +49,7 @@ def net(seed: int = 0) -> nn.Sequential:
 
 def sparse(model: nn.Module, optimizer: torch.optim.Optimizer, recipe: str) -> Handle:
     """The call that every case makes."""
-    return nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **RECIPES[recipe])
+    return nmrun.sparsify(model, optimizer, recipe, "2:4", TOTAL, **{**RECIPES, **DRAWING}[recipe])
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, parts: int = 1) -> None:

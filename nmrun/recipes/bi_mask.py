@@ -11,10 +11,9 @@ pass has to be sparse too. Cost: SR-STE's, and a mask a step.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from nmrun.kernels import projection
 from nmrun.products import layer
 from nmrun.ranges import log, number, whole
+from nmrun.recipes import draws
 from nmrun.recipes.base import Recipe
 from nmrun.rule import Rule
 from nmrun.sparsity.apply import keep_largest
@@ -35,7 +35,7 @@ class BiMask(Recipe):
     Args:
         decay: SR-STE's lambda.
         interval: optimizer steps between searches.
-        candidates: permutations drawn in each, from the step and the weight's name alone.
+        candidates: permutations drawn in each, other ones for each seed.
 
     Grouped convolutions and what ``layer.install`` leaves alone keep the exact input gradient.
     """
@@ -45,6 +45,7 @@ class BiMask(Recipe):
     decay: Annotated[float, number(0), log(1e-6, 1e-2)] = 2e-4
     interval: Annotated[int, whole(1)] = 100
     candidates: Annotated[int, whole(1)] = 100
+    seed: int = field(init=False, repr=False, default=0)  # drawn by :meth:`attach`
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         # each group of a grouped convolution has outputs of its own
@@ -58,6 +59,7 @@ class BiMask(Recipe):
             weight.dependents.append(self._prune_rows)
         if exact:
             self.events.append(f"Bi-Mask leaves the input gradient exact at {', '.join(exact)}")
+        self.seed = draws.seed()
         self._search(weights)
 
     @property
@@ -86,20 +88,28 @@ class BiMask(Recipe):
 
     @torch.no_grad()
     def _search(self, weights: Sequence[SparseWeight]) -> None:
-        for weight in (w for w in weights if "permutation" in w):
+        for place, weight in enumerate(weights):
+            if "permutation" not in weight:
+                continue
             used = torch.empty_like(weight.dense)
             self.project(weight, used)
             order, rows, pattern = _order(weight), _rows(used != 0, weight), weight.pattern
-            seed = zlib.crc32(f"{weight.name} {self.step}".encode())
-            generator = torch.Generator().manual_seed(seed)
+            own = draws.generator(self.seed, place, self.step)
             drawn = [
-                torch.randperm(len(order), generator=generator).to(order.device)
+                torch.randperm(len(order), generator=own).to(order.device)
                 for _ in range(self.candidates)
             ]
             groups = (rows[p].unflatten(0, (-1, pattern.m)) for p in drawn)
             # any N of the non-zeros of a group stay
             kept = torch.stack([g.sum(1).clamp_max(pattern.n).sum() for g in groups]).tolist()
             order.copy_(drawn[kept.index(max(kept))])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.seed = int(state.get("seed", self.seed))  # older runs have none
 
 
 def _order(weight: SparseWeight) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from nmrun.ranges import FRACTION, OPTIONAL_TEXT, SPAN, number
+from nmrun.recipes import draws
 from nmrun.recipes.first_masks import agreement
 from nmrun.recipes.learned_masks import LearnedMasks
 from nmrun.recipes.mask_scores import MaskScores
@@ -64,8 +65,7 @@ class MaskLLM(MaskScores, LearnedMasks):
             own = torch.Generator(like.device).manual_seed(self.seed + self.place[weight.name])
             return 0.01 * torch.randn(shape, generator=own, dtype=like.dtype, device=like.device)
 
-        with torch.random.fork_rng(devices=[]):  # dropout draws what it draws with other recipes
-            self.seed = int(torch.randint(2**31, ()))
+        self.seed = draws.seed()
         self.soft: dict[str, Tensor] = {}  # the blend of masks that the forward pass uses
         self.place = {weight.name: number for number, weight in enumerate(weights)}
         lr = float(optimizer.param_groups[0]["lr"]) * self.lr_mult

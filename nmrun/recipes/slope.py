@@ -14,16 +14,15 @@ second mask a step.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
-from torch import Tensor
 
 from nmrun.products import layer
 from nmrun.ranges import one_of
+from nmrun.recipes import draws
 from nmrun.recipes.base import Recipe
 from nmrun.recipes.periodic import keep_mask
 from nmrun.rule import Rule
@@ -36,8 +35,8 @@ class SLoPe(Recipe):
     """A static mask with double pruning, without adapters.
 
     Args:
-        mask: the ``largest`` initial weights, as in the authors' code, or ``random`` ones, drawn from
-            the weight's name alone.
+        mask: the ``largest`` initial weights, as in the authors' code, or ``random`` ones, drawn anew
+            for each seed.
 
     Grouped convolutions, outputs that M does not divide and what ``layer.install`` leaves alone keep
     the exact input gradient.
@@ -51,16 +50,14 @@ class SLoPe(Recipe):
     def looks_across_rows(self) -> bool:
         return True
 
-    def choose(self, weight: SparseWeight) -> Tensor:
-        scores = weight.dense
-        if self.mask == "random":
-            generator = torch.Generator().manual_seed(zlib.crc32(weight.name.encode()))
-            scores = torch.rand(weight.shape, generator=generator).to(scores.device)
-        return nm_mask(scores, weight.pattern, weight.dim)
-
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        for weight in weights:
-            keep_mask(weight, self.choose(weight))
+        seed = draws.seed()
+        for place, weight in enumerate(weights):
+            scores = weight.dense
+            if self.mask == "random":
+                drawn = torch.rand(weight.shape, generator=draws.generator(seed, place))
+                scores = drawn.to(scores.device)
+            keep_mask(weight, nm_mask(scores, weight.pattern, weight.dim))
             weight.dense.masked_fill_(~weight["mask"], 0.0)
         if exact := layer.prune_again(weights):
             self.events.append(f"SLoPe leaves the input gradient exact at {', '.join(exact)}")

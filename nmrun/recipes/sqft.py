@@ -5,15 +5,14 @@ A pruned weight w0 stays, and so does its mask m. Trained are the adapters B (ou
 (rank, inputs), whose product is masked: ``w = w0 + m * (alpha / rank) * B A``. So w is N:M at every
 moment and nothing has to be merged in the end. A convolution's inputs are its channels at each
 kernel position. The adapters' gradients follow from g, that of the weight: with ``g' = (alpha / rank)
-* m * g``, B has ``g' A^T`` and A has ``B^T g'``. B begins as 0 and A uniform, drawn from the weight's
-name alone. What is not sparse trains as ever. Not here: the
-paper's search for ranks, and quantisation. When to use: fine-tuning of a network that comes pruned.
+* m * g``, B has ``g' A^T`` and A has ``B^T g'``. B begins as 0 and A uniform, drawn anew for
+each seed. What is not sparse trains as ever. Not here: the paper's search for ranks, and
+quantisation. When to use: fine-tuning of a network that comes pruned.
 Cost: w0 and a mask byte a weight; no moments of the optimizer but those of the adapters.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nmrun.ranges import among, number, whole
+from nmrun.recipes import draws
 from nmrun.recipes.own_parameters import OwnParameters
 from nmrun.recipes.periodic import keep_mask
 from nmrun.rule import Rule
@@ -48,14 +48,16 @@ class SQFT(OwnParameters):
             keep_mask(weight, self.choose(weight))
             weight.dense.masked_fill_(~weight["mask"], 0.0)
             weight["base"] = weight.dense.clone()
-        self.own(weights, optimizer, self._first)
+        seed, place = draws.seed(), {w.name: number for number, w in enumerate(weights)}
 
-    def _first(self, weight: SparseWeight) -> dict[str, Tensor]:
-        outputs, inputs = _matrix(weight, weight.dense).shape
-        generator = torch.Generator().manual_seed(zlib.crc32(weight.name.encode()))
-        down = torch.empty(self.rank, inputs).uniform_(-1, 1, generator=generator)
-        up = weight.dense.new_zeros(outputs, self.rank)
-        return {"up": up, "down": (down * inputs**-0.5).to(up)}
+        def first(weight: SparseWeight) -> dict[str, Tensor]:
+            outputs, inputs = _matrix(weight, weight.dense).shape
+            own = draws.generator(seed, place[weight.name])
+            down = torch.empty(self.rank, inputs).uniform_(-1, 1, generator=own)
+            up = weight.dense.new_zeros(outputs, self.rank)
+            return {"up": up, "down": (down * inputs**-0.5).to(up)}
+
+        self.own(weights, optimizer, first)
 
     def rule(self, weight: SparseWeight) -> Rule:
         return Rule(mask=weight["mask"], pruned_gradient_factor=0.0)

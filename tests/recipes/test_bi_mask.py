@@ -188,6 +188,16 @@ def test_the_best_of_the_candidates_is_taken(
     assert int((weight.layer.input_weight != 0).sum()) == max(kept)
 
 
+def test_each_seed_has_its_own_candidates() -> None:
+    orders = []
+    for seed in (0, 1, 1):
+        model = net()
+        torch.manual_seed(seed)
+        orders.append([order_of(w) for w in sparsify(model, candidates=1)[1].sparse])
+    assert orders[1] == orders[2] != orders[0]
+    assert orders[0][0][:4] != orders[0][1][:4]
+
+
 def test_searched_every_interval_and_the_mask_follows_the_weight_between() -> None:
     model = net()
     optimizer, handle = sparsify(model, interval=3, candidates=5)

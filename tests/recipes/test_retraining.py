@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun.sparsity.proximal import proximal
+from nmrun.sparsity.weight import SparseWeight
 
 
 def step(model: Net, optimizer: torch.optim.Optimizer, batches: list[Any]) -> None:
@@ -62,12 +62,11 @@ def test_slope_prunes_twice() -> None:
     torch.testing.assert_close(model.used, weights, rtol=1e-9, atol=1e-12)
 
 
-def test_slope_draws_the_same_random_masks_for_all_seeds() -> None:
+def test_slope_draws_random_masks_for_each_seed() -> None:
     masks = []
-    for seed in (0, 1):
-        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    for seed in (0, 1, 1):
         torch.manual_seed(seed)
-        nn.init.normal_(model[0].weight)
+        model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
         largest = nmrun.sparsity.nm_mask(model[0].weight, "2:4", 1)
         before = torch.get_rng_state()
         optimizer = torch.optim.SGD(model.parameters(), LR)
@@ -75,7 +74,8 @@ def test_slope_draws_the_same_random_masks_for_all_seeds() -> None:
         assert torch.equal(torch.get_rng_state(), before)
         masks.append([weight["mask"] for weight in handle.sparse])
         nmrun.sparsity.check_nm(model, "2:4")
-    assert all(map(torch.equal, *masks))
+    assert all(map(torch.equal, *masks[1:]))
+    assert not any(map(torch.equal, *masks[:2]))
     assert not torch.equal(masks[0][0], masks[0][1])
     assert not torch.equal(masks[1][0], largest)
 
@@ -352,11 +352,32 @@ class Stored(nn.Module):
         return x @ self.weight + self.bias
 
 
-def first_adapters(name: str, rank: int, outputs: int, inputs: int) -> list[Tensor]:
-    """B, zeros, and A, uniform within one over the root of the inputs."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    down = torch.rand(rank, inputs, generator=generator) * 2 - 1
-    return [torch.zeros(outputs, rank).double(), (down * inputs**-0.5).double()]
+def first_adapters(weight: SparseWeight, *shape: int) -> list[Tensor]:
+    """B, zeros, and A, uniform within one over the root of the inputs, for (rank, outputs, inputs)."""
+    rank, outputs, inputs = shape
+    up, down = weight["up"].clone(), weight["down"].clone()
+    assert up.shape == (outputs, rank)
+    assert not up.any()
+    assert down.shape == (rank, inputs)
+    assert 0.5 < float(down.abs().max()) * inputs**0.5 <= 1
+    return [up.requires_grad_(), down.requires_grad_()]
+
+
+def test_sqft_draws_adapters_for_each_seed() -> None:
+    drawn = []
+    for seed in (0, 1, 1):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(256, 32), nn.Linear(256, 32))
+        before = torch.get_rng_state()
+        handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), LR), "sqft", "2:4")
+        assert torch.equal(torch.get_rng_state(), before)
+        drawn.append([weight["down"].clone() for weight in handle.sparse])
+    assert all(map(torch.equal, *drawn[1:]))
+    assert not any(map(torch.equal, *drawn[:2]))
+    assert not torch.equal(*drawn[0])
+    scaled = drawn[0][0].double() * 16  # uniform in +-1: mean 0, variance 1/3
+    assert abs(float(scaled.mean())) < 5 * (1 / 3 / scaled.numel()) ** 0.5
+    assert float(scaled.var()) == pytest.approx(1 / 3, rel=0.05)
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -371,15 +392,13 @@ def test_sqft_trains_masked_adapters(turned: bool, ratio: str) -> None:
     n, m = int(parts[-2]), int(parts[-1])
     masks = {i: nmrun.sparsity.nm_mask(used[i], ratio) for i in SPARSE}
     base = {i: used[i] * masks[i] for i in SPARSE}
-    adapters = {
-        i: [t.requires_grad_() for t in first_adapters(f"{i}.weight", rank, *used[i].shape)]
-        for i in SPARSE
-    }
     others = [used[i].clone().requires_grad_() for i in (1, 3)]
-    by_hand = torch.optim.Adam([*others, *adapters[0], *adapters[2]], LR)
     optimizer = torch.optim.Adam(model.parameters(), LR)
     dims = {"2.weight": 0} if turned else None
     handle = nmrun.sparsify(model, optimizer, "sqft", ratio, rank=rank, alpha=alpha, dims=dims)
+    own = dict(zip(SPARSE, handle.sparse, strict=True))
+    adapters = {i: first_adapters(own[i], rank, *used[i].shape) for i in SPARSE}
+    by_hand = torch.optim.Adam([*others, *adapters[0], *adapters[2]], LR)
     batches = data(1)
     for t in range(TOTAL):
         merged = {i: base[i] + masks[i] * (adapters[i][0] @ adapters[i][1]) * 2 for i in SPARSE}
@@ -427,8 +446,8 @@ def test_sqft_of_convolutions() -> None:
     base, bias = model.weight.detach().clone(), model.bias.detach().clone().requires_grad_()
     mask = nmrun.sparsity.nm_mask(base, "2:4")
     optimizer = torch.optim.SGD(model.parameters(), LR)
-    nmrun.sparsify(nn.Sequential(model), optimizer, "sqft", "2:4", rank=2, alpha=2.0)
-    up, down = (t.requires_grad_() for t in first_adapters("0.weight", 2, 4, 72))
+    handle = nmrun.sparsify(nn.Sequential(model), optimizer, "sqft", "2:4", rank=2, alpha=2.0)
+    up, down = first_adapters(handle.sparse[0], 2, 4, 72)
     x = torch.randn(2, 8, 5, 5, dtype=torch.float64)
     for _ in range(3):
         kernel = (up.view(4, 2, 1, 1, 1) * down.view(1, 2, 8, 3, 3)).sum(1)
