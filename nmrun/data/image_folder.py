@@ -4,6 +4,7 @@ memory as uint8.
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import tarfile
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from nmrun.settings.config import Config
 
 SPLITS = ("train", "val", "test")
+FULL = (errno.ENOSPC, errno.EDQUOT)
 # What an archive of images may grow to: images are compressed already, but for small plain ones.
 MOST_TIMES, SPARE_BYTES = 100, 10**8
 
@@ -222,6 +224,11 @@ def _unpacked(dataset: str, archive: Path, size: int) -> dict[str, NDArray[Any]]
                 inside = entries[0]
             return _decoded(dataset, *listing(dataset, inside), size)
         except (tarfile.TarError, OSError, EOFError) as error:
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise ConfigError(
+                    f"dataset={dataset}: {archive} is unpacked in {tempfile.gettempdir()}, where no "
+                    "space is left: free some, or set TMPDIR to another folder"
+                ) from None
             raise ConfigError(
                 f"dataset={dataset}: {archive} is damaged, or not a tar archive ({str(error).splitlines()[0]})"
             ) from None

@@ -4,6 +4,7 @@ said of data that are not right.
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import json
@@ -251,6 +252,21 @@ def test_an_archive_that_grows_is_not_unpacked(
     with pytest.raises(ConfigError, match=f"it holds more than {most + zeros:,} bytes"):
         image_folder.load("image_folder", place, 8)
     assert unpacked == ["some/ant/0.png"]
+
+
+@UNPACKS
+def test_a_full_disk_is_not_taken_for_a_damaged_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    place = tmp_path / "some.tar"
+    with tarfile.open(place, "w") as tar:
+        tar.add(make_folder(tmp_path / "whole"), "some")
+    monkeypatch.setattr(tarfile.TarFile, "makefile", full)
+    with pytest.raises(ConfigError, match=r"some\.tar is unpacked in .*, where no space is left: "):
+        image_folder.load("image_folder", place, 8)
 
 
 def test_a_python_that_cannot_unpack_safely_says_so(
