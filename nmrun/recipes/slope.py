@@ -51,10 +51,10 @@ class SLoPe(Recipe):
         return True
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
-        seed = draws.seed()
+        seed = draws.seed() if self.mask == "random" else None
         for place, weight in enumerate(weights):
             scores = weight.dense
-            if self.mask == "random":
+            if seed is not None:
                 drawn = torch.rand(weight.shape, generator=draws.generator(seed, place))
                 scores = drawn.to(scores.device)
             keep_mask(weight, nm_mask(scores, weight.pattern, weight.dim))
