@@ -28,7 +28,6 @@ VERBS = {
     "tune": "nmrun.tune.cli.main",
     "prepare": "nmrun.data.cli.prepare",
     "status": "nmrun.report.status.main",
-    "serve": "nmrun.report.serve.main",
     "compare": "nmrun.report.compare.main",
     "rerun": "nmrun.api.rerun.main",
     "rm": "nmrun.report.remove.main",
