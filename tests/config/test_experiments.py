@@ -61,6 +61,7 @@ OF_THE_PAPERS = {
     *("gradient_flow_densify", "gradient_flow_matrices", "gradient_flow_swin", "gradient_flow_t5"),
     *("equal_time", "activations"),
     *("compare_language", "compare_images", "compare_translation", "compare_finetuning"),
+    *("as_they_come_images", "as_they_come_language"),
 }
 OWN = """
 title: Own
