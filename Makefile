@@ -20,7 +20,7 @@ help:  ## list the targets
 run: $(VENV)/installed  ## set up the environment, then the main job: STEP at 2:8 on the embedded digits
 	$(BIN)/nmrun recipe=step sparsity=2:8
 
-test: $(VENV)/installed-all  ## the same environment with all extras, then the tests (five minutes on two cores, six the first time)
+test: $(VENV)/installed-all  ## the same environment with all extras but ray, then the tests (five minutes on two cores, six the first time)
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
 test-slow: $(VENV)/installed-all  ## the tests that take seconds each: processes that are killed, ranks, compilers, whole programs

@@ -61,8 +61,8 @@ def test_commands_are_accepted(command, tmp_path, monkeypatch):
         assert is_parsed(words)
         return
     monkeypatch.setattr(early, "DEVICES", (str(tmp_path),))  # a machine with a GPU
-    # Hydra's launchers and sweepers are extras, and intervals are theirs
-    own = [word for word in words if not word.startswith("hydra") and "interval(" not in word]
+    # Hydra's launchers are extras
+    own = [word for word in words if not word.startswith("hydra")]
     asked = command_line.options(own)
     for overrides in experiment.expand(asked.overrides, asked.multirun):
         words = command_line.own_recipe(overrides)

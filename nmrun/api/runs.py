@@ -98,9 +98,7 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     """
     asked = words.asked(overrides, {}, multirun=True)
     for word in filter(record.is_hydras, asked.overrides):
-        raise ConfigError(
-            f"{word}: Hydra's launchers and sweepers are for the command line, nmrun -m"
-        )
+        raise ConfigError(f"{word}: Hydra's launchers are for the command line, nmrun -m")
     sweeps, looks = jobs.checked(asked)
     command = command_line.typed(asked.config_dir, ["-m", *asked.overrides])
     folders = []
@@ -108,7 +106,7 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
         for number, (own, job) in enumerate(jobs_of(sweeps, asked.config_dir), 1):
             folders += _folders(job)
             again = command_line.typed(asked.config_dir, own)
-            outcome, _ = jobs.of_sweep(folder, number, job, own, again)
+            outcome = jobs.of_sweep(folder, number, job, own, again)
             raise_interrupt(outcome)
         print("\n".join([*sweep_end.planned(folder), record.summary(folder)[0]]))
     found = collect(folders)

@@ -1,4 +1,4 @@
-"""The launcher and the sweeper of a command line: plug-ins of Hydra, which come with extras."""
+"""The launcher of a command line: plug-ins of Hydra, which come with extras."""
 
 from __future__ import annotations
 
@@ -9,70 +9,37 @@ from hydra.core.override_parser.types import Override
 
 from nmrun.settings import reader
 
-# the extra of nmrun that a plug-in comes with
+GROUP = "hydra/launcher"
+WORDS = (GROUP, "hydra.launcher")  # what begins an override for one
+# the extra of nmrun that a launcher comes with
 EXTRAS = {
-    "hydra/launcher": {
-        **dict.fromkeys(("joblib", "submitit_local", "submitit_slurm"), "launchers"),
-        **dict.fromkeys(("ray", "ray_aws"), "ray"),
-    },
-    "hydra/sweeper": {"optuna": "launchers"},
+    **dict.fromkeys(("joblib", "submitit_local", "submitit_slurm"), "launchers"),
+    **dict.fromkeys(("ray", "ray_aws"), "ray"),
 }
-# what begins an override for one of them
-WORDS = ("hydra/launcher", "hydra/sweeper", "hydra.launcher", "hydra.sweeper")
 HERE = ("basic", "joblib", "submitit_local")  # launchers whose jobs run on this machine
 
 
-def asked(
-    overrides: Sequence[Override], loader: ConfigLoaderImpl
-) -> tuple[dict[str, str], list[str]]:
-    """Find the launcher and the sweeper that a command line asks for.
+def asked(overrides: Sequence[Override], loader: ConfigLoaderImpl) -> tuple[str, list[str]]:
+    """Find the launcher that a command line asks for.
 
     Args:
         overrides: of the command line.
         loader: Hydra's, which knows what is installed.
 
     Returns:
-        The plug-in of ``hydra/launcher`` and ``hydra/sweeper`` where one is asked for; and a line
-        for each that is not installed.
+        Its name, ``basic`` unless another is asked for; and a line for what there is not.
     """
-    found = {o.key_or_group: str(o.value()) for o in overrides if o.key_or_group in EXTRAS}
-    missing = []
-    for group, name in found.items():
-        installed = loader.get_group_options(group)
-        if name in installed:
+    name, problems = "basic", []
+    for override in overrides:
+        if override.key_or_group == "hydra/sweeper":
+            problems.append(
+                f"{override.input_line}: nmrun -m has a sweeper of its own; nmrun tune searches settings"
+            )
+        if override.key_or_group != GROUP:
             continue
-        if (extra := EXTRAS[group].get(name)) is None:
-            options = sorted({*installed, *EXTRAS[group]})
-            missing.append(reader.no_option(group, group, name, options))
-        else:
-            missing.append(f"{group}={name} is not installed: pip install 'nmrun[{extra}]'")
-    return found, missing
-
-
-def trials(words: Sequence[str]) -> int | None:
-    """The number of jobs of a search by Optuna; None where there is none.
-
-    Args:
-        words: the overrides for Hydra.
-    """
-    if "hydra/sweeper=optuna" not in words:
-        return None
-    key = "hydra.sweeper.n_trials="
-    told = [word.removeprefix(key) for word in words if word.startswith(key)]
-    return next((int(number) for number in told if number.isdigit()), 20)
-
-
-def repeatable(words: list[str]) -> list[str]:
-    """Let a search by Optuna propose the same again when it is given again: it goes on then where
-    it was cut off, since finished runs are not repeated.
-
-    Args:
-        words: the overrides.
-
-    Returns:
-        The overrides, with a seed for Optuna's sampler unless they have one or name a storage.
-    """
-    own = ("hydra.sweeper.sampler.seed=", "hydra.sweeper.storage=", "hydra/sweeper/sampler=grid")
-    if trials(words) is None or any(word.startswith(own) for word in words):
-        return words
-    return [*words, "hydra.sweeper.sampler.seed=0"]
+        name, installed = str(override.value()), loader.get_group_options(GROUP)
+        if name not in installed and name in EXTRAS:
+            problems.append(f"{GROUP}={name} is not installed: pip install 'nmrun[{EXTRAS[name]}]'")
+        elif name not in installed:
+            problems.append(reader.no_option(GROUP, GROUP, name, sorted({*installed, *EXTRAS})))
+    return name, problems

@@ -34,16 +34,14 @@ class Findings:
 
     Attributes:
         problems: all mistakes, one line each.
-        jobs: the number of jobs; None where a sweeper of another kind decides.
+        jobs: the number of jobs.
         output_dir: the output folder.
-        trials: the number of jobs of a search by Optuna; None where there is none.
         dry: whether the jobs are only planned.
     """
 
     problems: list[str] = field(default_factory=list)
-    jobs: int | None = 1
+    jobs: int = 1
     output_dir: str = ""
-    trials: int | None = None
     dry: bool = False
 
 
@@ -102,11 +100,12 @@ class _Look:
         self.written = {o.key_or_group: o for o in overrides if o.input_line not in self.for_hydra}
         loader = GlobalHydra.instance().config_loader()
         assert isinstance(loader, ConfigLoaderImpl)
-        found, missing = plugins.asked(overrides, loader)
+        launcher, missing = plugins.asked(overrides, loader)
         findings.problems += missing
-        if missing:  # then what is said to either is left out
-            self.for_hydra = [w for w in self.for_hydra if not w.startswith(plugins.WORDS)]
-        self.here = found.get("hydra/launcher", "basic") in plugins.HERE
+        if missing:  # then what is said to it is left out
+            left_out = (*plugins.WORDS, "hydra/sweeper", "hydra.sweeper")
+            self.for_hydra = [w for w in self.for_hydra if not w.startswith(left_out)]
+        self.here = launcher in plugins.HERE
         search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
         # the loader would copy all its sources for each group that it is asked for
         _, repository = loader._parse_overrides_and_create_caching_repo(None, search_path)
@@ -115,10 +114,6 @@ class _Look:
             for name in repository.get_group_options("", ObjectType.GROUP)
             if name != "hydra"
         }
-        self.sweeper = any(word.startswith("hydra/sweeper") for word in self.for_hydra)
-        if self.sweeper:
-            findings.jobs = None
-        findings.trials = plugins.trials(self.for_hydra)
         for key, override in self.written.items():
             self._read(key, override, multirun)
 
@@ -126,9 +121,9 @@ class _Look:
         """Note the values of an override: options of a group, or values of a key."""
         problems, options = self.findings.problems, self.groups.get(key)
         several = command_line.values(override, options or [])
-        if isinstance(override.value(), IntervalSweep) and not self.sweeper:
+        if isinstance(override.value(), IntervalSweep):
             problems.append(
-                f"{override.input_line}: an interval needs a sweeper, such as hydra/sweeper=optuna"
+                f"{override.input_line}: a sweep takes single values; nmrun tune --over searches an interval"
             )
         if override.is_sweep_override() and not multirun:
             problems.append(f"{override.input_line}: several values make a sweep; add -m")
@@ -136,8 +131,7 @@ class _Look:
             problems.append(
                 f"{override.input_line}: matches nothing (there are {', '.join(options or [])})"
             )
-        if self.findings.jobs is not None:
-            self.findings.jobs *= len(several)
+        self.findings.jobs *= len(several)
         if options is None:
             self.values[key] = several
             return

@@ -32,13 +32,10 @@ def recorded(looks: list[Findings], command: str, together: list[list[str]]) -> 
         folder = sweep.new_folder(output_dir) if leads() else Path(nowhere)
         new = [place for place in folder.parents if not place.exists()]
         sweep.make_folder(folder, output_dir)
-        known = [found.jobs or found.trials for found in looks]
-        total = None if None in known else sum(count or 0 for count in known)
         try:
             with locks.hold(folder):  # shows that the sweep is alive
-                sweep.begin(
-                    folder, total, command, output_dir, together, any(x.trials for x in looks)
-                )
+                jobs = sum(found.jobs for found in looks)
+                sweep.begin(folder, jobs, command, output_dir, together)
                 yield folder
         finally:
             if looks[0].dry:

@@ -55,21 +55,19 @@ def make_folder(folder: Path, output_dir: str) -> None:
 
 def begin(
     folder: Path,
-    jobs: int | None,
+    jobs: int,
     command: str,
     output_dir: str,
     sweeps: Sequence[Sequence[str]] = (),
-    search: bool = False,
 ) -> None:
     """Begin the record.
 
     Args:
         folder: that of the sweep.
-        jobs: how many there will be; None if that is not known.
+        jobs: how many there will be.
         command: as it was typed.
         output_dir: as it was typed.
         sweeps: the overrides of each sweep, where they are launched together.
-        search: whether a sweeper looks for the best job.
     """
     content = {
         "begun": time.time(),
@@ -77,7 +75,6 @@ def begin(
         "command": command,
         "output_dir": output_dir,
         "sweeps": [list(words) for words in sweeps],
-        "search": search,
     }
     whole.write(folder / "sweep.json", json.dumps(content) + "\n")
 
@@ -87,7 +84,6 @@ def add(
     outcome: dict[str, Any],
     overrides: list[str],
     seconds: float,
-    value: float | None = None,
 ) -> None:
     """Note the end of a job.
 
@@ -96,12 +92,10 @@ def add(
         outcome: of the run.
         overrides: of the job.
         seconds: that it took.
-        value: what a sweeper minimises.
     """
     keys = ("status", "folder", "error", "metric", "metrics", "plan")
     line = {key: outcome.get(key) for key in keys}
     line |= {"overrides": overrides, "seconds": round(seconds, 3), "ended": time.time()}
-    line["value"] = value
     with (folder / "jobs.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
 
@@ -116,7 +110,6 @@ class Record:
     output_dir: str
     sweeps: list[list[str]]
     done: list[dict[str, Any]]
-    search: bool = False
 
     def counts(self) -> dict[str, int]:
         """Ended jobs by status, in the order of what went well to what did not."""
@@ -163,16 +156,15 @@ def read(folder: Path) -> Record:
             head["jobs"],
             (str(head["command"]), str(head["output_dir"])),
         )
-        sweeps, search = list(head.get("sweeps", [])), bool(head.get("search"))
+        sweeps = list(head.get("sweeps", []))
     except (OSError, ValueError, KeyError, TypeError):
-        begun, jobs, words, sweeps, search = None, None, ("", ""), [], False
+        begun, jobs, words, sweeps = None, None, ("", ""), []
     return Record(
         begun,
         jobs,
         *words,
         sweeps,
         [line for line in lines if "status" in line],
-        search,
     )
 
 

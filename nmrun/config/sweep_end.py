@@ -1,5 +1,5 @@
-"""What a sweep says when it has ended: the plans of its jobs, the best job of a search, and the command
-for the table."""
+"""What a sweep says when it has ended: the plans of its jobs, and the command for the
+table."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from nmrun.config import sweep, zipped
-from nmrun.config.metric import higher_is_better
 
 SAID = ("recipe", "sparsity", "dry")  # what a plan has, or all plans have
 OWN_AXES = ("seed", "seeds", "sparsity", "output_dir")  # what a table averages over or has anyway
@@ -50,15 +48,14 @@ def lines(folder: Path) -> list[str]:
     if not places:
         return []
     varied = _varied([line["overrides"] for line in record.done])
-    said = _best(good, varied) if record.search else []
     # <dataset>/<model>/<recipe>/<ratio>/<run>
     above = {str(Path(place).parents[3]) for place in places}
     path = above.pop() if len(above) == 1 else os.path.commonpath(places)
     rows = [key for key in varied if key not in OWN_AXES]
     words = ["nmrun", "table", path]
-    if rows and rows != ["recipe"] and not record.search:
+    if rows and rows != ["recipe"]:
         words += ["--rows", ",".join(dict.fromkeys(["recipe", *rows]))]
-    return [*said, f"  {shlex.join(words)}"]
+    return [f"  {shlex.join(words)}"]
 
 
 def _varied(jobs: Sequence[Sequence[str]]) -> dict[str, None]:
@@ -68,18 +65,3 @@ def _varied(jobs: Sequence[Sequence[str]]) -> dict[str, None]:
         for word in words:
             values.setdefault(zipped.key(word), set()).add(word.partition("=")[2])
     return dict.fromkeys(key for key, found in values.items() if len(found) > 1)
-
-
-def _best(good: Sequence[dict[str, Any]], varied: dict[str, None]) -> list[str]:
-    """The job with the least of what a sweeper minimises, its parameters and run folder."""
-    valued = [line for line in good if line.get("value") is not None]
-    if not valued:
-        return []
-    best = min(valued, key=lambda line: line["value"])
-    metric = f"eval/{best.get('metric')}"
-    value = -best["value"] if higher_is_better(metric) else best["value"]
-    chosen = [word for word in best["overrides"] if zipped.key(word) in varied]
-    return [
-        f"best of {len(valued)}: {metric} {value:.6g} with {' '.join(chosen)}",
-        f"  {best['folder']}",
-    ]

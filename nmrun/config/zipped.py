@@ -29,7 +29,7 @@ def rows(words: Sequence[str]) -> list[list[str]]:
 
     Raises:
         ConfigError: for keys that are not swept, are zipped twice, or have different numbers of
-            values, and for a sweeper of another kind.
+            values.
     """
     groups = {word: word.partition("=")[2].split(",") for word in words if key(word) == "zip"}
     if not groups:
@@ -65,13 +65,6 @@ def rows(words: Sequence[str]) -> list[list[str]]:
             problems.append(
                 f"{zipped}: these keys must have as many values each, and have: {counts}"
             )
-    if any(
-        word.startswith("hydra/sweeper=") and word.partition("=")[2] not in ("basic", "nmrun")
-        for word in words
-    ):
-        problems.append(
-            f"{next(iter(groups))}: a sweeper of another kind (hydra/sweeper) draws its own values; leave one of them out"
-        )
     if problems:
         raise ConfigError(problems)
     sweeps = []

@@ -27,7 +27,6 @@ from nmrun import verbs
 from nmrun.config import (
     command_line,
     experiment,
-    plugins,
     precheck,
     schema,
     source,
@@ -36,7 +35,6 @@ from nmrun.config import (
 )
 from nmrun.config.composing import without_others_configs
 from nmrun.config.identity import finished, run_folder, title
-from nmrun.config.metric import higher_is_better
 from nmrun.config.recorded import recorded
 from nmrun.config.sweep import make_folder
 from nmrun.errors import ConfigError, leads, refuse, tell
@@ -68,7 +66,7 @@ def main(argv: list[str]) -> int:
 
     sweeper.register()
     counts = [found.jobs for found in looks]
-    together = sweeps if _one_launch(sweeps, counts) else []
+    together = sweeps if _one_launch(sweeps) else []
     with recorded(looks, shlex.join(["nmrun", *argv]), together) as folder:
         os.environ[sweep.SWEEP] = str(folder)
         status = _launch(
@@ -90,7 +88,7 @@ def checked(asked: argparse.Namespace) -> tuple[list[list[str]], list[precheck.F
     """
     sweeps = [
         command_line.own_recipe(words)
-        for words in experiment.expand(plugins.repeatable(asked.overrides), asked.multirun)
+        for words in experiment.expand(asked.overrides, asked.multirun)
     ]
     composed: dict[tuple[str, ...], DictConfig] = {}
     looks = [precheck.look(words, asked.multirun, asked.config_dir, composed) for words in sweeps]
@@ -100,13 +98,12 @@ def checked(asked: argparse.Namespace) -> tuple[list[list[str]], list[precheck.F
     return sweeps, looks
 
 
-def _one_launch(sweeps: list[list[str]], jobs: list[int | None]) -> bool:
-    """Whether the sweeper takes them all: their jobs are known and go to one launcher."""
-    launchers = {tuple(filter(sweep.is_hydras, words)) for words in sweeps}
-    return None not in jobs and len(launchers) == 1
+def _one_launch(sweeps: list[list[str]]) -> bool:
+    """Whether the sweeper takes them all: their jobs go to one launcher."""
+    return len({tuple(filter(sweep.is_hydras, words)) for words in sweeps}) == 1
 
 
-def _launch(flags: list[str], launches: list[tuple[list[str], int | None]]) -> int:
+def _launch(flags: list[str], launches: list[tuple[list[str], int]]) -> int:
     """Run the overrides of each launch, which has so many jobs.
 
     Returns:
@@ -117,7 +114,7 @@ def _launch(flags: list[str], launches: list[tuple[list[str], int | None]]) -> i
         for words, count in launches:
             os.environ[BEFORE] = str(before)
             _hydra(flags, words)
-            before += count or 0
+            before += count
     except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
         return int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
     return 0
@@ -134,7 +131,7 @@ _outcomes: list[dict[str, Any]] = []
 
 
 @hydra.main(config_path="pkg://nmrun.conf", config_name="nmrun", version_base="1.3")
-def _job(composed: DictConfig) -> float | None:
+def _job(composed: DictConfig) -> None:
     job = HydraConfig.get()
     folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [sweep.typed(word) for word in job.overrides.task]
@@ -142,18 +139,17 @@ def _job(composed: DictConfig) -> float | None:
         if folder:
             number = int(os.environ[BEFORE]) + job.job.num + 1
             command = command_line.of_job(job, overrides)
-            outcome, values = of_sweep(folder, number, composed, overrides, command)
+            outcome = of_sweep(folder, number, composed, overrides, command)
         else:
-            outcome, values = _outcomes_of(composed, None, command_line.of_job(job, overrides))
+            outcome = _outcomes_of(composed, None, command_line.of_job(job, overrides))
     _outcomes.append(outcome)
     if folder and leads() and outcome["status"] == "interrupted":
         raise SystemExit(_exit_status(outcome))
-    return sum(values) / len(values) if values else None
 
 
 def of_sweep(
     folder: Path, number: int, composed: DictConfig, overrides: list[str], command: str
-) -> tuple[dict[str, Any], list[float]]:
+) -> dict[str, Any]:
     """Run the ``number``-th job of the sweep that is recorded in ``folder``.
 
     Args:
@@ -165,7 +161,7 @@ def of_sweep(
 
     Returns:
         The outcome, as of :func:`nmrun.train.runner.run`, with the status ``refused`` for a
-        mistake; and what a Hydra sweeper minimises, by seed.
+        mistake.
     """
     began = time.monotonic()
     head = sweep.title(folder, number, overrides)
@@ -175,19 +171,14 @@ def of_sweep(
         print(head, flush=True)
     beside = sweep.prefix(folder, number)
     with verbs.prefixed(beside) if beside else contextlib.nullcontext():
-        outcome, values = _outcomes_of(composed, folder.name, command)
+        outcome = _outcomes_of(composed, folder.name, command)
     if leads():
-        value = sum(values) / len(values) if values else None
-        sweep.add(folder, outcome, overrides, time.monotonic() - began, value)
-    return outcome, values
+        sweep.add(folder, outcome, overrides, time.monotonic() - began)
+    return outcome
 
 
-def _outcomes_of(
-    composed: DictConfig, sweep: str | None, command: str = ""
-) -> tuple[dict[str, Any], list[float]]:
-    """A job is one run, or one for each of ``seeds``: the outcome that matters most, and what a
-    Hydra sweeper minimises, by seed.
-    """
+def _outcomes_of(composed: DictConfig, sweep: str | None, command: str = "") -> dict[str, Any]:
+    """A job is one run, or one for each of ``seeds``: the outcome that matters most."""
     seeds = composed.get("seeds")
     found = []
     for seed in [composed.seed] if seeds is None else seeds:
@@ -195,16 +186,7 @@ def _outcomes_of(
         found.append(_outcome(composed, sweep, command))
         if found[-1]["status"] == "interrupted":
             break
-    finals = [
-        (one.get("metrics", {}).get("final", {}), f"eval/{one.get('metric')}") for one in found
-    ]
-    values = [
-        -float(final[metric]) if higher_is_better(metric) else float(final[metric])
-        for final, metric in finals
-        if metric in final
-    ]
-    most = max(found, key=lambda one: MATTERS.index(one["status"]))
-    return most, values if len(values) == len(found) else []
+    return max(found, key=lambda one: MATTERS.index(one["status"]))
 
 
 def _outcome(composed: DictConfig, sweep: str | None, command: str) -> dict[str, Any]:

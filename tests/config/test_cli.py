@@ -280,17 +280,16 @@ def test_a_signal_to_the_group_stops_a_sweep_in_order(
     assert "sweep of 2: 2 finished" in again.stdout
 
 
-def test_several_seeds_in_one_job_and_what_a_sweeper_minimises(tmp_path: Path) -> None:
+def test_several_seeds_in_one_job(tmp_path: Path) -> None:
     words = [*TINY, "recipe=ste", "trainer.epochs=1", f"output_dir={tmp_path}", "seeds=[3,5]"]
     source.register()
     with initialize_config_module("nmrun.conf", version_base="1.3"):
-        outcome, values = jobs._outcomes_of(compose("nmrun", words), None)
-        again, same = jobs._outcomes_of(compose("nmrun", words), None)
+        outcome = jobs._outcomes_of(compose("nmrun", words), None)
+        again = jobs._outcomes_of(compose("nmrun", words), None)
     assert sorted(
         p.name.partition("-")[0] for p in tmp_path.glob("digits/small_conv/ste/2of4/*")
     ) == ["s3", "s5"]
     results = [json.loads(p.read_text()) for p in sorted(tmp_path.rglob("result.json"))]
-    assert values == same == [-result["metrics"]["final"]["eval/accuracy"] for result in results]
     assert (outcome["status"], again["status"]) == ("finished", "skipped")
     assert [result["config"]["seed"] for result in results] == [3, 5]
     assert "seeds" not in results[0]["config"]

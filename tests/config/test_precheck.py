@@ -42,7 +42,7 @@ COMPOSED: Done = {}  # as the sweeps of one command line share them
         ("output_dir=${nope}", ["Interpolation key 'nope' not found"]),
         ("seed=1,2", ["seed=1,2: several values make a sweep; add -m"]),
         ("-m recipe=glob(q*)", ["recipe=glob(q*): matches nothing (there are asp, "]),
-        ("-m optimizer.lr=interval(1,2)", ["optimizer.lr=interval(1,2): an interval needs a sweeper"]),
+        ("-m optimizer.lr=interval(1,2)", ["optimizer.lr=interval(1,2): a sweep takes single values"]),
         ("-m recipe=asp,step optimizer=adam,sgd", ["recipe=step freezes Adam's second moment, which sgd has not"]),
         ("-m recipe=ste,sr_ste recipe.decay=0,1", ["recipe.decay: no such key with recipe=ste"]),
         ("-m recipe=step,spet seed=0,-1 trainer.epochs=0", ["recipe=spet: no such", "seed=-1: it takes", "trainer.epochs=0: it"]),

@@ -25,7 +25,7 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import OmegaConf
 
 from nmrun import cli, verbs
-from nmrun.config import experiment, plugins, sweep, sweep_end
+from nmrun.config import experiment, sweep, sweep_end
 from nmrun.config.sweeper import NMSweeper
 from nmrun.errors import ConfigError
 from nmrun.files import locks
@@ -229,7 +229,6 @@ def _sortable(job: dict[str, Any]) -> str:
         ("seed=0,1 sparsity=2:4,1:4 recipe=ste,asp zip=seed,sparsity zip=recipe,seed", "zip: seed is zipped twice"),
         ("seed=0,1 sparsity=2:4,1:4 zip=seed", "zip=seed: it takes two keys or more"),
         ("seed=0,1 zip=", "zip=: it takes two keys or more"),
-        ("seed=0,1 sparsity=2:4,1:4 zip=seed,sparsity hydra/sweeper=optuna", "leave one of them out"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_zipped(
@@ -357,7 +356,7 @@ def test_what_matters_most_of_several_seeds(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         ends = iter([{"status": first}, {"status": second}])
         monkeypatch.setattr(jobs, "_outcome", lambda *_, ends=ends: next(ends))
-        assert jobs._outcomes_of(OmegaConf.create({"seed": 0, "seeds": [0, 1]}), None)[0] == {
+        assert jobs._outcomes_of(OmegaConf.create({"seed": 0, "seeds": [0, 1]}), None) == {
             "status": most
         }
 
@@ -477,27 +476,14 @@ def test_the_jobs_are_those_that_were_checked(launches, tmp_path: Path) -> None:
 # --- the end --------------------------------------------------------------------------------------
 
 
-def ended(folder: Path, jobs: list[tuple[str, float | None]], search: bool) -> list[str]:
-    """What a sweep says whose jobs had these words and values."""
+def ended(folder: Path, jobs: list[str]) -> list[str]:
+    """What a sweep says whose jobs had these words."""
     folder.mkdir()
-    sweep.begin(folder, len(jobs), "nmrun -m", "out", [], search)
-    for number, (words, value) in enumerate(jobs):
+    sweep.begin(folder, len(jobs), "nmrun -m", "out")
+    for number, words in enumerate(jobs):
         place = f"out/digits/small_conv/ste/2of4/s0-{number}"
-        status = "failed" if value is None else "finished"
-        outcome = {"status": status, "folder": place, "metric": "accuracy"}
-        sweep.add(folder, outcome, words.split(), 1.0, value)
+        sweep.add(folder, {"status": "finished", "folder": place}, words.split(), 1.0)
     return sweep_end.lines(folder)
-
-
-def test_a_search_ends_with_the_best(tmp_path: Path) -> None:
-    """Its value as the metric has it, the parameters that were searched for, and the folder."""
-    jobs = [("lr=1 recipe=ste", -0.5), ("lr=2 recipe=ste", -0.75), ("lr=3 recipe=ste", None)]
-    assert ended(tmp_path / "a", jobs, True) == [
-        "best of 2: eval/accuracy 0.75 with lr=2",
-        "  out/digits/small_conv/ste/2of4/s0-1",
-        "  nmrun table out/digits",
-    ]
-    assert ended(tmp_path / "b", jobs[2:], True) == []
 
 
 def test_a_dry_sweep_is_a_list_of_its_runs_and_writes_nothing(tmp_path: Path, nmrun_cli) -> None:
@@ -536,20 +522,10 @@ def test_a_dry_sweep_says_which_runs_there_cannot_be(tmp_path: Path, nmrun_cli) 
 
 
 def test_a_sweep_ends_with_the_command_for_its_table(tmp_path: Path) -> None:
-    jobs = [("recipe=ste seed=0", 1.0), ("recipe=step seed=1", 1.0)]
-    assert ended(tmp_path / "a", jobs, False) == ["  nmrun table out/digits"]
-    jobs = [("recipe=ste optimizer.lr=1", 1.0), ("recipe=ste optimizer.lr=2", 1.0)]
-    assert ended(tmp_path / "b", jobs, False) == [
-        "  nmrun table out/digits --rows recipe,optimizer.lr"
-    ]
-
-
-def test_a_search_proposes_the_same_again() -> None:
-    words = ["hydra/sweeper=optuna", "seed=0"]
-    assert plugins.repeatable(words) == [*words, "hydra.sweeper.sampler.seed=0"]
-    for own in ("hydra.sweeper.sampler.seed=3", "hydra.sweeper.storage=sqlite:///a.db"):
-        assert plugins.repeatable([*words, own]) == [*words, own]
-    assert plugins.repeatable(["seed=0"]) == ["seed=0"]
+    jobs = ["recipe=ste seed=0", "recipe=step seed=1"]
+    assert ended(tmp_path / "a", jobs) == ["  nmrun table out/digits"]
+    jobs = ["recipe=ste optimizer.lr=1", "recipe=ste optimizer.lr=2"]
+    assert ended(tmp_path / "b", jobs) == ["  nmrun table out/digits --rows recipe,optimizer.lr"]
 
 
 def test_lines_of_jobs_side_by_side_begin_with_the_job(
