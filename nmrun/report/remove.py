@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from nmrun.errors import ConfigError, RunError
@@ -14,6 +14,8 @@ from nmrun.files import locks
 from nmrun.registry import did_you_mean
 from nmrun.report import settings, status
 from nmrun.verbs import Parser
+
+Files = dict[Path, tuple[int, int]]  # size and time of change of each
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,17 +43,24 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("rm: which runs? Name them by --failed or --filter KEY=VALUE")
     if not options.path.is_dir():
         raise ConfigError(f"{options.path}: no such folder")
-    found = chosen(options.path, options.failed, options.filter)
-    size = sum(_size(folder) for folder in found)
+    for left in options.path.rglob(f"{status.DELETED}*"):  # by one that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    found = {
+        folder: _files(folder) for folder in chosen(options.path, options.failed, options.filter)
+    }
     print(*found, sep="\n")
-    what = f"{len(found)} run{'s' if len(found) > 1 else ''}, {size / 1e6:.1f} MB"
+    what = _amount(found.values())
     if not options.yes and not _agreed(what):
         print("nothing deleted")
         return 0
-    kept = [folder for folder in found if not _deleted(folder)]
-    if kept:
-        raise RunError(f"a process is at work on {', '.join(map(str, kept))}: not deleted")
-    print(f"deleted: {what}")
+    kept = {folder: _delete(folder, files) for folder, files in found.items()}
+    gone = [found[folder] for folder, why in kept.items() if not why]
+    if gone:
+        print(f"deleted: {_amount(gone)}")
+    if len(gone) < len(found):
+        raise RunError(
+            "not deleted: " + "; ".join(f"{folder}: {why}" for folder, why in kept.items() if why)
+        )
     return 0
 
 
@@ -100,8 +109,19 @@ def _settings(folder: Path) -> dict[str, str]:
         return {}
 
 
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+def _files(folder: Path) -> Files:
+    found = {}
+    for place, _, names in os.walk(folder):
+        for file in (Path(place, name) for name in names if name != locks.NAME):
+            with contextlib.suppress(OSError):
+                stat = file.lstat()
+                found[file] = (stat.st_size, stat.st_mtime_ns)
+    return found
+
+
+def _amount(runs: Collection[Files]) -> str:
+    size = sum(size for files in runs for size, _ in files.values())
+    return f"{len(runs)} run{'' if len(runs) == 1 else 's'}, {size / 1e6:.1f} MB"
 
 
 def _agreed(what: str) -> bool:
@@ -110,12 +130,31 @@ def _agreed(what: str) -> bool:
     return input(f"delete {what}? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _deleted(folder: Path) -> bool:
-    """Delete a run, and the folders above it that are empty then; False where somebody has it."""
-    with locks.hold(folder) as ours:
-        if not ours:
-            return False
-        shutil.rmtree(folder)
+def _delete(folder: Path, listed: Files) -> str:
+    """Delete a run, and the folders above it that are empty then.
+
+    Args:
+        folder: the run's.
+        listed: its files when it was listed.
+
+    Returns:
+        Why it was not deleted; empty if it was.
+    """
+    if folder.is_symlink():
+        return f"it is a link; name {folder.resolve()}"
+    place = folder.absolute()
+    hidden = place.with_name(f"{status.DELETED}{place.name}-{os.getpid()}")
+    try:
+        with locks.hold(folder) as ours:
+            if not ours:
+                return f"{locks.holder(folder) or 'another process'} is at work on it"
+            if _files(folder) != listed:
+                return "it has changed since it was listed"
+            place.rename(hidden)  # at once: a kill leaves no half of a run
+        with contextlib.suppress(FileNotFoundError):  # another `nmrun rm` may be at it
+            shutil.rmtree(hidden)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
     with contextlib.suppress(OSError):
-        os.removedirs(folder.parent)
-    return True
+        os.removedirs(place.parent)
+    return ""

@@ -25,6 +25,7 @@ from nmrun.verbs import Parser
 
 STATES = ("finished", "running", "interrupted", "failed", "killed")
 PAUSE = 2.0  # seconds between two looks
+DELETED = ".deleted-"  # how a folder begins that `nmrun rm` is about to delete, or was
 FILES = {"config.yaml", "result.json", "checkpoint.pt"}  # one of them makes a folder a run's
 
 
@@ -68,8 +69,10 @@ def _folders(path: Path) -> Iterator[Path]:
         if FILES & set(files) or (not below and locks.held(Path(place))):
             below.clear()
             yield Path(place)
-        elif ".sweeps" in below:
-            below.remove(".sweeps")
+        else:
+            below[:] = [
+                name for name in below if name != ".sweeps" and not name.startswith(DELETED)
+            ]
 
 
 def _run(folder: Path) -> Run:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from nmrun import ranks
 from nmrun.config.identity import finished, identity, result_in, title
-from nmrun.errors import ConfigError, RunError
+from nmrun.errors import ConfigError, RunError, refuse
 from nmrun.files import locks, seal, whole
 from nmrun.settings.config import Config
 from nmrun.signals import Signals
@@ -77,6 +77,9 @@ def run(
         with contextlib.suppress(OSError):
             os.removedirs(folder)  # the empty folders only
         raise
+    except OSError as error:  # a disk that takes nothing any more, not even that the run failed
+        outcome = {"status": "failed", "error": f"{folder}: {error.strerror}", "of_machine": True}
+        refuse([outcome["error"]])
     return {**outcome, "folder": str(folder)}
 
 

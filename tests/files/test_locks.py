@@ -1,17 +1,17 @@
-"""One process at a time has a run folder, also where the file system has no locks or another host
-has it.
+"""One process at a time has a run folder, also where it is deleted beside it, and where the file
+system has no locks.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from pathlib import Path
 from nmrun.files import locks
 if sys.argv[2] == "none":
     def none(*_): raise OSError(errno.ENOLCK, "No locks available")
-    fcntl.flock = none
+    flock, fcntl.flock = fcntl.flock, lambda file, kind: (
+        none() if os.fstat(file).st_ino == os.stat(sys.argv[1] + "/.lock").st_ino else flock(file, kind))
 with locks.hold(Path(sys.argv[1])) as ours:
     child = os.fork()  # as a data loader's, which does not end with its parent
     if child:
@@ -34,21 +35,38 @@ with locks.hold(Path(sys.argv[1])) as ours:
 """
 
 
-def none(number: int) -> Any:
-    def flock(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
+def without_locks(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system without them; the folder for temporary files is on another."""
+    flock = fcntl.flock
 
-    return flock
+    def refused(file: int, kind: int) -> None:
+        if (folder / ".lock").exists() and os.path.samestat(
+            os.fstat(file), (folder / ".lock").stat()
+        ):
+            raise OSError(number, os.strerror(number))
+        flock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", refused)
 
 
 @pytest.fixture(params=["flock", "none"])
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "none":
-        monkeypatch.setattr(fcntl, "flock", none(errno.ENOLCK))
+        without_locks(tmp_path, errno.ENOLCK, monkeypatch)
     return str(request.param)
 
 
-def test_after_a_kill_the_folder_is_free_at_once(kind: str, tmp_path: Path) -> None:
+@pytest.fixture(autouse=True)
+def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return folder
+
+
+def test_after_a_kill_the_folder_is_free_at_once(
+    kind: str, tmp_path: Path, temporary: Path
+) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path), kind], stdout=subprocess.PIPE, text=True
     ) as holder:
@@ -67,80 +85,74 @@ def test_after_a_kill_the_folder_is_free_at_once(kind: str, tmp_path: Path) -> N
                 assert again
         finally:
             os.kill(int(child), signal.SIGKILL)
-    assert list(tmp_path.iterdir()) == []
+    assert [*tmp_path.iterdir(), *temporary.iterdir()] == []
 
 
 @pytest.mark.parametrize(
     "number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EIO]
 )
 def test_without_locks_of_the_file_system(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fcntl, "flock", none(number))
+    without_locks(tmp_path, number, monkeypatch)
     with locks.hold(tmp_path) as ours, locks.hold(tmp_path) as again:
         assert (ours, again, locks.held(tmp_path)) == (True, False, True)
     assert not locks.held(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert [*tmp_path.iterdir(), *temporary.iterdir()] == []
 
 
-def of_another_host(folder: Path, age: float) -> str:
-    lease = folder / locks.LEASE
-    text = json.dumps({"host": "node7", "pid": os.getpid(), "boot": "another"})
-    lease.write_text(text)
-    os.utime(lease, (time.time() - age,) * 2)
-    return text
-
-
-def test_another_host_has_it_while_its_heart_beats(kind: str, tmp_path: Path) -> None:
-    text = of_another_host(tmp_path, locks.STALE - 20)
-    with locks.hold(tmp_path) as ours:
-        assert not ours
-    assert locks.held(tmp_path)
-    assert locks.holder(tmp_path) == f"process {os.getpid()} on node7"
-    assert [path.read_text() for path in tmp_path.iterdir()] == [text]
-
-
-def test_what_another_host_left_is_taken_over(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_one_who_waits_while_the_folder_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "SETTLES", 0.01)
-    of_another_host(tmp_path, locks.STALE + 20)
+    """It may get the lock of a file that has no name any more, and that keeps nobody out."""
+    folder, asides, flock = tmp_path / "run", tmp_path / "deleted", fcntl.flock
+    folder.mkdir()
+
+    def late(file: int, kind: int) -> None:
+        if folder.exists() and not asides.exists():  # between its open and its flock
+            folder.rename(asides)
+        flock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locks.hold(folder) as ours:
+        assert not ours
+    shutil.rmtree(asides)
+    folder.mkdir()
+    asides.mkdir()
+    with locks.hold(folder) as first, locks.hold(folder) as second:
+        assert (first, second) == (True, False)
+
+
+def test_who_deletes_the_folder_leaves_the_next_one_s_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with locks.hold(folder) as ours:
+        assert ours
+        folder.rename(tmp_path / "deleted")
+        folder.mkdir()
+        other = locks.hold(folder)
+        assert other.__enter__()
+    assert locks.held(folder)
+    other.__exit__(None, None, None)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_lease_of_an_earlier_nmrun_keeps_nobody_out(tmp_path: Path) -> None:
+    (tmp_path / ".lease").write_text('{"host": "node7", "pid": 1, "boot": "another"}')
     assert not locks.held(tmp_path)
     with locks.hold(tmp_path) as ours:
         assert ours
-        assert str(os.getpid()) in locks.holder(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_of_two_hosts_that_take_over_one_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other one writes its lease after ours, before we look."""
-    of_another_host(tmp_path, locks.STALE + 20)
-    monkeypatch.setattr(locks.time, "sleep", lambda _: of_another_host(tmp_path, 0))
-    with locks.hold(tmp_path) as ours:
-        assert not ours
-    assert locks.holder(tmp_path).endswith("on node7")
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that says nothing locks as well as one that does."""
 
-
-def test_the_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "BEAT", 0.01)
-    with locks.hold(tmp_path):
-        lease = tmp_path / locks.LEASE
-        os.utime(lease, (1, 1))
-        for _ in range(500):
-            if lease.stat().st_mtime > 1:
-                break
-            time.sleep(0.01)
-        assert abs(lease.stat().st_mtime - time.time()) < 10
-
-
-def test_a_folder_that_takes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk: the run says more of it."""
-
-    def full(*_: object, **__: object) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "open", full)
-    with locks.hold(tmp_path) as ours:
-        assert ours
+    monkeypatch.setattr(Path, "write_text", full)
+    with locks.hold(tmp_path) as ours, locks.hold(tmp_path) as again:
+        assert (ours, again, locks.holder(tmp_path)) == (True, False, "")
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(OSError, match="No space left"), locks.hold(tmp_path):
+        pass

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from verbs import verb
 
 from nmrun import cli
 from nmrun.files import locks
+from nmrun.report import status
 
 
 def test_runs_side_by_side(write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,6 +110,79 @@ def test_a_run_at_work_is_not_deleted(runs, tmp_path: Path, capsys) -> None:
         assert verb(*words) == 0
     assert runs["good"].exists()
     assert not runs["failed"].exists()
+
+
+def test_a_run_that_has_ended_since_it_was_listed_is_not_deleted(
+    runs, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody gives its command again while `nmrun rm` waits for an answer."""
+    result = runs["failed"] / "result.json"
+
+    def answer(_: str) -> str:
+        result.write_text(result.read_text().replace("failed", "finished"))
+        return "y"
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", answer)
+    assert verb("rm", str(tmp_path / "outputs"), "--failed") == 1
+    assert "it has changed since it was listed" in capsys.readouterr().err
+    assert result.exists()
+
+
+def test_a_kill_leaves_no_half_of_a_run(
+    runs, write, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = str(tmp_path / "outputs")
+    words = ("rm", outputs, "--filter", "recipe=ste", "--yes")
+    (runs["good"] / "metrics.jsonl").write_text("{}")
+
+    def killed(folder: Path, **_: object) -> None:
+        (folder / "metrics.jsonl").unlink(missing_ok=True)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        assert verb(*words) == 128 + signal.SIGINT
+    assert not runs["good"].exists()
+    capsys.readouterr()
+    assert verb("table", outputs, "--format", "csv") == 0
+    assert "ste,2:4,test/accuracy,0.5" not in capsys.readouterr().out
+    assert {run.folder for run in status.runs(Path(outputs))} == {
+        str(folder) for name, folder in runs.items() if name != "good"
+    }
+    assert verb(*words) == 0
+    assert not (Path(outputs) / "digits" / "small_conv" / "ste").exists()
+
+
+def test_a_link_to_a_run_is_not_followed(runs, tmp_path: Path, capsys) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(runs["failed"])
+    assert verb("rm", str(link), "--failed", "--yes") == 1
+    assert capsys.readouterr().err == (
+        f"nmrun: not deleted: {link}: it is a link; name {runs['failed']}\n"
+    )
+    assert runs["failed"].exists()
+
+
+@pytest.mark.parametrize("name", ["open", "rename"])
+def test_a_run_that_may_not_be_deleted(
+    name: str, runs, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(os, name)
+
+    def refused(path: Any, *words: Any, **more: Any) -> Any:
+        if str(path).startswith(str(runs["failed"])):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return original(path, *words, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, refused)
+        done = verb("rm", str(tmp_path / "outputs"), "--filter", "recipe=ste", "--yes")
+    said = capsys.readouterr().err
+    assert (done, runs["failed"].exists()) == (1, True)
+    assert said.startswith("nmrun: not deleted: ")
+    assert said.endswith(": Permission denied\n")
+    assert not runs["good"].exists()
 
 
 @pytest.mark.slow
