@@ -91,3 +91,14 @@ def save_weights(path: Path, weights: dict[str, Tensor]) -> None:
     if ranks.leads():
         with whole.replaced(path) as partial:
             save_file(weights, partial)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove the files that a kill has left of :func:`save_weights`: safetensors writes beside the
+    name that it is given.
+
+    Args:
+        folder: a run's, which is ours.
+    """
+    for path in folder.glob(".tmp*"):
+        path.unlink()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from nmrun import ranks
+from nmrun.config.identity import identity
 from nmrun.errors import RunError
 from nmrun.kernels.layout import local
 from nmrun.products.times import as_data
@@ -52,6 +53,7 @@ class Loop(Steps):
     """The training of one run; what changes while it goes on is in :meth:`state_dict`.
 
     Attributes:
+        id: the run's, which its checkpoints carry.
         row: what there is to log of a step whose evaluation a signal put off, else None.
         evaluation: the evaluations, with the best of them.
         events: sentences on what happened, in order.
@@ -63,6 +65,7 @@ class Loop(Steps):
     def __init__(self, config: Config, parts: Parts, console: Console) -> None:
         super().__init__(config, parts)
         self.console = console
+        self.id = identity(config)
         self.acceleration = as_data({str(c.shape): c.times for c in parts.accelerated if c.times})
         self.log_every = log_interval(self.trainer.log_every, self.total_steps)
         self.epochs = -(-self.total_steps // self.task.batches_per_epoch)
@@ -240,6 +243,7 @@ class Loop(Steps):
             "random": ranks.gathered(checkpoint.random_state()),
             "acceleration": self.acceleration,
             "total_steps": self.total_steps,
+            "id": self.id,
             "loop": own | self.evaluation.state_dict(),
             **({"diagnostics": self.diagnostics.state_dict()} if self.diagnostics else {}),
         }

@@ -116,6 +116,7 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
         )  # fmt: skip
         after = _metrics(task, model, "")
     task.close()
+    last_files.remove_unfinished(folder)
     for name in (seal.RESULT, *seal.FILES):
         (folder / name).unlink(missing_ok=True)
     text = yaml.safe_dump(config.plain, sort_keys=False)

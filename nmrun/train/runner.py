@@ -208,6 +208,9 @@ class _Run:
         """Train from the last checkpoint to the end, or to a signal."""
         config, folder = self.config, self.folder
         state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
+        if state is None and not (fresh or complaints) and (folder / "config.yaml").exists():
+            complaints = ["begins anew: it ended before its first checkpoint"]
+        self._refuse_another_run_s(state)
         _, wrong = finished(folder)
         complaints += [f"finished before, but {name}: {what}" for name, what in wrong.items()]
         rows = (state or {}).get("rows")
@@ -251,8 +254,18 @@ class _Run:
         with self.signals.set("act" if alone else "wait"):
             return last_files.write(folder, loop)
 
+    def _refuse_another_run_s(self, state: dict[str, Any] | None) -> None:
+        own = identity(self.config)
+        there = (state or {}).get("id", own)  # checkpoints of earlier versions have none
+        if there != own:
+            raise RunError(
+                f"checkpoint.pt is of run {there}, this is run {own}: put this run's own checkpoint back, "
+                "or start over with force=true"
+            )
+
     def _begin_files(self, anew: bool) -> None:
         folder = self.folder
+        last_files.remove_unfinished(folder)
         if anew:
             for name in FILES:
                 (folder / name).unlink(missing_ok=True)

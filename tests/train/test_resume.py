@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -458,6 +459,63 @@ def test_resume_false_starts_over(
     capsys.readouterr()
     assert outcome(make(tmp_path, "ste", "resume=false")) == left_alone(tmp_path, "ste")
     assert "goes on at" not in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its rows beside it nothing but its id shows that it is another seed's."""
+    made, other = make(tmp_path, "ste"), make(tmp_path, "ste", "seed=1")
+    for each in (made, other):
+        cut(monkeypatch, each, Loop, "train_step", 8)
+    for name in ("checkpoint.pt", "checkpoint.previous.pt", "metrics.jsonl"):
+        shutil.copy(run_folder(other) / name, run_folder(made) / name)
+    result = runner.run(made, run_folder(made))
+    ids = [folder.name.partition("-")[2] for folder in map(run_folder, (made, other))]
+    assert result["status"] == "failed"
+    assert all(part in result["error"] for part in (*ids, "force=true"))
+    assert "Traceback" not in capsys.readouterr().err
+    assert outcome(make(tmp_path, "ste", "force=true")) == left_alone(tmp_path, "ste")
+
+
+def test_a_checkpoint_of_before_there_were_ids_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make(tmp_path, "ste")
+    cut(monkeypatch, made, Loop, "train_step", 8)
+    path = run_folder(made) / "checkpoint.pt"
+    state = checkpoint.load(path)
+    assert state is not None
+    assert state.pop("id") == run_folder(made).name.partition("-")[2]
+    checkpoint.save(path, state)
+    assert outcome(made) == left_alone(tmp_path, "ste")
+    assert "goes on at step 6 of 12" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [(), ("resume=false",)])
+def test_a_run_that_begins_anew_says_so(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where it was killed before its first checkpoint, and nobody has asked for it."""
+    made, told = make(tmp_path, "ste", *words), "begins anew: it ended before its first checkpoint"
+    cut(monkeypatch, made, Loop, "train_step", 2)
+    assert told not in capsys.readouterr().out
+    assert outcome(made) == left_alone(tmp_path, "ste")
+    assert capsys.readouterr().out.count(told) == (not words)
+
+
+def test_what_safetensors_leaves_of_a_killed_file_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for call in (2, 8):  # it begins anew, it is resumed
+        made = make(tmp_path, "ste", f"seed={call}")
+        cut(monkeypatch, made, Loop, "train_step", call)
+        (run_folder(made) / ".tmpa1B2c3").write_bytes(bytes(100))
+        outcome(made)
+        assert not list(run_folder(made).glob(".tmp*"))
 
 
 @pytest.mark.slow
