@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from nmrun.report.labels import named
-from nmrun.report.numbers import unit
+from nmrun.report.numbers import printed, unit
 
 PAPERS = {
     "asp": "ASP",
@@ -61,6 +61,16 @@ PAPERS = {
     "gpt2_large": "GPT-2 Large",
     "gpt2_xl": "GPT-2 XL",
 }
+SETTINGS = {
+    "dataset": "data set",
+    "optimizer.lr": "learning rate",
+    "optimizer.betas": "betas",
+    "sparsity": "N:M",
+    "sparsity.overrides": "N:M of single layers",
+    "trainer.budget": "budget",
+    "trainer.distill": "teacher",
+    "trainer.test": "evaluation of the test split",
+}
 SPLITS = {"test": "test", "eval": "validation", "train": "training"}
 METRICS = {
     "bleu": "BLEU",
@@ -82,16 +92,33 @@ def written(label: str, own: Mapping[str, str] | None = None) -> str:
     return {**PAPERS, **(own or {})}.get(label, label)
 
 
-def metric(name: str) -> str:
-    """Words for a metric, with its unit: ``test accuracy (%)``."""
+def bare(name: str) -> str:
+    """Words for a metric, without its unit: ``test accuracy``."""
     best = name.startswith("best/")
     split, _, rest = name.removeprefix("best/").partition("/")
     words = METRICS.get(name) or (
         f"{SPLITS[split]} {METRICS.get(rest, rest.replace('_', ' '))}" if split in SPLITS else name
     )
-    of_best = " of the best epoch" if best else ""
+    return words + (" of the best epoch" if best else "")
+
+
+def metric(name: str) -> str:
+    """Words for a metric, with its unit: ``test accuracy (%)``."""
     its_unit = "" if name.startswith("flops/") else unit(name)
-    return f"{words}{of_best} ({its_unit})" if its_unit else f"{words}{of_best}"
+    return f"{bare(name)} ({its_unit})" if its_unit else bare(name)
+
+
+def valued(name: str, value: float) -> str:
+    """A metric with its value: ``validation accuracy 97.3 %``."""
+    return " ".join(filter(None, [bare(name), printed(value, name), unit(name)]))
+
+
+def setting(key: str) -> str:
+    """Words for a config key: ``learning rate`` for ``optimizer.lr``."""
+    group, dot, leaf = key.partition(".")
+    text = leaf.replace("_", " ")
+    named = f"{group} {text}" if group in ("model", "dataset", "schedule") else text
+    return SETTINGS.get(key, named if dot else key)
 
 
 def column(

@@ -51,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if "=" in options.name or "/" in options.name or options.name.startswith("."):
         raise ConfigError(f"{options.name}: the first word is a name for the comparison")
     from nmrun.config import command_line
+    from nmrun.config.sweep import span
     from nmrun.train import jobs
     from nmrun.tune import comparison, outcome, plan, progress, space
 
@@ -61,7 +62,13 @@ def main(argv: Sequence[str]) -> int:
     folder = Path(looks[0].output_dir, FOLDER, options.name).absolute()
     cells = plan.cells(folder, sweeps, given, options.config_dir)
     if any(cell.config.dry for cell in cells):
-        print("\n".join([*plan.said(cells, options.trials), f"  {folder}"]))
+        seconds = progress.expected(cells, options.trials)
+        about = (
+            []
+            if seconds is None
+            else [f"  about {span(seconds)}, as long as such runs took before"]
+        )
+        print("\n".join([*plan.said(cells, options.trials), *about, f"  {folder}"]))
         return 0
     with files_of_the_command():
         for cell in cells:

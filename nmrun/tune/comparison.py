@@ -19,12 +19,12 @@ from nmrun.config.composing import Done, composed, composing
 from nmrun.config.identity import finished, identity, run_folder
 from nmrun.errors import ConfigError, RunError
 from nmrun.files import locks, whole
-from nmrun.report.numbers import printed
+from nmrun.report import names
 from nmrun.settings.config import Config
 from nmrun.train import jobs
 from nmrun.tune import space
 from nmrun.tune.plan import Cell
-from nmrun.tune.study import SEED, Study
+from nmrun.tune.study import RUNS, SEED, TRIALS, Study, Trial, ended, of_result
 
 DEFINITION = "study.json"
 COMPOSED: Done = {}  # shared by the runs of all cells
@@ -89,25 +89,31 @@ def run(cell: Cell, trials: int, say: Say) -> bool:
     with locks.hold(cell.folder) as ours:
         if not ours:
             return False
-        study = study_of(cell)
-        while (number := len(study.trials())) < trials:
+        if (line := study_of(cell).settings()[1]) is not None:
+            say(
+                f"{cell.name}  {cell.folder / TRIALS}: line {line} is damaged; the trials from it on "
+                "are proposed again, and runs that ended are not repeated"
+            )
+        while (number := len((study := study_of(cell)).trials())) < trials:
             params = study.propose(trials)
-            ended = _tried(cell, params, SEED)
-            study.add(params, **ended)
-            best = next(iter(study.ranked(trials)), None)
+            study.add(params)
+            done = _tried(cell, params, SEED)
+            best = next(iter(study_of(cell).ranked(trials)), None)
             say(
                 f"{cell.name}  trial {number + 1}/{trials}  {shown(params)}  "
-                f"{_number(ended)}, best {_number(best)}  {ended['seconds']:.0f} s"
+                f"{said(done)}, best {said(best)}  {done.seconds:.0f} s"
             )
         for params, seed in study.to_repeat(trials):
-            ended = _tried(cell, params, seed)
-            study.repeated(params, seed, ended["value"], seconds=ended["seconds"])
-            say(f"{cell.name}  again  {shown(params)}  {_number(ended)}  {ended['seconds']:.0f} s")
+            done = _tried(cell, params, seed)
+            say(
+                f"{cell.name}  seed {seed} of tuning  {shown(params)}  {said(done)}  "
+                f"{done.seconds:.0f} s"
+            )
         for words in _reported(cell, trials):
             config = _composed(cell, words)
             if finished(run_folder(config))[0] is None:
-                ended = _done(cell, config, words)
-                say(f"{cell.name}  seed {config.seed}  {_number(ended)}  {ended['seconds']:.0f} s")
+                done = of_result(_done(cell, config, words), cell.searched)
+                say(f"{cell.name}  seed {config.seed}  {said(done)}  {done.seconds:.0f} s")
     return True
 
 
@@ -121,12 +127,12 @@ def configs(cell: Cell, trials: int) -> list[Config]:
 def _reported(cell: Cell, trials: int) -> list[list[str]]:
     """The words of the runs of a cell's seeds."""
     best = study_of(cell).best(trials)
-    return [_words(cell, best["params"], seed) for seed in cell.seeds] if best else []
+    return [_words(cell, best.params, seed) for seed in cell.seeds] if best else []
 
 
 def study_of(cell: Cell) -> Study:
-    """Open the study of a cell."""
-    return Study(cell.folder, cell.searched, cell.defaults)
+    """Open the study of a cell, with the runs that ended by now."""
+    return Study(cell.folder, cell.searched, cell.defaults, ended(cell.folder, cell.searched))
 
 
 def shown(params: Mapping[str, Any]) -> str:
@@ -144,23 +150,25 @@ def _composed(cell: Cell, words: Sequence[str]) -> Config:
         return schema.check(composed(words, COMPOSED))
 
 
-def _tried(cell: Cell, params: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Do a run of the tuning: the metric, its value, the seconds and the folder. The test split is
-    left alone. Nobody wants to go on, and the checkpoint would be most of what it leaves.
+def _tried(cell: Cell, params: Mapping[str, Any], seed: int) -> Trial:
+    """Do a run of the tuning. The test split is left alone. Nobody wants to go on, and the
+    checkpoint would be most of what it leaves.
     """
-    place = f"output_dir='{cell.folder / 'runs'}'"
+    place = f"output_dir='{cell.folder / RUNS}'"
     words = [*_words(cell, params, seed), "trainer.test=false", place]
     config = _composed(cell, words)
-    ended = _done(cell, config, words)
+    outcome = _done(cell, config, words)
     from nmrun.train import checkpoint  # after the run, since it imports torch
 
-    folder = run_folder(config)
-    checkpoint.remove(folder)
-    return {**ended, "folder": str(folder)}
+    checkpoint.remove(run_folder(config))
+    found = study_of(cell).run(params, seed)
+    if found is None:
+        raise RunError(f"{run_folder(config)}: {outcome.get('error', 'it left no result')}")
+    return found
 
 
 def _done(cell: Cell, config: Config, words: Sequence[str]) -> dict[str, Any]:
-    """Do a run, whose own lines are in its ``run.log``: the metric, its value and the seconds."""
+    """Do a run, whose own lines are in its ``run.log``; its outcome, ``finished`` or ``failed``."""
     with kept(), contextlib.redirect_stdout(io.StringIO()):
         outcome = jobs.one(config, command=command_line.typed(cell.config_dir, words))
     raise_interrupt(outcome)
@@ -168,16 +176,14 @@ def _done(cell: Cell, config: Config, words: Sequence[str]) -> dict[str, Any]:
         raise RunError(
             f"{run_folder(config)}: {outcome['error']}; no trial is lost, and the same command goes on"
         )
-    if outcome["status"] not in ("finished", "skipped"):
-        return {"metric": "", "value": None, "seconds": outcome.get("seconds") or 0.0}
-    metric = f"eval/{outcome['metric']}"
-    if metric not in outcome["metrics"]["final"]:
-        raise ConfigError(f"{config.dataset.name} has no validation split to tune by")
-    value = float(outcome["metrics"]["final"][metric])
-    return {"metric": metric, "value": value, "seconds": float(outcome["seconds"])}
+    return {
+        **outcome,
+        "status": "finished" if outcome["status"] == "skipped" else outcome["status"],
+    }
 
 
-def _number(ended: Mapping[str, Any] | None) -> str:
-    if ended is None or ended["value"] is None:
+def said(trial: Trial | None) -> str:
+    """The value of a trial in words: ``validation accuracy 97.3 %``."""
+    if trial is None or trial.value is None:
         return "failed"
-    return f"{ended['metric']} {printed(ended['value'], ended['metric'])}"
+    return names.valued(trial.metric, trial.value)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,17 +13,19 @@ from typing import Any
 import pandas as pd
 
 from nmrun.config.identity import finished, result_in, run_folder
+from nmrun.config.sweep import span
+from nmrun.errors import RunError
 from nmrun.files import whole
+from nmrun.ranges import Search
 from nmrun.report import formats, records, rows
 from nmrun.report.chosen import usual_metric
 from nmrun.report.collect import row
 from nmrun.report.labels import label
 from nmrun.report.markdown import table as aligned
-from nmrun.report.numbers import printed
 from nmrun.report.tables import build
-from nmrun.tune.comparison import configs, shown, study_of
+from nmrun.tune import space
+from nmrun.tune.comparison import configs, said, shown, study_of
 from nmrun.tune.plan import Cell
-from nmrun.tune.study import SEED
 
 RUNS, TRIALS, TABLE = "runs.csv", "trials.csv", "table.md"
 CELL = "tuned.cell"
@@ -37,8 +40,9 @@ class Outcome:
         runs: a row for each run of a seed, as of :func:`nmrun.report.collect.collect`, with
             ``tuned.*``: the cell, how it was tuned, and the seconds of that.
         trials: a row for each run of the tuning.
-        found: for each cell its name, the number of trials, the winner's mean and settings, and the
-            hours that the tuning took.
+        found: for each cell its name, the number of trials, the winner's mean and settings, and how
+            long the tuning took.
+        edges: a line for each end of a range at which best settings lie.
         failed: the names of cells without a good trial, and the folders of failed runs.
         cells: the cells.
     """
@@ -46,6 +50,7 @@ class Outcome:
     runs: pd.DataFrame
     trials: pd.DataFrame
     found: list[list[str]]
+    edges: list[str]
     failed: list[str]
     cells: Sequence[Cell]
 
@@ -61,6 +66,7 @@ def of(cells: Sequence[Cell], trials: int) -> Outcome:
     tried: list[dict[str, Any]] = []
     found: list[list[str]] = []
     failed = []
+    edges: dict[tuple[str, Search, str], list[str]] = {}
     for cell in cells:
         study = study_of(cell)
         done, best, seconds = study.trials()[:trials], study.best(trials), study.seconds(trials)
@@ -68,16 +74,18 @@ def of(cells: Sequence[Cell], trials: int) -> Outcome:
             CELL: cell.name,
             "tuned.trials": len(done),
             "tuned.over": "; ".join(f"{key} {search}" for key, search in cell.searched.items()),
-            "tuned.by": best["metric"] if best else "",
+            "tuned.by": best.metric if best else "",
             "tuned.seconds": seconds,
         }
-        for trial in [*({"seed": SEED, **trial} for trial in done), *study.repeats()]:
-            own = {key: trial[key] for key in ("seed", "value", "seconds")}
-            tried.append({"cell": cell.name, **own, **trial["params"]})
-        value = f"{best['metric']} {printed(best['value'], best['metric'])}" if best else "failed"
-        settings = shown(best["params"]) if best else ""
+        for run in [*done, *study.repeats()]:
+            own = {key: getattr(run, key) for key in ("seed", "value", "seconds")}
+            tried.append({"cell": cell.name, **own, **run.params})
         if done:
-            found.append([cell.name, str(len(done)), value, settings, f"{seconds / 3600:.2f}"])
+            settings = shown(best.params) if best else ""
+            found.append([cell.name, str(len(done)), said(best), settings, span(seconds)])
+        for key, value in best.params.items() if best else ():
+            if end := space.at_edge(value, cell.searched[key]):
+                edges.setdefault((key, cell.searched[key], end), []).append(cell.name)
         failed += [cell.name] if len(done) == trials and best is None else []
         for config in configs(cell, trials):
             folder = run_folder(config)
@@ -87,7 +95,15 @@ def of(cells: Sequence[Cell], trials: int) -> Outcome:
             elif result.get("status") == "failed":
                 failed.append(str(folder))
     of_seeds, of_trials = pd.DataFrame(runs, dtype=object), pd.DataFrame(tried, dtype=object)
-    return Outcome(of_seeds, of_trials, found, failed, cells)
+    return Outcome(of_seeds, of_trials, found, _edges(edges), failed, cells)
+
+
+def _edges(found: Mapping[tuple[str, Search, str], Sequence[str]]) -> list[str]:
+    return [
+        f"best at the {end} end of {key} {search}: {', '.join(names)}; under another name, look further "
+        f"with --over {shlex.quote(f'{key}={space.wider(search, end)}')}"
+        for (key, search, end), names in found.items()
+    ]
 
 
 def write(folder: Path, outcome: Outcome) -> None:
@@ -107,8 +123,14 @@ def _others(file: Path, new: str, key: str, mine: set[str]) -> str:
     """New lines after those that a CSV file has of other cells."""
     if not file.exists():
         return new
-    with file.open(encoding="utf-8", newline="") as old:
-        others = [line for line in csv.DictReader(old) if line.get(key) and line[key] not in mine]
+    try:
+        with file.open(encoding="utf-8", newline="") as old:
+            lines = [*csv.DictReader(old)]
+    except (ValueError, csv.Error) as error:
+        raise RunError(
+            f"{file} is damaged: {error}; remove it and give the command again"
+        ) from None
+    others = [line for line in lines if line.get(key) and line[key] not in mine]
     if not others:
         return new
     lines = [*others, *csv.DictReader(io.StringIO(new))]
@@ -132,11 +154,12 @@ def text(outcome: Outcome) -> str:
         for values, part in outcome.runs.groupby(labels):
             table = build(part, usual_metric(part), ["recipe", *own], ["sparsity"])
             pairs = zip(groups, values, strict=True)
-            said = [f"{key}={value}" for key, value in pairs if key not in IN_TITLE]
-            heading = f"{', '.join(said)}\n\n" if said else ""
+            apart_by = [f"{key}={value}" for key, value in pairs if key not in IN_TITLE]
+            heading = f"{', '.join(apart_by)}\n\n" if apart_by else ""
             parts.append(heading + formats.render([table], "markdown"))
-    head = ["cell", "trials", "mean of three seeds", "settings", "hours of tuning"]
+    head = ["cell", "trials", "mean of three seeds", "settings", "time of tuning"]
     title = "What the trials found"
     parts += [f"{title}\n\n{aligned(head, outcome.found)}\n"] if outcome.found else []
+    parts += ["\n".join([*outcome.edges, ""])] if outcome.edges else []
     parts += [f"failed: {', '.join(outcome.failed)}\n"] if outcome.failed else []
     return "\n".join(parts)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
+from typing import Any
 
-from nmrun.config.identity import result_in, run_folder
+from nmrun.config.identity import IRRELEVANT, completed, finished, result_in, run_folder
 from nmrun.config.sweep import span
 from nmrun.tune.comparison import configs, study_of
 from nmrun.tune.plan import Cell, total
-
-ENDED = ("finished", "failed")  # ends of a seed's run after which nothing is left to do
+from nmrun.tune.study import ENDED, RUNS
 
 
 class Progress:
@@ -50,11 +51,47 @@ def ahead(cell: Cell, trials: int) -> int:
         cell: the cell.
         trials: the number of its trials.
     """
-    done = len(study_of(cell).trials())
+    study = study_of(cell)
+    done = len(study.trials())
     if done < trials:
         return total([cell], trials) - done
-    repeats = len(study_of(cell).to_repeat(trials))
+    repeats = len(study.to_repeat(trials))
     if repeats:
         return repeats + len(cell.seeds)
     ends = [result_in(run_folder(config)).get("status") for config in configs(cell, trials)]
     return sum(end not in ENDED for end in ends)
+
+
+def expected(cells: Sequence[Cell], trials: int) -> float | None:
+    """Add up the seconds that the runs ahead will take, by the runs that there are: of the same
+    recipe, ratio, network, data and training. A cell without such runs takes what others do.
+
+    Args:
+        cells: of a comparison.
+        trials: of each.
+
+    Returns:
+        The seconds of one run after the other; None where no run has been measured.
+    """
+    took = [_took(cell) for cell in cells]
+    if not (known := [seconds for each in took for seconds in each]):
+        return None
+    pairs = zip(cells, took, strict=True)
+    return sum(ahead(cell, trials) * statistics.fmean(own or known) for cell, own in pairs)
+
+
+def _took(cell: Cell) -> list[float]:
+    """The seconds of the finished runs that are like a cell's."""
+    wanted = _alike(cell.config.plain)
+    places = [*(cell.folder / RUNS).glob("*/*/*/*/*"), *run_folder(cell.config).parent.glob("*")]
+    results = [result for place in places if (result := finished(place)[0])]
+    return [one["seconds"] for one in results if _alike(completed(one["config"])) == wanted]
+
+
+def _alike(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """What decides how long a run takes."""
+    leave = {"trainer": IRRELEVANT["trainer"] | {"test"}, "dataset": IRRELEVANT["dataset"]}
+    return [
+        {key: value for key, value in config[group].items() if key not in leave.get(group, ())}
+        for group in ("dataset", "model", "trainer")
+    ]

@@ -6,6 +6,7 @@ log(1e-6, 1e-2)] = 2e-4``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from nmrun.recipes import RECIPES
 from nmrun.settings.config import Config
 
 RATE = "optimizer.lr"
+EDGE = 0.05  # of a range, where a value is said to lie at its end
 AROUND = 5.0  # the learning rate is looked for from a fifth to five times the config's
 Space = Mapping[str, Search]
 
@@ -85,3 +87,31 @@ def read(words: Sequence[str]) -> Space:
 def words(params: Mapping[str, Any]) -> list[str]:
     """Write what was found as overrides."""
     return [f"{key}={value}" for key, value in params.items()]
+
+
+def at_edge(value: Any, search: Search) -> str:
+    """Say at which end of a range a value lies: ``lower``, ``upper``, or nothing.
+
+    At an end is what lies within a twentieth of the range from it (of the logarithms, where the
+    range is looked through by them). A list of values has no ends.
+    """
+    if search.values:
+        return ""
+    low, high, at = (math.log(x) if search.log else x for x in (search.low, search.high, value))
+    place = (at - low) / (high - low) if high > low else 0.5
+    return "lower" if place < EDGE else "upper" if place > 1 - EDGE else ""
+
+
+def wider(search: Search, end: str) -> str:
+    """Write a range that goes on at one end, as ``--over`` takes it; ``...`` where it is not
+    known how far a setting may go.
+
+    Args:
+        search: a range.
+        end: ``lower`` or ``upper``.
+    """
+    if not search.log:
+        return "..."
+    low = search.low / AROUND if end == "lower" else search.low
+    high = search.high * AROUND if end == "upper" else search.high
+    return f"tag(log,interval({low:g},{high:g}))"

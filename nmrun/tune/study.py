@@ -1,28 +1,87 @@
 """The trials of one cell of a comparison, and which settings to try next.
 
-Optuna proposes. Its study is made anew from ``trials.jsonl`` for each proposal, with a seed that
-follows from the trial's number, so a comparison that was cut off goes on with the same proposals.
+``trials.jsonl`` lists what was tried, in order. What came of it is in the ``result.json`` of each
+run, whose hash is checked: no other file can decide. Optuna proposes. Its study is made anew for
+each proposal, with a seed that follows from the trial's number, so a comparison that was cut off
+goes on with the same proposals.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nmrun.config.identity import finished, result_in
 from nmrun.config.metric import higher_is_better
+from nmrun.config.schema import flatten
 from nmrun.errors import ConfigError
-from nmrun.files import jsonl
+from nmrun.files import jsonl, whole
 from nmrun.ranges import Search
 
 SEED = 1000  # of the trials' runs: the seeds that are reported decide nothing
 FINALISTS = 2  # the best trials, which are repeated with each of
 AGAIN = (1001, 1002)
-TRIALS, REPEATS = "trials.jsonl", "repeats.jsonl"
+TRIALS, RUNS = "trials.jsonl", "runs"
+ENDED = ("finished", "failed")  # ends after which nothing is left to do
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run that ended: its settings by key, and the validation metric of its last weights; None
+    where it failed or the metric was not finite.
+    """
+
+    params: dict[str, Any]
+    seed: int
+    metric: str
+    value: float | None
+    seconds: float
+
+
+def ended(folder: Path, space: Mapping[str, Search]) -> list[Trial]:
+    """List the runs of a cell's tuning that ended, and whose results are as they were written.
+
+    Args:
+        folder: of the cell.
+        space: the search spaces by key.
+
+    Raises:
+        ConfigError: where a run has no metric of a validation split.
+    """
+    found = []
+    for file in sorted((folder / RUNS).glob("*/*/*/*/*/result.json")):
+        result, wrong = finished(file.parent)
+        result = result_in(file.parent) if result is None and not wrong else result
+        if result and result.get("status") in ENDED and not result.get("of_machine"):
+            with contextlib.suppress(KeyError, TypeError, AttributeError):  # written by hand
+                found.append(of_result(result, space))
+    return found
+
+
+def of_result(result: Mapping[str, Any], space: Mapping[str, Search]) -> Trial:
+    """Read how a run ended.
+
+    Args:
+        result: what is in its ``result.json``; a run that did not finish has no value.
+        space: the search spaces by key.
+
+    Raises:
+        ConfigError: where it has no metric of a validation split.
+    """
+    flat = flatten(result["config"])
+    params, seconds = {key: flat[key] for key in space if key in flat}, result["seconds"] or 0.0
+    if result["status"] == "failed":
+        return Trial(params, flat["seed"], "", None, seconds)
+    metric, final = f"eval/{result['metric']}", result["metrics"]["final"]
+    if metric not in final:
+        raise ConfigError(f"{flat['dataset.name']} has no validation split to tune by")
+    return Trial(params, flat["seed"], metric, final[metric], seconds)
 
 
 class Study:
@@ -32,46 +91,66 @@ class Study:
         folder: where ``trials.jsonl`` is.
         space: the search spaces by key.
         defaults: the settings that the first trial has, by key.
+        runs: those of the tuning that ended, as of :func:`ended`.
     """
 
     def __init__(
-        self, folder: Path, space: Mapping[str, Search], defaults: Mapping[str, Any]
+        self,
+        folder: Path,
+        space: Mapping[str, Search],
+        defaults: Mapping[str, Any],
+        runs: Sequence[Trial],
     ) -> None:
-        self.folder, self.space, self.defaults = folder, space, defaults
+        self.folder, self.space, self.defaults, self.runs = folder, space, defaults, runs
 
-    def trials(self) -> list[dict[str, Any]]:
-        """List the trials that ended: ``params``, ``metric``, ``value`` (None where the run failed),
-        and what else :meth:`add` was given.
+    def settings(self) -> tuple[list[dict[str, Any]], int | None]:
+        """What ``trials.jsonl`` lists, up to its first damaged line; and that line's number."""
+        lines, damaged = jsonl.read(self.folder / TRIALS)
+        whole_lines = lines[: damaged[0] - 1] if damaged else lines
+        found: list[dict[str, Any]] = []
+        for number, line in enumerate(whole_lines, 1):
+            params = line.get("params")
+            if not isinstance(params, dict) or {*params} != {*self.space}:
+                return found, number
+            found.append(params)
+        return found, damaged[0] if damaged else None
+
+    def trials(self) -> list[Trial]:
+        """List the trials in order, up to the first whose run has not ended."""
+        found = []
+        for params in self.settings()[0]:
+            run = self.run(params, SEED)
+            if run is None:
+                break
+            found.append(run)
+        return found
+
+    def run(self, params: Mapping[str, Any], seed: int) -> Trial | None:
+        """Find the run with some settings and a seed; None where it has not ended."""
+        return next((run for run in self.runs if (run.params, run.seed) == (params, seed)), None)
+
+    def add(self, params: Mapping[str, Any]) -> None:
+        """List the settings of the next trial; they take the place of a damaged line and of what
+        stands after it.
         """
-        return jsonl.read(self.folder / TRIALS)[0]
+        listed, number = self.settings()[0], len(self.trials())
+        listed[number : number + 1] = [dict(params)]
+        lines = "".join(json.dumps({"params": each}) + "\n" for each in listed)
+        whole.write(self.folder / TRIALS, lines, shared=True)
 
-    def add(self, params: Mapping[str, Any], metric: str, value: float | None, **rest: Any) -> None:
-        """Note the end of a trial."""
-        self._append(TRIALS, {"params": dict(params), "metric": metric, "value": value, **rest})
-
-    def ranked(self, count: int) -> list[dict[str, Any]]:
+    def ranked(self, count: int) -> list[Trial]:
         """Order the first ``count`` trials, without those that failed, the best first."""
-        good = [trial for trial in self.trials()[:count] if trial["value"] is not None]
-        higher = bool(good) and higher_is_better(good[0]["metric"])
-        return sorted(good, key=lambda trial: trial["value"], reverse=higher)
+        good = [trial for trial in self.trials()[:count] if trial.value is not None]
+        higher = bool(good) and higher_is_better(good[0].metric)
+        return sorted(good, key=_value, reverse=higher)
 
     def to_repeat(self, count: int) -> list[tuple[dict[str, Any], int]]:
         """List the finalists' settings with the seeds that they have not been repeated with."""
-        done = [(again["params"], again["seed"]) for again in self.repeats()]
-        return [
-            (trial["params"], seed)
-            for trial in self.ranked(count)[:FINALISTS]
-            for seed in AGAIN
-            if (trial["params"], seed) not in done
-        ]
+        finalists = self.ranked(count)[:FINALISTS]
+        wanted = [(trial.params, seed) for trial in finalists for seed in AGAIN]
+        return [(params, seed) for params, seed in wanted if self.run(params, seed) is None]
 
-    def repeated(
-        self, params: Mapping[str, Any], seed: int, value: float | None, **rest: Any
-    ) -> None:
-        """Note the end of a finalist's run with another seed."""
-        self._append(REPEATS, {"params": dict(params), "seed": seed, "value": value, **rest})
-
-    def best(self, count: int) -> dict[str, Any] | None:
+    def best(self, count: int) -> Trial | None:
         """Find the settings whose mean over the tuning seeds is best.
 
         One lucky seed makes no winner: near the largest learning rate that trains at all, a run
@@ -85,29 +164,24 @@ class Study:
         """
         means = []
         for trial in self.ranked(count)[:FINALISTS]:
-            own = [again for again in self.repeats() if again["params"] == trial["params"]]
-            values = [trial["value"], *(again["value"] for again in own)]
-            if None not in values:
-                means.append({**trial, "value": sum(values) / len(values)})
-        choose = max if means and higher_is_better(means[0]["metric"]) else min
-        return choose(means, key=lambda trial: trial["value"]) if means else None
+            runs = [trial, *(again for again in self.repeats() if again.params == trial.params)]
+            values = [run.value for run in runs if run.value is not None]
+            if len(values) == len(runs):
+                means.append(replace(trial, value=sum(values) / len(values)))
+        choose = max if means and higher_is_better(means[0].metric) else min
+        return choose(means, key=_value) if means else None
 
     def seconds(self, count: int) -> float:
         """Add up the seconds of the trials that count and of the finalists' repeats."""
-        return sum(run["seconds"] for run in [*self.trials()[:count], *self.repeats()])
+        return sum(run.seconds for run in [*self.trials()[:count], *self.repeats()])
 
-    def repeats(self) -> list[dict[str, Any]]:
-        """List the finalists' runs with other seeds: ``params``, ``seed``, ``value``, ``seconds``."""
-        return jsonl.read(self.folder / REPEATS)[0]
-
-    def _append(self, name: str, content: Mapping[str, Any]) -> None:
-        with (self.folder / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(content) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def repeats(self) -> list[Trial]:
+        """List the finalists' runs with other seeds."""
+        return [run for run in self.runs if run.seed in AGAIN]
 
     def propose(self, count: int) -> dict[str, Any]:
-        """Choose the settings of the next trial: first the defaults, then by Optuna's TPE.
+        """Choose the settings of the next trial: those that are listed, then the defaults, then by
+        Optuna's TPE.
 
         Args:
             count: the number of trials in all; half of them are random.
@@ -123,10 +197,12 @@ class Study:
         except ImportError:
             raise ConfigError("nmrun tune needs Optuna: pip install 'nmrun[tune]'") from None
         optuna.logging.set_verbosity(logging.WARNING)
-        done = self.trials()
+        listed, done = self.settings()[0], self.trials()
+        if len(done) < len(listed):
+            return listed[len(done)]
         # each trial its own stream of random numbers, the same whoever goes on after an interrupt
         sampler = optuna.samplers.TPESampler(seed=len(done), n_startup_trials=max(2, count // 2))
-        metrics = [trial["metric"] for trial in done if trial["value"] is not None]
+        metrics = [trial.metric for trial in done if trial.value is not None]
         higher = bool(metrics) and higher_is_better(metrics[0])
         directions = optuna.study.StudyDirection
         direction = directions.MAXIMIZE if higher else directions.MINIMIZE
@@ -134,13 +210,13 @@ class Study:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Optuna 2 calls enqueueing experimental
             for past in done:
-                study.enqueue_trial(past["params"])
+                study.enqueue_trial(past.params)
                 trial = study.ask()
                 self._suggested(trial)
-                if past["value"] is None:  # to TPE, worse than any that ended
+                if past.value is None:  # to TPE, worse than any that ended
                     study.tell(trial, state=optuna.trial.TrialState.PRUNED)
                 else:
-                    study.tell(trial, past["value"])
+                    study.tell(trial, past.value)
             if not done and all(_within(self.defaults[key], s) for key, s in self.space.items()):
                 study.enqueue_trial({key: self.defaults[key] for key in self.space})
             found = self._suggested(study.ask())
@@ -153,6 +229,11 @@ class Study:
             else trial.suggest_float(key, search.low, search.high, log=search.log)
             for key, search in self.space.items()
         }
+
+
+def _value(trial: Trial) -> float:
+    assert trial.value is not None
+    return trial.value
 
 
 def _within(value: Any, search: Search) -> bool:

@@ -21,11 +21,13 @@ from nmrun.config.composing import composed, composing
 from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError, RunError
 from nmrun.files import locks
+from nmrun.ranges import among
 from nmrun.report.collect import collect
 from nmrun.train import jobs, last_files
 from nmrun.tune import comparison, outcome, plan, progress
 from nmrun.tune.cli import main
 from nmrun.tune.progress import Progress
+from nmrun.tune.study import Study, Trial, ended
 
 pytestmark = pytest.mark.slow
 
@@ -45,11 +47,16 @@ def tune(*words: str) -> int:
     return main(["try", "--trials", "3", *SWEEP, *words])
 
 
-def trials(place: Path = PLACE, name: str = "trials") -> dict[str, list[dict]]:
-    return {
-        file.parent.name: [json.loads(line) for line in file.read_text().splitlines()]
-        for file in sorted(place.rglob(f"{name}.jsonl"))
-    }
+def studies(place: Path = PLACE) -> dict[str, Study]:
+    found = {}
+    for file in sorted(place.rglob("study.json")):
+        space = dict.fromkeys(json.loads(file.read_text())["space"], among())
+        found[file.parent.name] = Study(file.parent, space, {}, ended(file.parent, space))
+    return found
+
+
+def trials(place: Path = PLACE) -> dict[str, list[Trial]]:
+    return {name: study.trials() for name, study in studies(place).items() if study.trials()}
 
 
 def cells_here() -> list[plan.Cell]:
@@ -89,32 +96,37 @@ def test_every_cell_gets_the_same_trials_and_its_seeds_have_the_best(whole, monk
     runs = collect(["outputs"])
     assert len(runs) == 6
     assert set(runs["seed"]) == {0, 1}
-    for cell, lines in found.items():
-        repeats = trials(name="repeats")[cell]
-        assert [again["seed"] for again in repeats] == [1001, 1002] * 2
-        finalists = sorted(lines, key=lambda line: -line["value"])[:2]
+    for cell, tried in found.items():
+        repeats = studies()[cell].repeats()
+        assert sorted(again.seed for again in repeats) == [1001, 1001, 1002, 1002]
+        finalists = sorted(tried, key=lambda trial: -trial.value)[:2]
 
-        def mean(line, repeats=repeats):
-            own = [again["value"] for again in repeats if again["params"] == line["params"]]
-            return (line["value"] + sum(own)) / 3
+        def mean(trial, repeats=repeats):
+            own = [again.value for again in repeats if again.params == trial.params]
+            return (trial.value + sum(own)) / 3
 
         best = max(finalists, key=mean)
         name, _, ratio = cell.partition("-")
         mine = runs[
             (runs["recipe"] == name) & (runs["sparsity"] == (ratio.replace("-", ":") or name))
         ]
-        for key, value in best["params"].items():
+        for key, value in best.params.items():
             assert set(mine[key]) == {value}
-        of_trial = json.loads(Path(best["folder"], "result.json").read_text())
-        assert of_trial["config"]["seed"] == 1000
-        assert of_trial["metrics"]["final"]["eval/accuracy"] == best["value"]
+        files = [json.loads(f.read_text()) for f in PLACE.glob(f"{cell}/runs/**/result.json")]
+        (of_trial,) = [
+            result
+            for result in files
+            if result["config"]["seed"] == 1000
+            and all(schema.flatten(result["config"])[k] == v for k, v in best.params.items())
+        ]
+        assert of_trial["metrics"]["final"]["eval/accuracy"] == best.value
     printed = whole[1]
     assert (
         "3 trials by eval/accuracy, the best two with three seeds; all over optimizer.lr 0.0002 to 0.005 (log)"
         in printed
     )
     assert "sr_ste over recipe.decay 1e-06 to 0.01 (log)" in printed
-    assert re.search(r"sr_ste 1:8\s+\| 3\s+\| eval/accuracy", printed)
+    assert re.search(r"sr_ste 1:8\s+\| 3\s+\| validation accuracy", printed)
 
 
 def test_trials_leave_the_test_split_alone(whole):
@@ -174,10 +186,10 @@ def test_what_is_ahead_is_counted_for_all_processes(whole, tmp_path, monkeypatch
     for status, ahead in (("interrupted", 1), ("failed", 0), ("finished", 0)):
         files[0].write_text(json.dumps({**json.loads(whole_result), "status": status}))
         assert Progress(cells, 3).ahead() == ahead
-    file = cells[1].folder / "repeats.jsonl"
-    repeats = file.read_text().splitlines(keepends=True)
-    file.write_text("".join(repeats[:1]))  # its seeds may get other settings
-    assert Progress(cells, 3).ahead() == 3 + 2
+    repeats = sorted((cells[1].folder / "runs").glob("*/*/*/*/s100[12]-*/result.json"))
+    hidden = [file.rename(file.with_name("hidden")) for file in repeats[1:]]
+    assert len(hidden) == 3
+    assert Progress(cells, 3).ahead() == 3 + 2  # its seeds may get other settings
     (cells[1].folder / "trials.jsonl").unlink()
     assert Progress(cells, 3).ahead() == 3 + 4 + 2
 
@@ -186,9 +198,11 @@ def test_what_is_ahead_is_counted_for_all_processes(whole, tmp_path, monkeypatch
     far = Progress(cells, 3)
     clock[0] += 800
     assert far.line("told") == "[18/27] told"  # nothing has ended since, so who knows
-    shutil.copy(whole[0] / file.relative_to(tmp_path).with_name("trials.jsonl"), file.parent)
+    listed = cells[1].folder / "trials.jsonl"
+    shutil.copy(whole[0] / listed.relative_to(tmp_path), listed)
     assert far.line("told") == "[22/27] told (17 min left)"  # 4 took 800 seconds, 5 are left
-    file.write_text("".join(repeats))
+    for file in hidden:
+        file.rename(file.with_name("result.json"))
     assert far.line("told") == "[27/27] told"
 
 
@@ -245,7 +259,7 @@ def test_a_data_set_without_a_test_split_is_shown_on_its_validation_split():
         {**alike, "dataset": "a", "test/accuracy": 0.5, "eval/accuracy": 0.6},
         {**alike, "dataset": "b", "eval/accuracy": 0.7},
     ])  # fmt: skip
-    said = outcome.text(outcome.Outcome(runs, pd.DataFrame(), [], [], []))
+    said = outcome.text(outcome.Outcome(runs, pd.DataFrame(), [], [], [], []))
     assert re.findall(r"on the (\w+) split", said) == ["test", "validation"]
     assert re.findall(r"\| ste +\| ([\d.]+) ", said) == ["50.0", "70.0"]
 
@@ -297,8 +311,8 @@ def test_cut_off_anywhere_it_ends_with_the_same(whole, monkeypatch):
             stops += 1
     assert stops == 13  # 27 runs
     cut = trials(Path("cut/.tune/try"))
-    values = {cell: [(t["params"], t["value"]) for t in lines] for cell, lines in cut.items()}
-    assert values == {c: [(t["params"], t["value"]) for t in ls] for c, ls in expected.items()}
+    values = {cell: [(t.params, t.value) for t in tried] for cell, tried in cut.items()}
+    assert values == {c: [(t.params, t.value) for t in tried] for c, tried in expected.items()}
     pd.testing.assert_frame_equal(table("cut/.tune/try/runs.csv"), runs)
 
 
@@ -342,7 +356,7 @@ def test_a_signal_ends_it_with_a_line(number, ends, capsys, monkeypatch):
     with pytest.raises(ends):
         tune()
     assert capsys.readouterr().out.endswith("\ninterrupted; the same command goes on\n")
-    assert not any(trials().values())
+    assert not trials()
 
 
 @pytest.mark.parametrize(
@@ -390,7 +404,7 @@ def test_a_full_disk_is_no_trial_that_failed(monkeypatch, dense):
     assert trials()["dense"] == three
     assert main(asked) == 0
     four = trials()["dense"]
-    assert [one["value"] is None for one in four] == [False] * 4
+    assert [one.value is None for one in four] == [False] * 4
 
 
 def test_trials_leave_no_checkpoints(dense):
@@ -429,3 +443,82 @@ def test_a_record_that_is_not_whole_gets_a_line(text, dense):
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"study.json is not whole; remove .*dense to tune anew"):
         tune("recipe=dense")
+
+
+def changed(file: Path, was: str, now: str) -> None:
+    text = file.read_text()
+    assert was in text
+    file.write_text(text.replace(was, now, 1))
+
+
+@pytest.mark.parametrize("now", ["106.3", "NaN", '"a text"', "null"])
+def test_no_file_but_the_runs_own_results_decides(now, dense, capsys):
+    """A value that was written into the list counts for nothing; a result that was changed is no
+    result, and its run is done again with the same bits.
+    """
+    before, table_before = trials(), (PLACE / "runs.csv").read_text()
+    changed(PLACE / "dense/trials.jsonl", '{"params"', f'{{"value": {now}, "params"')
+    assert trials() == before
+    worst = min(before["dense"], key=lambda trial: trial.value)
+    (file,) = [
+        file
+        for file in (PLACE / "dense/runs").glob("*/*/*/*/s1000-*/result.json")
+        if json.loads(file.read_text())["config"]["optimizer"]["lr"] == worst.params["optimizer.lr"]
+    ]
+    changed(file, f'"eval/accuracy": {worst.value!r}', f'"eval/accuracy": {now}')
+    assert tune("recipe=dense") == 0
+    assert [(t.params, t.value) for t in trials()["dense"]] == [
+        (t.params, t.value) for t in before["dense"]
+    ]
+    pd.testing.assert_frame_equal(
+        pd.read_csv(PLACE / "runs.csv").drop(columns="tuned.seconds"),
+        pd.read_csv(io.StringIO(table_before)).drop(columns="tuned.seconds"),
+    )
+
+
+@pytest.mark.parametrize(
+    "damage", ["{", '{"params": {"optimizer.lr": 0.001', "[1]", '{"value": 1}']
+)
+def test_a_damaged_line_is_said_and_nothing_is_done_again(damage, dense, capsys, monkeypatch):
+    before = trials()
+    file = PLACE / "dense/trials.jsonl"
+    first, _, third = file.read_text().splitlines()
+    file.write_text(f"{first}\n{damage}\n{third}\n")
+    ran = []
+    do = jobs.one
+    monkeypatch.setattr(jobs, "one", lambda *a, **k: ran.append(do(*a, **k)) or ran[-1])
+    assert tune("recipe=dense") == 0
+    assert {one["status"] for one in ran} == {"skipped"}
+    assert trials() == before
+    said = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
+    assert len(said) == 1
+    assert "trials.jsonl: line 2 is damaged" in said[0]
+
+
+def test_a_file_of_runs_that_is_damaged_gets_a_line(dense):
+    (PLACE / "runs.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RunError, match=r"runs.csv is damaged: .*; remove it"):
+        tune("recipe=dense")
+
+
+def test_a_best_value_at_the_end_of_its_range_is_said(capsys):
+    """Of two learning rates that hardly train, the higher one trains more."""
+    asked = ["--over", "optimizer.lr=tag(log,interval(1e-5,1e-4))", "optimizer.lr=1e-4"]
+    assert tune("recipe=dense", "seed=0", *asked) == 0
+    said = capsys.readouterr().out
+    assert "best at the upper end of optimizer.lr 1e-05 to 0.0001 (log): dense;" in said
+    assert "--over 'optimizer.lr=tag(log,interval(1e-05,0.0005))'" in said
+
+
+def test_a_dry_one_says_how_long_by_runs_that_there_are(dense, capsys):
+    seconds = [json.loads(f.read_text())["seconds"] for f in Path("outputs").rglob("result.json")]
+    assert len(seconds) == 9
+    mean = sum(seconds) / 9
+    cells = cells_here()
+    # dense is done; of the two other cells nothing is known but what its runs took
+    assert progress.expected(cells, 3) == pytest.approx(2 * 9 * mean)
+    assert progress.expected(cells[:1], 5) == pytest.approx((2 + 4 + 2) * mean)
+    assert tune("dry=true") == 0
+    assert "  about " in capsys.readouterr().out
+    assert tune("dry=true", "trainer.epochs=2") == 0  # of other epochs there are none
+    assert "about" not in capsys.readouterr().out

@@ -80,3 +80,19 @@ def test_what_is_found_is_written_as_overrides():
     read = config("recipe=sr_ste", *(w for w in words if "switch" not in w))
     assert (read.optimizer.lr, read.recipe.options["decay"]) == (2e-5, 0.0)
     assert config("recipe=step", words[0], words[1]).recipe.options["switch"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("value", "search", "end"),
+    [
+        (0.00477, log(0.0002, 0.005), "upper"),
+        (0.00021, log(0.0002, 0.005), "lower"),
+        (0.001, log(0.0002, 0.005), ""),
+        (0.004, log(0.0002, 0.005), ""),
+        (0.004, between(0.0, 1.0), "lower"),
+        (0.96, between(0.0, 1.0), "upper"),
+        ("auto", among("auto", 0.2), ""),
+    ],
+)
+def test_what_lies_at_the_end_of_a_range(value, search, end):
+    assert space.at_edge(value, search) == end
