@@ -50,7 +50,7 @@ compare-%: $(VENV)/installed-all  ## a comparison of recipes that are tuned equa
 	$(BIN)/nmrun tune $* --trials $(TRIALS) experiment=compare_$* scale=$(SCALE)
 
 bench: $(VENV)/installed  ## the cost of a training step of every recipe over dense
-	$(BIN)/python benchmarks/recipe_overhead.py
+	$(BIN)/nmrun bench
 
 bench-gpu: $(VENV)/installed-all  ## all that wants a GPU: doctor, its tests, then gemm, masks, layer, train and infer (ten minutes at most)
 	PYTHON=$(BIN)/python benchmarks/gpu.sh

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from nmrun.attach import sparsify
+from nmrun.errors import ConfigError
 from nmrun.models import small_conv, torchvision_models
 from nmrun.patterns import Pattern
 from nmrun.sparsity.select import select
@@ -114,7 +115,10 @@ def _recipe(name: str, **arguments: Any) -> Attach:
 def _argsort(
     model: nn.Module, optimizer: torch.optim.Optimizer, pattern: Pattern, exclude: Sequence[str]
 ) -> None:
-    for chosen in select(model, pattern, exclude=exclude)[0]:
+    chosen_ones, _ = select(model, pattern, exclude=exclude)
+    if not chosen_ones:
+        raise ConfigError(f"no weight of this model can be {pattern} sparse")
+    for chosen in chosen_ones:
         parametrize.register_parametrization(
             chosen.module, chosen.attribute, ArgsortInForward(pattern)
         )

@@ -146,45 +146,51 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
         return _on_cpu(options, argv, both, tokens_of, device)
     if options.fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigError("--fp8: this GPU has no products of FP8 numbers")
-    clock, rows = Clock(device), list[Row]()
-    for inputs, outputs in both:
-        output.note(f"{inputs} to {outputs}")
-        for tokens in tokens_of:
-            rows += measure(inputs, outputs, tokens, options.rounds, clock, device, options.fp8)
-    kind = "bfloat16 rounded to FP8" if options.fp8 else "bfloat16"
-    title = (
-        f"Products with a 2:4 weight, {kind}: how many times as fast as the dense product of the same size, median [quartiles] of paired"
-        f" rounds, n = {options.rounds}. TFLOP/s of the dense one."
-    )
-    parts = []
-    for name in ("dense", *backends24.candidates(options.fp8)):
-        some = [row for row in rows if row["path"] == name]
-        reasons = list(dict.fromkeys(row.get("wrong") for row in some))
-        text = (
-            output.grid(some, "shape", "tokens", cell)
-            if len(reasons) > 1 or not reasons[0]
-            else f"{reasons[0]}, at all sizes"
+
+    def report(rows: list[Row]) -> None:
+        kind = "bfloat16 rounded to FP8" if options.fp8 else "bfloat16"
+        title = (
+            f"Products with a 2:4 weight, {kind}: how many times as fast as the dense product of the same size, median [quartiles] of paired"
+            f" rounds, n = {options.rounds}. TFLOP/s of the dense one."
         )
-        parts.append(f"{name}:\n\n{text}")
-
-    def draw(out: Path) -> None:
-        shown = [row for row in rows if row["path"] != "dense" and "speedup" in row]
-        if shown:
-            picture.draw(
-                out,
-                shown,
-                "shape",
-                "path",
-                "tokens",
-                "speedup",
-                ("tokens", "times as fast as dense"),
-                1.0,
+        parts = []
+        for name in ("dense", *backends24.candidates(options.fp8)):
+            some = [row for row in rows if row["path"] == name]
+            if not some:
+                continue
+            reasons = list(dict.fromkeys(row.get("wrong") for row in some))
+            text = (
+                output.grid(some, "shape", "tokens", cell)
+                if len(reasons) > 1 or not reasons[0]
+                else f"{reasons[0]}, at all sizes"
             )
+            parts.append(f"{name}:\n\n{text}")
 
-    variant = "_fp8" if options.fp8 else ""
-    return output.finish(
-        "gemm", "\n\n".join([title, *parts]), rows, argv, device, options.out, draw, variant
-    )
+        def draw(out: Path) -> None:
+            shown = [row for row in rows if row["path"] != "dense" and "speedup" in row]
+            if shown:
+                picture.draw(
+                    out,
+                    shown,
+                    "shape",
+                    "path",
+                    "tokens",
+                    "speedup",
+                    ("tokens", "times as fast as dense"),
+                    1.0,
+                )
+
+        variant = "_fp8" if options.fp8 else ""
+        text = "\n\n".join([title, *parts])
+        output.finish("gemm", text, rows, argv, device, options.out, draw, variant)
+
+    clock = Clock(device)
+    with output.reported(report) as rows:
+        for inputs, outputs in both:
+            output.note(f"{inputs} to {outputs}")
+            for tokens in tokens_of:
+                rows += measure(inputs, outputs, tokens, options.rounds, clock, device, options.fp8)
+    return 0
 
 
 def _on_cpu(
@@ -195,11 +201,15 @@ def _on_cpu(
     device: torch.device,
 ) -> int:
     ratios = [str(p) for p in options.sparsity or CPU_RATIOS]
-    rows: list[Row] = []
-    for inputs, outputs in shapes:
-        for tokens in tokens_of:
-            output.note(f"{inputs} to {outputs}, {tokens} tokens")
-            clock = gemm_cpu.clock_of(device)
-            rows += gemm_cpu.measure(inputs, outputs, tokens, ratios, options.rounds, clock)
-    text = gemm_cpu.report(rows, options.rounds)
-    return output.finish("gemm", text, rows, argv, device, options.out)
+
+    def report(rows: list[Row]) -> None:
+        text = gemm_cpu.report(rows, options.rounds)
+        output.finish("gemm", text, rows, argv, device, options.out)
+
+    with output.reported(report) as rows:
+        for inputs, outputs in shapes:
+            for tokens in tokens_of:
+                output.note(f"{inputs} to {outputs}, {tokens} tokens")
+                clock = gemm_cpu.clock_of(device)
+                rows += gemm_cpu.measure(inputs, outputs, tokens, ratios, options.rounds, clock)
+    return 0

@@ -195,31 +195,41 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """
     device = output.begin(options)
     output.needs_products(device)
-    paths, rows = right_paths(device)
-    rows += each(
-        options.models,
-        lambda words: measure(
-            [*words, *options.overrides],
-            paths,
-            options.batches,
-            options.compile,
-            options.rounds,
-            device,
-        ),
-    )
-    title = (
-        "Forward passes in evaluation, bfloat16: milliseconds of dense ones, and how many times as fast those with 2:4 layers are, median"
-        f" [quartiles] of paired rounds, n = {options.rounds}. Compiled: {'yes' if options.compile else 'no'}."
-    )
 
-    def cell(row: Row) -> str:
-        return (
-            f"{row['ms']:.4g} ms"
-            if row["arm"] == "dense"
-            else f"{output.spread(row, 'speedup')}, {row['layers']} layers 2:4"
+    def report(rows: list[Row]) -> None:
+        title = (
+            "Forward passes in evaluation, bfloat16: milliseconds of dense ones, and how many times as fast those with 2:4 layers are, median"
+            f" [quartiles] of paired rounds, n = {options.rounds}. Compiled: {'yes' if options.compile else 'no'}."
         )
 
-    shown = [{**row, "batch": f"{row['model']}, {row['batch']}"} for row in rows if "batch" in row]
-    unused = [f"{row['arm']}: {row['wrong']}" for row in rows if "batch" not in row]
-    text = "\n\n".join([title, output.grid(shown, "batch", "arm", cell), *unused])
-    return output.finish("infer", text, rows, argv, device, options.out)
+        def cell(row: Row) -> str:
+            return (
+                f"{row['ms']:.4g} ms"
+                if row["arm"] == "dense"
+                else f"{output.spread(row, 'speedup')}, {row['layers']} layers 2:4"
+            )
+
+        shown = [
+            {**row, "batch": f"{row['model']}, {row['batch']}"} for row in rows if "batch" in row
+        ]
+        unused = [f"{row['arm']}: {row['wrong']}" for row in rows if "batch" not in row]
+        text = "\n\n".join([title, output.grid(shown, "batch", "arm", cell), *unused])
+        output.finish("infer", text, rows, argv, device, options.out)
+
+    with output.reported(report) as rows:
+        paths, wrong = right_paths(device)
+        rows += wrong
+        rows.extend(
+            each(
+                options.models,
+                lambda words: measure(
+                    [*words, *options.overrides],
+                    paths,
+                    options.batches,
+                    options.compile,
+                    options.rounds,
+                    device,
+                ),
+            )
+        )
+    return 0

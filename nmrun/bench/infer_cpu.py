@@ -228,13 +228,8 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     device = output.begin(options)
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads or before)
-    rows: list[Row] = []
-    try:
-        for name in options.models:
-            for pattern in options.patterns:
-                for tokens in options.tokens:
-                    output.note(f"{name}, {pattern}, {tokens} {_unit(name)}")
-                    rows += measure(name, pattern, tokens, options.rounds)
+
+    def report(rows: list[Row]) -> None:
         clock = "CPU time" if torch.get_num_threads() == 1 else "wall time"
         threads = torch.get_num_threads()
         title = (
@@ -258,6 +253,15 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
         ]
         text = f"{title}\n\n{output.grid(shown, 'network', 'arm', cell)}"
         variant = f"_{threads}_threads"
-        return output.finish("infer", text, rows, argv, device, options.out, variant=variant)
+        output.finish("infer", text, rows, argv, device, options.out, variant=variant)
+
+    try:
+        with output.reported(report) as rows:
+            for name in options.models:
+                for pattern in options.patterns:
+                    for tokens in options.tokens:
+                        output.note(f"{name}, {pattern}, {tokens} {_unit(name)}")
+                        rows += measure(name, pattern, tokens, options.rounds)
     finally:
         torch.set_num_threads(before)
+    return 0

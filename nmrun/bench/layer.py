@@ -142,41 +142,45 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """
     device = output.begin(options)
     tokens = options.tokens or LAYER_TOKENS[device.type]
-    rows: list[Row] = []
-    for inputs, outputs in options.shapes or map(shape, LAYER_SHAPES[device.type]):
-        for accumulate in options.accumulate:
-            output.note(f"{inputs} to {outputs}, micro-batches: {accumulate}")
-            rows += measure(inputs, outputs, tokens, accumulate, options.rounds, device)
-    shown = [{**row, "size": f"{row['shape']}, x{row['accumulate']}"} for row in rows]
-    products = acceleration.is_24(device) and not acceleration.obstacle(device)
-    title = (
-        f"Forward and backward of a linear layer, {tokens} tokens a micro-batch (xN: N of them share a projection): how many times as fast as"
-        f" dense, median [quartiles] of paired rounds, n = {options.rounds}. "
-        + (
-            "bfloat16."
-            if products
-            else "float32, all masks in dense products: there are no sparse tensor cores here."
-        )
-    )
 
-    def cell(row: Row) -> str:
-        return f"{row['ms']:.3g} ms" if row["arm"] == "dense" else output.spread(row, "speedup")
-
-    def draw(out: Path) -> None:
-        lines = [row for row in shown if row["arm"] != "dense" and "speedup" in row]
-        for row in lines:
-            row["title"] = f"micro-batches a step: {row['accumulate']}"
-        if lines:
-            picture.draw(
-                out,
-                lines,
-                "title",
-                "arm",
-                "shape",
-                "speedup",
-                ("layer", "times as fast as dense"),
-                1.0,
+    def report(rows: list[Row]) -> None:
+        shown = [{**row, "size": f"{row['shape']}, x{row['accumulate']}"} for row in rows]
+        products = acceleration.is_24(device) and not acceleration.obstacle(device)
+        title = (
+            f"Forward and backward of a linear layer, {tokens} tokens a micro-batch (xN: N of them share a projection): how many times as fast as"
+            f" dense, median [quartiles] of paired rounds, n = {options.rounds}. "
+            + (
+                "bfloat16."
+                if products
+                else "float32, all masks in dense products: there are no sparse tensor cores here."
             )
+        )
 
-    text = output.grid(shown, "size", "arm", cell)
-    return output.finish("layer", f"{title}\n\n{text}", rows, argv, device, options.out, draw)
+        def cell(row: Row) -> str:
+            return f"{row['ms']:.3g} ms" if row["arm"] == "dense" else output.spread(row, "speedup")
+
+        def draw(out: Path) -> None:
+            lines = [row for row in shown if row["arm"] != "dense" and "speedup" in row]
+            for row in lines:
+                row["title"] = f"micro-batches a step: {row['accumulate']}"
+            if lines:
+                picture.draw(
+                    out,
+                    lines,
+                    "title",
+                    "arm",
+                    "shape",
+                    "speedup",
+                    ("layer", "times as fast as dense"),
+                    1.0,
+                )
+
+        text = output.grid(shown, "size", "arm", cell)
+        output.finish("layer", f"{title}\n\n{text}", rows, argv, device, options.out, draw)
+
+    with output.reported(report) as rows:
+        for inputs, outputs in options.shapes or map(shape, LAYER_SHAPES[device.type]):
+            for accumulate in options.accumulate:
+                output.note(f"{inputs} to {outputs}, micro-batches: {accumulate}")
+                rows += measure(inputs, outputs, tokens, accumulate, options.rounds, device)
+    return 0

@@ -153,41 +153,43 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
         The exit status.
     """
     device = output.begin(options)
-    rows: list[Row] = []
-    for millions in options.weights:
-        for one in options.patterns:
-            output.note(f"{one}, {millions:g} million weights")
-            rows += measure(
-                one, millions, options.arms, getattr(torch, options.dtype), options.rounds, device
-            )
-    title = (
-        "Finding an N:M mask and projecting, median [quartiles] of paired rounds: multiples of a copy into a tensor that is there, and"
-        " the memory traffic of one read and one write in GB/s; below, for what makes new tensors, multiples of torch.clone."
-        f" {options.dtype}, n = {options.rounds}."
-    )
-    into = ["copy", *(name for name in options.arms if name in ARMS)]
-    making = ["clone", *(name for name in options.arms if name in FUNCTIONS)]
-    parts = []
-    for millions in options.weights:
-        parts.append(f"{millions:g} million weights")
-        for names, unit in ((into, "gb_per_second"), (making, "ms")):
-            some = [
-                {**row, "N:M": row["pattern"]}
-                for row in rows
-                if row["millions"] == millions and row["arm"] in names
-            ]
-            if len(names) > 1:
-                parts.append(output.grid(some, "N:M", "arm", partial(_cell, unit=unit)))
-    drawn = [
-        {**row, "size": f"{row['millions']:g} million weights"}
-        for row in rows
-        if row["arm"] in (into[1:] or making[1:])
-    ]
-    labels = ("N:M", "multiples of a copy's time")
 
-    def draw(out: Path) -> None:
-        picture.draw(out, drawn, "size", "arm", "pattern", "copies", labels, 1.0)
+    def report(rows: list[Row]) -> None:
+        title = (
+            "Finding an N:M mask and projecting, median [quartiles] of paired rounds: multiples of a copy into a tensor that is there, and"
+            " the memory traffic of one read and one write in GB/s; below, for what makes new tensors, multiples of torch.clone."
+            f" {options.dtype}, n = {options.rounds}."
+        )
+        into = ["copy", *(name for name in options.arms if name in ARMS)]
+        making = ["clone", *(name for name in options.arms if name in FUNCTIONS)]
+        parts = []
+        for millions in dict.fromkeys(row["millions"] for row in rows):
+            parts.append(f"{millions:g} million weights")
+            for names, unit in ((into, "gb_per_second"), (making, "ms")):
+                some = [
+                    {**row, "N:M": row["pattern"]}
+                    for row in rows
+                    if row["millions"] == millions and row["arm"] in names
+                ]
+                if some and len(names) > 1:
+                    parts.append(output.grid(some, "N:M", "arm", partial(_cell, unit=unit)))
+        drawn = [
+            {**row, "size": f"{row['millions']:g} million weights"}
+            for row in rows
+            if row["arm"] in (into[1:] or making[1:])
+        ]
+        labels = ("N:M", "multiples of a copy's time")
 
-    return output.finish(
-        "masks", "\n\n".join([title, *parts]), rows, argv, device, options.out, draw
-    )
+        def draw(out: Path) -> None:
+            picture.draw(out, drawn, "size", "arm", "pattern", "copies", labels, 1.0)
+
+        text = "\n\n".join([title, *parts])
+        output.finish("masks", text, rows, argv, device, options.out, draw)
+
+    with output.reported(report) as rows:
+        for millions in options.weights:
+            for one in options.patterns:
+                output.note(f"{one}, {millions:g} million weights")
+                dtype = getattr(torch, options.dtype)
+                rows += measure(one, millions, options.arms, dtype, options.rounds, device)
+    return 0

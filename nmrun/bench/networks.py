@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,8 +43,10 @@ def random_text(folder: Path) -> None:
         )
 
 
-def each(names: Sequence[str], measure: Callable[[tuple[str, ...]], list[Row]]) -> list[Row]:
-    """Measure some networks.
+def each(
+    names: Sequence[str], measure: Callable[[tuple[str, ...]], Iterable[Row]]
+) -> Iterator[Row]:
+    """Measure some networks, one after the other.
 
     Args:
         names: keys of ``NETWORKS``.
@@ -53,13 +55,12 @@ def each(names: Sequence[str], measure: Callable[[tuple[str, ...]], list[Row]]) 
     Raises:
         ConfigError: for overrides that are mistaken.
     """
-    rows = []
     for name in names:
         output.note(name)
         try:
-            rows += [{"model": name, **row} for row in measure(NETWORKS[name])]
+            for row in measure(NETWORKS[name]):
+                yield {"model": name, **row}
         except (ConfigError, HydraException) as error:
             raise ConfigError(str(error).splitlines()[0]) from None
         torch.compiler.reset()  # the compiler keeps what it compiled, up to a limit
         gc.collect()
-    return rows

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +19,8 @@ from nmrun.bench.timing import Row
 from nmrun.errors import ConfigError
 from nmrun.products import acceleration
 from nmrun.report.markdown import table
+
+T = TypeVar("T")
 
 
 def begin(options: argparse.Namespace) -> torch.device:
@@ -38,6 +42,19 @@ def needs_products(device: torch.device) -> None:
 
 def note(text: str) -> None:
     print(f"measuring {text} ...", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def reported(report: Callable[[list[T]], object]) -> Iterator[list[T]]:
+    """Collect rows, and report those that are there at the end, also where an error or Ctrl-C is
+    the end.
+    """
+    rows: list[T] = []
+    try:
+        yield rows
+    finally:
+        if rows:
+            report(rows)
 
 
 def spread(row: Row, name: str) -> str:
@@ -76,7 +93,7 @@ def grid(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]
 def finish(
     name: str, text: str, rows: Sequence[Row], argv: Sequence[str], device: torch.device, out: Path | None,
     picture: Callable[[Path], None] | None = None, variant: str = "",
-) -> int:  # fmt: skip
+) -> None:  # fmt: skip
     """Print the results, and write them where that was asked for.
 
     Args:
@@ -88,9 +105,6 @@ def finish(
         out: the folder; None: nothing is written.
         picture: draws into a file.
         variant: follows the name in the files' names.
-
-    Returns:
-        The exit status.
     """
     machine, command = hardware(device), shlex.join(["nmrun", "bench", name, *argv])
     page = f"{text}\n\n{machine_line(machine)}\n\n    {command}"
@@ -107,7 +121,6 @@ def finish(
         (out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
         if picture is not None:
             picture(out / f"{stem}.png")
-    return 0
 
 
 def _plain(row: Row) -> Row:

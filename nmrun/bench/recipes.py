@@ -16,7 +16,6 @@ import json
 import math
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from nmrun import optim
+from nmrun.bench import output
 from nmrun.bench.arms import ARMS, WORKLOADS, Attach
 from nmrun.bench.machine import hardware
 from nmrun.errors import ConfigError
@@ -89,7 +89,9 @@ class Row:
     dense_ms: float
 
 
-def measure(name: str, pattern: Pattern, recipes: Sequence[str], rounds: int) -> list[Row]:
+def measure(
+    name: str, pattern: Pattern, recipes: Sequence[str], rounds: int, left_out: list[str]
+) -> list[Row]:
     """Measure recipes against dense training, in one process.
 
     Args:
@@ -97,13 +99,28 @@ def measure(name: str, pattern: Pattern, recipes: Sequence[str], rounds: int) ->
         pattern: of the weights.
         recipes: keys of ``ARMS``.
         rounds: ratios of each recipe.
+        left_out: gets a line for each reason why recipes cannot train this model at this pattern.
+
+    Returns:
+        A row for each recipe that can; none where the model cannot have the pattern.
     """
     workload = WORKLOADS[name]
     torch.manual_seed(0)
     model, batch = workload.build().train(), torch.randn(workload.shape)
     lay_out(model, DEVICE, "fp32")
     arms = {"dense": Arm(model, ARMS["dense_again"], pattern, ())}
-    arms |= {recipe: Arm(model, ARMS[recipe], pattern, workload.exclude) for recipe in recipes}
+    cannot: dict[str, list[str]] = {}
+    for recipe in recipes:
+        try:
+            arms[recipe] = Arm(model, ARMS[recipe], pattern, workload.exclude)
+        except ValueError as error:
+            cannot.setdefault(str(error), []).append(recipe)
+    left_out += [
+        f"{name} {pattern} without {', '.join(some)}: {why}" for why, some in cannot.items()
+    ]
+    recipes = [recipe for recipe in recipes if recipe in arms]
+    if cannot and set(recipes) <= {"dense_again"}:
+        return []
     for _ in range(WARM_UP):
         once = [arm.seconds(batch, 1) for arm in arms.values()]
     steps = math.ceil(SHORTEST / min(once))
@@ -151,12 +168,9 @@ def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
     dense = {(row.model, row.pattern): row.dense_ms for row in rows}
     lines.append("| dense | " + " | ".join(f"{dense[column]:.3g} ms" for column in columns) + " |")
     for recipe in dict.fromkeys(row.recipe for row in rows):
-        ratios = [cells[recipe, *column] for column in columns]
-        lines.append(
-            f"| {recipe} | "
-            + " | ".join(f"{r.ratio:.3f} [{r.q1:.3f}, {r.q3:.3f}]" for r in ratios)
-            + " |"
-        )
+        ratios = [cells.get((recipe, *column)) for column in columns]
+        shown = (f"{r.ratio:.3f} [{r.q1:.3f}, {r.q3:.3f}]" if r else "" for r in ratios)
+        lines.append(f"| {recipe} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
@@ -170,20 +184,23 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    rows: list[Row] = []
-    for name in options.models:
-        for pattern in options.patterns:
-            print(f"measuring {name} {pattern} ...", file=sys.stderr, flush=True)
-            try:
-                rows += measure(name, pattern, options.recipes, options.rounds)
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
-            gc.collect()
-    machine = hardware()
-    table = markdown(rows, machine)
-    print(table)
-    if options.out:
-        (options.out / "recipe_overhead.md").write_text(table + "\n")
-        record = {"hardware": machine, "rows": [asdict(row) for row in rows]}
-        (options.out / "recipe_overhead.json").write_text(json.dumps(record, indent=2) + "\n")
+    left_out: list[str] = []
+
+    def report(rows: Sequence[Row]) -> None:
+        machine = hardware()
+        page = "\n\n".join([markdown(rows, machine), *left_out])
+        print(page)
+        if options.out:
+            (options.out / "recipe_overhead.md").write_text(page + "\n")
+            record = {"hardware": machine, "rows": [asdict(row) for row in rows]}
+            (options.out / "recipe_overhead.json").write_text(json.dumps(record, indent=2) + "\n")
+
+    with output.reported(report) as rows:
+        for name in options.models:
+            for pattern in options.patterns:
+                output.note(f"{name} {pattern}")
+                rows += measure(name, pattern, options.recipes, options.rounds, left_out)
+                gc.collect()
+    if not rows:
+        raise ConfigError(left_out)
     return 0

@@ -166,46 +166,53 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     compiled = device.type == "cuda" if options.compile is None else options.compile
     arms = options.arms or [arm for arm in TRAINING_ARMS if arm != "torch" or device.type == "cpu"]
     own = [f"trainer.compile={compiled}", f"trainer.device={device.type}", *options.overrides]
-    rows = each(
-        options.models or TRAINED[device.type],
-        lambda words: [
-            row
-            for ratio in options.sparsity
-            for row in measure(
-                *([*words, *own], options.recipe, ratio, arms),
-                *(options.steps, options.rounds, device),
+
+    def report(rows: list[Row]) -> None:
+        title = (
+            f"Training steps, {options.recipe}: milliseconds, and how many times as fast as dense, median [quartiles] of paired stretches"
+            f" of {options.steps} steps, n = {options.rounds}; items are tokens or images. Compiled: {'yes' if compiled else 'no'}."
+        )
+        lines = []
+        for row in rows:
+            if "wrong" in row:
+                lines.append([row["model"], "", row["arm"], row["wrong"], "", "", "", ""])
+                continue
+            mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
+            figures = [
+                f"{row['ms']:.4g}",
+                output.spread(row, "speedup"),
+                f"{row['items_per_second']:,.0f}",
+                mfu,
+                row.get("layers", ""),
+            ]
+            lines.append([row["model"], row["sparsity"], row["arm"], *figures])
+        text = table(
+            [
+                "model",
+                "N:M",
+                "arm",
+                "ms a step",
+                "times as fast",
+                "items/s",
+                "MFU",
+                "layers by N:M products",
+            ],
+            lines,
+        )
+        output.finish("train", f"{title}\n\n{text}", rows, argv, device, options.out)
+
+    with output.reported(report) as rows:
+        rows.extend(
+            each(
+                options.models or TRAINED[device.type],
+                lambda words: (
+                    row
+                    for ratio in options.sparsity
+                    for row in measure(
+                        *([*words, *own], options.recipe, ratio, arms),
+                        *(options.steps, options.rounds, device),
+                    )
+                ),
             )
-        ],
-    )
-    title = (
-        f"Training steps, {options.recipe}: milliseconds, and how many times as fast as dense, median [quartiles] of paired stretches"
-        f" of {options.steps} steps, n = {options.rounds}; items are tokens or images. Compiled: {'yes' if compiled else 'no'}."
-    )
-    lines = []
-    for row in rows:
-        if "wrong" in row:
-            lines.append([row["model"], "", row["arm"], row["wrong"], "", "", "", ""])
-            continue
-        mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
-        figures = [
-            f"{row['ms']:.4g}",
-            output.spread(row, "speedup"),
-            f"{row['items_per_second']:,.0f}",
-            mfu,
-            row.get("layers", ""),
-        ]
-        lines.append([row["model"], row["sparsity"], row["arm"], *figures])
-    text = table(
-        [
-            "model",
-            "N:M",
-            "arm",
-            "ms a step",
-            "times as fast",
-            "items/s",
-            "MFU",
-            "layers by N:M products",
-        ],
-        lines,
-    )
-    return output.finish("train", f"{title}\n\n{text}", rows, argv, device, options.out)
+        )
+    return 0

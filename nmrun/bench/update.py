@@ -103,19 +103,27 @@ def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
         The exit status.
     """
     device = output.begin(options)
-    rows: list[Row] = []
-    for one in options.patterns:
-        for recipe in options.recipes:
-            output.note(f"{recipe} {one}")
-            try:
-                rows += measure(recipe, one, options.weights, options.rounds, device)
-            except ValueError as error:  # a pattern that does not divide the inputs
-                raise ConfigError(str(error)) from None
-    dense = next((row["dense_ms"] for row in rows if "dense_ms" in row), float("nan"))
-    title = (
-        f"An optimizer step of {options.weights:g} million weights, float32, in multiples of torch's fused AdamW ({dense:.3g} ms): median"
-        f" [quartiles] of paired rounds, n = {options.rounds}."
-    )
-    shown = [{**row, "arm": f"{row['pattern']} {row['arm']}"} for row in rows]
-    text = output.grid(shown, "recipe", "arm", lambda row: output.spread(row, "ratio"))
-    return output.finish("update", f"{title}\n\n{text}", rows, argv, device, options.out)
+    left_out: list[str] = []
+
+    def report(rows: list[Row]) -> None:
+        dense = next((row["dense_ms"] for row in rows if "dense_ms" in row), float("nan"))
+        title = (
+            f"An optimizer step of {options.weights:g} million weights, float32, in multiples of torch's fused AdamW ({dense:.3g} ms): median"
+            f" [quartiles] of paired rounds, n = {options.rounds}."
+        )
+        shown = [{**row, "arm": f"{row['pattern']} {row['arm']}"} for row in rows]
+        text = output.grid(shown, "recipe", "arm", lambda row: output.spread(row, "ratio"))
+        page = "\n\n".join([title, text, *left_out])
+        output.finish("update", page, rows, argv, device, options.out)
+
+    with output.reported(report) as rows:
+        for one in options.patterns:
+            for recipe in options.recipes:
+                output.note(f"{recipe} {one}")
+                try:
+                    rows += measure(recipe, one, options.weights, options.rounds, device)
+                except ValueError as error:  # a pattern that does not divide the inputs
+                    left_out.append(f"{one} without {recipe}: {error}")
+    if not rows:
+        raise ConfigError(left_out)
+    return 0

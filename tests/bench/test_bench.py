@@ -123,6 +123,59 @@ def test_command_writes_table_and_json(tmp_path, capsys, monkeypatch) -> None:
         assert row["dense_ms"] > 0
 
 
+@pytest.mark.slow
+def test_the_bare_command_leaves_out_what_cannot_be(capsys) -> None:
+    """Its own recipes and ratios, on the smallest network alone."""
+    assert bench.main(["--models", "tiny", "--rounds", "1"]) == 0
+    printed = capsys.readouterr().out
+    cells = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in printed.splitlines()
+        if line.startswith("|")
+    }
+    assert cells.keys() == {"recipe", "---", "dense", *options.RECIPES}
+    assert cells["recipe"] == ["tiny 2:4", "tiny 1:16"]
+    assert [name for name, (at_24, at_116) in cells.items() if not (at_24 and at_116)] == [
+        "proxsparse"  # its proximal step is worked out for groups of 8 at most
+    ]
+    (line,) = [line for line in printed.splitlines() if "without" in line]
+    assert line.startswith("tiny 1:16 without proxsparse: ")
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, MemoryError])
+def test_what_was_measured_is_reported_whatever_comes(
+    end: type[BaseException], tmp_path, capsys, monkeypatch
+) -> None:
+    measure = recipes.measure
+
+    def ends_at_116(name: str, pattern: Pattern, *arguments: Any) -> list[recipes.Row]:
+        if pattern == Pattern(1, 16):
+            raise end
+        return measure(name, pattern, *arguments)
+
+    monkeypatch.setattr(recipes, "measure", ends_at_116)
+    monkeypatch.setattr(recipes, "SHORTEST", 1e-3)
+    argv = ["--models", "tiny", "--rounds", "1", "--recipes", "ste", "--out", str(tmp_path)]
+    with pytest.raises(end):
+        bench.main(argv)
+    assert "| recipe | tiny 2:4 |" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "recipe_overhead.json").read_text())["rows"]
+    assert (row["recipe"], row["pattern"]) == ("ste", "2:4")
+
+
+def test_networks_that_were_measured_are_reported_whatever_comes(capsys, monkeypatch) -> None:
+    def out_of_memory_at_vit(words: list[str], *_: Any) -> list[timing.Row]:
+        if any("vit" in word for word in words):
+            raise MemoryError
+        row = {"sparsity": "2:4", "arm": "dense", "items_per_second": 1.0}
+        return [{**row, **timing.speedup([1.0, 1.0], [1.0, 1.0])}]
+
+    monkeypatch.setattr(train, "measure", out_of_memory_at_vit)
+    with pytest.raises(MemoryError):
+        bench.main(["train", "--device", "cpu", "--models", "gpt_tiny", "vit_small_32"])
+    assert "| gpt_tiny | 2:4 | dense |" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
