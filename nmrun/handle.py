@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nmrun.hooks.finish import check_finished, counterpart
 from nmrun.hooks.resume import KEY
 from nmrun.hooks.steps import Steps
-from nmrun.products import dense_cpu, layer
+from nmrun.products import layer
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.check import layer_report, weights_report
 from nmrun.sparsity.select import LeftDense
@@ -273,7 +273,7 @@ class Handle(Steps):
             weight.pop_state(self._optimizer)
             layer.uninstall(weight)
             LIVE.pop(id(weight.parameter), None)
-        dense_cpu.uninstall(self.by_onednn)
+        layer.restore_forward(self.by_onednn)
         for hook in self._hooks:
             hook.remove()
         self._optimizer.param_groups[0].pop(KEY, None)

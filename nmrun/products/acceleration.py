@@ -104,8 +104,8 @@ def accelerate(
         raise ConfigError(f"acceleration={mode}: it takes {', '.join(ACCELERATION)}")
     for weight in handle.sparse:
         if weight.layer is not None:
-            weight.layer.packed, weight.layer.onednn = None, False
-    dense_cpu.uninstall(handle.by_onednn)
+            weight.layer.packed = weight.layer.dense = None
+    layer.restore_forward(handle.by_onednn)
     device = next((p.device for p in handle.model.parameters()), torch.device("cpu"))
     side, choices = _side(device), list[Choice]()
     sparse = {weight.module: weight for weight in handle.sparse}
@@ -132,7 +132,7 @@ def accelerate(
         path, reason = _best(times, accumulate, mode, "FP8 simulated" if fp8 else "dense")
         if dense_cpu.is_faster(times):
             layer.ensured(weight)
-            weight.layer.onednn = True
+            weight.layer.dense = dense_cpu
         if path not in (None, dense_cpu.NAME):
             layer.ensured(weight)
             own = weight.layer

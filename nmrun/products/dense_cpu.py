@@ -73,12 +73,6 @@ def install(module: nn.Module) -> None:
     module.forward = types.MethodType(forward, module)
 
 
-def uninstall(modules: list[nn.Module]) -> None:
-    """Take back what :func:`install` did, and empty the list."""
-    while modules:
-        vars(modules.pop()).pop("forward", None)
-
-
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear``: x (..., inputs), weight (outputs, inputs), bias (outputs,) or None, float32."""
     z: Tensor = _Product.apply(x.reshape(-1, x.shape[-1]), weight, bias)

@@ -12,10 +12,6 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.patterns import Pattern
-from nmrun.products import dense_cpu
-from nmrun.products.convolution_cpu import Packed as PackedConvolution
-from nmrun.products.linear24 import Packed as Packed24
-from nmrun.products.linear_cpu import Packed as PackedCpu
 from nmrun.products.simulated import compute_dtype, convolution, linear
 from nmrun.sparsity.apply import keep_largest
 from nmrun.sparsity.layers import forward_class
@@ -35,6 +31,37 @@ class Phase(Protocol):
     def is_sparse(self) -> bool: ...
 
 
+class PackedProducts(Protocol):
+    """Products with the kept weights alone, for one layer: of linear layers or convolutions, on a
+    CPU or a GPU. Whoever has some sets them as :attr:`Layer.packed`.
+    """
+
+    dtype: torch.dtype
+
+    def write(self, weight: Tensor, other: Tensor | None, masked: bool = False) -> None:
+        """Take over a weight.
+
+        Args:
+            weight: as the layer's products have it, (outputs, inputs) of a linear layer.
+            other: the weight of the input gradient, of the same shape, where it is another one.
+            masked: nobody needs gradients of pruned weights.
+        """
+
+    def __call__(self, *args: Any) -> Any:
+        """The layer's output from input, weight, bias, with gradients for these; a linear layer also
+        takes the pattern that its output gradient is estimated by, or None."""
+
+
+class DenseProducts(Protocol):
+    """Dense products of linear layers other than torch's own."""
+
+    def takes(self, module: nn.Module, x: Tensor) -> bool:
+        """Whether they compute this input of a layer."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``F.linear``, with gradients."""
+
+
 class Layer:
     """How one layer computes its products: what its own ``forward`` does not know.
 
@@ -46,7 +73,7 @@ class Layer:
         mvue, fp8, input_mvue: see :func:`nmrun.products.simulated.linear`.
         input_weight: the weight of the input gradient, stored as the weight, or None.
         packed: what N:M products read, or None; ``uses_packed``: it is up to date.
-        onednn: products that are dense are oneDNN's.
+        dense: what computes products that are dense, or None for torch.
         masked: the recipe needs no gradients of pruned weights; ``whole_gradients``: the loop does.
         active: the recipe's forward weights are not the dense ones.
     """
@@ -57,8 +84,9 @@ class Layer:
         self.fp8 = False
         self.input_mvue: Pattern | None = None
         self.input_weight: Tensor | None = None
-        self.packed: Packed24 | PackedCpu | PackedConvolution | None = None
-        self.uses_packed = self.onednn = False
+        self.packed: PackedProducts | None = None
+        self.uses_packed = False
+        self.dense: DenseProducts | None = None
         self.masked = self.whole_gradients = False
         self.active = False
         self._looked_at, self._holds = -1, True  # the version that is_behind has seen
@@ -122,7 +150,7 @@ class Layer:
         own, other = self.matrix(whole), self.matrix(self.input_weight)
         self.packed.write(own, other, masked)  # type: ignore[union-attr]
 
-    def up_to_date(self, whole: Tensor) -> Packed24 | PackedCpu | PackedConvolution | None:
+    def up_to_date(self, whole: Tensor) -> PackedProducts | None:
         """:attr:`packed` for a pass, None where it is not used.
 
         Args:
@@ -230,6 +258,12 @@ def uninstall(weight: SparseWeight) -> None:
         weight.layer, weight.dependents = None, []
 
 
+def restore_forward(modules: list[nn.Module]) -> None:
+    """Take back a ``forward`` that dense products gave to modules, and empty the list."""
+    while modules:
+        vars(modules.pop()).pop("forward", None)
+
+
 def _is_ours(forward: Any) -> bool:
     return getattr(forward, "__module__", None) == __name__
 
@@ -261,8 +295,9 @@ def _linear_forward(layer: Layer) -> Callable[..., Tensor]:
             other = layer.matrix(layer.other_weight())
         estimated = layer.mvue is not None or layer.input_mvue is not None
         plain = not on or (other is None and not estimated and not layer.fp8)
-        if layer.onednn and plain and module is layer.module and dense_cpu.takes(module, x):
-            return dense_cpu.linear(x, weight, bias)
+        dense = layer.dense if plain and module is layer.module else None
+        if dense is not None and dense.takes(module, x):
+            return dense.linear(x, weight, bias)
         if not on:
             return type(module).forward(module, x)
         return linear(x, weight, bias, other, layer.mvue, layer.fp8, input_mvue=layer.input_mvue)
