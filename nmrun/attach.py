@@ -11,7 +11,7 @@ from torch import nn
 from nmrun import recipes
 from nmrun.errors import ConfigError
 from nmrun.handle import Handle
-from nmrun.hooks.resume import Resume, dtypes_of, saved_settings
+from nmrun.hooks.resume import Resume, check_saved, dtypes_of, saved_settings
 from nmrun.patterns import Pattern
 from nmrun.products import layer
 from nmrun.ranges import INPUT_GRADIENTS
@@ -158,7 +158,13 @@ def sparsify(
                     weight.restore(key, value)
             rule.load_state_dict(saved["state"])
         fsdp = [m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")]
-        return Handle(optimizer, rule, sparse, left_dense, model, fsdp)
+        handle = Handle(optimizer, rule, sparse, left_dense, model, fsdp)
+        try:
+            check_saved(optimizer, sparse)
+        except BaseException:
+            handle.abandon()
+            raise
+        return handle
     except BaseException:
         undo()
         raise
@@ -201,6 +207,12 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
             "ZeroRedundancyOptimizer leaves the dense weights out of its state dict, and a resume "
             "would lose them: use fully_shard (FSDP2), which shards the optimizer's state as well"
         )
+    inside = _optimizers_in(optimizer)
+    if inside and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        raise ConfigError(
+            f"{name} has the optimizers that step inside ({inside}), and saves their states by "
+            f"itself: give sparsify each of those, which makes a handle each"
+        )
     if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):
         raise ConfigError(
             f"{name} is not made by torch's constructor, so its steps cannot be followed: use its "
@@ -216,6 +228,18 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
             f"{name} moves weights between two backward passes, which nmrun would take for an update: use its base optimizer"
         )
     return optimizer
+
+
+def _optimizers_in(optimizer: torch.optim.Optimizer) -> str:
+    """Name the attribute in which an optimizer has others, if it has several in one."""
+    for key, value in vars(optimizer).items():
+        members = value.values() if isinstance(value, dict) else value
+        if isinstance(members, list | tuple | type({}.values())) and any(
+            isinstance(each, torch.optim.Optimizer) for each in members
+        ):
+            first = next(iter(value)) if isinstance(value, dict) else 0
+            return f"{key}[{first!r}] and so on"
+    return ""
 
 
 def _refuse_second(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

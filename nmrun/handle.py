@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nmrun.hooks.finish import check_finished, counterpart
+from nmrun.hooks.finish import Average, check_finished, counterparts
 from nmrun.hooks.resume import KEY
 from nmrun.hooks.steps import Steps
 from nmrun.products import layer
@@ -32,6 +32,7 @@ class Handle(Steps):
         fsdp_modules: the modules of the model that ``fully_shard`` manages.
 
     Attributes:
+        finished: after :meth:`finalize`, what :attr:`sparse` was.
         left_dense: the weights that are not sparse, each with the reason.
         model: the model that they are of.
         by_onednn: the layers without a sparse weight that :func:`nmrun.accelerate` gave to oneDNN.
@@ -48,6 +49,7 @@ class Handle(Steps):
     ) -> None:
         self.left_dense, self.model, self._fsdp_modules = left_dense, model, fsdp_modules
         self.by_onednn: list[nn.Module] = []
+        self.finished: list[SparseWeight] = []
         super().__init__(optimizer, recipe, sparse)
 
     # --- what a loop reads -----------------------------------------------------------------------
@@ -67,11 +69,6 @@ class Handle(Steps):
     def evaluates_sparse(self) -> bool:
         """Whether evaluation is by N:M weights now. False with no sparse weight at all."""
         return bool(self.sparse) and (self.recipe.is_sparse or self.recipe.evaluates_final)
-
-    def pop_events(self) -> list[str]:
-        """Return and clear the recipe's events since the last call, each one a sentence."""
-        events, self.recipe.events[:] = list(self.recipe.events), []
-        return events
 
     @property
     def flip_rate(self) -> float | None:
@@ -104,14 +101,14 @@ class Handle(Steps):
         return out + 0.0
 
     def report(self) -> dict[str, Any]:
-        """Describe the weights that a run ending now would leave.
+        """Describe the weights that a run ending now would leave, or that one has left.
 
         Returns:
             As of :func:`nmrun.sparsity.check.weights_report`.
         """
         layers = [
             layer_report(w.name, w.whole(self.final_weight(w)), w.pattern, w.dim)
-            for w in self.sparse
+            for w in self.sparse or self.finished
         ]
         return weights_report(str(self.recipe.pattern), layers, self.left_dense)
 
@@ -183,10 +180,11 @@ class Handle(Steps):
         return f"<p>{html.escape(self._title())}</p><table>{head}{rows}</table>"
 
     def _title(self) -> str:
-        recipe, number = self.recipe, len(self.sparse)
+        recipe, number = self.recipe, len(self.sparse or self.finished)
         of = "" if recipe.total_steps is None else f" of {recipe.total_steps}"
+        phase = "finished" if self.finished else f"{self.phase} phase"
         return (
-            f"nmrun.Handle: {recipe.name or type(recipe).__name__}, {self.phase} phase, "
+            f"nmrun.Handle: {recipe.name or type(recipe).__name__}, {phase}, "
             f"step {recipe.step}{of}; {number} sparse weight{'' if number == 1 else 's'}, "
             f"{len(self.left_dense)} left dense"
         )
@@ -194,7 +192,8 @@ class Handle(Steps):
     def _layers(self) -> list[tuple[str, str, str]]:
         """Name, pattern and shape of each sparse weight."""
         return [
-            (w.name, str(w.pattern), " x ".join(map(str, w.parameter.shape))) for w in self.sparse
+            (w.name, str(w.pattern), " x ".join(map(str, w.parameter.shape)))
+            for w in self.sparse or self.finished
         ]
 
     # --- saving and finishing --------------------------------------------------------------------
@@ -245,13 +244,14 @@ class Handle(Steps):
         self._resume.make_room(metadata)
 
     @torch.no_grad()
-    def finalize(self, model: nn.Module | None = None) -> None:
+    def finalize(self, model: Average | None = None) -> None:
         """End the recipe: the weights stay exactly N:M, and nmrun leaves model and optimizer.
 
         Args:
-            model: a copy of the model with dense weights (an average). This copy then gets the
-                projections of its own weights, and the training can go on. None, the default, ends
-                the recipe.
+            model: a copy of the model with dense weights (an average), or the list of its
+                parameters, such as ``shadow_params`` of diffusers' ``EMAModel``. This copy then
+                gets the projections of its own weights, before the end of the recipe or after it.
+                None, the default, ends the recipe.
 
         Raises:
             RunError: where a weight does not hold its pattern, the optimizer never stepped,
@@ -260,7 +260,8 @@ class Handle(Steps):
             ConfigError: for a ``model`` that has not the parameters of this one.
         """
         if model is not None:
-            self._finalize_copy(model)
+            for own, projected in self._projections(model):
+                own.copy_(projected)
             return
         self._reshard()
         if self.sparse:
@@ -268,8 +269,24 @@ class Handle(Steps):
             dense = self.recipe.dense_forward
             moved = (w.name for w in self.sparse if not dense and w.moved() and self._differs(w))
             check_finished(self.recipe, self.sparse, next(moved, ""))
+            self.finished = self.sparse
         for weight in self.sparse:
             weight.weight.add_(0.0)  # makes negative zeros positive
+        self._leave()
+        for weight in self.finished:
+            weight.forget_dense()
+
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """Leave model and optimizer without an end: the weights are the dense ones from here on."""
+        self._reshard()
+        self._recover()
+        for weight in self.sparse:
+            weight.end_sparse()
+        self._leave()
+
+    def _leave(self) -> None:
+        for weight in self.sparse:
             weight.pop_state(self._optimizer)
             layer.uninstall(weight)
             LIVE.pop(id(weight.parameter), None)
@@ -279,10 +296,35 @@ class Handle(Steps):
         self._optimizer.param_groups[0].pop(KEY, None)
         self.sparse, self._hooks = [], []
 
-    def _finalize_copy(self, model: nn.Module) -> None:
-        for weight in self.sparse:
-            own = counterpart(model, weight.name)
+    @contextlib.contextmanager
+    def projected(self, model: Average) -> Iterator[None]:
+        """Let an average be N:M while the context is entered, to evaluate and to save it.
+
+        Its weights are what :meth:`finalize` would make of them. Afterwards they are as before.
+
+        Args:
+            model: as in :meth:`finalize`.
+
+        Raises:
+            ConfigError: as :meth:`finalize`.
+        """
+        with torch.no_grad():
+            pairs = [(own, own.detach().clone(), new) for own, new in self._projections(model)]
+            for own, _, projection in pairs:
+                own.copy_(projection)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for own, before, _ in pairs:
+                    own.copy_(before)
+
+    def _projections(self, model: Average) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each sparse weight, the parameter of an average and what it is to become."""
+        weights = self.sparse or self.finished
+        parameters = counterparts(model, self.model, [weight.name for weight in weights])
+        for weight, own in zip(weights, parameters, strict=True):
             out = torch.empty_like(own)
             dense = weight.with_dense(own.detach().clone())
             self.recipe.project_final(dense, out)
-            own.copy_(out + 0.0)
+            yield own, out + 0.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from training import SPARSE, TOTAL, Start, everything, kept, net, start, train
+from training import SPARSE, TOTAL, Start, bits, everything, kept, net, start, train
 
 import nmrun
 from nmrun.errors import ConfigError, RunError
@@ -145,6 +145,85 @@ def test_an_average_of_dense_weights_becomes_nm(recipe: str) -> None:
         assert torch.equal(average.module[0].weight, mean * handle.sparse[0]["mask"])
     assert everything(model, optimizer, handle) == before
     handle.finalize()
+
+
+def averaged(recipe: str) -> tuple[Start, nn.Module, list[nn.Parameter]]:
+    """A trained network and an average of its dense weights, as a module and as a list."""
+    made = start(recipe)
+    train(*made[:2], range(TOTAL))
+    with made[2].dense_weights():
+        average = copy.deepcopy(made[0])
+    with torch.no_grad():
+        for p in average.parameters():
+            p.add_(torch.randn_like(p), alpha=0.01)
+    return made, average, [nn.Parameter(p.detach().clone()) for p in average.parameters()]
+
+
+class Shadows:
+    """As diffusers and torch_ema keep an average: no module, a list beside it."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.shadow_params = parameters
+
+
+@pytest.mark.parametrize("recipe", SPARSE)
+def test_the_order_of_average_and_end_does_not_matter(recipe: str) -> None:
+    """Also for a list of parameters, and where an average is N:M for a while only."""
+    made, before, shadows = averaged(recipe)
+    after, looked = copy.deepcopy(before), copy.deepcopy(before)
+    dense, state = everything(looked, made[1])["model"], everything(*made)
+    with made[2].projected(looked):
+        seen = copy.deepcopy(looked)
+    assert everything(looked, made[1])["model"] == dense
+    made[2].finalize(before)
+    assert everything(*made) == state
+    made[2].finalize()
+    made[2].finalize(after)
+    made[2].finalize(Shadows(shadows).shadow_params)
+    for found in (before, after, seen):
+        nmrun.sparsity.check_nm(found, "2:4", exclude="4")
+        assert bits(found.state_dict()) == bits(before.state_dict())
+    assert bits(shadows) == bits(list(before.parameters()))
+    if recipe in ("ste", "sr_ste", "step"):
+        mean = nn.Parameter(averaged(recipe)[1][0].weight.detach())
+        assert torch.equal(hard_threshold(mean, "2:4") != 0, after[0].weight != 0)
+
+
+def test_the_average_is_dense_again_after_an_error_inside() -> None:
+    made, average, shadows = averaged("sr_ste")
+    before = bits(shadows)
+    with pytest.raises(ZeroDivisionError), made[2].projected(shadows):
+        nmrun.sparsity.check_nm(shadows[0].detach(), "2:4")
+        1 / 0  # noqa: B018
+    assert bits(shadows) == before
+    with pytest.raises(ZeroDivisionError), made[2].projected(average):
+        1 / 0  # noqa: B018
+    assert bits(list(average.parameters())) == before
+
+
+def test_a_list_may_have_the_trained_parameters_alone() -> None:
+    """As older torch_ema does."""
+    model = net()
+    model[4].requires_grad_(False)
+    optimizer = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    handle = nmrun.sparsify(model, optimizer, "sr_ste", "2:4", TOTAL)
+    train(model, optimizer, range(3))
+    with handle.dense_weights():
+        shadows = [p.detach().clone() for p in model.parameters() if p.requires_grad]
+    handle.finalize(shadows)
+    assert [bool((p == 0).any()) for p in shadows] == [True, False, True, False]
+
+
+def test_what_is_no_average_is_told() -> None:
+    made, _, shadows = averaged("sr_ste")
+    for wrong, message in (
+        (Shadows(shadows), "Shadows is neither a copy of the model nor a list"),
+        (shadows[1:], "this list of 5 tensors has not the shapes of the model's 6 parameters"),
+        (nn.Linear(3, 3), r"this model has no parameter 0\.weight"),
+    ):
+        with pytest.raises(ConfigError, match=message) as e:
+            made[2].finalize(wrong)  # type: ignore[arg-type]
+        assert "\n" not in str(e.value)
 
 
 def test_a_copy_without_the_parameter_is_named() -> None:

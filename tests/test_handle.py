@@ -37,6 +37,17 @@ def test_a_handle_shows_itself() -> None:
     assert "<b>" not in shown
 
 
+def test_a_finished_handle_shows_where_the_model_is_nm() -> None:
+    model, optimizer, handle = start("sr_ste")
+    train(model, optimizer, range(TOTAL))
+    before = handle.report()
+    handle.finalize()
+    title, *rows = repr(handle).splitlines()
+    assert title == "nmrun.Handle: sr_ste, finished, step 10 of 10; 2 sparse weights, 1 left dense"
+    assert rows == ["  0.weight  2:4  8 x 16", "  2.weight  2:4  8 x 8"]
+    assert handle.report() == before
+
+
 # --- saved and restored ---------------------------------------------------------------------------
 
 

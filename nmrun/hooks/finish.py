@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from nmrun.errors import ConfigError, RunError
+from nmrun.hooks.resume import WRAPPED
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.weight import SparseWeight
+
+Average = nn.Module | Iterable[Tensor]  # a copy of the model, or its parameters in their order
 
 
 def check_finished(recipe: Recipe, weights: Sequence[SparseWeight], differs: str) -> None:
@@ -59,21 +63,51 @@ def _is_replaced(weight: SparseWeight) -> bool:
     return now is not weight.parameter
 
 
-def counterpart(model: nn.Module, name: str) -> nn.Parameter:
-    """Find a parameter in a copy of the model, also inside wrappers (EMA, DDP, compiled).
+def counterparts(average: Average, model: nn.Module, names: Sequence[str]) -> list[Tensor]:
+    """Find parameters in a copy of the model, also inside wrappers (EMA, DDP, compiled).
 
     Args:
-        model: the copy.
-        name: the parameter's name in the model that was made sparse.
+        average: the copy, or the list of its parameters.
+        model: the model that was made sparse.
+        names: the names of the parameters there.
 
     Returns:
-        The copy's parameter.
+        The copy's parameters.
 
     Raises:
         ConfigError: where the copy has no such parameter.
     """
-    parameters = dict(model.named_parameters())
-    for found in (name, f"module.{name}", f"_orig_mod.{name}", f"module._orig_mod.{name}"):
-        if found in parameters:
-            return parameters[found]
-    raise ConfigError(f"this model has no parameter {name}: finalize takes a copy of the model")
+    parameters: dict[str, Tensor]
+    if isinstance(average, nn.Module):
+        parameters = {_plain(name): p for name, p in average.named_parameters()}
+    elif isinstance(average, Iterable) and not isinstance(average, Tensor | Mapping):
+        parameters = _by_position(list(average), model)
+    else:
+        raise ConfigError(
+            f"{type(average).__name__} is neither a copy of the model nor a list of its parameters "
+            "(an EMA has one of the two, as module or shadow_params): give that"
+        )
+    for name in map(_plain, names):
+        if name not in parameters:
+            raise ConfigError(
+                f"this model has no parameter {name}: it takes a copy of the model that was made sparse"
+            )
+    return [parameters[_plain(name)] for name in names]
+
+
+def _plain(name: str) -> str:
+    """The name of a parameter without the parts that wrappers add."""
+    return re.sub(WRAPPED, "", name)
+
+
+def _by_position(average: list[Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Name a list of parameters: of all that the model has, or of those that are trained."""
+    every = list(model.named_parameters())
+    trained = [(name, p) for name, p in every if p.requires_grad]
+    for named in (every, trained):
+        if [tuple(p.shape) for _, p in named] == [tuple(p.shape) for p in average]:
+            return {_plain(name): p for (name, _), p in zip(named, average, strict=True)}
+    raise ConfigError(
+        f"this list of {len(average)} tensors has not the shapes of the model's {len(every)} "
+        "parameters: it takes them all, in the order of model.parameters()"
+    )

@@ -16,6 +16,7 @@ import torch
 
 from nmrun.errors import ConfigError
 from nmrun.kernels.layout import local
+from nmrun.optim.stock import Uncompiled
 from nmrun.recipes.base import Recipe
 from nmrun.sparsity.shards import summed
 from nmrun.sparsity.weight import PREFIX, SparseWeight
@@ -112,7 +113,7 @@ class Resume:
         @functools.wraps(own)
         def load(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             self._loaded = False
-            self.check(saved_settings(state_dict["param_groups"]))
+            self.check(saved_settings(state_dict.get("param_groups") or ()))
             own(state_dict, *args, **kwargs)
             if not self._loaded:
                 self._after_loading()
@@ -235,6 +236,30 @@ class Resume:
         self.refresh()
         for weight in self.weights:
             weight.put_state(self.optimizer)
+
+
+def check_saved(optimizer: torch.optim.Optimizer, weights: Sequence[SparseWeight]) -> None:
+    """Check that a ``state_dict`` of the optimizer's own has what :class:`Resume` adds.
+
+    Args:
+        optimizer: the optimizer, whose hooks are there already.
+        weights: the sparse weights.
+
+    Raises:
+        ConfigError: where it has not.
+    """
+    if type(optimizer).state_dict in (torch.optim.Optimizer.state_dict, Uncompiled.state_dict):
+        return
+    saved = optimizer.state_dict()
+    wanted = any(weight.saved() for weight in weights)
+    kept = any(
+        str(key).startswith(PREFIX) for own in saved.get("state", {}).values() for key in own
+    )
+    if not saved_settings(saved.get("param_groups") or ()) or (wanted and not kept):
+        raise ConfigError(
+            f"{type(optimizer).__name__} leaves the dense weights out of its state dict, and a "
+            "resume would lose them: use its base optimizer alone"
+        )
 
 
 def saved_settings(groups: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

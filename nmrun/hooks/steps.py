@@ -14,12 +14,17 @@ In this order::
 
 from __future__ import annotations
 
+import logging
+import sys
+import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nmrun.errors import RunError
 from nmrun.hooks.resume import Resume, makes_state
 from nmrun.kernels.operands import Update
 from nmrun.kernels.uncompiled import uncompiled
@@ -31,6 +36,9 @@ from nmrun.sparsity.replicas import agree_over_ranks
 from nmrun.sparsity.weight import LIVE, SparseWeight
 
 COMPARED_EVERY = 500  # steps between comparisons that find writes through ``.data``
+WRITTEN_AT_MOST = 2  # steps in a row before which others may write the weights
+# the code of the wrapper that torch puts around ``step`` to run hooks
+HOOKED = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
 class Steps:
@@ -63,7 +71,11 @@ class Steps:
         self.followers: list[Callable[[str, int, Tensor], None]] = [self.mask_metrics.reorder]
         self._optimizer = optimizer
         self._measured: dict[str, float] = {}
+        self._open = 0  # steps that have begun and not ended: two where one calls another
         self._skipped = False  # whether the present step changes nothing (loss scaling overflowed)
+        self._written = 0  # steps in a row before which others wrote the weights
+        self._has_warned = False  # of weights that others wrote
+        self._told = 0  # how many of the recipe's events were logged
         # the weights that the present step projects, by id: the mask or scale, and its version
         self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}
         self._batch = Batch()
@@ -81,10 +93,16 @@ class Steps:
                 *self._resume.hooks(),
             ]
         self.refresh()
+        self._log_events()
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # where a step calls super().step(), torch may run the hooks of both
+        if self._open and _is_nested(optimizer):
+            self._open += 1
+            return None
+        self._open = 1
         answer = closure_first(args, kwargs)
         self._skipped = skipped_by_loss_scaling(optimizer) or makes_state(optimizer, self.sparse)
         if self._skipped:
@@ -140,11 +158,17 @@ class Steps:
     def _after_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._skipped:
+        self._open -= 1
+        if self._skipped or self._open:
             return
         for weight in self.sparse:
             weight.show_projected()
         self.recipe.step += 1
+        if self.recipe.step - 1 == self.recipe.total_steps:
+            self._warn(
+                f"this is one more than total_steps={self.recipe.total_steps}, which the recipe "
+                "has laid out its run by: give sparsify the number of steps that are made"
+            )
         self.recipe.after_step(self.sparse, optimizer)
         for name, dim, index in getattr(self.recipe, "reordered", ()):
             for follow in self.followers:
@@ -154,6 +178,25 @@ class Steps:
         self._measured = self.mask_metrics.after(optimizer) if self.measure_flips else {}
         for weight in self.sparse:
             weight.put_state(optimizer)
+        self._log_events()
+
+    def pop_events(self) -> list[str]:
+        """Return and clear the recipe's events since the last call, each one a sentence.
+
+        Python's logger ``nmrun`` has each of them too, at level INFO.
+        """
+        events, self.recipe.events[:], self._told = list(self.recipe.events), [], 0
+        return events
+
+    def _log_events(self) -> None:
+        for event in self.recipe.events[self._told :]:
+            logging.getLogger("nmrun").info(event)
+        self._told = len(self.recipe.events)
+
+    def _warn(self, sentence: str) -> None:
+        """Note an event that nobody plans, and warn of it."""
+        self.recipe.say(sentence)
+        warnings.warn(f"nmrun: {self.recipe.events[-1]}", stacklevel=2)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -196,24 +239,42 @@ class Steps:
 
     @torch.no_grad()
     def _notice_changes(self) -> None:
-        """Make weights that were written from outside the new dense weights, with an event."""
+        """Make weights that were written from outside the new dense weights, with an event.
+
+        Raises:
+            RunError: where that happens step after step: nothing is left of the dense weights then.
+        """
         if self.recipe.dense_forward:
             return
-        thorough = self.recipe.step % COMPARED_EVERY == COMPARED_EVERY - 1
-        changed = []
+        thorough = self._written or self.recipe.step % COMPARED_EVERY == COMPARED_EVERY - 1
+        changed: list[SparseWeight] = []
         for weight in self.sparse:
             dense = weight.dense
             if dense.dtype != weight.weight.dtype or dense.device != weight.weight.device:
                 weight.restore("dense", dense)  # the model was moved or cast
             if (weight.moved() or thorough) and self._differs(weight):
-                weight.begin_sparse()
-                self.recipe.project(weight, weight.weight)  # the rule reads what is pruned from it
-                changed.append(weight.name)
-        if changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            self.recipe.say(
-                f"{changed[0]}{more} changed outside the optimizer: the new values are the dense weights"
+                changed.append(weight)
+        self._written = self._written + 1 if changed else 0
+        if not changed:
+            return
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        which = f"{changed[0].name}{more} changed outside the optimizer"
+        if self._written > WRITTEN_AT_MOST:
+            raise RunError(
+                f"step {self.recipe.step}: {which} before each of {self._written} steps, and the "
+                "dense weights are lost each time: give sparsify the optimizer that moves the "
+                "weights (one that steps in the backward pass is another one), and write weights "
+                "inside handle.dense_weights()"
             )
+        for weight in changed:
+            weight.begin_sparse()
+            self.recipe.project(weight, weight.weight)  # the rule reads what is pruned from it
+        said = f"{which}: the new values are the dense weights"
+        if self._has_warned or self.recipe.step == 0:  # before the first step they are loaded
+            self.recipe.say(said)
+        else:
+            self._has_warned = True
+            self._warn(said)
 
     def _differs(self, weight: SparseWeight) -> bool:
         """Say whether the parameter is not the projection of the dense weight."""
@@ -251,6 +312,21 @@ def _marked(hook: Callable[..., Any]) -> Callable[..., Any]:
     run = uncompiled(hook)
     run.nmrun = True  # type: ignore[attr-defined]
     return run
+
+
+def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether a step of the optimizer was called by another step of it.
+
+    The calls on the stack tell. A count of hooks would also take the step after one that failed for
+    such a step.
+    """
+    frame: FrameType | None = sys._getframe()
+    found = 0
+    while frame is not None:
+        if frame.f_code is HOOKED and frame.f_locals["args"][0] is optimizer:
+            found += 1
+        frame = frame.f_back
+    return found > 1
 
 
 def _owns_its_storage(parameter: Tensor) -> bool:

@@ -185,6 +185,10 @@ class SparseWeight:
             local(self.parameter.detach()).copy_(self.dense)
             del self._tensors["dense"]
 
+    def forget_dense(self) -> None:
+        """Drop the dense weight; the parameter stays as it is."""
+        self._tensors.pop("dense", None)
+
     @torch.no_grad()
     def show_dense(self) -> None:
         """Let the parameter be the dense weight, until :meth:`show_projected`."""

@@ -1,0 +1,278 @@
+"""Optimizers that call, contain or save others, and code that writes weights beside an optimizer."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training import TOTAL, attach, batch, bits, everything, kept, net, start, stored, train
+
+import nmrun
+from nmrun.errors import ConfigError, RunError
+
+
+class Calls(torch.optim.AdamW):
+    """Its step calls torch's. torch gives both of them hooks once it has made a plain AdamW."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        if self.fails:
+            raise ZeroDivisionError
+        return loss
+
+
+class CallsOurs(nmrun.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "base"), [(Calls, torch.optim.AdamW), (CallsOurs, nmrun.optim.AdamW)]
+)
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "s_ste", "bi_mask", "lbc"])
+def test_a_step_that_calls_another_is_one_step(
+    recipe: str, kind: Any, base: Any, closure: bool
+) -> None:
+    """As the class that it calls does."""
+    base([nn.Parameter(torch.zeros(1))])
+    found = []
+    for made in (kind, base):
+        model = net()
+        optimizer = made(model.parameters(), lr=0.02)
+        handle = attach(model, optimizer, recipe)
+        for step in range(TOTAL):
+
+            def loss(model: nn.Module = model, step: int = step) -> Tensor:
+                out = model(batch(step)).square().mean()
+                out.backward()
+                return out
+
+            if closure:
+                optimizer.step(loss)
+            else:
+                loss()
+                optimizer.step()
+            optimizer.zero_grad()
+            assert handle.recipe.step == step + 1
+        found.append((everything(model, optimizer, handle), handle.pop_events()))
+        handle.finalize()
+    assert found[0] == found[1]
+
+
+def test_after_such_a_step_failed_the_next_one_counts() -> None:
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
+    model = net()
+    optimizer = Calls(model.parameters(), lr=0.02)
+    handle = attach(model, optimizer, "sr_ste")
+    train(model, optimizer, range(2))
+    optimizer.fails = True
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            train(model, optimizer, [2])
+    optimizer.fails = False
+    train(model, optimizer, range(2, 5))
+    assert handle.recipe.step == 5
+    handle.finalize()
+    nmrun.sparsity.check_nm(model, "2:4", exclude="4")
+
+
+# --- weights that move elsewhere ------------------------------------------------------------------
+
+
+class InBackward(torch.optim.Optimizer):
+    """Moves each parameter as soon as its gradient is there; its own step does nothing."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        every = list(parameters)
+        super().__init__(every, {"lr": 0.02})
+        for parameter in every:
+            own = torch.optim.AdamW([parameter], lr=0.02)
+            parameter.register_post_accumulate_grad_hook(self._moving(own))
+
+    @staticmethod
+    def _moving(own: torch.optim.Optimizer) -> Callable[[Tensor], None]:
+        def move(parameter: Tensor) -> None:
+            own.step()
+            own.zero_grad()
+
+        return move
+
+    def step(self, closure: Any = None) -> Any:
+        return None
+
+
+@pytest.mark.filterwarnings("ignore:nmrun")
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp", "s_ste"])
+def test_an_optimizer_that_moves_weights_in_the_backward_pass_is_an_error(recipe: str) -> None:
+    model = net()
+    optimizer = InBackward(model.parameters())
+    handle = attach(model, optimizer, recipe)
+    with pytest.raises(RunError, match=r"before each of 3 steps.* in the backward pass") as e:
+        train(model, optimizer, range(TOTAL))
+    assert "\n" not in str(e.value)
+    assert handle.recipe.step == {"asp": 7}.get(recipe, 2)
+
+
+@pytest.mark.filterwarnings("ignore:nmrun")
+def test_a_second_optimizer_of_the_same_weights_is_an_error() -> None:
+    model, optimizer, _ = start("sr_ste")
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RunError, match=r"0\.weight and 1 more changed outside the optimizer"):
+        for step in range(TOTAL):
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            other.step()
+
+
+def test_one_handle_for_each_optimizer_of_the_backward_pass_trains_as_one_for_all() -> None:
+    """What the page recommends. AdamW moves each parameter by itself."""
+    model, plain = net(), net()
+    other = torch.optim.AdamW(plain.parameters(), lr=0.02)
+    one = attach(plain, other, "sr_ste")
+    train(plain, other, range(TOTAL))
+    one.finalize()
+    optimizers = [torch.optim.AdamW([p], lr=0.02) for p in model.parameters()]
+    handles = [
+        nmrun.sparsify(model, optimizers[i], "sr_ste", "2:4", TOTAL, decay=0.1) for i in (0, 2)
+    ]
+    for parameter, own in zip(model.parameters(), optimizers, strict=True):
+        parameter.register_post_accumulate_grad_hook(InBackward._moving(own))
+    for step in range(TOTAL):
+        model(batch(step)).square().mean().backward()
+    for handle in handles:
+        handle.finalize()
+    assert bits(model.state_dict()) == bits(plain.state_dict())
+
+
+# --- state dicts of their own ---------------------------------------------------------------------
+
+
+class Container(torch.optim.Optimizer):
+    """Several optimizers as one, whose states are saved by the container."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([p for o in optimizers for g in o.param_groups for p in g["params"]], {})
+
+    def step(self, closure: Any = None) -> Any:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {str(i): each.state_dict() for i, each in enumerate(self.optimizers)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for i, each in enumerate(self.optimizers):
+            each.load_state_dict(state_dict[str(i)])
+
+
+class SavesLess(torch.optim.AdamW):
+    def state_dict(self) -> dict[str, Any]:
+        return {"param_groups": super().state_dict()["param_groups"], "state": {}}
+
+
+class SavesOtherwise(torch.optim.AdamW):
+    def state_dict(self) -> dict[str, Any]:
+        return {"rates": [group["lr"] for group in self.param_groups]}
+
+
+class SavesMore(torch.optim.AdamW):
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "more": 1}
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
+def test_a_container_is_refused_and_what_it_has_inside_is_not(recipe: str) -> None:
+    model = net()
+    container = Container(torch.optim.AdamW(model.parameters(), lr=0.02))
+    before = everything(model, container)
+    with pytest.raises(ConfigError, match=r"Container has .* inside \(optimizers\[0\]") as e:
+        attach(model, container, recipe)
+    assert "\n" not in str(e.value)
+    assert everything(model, container) == before
+    plain = net()
+    other = torch.optim.AdamW(plain.parameters(), lr=0.02)
+    handles = attach(model, container.optimizers[0], recipe), attach(plain, other, recipe)
+    train(model, container, range(6))
+    train(plain, other, range(6))
+    again = net(3)
+    second = Container(torch.optim.AdamW(again.parameters(), lr=0.02))
+    states = stored(model, container)
+    resumed = attach(again, second.optimizers[0], recipe)
+    again.load_state_dict(states[0])
+    second.load_state_dict(states[1])
+    train(again, second, range(6, TOTAL))
+    train(plain, other, range(6, TOTAL))
+    for handle in (handles[1], resumed):
+        handle.finalize()
+    assert bits(again.state_dict()) == bits(plain.state_dict())
+
+
+@pytest.mark.parametrize("kind", [SavesLess, SavesOtherwise])
+def test_a_state_dict_without_the_dense_weights_is_refused(kind: Any) -> None:
+    model = net()
+    optimizer = kind(model.parameters(), lr=0.02)
+    before = bits(model.state_dict())
+    with pytest.raises(ConfigError, match=f"{kind.__name__} leaves the dense weights out") as e:
+        attach(model, optimizer, "sr_ste")
+    assert "\n" not in str(e.value)
+    assert bits(model.state_dict()) == before
+    assert kept(optimizer) == {}
+    assert "nmrun" not in optimizer.param_groups[0]
+    plain = net()
+    other = kind(plain.parameters(), lr=0.02)
+    train(model, optimizer, range(3))
+    train(plain, other, range(3))
+    assert bits(model.state_dict()) == bits(plain.state_dict())
+
+
+def test_a_state_dict_that_adds_something_is_none_of_our_business() -> None:
+    model, plain = net(), net()
+    optimizer, other = SavesMore(model.parameters(), lr=0.02), torch.optim.AdamW(
+        plain.parameters(), lr=0.02
+    )  # fmt: skip
+    attach(model, optimizer, "sr_ste")
+    attach(plain, other, "sr_ste")
+    for pair in ((model, optimizer), (plain, other)):
+        train(*pair, range(3))
+    saved = optimizer.state_dict()
+    assert saved.pop("more") == 1
+    assert bits(saved) == bits(other.state_dict())
+
+
+# --- what is told ---------------------------------------------------------------------------------
+
+
+def test_events_reach_the_log_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "nmrun")
+    model, optimizer, handle = start("asp")
+    train(model, optimizer, range(3))
+    handle.pop_events()
+    train(model, optimizer, range(3, TOTAL))
+    logged = [record.getMessage() for record in caplog.records if record.name == "nmrun"]
+    assert logged == handle.pop_events()
+    assert len(logged) == 1
+
+
+def test_weights_from_outside_and_a_step_too_many_are_warned_of_once() -> None:
+    model, optimizer, handle = start("sr_ste")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(TOTAL + 3):
+            if step in (3, 6):
+                model.load_state_dict(net(step).state_dict())
+            train(model, optimizer, [step])
+    said = [str(each.message) for each in caught]
+    assert len(said) == 2
+    assert re.match(r"nmrun: step 3: 0\.weight and 1 more changed outside", said[0])
+    assert re.match(r"nmrun: step 11: .* one more than total_steps=10", said[1])
+    assert len(handle.pop_events()) == 3
