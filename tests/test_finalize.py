@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from training import SPARSE, TOTAL, Start, bits, everything, kept, net, start, train
+from training import SPARSE, TOTAL, Start, attach, bits, everything, kept, net, start, train
 
 import nmrun
 from nmrun.errors import ConfigError, RunError
@@ -270,3 +272,65 @@ def test_layers_compute_with_the_dense_weights_inside() -> None:
         assert torch.equal(torch.autograd.grad(model(x), x, dz)[0], dz @ dense)
     pruned_again = nmrun.sparsity.hard_threshold(model[0].weight.detach(), "2:4", 0)
     torch.testing.assert_close(torch.autograd.grad(model(x), x, dz)[0], dz @ pruned_again)
+
+
+class Yolo:
+    """Trains and averages in the order of ultralytics: callbacks are all that others can add."""
+
+    def __init__(self, callbacks: dict[str, Callable[[Any], None]]) -> None:
+        self.callbacks, self.saved = callbacks, []
+        self.model, self.ema = net(), self
+        self.average = copy.deepcopy(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.02)
+
+    def update(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for own, p in zip(self.average.parameters(), model.parameters(), strict=True):
+                own.lerp_(p, 0.5)
+
+    def train(self) -> None:
+        self.callbacks["on_pretrain_routine_end"](self)
+        for epoch in range(5):
+            for step in (2 * epoch, 2 * epoch + 1):
+                train(self.model, self.optimizer, [step])
+                self.ema.update(self.model)
+            self.callbacks["on_train_epoch_end"](self)
+            self.saved.append(copy.deepcopy(self.average))
+            self.callbacks["on_fit_epoch_end"](self)
+        self.callbacks["on_train_end"](self)
+
+
+def test_callbacks_around_a_trainer_that_saves_its_average_alone() -> None:
+    """As the page has it for ultralytics: every saved average is the projection of the dense one."""
+    averaging = contextlib.ExitStack()
+    dense: list[Tensor] = []
+
+    def begin(trainer: Any) -> None:
+        trainer.handle = attach(trainer.model, trainer.optimizer, "sr_ste")
+        update = trainer.ema.update
+        dense.append(trainer.average[0].weight.detach().clone())
+
+        def averaged(model: nn.Module) -> None:
+            with trainer.handle.dense_weights():
+                update(model)
+            dense[0] = dense[0].lerp(trainer.handle.sparse[0].dense, 0.5)
+
+        trainer.ema.update = averaged
+
+    def before_validation(trainer: Any) -> None:
+        averaging.enter_context(trainer.handle.projected(trainer.average))
+        assert torch.equal(trainer.average[0].weight, hard_threshold(dense[0], "2:4"))
+
+    trainer = Yolo(
+        {
+            "on_pretrain_routine_end": begin,
+            "on_train_epoch_end": before_validation,
+            "on_fit_epoch_end": lambda trainer: averaging.close(),
+            "on_train_end": lambda trainer: trainer.handle.finalize(),
+        }
+    )
+    trainer.train()
+    assert len(trainer.saved) == 5
+    for saved in trainer.saved:
+        nmrun.sparsity.check_nm(saved, "2:4", exclude="4")
+    assert torch.equal(trainer.average[0].weight, dense[0])
