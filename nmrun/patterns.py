@@ -23,7 +23,7 @@ class PatternError(ValueError):
 class Pattern:
     """N:M sparsity: at most ``n`` non-zeros in every group of ``m``. ``str(pattern)`` is ``2:4``.
 
-    With ``v`` above 1 it is V:N:M sparsity (VENOM, Castro et al. 2023, arXiv 2310.02065): in
+    With ``v`` above 1 it is V:N:M sparsity, a format of VENOM (Castro et al. 2023, arXiv 2310.02065): in
     every block of V rows and M columns, the rows have their non-zeros in the same four columns, at
     most N each. Such a weight is N:M as well. ``str(pattern)`` is ``64:2:8``.
 

@@ -6,6 +6,9 @@ how the weights that are left compensate, - w_j / [H^-1]_jj * [H^-1]_j: (equatio
 right, H is that of the columns not yet passed, the same for every row (section 3.2). All these
 inverses are rows of one triangular factor, H^-1 = U^T U (section 3.3). The mask of a group of M
 columns is chosen when the group is reached, by w_j^2 / U_jj^2 (section 3.4).
+
+Weights on an input that is always 0 do nothing. As in the authors' code they are 0 from the start,
+so that they are the first to be pruned.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ class SparseGPT(Method):
     damping: Annotated[float, number(0)] = 0.01
 
     def prune(self, weight: Tensor, gram: Tensor, pattern: Pattern) -> Tensor:
-        weight, factor = weight.clone(), inverse_factor(gram, self.damping)
+        weight = weight.masked_fill(gram.diagonal() == 0, 0.0)
+        factor = inverse_factor(gram, self.damping)
         for block in _blocks(weight.shape[1], pattern):
             first, end = block[0].start, block[-1].stop
             errors = torch.zeros_like(weight[:, first:end])
@@ -62,6 +66,8 @@ class SparseGPT(Method):
 def inverse_factor(gram: Tensor, damping: float) -> Tensor:
     """Compute the upper triangular U with ``U^T U = H^-1``, H = gram + damping * mean diagonal.
 
+    Inputs that are always 0 have 1 on the diagonal, which no other column sees.
+
     Args:
         gram: (inputs, inputs), symmetric.
         damping: as of :class:`SparseGPT`.
@@ -72,6 +78,7 @@ def inverse_factor(gram: Tensor, damping: float) -> Tensor:
     damped = gram + damping * gram.diagonal().mean() * torch.eye(
         len(gram), dtype=gram.dtype, device=gram.device
     )
+    damped.diagonal()[gram.diagonal() == 0] += 1.0
     # of the reversed H the lower factor, reversed, is the upper R with R R^T = H
     lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
     if bool(failed):

@@ -106,7 +106,7 @@ class AutoSwitch(Switch):
             "step/variance_change": float(self.window[(self.samples - 1) % len(self.window)]),
             "step/variance_change_window": self._mean(),
         }
-        if self.threshold is not None:
+        if self.threshold is not None and self.size:  # 0 where all gradients were
             found["step/variance_change_relative"] = self._mean() / float(self.size)
         return found
 

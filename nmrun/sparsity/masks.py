@@ -26,7 +26,8 @@ def nm_mask(weight: Tensor, pattern: str | Pattern, dim: int = 1, pad: bool = Fa
     """Find the N largest magnitudes of every group of M.
 
     Of a V:N:M pattern, every block of V outputs and M inputs first keeps the four inputs with the
-    largest sum of magnitudes; the N largest of each row are among these.
+    largest sum of magnitudes; the N largest of each row are among these. That is the rule of Zhao et
+    al. 2024 (arXiv 2410.16135). VENOM's code searches all sets of four inputs instead.
 
     Ties keep the lower index. Zeros count like any magnitude. A NaN is always kept, beside the N
     largest, so that it shows in the loss instead of being pruned away.

@@ -151,10 +151,13 @@ def test_ria_takes_the_power_of_activations():
 def by_surgeon(weight, x, pattern, damping=0.01):
     """Row by row, column by column, each time with the inverse of the Hessian that is left."""
     hessian = x.T @ x
+    dead = hessian.diagonal() == 0
     hessian += damping * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=x.dtype)
+    hessian[dead, dead] = 1.0
     # [H_{j:}^-1]_jj: what pruning j costs once all columns before it are passed
     inverses = [torch.linalg.inv(hessian[j:, j:]) for j in range(len(hessian))]
     result = weight.clone()
+    result[:, dead] = 0.0
     for row in result:
         for group in groups(len(row), pattern):
             costs = {j: float(row[j] ** 2 / inverses[j][0, 0]) for j in group}
@@ -173,6 +176,21 @@ def test_sparsegpt_is_the_surgeon_with_exact_inverses(pattern, columns):
     assert torch.equal(found == 0, expected == 0)
     torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
     assert not torch.signbit(found[found == 0]).any()
+
+
+@pytest.mark.parametrize("damping", [0.01, 0.0])
+def test_sparsegpt_prunes_inputs_that_are_always_0_first(damping):
+    weight, x = problem(8, 32)
+    dead = torch.zeros(32, dtype=torch.bool)
+    dead[[1, 5, 6, 9, 10, 11, 16, 17, 18, 19, 31]] = True
+    x = x.masked_fill(dead, 0.0)
+    found = oneshot.build("sparsegpt", {"damping": damping}).prune(weight, x.T @ x, Pattern(2, 4))
+    torch.testing.assert_close(
+        found, by_surgeon(weight, x, Pattern(2, 4), damping), rtol=1e-7, atol=1e-9
+    )
+    assert (found[:, dead] == 0).all()
+    # none of a live input is pruned where two of the group are dead
+    assert (found[:, [4, 7]] != 0).all()
 
 
 def test_sparsegpt_in_float32_chooses_the_same_masks():
@@ -219,7 +237,7 @@ def test_inputs_that_are_always_zero_are_pruned_first_and_break_nothing(method):
 def test_a_hessian_without_an_inverse_is_said():
     weight, x = problem(2, 8, tokens=4)
     method = oneshot.build("sparsegpt", {"damping": 0.0})
-    gram = torch.zeros(8, 8, dtype=x.dtype)
+    gram = torch.ones(8, 8, dtype=x.dtype)  # eight times the same input
     with pytest.raises(ValueError, match="no inverse: more samples or a larger damping"):
         method.prune(weight, gram, Pattern(2, 4))
     assert oneshot.build("sparsegpt", {}).prune(weight, x.T @ x, Pattern(2, 4)).isfinite().all()

@@ -229,3 +229,25 @@ def test_what_is_logged() -> None:
     for g in grads[12:101]:
         one_step(model, optimizer, g)
     assert handle.metrics() == {"step/phase": 2.0}
+
+
+def test_gradients_that_are_all_0_have_no_relative_change() -> None:
+    model, optimizer, handle = begin("auto_geometric", threshold=1.2)
+    for _ in range(3):
+        one_step(model, optimizer, [0.0] * 48)
+    metrics = handle.metrics()
+    assert metrics["step/variance_change_window"] == 0.0
+    assert "step/variance_change_relative" not in metrics
+    one_step(model, optimizer, [1.0] * 48)
+    # of the four samples one is 1 - beta2, and v has that size too
+    assert handle.metrics()["step/variance_change_relative"] == pytest.approx(0.25 / 0.1)
+
+
+def test_weights_without_a_gradient_do_not_count() -> None:
+    model, optimizer, handle = begin("auto")
+    for _ in range(2):
+        model.a.weight.grad = torch.full((4, 8), 1e-2, dtype=torch.float64)
+        model.b.weight.grad = model.b.bias.grad = None
+        optimizer.step()
+    # v is (1 - beta2) g^2 after a step, and moves by beta2 of that in the next
+    assert handle.metrics()["step/variance_change"] == pytest.approx(0.9 * 0.1 * 1e-4)
