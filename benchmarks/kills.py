@@ -231,7 +231,7 @@ def differences(output: Path, alone: Path) -> list[str]:
     wrong += [
         f"{path}: left behind"
         for path in records
-        if path.name not in ("sweep.json", "jobs.jsonl", "multirun.yaml", locks.LEASE)
+        if path.name not in ("sweep.json", "jobs.jsonl", "multirun.yaml", locks.NAME)
     ]
     wrong += [
         f"{path}: left behind"
@@ -246,15 +246,16 @@ def differences(output: Path, alone: Path) -> list[str]:
 
 
 def _odd(folder: Path) -> list[Path]:
-    # a kill at the very end leaves the lease, which the next holder takes over
-    there = {path.name for path in folder.iterdir()} - {locks.LEASE}
+    # a kill at the very end leaves the lock file, which the next holder takes over
+    there = {path.name for path in folder.iterdir()} - {locks.NAME}
     return [folder / name for name in there ^ FILES]
 
 
 def _result(folder: Path) -> dict[str, Any]:
     result = json.loads((folder / "result.json").read_text())
     # the hashes are of files with the clock's figures in them
-    without = ("files", "sha256", "seconds", "training_seconds", "environment")
+    clock = ("seconds", "training_seconds", "checkpoint_seconds")
+    without = ("files", "sha256", *clock, "environment")
     kept = {key: value for key, value in result.items() if key not in without}
     return {**kept, "config": {**result["config"], "output_dir": ""}}
 

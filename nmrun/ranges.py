@@ -100,6 +100,15 @@ def number(
     )
 
 
+UNITS = {"s": 1, "min": 60, "h": 3600}
+
+
+def seconds(time: Any) -> float | None:
+    """The seconds of a time such as ``30s``, ``10min`` or ``1.5h``; None for what is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|min|h)", time) if isinstance(time, str) else None
+    return None if found is None else float(found[1]) * UNITS[found[2]]
+
+
 def one_of(*options: str) -> Check:
     return Check(f"one of {', '.join(options)}", lambda value: value in options, options=options)
 
@@ -244,6 +253,10 @@ BUDGET = Check(
     "seconds:600, or null",
     _is_budget,
     _plain_budget,
+)
+CHECKPOINTS = Check(
+    "a time above 0 such as 30s, 10min or 2h, or a whole number of epochs, 1 or more",
+    lambda value: whole(1).holds(value) or bool(seconds(value)),
 )
 WIDTHS = Check(
     "a list of at least two whole numbers, 1 or more",

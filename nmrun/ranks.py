@@ -100,11 +100,16 @@ def any_of(flag: bool) -> bool:
 
     A signal, for one, may reach one rank earlier than another.
     """
+    return each_of_any(flag)[0]
+
+
+def each_of_any(*flags: bool) -> tuple[bool, ...]:
+    """Say of each of several flags, at the cost of one, what :func:`any_of` says."""
     if world() == 1:
-        return flag
-    votes = torch.tensor([float(flag)])
+        return flags
+    votes = torch.tensor([float(flag) for flag in flags])
     dist.all_reduce(votes)
-    return bool(votes.item())
+    return tuple(vote > 0 for vote in votes.tolist())
 
 
 def total(value: Tensor) -> Tensor:

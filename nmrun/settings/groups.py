@@ -17,6 +17,7 @@ from nmrun.ranges import (
     ACTIVATIONS,
     BETAS,
     BUDGET,
+    CHECKPOINTS,
     COMPILE,
     DECAYED,
     FLAG,
@@ -173,7 +174,7 @@ class Trainer(Group):
     eval_every: Annotated[int, whole(1)]
     log_every: Annotated[int, whole(1)]
     diagnose_every: Annotated[int | None, whole(1, optional=True)]
-    checkpoint_every: Annotated[int, whole(1)]
+    checkpoint_every: Annotated[int | str, CHECKPOINTS]
     average: Annotated[int, whole(1)]
     limit_batches: Annotated[int | None, whole(1, optional=True)]
     limit_evaluation: Annotated[int | None, whole(1, optional=True)]

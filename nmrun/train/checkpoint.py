@@ -12,7 +12,9 @@ import io
 import os
 import random
 import shutil
+import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,43 @@ from nmrun import ranks
 from nmrun.files import whole
 
 CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
+WAIT = 100  # times what a checkpoint took, until the next one by time: these take 1 % at most
 SHARDS = ("checkpoint.shards.0", "checkpoint.shards.1")  # taken in turn
+
+
+class Clock:
+    """Says when a checkpoint by time is due, and counts what all checkpoints take.
+
+    Args:
+        every: seconds from one checkpoint to the next; None: none is due by time.
+
+    Attributes:
+        spent: seconds in saving, of all sittings.
+    """
+
+    def __init__(self, every: float | None) -> None:
+        self.every = every
+        self.spent = self._took = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """A sitting begins."""
+        self._since = time.perf_counter()
+
+    def due(self) -> bool:
+        """Whether it is time: never sooner than ``WAIT`` times what the last checkpoint took."""
+        if self.every is None:
+            return False
+        return time.perf_counter() - self._since >= max(self.every, WAIT * self._took)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around what saves a checkpoint, by time or not."""
+        began = time.perf_counter()
+        yield
+        self._since = time.perf_counter()
+        self._took = self._since - began
+        self.spent += self._took
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

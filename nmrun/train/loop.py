@@ -15,6 +15,7 @@ from nmrun.config.identity import identity
 from nmrun.errors import RunError
 from nmrun.kernels.layout import local
 from nmrun.products.times import as_data
+from nmrun.ranges import seconds
 from nmrun.settings.config import Config
 from nmrun.signals import Signals
 from nmrun.train import checkpoint, nonfinite
@@ -57,6 +58,7 @@ class Loop(Steps):
         row: what there is to log of a step whose evaluation a signal put off, else None.
         evaluation: the evaluations, with the best of them.
         events: sentences on what happened, in order.
+        clock: when the next checkpoint by time is due, and what checkpoints have taken.
         seconds: of all sittings, with those that the recipe took beforehand.
         training_seconds: of steps and their logging alone, without the first step of a sitting,
             which warms up.
@@ -77,6 +79,7 @@ class Loop(Steps):
         if self.trainer.diagnose_every is not None:
             self.diagnostics = Diagnostics(self.model, self.handle, self.loss)
         self.seconds, self.training_seconds = parts.attached_in, 0.0
+        self.clock = checkpoint.Clock(seconds(self.trainer.checkpoint_every))
         self.progress = Progress(self)
 
     def train(self, folder: Path, tracker: Tracker | None, signals: Signals) -> bool:
@@ -97,6 +100,7 @@ class Loop(Steps):
         begun = self.step
         self._open_window()
         self.progress.begin()
+        self.clock.begin()
         self.model.train()
         while self.step < self.total_steps or self.row is not None:
             due = self._due(self.step if self.row is None else self.step - 1)
@@ -114,12 +118,16 @@ class Loop(Steps):
             self.console.progress(self.progress.status)
 
             self.seconds = earlier + time.perf_counter() - began
-            stop = put_off or ranks.any_of(signals.caught is not None)
-            if due.save or stop:
+            # the leader's clock alone: whatever it says, all ranks save after the same step
+            caught, timely = ranks.each_of_any(
+                signals.caught is not None, ranks.leads() and self.clock.due()
+            )
+            stop = put_off or caught
+            if save := due.save or timely or stop:
                 self._save(folder, tracker)
             if stop:
                 return False
-            if row:
+            if row or save:
                 self._open_window()
         self.average.apply()
         return True
@@ -128,12 +136,14 @@ class Loop(Steps):
         """What follows a step, counted from 0."""
         trainer = self.trainer
         epoch, index = divmod(step, self.task.batches_per_epoch)
+        every = trainer.checkpoint_every
+        epochs = every if isinstance(every, int) else 1
         last, epoch_ends = step + 1 == self.total_steps, index + 1 == self.task.batches_per_epoch
         return Due(
             *(epoch, index, epoch_ends or last),
             log=last or (step + 1) % self.log_every == 0,
             evaluate=last or (epoch_ends and (epoch + 1) % trainer.eval_every == 0),
-            save=last or (epoch_ends and (epoch + 1) % trainer.checkpoint_every == 0),
+            save=last or (epoch_ends and (epoch + 1) % epochs == 0),
             diagnose=(step + 1) % (trainer.diagnose_every or math.inf) == 0,
         )
 
@@ -158,12 +168,13 @@ class Loop(Steps):
         return row if diagnostics is None else row | diagnostics.after(first)
 
     def _save(self, folder: Path, tracker: Tracker | None) -> None:
-        self.check_losses()
-        state = self.state_dict()
-        if tracker is not None:
-            tracker.sync()
-            state["rows"] = tracker.mark
-        checkpoint.save_next(folder, state)
+        with self.clock.saving():
+            self.check_losses()
+            state = self.state_dict()
+            if tracker is not None:
+                tracker.sync()
+                state["rows"] = tracker.mark
+            checkpoint.save_next(folder, state)
 
     # --- what is logged ---------------------------------------------------------------------------
 
@@ -236,6 +247,7 @@ class Loop(Steps):
         """
         own = {name: getattr(self, name) for name in KEPT}
         own |= {"losses": list(self.losses), "flops": dict(self.flops)}
+        own["checkpoint_seconds"] = self.clock.spent
         return {
             **self.held.state_dict(),
             "scaler": self.scaler.state_dict(),
@@ -262,6 +274,8 @@ class Loop(Steps):
             checkpoint.restore_random_state(state["random"][ranks.rank()])
         for name in KEPT:
             setattr(self, name, state["loop"][name])
+        # checkpoints of earlier versions have none
+        self.clock.spent = state["loop"].get("checkpoint_seconds", 0.0)
         self.activations.at(max(0, self.step - 1))  # evaluations are by the last step's
         self.losses = [loss.to(self.device) for loss in self.losses]
         self.evaluation.load_state_dict(state["loop"])

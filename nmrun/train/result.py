@@ -46,6 +46,7 @@ def of_outcome(
             "steps": loop.total_steps if loop else None,
             "seconds": round(loop.seconds, 3) if loop else 0.0,
             "training_seconds": round(loop.training_seconds, 3) if loop else 0.0,
+            "checkpoint_seconds": round(loop.clock.spent, 3) if loop else 0.0,
             **outcome,
         }
     )

@@ -165,6 +165,7 @@ VALUES = {
         ("accumulate", 0), ("accumulate", "two"), ("clip", -1), ("clip", 0), ("clip", "yes"), ("compile", "fast"),
         ("label_smoothing", 1.5), ("label_smoothing", -0.1), ("on_oom", "retry"), ("distributed", "dp"),
         ("evaluate", "all"), ("test", "never"), ("eval_every", 0), ("log_every", 0), ("checkpoint_every", -1), ("average", 0),
+        ("checkpoint_every", "10minutes"), ("checkpoint_every", "0s"),
         ("limit_batches", 0), ("threads", 0), ("threads", "all"), ("fp8", "e4m3"), ("mvue", "dense"),
         ("input_gradient", "sparse"), ("diagnose_every", 0), ("budget", 600), ("budget", "hours:2"),
         ("budget", "flops:-1"), ("budget", "seconds:0"), ("budget", "seconds:abc"),

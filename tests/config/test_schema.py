@@ -71,7 +71,10 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "trainer.eval_every": ([1, 5], NO_COUNT),
         "trainer.log_every": ([1, 5], NO_COUNT),
         "trainer.diagnose_every": ([None, 1, 5], [0, 1.5, "never"]),
-        "trainer.checkpoint_every": ([1, 5], NO_COUNT),
+        "trainer.checkpoint_every": (
+            ["10min", "30s", "2h", "0.5h", 1, 5],
+            [*NO_COUNT, "0s", "10", "10m", "-1s", "1e3s", "min"],
+        ),
         "trainer.limit_batches": ([None, 1, 5], [0, 1.5, "all"]),
         "trainer.limit_evaluation": ([None, 1, 500], [0, 1.5, "all"]),
         "trainer.threads": ([None, 1, 5], [0, 1.5, "all"]),

@@ -129,3 +129,23 @@ def test_a_rank_that_does_not_lead_has_what_the_leader_found(
     assert torch.equal(theirs["tensor"], torch.arange(theirs["step"]))
     assert said == said_there
     assert sent == []
+
+
+@pytest.mark.parametrize(("takes", "most"), [(0.5, 100), (30.0, 20)])
+def test_checkpoints_by_time_take_one_percent_at_most(
+    takes: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of a second, a checkpoint every ten minutes, or less often where it takes long."""
+    now = [0.0]
+    monkeypatch.setattr(checkpoint.time, "perf_counter", lambda: now[0])
+    clock, saved = checkpoint.Clock(600.0), 0
+    while now[0] < 60_000:
+        now[0] += 1
+        if clock.due():
+            with clock.saving():
+                now[0] += takes
+            saved += 1
+    assert clock.spent == takes * saved
+    assert most - 2 < saved <= most
+    assert clock.spent < 0.011 * now[0]
+    assert not checkpoint.Clock(None).due()

@@ -13,6 +13,7 @@ from typing import Any
 import preloaded
 import pytest
 import torch
+import two_killed
 import two_ranks
 from played24 import play
 from runs import RECIPES, TINY, config, rows
@@ -104,6 +105,26 @@ def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path, nmrun_cli: 
     alone = nmrun_cli(*overrides)
     assert alone.returncode == 0
     assert f"goes on at step {state['loop']['step']} of 300" in alone.stdout
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_two_processes_are_killed_within_an_epoch(distributed: str, tmp_path: Path) -> None:
+    """Their checkpoints are by the first one's clock; the two clocks differ."""
+    folders = [tmp_path / name for name in ("alone", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    words = [two_killed.__file__, distributed]
+    assert preloaded.torchrun(*words, folders[0], 0).returncode == 0
+    assert preloaded.torchrun(*words, folders[1], 7).returncode == 1
+    (rows_of_killed,) = folders[1].rglob("metrics.jsonl")
+    assert not (rows_of_killed.parent / "result.json").exists()
+    done = preloaded.torchrun(*words, folders[1], 0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "goes on at step 6 of 12" in done.stdout
+    alone, killed = (next(folder.rglob("model.safetensors")).parent for folder in folders)
+    for name in ("model.safetensors", "best.safetensors"):
+        assert (alone / name).read_bytes() == (killed / name).read_bytes()
+    assert rows(alone) == rows(killed)
 
 
 def test_a_sweep_in_two_processes(tmp_path: Path) -> None:

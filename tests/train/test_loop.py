@@ -338,6 +338,9 @@ def test_checkpoints_load_without_pickle_and_come_when_asked(
     )
     trained(config(tmp_path, "recipe=asp", "trainer.checkpoint_every=3"), tmp_path)
     assert saved == [9, 12]
+    saved.clear()
+    trained(config(tmp_path, "recipe=asp", "trainer.checkpoint_every=1h"), tmp_path)
+    assert saved == [3, 6, 9, 12]
     state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert set(state) == {
         *("model", "optimizer", "scaler", "average", "random", "loop", "rows"),

@@ -158,6 +158,24 @@ def test_killed_where_rows_are_further_apart(
     assert outcome(made) == alone
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpoints_within_an_epoch(
+    recipe: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One after each step loses no step to a kill, and changes no bit."""
+    alone, made = left_alone(tmp_path, recipe), make(tmp_path, recipe)
+    monkeypatch.setattr(checkpoint.Clock, "due", lambda _: True)
+    cut(monkeypatch, made, Loop, "train_step", 6)
+    cut(monkeypatch, made, Loop, "train_step", 6)
+    assert outcome(made) == alone
+    said = capsys.readouterr().out
+    assert "goes on at step 5 of 12" in said
+    assert "goes on at step 10 of 12" in said
+
+
 @pytest.mark.parametrize("recipe", ["asp", "step"])
 def test_killed_again_and_again(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -516,6 +534,42 @@ def test_what_safetensors_leaves_of_a_killed_file_is_removed(
         (run_folder(made) / ".tmpa1B2c3").write_bytes(bytes(100))
         outcome(made)
         assert not list(run_folder(made).glob(".tmp*"))
+
+
+@pytest.mark.slow
+def test_an_epoch_of_a_language_model_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nmrun_cli: Any
+) -> None:
+    """SIGKILL in the only epoch, behind a checkpoint that the clock has asked for."""
+    monkeypatch.undo()  # the process knows nothing of the noisy model
+    overrides = (
+        *("recipe=step", "dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny"),
+        *("model.layers=1", "model.heads=2", "model.width=32", "trainer.epochs=1"),
+        *("trainer.limit_batches=600", "trainer.limit_evaluation=20"),
+        "trainer.checkpoint_every=0.01s",
+    )
+    made = config(tmp_path, *overrides)
+    words = [word for word in TINY if "channels" not in word and "epoch" not in word]
+    words = [word for word in words if "limit" not in word] + list(overrides)
+    finished = config(tmp_path / "alone", *overrides, "trainer.checkpoint_every=1")
+    result = runner.run(finished, run_folder(finished))
+    assert result["status"] == "finished", result
+    process = preloaded.started((*words, f"output_dir={tmp_path}"), tmp_path)
+    while process.is_alive() and not (run_folder(made) / "checkpoint.pt").exists():
+        time.sleep(0.002)
+    process.kill()
+    process.join()
+    assert not (run_folder(made) / "result.json").exists()
+    again = nmrun_cli(*words, f"output_dir={tmp_path}")
+    assert again.returncode == 0
+    assert "  goes on at step " in again.stdout
+    for name in ("model.safetensors", "best.safetensors"):
+        one, other = (run_folder(each) / name for each in (made, finished))
+        assert one.read_bytes() == other.read_bytes()
+    assert rows(run_folder(made)) == rows(run_folder(finished))
+    ended = json.loads((run_folder(made) / "result.json").read_text())
+    assert 0 < ended["checkpoint_seconds"] < ended["seconds"]
+    assert ended["metrics"] == result["metrics"]
 
 
 @pytest.mark.slow
