@@ -21,6 +21,7 @@ VERBS = {
     "table": "nmrun.report.cli.table",
     "plot": "nmrun.report.cli.plot",
     "report": "nmrun.report.cli.report",
+    "sample": "nmrun.api.sample.main",
     "export": "nmrun.export.cli.main",
     "bench": "nmrun.bench.main",
     "prune": "nmrun.train.pruning.main",

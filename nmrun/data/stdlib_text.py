@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nmrun.data import corpus
 from nmrun.errors import ConfigError
 from nmrun.settings.long_texts import StdlibText
 
@@ -71,4 +72,6 @@ def build(config: Config, device: torch.device) -> LanguageModelling:
             f"dataset.sha256={sha256}: the library of this Python has another text, {digest()}"
         )
     splits = {split: np.frombuffer(text, np.uint8) for split, text in read().items()}
-    return LanguageModelling.of(config, splits, 256, device, unit="byte")
+    return LanguageModelling.of(
+        config, splits, 256, device, "byte", lambda: corpus.vocabulary({}, "byte")
+    )

@@ -94,7 +94,9 @@ def of_texts(
         arrays = cached([what[0], tokenizer, *what[1:]], [*sources, *own], encoded)
     vocabulary = int(arrays.pop("vocabulary"))
     unit = tokenizer if tokenizer in corpus.LEVELS else "token"
-    return LanguageModelling.of(config, arrays, vocabulary, device, unit)
+    return LanguageModelling.of(
+        config, arrays, vocabulary, device, unit, lambda: corpus.vocabulary(read(), tokenizer)
+    )
 
 
 def _texts(paths: Mapping[str, Path], fractions: Mapping[str, float]) -> dict[str, bytes]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -36,6 +36,16 @@ def cross_entropy(logits: Tensor, following: Tensor, **options: Any) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), **options)
 
 
+class Vocabulary(Protocol):
+    """Between text and token numbers."""
+
+    @property
+    def encode(self) -> Callable[[str], list[int]]: ...
+
+    @property
+    def decode(self) -> Callable[[Sequence[int]], str]: ...
+
+
 class LanguageModelling(Categorical):
     """Cross entropy of the next token; see :class:`nmrun.tasks.base.Task`.
 
@@ -60,6 +70,7 @@ class LanguageModelling(Categorical):
         device: where batches go.
         compiled: compile the training loss.
         stride: tokens that an evaluation's window moves on; None: ``context``.
+        vocabulary_of: gives the vocabulary; None where the data are token numbers alone.
 
     Raises:
         ConfigError: for a split that is shorter than a window, and a stride longer than it.
@@ -81,6 +92,7 @@ class LanguageModelling(Categorical):
         device: torch.device | str = "cpu",
         compiled: bool = False,
         stride: int | None = None,
+        vocabulary_of: Callable[[], Vocabulary] | None = None,
     ) -> None:
         for name, text in splits.items():
             if len(text) <= context:
@@ -93,6 +105,7 @@ class LanguageModelling(Categorical):
             )
         self.has_test = "test" in splits
         self.splits, self.unit, self.device = splits, unit, torch.device(device)
+        self.vocabulary_of = vocabulary_of
         self.vocabulary, self.context, self.stride = vocabulary, context, stride or context
         self.inputs = {"vocabulary": vocabulary, "context": context}
         self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
@@ -118,12 +131,13 @@ class LanguageModelling(Categorical):
         vocabulary: int,
         device: torch.device,
         unit: str = "token",
+        vocabulary_of: Callable[[], Vocabulary] | None = None,
     ) -> LanguageModelling:
         """Build the task with context, batch size, seed, smoothing and limits of a run's config.
 
         Args:
             config: the run's config.
-            splits, vocabulary, device, unit: as of the class.
+            splits, vocabulary, device, unit, vocabulary_of: as of the class.
         """
         context = config.dataset.as_kind(Context).context
         most = config.trainer.limit_evaluation
@@ -140,6 +154,7 @@ class LanguageModelling(Categorical):
             device=device,
             compiled=bool(config.trainer.compile),
             stride=config.dataset.mapping().get("stride"),
+            vocabulary_of=vocabulary_of,
         )
 
     def micro_batches(
