@@ -86,7 +86,7 @@ def table(
     _known("test", test, cli.TESTS)
     options = _options(path, rows, cols, metric, filter)
     options.show, options.baseline, options.test = "mean", baseline, test
-    options.verify = verify
+    options.verify, options.digits = verify, None
     with files_of_the_command():
         if overall:
             head, *lines = overall_table.lines(*overall_table.compared(options))

@@ -82,7 +82,7 @@ class Result:
         from nmrun.report.formats import Grid, html_table
 
         lines = [([name], [(value, False)]) for name, value in self._lines()]
-        return html_table(Grid("nmrun.Result", 1, ["", ""], lines))
+        return html_table(Grid(["nmrun.Result"], 1, ["", ""], lines))
 
     def _lines(self) -> list[tuple[str, str]]:
         """What there is to show: name and value."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.files import seal
+from nmrun.oneshot import METHODS
 from nmrun.settings.config import Config
 from nmrun.settings.datasets import LONG_TEXTS
 from nmrun.settings.models import ACTIVATED, GPTS
@@ -96,9 +97,12 @@ def _weights_of(place: str) -> str:
 
 
 def title(config: Config) -> str:
-    """A run in one line: recipe, ratio, data set, model, optimizer, seed."""
+    """A run in one line: recipe, ratio, data set, model, optimizer (or calibration samples), seed."""
     what = "dense" if config.is_dense else f"{config.recipe.name} {config.pattern}"
-    return f"{what} on {config.dataset.name} with {config.model.name}, {config.optimizer.name}, seed {config.seed}"
+    how = config.optimizer.name
+    if config.recipe.name in METHODS:
+        how = f"{config.recipe.options['samples']} calibration samples"
+    return f"{what} on {config.dataset.name} with {config.model.name}, {how}, seed {config.seed}"
 
 
 def completed(plain: dict[str, Any]) -> dict[str, Any]:

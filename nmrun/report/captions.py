@@ -1,4 +1,7 @@
-"""What stands above a table: what the numbers are, and what to know when comparing them."""
+"""What stands above a table, in two lines: what the numbers are, and how they were compared. A
+third line says what to beware of in this table, where there is something; :func:`method` has the
+rest.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,13 @@ from nmrun.report.tables import Table
 SPLITS = {"test": "on the test split", "eval": "on the validation split"}
 NOTHING_SHOWN = "so few seeds could not have shown any difference, however large"
 TESTS = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}
+STATISTICS = {"mean": "mean +- standard deviation", "median": "median", "best": "best"}
 
 
 def title(table: Table, own: Mapping[str, str] | None = None) -> str:
     """What all runs of the table have in common, in short: the model and the data set, each with the
-    settings that are not its config's own, the optimizer and the epochs.
+    settings that are not its config's own; the optimizer and the epochs of those that trained, and
+    what those that were pruned in one shot saw.
 
     Args:
         table: the table.
@@ -33,14 +38,19 @@ def title(table: Table, own: Mapping[str, str] | None = None) -> str:
     where = " on ".join(
         has[key] + _other_than(key, table.shared) for key in ("model", "dataset") if key in has
     )
-    optimizer = (
-        " lr ".join(has[key] for key in ("optimizer", "optimizer.lr") if key in has)
-        if "optimizer" in has
-        else ""
-    )
+    rate = f"learning rate {has['optimizer.lr']}" if "optimizer.lr" in has else ""
     count = has.get("trainer.epochs", "")
     epochs = count and f"{count} epoch{'s' * (count != '1')}"
-    return ", ".join(filter(None, [where, optimizer, epochs]))
+    return ", ".join(filter(None, [where, has.get("optimizer"), rate, epochs, _pruned(table)]))
+
+
+def _pruned(table: Table) -> str:
+    """What was pruned in one shot, by which calibration data; nothing where all runs trained."""
+    if not table.pruned:
+        return ""
+    samples = table.shared.get("recipe.samples", "")
+    what = "" if table.pruned == "all" else f"{table.pruned} "
+    return f"{what}pruned in one shot with {f'{samples} ' * bool(samples)}calibration samples"
 
 
 def _other_than(group: str, shared: Mapping[str, str]) -> str:
@@ -58,38 +68,31 @@ def _other_than(group: str, shared: Mapping[str, str]) -> str:
     return f" ({', '.join(other)})" if other else ""
 
 
-def caption(table: Table) -> str:
+def caption(table: Table) -> list[str]:
     """Of the values."""
     split, slash, name = table.metric.removeprefix("best/").partition("/")
     best = table.metric.startswith("best/")
-    weights = "the best weights by validation" if best else "the last weights"
+    weights = "best weights by validation" if best else "last weights"
     if "metric" in (*table.row_keys, *table.column_keys):
         what = table.metric.replace(",", ", ")
     elif slash:
         what = f"{name} {SPLITS.get(split, f'({split})')}{_in(table.metric)}, {weights}"
     else:
         what = f"{split}{_in(table.metric)}"
-    how = "mean +- standard deviation" if table.statistic == "mean" else table.statistic
-    notes = [f"{title(table)}: {what}; {how} over seeds (number of runs)"]
-    notes += selection(table) + table.tuned[1:]
-    if any(len(columns) > 1 for columns in table.stands.values()):
-        others = [key for key in table.column_keys if key != "sparsity"]
-        its = f" of its {' and '.join(others)}" if others else ""
-        notes.append(f"dense has no ratio and stands in every column{its}")
-    if table.best:
-        axis, agree = table.compared
-        notes.append(f"best of each {' and '.join([axis, *agree])} in bold")
-    if table.paper:
-        notes.append(f"(paper): {table.paper_source}")
-    notes += unlike(table)
-    if len(table.commits) > 1:
-        notes.append(
-            f"made by {len(table.commits)} versions of the code: {', '.join(table.commits)}"
-        )
-    return "; ".join(notes)
+    line = f"{what}; {STATISTICS[table.statistic]} (number of seeds)"
+    line += f"; bold: {bold(table)}" if table.best else ""
+    return [*filter(None, [title(table), line]), *_beware(table)]
 
 
-def comparison(table: Table) -> str:
+def bold(table: Table) -> str:
+    """What bold print marks: ``best sparse recipe of each column``; dense training is no rival."""
+    axis, agree = table.compared
+    keys = table.column_keys if axis == "row" else table.row_keys
+    who = "sparse " * bool(table.references) + ("recipe" if "recipe" in keys else "setting")
+    return f"best {who} of each {' and '.join([axis, *map(names.setting, agree)])}"
+
+
+def comparison(table: Table) -> list[str]:
     """Of the differences."""
     gaps = list(table.differences.values())
     tested = [gap for gap in gaps if gap.p is not None]
@@ -99,19 +102,57 @@ def comparison(table: Table) -> str:
         if several
         else _in(table.metric, difference=True)
     )
-    notes = [
-        f"Difference to {', '.join(words(table.row_keys, row) for row in table.baseline)}{units} over the seeds that both have (number of seeds), "
-        "each with its own 95 % interval of Student's t, whose spread is at least one step of the metric"
-    ]
-    if tested:
-        notes.append(
-            f"{TESTS[table.test]}, two-sided, p corrected for {len(tested)} comparisons by Holm's method; below 0.05 in bold"
+    whom = ", ".join(words(table.row_keys, row) for row in table.baseline)
+    first = f"Difference to {whom}{units}, seed by seed, with its 95 % interval"
+    notes = [f"{first}{' and p-value' * bool(tested)} (number of seeds)"]
+    few = ["no test for fewer than three seeds"] * any(gap.n < FEWEST for gap in gaps)
+    if not tested:
+        return [*notes, "no test: fewer than three seeds", *_line(across(table))]
+    star = " (*: p < 0.05)" if any(gap.significant for gap in gaps) else ""
+    least = smallest(table, ends=False)
+    shown = f"these seeds show a difference of {least} four times in five (median)"
+    count = f"{len(tested)} comparison{'s' * (len(tested) != 1)}"
+    line = [f"{TESTS[table.test]}, Holm's correction for {count}{star}", *few]
+    line += [shown if least else NOTHING_SHOWN]
+    return [*notes, "; ".join(line), *_line(across(table))]
+
+
+def method(table: Table) -> str:
+    """How the numbers of the table come about, for who wants to know: sentences."""
+    said = []
+    if table.best:
+        said.append("Recipes that equal the best at the digits shown are bold as well")
+    if any(len(columns) > 1 for columns in table.stands.values()):
+        others = [names.setting(key) for key in table.column_keys if key != "sparsity"]
+        its = f" of its {' and '.join(others)}" if others else ""
+        said.append(f"Dense training has no ratio and stands in every column{its}")
+    said += table.tuned[1:]
+    if len(table.commits) > 1:
+        said.append(f"The versions of the code are {', '.join(table.commits)}")
+    if table.baseline:
+        gaps = list(table.differences.values())
+        said.append(
+            "Differences are over the seeds that both have; each interval is Student's, by itself, "
+            "with a spread of at least one step of the metric"
         )
-        notes += _least(table)
-    few = "fewer than three seeds" if tested else "fewer than three seeds everywhere"
-    notes += [f"no test for {few}"] if any(gap.n < FEWEST for gap in gaps) else []
-    notes += ["no interval for one seed"] if any(gap.n == 1 for gap in gaps) else []
-    return "; ".join(notes + across(table) + unlike(table))
+        said += ["No interval for one seed"] if any(gap.n == 1 for gap in gaps) else []
+        if tests := sum(gap.p is not None for gap in gaps):
+            said += [f"Tests are two-sided, and Holm's method begins with the level 0.05/{tests}"]
+            said += _least(table, tests)
+    return ". ".join(text[:1].upper() + text[1:] for text in said) + "." * bool(said)
+
+
+def _beware(table: Table) -> list[str]:
+    """One line of what to know before the values are compared, if there is something."""
+    notes = selection(table)
+    notes += [f"(paper): {table.paper_source}"] if table.paper else []
+    versions = len(table.commits)
+    notes += [f"made by {versions} versions of the code"] * (versions > 1)
+    return _line(unlike(table) + notes)
+
+
+def _line(notes: list[str]) -> list[str]:
+    return ["; ".join(notes)] if notes else []
 
 
 def selection(table: Table) -> list[str]:
@@ -128,13 +169,14 @@ def selection(table: Table) -> list[str]:
 
 def unlike(table: Table) -> list[str]:
     """The settings that no row or column names and that are not the same in all cells."""
-    keys = ", ".join(table.differing)
+    keys = ", ".join(map(names.setting, table.differing))
     return [f"not the same in all cells: {keys}"] if keys else []
 
 
 def across(table: Table) -> list[str]:
     """In what rows differ from the baseline that they are compared with."""
-    return [f"compared across different {', '.join(table.across)}"] if table.across else []
+    keys = ", ".join(map(names.setting, table.across))
+    return [f"compared across different {keys}"] if keys else []
 
 
 def smallest(table: Table, ends: bool = True) -> str:
@@ -164,11 +206,10 @@ def smallest(table: Table, ends: bool = True) -> str:
     return ", ".join(found)
 
 
-def _least(table: Table) -> list[str]:
-    tests = sum(gap.p is not None for gap in table.differences.values())
+def _least(table: Table, tests: int) -> list[str]:
     if not (found := smallest(table)):
-        return [NOTHING_SHOWN]
-    by = "" if table.test == "t" else ", reckoned for the t-test"
+        return []
+    by = "" if table.test == "t" else " (reckoned for the t-test)"
     counts = {gap.n for gap in table.differences.values() if gap.least is not None}
     more = (
         []
@@ -176,9 +217,8 @@ def _least(table: Table) -> list[str]:
         else [f"half of it would take {seeds_for_half(n, 0.05 / tests)} seeds" for n in counts]
     )
     return [
-        f"smallest difference that these seeds would have shown with a probability of 0.8, median (and range) over the cells, "
-        f"at the level 0.05/{tests} that the correction begins with{by}: {found}",
-        *more,
+        "The smallest difference that these seeds would have shown at that level with a probability "
+        f"of 0.8 is{by}, median (and range) over the cells, {'; '.join([found, *more])}"
     ]
 
 

@@ -28,7 +28,7 @@ def tables(options: argparse.Namespace) -> list[Table]:
 
     Args:
         options: the parsed command line: ``paths``, ``rows``, ``cols``, ``metric``, ``filter``,
-            ``show``, ``verify``, ``baseline`` and ``test``.
+            ``show``, ``verify``, ``baseline``, ``test`` and ``digits``.
 
     Returns:
         One table for each data set and model, compared with the baseline if there is one.
@@ -36,7 +36,10 @@ def tables(options: argparse.Namespace) -> list[Table]:
     Raises:
         ConfigError: for an unknown key, metric or baseline, and where no run is left.
     """
-    found = [each for _, each in parts(options, options.show, verified=options.verify)]
+    found = [
+        each
+        for _, each in parts(options, options.show, verified=options.verify, digits=options.digits)
+    ]
     if options.baseline:
         from nmrun.report.differences import compare
 
@@ -68,6 +71,7 @@ def parts(
     several: bool = True,
     runs: pd.DataFrame | None = None,
     verified: bool = False,
+    digits: int | None = None,
 ) -> list[tuple[pd.DataFrame, Table]]:
     """Group runs by data set and model, and make the table of each group.
 
@@ -79,6 +83,7 @@ def parts(
         several: allow several metrics in one table.
         runs: the runs, as of :func:`collected`. None, the default: those below the paths.
         verified: refuse runs whose files changed after they finished.
+        digits: after the point in a cell; None: as its deviation begins.
 
     Returns:
         The runs and the table of each group.
@@ -108,7 +113,7 @@ def parts(
         verify(runs)
     groups = [key for key in ("dataset", "model") if key not in (*rows, *columns)]
     return [
-        (part, build(part, options.metric or usual_metric(part), rows, columns, statistic))
+        (part, build(part, options.metric or usual_metric(part), rows, columns, statistic, digits))
         for part in ([part for _, part in runs.groupby(groups)] if groups else [runs])
     ]
 

@@ -41,6 +41,12 @@ def table(argv: Sequence[str]) -> int:
         choices=("mean", "median", "best"),
         help="what stands in a cell (default mean, with deviation)",
     )
+    parser.add_argument(
+        "--digits", type=int, metavar="N", help="after the point (default: as the deviation begins)"
+    )
+    parser.add_argument(
+        "--method", action="store_true", help="say below each table how its numbers come about"
+    )
     _comparison(parser, "such as dense")
     parser.add_argument(
         "--overall", action="store_true", help="one difference a row, over all cells"
@@ -65,6 +71,8 @@ def table(argv: Sequence[str]) -> int:
     )
     with files_of_the_command():
         options = parser.parse_args(argv)
+        if options.digits is not None and not 0 <= options.digits <= 12:
+            raise ConfigError(f"--digits {options.digits}: a whole number, 0 to 12")
         if options.experiment:
             return _experiments(options)
         _write(_content(options), options.out)
@@ -98,13 +106,15 @@ def _content(options: argparse.Namespace) -> str | bytes:
         rows, tables = overall_table.compared(options)
         if style in RECORDS:
             return records.written(overall_table.lines(rows, tables), style)
-        return overall_table.render(rows, tables, style, figures.labels(options.labels))
+        return overall_table.render(
+            rows, tables, style, figures.labels(options.labels), options.method
+        )
     tables = chosen.tables(options)
     if style in RECORDS:
         return records.written(records.of_cells(tables), style)
     from nmrun.report.formats import render
 
-    return render(tables, style, figures.labels(options.labels))
+    return render(tables, style, figures.labels(options.labels), options.method)
 
 
 def _write(content: str | bytes, out: Path | None) -> None:
@@ -243,7 +253,7 @@ def _experiments(options: argparse.Namespace) -> int:
     if style in RECORDS and len(every) > 1:
         raise ConfigError(f"--format {style} --experiment {options.experiment}: one at a time")
     sections = experiments.sections(every, options)
-    text = experiments.render(sections, style)
+    text = experiments.render(sections, style, options.method)
     files = experiments.draw(sections, options.figures) if options.figures else []
     if options.out is not None:
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -92,7 +92,10 @@ def _section(asked: Experiment, own: argparse.Namespace, collected: pd.DataFrame
         ",".join(k for k in keys.split(",") if k in collected.columns)
         for keys in (own.rows, own.cols)
     )
-    tables = [with_paper(each, asked) for _, each in chosen.parts(own, own.show, runs=collected)]
+    tables = [
+        with_paper(each, asked)
+        for _, each in chosen.parts(own, own.show, runs=collected, digits=own.digits)
+    ]
     if own.baseline:
         tables = [compare(each, own.baseline, own.test) for each in tables]
     elif asked.baseline:
@@ -171,13 +174,14 @@ def compared(table: Table, baseline: str, test: str) -> Table:
     return table
 
 
-def render(sections: Sequence[Section], style_: str) -> str:
+def render(sections: Sequence[Section], style_: str, method: bool = False) -> str:
     """Write title, source, note and tables of each.
 
     Args:
         sections: the experiments.
         style_: ``markdown``, ``latex``, ``html`` (one page with the pictures in it), or ``csv``
             and ``json`` (the tables alone).
+        method: as of :func:`nmrun.report.formats.render`.
     """
     if style_ in ("csv", "json"):
         return str(records.written(records.of_cells(sections[0].tables), style_))
@@ -191,7 +195,7 @@ def render(sections: Sequence[Section], style_: str) -> str:
         for s in sections
     ]
     return "\n".join(
-        f"{h}{n}{formats.render(s.tables, style_)}"
+        f"{h}{n}{formats.render(s.tables, style_, method=method)}"
         for h, n, s in zip(heads, notes, sections, strict=True)
     )
 

@@ -75,7 +75,7 @@ def _overall(options: argparse.Namespace, layout: Layout) -> Figure:
     """All data sets in one picture."""
     from nmrun.report import overall_picture, overall_table
 
-    options.show, options.test, options.verify = "mean", "t", False
+    options.show, options.test, options.verify, options.digits = "mean", "t", False, None
     return overall_picture.draw(*overall_table.compared(options), layout)
 
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from nmrun.config.metric import higher_is_better
-from nmrun.report.captions import caption, comparison
+from nmrun.report.captions import caption, comparison, method
 from nmrun.report.labels import Key, short, words
 from nmrun.report.latex import latex
 from nmrun.report.markdown import plain
 from nmrun.report.markdown import table as aligned
-from nmrun.report.numbers import deviates, interval, labelled, p_value, places, printed
+from nmrun.report.numbers import interval, labelled, p_value, printed
 from nmrun.report.pages import document, filled
 from nmrun.report.statistics import Cell, shown
 from nmrun.report.tables import Table
@@ -24,21 +24,30 @@ Line = tuple[list[str], list[tuple[str, bool]]]
 
 @dataclass(frozen=True)
 class Grid:
-    """A table as text: ``keys`` columns of labels, then cells, each with whether it stands out."""
+    """A table as text: the lines of its caption, ``keys`` columns of labels, then cells, each with
+    whether it is bold; ``method`` says how the numbers come about.
+    """
 
-    caption: str
+    caption: list[str]
     keys: int
     head: list[str]
     lines: list[Line]
+    method: str = ""
 
 
-def render(tables: Sequence[Table], style: str, labels: Mapping[str, str] | None = None) -> str:
+def render(
+    tables: Sequence[Table],
+    style: str,
+    labels: Mapping[str, str] | None = None,
+    method: bool = False,
+) -> str:
     """Write tables down.
 
     Args:
         tables: of one metric.
         style: ``markdown``, ``latex`` or ``html`` (one page).
         labels: the user's names, for LaTeX.
+        method: say in Markdown below each table how its numbers come about, as HTML always does.
 
     Returns:
         The text; ASCII, but for minus signs and the users' own names.
@@ -49,7 +58,7 @@ def render(tables: Sequence[Table], style: str, labels: Mapping[str, str] | None
     if style == "html":
         body = Markup("").join(map(html_table, drawn))
         return document("page.html", title=f"nmrun: {tables[0].metric}", body=body)
-    return "\n".join(map(markdown, drawn))
+    return "\n".join(markdown(grid, method) for grid in drawn)
 
 
 def grids(table: Table) -> list[Grid]:
@@ -63,18 +72,18 @@ def grids(table: Table) -> list[Grid]:
         )
         for row in table.rows
     ]
-    found = [Grid(caption(table), len(table.row_keys), with_units, _with_paper(table, lines))]
-    if table.baseline:
-        others = [row for row in table.rows if row not in table.baseline]
-        compared = [
-            (
-                _labels(table, row, str),
-                [_difference(table, row, column) for column in table.columns],
-            )
-            for row in others
-        ]
-        found.append(Grid(comparison(table), len(table.row_keys), head, compared))
-    return found
+    keys, values = len(table.row_keys), _with_paper(table, lines)
+    if not table.baseline:
+        return [Grid(caption(table), keys, with_units, values, method(table))]
+    compared = [
+        (_labels(table, row, str), [_difference(table, row, column) for column in table.columns])
+        for row in table.rows
+        if row not in table.baseline
+    ]
+    return [
+        Grid(caption(table), keys, with_units, values),
+        Grid(comparison(table), keys, head, compared, method(table)),
+    ]
 
 
 def _labels(table: Table, row: Key, metric: Callable[[str], str]) -> list[str]:
@@ -112,13 +121,15 @@ def _with_paper(table: Table, lines: list[Line]) -> list[Line]:
     return found + [published(name) for name in table.paper if name not in names]
 
 
-def markdown(grid: Grid) -> str:
-    """Aligned for a terminal too; what stands out is bold."""
+def markdown(grid: Grid, method: bool = False) -> str:
+    """Aligned for a terminal too; with ``method``, how the numbers come about stands below."""
     lines = [
         [*labels, *(f"**{cell}**" if out else cell for cell, out in cells)]
         for labels, cells in grid.lines
     ]
-    return f"{plain(grid.caption)}\n\n{aligned(grid.head, lines)}\n"
+    below = f"\n{plain(grid.method)}\n" if method and grid.method else ""
+    above = "\n".join(map(plain, grid.caption))
+    return f"{above}\n\n{aligned(grid.head, lines)}\n{below}"
 
 
 def html_table(grid: Grid) -> Markup:
@@ -127,35 +138,33 @@ def html_table(grid: Grid) -> Markup:
 
 
 def text(table: Table, row: Key, column: Key) -> str:
-    """Write a cell as ``98.7 +- 0.3 (3)``: mean, standard deviation, number of runs; then what gave
-    no value, as ``failed (1)``.
+    """Write a cell as ``98.7 +- 0.3 (3)``: mean, standard deviation and number of the seeds that they
+    are over; beside it what gave no value, as in ``98.7 +- 0.3 (3, 2 failed)``.
 
     Args:
         table: the table.
         row, column: the cell's place; one without runs is ``-``.
     """
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
-    parts, metric = [], table.metric_of(row, column)
+    metric = table.metric_of(row, column)
     value = shown(cell, table.statistic, higher_is_better(metric))
     if value is not None and cell.sd is not None and table.statistic == "mean":
-        # without a spread, both as a single value is printed
-        at = places(value, metric, cell.sd) if deviates(value, cell.sd) else None
+        at = table.digits_of(value, metric, cell.sd)
         counted = at is None and metric.startswith("flops/")  # all runs have the same
         spread = "" if counted else f" +- {printed(cell.sd, metric, at)}"
-        parts.append(f"{printed(value, metric, at)}{spread} ({cell.n})")
-    elif value is not None:
-        parts.append(f"{printed(value, metric)} ({cell.n})")
-    parts += [f"{reason} ({count})" for reason, count in cell.without.items()]
-    return ", ".join(parts) or "-"
+        return f"{printed(value, metric, at)}{spread} ({cell.counted()})"
+    if value is not None:
+        return f"{printed(value, metric, table.digits_of(value, metric, None))} ({cell.counted()})"
+    return cell.counted() or "-"
 
 
 def _difference(table: Table, row: Key, column: Key) -> tuple[str, bool]:
-    """``-0.5 [-0.9, -0.1] p=0.012 (5)``: difference, its interval, p-value, number of common seeds;
-    whether it is significant.
+    """``-0.5 [-0.9, -0.1] p=0.012* (5)``: difference, its interval, p-value with a star where it is
+    significant, number of common seeds. Nothing is bold.
     """
     gap, metric = table.differences.get((row, column)), table.metric_of(row, column)
     if gap is None:
         return "-", False
     error = (gap.spread or 0.0) / math.sqrt(gap.n)
-    written = interval(gap.mean, gap.low, gap.high, metric, error)
-    return f"{written}{p_value(gap.p)} ({gap.n})", gap.significant
+    written = interval(gap.mean, gap.low, gap.high, metric, error, table.digits)
+    return f"{written}{p_value(gap.p)}{'*' * gap.significant} ({gap.n})", False

@@ -71,7 +71,7 @@ def write(
         runs=_runs(parts, differing, target),
         configurations=_combinations(runs, [key for key in differing if key != "seed"]),
         common=formats.html_table(
-            Grid("", 1, ["key", "value"], [([key], [(value, False)]) for key, value in common])
+            Grid([], 1, ["key", "value"], [([key], [(value, False)]) for key, value in common])
         ),
         common_count=len(common),
         environments=environments,
@@ -158,7 +158,7 @@ def _combinations(runs: pd.DataFrame, differing: Sequence[str]) -> Markup:
     caption = f"{len(lines)} combinations" + (
         f", of which {MOST} are shown" if len(lines) > MOST else ""
     )
-    return formats.html_table(Grid(caption, len(differing), [*differing, "seeds"], lines[:MOST]))
+    return formats.html_table(Grid([caption], len(differing), [*differing, "seeds"], lines[:MOST]))
 
 
 def _environments(runs: pd.DataFrame) -> tuple[Markup, int]:
@@ -179,4 +179,4 @@ def _environments(runs: pd.DataFrame) -> tuple[Markup, int]:
         for environment, count in environments
     ]
     commits = {environment.get("commit") for environment, _ in environments}
-    return formats.html_table(Grid("", len(keys), [*keys, "runs"], lines)), len(commits)
+    return formats.html_table(Grid([], len(keys), [*keys, "runs"], lines)), len(commits)

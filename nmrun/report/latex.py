@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from nmrun.config.metric import higher_is_better
 from nmrun.report import captions, names
 from nmrun.report.labels import Key, short
-from nmrun.report.numbers import MINUS, deviates, places, printed
+from nmrun.report.numbers import MINUS, printed
 from nmrun.report.statistics import Cell, shown
 from nmrun.report.tables import Table
 
@@ -38,7 +38,9 @@ def latex(table: Table, own: Mapping[str, str] | None = None) -> str:
     n = _usual(table)
     above, columns = _columns(table, own)
     head = [*map(_heading, table.row_keys), *columns]
-    said = [captions.caption(table), *([captions.comparison(table)] if table.baseline else [])]
+    said = captions.caption(table)
+    said += [*captions.comparison(table)] if table.baseline else []
+    said += filter(None, [captions.method(table)])
     rows, keys = _lines(table, n, own), len(table.row_keys)
     rules, caption = len(table.references), _caption(table, n, own)
     return environment(said, caption, _name(table), [head, *rows], keys, rules, above)
@@ -122,20 +124,18 @@ def _cell(table: Table, row: Key, column: Key, n: int) -> str:
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
     metric = table.metric_of(row, column)
     value = shown(cell, table.statistic, higher_is_better(metric))
-    parts = []
-    if value is not None:
-        spread = cell.sd if table.statistic == "mean" else None
-        at = places(value, metric, spread) if deviates(value, spread) else None
-        text = _number(printed(value, metric, at))
-        if (row, column) in table.best:
-            text = rf"\mathbf{{{text}}}"
-        if spread is not None and not metric.startswith("flops/"):
-            text += rf"_{{\pm {_number(printed(spread, metric, at))}}}"
-        gap = table.differences.get((row, column))
-        text += "^{*}" if gap is not None and gap.significant else ""
-        parts.append(f"${text}$" + (f" ({cell.n})" if cell.n != n else ""))
-    parts += [escape(f"{reason} ({count})") for reason, count in cell.without.items()]
-    return ", ".join(parts) or "--"
+    if value is None:
+        return escape(cell.counted()) or "--"
+    spread = cell.sd if table.statistic == "mean" else None
+    at = table.digits_of(value, metric, spread)
+    text = _number(printed(value, metric, at))
+    if (row, column) in table.best:
+        text = rf"\mathbf{{{text}}}"
+    if spread is not None and not metric.startswith("flops/"):
+        text += rf"_{{\pm {_number(printed(spread, metric, at))}}}"
+    gap = table.differences.get((row, column))
+    text += "^{*}" if gap is not None and gap.significant else ""
+    return f"${text}$" + (f" ({escape(cell.counted())})" if cell.n != n or cell.without else "")
 
 
 def _number(text: str) -> str:
@@ -187,24 +187,21 @@ def _caption(table: Table, n: int, own: Mapping[str, str] | None) -> str:
     first = escape(": ".join(filter(None, [f"{what[:1].upper()}{what[1:]}", where])))
     statistic = {"mean": "mean and standard deviation", "median": "median", "best": "best"}
     notes = [f"{first}; {statistic[table.statistic]} over {n} seed{'s' * (n != 1)}"]
-    notes += ["Best in bold"] if table.best else []
+    notes += [captions.bold(table).capitalize() + " in bold"] if table.best else []
     if table.baseline:
-        tested = any(gap.p is not None for gap in table.differences.values())
+        gaps = table.differences.values()
         whom = escape(", ".join({names.written(row[0], own) for row in table.baseline}))
-        test = captions.TESTS[table.test]
-        notes += [f"$^{{*}}$: differs from {whom} ({test}, Holm's correction, $p < 0.05$)"] * tested
-        notes += [_least(table) if tested else "Fewer than three seeds: no test"]
+        test = f"({captions.TESTS[table.test]}, Holm's correction, $p < 0.05$)"
+        if any(gap.significant for gap in gaps):
+            notes.append(f"$^{{*}}$: differs from {whom} {test}")
+        elif any(gap.p is not None for gap in gaps):
+            notes.append(f"No difference to {whom} is significant {test}")
+        else:
+            notes.append("Fewer than three seeds: no test")
     notes += [f"Published: {escape(table.paper_source)}"] if table.paper else []
     conditions = [*captions.selection(table), *captions.across(table), *captions.unlike(table)]
     notes += [escape(note[:1].upper() + note[1:]) for note in conditions]
     return ". ".join(notes) + "."
-
-
-def _least(table: Table) -> str:
-    """What these seeds could have shown."""
-    found = captions.smallest(table, ends=False)
-    of = f"these seeds would have shown a difference of {found} with a probability of 0.8 (median)"
-    return escape((of if found else captions.NOTHING_SHOWN).capitalize())
 
 
 def _name(table: Table) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -24,6 +25,7 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def plain(text: str) -> str:
     """A text as it is: no cell, link or HTML element begins in it, and no terminal's command."""
-    for special in ("|", "](", "<"):
+    for special in ("|", "]("):
         text = text.replace(special, f"{special[:-1]}\\{special[-1]}")
+    text = re.sub(r"<(?=[A-Za-z/!?])", r"\\<", text)  # nothing begins in "p < 0.05"
     return "".join(c if c.isprintable() else " " for c in text)

@@ -87,7 +87,12 @@ def signed(value: float, metric: str, at: int | None = None) -> str:
 
 
 def interval(
-    value: float, low: float | None, high: float | None, metric: str, error: float | None
+    value: float,
+    low: float | None,
+    high: float | None,
+    metric: str,
+    error: float | None,
+    digits: int | None = None,
 ) -> str:
     """Write a difference with its interval: ``-0.5 [-0.9, -0.1]``, as ``signed`` does.
 
@@ -96,8 +101,9 @@ def interval(
         low, high: the interval; None where it is not known.
         metric: its name.
         error: the standard error, whose digits all three have; None for none.
+        digits: after the point, in place of those.
     """
-    at = places(value, metric, error)
+    at = places(value, metric, error) if digits is None else digits
     ends = [signed(end, metric, at) for end in (low, high) if end is not None]
     return signed(value, metric, at) + (f" [{', '.join(ends)}]" if ends else "")
 

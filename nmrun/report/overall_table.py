@@ -19,10 +19,19 @@ from nmrun.report.statistics import FEWEST
 from nmrun.report.tables import Table
 
 ALL = "all cells"
+STAR = "*: p < 0.05"
+METHOD = (
+    "The unit of a cell is the median over the other rows of its column; every cell counts alike. Seeds of one data set "
+    "are observations, and their spread is that of the data set. Tests are two-sided."
+)
 
 
 def render(
-    rows: Sequence[Overall], tables: Sequence[Table], style: str, labels: Mapping[str, str]
+    rows: Sequence[Overall],
+    tables: Sequence[Table],
+    style: str,
+    labels: Mapping[str, str],
+    method: bool = False,
 ) -> str:
     """Write the comparison over all cells.
 
@@ -30,13 +39,14 @@ def render(
         rows, tables: as of :func:`compared`.
         style: ``markdown``, ``latex`` or ``html`` (one page).
         labels: the user's names, for LaTeX.
+        method: as of :func:`nmrun.report.formats.render`.
     """
     drawn = _grid(rows, tables)
     if style == "latex":
         return _latex(drawn, labels)
     if style == "html":
         return document("page.html", title="nmrun: all cells together", body=html_table(drawn))
-    return markdown(drawn)
+    return markdown(drawn, method)
 
 
 def compared(options: argparse.Namespace) -> tuple[list[Overall], list[Table]]:
@@ -95,14 +105,14 @@ def _grid(rows: Sequence[Overall], tables: Sequence[Table]) -> Grid:
             [short(label) for label in each.row],
             [
                 *((_part(each, data), False) for data in apart),
-                (_interval(each.mean) + p_value(each.mean.p), each.mean.significant),
+                (_interval(each.mean) + p_value(each.mean.p) + "*" * each.mean.significant, False),
                 (f"{better(each.means)} of {len(each.means)}", False),
             ],
         )
         for each in rows
     ]
     return Grid(
-        _caption(rows, tables, apart), len(keys), [*keys, *apart, ALL, "better in"], written
+        _caption(rows, tables, apart), len(keys), [*keys, *apart, ALL, "better in"], written, METHOD
     )
 
 
@@ -117,27 +127,26 @@ def _interval(found: Mean) -> str:
     return interval(found.value, found.low, found.high, "", found.error)
 
 
-def _caption(rows: Sequence[Overall], tables: Sequence[Table], apart: Sequence[str]) -> str:
+def _caption(rows: Sequence[Overall], tables: Sequence[Table], apart: Sequence[str]) -> list[str]:
     baseline = ", ".join(dict.fromkeys(" ".join(row) for t in tables for row in t.baseline))
     metrics = ", ".join(dict.fromkeys(table.metric for table in tables))
-    notes = [
-        f"Difference to {baseline} in {metrics} over all cells together, better is positive, in standard deviations of a run over its seeds "
-        "(of each cell, the median over the other rows of its column), every cell counted alike, with 95 % intervals"
-        + (" (number of cells)" if apart else "")
-    ]
-    least = sorted(each.mean.least for each in rows if each.mean.least is not None)
-    if least:
-        count = len(least)
-        middle = statistics.median(least)
+    first = (
+        f"Difference to {baseline} in {metrics} over all cells together, better is positive, in standard deviations "
+        "of a run over its seeds, with 95 % intervals" + " (number of cells)" * bool(apart)
+    )
+    notes = []
+    if least := sorted(each.mean.least for each in rows if each.mean.least is not None):
+        count, middle = len(least), statistics.median(least)
         size = printed(middle, "", places(middle, "", middle / 5))
+        star = f" ({STAR})" if any(each.mean.significant for each in rows) else ""
         notes += [
-            "seeds of one data set are observations, their spread that of the data set (Welch's t-test); "
-            f"p, two-sided, corrected for {count} comparison{'s' * (count != 1)} by Holm's method; below 0.05 in bold",
-            f"smallest difference that would have been shown with a probability of 0.8, median over the rows: {size}",
+            f"Welch's t-test, Holm's correction for {count} comparison{'s' * (count != 1)}{star}",
+            f"these seeds show a difference of {size} four times in five (median)",
         ]
-    if len({len(each.means) for each in rows}) > 1:
-        notes.append("not all rows have the same cells")
-    return "; ".join([*notes, *_without(rows), *_conditions(tables)])
+    notes += _without(rows)
+    beware = ["not all rows have the same cells"] * (len({len(each.means) for each in rows}) > 1)
+    beware += _conditions(tables)
+    return [first, *("; ".join(line) for line in (notes, beware) if line)]
 
 
 def _without(rows: Sequence[Overall]) -> list[str]:
@@ -166,15 +175,13 @@ def _conditions(tables: Sequence[Table]) -> list[str]:
 
 
 def _latex(drawn: Grid, labels: Mapping[str, str]) -> str:
-    def cell(text: str, out: bool) -> str:
-        return latex.escape(text) + ("$^{*}$" if out else "")
+    def cell(text: str) -> str:
+        return latex.escape(text).replace("*", "$^{*}$")
 
     def label(text: str) -> str:
         return latex.escape(names.written(text, labels))
 
     head = [label({"recipe": "Recipe"}.get(text, text)) for text in drawn.head]
-    body = [
-        [*map(label, own), *(cell(text, out) for text, out in cells)] for own, cells in drawn.lines
-    ]
-    caption = latex.escape(drawn.caption.replace("below 0.05 in bold", "* below 0.05"))
-    return latex.environment([], f"{caption}.", "overall", [head, *body], drawn.keys)
+    body = [[*map(label, own), *(cell(text) for text, _ in cells)] for own, cells in drawn.lines]
+    caption = latex.escape(". ".join(line[:1].upper() + line[1:] for line in drawn.caption))
+    return latex.environment([drawn.method], f"{caption}.", "overall", [head, *body], drawn.keys)

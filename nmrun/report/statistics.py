@@ -37,6 +37,11 @@ class Cell:
     median: float | None = None
     values: dict[object, float] = field(default_factory=dict)
 
+    def counted(self) -> str:
+        """How many runs have a value, and how many have none, by reason: ``3, 2 failed``."""
+        others = [f"{count} {reason}" for reason, count in self.without.items()]
+        return ", ".join([*[str(self.n)] * bool(self.n), *others])
+
 
 def summarise(
     values: Sequence[float] | Mapping[object, float], without: Sequence[str] = ()

@@ -16,13 +16,16 @@ import pandas as pd
 from nmrun.config.identity import IRRELEVANT, SETTINGS
 from nmrun.config.metric import higher_is_better
 from nmrun.errors import ConfigError
+from nmrun.oneshot import METHODS
 from nmrun.report import order, tuned
 from nmrun.report.labels import Key, but_ratio, label
-from nmrun.report.numbers import places, scale
+from nmrun.report.numbers import deviates, places, scale
 from nmrun.report.statistics import Cell, Difference, shown, summarise
 
 Run = Mapping[Any, Any]  # a row of ``collect``
 
+SAMPLES = "recipe.samples"  # of a calibration
+TRAINING = ("optimizer", "schedule", "trainer")
 APART = ("dataset", "model", "sparsity", "metric")  # recipes that differ in one are no rivals
 
 
@@ -40,7 +43,8 @@ class Table:
     keys of rows in which some are compared with a baseline of another value. ``statistic``: what
     stands in a cell, ``mean``, ``median`` or ``best``. ``tuned``: by how many trials the rows were
     tuned, if they were, and over what. ``paper``: published figures as they are printed, by row and
-    column, and where they stand, ``paper_source``.
+    column, and where they stand, ``paper_source``. ``pruned``: which rows were pruned in one shot,
+    not trained; ``all``, or nothing. ``digits`` after the point, where the user wants so many.
     """
 
     metric: str
@@ -63,6 +67,8 @@ class Table:
     across: list[str] = field(default_factory=list)
     paper: dict[str, dict[str, str]] = field(default_factory=dict)
     paper_source: str = ""
+    pruned: str = ""
+    digits: int | None = None
 
     @property
     def compared(self) -> tuple[str, list[str]]:
@@ -78,6 +84,19 @@ class Table:
     def references(self) -> set[Key]:
         """The rows without a ratio."""
         return {row for row, _ in self.stands}
+
+    def digits_of(self, value: float, metric: str, spread: float | None) -> int | None:
+        """How many digits after the point a value and its spread have; None: as a value without
+        spread.
+
+        Args:
+            value: in the metric's own unit.
+            metric: its name.
+            spread: the standard deviation.
+        """
+        if self.digits is not None and not metric.startswith("flops/"):
+            return self.digits
+        return places(value, metric, spread) if deviates(value, spread) else None
 
     def own(self, row: Key) -> list[tuple[Key, Key]]:
         """List the columns that a row has runs in, each with one that shows their cell.
@@ -109,6 +128,7 @@ def build(
     row_keys: Sequence[str],
     column_keys: Sequence[str],
     statistic: str = "mean",
+    digits: int | None = None,
 ) -> Table:
     """Fold runs into a table. Columns go from dense to sparse, recipes in nmrun's order, metrics
     as in ``metric``, other labels by size or alphabet.
@@ -118,6 +138,7 @@ def build(
         metric: a metric; several with commas between, where a key is ``metric``.
         row_keys, column_keys: the config's keys whose values make rows and columns.
         statistic: what stands in a cell, ``mean``, ``median`` or ``best``.
+        digits: after the point; None: as many as the deviation leaves.
 
     Raises:
         ConfigError: where a cell would average over runs that differ in more than their seed,
@@ -144,16 +165,21 @@ def build(
 
     everything = [run for group in members.values() for run in group]
     named = {"recipe", "sparsity", *rows, *columns}
+    pruned = [run for run in everything if run["recipe"] in METHODS]
+    trained = [run for run in everything if run["recipe"] not in METHODS]
+
+    def labels(key: str) -> set[str]:
+        # what was pruned without training has no learning rate, whatever its config says
+        of_training = key.partition(".")[0] in TRAINING
+        own = trained if of_training else pruned if key == SAMPLES else everything
+        return {label(run.get(key, math.nan)) for run in own}
+
     keys = sorted({key for run in everything for key in run} - {"seed"})
-    shared = {
-        key: label(everything[0][key])
-        for key in keys
-        if len({label(run[key]) for run in everything}) == 1
-    }
+    shared = {key: found.pop() for key in keys if len(found := labels(key)) == 1}
     differing = [
         key
         for key in settings_apart(everything)
-        if key not in named and key.partition(".")[0] not in named
+        if key not in named and key.partition(".")[0] not in named and len(labels(key)) > 1
     ]
     commits = sorted({label(run["commit"])[:7] for run in everything if run.get("commit")})
     table = Table(
@@ -171,6 +197,8 @@ def build(
         commits,
         _candidates(members) if "best/" in metric else {},
         tuned.notes(members),
+        pruned="all" if not trained else ", ".join(dict.fromkeys(run["recipe"] for run in pruned)),
+        digits=digits,
     )
     table.best.update(_best(table))
     return table
@@ -197,8 +225,10 @@ def _cell(group: Sequence[Run]) -> Cell:
         value = run.get(run["metric"])
         if run["status"] != "finished":
             without.append(run["status"])
-        elif value is None or value != value:
-            without.append("no value")
+        elif value is None or math.isinf(value):  # null: it was not finite
+            without.append("failed")
+        elif value != value:
+            without.append("without a value")
         else:
             values[run["seed"]] = float(value)
     return summarise(values, without)
@@ -280,7 +310,8 @@ def _ties(table: Table, values: Mapping[tuple[Key, Key], float]) -> list[tuple[K
 
     def digits(place: tuple[Key, Key]) -> int:
         spread = table.cells[place].sd if table.statistic == "mean" else None
-        return places(values[place], metric, spread)
+        at = table.digits_of(values[place], metric, spread)
+        return places(values[place], metric) if at is None else at
 
     def ties(place: tuple[Key, Key]) -> bool:
         at = min(digits(place), digits(top))

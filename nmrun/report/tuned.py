@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from nmrun.report import names
+
 Run = Mapping[Any, Any]
 Row = tuple[str, ...]
 
@@ -24,7 +26,7 @@ def notes(cells: Mapping[tuple[Row, Row], Sequence[Run]]) -> list[str]:
         for run in runs:
             tuned = isinstance(run.get("tuned.over"), str)
             _add(by, _how(run) if tuned else "none", row)
-            _add(over, run["tuned.over"] if tuned else "", row)
+            _add(over, _in_words(run["tuned.over"]) if tuned else "", row)
     if set(by) <= {"none"}:
         return []
     spaces = {said: said.split("; ") if said else [] for said in over}
@@ -38,8 +40,15 @@ def notes(cells: Mapping[tuple[Row, Row], Sequence[Run]]) -> list[str]:
     return [f"each cell tuned before by {_by(by)}", *(["; ".join(said)] * bool(said))]
 
 
+def _in_words(over: str) -> str:
+    """Search spaces with words for their keys."""
+    spaces = (each.partition(" ") for each in over.split("; "))
+    return "; ".join(f"{names.setting(key)} {search}" for key, _, search in spaces)
+
+
 def _how(run: Run) -> str:
-    return f"{run['tuned.trials']} trials by {run['tuned.by']}, the best two with three seeds"
+    by = names.bare(run["tuned.by"])
+    return f"{run['tuned.trials']} trials by {by}, the best two with three seeds"
 
 
 def _add(found: dict[str, list[str]], said: str, row: Iterable[str]) -> None:

@@ -137,7 +137,7 @@ def test_what_did_not_finish_with_its_error_and_command(
     assert "step 7: the loss is nan" in found.text
     assert "nmrun recipe=step seed=1 'model.exclude=[a,b]'" in found.text
     assert re.search(rf"killed: {killed} .*nmrun recipe=ste seed=0", found.text)
-    assert found.tables[0][1] == ["step", "98.0 (1), failed (1)"]
+    assert found.tables[0][1] == ["step", "98.0 (1, 1 failed)"]
 
 
 def test_configurations_and_environments(write: Any, report: Any, tmp_path: Path) -> None:

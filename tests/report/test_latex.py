@@ -74,12 +74,13 @@ def test_the_caption_says_what_decides_what_the_stars_are_worth(write, table) ->
     # dense less SR-STE has 1.3 times the seeds' deviation; that of STEP is below a step of 1 point
     spread = statistics.median([1.3 * statistics.stdev(range(5)), 1.0])
     least = spread * detectable(5, 0.05 / 4)
-    assert f"shown a difference of {least:.1f} with a probability of 0.8" in caption(same)
+    above, _, own = same.partition(r"\begin{table}")
+    assert f"these seeds show a difference of {least:.1f} four times in five" in above
     for seed in range(5):
         write("ste", "2:4", seed, 0.7, trainer__epochs=24)
     other = caption(table("--format", "latex", "--baseline", "sr_ste")[1])
-    assert "Not the same in all cells: trainer.epochs" in other
-    assert "would have shown" not in caption(table("--format", "latex")[1])
+    assert "Not the same in all cells: epochs" in other
+    assert "$^{*}$: differs from" in own
 
 
 def test_the_caption_says_that_there_is_no_test(write, table) -> None:
@@ -87,6 +88,26 @@ def test_the_caption_says_that_there_is_no_test(write, table) -> None:
     text = table("--format", "latex", "--baseline", "dense")[1]
     assert "Fewer than three seeds: no test" in caption(text)
     assert "differs from" not in caption(text)
+
+
+def test_stars_have_a_legend_where_one_is_there(write, table) -> None:
+    for seed in range(5):
+        write("ste", "2:4", seed, 0.9 + 0.01 * seed)
+        write("sr_ste", "2:4", seed, 0.9 + 0.01 * (4 - seed))
+    text = table("--format", "latex", "--baseline", "ste")[1]
+    assert "*" not in text.split(r"\begin{table}")[1]
+    assert "No difference to STE is significant (paired t-test, Holm's correction" in caption(text)
+
+
+def test_digits_are_as_many_as_asked_for(write, table) -> None:
+    """A deviation of 1.2 and one of 20 would end at other digits."""
+    for seed in range(3):
+        write("ste", "2:4", seed, 0.9 + 0.012 * seed)
+        write("sr_ste", "2:4", seed, 0.5 + 0.2 * seed)
+    found = body(table("--format", "latex", "--digits", "1")[1])
+    assert [line[1] for line in found[1:]] == [r"$\mathbf{91.2}_{\pm 1.2}$", r"$70.0_{\pm 20.0}$"]
+    assert "| **91.20 +- 1.20 (3)** |" in table("--digits", "2")[1]
+    assert table("--digits", "13")[::2] == (2, "nmrun: --digits 13: a whole number, 0 to 12\n")
 
 
 def test_own_names_are_escaped(write, table) -> None:

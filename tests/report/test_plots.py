@@ -278,7 +278,7 @@ def test_a_picture_for_a_paper(write: Any, tmp_path: Path) -> None:
         write("step", "2:4", seed, 0.96)
         write("dense", "dense", seed, 0.97)
     words = words_of(drawn_by(tmp_path))
-    title = "small_conv on digits, Adam lr 0.001, 12 epochs; mean and sd of 3 seeds"
+    title = "small_conv on digits, Adam, learning rate 0.001, 12 epochs; mean and sd"
     assert {title, "SR-STE", "STEP", "dense", "test accuracy (%)"} <= set(words)
     asked = ("--title", "A <title> & $x$", "--width", "3.25", "--labels", "step=Ours")
     own = drawn_by(tmp_path, *asked, "--ylim", "90,100")

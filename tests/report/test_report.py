@@ -136,19 +136,18 @@ def test_mean_deviation_n_best_and_the_dense_reference(write, table) -> None:
         "sr_ste": {"2:4": "-", "1:8": "90.0 (1)"},
         "step": {"2:4": "-", "1:8": "**98.0 +- 1.0 (3)**"},
     }
-    assert "dense has no ratio and stands in every column" in out.splitlines()[0]
-    assert (
-        "small_conv on digits, adam lr 0.001, 12 epochs: accuracy on the test split in %"
-        in out.splitlines()[0]
-    )
-    lines = out.splitlines()[2:]
+    what, how, blank, *lines = out.splitlines()
+    assert what == "small_conv on digits, adam, learning rate 0.001, 12 epochs"
+    assert "accuracy on the test split in %" in how
+    assert "bold: best sparse recipe of each column" in how
+    assert not blank
     assert len({len(line) for line in lines}) == 1, "aligned in a terminal"
     assert out.isascii()
 
 
 def test_one_epoch_is_no_epochs(write, table) -> None:
     write("ste", "2:4", 0, 0.9, trainer__epochs=1)
-    assert " 1 epoch: " in table()[1]
+    assert table()[1].splitlines()[0].endswith(", 1 epoch")
 
 
 def test_best_weights_and_other_metrics(write, table) -> None:
@@ -209,8 +208,8 @@ def test_runs_without_a_value_are_told(write, table) -> None:
     write("step", "2:4", 1, status="failed")
     write("step", "2:4", 2, status="interrupted")
     assert cells(table()[1]) == {
-        "ste": {"2:4": "90.0 (1), failed (1), no value (1)"},
-        "step": {"2:4": "failed (2), interrupted (1)"},
+        "ste": {"2:4": "90.0 (1, 1 failed, 1 without a value)"},
+        "step": {"2:4": "2 failed, 1 interrupted"},
     }
 
 
@@ -220,7 +219,7 @@ def test_nothing_but_failures_is_a_table_too(write, table) -> None:
     status, out, _ = table()
     assert (status, cells(out)) == (
         0,
-        {"dense": {"2:4": "interrupted (1)"}, "ste": {"2:4": "failed (1)"}},
+        {"dense": {"2:4": "1 interrupted"}, "ste": {"2:4": "1 failed"}},
     )
 
 
@@ -237,8 +236,9 @@ def test_rows_and_columns_of_any_keys(write, table) -> None:
         write("dense", "dense", 0, 0.95 + lr / 10, optimizer__lr=lr)
     lines = [
         [c.strip() for c in line.strip("|").split("|")]
-        for line in table("--rows", "recipe,optimizer.lr")[1].splitlines()[4:]
-    ]
+        for line in table("--rows", "recipe,optimizer.lr")[1].splitlines()
+        if line.startswith("| ")
+    ][1:]
     assert lines == [
         ["dense", "0.01", "95.1 (1)"], ["dense", "0.1", "96.0 (1)"], ["ste", "0.01", "90.1 (1)"], ["ste", "0.1", "**91.0 (1)**"],
     ]  # fmt: skip
@@ -261,7 +261,7 @@ def test_one_table_for_each_model_and_data_set(write, table) -> None:
     write("ste", "2:4", 0, 0.9)
     write("ste", "2:4", 0, 0.8, model__name="mlp")
     out = table()[1]
-    assert [line.split(",")[0] for line in out.splitlines() if " on " in line] == [
+    assert [line.split(",")[0] for line in out.splitlines() if " on digits" in line] == [
         "mlp on digits",
         "small_conv on digits",
     ]
@@ -294,7 +294,7 @@ def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(write, table) -
         "asp": {"2:4": "80.0 +- 0.0 (2)"},
         "ste": {"2:4": "**90.0 +- 0.0 (2)**"},
     }
-    assert len(table("--rows", "recipe,trainer.epochs")[1].splitlines()) == 7
+    assert table("--rows", "recipe,trainer.epochs")[1].count("\n| ") == 1 + 3
 
 
 def test_a_recipes_own_setting_is_a_difference_but_another_recipes_is_not(write, table) -> None:
@@ -341,9 +341,9 @@ def test_runs_that_begin_with_others_of_a_kind_are_averaged(write, table) -> Non
 def test_cells_of_other_settings_are_mentioned(write, table) -> None:
     write("ste", "2:4", 0, 0.9, trainer__epochs=24)
     write("asp", "2:4", 0, 0.9)
-    caption = table()[1].splitlines()[0]
-    assert caption.endswith("not the same in all cells: trainer.epochs")
-    assert "12 epochs" not in caption
+    what, _, beware = table()[1].splitlines()[:3]
+    assert beware == "not the same in all cells: epochs"
+    assert "epoch" not in what
 
 
 def test_a_seed_counts_once(write, table) -> None:
@@ -447,7 +447,7 @@ def test_the_best_recipe_is_bold_wherever_recipes_stand(write, table) -> None:
     lines = table(
         "--rows", "recipe,sparsity", "--cols", "metric", "--metric", "test/loss,test/accuracy"
     )[1].splitlines()
-    split = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    split = [[c.strip() for c in line.strip("|").split("|")] for line in lines if "|" in line]
     assert split[0] == ["recipe", "sparsity", "test/loss", "test/accuracy in %"], "as asked for"
     assert {tuple(line[:2]) for line in split[2:] if "**" in line[2]} == bold
     assert {tuple(line[:2]) for line in split[2:] if "**" in line[3]} == bold
@@ -537,7 +537,7 @@ class Page(HTMLParser):
         self.bold: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag != "meta":
+        if tag not in ("meta", "br"):
             self.open.append(tag)
         if tag == "tr":
             self.rows.append([])

@@ -278,22 +278,23 @@ def test_a_table_of_differences(write, table) -> None:
     found = cells(second)
     assert set(found) == {"ste", "step"}
     # -2.15, and 3.182 times a spread of 0.129 over the root of four: 0.2054
-    assert found["ste"]["1:8"].startswith(f"**{M}2.15 [{M}2.36, {M}1.94] p")
-    assert found["ste"]["1:8"].endswith("(4)**")
+    assert found["ste"]["1:8"].startswith(f"{M}2.15 [{M}2.36, {M}1.94] p")
+    assert found["ste"]["1:8"].endswith("* (4)")
     assert found["ste"]["2:4"] == "-"
     # equal runs, in a column whose smallest step is 1 %: 3.182 over the root of four
     assert found["step"]["2:4"] == f"0.0 [{M}1.6, +1.6] p=1 (4)"
     raw = t_test([-g for g in GAPS])  # the second smallest of three p-values: times two
     assert f"p={min(1, 2 * raw):.2g} (4)" in found["step"]["1:8"]
-    caption = second.splitlines()[0]
-    assert caption.startswith("Difference to dense in percentage points over the seeds")
-    assert "p corrected for 3 comparisons by Holm's method" in caption
-    assert "paired t-test" in caption
+    what, how = second.splitlines()[:2]
+    assert what.startswith("Difference to dense in percentage points, seed by seed, with its 95 %")
+    assert "paired t-test, Holm's correction for 3 comparisons (*: p < 0.05)" in how
     least = 100 * 0.01 * detectable(4, 0.05 / 3)
-    assert "at the level 0.05/3" in caption
-    assert f"{least:.1f} (" in caption  # the middle one, whose spread is the step of 1 %
-    assert f"; half of it would take {seeds_for_half(4, 0.05 / 3)} seeds" in caption
-    assert "no test" not in caption
+    # the middle one, whose spread is the step of 1 %
+    assert f"these seeds show a difference of {least:.1f} four times in five (median)" in how
+    assert "no test" not in how
+    told = table("--baseline", "dense", "--method")[1].splitlines()[-1]
+    assert "the level 0.05/3" in told
+    assert f"; half of it would take {seeds_for_half(4, 0.05 / 3)} seeds" in told
     assert "Wilcoxon" in table("--baseline", "dense", "--test", "wilcoxon")[1]
     assert table("--baseline", "dense", "--format", "latex")[1].isascii()
     page = table("--baseline", "dense", "--format", "html")[1]
@@ -326,11 +327,11 @@ def test_the_caption_says_what_few_seeds_leave_out(write, table) -> None:
     out = table("--baseline", "dense")[1].split("Difference", 1)[1]
     assert cells(out)["asp"]["2:4"] == f"{M}20.0 (1)"
     assert " p" not in cells(out)["ste"]["2:4"]
-    caption = out.splitlines()[0]
-    assert "no test for fewer than three seeds everywhere" in caption
-    assert "no interval for one seed" in caption
+    caption = " ".join(out.splitlines()[:2])
+    assert "no test: fewer than three seeds" in caption
     assert "Holm" not in caption
-    assert "probability of 0.8" not in caption
+    assert "four times in five" not in caption
+    assert "No interval for one seed" in table("--baseline", "dense", "--method")[1]
 
 
 def test_few_signs_can_show_nothing(write, table) -> None:
@@ -351,13 +352,9 @@ def test_other_data_and_other_budgets(write, table) -> None:
     out = table(*rows)[1].split("Difference", 1)[1]
     lines = [line for line in out.splitlines() if line.startswith("| ste")]
     assert [("p" in line, "24" in line) for line in lines] == [(False, False), (True, True)]
-    assert "compared across different trainer.epochs" in out
+    assert "compared across different epochs" in out
     told = table("--filter", "dataset=digits", "--baseline", "dense")[1]
-    captions = [
-        line for line in told.splitlines() if "over seeds" in line or "over the seeds" in line
-    ]
-    assert len(captions) == 2
-    assert all("not the same in all cells: trainer.epochs" in line for line in captions)
+    assert "not the same in all cells: epochs" in told
 
 
 def test_how_many_epochs_the_best_is_of(write, table) -> None:
@@ -381,7 +378,7 @@ def test_a_terminal_without_a_minus_sign(write, monkeypatch: pytest.MonkeyPatch,
         sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii", write_through=True)
     )
     assert verb("table", str(tmp_path / "outputs"), "--baseline", "dense") == 0
-    assert b"**-2.15 [-2.36, -1.94] p" in buffer.getvalue()
+    assert b"| -2.15 [-2.36, -1.94] p" in buffer.getvalue()
 
 
 def test_a_recipe_as_the_baseline(write, table) -> None:
@@ -437,7 +434,8 @@ def test_versions_of_the_code_are_told(write, table) -> None:
     assert "versions of the code" not in table()[1]
     path = write("ste", "2:4", 1, 0.9) / "result.json"
     path.write_text(path.read_text().replace('"abc"', '"0123456789"'))
-    assert "made by 2 versions of the code: 0123456, abc" in table()[1]
+    assert "made by 2 versions of the code" in table()[1]
+    assert "The versions of the code are 0123456, abc" in table("--method")[1]
 
 
 # --- Weights & Biases -----------------------------------------------------------------------------
