@@ -112,6 +112,7 @@ def plot(
     filter: Sequence[str] | str = (),
     title: str | None = None,
     width: float | None = None,
+    height: float | None = None,
     labels: Mapping[str, str] | None = None,
     ylim: tuple[float, float] | None = None,
     x: str | None = None,
@@ -128,6 +129,7 @@ def plot(
         filter: as of :func:`runs`.
         title: above it; by default what all runs have in common, ``""`` for none.
         width: in inches; fonts keep their size.
+        height: in inches; by default as the width, and what the axes need.
         labels: names that win over those of papers, ``{"step": "Ours"}``.
         ylim: lowest and highest value of the y axis.
         x: a config key to draw the metric against; of curves ``step``, ``epoch`` or ``seconds``.
@@ -141,7 +143,8 @@ def plot(
     """
     _known("kind", kind, cli.KINDS)
     options = _options(path, rows, cols, metric, filter)
-    options.kind, options.title, options.width = kind, title, width
+    options.kind, options.title = kind, title
+    options.width, options.height = width, height
     options.baseline = baseline
     options.labels = ",".join(f"{name}={text}" for name, text in (labels or {}).items())
     options.ylim, options.x = None if ylim is None else f"{ylim[0]},{ylim[1]}", x

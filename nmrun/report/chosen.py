@@ -132,8 +132,6 @@ def collected(paths: Sequence[str]) -> pd.DataFrame:
     """
     from nmrun.report.collect import WANDB, collect
 
-    if not paths:
-        raise ConfigError("the following arguments are required: PATH")
     for path in paths:
         if path.startswith(WANDB) or (path.endswith(".csv") and Path(path).is_file()):
             continue

@@ -12,6 +12,7 @@ from nmrun.report import chosen, figures
 from nmrun.verbs import Parser, files_of_the_command
 
 TESTS = ("t", "wilcoxon")
+OUTPUTS = "outputs"  # where runs are by default
 RECORDS = ("csv", "json", "parquet")  # for programs
 FORMATS = ("markdown", "latex", "html", *RECORDS)
 BY_SUFFIX = {".md": "markdown", ".tex": "latex", ".htm": "html"}  # and those that are its name
@@ -20,7 +21,7 @@ KINDS = ("ratio", "curves", "flips", "autoswitch", "flops", "overall")
 
 
 def table(argv: Sequence[str]) -> int:
-    """``nmrun table PATH...``: print or write the comparison of the runs below the paths; returns
+    """``nmrun table [PATH...]``: print or write the comparison of the runs below the paths; returns
     the exit status.
     """
     parser = _parser("table", "Compare the runs below PATH: mean +- standard deviation over seeds.")
@@ -75,6 +76,7 @@ def table(argv: Sequence[str]) -> int:
             raise ConfigError(f"--digits {options.digits}: a whole number, 0 to 12")
         if options.experiment:
             return _experiments(options)
+        options = _with_paths(options)
         _write(_content(options), options.out)
     return 0
 
@@ -127,7 +129,7 @@ def _write(content: str | bytes, out: Path | None) -> None:
 
 
 def plot(argv: Sequence[str]) -> int:
-    """``nmrun plot PATH...``: draw the same runs; returns the exit status."""
+    """``nmrun plot [PATH...]``: draw the same runs; returns the exit status."""
     parser = _parser("plot", "Draw the runs below PATH, one line a recipe.")
     parser.add_argument(
         "--kind", default="ratio", choices=KINDS, help="default ratio: the metric against N:M"
@@ -147,6 +149,9 @@ def plot(argv: Sequence[str]) -> int:
         metavar="INCHES",
         help="3.25 for a column of two; fonts keep their size",
     )
+    parser.add_argument(
+        "--height", type=float, metavar="INCHES", help="default: as --width, and what the axes need"
+    )
     _labels(parser, "names in the picture")
     parser.add_argument("--baseline", metavar="ROW", help="of --kind overall, such as dense")
     parser.add_argument("--ylim", metavar="LOW,HIGH", help="of the y axis, such as 90,100")
@@ -155,7 +160,7 @@ def plot(argv: Sequence[str]) -> int:
         help="a config key to draw the metric against, such as recipe.decay; of curves step (default), epoch or seconds",
     )
     with files_of_the_command():
-        options = parser.parse_args(argv)
+        options = _with_paths(parser.parse_args(argv))
         name = "plot.png" if options.kind == "ratio" else f"{options.kind}.png"
         out = options.out or Path(
             options.paths[0] if Path(options.paths[0]).is_dir() else ".", name
@@ -173,7 +178,7 @@ def plot(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str]) -> int:
-    """``nmrun report PATH... --to FILE``: tables, pictures, failures, configs and environments on
+    """``nmrun report [PATH...] [--to FILE]``: tables, pictures, failures, configs and environments on
     one page; returns the exit status.
     """
     parser = _parser(
@@ -183,7 +188,7 @@ def report(argv: Sequence[str]) -> int:
     parser.add_argument("--to", type=Path, metavar="FILE", help="default PATH/report.html")
     _comparison(parser, "default dense, where it is there")
     with files_of_the_command():
-        options = parser.parse_args(argv)
+        options = _with_paths(parser.parse_args(argv))
         if any(path.startswith("wandb://") for path in options.paths):
             raise ConfigError(
                 "a report needs run folders: curves, errors and environments are not in W&B"
@@ -201,9 +206,9 @@ def _parser(verb: str, description: str) -> Parser:
     parser = Parser(prog=f"nmrun {verb}", description=description)
     parser.add_argument(
         "paths",
-        nargs="*" if verb == "table" else "+",
+        nargs="*",
         metavar="PATH",
-        help="folders with runs in them, such as outputs/digits, or wandb://entity/project",
+        help=f"folders with runs in them (default {OUTPUTS}), or wandb://entity/project",
     )
     parser.add_argument(
         "--rows", metavar="KEYS", help="config keys, such as recipe,optimizer.lr (default recipe)"
@@ -222,6 +227,12 @@ def _parser(verb: str, description: str) -> Parser:
         help="leave out runs where KEY has another value; several by commas: recipe=ste,sr_ste",
     )
     return parser
+
+
+def _with_paths(options: argparse.Namespace) -> argparse.Namespace:
+    """The options, with the folder of runs where none is named."""
+    options.paths = options.paths or [OUTPUTS]
+    return options
 
 
 def _comparison(parser: Parser, which: str) -> None:

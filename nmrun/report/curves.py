@@ -45,7 +45,7 @@ def curves(table: Table, history: History, metric: str, layout: Layout) -> Figur
         layout: sizes, names and axes.
 
     Returns:
-        The figure; None where no run logged the metric.
+        The figure; None where no run logged the metric at two steps or more.
     """
     found = _over_training(table, history, metric, scale(metric), layout)
     if found is None:
@@ -140,12 +140,14 @@ def _over_training(
             axes = every[i if turned else j]
             how = of_number(j) if turned else look(table, row)
             name = panel_name(table, column, layout) if turned else label(table, row, layout)
+            without = len(history.cells[row, column]) - curve.n
+            name += f" ({without} without a log)" if without else ""
             mean, sd = unit * curve.mean, unit * curve.sd
             scaled = Curve(curve.x, mean, sd, mean, mean, curve.n)
             _line(axes, scaled, how, name, mean - sd, mean + sd)
             _mark(axes, history.switches(row, column, layout.x), how["color"])
             drawn.append(curve)
-    return figure, every, drawn
+    return (figure, every, drawn) if any(len(curve.x) > 1 for curve in drawn) else None
 
 
 def _with(table: Table, history: History, key: str) -> tuple[list[Key], list[Key]]:

@@ -35,7 +35,7 @@ def figures(options: argparse.Namespace) -> list[Figure]:
 
     Args:
         options: the parsed command line: ``paths``, ``rows``, ``cols``, ``metric``, ``filter``,
-            ``kind``, and ``title``, ``width``, ``labels``, ``ylim`` and ``x`` of the layout.
+            ``kind``, and ``title``, ``width``, ``height``, ``labels``, ``ylim`` and ``x`` of the layout.
 
     Returns:
         One picture for each data set and model that has something of this kind.
@@ -100,11 +100,14 @@ def layout_of(options: argparse.Namespace) -> tuple[argparse.Namespace, Layout]:
     ylim = _numbers("--ylim", options.ylim, "LOW,HIGH") if options.ylim else ()
     if len(ylim) not in (0, 2) or (ylim and not ylim[0] < ylim[1]):
         raise ConfigError(f"--ylim {options.ylim}: write LOW,HIGH, such as 90,100")
-    if options.width is not None and not 1 <= options.width <= 40:
-        raise ConfigError(f"--width {options.width:g}: inches, from 1 to 40")
+    for side in ("width", "height"):
+        inches = getattr(options, side)
+        if inches is not None and not 1 <= inches <= 40:
+            raise ConfigError(f"--{side} {inches:g}: inches, from 1 to 40")
     layout = Layout(
         title=options.title,
         width=options.width,
+        height=options.height,
         labels=labels(options.labels),
         ylim=(ylim[0], ylim[1]) if ylim else None,
         x=(options.x or "step") if over else "step",

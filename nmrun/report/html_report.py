@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from nmrun.errors import ConfigError
 from nmrun.files import whole
-from nmrun.report import chosen, formats, numbers, pages, plots, status, style
+from nmrun.report import chosen, formats, numbers, pages, plots, points, status, style
 from nmrun.report.differences import compare
 from nmrun.report.divided import Part
 from nmrun.report.formats import Grid, Line
@@ -92,6 +92,8 @@ def _sections(parts: Sequence[Part], baseline: str | None, test: str) -> list[di
             refused.append(error)
         pictures = []
         for kind, about in plots.KINDS.items():
+            if kind in ("ratio", "flops") and points.alone(table):
+                continue
             logged = chosen.logged(part.runs, table)
             figure = plots.draw(kind, part.table, part.runs, logged, style.Layout(title=""))
             if figure is not None:

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from nmrun.report import names
 from nmrun.report.overall import Overall
-from nmrun.report.style import GREY, INK, LETTERS, Layout, legend, looks, of_number
+from nmrun.report.style import GREY, INK, LETTERS, Layout, high_enough, legend, looks, of_number
 from nmrun.report.tables import Table
 
 BESIDE = 0.13  # of the distance between two rows, between data sets
@@ -55,6 +55,7 @@ def draw(rows: Sequence[Overall], tables: Sequence[Table], layout: Layout) -> Fi
         if text := own_title if layout.title is None else layout.title:
             figure.suptitle(textwrap.fill(text, int(LETTERS * figure.get_figwidth())))
         legend(figure)
+        high_enough(figure, layout)
     return figure
 
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from nmrun.report import curves, points
 from nmrun.report.history import History
-from nmrun.report.style import Layout, legend, looks
+from nmrun.report.style import Layout, high_enough, legend, looks
 from nmrun.report.tables import Table
 
 PLAIN = Layout()
@@ -36,7 +36,7 @@ KINDS = {
     "curves": Kind(
         lambda table, _runs, history, metric, layout: curves.curves(table, history, metric, layout),
         "Learning curves; a vertical line is where STEP begins to learn masks",
-        "no finished run has a metrics.jsonl with this metric",
+        "no finished run has this metric at two steps or more in its metrics.jsonl",
     ),
     "flips": Kind(
         lambda table, _runs, history, _metric, layout: curves.flips(table, history, layout),
@@ -79,4 +79,5 @@ def draw(
         figure = KINDS[kind].draw(table, runs, History(table, runs), logged, layout)
         if figure is not None:
             legend(figure)
+            high_enough(figure, layout)
     return figure

@@ -88,6 +88,11 @@ def ratio(table: Table, layout: Layout) -> Figure | None:
     return figure
 
 
+def alone(table: Table) -> bool:
+    """Whether a table has a single value, of which a picture shows a dot."""
+    return len({id(cell) for cell in table.cells.values() if cell.mean is not None}) < 2
+
+
 def _numbers(columns: list[Key]) -> list[float] | None:
     """The columns as numbers, if they are."""
     try:

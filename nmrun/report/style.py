@@ -38,6 +38,7 @@ MARK = "mark"  # of what is no row of the table
 ACROSS = 3  # panels in a row, and one more where they would be four rows
 NARROW = 4.6  # inches; a legend beside takes too much of less
 LOWEST = 2.1  # inches; of a panel with its labels
+AXES = 1.7  # inches at least between the axes, whatever title, legend and labels take
 LETTERS, LINE = 14, 0.16  # letters on an inch, and inches of a line, in the style's fonts
 
 
@@ -48,6 +49,7 @@ class Layout:
     Attributes:
         title: above it; None: what all runs have in common. Empty: none.
         width: in inches; None: as much as there is to show. Fonts keep their size.
+        height: in inches; None: that of ``width``, and more where the axes would be low.
         labels: names of recipes and others, which win over those of papers.
         ylim: lowest and highest value of the y axis, in the units that it shows.
         x: of learning curves: ``step``, ``epoch`` or ``seconds``.
@@ -55,6 +57,7 @@ class Layout:
 
     title: str | None = None
     width: float | None = None
+    height: float | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     ylim: tuple[float, float] | None = None
     x: str = "step"
@@ -177,7 +180,7 @@ def legend(figure: Figure) -> None:
         return
     width, height = figure.get_size_inches()
     below = width < NARROW
-    across = max(1, int(width * LETTERS / (8 + max(map(len, entries))))) if below else 1
+    across = max(1, int(width * LETTERS / (5 + max(map(len, entries))))) if below else 1
     if below:
         figure.set_figheight(height + LINE * -(-len(entries) // across))
     figure.legend(
@@ -186,6 +189,20 @@ def legend(figure: Figure) -> None:
         loc="outside lower center" if below else "outside right center",
         ncols=across,
     )
+
+
+def high_enough(figure: Figure, layout: Layout) -> None:
+    """Give a finished picture the user's height, or as much as its axes need."""
+    if layout.height is not None:
+        figure.set_figheight(layout.height)
+        return
+    _as_written(figure)
+    figure.draw_without_rendering()  # sizes are known after the layout
+    shown = [axes.get_window_extent() for axes in figure.axes if axes.axison]
+    lacking = AXES - min(box.height for box in shown) / figure.dpi
+    if lacking > 0:
+        rows = len({round(box.y0) for box in shown})
+        figure.set_figheight(figure.get_figheight() + lacking * rows)
 
 
 def _is_mark(handle: Any) -> bool:

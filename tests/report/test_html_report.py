@@ -114,6 +114,16 @@ def test_the_page_has_all_of_it_and_needs_nothing_else(
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".report")] == []
 
 
+def test_a_single_run_has_no_picture_of_a_dot(write: Any, report: Any, tmp_path: Path) -> None:
+    folder = write("step", "2:4", 0, 0.98)
+    curve(folder, 0.9)
+    assert report()[0] == 0
+    assert "svg" not in page(tmp_path).tags
+    curve(folder, 0.5, 0.9)  # two points are a curve
+    assert report()[0] == 0
+    assert page(tmp_path).tags.count("svg") == 1
+
+
 def test_what_did_not_finish_with_its_error_and_command(
     write: Any, report: Any, tmp_path: Path
 ) -> None:

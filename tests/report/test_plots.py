@@ -296,6 +296,7 @@ def test_a_picture_for_a_paper(write: Any, tmp_path: Path) -> None:
         (("--ylim", "9,a"), "--ylim 9,a: write LOW,HIGH"),
         (("--ylim", "9,3"), "--ylim 9,3: write LOW,HIGH"),
         (("--width", "0.1"), "--width 0.1: inches, from 1 to 40"),
+        (("--height", "0.1"), "--height 0.1: inches, from 1 to 40"),
         (("--kind", "curves", "--x", "recipe"), "curves are over step, epoch, seconds"),
         (("--kind", "flops", "--x", "recipe"), "--x KEY is for --kind ratio"),
         (("--x", "recipe.decy"), "no key 'recipe.decy' in these runs"),
@@ -309,6 +310,46 @@ def test_layouts_that_are_none(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("kind", ["ratio", "curves"])
+def test_a_narrow_picture_leaves_its_axes_room(kind: str, write: Any, tmp_path: Path) -> None:
+    """With a title of three lines, eight entries in the legend and labels of two lines."""
+    for recipe in ("asp", "ste", "sr_ste", "step", "s_ste", "lbc", "dense"):
+        for ratio in ("2:4", "1:8") if recipe != "dense" else ("dense",):
+            log(write(recipe, ratio, 0, 0.9), [{"eval/accuracy": 0.8}] * 4)
+    runs = collect([tmp_path])
+    table = build(runs, "test/accuracy", ["recipe"], ["sparsity"], "mean")
+    for width in (2.5, 3.25, 5.0):
+        layout = style.Layout(title="A title " * 15, width=width)
+        figure = plots.draw(kind, table, runs, "eval/accuracy", layout)
+        assert figure is not None
+        figure.draw_without_rendering()
+        boxes = [axes.get_window_extent() for axes in figure.axes if axes.axison]
+        assert min(box.height for box in boxes) / figure.dpi > 1.6
+        assert figure.get_figwidth() == width
+    figure = plots.draw(kind, table, runs, "eval/accuracy", style.Layout(width=3.25, height=6.0))
+    assert figure is not None
+    assert tuple(figure.get_size_inches()) == (3.25, 6.0)
+
+
+def test_a_curve_has_two_points(write: Any, tmp_path: Path, capsys: Any) -> None:
+    log(write("ste", "2:4", 0, 0.9), [{"train/loss": 2.0}] * 3 + [{"eval/accuracy": 0.8}])
+    assert verb("plot", str(tmp_path / "outputs"), "--kind", "curves") == 2
+    assert "has this metric at two steps or more" in capsys.readouterr().err
+
+
+def test_runs_without_rows_are_told(write: Any, tmp_path: Path) -> None:
+    rows = [{"eval/accuracy": 0.8}] * 4
+    for seed in range(2):
+        log(write("ste", "2:4", seed, 0.9), rows)
+        log(write("sr_ste", "2:4", seed, 0.9), rows)
+    (write("ste", "2:4", 2, 0.9) / "metrics.jsonl").write_text("")
+    figure = drawn("curves", tmp_path)
+    assert figure is not None
+    assert {str(each.get_label()) for each in figure.axes[0].lines} == {
+        "STE (1 without a log)", "SR-STE"
+    }  # fmt: skip
 
 
 def test_metric_against_a_setting(write: Any, tmp_path: Path) -> None:

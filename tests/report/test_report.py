@@ -615,12 +615,26 @@ def test_mistakes_get_one_line(write, table, arguments: list[str], said: list[st
     assert all(part in err for part in said), err
 
 
-def test_no_path_and_no_runs(table, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("verb_", ["table", "plot", "report"])
+def test_without_a_path_it_is_the_folder_of_runs(
+    verb_, write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write("ste", "2:4", 0, 0.9)
+    monkeypatch.chdir(tmp_path)
+    assert verb(verb_) == 0
+    made = {"plot": "plot.png", "report": "report.html"}
+    assert verb_ == "table" or Path("outputs", made[verb_]).is_file()
+
+
+def test_no_path_and_no_runs(
+    table, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     status, _, err = table()
     assert (status, err) == (2, f"nmrun: {tmp_path / 'outputs'}: no such folder\n")
     (tmp_path / "outputs").mkdir()
     assert table()[2].startswith(f"nmrun: no run below {tmp_path / 'outputs'}")
-    assert table(paths=())[::2] == (2, "nmrun: the following arguments are required: PATH\n")
+    monkeypatch.chdir(tmp_path / "outputs")
+    assert table(paths=())[::2] == (2, "nmrun: outputs: no such folder\n")
     assert verb("plot", str(tmp_path / "outputs"), "--out", "x.jpg") == 2
     assert (
         capsys.readouterr().err
