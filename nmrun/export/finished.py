@@ -146,6 +146,16 @@ def read(folder: Path) -> Finished:
     return Finished(folder, result, state, layers)
 
 
+def refuse_pruned_activations(run: Finished) -> None:
+    """Raise ValueError for a run whose result has N:M activations: no other program prunes them."""
+    trainer = run.result["config"].get("trainer", {})
+    if (pattern := trainer.get("activations")) and not trainer.get("activations_dense_end"):
+        raise ValueError(
+            f"trainer.activations={pattern}: its activations are pruned, which this format cannot say "
+            "(trainer.activations_dense_end trains a network with dense ones)"
+        )
+
+
 def network(run: Finished) -> tuple[nn.Module, Task]:
     """The run's network, on the CPU and set to evaluation, and the run's task; its weights
     (``run.state``) are still to be loaded."""

@@ -1,4 +1,4 @@
-"""A Hugging Face folder (config, weights, tokenizer) of the models that came from there."""
+"""A Hugging Face folder (config, weights, tokenizer) of GPT and of the models that came from there."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from nmrun.data.corpus import LEVELS
-from nmrun.export.finished import Finished, Layer, write_about
-from nmrun.models import hf_gpt2
+from nmrun.export.finished import Finished, Layer, refuse_pruned_activations, write_about
+from nmrun.models import MODELS, hf_gpt2
 from nmrun.models.gpt import GPT
 from nmrun.models.hf_encoder import EncoderClassifier
 from nmrun.sparsity.check import check_nm
 from nmrun.tasks.pretrained import fetch
 
-MODELS = ("hf_encoder", "hf_gpt2", "hf_causal")
+PRETRAINED = ("hf_encoder", "hf_gpt2", "hf_causal")
+ACTIVATIONS = {"gelu": "gelu_new", "relu2": "relu2"}  # theirs by ours
+OURS = tuple(name for name, place in MODELS.items() if place == "nmrun.models.gpt.build")
 
 
 def write(run: Finished, folder: Path) -> list[str]:
@@ -39,19 +41,25 @@ def write(run: Finished, folder: Path) -> list[str]:
         ValueError: for other models, and if the config or tokenizer cannot be had again.
     """
     options = run.result["config"]["model"]
-    if options["name"] not in MODELS:
+    name = options["name"]
+    ours = name in OURS and not options.get("_target_")
+    if not ours and name not in PRETRAINED:
         raise ValueError(
-            f"model={options['name']} does not come from Hugging Face; --format hf takes {', '.join(MODELS)}"
+            f"model={name} is no network of Hugging Face; --format hf takes {', '.join((*PRETRAINED, *OURS))}"
         )
-    config = fetch("AutoConfig", "model.pretrained", options["pretrained"])
-    makers = {"hf_gpt2": _gpt2, "hf_causal": _causal, "hf_encoder": _encoder}
-    made, names, notes = makers[options["name"]](run, config, folder)
+    refuse_pruned_activations(run)
+    if ours:
+        config = _config(run)
+    else:
+        config = fetch("AutoConfig", "model.pretrained", options["pretrained"])
+    makers = {"hf_causal": _causal, "hf_encoder": _encoder}
+    made, names, notes = makers.get(name, _gpt2)(run, config, folder)
     made.save_pretrained(folder)
     state, layers = made.state_dict(), []
     for layer in run.layers:
         dim = (
             0
-            if options["name"] == "hf_gpt2" and layer.name.endswith(hf_gpt2.TRANSPOSED)
+            if (ours or name == "hf_gpt2") and layer.name.endswith(hf_gpt2.TRANSPOSED)
             else layer.dim
         )
         layers.append(Layer(names.get(layer.name, layer.name), layer.pattern, dim))
@@ -63,6 +71,29 @@ def write(run: Finished, folder: Path) -> list[str]:
         f"model.safetensors: {run.pattern} holds in {len(layers)} layers of {type(made).__name__}",
         *notes,
     ]
+
+
+def _config(run: Finished) -> Any:
+    """The GPT-2 config of a GPT of ours."""
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError(
+            "--format hf needs transformers: pip install 'nmrun[transformers]'"
+        ) from None
+    options = run.result["config"]["model"]
+    vocabulary, width = run.state["wte.weight"].shape
+    values: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "n_positions": len(run.state["wpe.weight"]),
+        "n_embd": width,
+        "n_layer": options["layers"],
+        "n_head": options["heads"],
+        "activation_function": ACTIVATIONS[options.get("activation", "gelu")],
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options["dropout"]),
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the data have no such tokens
+    }
+    return transformers.GPT2Config(**values)
 
 
 def _gpt2(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
@@ -77,9 +108,19 @@ def _gpt2(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, str]
         names[n]: t.T.contiguous() if n.endswith(hf_gpt2.TRANSPOSED) else t
         for n, t in run.state.items()
     }
-    _fill(theirs, state)
+    # theirs always has biases, which are 0 in a network without
+    zeros = {n: torch.zeros_like(t) for n, t in theirs.state_dict().items() if n.endswith("bias")}
+    without = "ln_f.bias" not in run.state
+    _fill(theirs, {**zeros, **state} if without else state)
+    relu2 = config.activation_function == "relu2"
     ours = GPT(
-        config.vocab_size, config.n_positions, config.n_layer, config.n_head, config.n_embd
+        config.vocab_size,
+        config.n_positions,
+        config.n_layer,
+        config.n_head,
+        config.n_embd,
+        bias=not without,
+        activation="relu2" if relu2 else "gelu",
     ).eval()
     ours.load_state_dict(run.state)
     tokens = torch.arange(4 * config.n_positions).view(4, -1) % config.vocab_size

@@ -1,4 +1,4 @@
-"""ONNX of the models for images, weights as initializers, checked in onnxruntime.
+"""ONNX of the models for images and of GPT, weights as initializers, checked in onnxruntime.
 
 What TensorRT's sparse kernels take is at most two non-zeros in every aligned four weights along the
 dimension that is summed over:
@@ -15,7 +15,7 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nmrun.export.finished import Finished, network, write_about
+from nmrun.export.finished import Finished, network, refuse_pruned_activations, write_about
+from nmrun.models.gpt import GPT
 
 # bytes of weights in the file itself, which may have 2 GiB; more go to a file beside it
 LARGEST = 1 << 30
@@ -32,9 +33,10 @@ LARGEST = 1 << 30
 def write(run: Finished, folder: Path) -> list[str]:
     """Write ``model.onnx``.
 
-    Its input is ``images`` (batch, channels, height, width) float32 with any batch, its output
-    ``logits``. What ``sparsity.json`` says, but for the layers, is in the file's metadata too, each
-    key with its value as JSON.
+    Its input is ``images`` (batch, channels, height, width) float32, or ``tokens`` (batch, length)
+    int64 of a GPT, with any batch and any length that the model takes; its output is ``logits``.
+    What ``sparsity.json`` says, but for the layers, is in the file's metadata too, each key with
+    its value as JSON.
 
     Args:
         run: a finished run.
@@ -53,8 +55,9 @@ def write(run: Finished, folder: Path) -> list[str]:
         )
     except ImportError as error:
         raise ValueError(f"--format onnx needs {error.name}: pip install 'nmrun[onnx]'") from None
-    model, shape = _built(run)
-    graph = _graph(model, shape)
+    refuse_pruned_activations(run)
+    model, name, example, sizes = _built(run)
+    graph = _graph(model, name, example(2), sizes)
     layers = _located(graph.graph, run, onnx.numpy_helper)
     about = run.about(layers)
     told = {key: json.dumps(value) for key, value in about.items() if key != "layers"}
@@ -69,10 +72,10 @@ def write(run: Finished, folder: Path) -> list[str]:
         )
     difference = 0.0
     for batch in (1, 3):
-        images = torch.randn(batch, *shape, generator=torch.Generator().manual_seed(batch))
+        inputs = example(batch)
         with torch.no_grad():
-            expected = model(images)
-        (found,) = session.run(None, {"images": images.numpy()})
+            expected = model(inputs)
+        (found,) = session.run(None, {name: inputs.numpy()})
         difference = max(
             difference,
             float((torch.from_numpy(found) - expected).abs().max() / expected.abs().max()),
@@ -94,29 +97,42 @@ def write(run: Finished, folder: Path) -> list[str]:
     ]
 
 
-def _built(run: Finished) -> tuple[nn.Module, tuple[int, ...]]:
-    """The run's network with its weights, on the CPU, and the shape of one image."""
+def _built(run: Finished) -> tuple[nn.Module, str, Callable[[int], Tensor], dict[int, Any]]:
+    """The run's network with its weights, on the CPU; its input's name; what draws an input of so
+    many images or texts; and the input's dimensions that may have other sizes.
+    """
     model, task = network(run)
-    shape = task.inputs.get("shape")
-    if shape is None:
+    model.load_state_dict(run.state)
+    batch = {0: torch.export.Dim("batch")}
+    if "shape" in task.inputs:
+        shape = tuple(task.inputs["shape"])
+        return model, "images", lambda n: torch.randn(n, *shape, generator=_seeded(n)), batch
+    if not isinstance(model, GPT):
         name = run.result["config"]["model"]["name"]
         raise ValueError(
-            f"--format onnx takes models for images; model={name} is made from {' and '.join(task.inputs)}"
+            f"--format onnx takes models for images and GPT; model={name} is made from {' and '.join(task.inputs)}"
         )
-    model.load_state_dict(run.state)
-    return model, tuple(shape)
+    tokens, context = model.wte.num_embeddings, model.wpe.num_embeddings
+
+    def texts(n: int) -> Tensor:
+        return torch.randint(tokens, (n, max(2, context // n)), generator=_seeded(n))
+
+    return model, "tokens", texts, {**batch, 1: torch.export.Dim("length", max=context)}
 
 
-def _graph(model: nn.Module, shape: tuple[int, ...]) -> Any:
-    batch = ({0: torch.export.Dim("batch")},)
-    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["logits"]}
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _graph(model: nn.Module, name: str, inputs: Tensor, sizes: dict[int, Any]) -> Any:
+    names: dict[str, Any] = {"input_names": [name], "output_names": ["logits"]}
     try:
         with _no_talk():
             made = torch.onnx.export(
                 model,
-                (torch.zeros(2, *shape),),
+                (inputs,),
                 dynamo=True,
-                dynamic_shapes=batch,
+                dynamic_shapes=(sizes,),
                 verbose=False,
                 **names,
             )

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from verbs import verb
 
 import nmrun
-from nmrun import models
+from nmrun import models, tasks
 from nmrun.config.identity import run_folder
 from nmrun.data import digits
 from nmrun.export import cli, packed
@@ -432,9 +432,53 @@ def test_models_that_are_not_hugging_faces(
         [{"name": "a", "pattern": "2:4", "dim": 1}],
         {"model": {"name": "mlp"}},
     )
-    assert "model=mlp does not come from Hugging Face" in refused(
+    assert "model=mlp is no network of Hugging Face" in refused(
         run, tmp_path / "to", capsys, "--format", "hf"
     )
+
+
+@pytest.mark.parametrize("options", [(), ("model.bias=false", "model.activation=relu2")])
+def test_transformers_loads_a_gpt_of_ours(options: tuple[str, ...], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
+    model, run = a_gpt(tmp_path, *options)
+    to = tmp_path / "to"
+    assert cli.main([str(run), "--to", str(to), "--format", "hf"]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(to).eval()
+    assert type(theirs) is transformers.GPT2LMHeadModel
+    tokens = torch.randint(256, (3, 24))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=0, atol=1e-5)
+    lines = json.loads((to / "sparsity.json").read_text())["layers"]
+    weights = load_file(to / "model.safetensors")
+    assert len(lines) == 4
+    for line in lines:
+        assert line["dim"] == 0
+        assert int((weights[line["name"]].T.reshape(-1, 4) != 0).sum(1).max()) == 2
+
+
+def a_gpt(place: Path, *options: str) -> tuple[nn.Module, Path]:
+    """A GPT whose norms and biases are not those of the start, and a run that ended with it."""
+    made = config(
+        place,
+        *("model=gpt_tiny", "model.layers=1", "model.width=16", "model.heads=2"),
+        *("dataset=stdlib_text", "dataset.context=24", *options),
+    )
+    model = models.build(made.model.mapping(), {"vocabulary": 256, "context": 24})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model, run_of(place / "run", model, made.plain, exclude=["lm_head"])
+
+
+@pytest.mark.parametrize("form", ["hf", "onnx"])
+def test_pruned_activations_are_refused(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("transformers", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    _, run = a_gpt(tmp_path, "model.activation=relu2", "trainer.activations=2:4")
+    line = refused(run, tmp_path / "to", capsys, "--format", form)
+    assert "trainer.activations=2:4: its activations are pruned" in line
 
 
 # --- onnx -----------------------------------------------------------------------------------------
@@ -545,20 +589,55 @@ def test_folded_and_transposed_weights_are_found_in_the_graph() -> None:
         )
 
 
-def test_onnx_is_for_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("model.bias=false", "model.activation=relu2")])
+def test_onnx_of_a_gpt(options: tuple[str, ...], tmp_path: Path) -> None:
     pytest.importorskip("onnxscript", reason="needs nmrun[onnx]")
-    made = config(tmp_path, "model=gpt_tiny", "dataset=stdlib_text")
-    run = finished(
-        tmp_path / "run",
-        {"a": sparse((4, 8), "2:4", 1)},
-        [{"name": "a", "pattern": "2:4", "dim": 1}],
-        made.plain,
-    )
+    runtime = pytest.importorskip("onnxruntime")
+    onnx = pytest.importorskip("onnx")
+    model, run = a_gpt(tmp_path, *options)
+    to = tmp_path / "to"
+    assert cli.main([str(run), "--to", str(to), "--format", "onnx"]) == 0
+    session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
+    for shape in ((1, 1), (1, 24), (5, 7)):
+        tokens = torch.randint(256, shape)
+        (found,) = session.run(["logits"], {"tokens": tokens.numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(found), model(tokens), rtol=0, atol=1e-5)
+    lines = json.loads((to / "sparsity.json").read_text())["layers"]
+    assert len(lines) == 4
+    stored = {
+        tensor.name: onnx.numpy_helper.to_array(tensor)
+        for tensor in onnx.load(to / "model.onnx").graph.initializer
+    }
+    for line in lines:
+        weight = np.moveaxis(stored[line["name"]], line["dim"], -1)
+        assert int((weight.reshape(-1, 4) != 0).sum(1).max()) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "small_conv"])
+def test_onnx_of_small_networks(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="needs nmrun[onnx]")
+    runtime = pytest.importorskip("onnxruntime")
+    made = config(tmp_path, f"model={name}")
+    model = models.build(made.model.mapping(), {"shape": (1, 8, 8), "classes": 10})
+    run = run_of(tmp_path / "run", model, made.plain, exclude=["stem", "head"])
+    to, images = tmp_path / "to", torch.randn(5, 1, 8, 8)
+    assert cli.main([str(run), "--to", str(to), "--format", "onnx"]) == 0
+    session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
+    (found,) = session.run(["logits"], {"images": images.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), model(images), rtol=0, atol=1e-5)
+
+
+def test_onnx_is_for_images_and_gpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnxscript", reason="needs nmrun[onnx]")
+    made = config(tmp_path, "model=text_encoder", "dataset=generated_text")
+    model = models.build(made.model.mapping(), tasks.build(made, torch.device("cpu")).inputs)
+    run = run_of(tmp_path / "run", model, made.plain)
     line = refused(run, tmp_path / "to", capsys, "--format", "onnx")
-    assert (
-        "--format onnx takes models for images; model=gpt_tiny is made from vocabulary and context"
-        in line
-    )
+    assert "--format onnx takes models for images and GPT; model=text_encoder is made from" in line
 
 
 # --- semi-structured, with the GPU played by the CPU ----------------------------------------------
