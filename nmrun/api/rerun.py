@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nmrun.config import zipped
-from nmrun.config.identity import result_in
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, RunError
+from nmrun.files.run_folder import RESULT, RunFolder
 from nmrun.report import settings, status
 from nmrun.verbs import Parser
 
@@ -24,9 +24,13 @@ def main(argv: Sequence[str]) -> int:
         metavar="KEY=VALUE",
         help="overrides, such as seed=1; without one that matters, force=true repeats a finished run",
     )
-    options = parser.parse_args(argv)
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    options = parser.parse_intermixed_args(argv)
+    there = RunFolder(options.run)
+    if there.problem:
+        raise RunError(f"{there.path / RESULT}: {there.problem}")
     settings.of(options.run)
-    command = status.command(options.run, result_in(options.run))
+    command = status.command(there)
     if command is None:
         raise ConfigError(f"{options.run}: its command is not known")
     words = shlex.split(command)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import RunError
+from nmrun.files.run_folder import RunFolder
 from nmrun.patterns import written
 
 if TYPE_CHECKING:
@@ -41,15 +41,11 @@ class Result:
             not have is missing.
 
         Raises:
-            RunError: where there is no such file.
+            RunError: where there is no such file, or it was changed since the run finished.
         """
         from nmrun.report.frames import frame
 
-        try:
-            text = (self.folder / "metrics.jsonl").read_text(encoding="utf-8")
-            return frame([json.loads(line) for line in text.splitlines()])
-        except (OSError, ValueError) as error:
-            raise RunError(f"{self.folder / 'metrics.jsonl'} cannot be read: {error}") from None
+        return frame(RunFolder(self.folder).rows())
 
     def model(self) -> nn.Module:
         """Build the run's model with its last weights, which are checked to be N:M.

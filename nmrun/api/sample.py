@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError, RunError
-from nmrun.files import seal
+from nmrun.files.run_folder import RESULT
 from nmrun.verbs import Parser
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--prompt: it is not UTF-8")
     if not 0 <= options.seed < 1 << 63:
         parser.error(f"--seed {options.seed}: a whole number, 0 or more, below 2**63")
-    if not (options.run / seal.RESULT).is_file():
-        raise ConfigError(f"{options.run} holds no finished run: there is no {seal.RESULT}")
+    if not (options.run / RESULT).is_file():
+        raise ConfigError(f"{options.run} holds no finished run: there is no {RESULT}")
     from nmrun.export import finished  # torch
     from nmrun.tasks.language import LanguageModelling
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from nmrun.config.identity import unfinished, without_weights
+from nmrun.files.run_folder import RunFolder, weights_in
 from nmrun.patterns import Pattern
 from nmrun.settings import data_groups, datasets, models
 
@@ -55,7 +55,7 @@ def problems(plain: dict[str, Any], here: bool = True) -> Iterator[str]:
         yield from _unknown_package(group, plain[group].get("_target_"))
     yield from _no_logger(plain["track"])
     yield from _no_teacher(plain, here)
-    if here and plain["init"] is not None and (why := without_weights(plain["init"])):
+    if here and plain["init"] is not None and (why := _no_weights(plain["init"])):
         yield f"init={plain['init']}: {why}"
     yield from _no_masks(plain["recipe"], here)
     if not own:
@@ -91,6 +91,11 @@ def _no_logger(track: dict[str, Any]) -> Iterator[str]:
             yield f"track={name} is not installed: pip install 'nmrun[{name}]'"
 
 
+def _no_weights(place: str) -> str:
+    folder, name = weights_in(place)
+    return folder.without(name)
+
+
 def _no_teacher(plain: dict[str, Any], here: bool) -> Iterator[str]:
     teacher, model = plain["trainer"]["distill"], plain["model"]
     if teacher is None:
@@ -102,7 +107,7 @@ def _no_teacher(plain: dict[str, Any], here: bool) -> Iterator[str]:
                 f"trainer.distill=start: model={model['name']} begins with random weights in its "
                 "head or everywhere, which teach nothing; take the folder of a finished run"
             )
-    elif here and (why := unfinished(Path(teacher))):
+    elif here and (why := RunFolder(teacher).unfinished()):
         yield f"trainer.distill={teacher}: {why}"
 
 
@@ -110,7 +115,7 @@ def _no_masks(recipe: dict[str, Any], here: bool) -> Iterator[str]:
     place = recipe.get("masks") if recipe["name"] == "maskllm" else None
     if not here or place is None or Path(place).expanduser().is_file():
         return
-    if why := unfinished(Path(place)):
+    if why := RunFolder(Path(place).expanduser()).unfinished():
         yield f"recipe.masks={place}: {why}"
 
 

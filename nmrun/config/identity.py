@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nmrun.files import seal
+from nmrun.files.run_folder import FINAL, RunFolder, weights_in
 from nmrun.oneshot import METHODS
 from nmrun.settings.config import Config
 from nmrun.settings.datasets import LONG_TEXTS
@@ -86,14 +86,14 @@ def identity(config: Config) -> str:
 
 def _run_of(place: str) -> str:
     """The id of the run in a folder, wherever that lies; without a run the text as it is."""
-    return str(result_in(Path(place)).get("id", place))
+    return str(RunFolder(place).result.get("id", place))
 
 
 def _weights_of(place: str) -> str:
     """The id of the run whose weights ``init`` names, and the file where it is not the last one's."""
-    path = weights_in(place)
-    run = result_in(path.parent).get("id")
-    return place if run is None else run if path.name == seal.FINAL else f"{run}/{path.name}"
+    folder, name = weights_in(place)
+    run = folder.result.get("id")
+    return place if run is None else run if name == FINAL else f"{run}/{name}"
 
 
 def title(config: Config) -> str:
@@ -133,62 +133,3 @@ def run_folder(config: Config) -> Path:
         / slug
     )
     return place / f"s{config.seed}-{identity(config)}"
-
-
-def result_in(folder: Path) -> dict[str, Any]:
-    """What is in the folder's ``result.json``; empty if that cannot be read."""
-    try:
-        result = json.loads((folder / seal.RESULT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return result if isinstance(result, dict) else {}
-
-
-def finished(folder: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
-    """The run that has finished in this folder.
-
-    Returns:
-        Its result, or None if none has finished or its files are no longer there; and what is wrong
-        with which file.
-    """
-    result = result_in(folder)
-    if result.get("status") != "finished":
-        return None, {}
-    wrong = seal.broken(folder, result)
-    return (None if wrong else result), wrong
-
-
-def weights_in(place: str) -> Path:
-    """The file of weights that ``init`` names: of a run's folder it is that of its last weights."""
-    path = Path(place)
-    return path if path.suffix == ".safetensors" else path / seal.FINAL
-
-
-def without_weights(place: str) -> str:
-    """Say that ``init`` names no weights of a finished run, and why, as a clause; empty where it
-    does.
-
-    Args:
-        place: a run's folder, or a file of weights in it.
-    """
-    path = weights_in(place)
-    if path.name not in seal.WEIGHTS:
-        return f"a run's weights are {', '.join(seal.WEIGHTS[:-1])} and {seal.WEIGHTS[-1]}"
-    if why := unfinished(path.parent):
-        return why
-    if path.exists():
-        return ""
-    if path.name == seal.DENSE:
-        return "the run has none: trainer.evaluate=dense and both keep it, where weights are sparse"
-    return "the run has none: no epoch of it held the pattern"
-
-
-def unfinished(folder: Path) -> str:
-    """Say that no finished run is in a folder, and why, as a clause; empty where one is.
-
-    Args:
-        folder: of a run.
-    """
-    result, wrong = finished(folder)
-    why = "; ".join(f"{name}: {what}" for name, what in wrong.items())
-    return "" if result is not None else f"no finished run is there{why and f' ({why})'}"

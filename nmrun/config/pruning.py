@@ -16,8 +16,9 @@ from omegaconf import DictConfig, OmegaConf
 from nmrun import oneshot
 from nmrun.config import command_line, early, precheck, schema, source, unknown
 from nmrun.config.composing import composing
-from nmrun.config.identity import completed, finished
+from nmrun.config.identity import completed
 from nmrun.errors import ConfigError
+from nmrun.files.run_folder import RunFolder
 from nmrun.patterns import Pattern, PatternError
 from nmrun.ranges import whole
 from nmrun.settings.config import Config
@@ -104,10 +105,10 @@ def _composed(overrides: list[Override], config_dir: str | None) -> Config:
 
 def _of_run(folder: Path, overrides: list[Override]) -> Config:
     """The config of a finished run, with changes, which begins with the run's weights."""
-    result, wrong = finished(folder)
+    there = RunFolder(folder)
+    result = there.finished()
     if result is None:
-        said = [f"{name}: {what}" for name, what in wrong.items()] or ["it holds no finished run"]
-        raise ConfigError(f"{folder}: {'; '.join(said)}")
+        raise ConfigError(f"{folder}: {there.unfinished()}")
     plain: dict[str, Any] = {**completed(result["config"]), "init": str(folder), "seeds": None}
     plain["recipe"] = {"name": STAND_IN}
     if plain["sparsity"]["n"] is None:

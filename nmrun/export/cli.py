@@ -7,13 +7,12 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError, RunError
-from nmrun.files import seal
+from nmrun.files.run_folder import RESULT
 from nmrun.verbs import Parser
 
 if TYPE_CHECKING:
@@ -59,17 +58,14 @@ def main(argv: list[str]) -> int:
         help="default: safetensors, zeros and all",
     )
     options = parser.parse_args(argv)
-    if not (options.run / seal.RESULT).is_file():
-        raise ConfigError(f"{options.run} holds no finished run: there is no {seal.RESULT}")
+    if not (options.run / RESULT).is_file():
+        raise ConfigError(f"{options.run} holds no finished run: there is no {RESULT}")
     from nmrun.export import finished  # torch
 
     try:
         if options.to.resolve() == options.run.resolve():
             raise ValueError(f"--to {options.to} is the run's own folder; name another")
         run = finished.load(options.run)
-        if not seal.is_sealed(run.result):
-            told = "finished by an earlier nmrun, which kept no hashes; exported unverified"
-            print(f"nmrun: {options.run}: {told}", file=sys.stderr)
         lines = _whole(run, options.to, importlib.import_module(FORMATS[options.format]).write)
     except finished.NoRun:
         raise

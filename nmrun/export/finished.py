@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from nmrun import models, tasks
 from nmrun.errors import ConfigError
-from nmrun.files import seal
+from nmrun.files.run_folder import FINAL, REMEDY, RESULT, RunFolder
 from nmrun.patterns import Pattern
 from nmrun.settings.config import Config
 from nmrun.sparsity.check import check_nm
@@ -105,18 +105,17 @@ def read(folder: Path) -> Finished:
         NoRun: if it is not finished.
         ValueError: if it is damaged, changed, or not N:M after all.
     """
-    try:
-        result = json.loads((folder / "result.json").read_text())
-        status = result.get("status", "unknown") if isinstance(result, dict) else "unknown"
-        if status != "finished":
-            raise NoRun(f"the run is {status}, not finished")
-        source = folder / "model.safetensors"
-        if not source.exists():
-            raise NoRun("there is no model.safetensors")
-    except (OSError, ValueError) as error:
-        raise NoRun(f"{folder} holds no finished run ({error})") from None
-    for name, problem in seal.broken(folder, result, contents=True).items():
-        raise ValueError(f"{folder / name}: {problem}; {seal.REMEDY}")
+    there = RunFolder(folder)
+    result, source = there.result, folder / FINAL
+    if result and not there.is_finished:
+        raise NoRun(f"{folder} holds no finished run (the run is {result['status']}, not finished)")
+    if not result and not there.problem:
+        raise NoRun(f"{folder} holds no finished run (there is no {RESULT})")
+    if not source.exists():
+        raise NoRun(f"{folder} holds no finished run (there is no {FINAL})")
+    for name, problem in there.broken(contents=True).items():
+        raise ValueError(f"{folder / name}: {problem}; {REMEDY}")
+    there.tell_unverified()
     try:
         state = load_file(source)
     except SafetensorError as error:
@@ -133,7 +132,7 @@ def read(folder: Path) -> Finished:
         ]
     except (KeyError, TypeError) as error:
         raise ValueError(
-            f"{folder / 'result.json'} does not say which layers are sparse ({error} is missing)"
+            f"{folder / RESULT} does not say which layers are sparse ({error} is missing)"
         ) from None
     for layer in layers:
         if layer.name not in state:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from nmrun.files import documents
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
@@ -18,13 +19,13 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
         OSError: for a file that is there and cannot be read.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = documents.read(path).split(b"\n")
     except FileNotFoundError:
         return [], []
     found, damaged = [], []
     for number, line in enumerate(lines, 1):
         try:
-            value = json.loads(line.decode()) if line else None
+            value = documents.parsed(line) if line else None
         except ValueError:
             value = None
         if isinstance(value, dict):

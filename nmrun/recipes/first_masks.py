@@ -7,17 +7,39 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, RunError
+from nmrun.files.run_folder import FINAL, WEIGHTS, RunFolder
 from nmrun.sparsity.candidates import by_group, candidates
 from nmrun.sparsity.masks import nm_mask
 from nmrun.sparsity.weight import SparseWeight
 
 
-def agreement(place: str | None, weight: SparseWeight) -> Tensor:
+def file(place: str) -> Path:
+    """The file of weights that ``masks=`` names; that of a finished run is as the run left it.
+
+    Args:
+        place: a folder with a ``model.safetensors``, as runs leave one, or such a file.
+
+    Raises:
+        ConfigError: where a run's file was changed since.
+    """
+    path = Path(place).expanduser()
+    path = path if path.is_file() else path / FINAL
+    if path.name in WEIGHTS:
+        folder = RunFolder(path.parent)
+        try:
+            folder.checked(path.name)
+        except RunError as error:
+            raise ConfigError(f"masks={place}: {error}") from None
+        folder.tell_unverified()
+    return path
+
+
+def agreement(path: Path | None, weight: SparseWeight) -> Tensor:
     """Say how far every candidate of a group agrees with the masks to begin with.
 
     Args:
-        place: as of :func:`kept_in`; None: the masks of the largest weights.
+        path: as of :func:`file`; None: the masks of the largest weights.
         weight: the weight.
 
     Returns:
@@ -26,20 +48,20 @@ def agreement(place: str | None, weight: SparseWeight) -> Tensor:
     Raises:
         ConfigError: as :func:`kept_in`.
     """
-    if place is None:
+    if path is None:
         groups = by_group(weight.dense, weight.pattern, weight.dim)
         kept = nm_mask(groups, weight.pattern, -1)
     else:
-        kept = kept_in(place, weight)
+        kept = kept_in(path, weight)
     options = candidates(weight.pattern, weight.dense)
     return kept.to(options.dtype) @ options.T - weight.pattern.n / 2
 
 
-def kept_in(place: str, weight: SparseWeight) -> Tensor:
+def kept_in(path: Path, weight: SparseWeight) -> Tensor:
     """Say which of a weight's entries are not zero in a file.
 
     Args:
-        place: a folder with a ``model.safetensors``, as runs leave one, or such a file.
+        path: the file.
         weight: which of its parameters, and the pattern that it should hold there.
 
     Returns:
@@ -48,24 +70,22 @@ def kept_in(place: str, weight: SparseWeight) -> Tensor:
     Raises:
         ConfigError: where the file cannot be read, or has no such parameter that is N:M.
     """
-    path = Path(place).expanduser()
-    path = path / "model.safetensors" if path.is_dir() else path
     try:
-        with safe_open(path, "pt") as file:
-            names = set(file.keys())
-            there = file.get_tensor(weight.name) if weight.name in names else None
+        with safe_open(path, "pt") as opened:
+            names = set(opened.keys())
+            there = opened.get_tensor(weight.name) if weight.name in names else None
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"masks={place}: {path.name} cannot be read ({error})") from None
+        raise ConfigError(f"masks={path}: it cannot be read ({error})") from None
     if there is None or there.shape != weight.dense.shape:
         shape = "missing" if there is None else list(there.shape)
         raise ConfigError(
-            f"masks={place} is of another network: {weight.name} is {shape} there and "
+            f"masks={path} is of another network: {weight.name} is {shape} there and "
             f"{list(weight.dense.shape)} here"
         )
     kept = by_group((there != 0).to(weight.dense), weight.pattern, weight.dim)
     most = int(kept.sum(-1).max())
     if most > weight.pattern.n:
         raise ConfigError(
-            f"masks={place}: {weight.name} is not {weight.pattern} there: it keeps {most} of a group"
+            f"masks={path}: {weight.name} is not {weight.pattern} there: it keeps {most} of a group"
         )
     return kept

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from nmrun.ranges import FRACTION, OPTIONAL_TEXT, SPAN, number
-from nmrun.recipes import draws
-from nmrun.recipes.first_masks import agreement
+from nmrun.recipes import draws, first_masks
 from nmrun.recipes.learned_masks import LearnedMasks
 from nmrun.recipes.mask_scores import MaskScores
 from nmrun.sparsity.candidates import candidates, gumbel_softmax, softmax_gradient
@@ -76,9 +75,11 @@ class MaskLLM(MaskScores, LearnedMasks):
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         if self.step != self.begins:
             return
+        path = None if self.masks is None else first_masks.file(self.masks)
         for weight in weights:
             logits = self.scores(weight)
-            logits.add_(self.prior * logits.std() * agreement(self.masks, weight))
+            agreement = first_masks.agreement(path, weight)
+            logits.add_(self.prior * logits.std() * agreement)
         self.dense_forward = False
         self.say("MaskLLM freezes the weights and begins to learn masks")
 

@@ -59,7 +59,7 @@ def runs(options: argparse.Namespace) -> pd.DataFrame:
     Raises:
         ConfigError: where no run is left.
     """
-    found = filtered(collected(options.paths), options.filter)
+    found = filtered(collected(options.paths, options.verify), options.filter)
     if options.verify:
         verify(found)
     return found
@@ -93,7 +93,7 @@ def parts(
     """
     from nmrun.report.tables import build
 
-    runs = collected(options.paths) if runs is None else runs
+    runs = collected(options.paths, verified) if runs is None else runs
     metrics, keys = _metrics_and_keys(runs)
     rows, columns = (options.rows or "recipe").split(","), (options.cols or "sparsity").split(",")
     for key in [*rows, *columns]:
@@ -118,11 +118,12 @@ def parts(
     ]
 
 
-def collected(paths: Sequence[str]) -> pd.DataFrame:
+def collected(paths: Sequence[str], strict: bool = False) -> pd.DataFrame:
     """Read the runs below some paths.
 
     Args:
         paths: folders with runs in them, or ``wandb://entity/project``.
+        strict: refuse results that were changed, which are left out otherwise.
 
     Returns:
         A row for each run, as of :func:`nmrun.report.collect.collect`.
@@ -139,7 +140,7 @@ def collected(paths: Sequence[str]) -> pd.DataFrame:
             raise ConfigError(f"{path}: it is a file; name a folder of runs, or a CSV file of them")
         if not Path(path).is_dir():
             raise ConfigError(f"{path}: no such folder")
-    runs = collect(paths)
+    runs = collect(paths, strict)
     if runs.empty:
         raise ConfigError(f"no run below {', '.join(paths)} (a run's folder holds result.json)")
     return runs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,17 +9,17 @@ from typing import Any
 
 import pandas as pd
 
-from nmrun.config.identity import completed, weights_in
+from nmrun.config.identity import completed
 from nmrun.config.schema import flatten
-from nmrun.errors import ConfigError
-from nmrun.files import seal
+from nmrun.errors import ConfigError, RunError, tell
+from nmrun.files.run_folder import FINAL, REMEDY, RESULT, RunFolder, weights_in
 from nmrun.patterns import written
 from nmrun.report.rows import read as from_csv
 
 WANDB = "wandb://"
 
 
-def collect(paths: Sequence[str | Path]) -> pd.DataFrame:
+def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
     """One row for each ``result.json`` at or below ``paths``, once each; empty if there is none. A
     path may be ``wandb://entity/project``, or a CSV file of :mod:`nmrun.report.rows`. What lies in
     a hidden folder below a path, as the trials of ``nmrun tune`` do, is left out.
@@ -30,10 +29,11 @@ def collect(paths: Sequence[str | Path]) -> pd.DataFrame:
     ``model``, ...; ``sparsity`` as ``2:4`` or ``dense``) and every dotted key (``optimizer.lr``;
     lists as text); the final metrics (``test/accuracy``), those of the best weights under ``best/``
     (``best/test/accuracy``), and ``flops/...`` of training and inference. What a run does not have
-    is NaN. A file that is not a whole result is left out, and named in a line on standard error.
-    Raises ConfigError where W&B does not give its runs.
+    is NaN. A file that is not a whole result, or was changed, is left out, and named in a line on
+    standard error. Raises ConfigError where W&B does not give its runs, and RunError for such
+    files where ``strict``.
     """
-    rows, seen = [], set()
+    rows, seen, left_out = [], set(), []
     for path in paths:
         if str(path).startswith(WANDB):
             rows += _from_wandb(str(path).removeprefix(WANDB).strip("/"))
@@ -43,19 +43,24 @@ def collect(paths: Sequence[str | Path]) -> pd.DataFrame:
         file
         for path in paths
         if not str(path).startswith(WANDB)
-        for file in sorted(Path(path).rglob("result.json"))
+        for file in sorted(Path(path).rglob(RESULT))
         if not any(part.startswith(".") for part in file.relative_to(path).parts)
     ):
         if file.resolve() in seen:
             continue
         seen.add(file.resolve())
+        there = RunFolder(file.parent)
         try:
-            rows.append(row(json.loads(file.read_text(encoding="utf-8")), file.parent))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            print(
-                f"nmrun: {file} left out, not a whole result ({type(error).__name__}: {error})",
-                file=sys.stderr,
-            )
+            if there.result:
+                rows.append(row(there.result, there.path))
+                continue
+            why = there.problem
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"it is no whole result ({type(error).__name__}: {error})"
+        left_out.append(f"{file}: {why}")
+    if left_out and strict:
+        raise RunError(f"{'; '.join(left_out)}; {REMEDY}")
+    tell(f"left out: {line}" for line in left_out)
     # as objects, whole numbers stay whole beside runs without the key
     return pd.DataFrame(rows, dtype=object)
 
@@ -115,9 +120,9 @@ def _other_run(folder: str | None, ratio: str) -> str | None:
     """What a run of this ratio took from another: its recipe, and its ratio where that is neither
     the same nor dense. Seed by seed the folder differs.
     """
-    path = weights_in(folder or "")  # <recipe>/<ratio>/<run>/<file>
-    file = "" if path.name == seal.FINAL else path.stem
-    place = path.parts[-4:-2]
+    run, name = weights_in(folder or "")  # <recipe>/<ratio>/<run>
+    file = "" if name == FINAL else Path(name).stem
+    place = run.path.parts[-3:-1]
     if len(place) < 2:
         return folder
     recipe, own = place[0], place[1].replace("of", ":")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nmrun.config.identity import result_in
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, RunError
+from nmrun.files.run_folder import RESULT, RunFolder
 from nmrun.report import settings
 from nmrun.verbs import Parser
 
@@ -36,7 +36,11 @@ def lines(folders: Sequence[Path], every: bool = False) -> list[str]:
 
     Raises:
         ConfigError: for a folder that is no run's.
+        RunError: for a result that was changed.
     """
+    runs = [RunFolder(folder) for folder in folders]
+    if wrong := [f"{run.path / RESULT}: {run.problem}" for run in runs if run.problem]:
+        raise RunError("; ".join(wrong))
     configs = [settings.of(folder) for folder in folders]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = [["", *(f"[{number}]" for number in range(1, len(folders) + 1))]]
@@ -46,7 +50,7 @@ def lines(folders: Sequence[Path], every: bool = False) -> list[str]:
             rows.append([key, *values])
     if len(rows) == 1:
         rows.append(["the same settings", *["" for _ in folders]])
-    results = [result_in(folder) for folder in folders]
+    results = [run.result for run in runs]
     rows.append(["status", *(str(result.get("status", "no result")) for result in results)])
     rows += _metrics([_numbers(result) for result in results])
     widths = [

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from markupsafe import Markup
@@ -18,9 +18,9 @@ from matplotlib.figure import Figure
 
 from nmrun.config.experiment import Experiment, configs
 from nmrun.config.identity import run_folder
-from nmrun.errors import ConfigError
-from nmrun.files import jsonl
-from nmrun.report import chosen, formats, pages, plots, records, style
+from nmrun.errors import ConfigError, tell
+from nmrun.files.run_folder import RESULT, RunFolder
+from nmrun.report import chosen, formats, history, pages, plots, records, style
 from nmrun.report.collect import row
 from nmrun.report.differences import compare
 from nmrun.report.tables import Table
@@ -129,15 +129,16 @@ def runs(
     rows = []
     for config in configs(asked, scale, overrides):
         folder = run_folder(config)
-        result = {
-            "status": "missing",
+        there = RunFolder(folder)
+        if there.problem:
+            tell([f"{folder / RESULT} left out: {there.problem}"])
+        missing: dict[str, Any] = {
+            "status": "damaged" if there.problem else "missing",
             "id": "",
             "config": config.plain,
             "metrics": {"final": {}, "best": {}},
         }
-        with contextlib.suppress(OSError, ValueError):
-            result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        found = row(result, folder)
+        found = row(there.result or missing, folder)
         if found["status"] == "finished":
             found["test/score"] = found.get(f"test/{found['metric']}")
             found |= {key: value for key in metrics if (value := _logged(folder, key)) is not None}
@@ -155,11 +156,8 @@ def _logged(folder: Path, metric: str) -> float | None:
     kind, _, key = metric.partition("/")
     if kind not in KINDS:
         return None
-    with contextlib.suppress(OSError, ValueError):
-        lines, _ = jsonl.read(folder / "metrics.jsonl")
-        values = [line[key] for line in lines if line.get(key) is not None]
-        return KINDS[kind](values) if values else None
-    return None
+    values = [line[key] for line in history.rows(str(folder)) if line.get(key) is not None]
+    return KINDS[kind](values) if values else None
 
 
 def with_paper(table: Table, asked: Experiment) -> Table:

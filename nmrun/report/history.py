@@ -4,8 +4,6 @@ step.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +13,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from nmrun.files import jsonl
+from nmrun.errors import RunError, tell
+from nmrun.files.run_folder import METRICS, RunFolder
 from nmrun.report.labels import Key, label
 from nmrun.report.tables import Run, Table
 
@@ -137,7 +136,7 @@ class History:
     def _read(self, run: Run) -> list[dict[str, Any]]:
         folder = str(run["folder"])
         if folder not in self._rows:
-            self._rows[folder] = _lines(Path(folder, "metrics.jsonl"))
+            self._rows[folder] = rows(folder)
         return self._rows[folder]
 
 
@@ -145,17 +144,14 @@ def result(run: Run | Mapping[str, Any]) -> dict[str, Any]:
     """The whole ``result.json`` of a run that ``collect`` found; empty where the run lies
     elsewhere.
     """
+    return RunFolder(run["folder"]).result
+
+
+def rows(folder: str) -> list[dict[str, Any]]:
+    """What a run logged; of a file that was changed since nothing, with a line that says so."""
     try:
-        whole: dict[str, Any] = json.loads(
-            Path(run["folder"], "result.json").read_text(encoding="utf-8")
-        )
-    except (OSError, ValueError):
-        return {}
-    return whole
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """The rows of a ``metrics.jsonl`` that are whole."""
-    with contextlib.suppress(OSError):
-        return [row for row in jsonl.read(file)[0] if "step" in row]
-    return []
+        return [row for row in RunFolder(folder).rows() if "step" in row]
+    except RunError as error:
+        if (Path(folder) / METRICS).exists():
+            tell([f"its rows are left out: {error}"])
+        return []

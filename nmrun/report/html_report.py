@@ -22,6 +22,7 @@ from markupsafe import Markup
 
 from nmrun.errors import ConfigError
 from nmrun.files import whole
+from nmrun.files.run_folder import RunFolder
 from nmrun.report import chosen, formats, numbers, pages, plots, points, status, style
 from nmrun.report.differences import compare
 from nmrun.report.divided import Part
@@ -125,7 +126,7 @@ def _runs(parts: Sequence[Part], keys: Sequence[str], target: Path) -> list[dict
                     "seconds": "-" if pd.isna(seconds) else f"{seconds:.1f}",
                     "link": quote(f"{folder.as_posix()}/"),
                     "name": run["id"],
-                    "command": status.command(Path(run["folder"]), result(run)),
+                    "command": status.command(RunFolder(run["folder"])),
                 }
             )
     return found

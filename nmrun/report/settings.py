@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from nmrun.config.identity import completed, result_in
+from nmrun.config.identity import completed
 from nmrun.config.schema import flatten
 from nmrun.errors import ConfigError
+from nmrun.files.run_folder import RunFolder
 from nmrun.patterns import written
 from nmrun.settings.reader import shown
 
@@ -24,7 +22,7 @@ def of(folder: Path) -> dict[str, str]:
     Raises:
         ConfigError: where the folder is no run's.
     """
-    config = result_in(folder).get("config") or _typed(folder)
+    config = RunFolder(folder).config
     if not config or "sparsity" not in config:
         said = "there is no such folder" if not folder.is_dir() else "no run is in it"
         raise ConfigError(f"{folder}: {said}")
@@ -39,14 +37,6 @@ def of(folder: Path) -> dict[str, str]:
         for key, value in flat.items()
         if key not in ("sparsity.n", "sparsity.m", "sparsity.v")
     }
-
-
-def _typed(folder: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def alternatives(condition: str) -> tuple[str, list[str]]:

@@ -16,17 +16,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nmrun.config import sweep
 from nmrun.errors import ConfigError
 from nmrun.files import jsonl, locks
+from nmrun.files.run_folder import CONFIG, METRICS, RESULT, RunFolder
 from nmrun.verbs import Parser
 
-STATES = ("finished", "running", "interrupted", "failed", "killed")
+STATES = ("finished", "running", "interrupted", "failed", "killed", "damaged")
 PAUSE = 2.0  # seconds between two looks
 DELETED = ".deleted-"  # how a folder begins that `nmrun rm` is about to delete, or was
-FILES = {"config.yaml", "result.json", "checkpoint.pt"}  # one of them makes a folder a run's
+FILES = {CONFIG, RESULT, "checkpoint.pt"}  # one of them makes a folder a run's
 
 
 @dataclass(frozen=True)
@@ -76,55 +75,37 @@ def _folders(path: Path) -> Iterator[Path]:
 
 
 def _run(folder: Path) -> Run:
-    result = _read(folder / "result.json", json.loads)
-    state = "running" if locks.held(folder) else result.get("status", "killed")
+    there = RunFolder(folder)
+    state = there.result.get("status", "damaged" if there.problem else "killed")
+    if locks.held(folder):
+        state = "running"
     if state == "finished":
         return Run(str(folder), state)
     step = _step(folder)
     if state == "running":
         return Run(str(folder), state, step=step)
-    return Run(str(folder), state, result.get("error"), step, command(folder, result))
-
-
-def _read(file: Path, parse: Any) -> dict[str, Any]:
-    try:
-        content = parse(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    error = f"{RESULT}: {there.problem}" if there.problem else there.result.get("error")
+    return Run(str(folder), state, error, step, command(there))
 
 
 def _step(folder: Path) -> int | None:
     """The last step in ``metrics.jsonl``, whose last line may be half written."""
     with contextlib.suppress(OSError):
-        for row in reversed(jsonl.read(folder / "metrics.jsonl")[0]):
+        for row in reversed(jsonl.read(folder / METRICS)[0]):
             if type(row.get("step")) is int:
                 return int(row["step"])
     return None
 
 
-def command(folder: Path, result: dict[str, Any]) -> str | None:
-    """Find the command that asks for a run alone.
-
-    Args:
-        folder: the run's.
-        result: what is in its ``result.json``; may be empty.
-
-    Returns:
-        What stands above ``config.yaml``, else what was typed then; None where neither is known.
+def command(run: RunFolder) -> str | None:
+    """The command that asks for a run alone, as it is to be typed in this folder; None where it is
+    not known.
     """
-    try:
-        first = (folder / "config.yaml").read_text(encoding="utf-8").partition("\n")[0]
-    except OSError:
-        first = ""
-    typed = result.get("environment", {}).get("command")
-    command = first.removeprefix("# ") if first.startswith("# nmrun") else typed
-    config = result.get("config") or _read(folder / "config.yaml", yaml.safe_load)
-    above = folder.resolve().parents
-    if command is None or "output_dir" not in config or len(above) < 5:
-        return command
+    above = run.path.resolve().parents
+    if run.command is None or "output_dir" not in run.config or len(above) < 5:
+        return run.command
     # <dataset>/<model>/<recipe>/<ratio>/<run>
-    return _here(command, config["output_dir"], above[4])
+    return _here(run.command, run.config["output_dir"], above[4])
 
 
 def _here(command: str, output_dir: str, place: Path) -> str:

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nmrun.config.identity import result_in
 from nmrun.errors import ConfigError, RunError
-from nmrun.files import seal
+from nmrun.files.run_folder import REMEDY, RunFolder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,13 +27,12 @@ def verify(runs: pd.DataFrame) -> None:
     for folder in map(Path, runs["folder"][runs["status"] == "finished"]):
         if not folder.is_dir():
             raise ConfigError(f"--verify: {folder} is no folder here, so there is nothing to check")
-        # read anew: of a file that has become unreadable nothing else is true
-        result = result_in(folder)
-        broken = seal.broken(folder, result, contents=True)
+        there = RunFolder(folder)  # read anew
+        broken = there.broken(contents=True)
         wrong += [f"{folder / name}: {problem}" for name, problem in broken.items()]
-        unsealed += not seal.is_sealed(result)
+        unsealed += there.is_finished and not there.is_sealed
     if wrong:
-        raise RunError(f"{'; '.join(wrong)}; {seal.REMEDY}")
+        raise RunError(f"{'; '.join(wrong)}; {REMEDY}")
     if unsealed:
         told = "finished by an earlier nmrun, which kept no hashes; not verified"
         print(f"nmrun: runs {told}: {unsealed}", file=sys.stderr)

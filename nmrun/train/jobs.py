@@ -34,10 +34,11 @@ from nmrun.config import (
     sweep_end,
 )
 from nmrun.config.composing import without_others_configs
-from nmrun.config.identity import finished, run_folder, title
+from nmrun.config.identity import run_folder, title
 from nmrun.config.recorded import recorded
 from nmrun.config.sweep import make_folder
 from nmrun.errors import ConfigError, leads, refuse, tell
+from nmrun.files.run_folder import OF_EARLIER, RunFolder
 from nmrun.settings.config import Config
 
 BEFORE = "NMRUN_BEFORE"  # tells job processes how many jobs were launched before this launch
@@ -229,11 +230,14 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
         ConfigError: for a mistake that only the built model or the file system shows.
     """
     folder = run_folder(config)
-    result = None if config.force or config.dry else finished(folder)[0]
+    there = RunFolder(folder)
+    result = None if config.force or config.dry else there.finished()
     if result is not None:
         final = result["metrics"]["final"].items()
         metrics = "  ".join(f"{key} {value:.4g}" for key, value in final)
-        print(f"finished already: {metrics}\n  {folder} (force=true runs it again)", flush=True)
+        how = "" if there.is_sealed else f"\n  {OF_EARLIER}"
+        told = f"finished already: {metrics}\n  {folder} (force=true runs it again){how}"
+        print(told, flush=True)
         return {**result, "status": "skipped", "folder": str(folder)}
     if not config.dry:
         make_folder(folder, config.output_dir)  # before torch is imported for nothing

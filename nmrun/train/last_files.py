@@ -12,7 +12,8 @@ from torch import Tensor
 
 from nmrun import ranks
 from nmrun.errors import RunError
-from nmrun.files import seal, whole
+from nmrun.files import whole
+from nmrun.files.run_folder import BEST, DENSE, FINAL
 from nmrun.train import checkpoint
 from nmrun.train.loop import Loop
 
@@ -48,12 +49,12 @@ def write(folder: Path, loop: Loop) -> dict[str, Any]:
     if not math.isfinite(known.get(metric, 0.0)):
         raise RunError(f"the final {metric} is not finite")
     if evaluation.trainer.evaluate != "sparse" and loop.handle.sparse:
-        save_weights(folder / seal.DENSE, loop.held.gathered(loop.held.dense_state_dict()))
+        save_weights(folder / DENSE, loop.held.gathered(loop.held.dense_state_dict()))
     weights = loop.finalize()  # from here on, what is evaluated is what is saved
-    save_weights(folder / seal.FINAL, loop.held.gathered(weights))
+    save_weights(folder / FINAL, loop.held.gathered(weights))
     best: dict[str, float] = dict(evaluation.best)
     if best:
-        save_weights(folder / seal.BEST, loop.held.gathered(evaluation.best_weights))
+        save_weights(folder / BEST, loop.held.gathered(evaluation.best_weights))
     final = (known or evaluation.evaluate("val")) | evaluation.evaluate("test") | of_dense
     if not math.isfinite(final[metric]):
         raise RunError(f"the final {metric} is not finite")

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun import verbs
-from nmrun.config.identity import finished, run_folder, title
+from nmrun.config.identity import run_folder, title
 from nmrun.errors import ConfigError, RunError
-from nmrun.files import locks, seal, whole
+from nmrun.files import locks
+from nmrun.files.run_folder import FINAL, OF_EARLIER, RunFolder
 from nmrun.settings.config import Config
 
 if TYPE_CHECKING:
@@ -53,7 +54,10 @@ def main(argv: Sequence[str]) -> int:
     config = pruning.read(options.words, options.config_dir)
     folder = run_folder(config)
     print(title(config), flush=True)
-    done = None if config.force else finished(folder)[0]
+    there = RunFolder(folder)
+    done = None if config.force else there.finished()
+    if there.is_of_another and not config.force:
+        raise RunError(f"{folder}: {there.problem}; move it away, or force=true prunes again")
     if done is None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +75,8 @@ def main(argv: Sequence[str]) -> int:
                 os.removedirs(folder)  # the empty folders only
             raise
     else:
-        print("  finished already (force=true prunes again)")
+        how = "" if there.is_sealed else f"; {OF_EARLIER}"
+        print(f"  finished already (force=true prunes again){how}")
     for layer in done["sparsity"]["layers"]:
         print(f"  {layer['name']}  {layer['pattern']}  output error {layer['error']:.3g}")
     final, metric = done["metrics"]["final"], done["metric"]
@@ -117,12 +122,11 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
         after = _metrics(task, model, "")
     task.close()
     last_files.remove_unfinished(folder)
-    for name in (seal.RESULT, *seal.FILES):
-        (folder / name).unlink(missing_ok=True)
-    text = yaml.safe_dump(config.plain, sort_keys=False)
-    whole.write(folder / "config.yaml", f"# {command}\n{text}")
+    there = RunFolder(folder)
+    there.clear()
+    there.begin(yaml.safe_dump(config.plain, sort_keys=False), command)
     weights = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
-    last_files.save_weights(folder / "model.safetensors", weights)
+    last_files.save_weights(folder / FINAL, weights)
     outcome = {
         "status": "finished",
         "metric": task.metric,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
+from nmrun.files.run_folder import FINAL, RunFolder
 from nmrun.patterns import Pattern
 from nmrun.verbs import Parser
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "run",
         type=Path,
-        help="a run folder, dense as a rule (holds config.yaml and model.safetensors)",
+        help="a run folder, dense as a rule (holds result.json and model.safetensors)",
     )
     parser.add_argument(
         "--budget",
@@ -58,9 +59,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(f"--m {options.m}: a power of two, 2 or more, since N is halved")
     if not 0 < options.budget < 1:
         raise ConfigError(f"--budget {options.budget:g}: a share of dense, above 0 and below 1")
-    for name in ("config.yaml", "model.safetensors"):
-        if not (options.run / name).is_file():
-            raise ConfigError(f"{options.run} holds no finished run: there is no {name}")
+    if why := RunFolder(options.run).unfinished():
+        raise ConfigError(f"{options.run}: {why}")
     try:
         lines = _proposed(options.run, options.budget, options.m, options.cost)
     except ValueError as error:
@@ -81,12 +81,14 @@ def _proposed(run: Path, budget: float, m: int, cost: str) -> list[str]:
     from nmrun.sparsity.select import select
     from nmrun.train import ratio_costs, ratio_search
 
-    saved: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    folder = RunFolder(run)
     # a run has one seed
-    config = schema.check(OmegaConf.create({"seeds": None, **completed(saved)}))
+    saved = {**completed(folder.result["config"]), "seeds": None}
+    config = schema.check(OmegaConf.create(saved))
     task = tasks.build(config, torch.device("cpu"))
     model = models.build(config.model.mapping(), task.inputs)
-    model.load_state_dict(load_file(run / "model.safetensors"))
+    model.load_state_dict(load_file(folder.checked(FINAL)))
+    folder.tell_unverified()
     limits: dict[str, Any] = {
         "include": config.model.include,
         "exclude": config.model.exclude or (),

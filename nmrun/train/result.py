@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 
 from nmrun import ranks
 from nmrun.config.identity import identity
-from nmrun.files import seal, whole
+from nmrun.files.run_folder import RunFolder
 from nmrun.settings.config import Config
 from nmrun.train import environment
 from nmrun.train.console import Console
@@ -74,9 +73,7 @@ def write(result: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
     try:
         if ranks.leads():
-            if result["status"] == "finished":
-                result = seal.sealed(result, folder)
-            whole.write(folder / seal.RESULT, json.dumps(result, indent=2) + "\n")
+            return RunFolder(folder).write_result(result)
     except OSError as error:  # a full disk, say
         what = f"result.json cannot be written: {error.strerror}"
         return {**result, "status": "failed", "error": what}

@@ -14,23 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
 
 from nmrun import ranks
-from nmrun.config.identity import finished, identity, result_in, title
+from nmrun.config.identity import identity, title
 from nmrun.errors import ConfigError, RunError, refuse
-from nmrun.files import locks, seal, whole
+from nmrun.files import locks
+from nmrun.files.run_folder import CONFIG, METRICS, RESULT, RunFolder
 from nmrun.settings.config import Config
 from nmrun.signals import Signals
 from nmrun.train import beforehand, checkpoint, last_files, plan, result
 from nmrun.train.console import Console
 from nmrun.train.loop import Loop
 from nmrun.train.track import Tracker
-
-# what a run that starts over removes
-FILES = (seal.RESULT, "run.log", *seal.FILES)
 
 
 def run(
@@ -90,15 +87,21 @@ def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any
         error = f"{who} is at work on this very run"
         print(f"nmrun: {error}: {folder}", file=sys.stderr, flush=True)
         return {"status": "running", "error": error}
-    done, wrong = (None, {}) if config.force else finished(folder)
-    if done is not None:
+    if config.force:
+        return None
+    there = RunFolder(folder)
+    if (done := there.finished()) is not None:
         return {**done, "status": "skipped"}
-    if seal.METRICS in wrong:  # a checkpoint does not have its rows
-        what = f"{seal.METRICS} of this finished run: {wrong[seal.METRICS]}"
-        error = f"{what}; force=true makes all anew"
-        print(f"nmrun: {error}: {folder}", file=sys.stderr, flush=True)
-        return {"status": "failed", "error": error}
-    return None
+    wrong = there.broken()
+    error = ""
+    if there.is_of_another:  # its checkpoint is not this run's either
+        error = f"{RESULT}: {wrong[RESULT]}; move it away, or force=true makes all anew"
+    elif METRICS in wrong:  # a checkpoint does not have its rows
+        error = f"{METRICS} of this finished run: {wrong[METRICS]}; force=true makes all anew"
+    if not error:
+        return None
+    print(f"nmrun: {error}: {folder}", file=sys.stderr, flush=True)
+    return {"status": "failed", "error": error}
 
 
 class _Run:
@@ -208,11 +211,12 @@ class _Run:
         """Train from the last checkpoint to the end, or to a signal."""
         config, folder = self.config, self.folder
         state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
-        if state is None and not (fresh or complaints) and (folder / "config.yaml").exists():
+        if state is None and not (fresh or complaints) and (folder / CONFIG).exists():
             complaints = ["begins anew: it ended before its first checkpoint"]
         self._refuse_another_run_s(state)
-        _, wrong = finished(folder)
-        complaints += [f"finished before, but {name}: {what}" for name, what in wrong.items()]
+        there = RunFolder(folder)
+        said = "finished before, but " if there.is_finished else ""
+        complaints += [f"{said}{name}: {what}" for name, what in there.broken().items()]
         rows = (state or {}).get("rows")
         accumulate = max(accumulate, state["loop"]["accumulate"] if state else 1)
         parts, planned, found = beforehand.parts(config, state, accumulate)
@@ -264,17 +268,13 @@ class _Run:
             )
 
     def _begin_files(self, anew: bool) -> None:
-        folder = self.folder
-        last_files.remove_unfinished(folder)
+        folder = RunFolder(self.folder)
+        last_files.remove_unfinished(self.folder)
         if anew:
-            for name in FILES:
-                (folder / name).unlink(missing_ok=True)
-            checkpoint.remove(folder)
-            shutil.rmtree(folder / "wandb", ignore_errors=True)
-        (folder / seal.RESULT).unlink(missing_ok=True)
-        said = f"# {self.command}\n" if self.command else ""
-        plain = OmegaConf.to_yaml(OmegaConf.create(self.config.plain))
-        whole.write(folder / "config.yaml", said + plain)
+            folder.clear()
+            checkpoint.remove(self.folder)
+            shutil.rmtree(self.folder / "wandb", ignore_errors=True)
+        folder.begin(OmegaConf.to_yaml(OmegaConf.create(self.config.plain)), self.command)
 
 
 def _restore(loop: Loop, folder: Path, state: dict[str, Any]) -> None:
@@ -292,12 +292,9 @@ def _restore(loop: Loop, folder: Path, state: dict[str, Any]) -> None:
 
 def _forced_before(folder: Path) -> bool:
     """Whether ``force=true`` has begun the run in this folder and was cut off: it goes on then."""
-    try:
-        before = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return False
-    forced = isinstance(before, dict) and before.get("force") is True
-    return forced and result_in(folder).get("status") in (None, "interrupted")
+    there = RunFolder(folder)
+    forced = there.begun.get("force") is True
+    return forced and there.result.get("status") in (None, "interrupted")
 
 
 def _out_of_memory(error: Exception) -> bool:

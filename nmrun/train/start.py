@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from nmrun import models
-from nmrun.config.identity import weights_in, without_weights
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, RunError
+from nmrun.files.run_folder import weights_in
 from nmrun.settings.config import Config
 from nmrun.tasks.base import Task
 
@@ -53,15 +53,19 @@ def load(
             has nothing of that name, the module gets its weights.
 
     Raises:
-        ConfigError: where no finished run is there, or another network's.
+        ConfigError: where no finished run is there, another network's, or weights that were
+            changed since.
     """
-    if why := without_weights(place):
+    folder, file = weights_in(place)
+    if why := folder.without(file):
         raise ConfigError(f"{asked}: {why}")
-    file = weights_in(place)
     try:
-        state = load_file(file)
+        state = load_file(folder.checked(file))
     except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{asked}: {file.name} cannot be read ({error})") from None
+        raise ConfigError(f"{asked}: {file} cannot be read ({error})") from None
+    except RunError as error:
+        raise ConfigError(f"{asked}: {error}") from None
+    folder.tell_unverified()
     for name in part:
         if not any(key.startswith(f"{name}.") for key in state):
             model = model.get_submodule(name)

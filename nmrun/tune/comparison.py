@@ -16,9 +16,10 @@ from nmrun.api.kept import kept
 from nmrun.api.runs import raise_interrupt
 from nmrun.config import command_line, schema
 from nmrun.config.composing import Done, composed, composing
-from nmrun.config.identity import finished, identity, run_folder
+from nmrun.config.identity import identity, run_folder
 from nmrun.errors import ConfigError, RunError
 from nmrun.files import locks, whole
+from nmrun.files.run_folder import RunFolder
 from nmrun.report import names
 from nmrun.settings.config import Config
 from nmrun.train import jobs
@@ -111,7 +112,7 @@ def run(cell: Cell, trials: int, say: Say) -> bool:
             )
         for words in _reported(cell, trials):
             config = _composed(cell, words)
-            if finished(run_folder(config))[0] is None:
+            if RunFolder(run_folder(config)).finished() is None:
                 done = of_result(_done(cell, config, words), cell.searched)
                 say(f"{cell.name}  seed {config.seed}  {said(done)}  {done.seconds:.0f} s")
     return True

@@ -12,10 +12,11 @@ from typing import Any
 
 import pandas as pd
 
-from nmrun.config.identity import finished, result_in, run_folder
+from nmrun.config.identity import run_folder
 from nmrun.config.sweep import span
 from nmrun.errors import RunError
 from nmrun.files import whole
+from nmrun.files.run_folder import RunFolder
 from nmrun.ranges import Search
 from nmrun.report import formats, records, rows
 from nmrun.report.chosen import usual_metric
@@ -89,7 +90,7 @@ def of(cells: Sequence[Cell], trials: int) -> Outcome:
         failed += [cell.name] if len(done) == trials and best is None else []
         for config in configs(cell, trials):
             folder = run_folder(config)
-            result = finished(folder)[0] or result_in(folder)
+            result = RunFolder(folder).result
             if result.get("status") == "finished":
                 runs.append(row(result, folder) | tuned)
             elif result.get("status") == "failed":

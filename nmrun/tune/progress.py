@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from nmrun.config.identity import IRRELEVANT, completed, finished, result_in, run_folder
+from nmrun.config.identity import IRRELEVANT, completed, run_folder
 from nmrun.config.sweep import span
+from nmrun.files.run_folder import RunFolder
 from nmrun.tune.comparison import configs, study_of
 from nmrun.tune.plan import Cell, total
 from nmrun.tune.study import ENDED, RUNS
@@ -58,7 +59,7 @@ def ahead(cell: Cell, trials: int) -> int:
     repeats = len(study.to_repeat(trials))
     if repeats:
         return repeats + len(cell.seeds)
-    ends = [result_in(run_folder(config)).get("status") for config in configs(cell, trials)]
+    ends = [RunFolder(run_folder(config)).result.get("status") for config in configs(cell, trials)]
     return sum(end not in ENDED for end in ends)
 
 
@@ -84,7 +85,7 @@ def _took(cell: Cell) -> list[float]:
     """The seconds of the finished runs that are like a cell's."""
     wanted = _alike(cell.config.plain)
     places = [*(cell.folder / RUNS).glob("*/*/*/*/*"), *run_folder(cell.config).parent.glob("*")]
-    results = [result for place in places if (result := finished(place)[0])]
+    results = [result for place in places if (result := RunFolder(place).finished())]
     return [one["seconds"] for one in results if _alike(completed(one["config"])) == wanted]
 
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nmrun.config.identity import finished, result_in
 from nmrun.config.metric import higher_is_better
 from nmrun.config.schema import flatten
 from nmrun.errors import ConfigError
 from nmrun.files import jsonl, whole
+from nmrun.files.run_folder import RunFolder
 from nmrun.ranges import Search
 
 SEED = 1000  # of the trials' runs: the seeds that are reported decide nothing
@@ -56,8 +56,8 @@ def ended(folder: Path, space: Mapping[str, Search]) -> list[Trial]:
     """
     found = []
     for file in sorted((folder / RUNS).glob("*/*/*/*/*/result.json")):
-        result, wrong = finished(file.parent)
-        result = result_in(file.parent) if result is None and not wrong else result
+        there = RunFolder(file.parent)
+        result = {} if there.broken() else there.result
         if result and result.get("status") in ENDED and not result.get("of_machine"):
             with contextlib.suppress(KeyError, TypeError, AttributeError):  # written by hand
                 found.append(of_result(result, space))

@@ -23,7 +23,7 @@ from verbs import verb
 import nmrun
 from nmrun.errors import RunError
 from nmrun.export.cli import main
-from nmrun.files import seal
+from nmrun.files import run_folder
 from nmrun.sparsity import check_nm
 from nmrun.sparsity.check import layer_report
 from nmrun.train.replicated import Replicated
@@ -375,10 +375,12 @@ def test_what_was_changed_is_not_copied(
     run, export = folder(tmp_path / "run"), lambda: verb("export", str(run), "--to", str(to))
     to = tmp_path / "to"
     assert export() == 0
-    assert "kept no hashes; exported unverified" in capsys.readouterr().err
+    assert "kept no hashes" in capsys.readouterr().err
     (run / "metrics.jsonl").write_text('{"step": 1, "eval/accuracy": 0.5}\n')
-    result = json.loads((run / "result.json").read_text()) | {"metrics": {"eval/accuracy": 0.5}}
-    (run / "result.json").write_text(json.dumps(seal.sealed(result, run)))
+    result = json.loads((run / "result.json").read_text()) | {
+        "metrics": {"final": {"eval/accuracy": 0.5}, "best": {}}
+    }
+    (run / "result.json").write_text(json.dumps(run_folder.sealed(result, run)))
     assert export() == 0
     assert capsys.readouterr().err == ""
     shutil.rmtree(to)
@@ -399,9 +401,12 @@ def test_only_finished_runs_are_copied(tmp_path: Path, capsys: pytest.CaptureFix
         folder(tmp_path / name, "failed" if name == "failed" else "finished")
         for name in ("failed", "b", "g")
     )
-    (bare / "model.safetensors").unlink()
     (garbled / "result.json").write_text("{")
-    for run in (failed, bare, garbled, tmp_path / "nothing"):
+    assert verb("export", str(garbled), "--to", str(tmp_path / "to")) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"nmrun: {garbled / 'result.json'}: it is damaged")
+    (bare / "model.safetensors").unlink()
+    for run in (failed, bare, tmp_path / "nothing"):
         assert verb("export", str(run), "--to", str(tmp_path / "to")) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"nmrun: {run} holds no finished run")

@@ -8,8 +8,12 @@ import json
 from pathlib import Path
 
 import pytest
+from verbs import verb
 
-from nmrun.files import seal
+from nmrun.api.result import Result
+from nmrun.errors import RunError
+from nmrun.files import run_folder
+from nmrun.files.run_folder import SEALED, WEIGHTS
 
 
 @pytest.fixture
@@ -18,16 +22,16 @@ def sealed(write):
 
     def call(*arguments: object, **other: object) -> Path:
         folder: Path = write(*arguments, **other)
-        for name in (*seal.WEIGHTS, "metrics.jsonl"):
+        for name in (*WEIGHTS, "metrics.jsonl"):
             (folder / name).write_bytes(name.encode() * 3)
         result = json.loads((folder / "result.json").read_text())
-        (folder / "result.json").write_text(json.dumps(seal.sealed(result, folder), indent=2))
+        (folder / "result.json").write_text(json.dumps(run_folder.sealed(result, folder), indent=2))
         return folder
 
     return call
 
 
-@pytest.mark.parametrize("name", [*seal.FILES[1:], "result.json"])
+@pytest.mark.parametrize("name", [*SEALED[1:], "result.json"])
 def test_a_flipped_bit_never_passes(name: str, sealed, table) -> None:
     folder = sealed("ste", "2:4", 0, 0.8746)
     sealed("ste", "2:4", 1, 0.8746)
@@ -39,7 +43,55 @@ def test_a_flipped_bit_never_passes(name: str, sealed, table) -> None:
     assert (status, out) == (1, "")
     assert err.startswith(f"nmrun: {folder / name}: it was changed: its SHA-256 is another; ")
     assert err.count("\n") == 1
-    assert table()[0] == 0  # it did not ask
+    status, out, err = table()  # it did not ask: what counts is there are the results
+    assert status == 0
+    left_out = f"nmrun: left out: {folder / name}: it was changed: its SHA-256 is another\n"
+    assert err == (left_out if name == "result.json" else "")
+    assert ("(1)" if name == "result.json" else "(2)") in out
+
+
+@pytest.mark.parametrize("words", ["compare RUN RUN", "rerun RUN --yes"])
+def test_a_changed_result_is_neither_compared_nor_repeated(
+    words: str, sealed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = sealed("ste", "2:4", 0, 0.8746)
+    text = (folder / "result.json").read_text()
+    (folder / "result.json").write_text(text.replace("0.8746", "0.9746"))
+    assert verb(*words.replace("RUN", str(folder)).split()) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"nmrun: {folder / 'result.json'}: it was changed: its SHA-256 is")
+    assert err.count("\n") == 1
+
+
+def test_a_run_in_the_folder_of_another_is_left_out(sealed, table) -> None:
+    other = sealed("ste", "2:4", 0, 0.8)
+    sealed("ste", "2:4", 1, 0.9)
+    other.rename(other.with_name("s0-0123456789"))
+    status, out, err = table()
+    assert (status, "90.0 (1)" in out) == (0, True)
+    assert "it is of another run, whose id is" in err
+
+
+def test_changed_rows_are_not_drawn(sealed, tmp_path: Path, capsys) -> None:
+    folder = sealed("ste", "2:4", 0, 0.8)
+    rows = [{"step": step, "eval/accuracy": 0.1 * step} for step in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    result = json.loads((folder / "result.json").read_text())
+    result = {key: value for key, value in result.items() if key not in ("files", "sha256")}
+    (folder / "result.json").write_text(
+        json.dumps(run_folder.sealed(result | {"metric": "accuracy"}, folder))
+    )
+    words = ("plot", str(tmp_path), "--kind", "curves", "--out", str(tmp_path / "a.svg"))
+    assert verb(*words) == 0
+    assert capsys.readouterr().err == ""
+    data = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(data.replace("0.1", "0.9"))
+    assert verb(*words) == 2
+    assert f"{folder / 'metrics.jsonl'}: it was changed" in capsys.readouterr().err
+    found = Result("finished", {}, {}, folder)
+    with pytest.raises(RunError, match=r"metrics\.jsonl: it was changed"):
+        found.history()
 
 
 def test_runs_without_hashes_are_counted(sealed, write, table) -> None:

@@ -17,7 +17,7 @@ from verbs import verb
 from nmrun.config.identity import run_folder
 from nmrun.config.schema import Config
 from nmrun.errors import ConfigError, RunError
-from nmrun.files import seal
+from nmrun.files.run_folder import RESULT, SEALED
 from nmrun.train import runner
 from nmrun.train.loop import Loop
 
@@ -68,7 +68,7 @@ CONTENTS: dict[str, Callable[[bytes], bytes]] = {
 }
 KINDS = [*CONTENTS, "missing", "a folder", "a dangling link", "a link to itself"]
 INTERRUPTED = ("checkpoint.pt", "checkpoint.pt checkpoint.previous.pt", "metrics.jsonl")
-FINISHED = (seal.RESULT, *seal.FILES)
+FINISHED = (RESULT, *SEALED)
 
 
 def damage(path: Path, kind: str) -> None:
@@ -192,13 +192,9 @@ def test_of_a_finished_run(
         out, err = capsys.readouterr()
         assert out == ""
         assert err.startswith("nmrun: ")
-        assert name in err or (name == seal.RESULT and "run" in err)
+        assert name in err or (name == RESULT and "run" in err)
     assert sorted(os.listdir()) == ["out"]
-    seen = (
-        name == seal.RESULT
-        or not (folder / name).is_file()
-        or (folder / name).stat().st_size != size
-    )
+    seen = name == RESULT or not (folder / name).is_file() or (folder / name).stat().st_size != size
     status, said = again(made, folder, capsys)
     if seen and status == "finished":
         assert outcome(folder) == outcome(run_folder_of(whole))

@@ -270,7 +270,7 @@ def test_without_trained_weights_nothing_is_pruned(dense, tmp_path, capsys, monk
         in capsys.readouterr().err
     )
     assert verb("prune", "nowhere", "method=wanda") == 2
-    assert capsys.readouterr().err == "nmrun: nowhere: it holds no finished run\n"
+    assert capsys.readouterr().err == "nmrun: nowhere: no finished run is there\n"
     assert verb("prune", "modle=gpt_tiny") == 2
     assert "did you mean model?" in capsys.readouterr().err
     assert verb("recipe=wanda") == 2

@@ -25,7 +25,7 @@ from nmrun.config.identity import identity, run_folder, title
 from nmrun.config.schema import Config
 from nmrun.data import digits
 from nmrun.errors import ConfigError, RunError
-from nmrun.files import seal
+from nmrun.files.run_folder import sealed
 from nmrun.models.small_conv import SmallConv
 from nmrun.recipes.asp import ASP
 from nmrun.sparsity import check_nm
@@ -286,7 +286,7 @@ def test_a_result_that_was_changed_is_made_again(
     assert accuracy in path.read_text()
     path.write_text(path.read_text().replace(accuracy, '"test/accuracy": 0.99'))
     again = run(made)
-    assert "finished before, but result.json: it was changed" in capsys.readouterr().out
+    assert "result.json: it was changed" in capsys.readouterr().out
     assert (again["status"], again["metrics"]) == ("finished", first["metrics"])
 
 
@@ -421,14 +421,14 @@ def test_a_second_signal_acts_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_signal_that_comes_too_late_still_stops_the_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = seal.sealed
+    original = sealed
 
     def late(*arguments: Any) -> dict[str, Any]:
         os.kill(os.getpid(), 15)
         monkeypatch.undo()
         return original(*arguments)
 
-    monkeypatch.setattr(seal, "sealed", late)
+    monkeypatch.setattr("nmrun.files.run_folder.sealed", late)
     made = config(tmp_path, "recipe=ste")
     result = run(made)
     assert (result["status"], result["signal"]) == ("interrupted", 15)

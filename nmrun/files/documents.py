@@ -1,0 +1,94 @@
+"""JSON and YAML that anybody may have written: run folders are copied, shared and damaged.
+
+What comes out of here is of a regular file, of a size that ends, and has no text that a terminal
+would take for a command.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+# A result of nmrun has some thousand values in six levels. YAML's aliases make more of a few lines
+# than any memory holds.
+MOST_VALUES, MOST_LEVELS = 1_000_000, 60
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # lines and tabs may stay
+
+
+def read(path: Path) -> bytes:
+    """What a regular file holds.
+
+    Raises:
+        OSError: where there is none, or something else: a pipe or a device may never end.
+    """
+    # a pipe that nobody writes to would be waited for
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    with os.fdopen(handle, "rb") as file:
+        return file.read()
+
+
+def parsed(text: bytes) -> Any:
+    """The value of a JSON text, with :func:`neutral` texts.
+
+    Raises:
+        ValueError: where it is none, or one that no program of ours wrote.
+    """
+    # a row of metrics, of which there are many: nothing in it can be a control code, or deep
+    simple = text.isascii() and b"\\" not in text and b"\x7f" not in text
+    simple = simple and text.count(b"{") + text.count(b"[") < MOST_LEVELS
+    try:
+        value = json.loads(text.decode())
+        return value if simple else _plain(value)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def read_json(path: Path) -> Any:
+    """The value of a JSON file; raises as :func:`read` and :func:`parsed`."""
+    return parsed(read(path))
+
+
+def read_yaml(path: Path) -> Any:
+    """The value of a YAML file, likewise."""
+    try:
+        return _plain(yaml.safe_load(read(path).decode()))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def neutral(text: str) -> str:
+    """A text with spaces for what is no character: control codes, of which a terminal may begin a
+    command, and halves of surrogate pairs, which cannot be written."""
+    return CONTROL.sub(" ", text)
+
+
+def _plain(value: Any) -> Any:
+    """A copy with neutral texts, in which nothing stands twice."""
+    left = MOST_VALUES
+
+    def copied(value: Any, level: int) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0 or level > MOST_LEVELS:
+            raise ValueError("nested too deeply, or too large")
+        if isinstance(value, str):
+            return neutral(value)
+        if isinstance(value, dict):
+            return {copied(key, level + 1): copied(own, level + 1) for key, own in value.items()}
+        if isinstance(value, list):
+            return [copied(own, level + 1) for own in value]
+        return value
+
+    return copied(value, 0)
