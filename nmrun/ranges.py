@@ -109,6 +109,12 @@ def seconds(time: Any) -> float | None:
     return None if found is None else float(found[1]) * UNITS[found[2]]
 
 
+def steps(number: Any) -> int | None:
+    """The number of steps that ``200steps`` says; None for what says none."""
+    found = re.fullmatch(r"([1-9]\d*)steps", number) if isinstance(number, str) else None
+    return None if found is None else int(found[1])
+
+
 def one_of(*options: str) -> Check:
     return Check(f"one of {', '.join(options)}", lambda value: value in options, options=options)
 
@@ -257,6 +263,10 @@ BUDGET = Check(
 CHECKPOINTS = Check(
     "a time above 0 such as 30s, 10min or 2h, or a whole number of epochs, 1 or more",
     lambda value: whole(1).holds(value) or bool(seconds(value)),
+)
+EVALUATIONS = Check(
+    "a whole number of epochs, 1 or more, or of steps such as 200steps",
+    lambda value: whole(1).holds(value) or steps(value) is not None,
 )
 WIDTHS = Check(
     "a list of at least two whole numbers, 1 or more",

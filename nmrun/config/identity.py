@@ -33,7 +33,7 @@ LATER: dict[str, dict[str, Any]] = {
     "track": {"tags": [], "also": []},
     "track=wandb": {"notes": None, "git": False, "console": False, "system": False},
     "trainer": {
-        **{"evaluate": "sparse", "test": True, "limit_evaluation": None},
+        **{"evaluate": "sparse", "test": True, "limit_evaluation": None, "steps": None},
         **{"distill": None, "distill_weight": 0.67, "distill_temperature": 2.0},
         **{"activations": None, "activations_dense_start": 0.0, "activations_dense_end": 0.0},
     },
@@ -51,6 +51,8 @@ DEPENDENT = {
     "distill": {"distill_weight", "distill_temperature"},
     "activations": {"activations_dense_start", "activations_dense_end"},
 }
+# keys that change nothing while another is not null
+REPLACED = {"steps": {"epochs"}}
 # what decides how many steps a budget of seconds buys
 SPEED = {"device", "threads", "distributed", "acceleration"}
 
@@ -66,6 +68,8 @@ def identity(config: Config) -> str:
                 ignored -= SPEED
             for key, others in DEPENDENT.items():
                 ignored |= others if value.get(key) is None else set()
+            for key, others in REPLACED.items():
+                ignored |= others if value.get(key) is not None else set()
             value = {
                 key: item
                 for key, item in value.items()

@@ -233,8 +233,22 @@ RULES = (
         ),
     ),
     Rule(
-        ("trainer.average", "trainer.epochs", "trainer.budget"),
-        lambda at: at.trainer["budget"] is None and at.trainer["average"] > at.trainer["epochs"],
+        ("trainer.steps", "trainer.budget"),
+        lambda at: (
+            at.trainer["steps"] is not None and at.trainer["budget"] not in (None, "flops:dense")
+        ),
+        lambda at: (
+            f"trainer.steps={at.trainer['steps']} and trainer.budget={at.trainer['budget']} each "
+            "say how long the run is: give one of them"
+        ),
+    ),
+    Rule(
+        ("trainer.average", "trainer.epochs", "trainer.steps", "trainer.budget"),
+        lambda at: (
+            at.trainer["steps"] is None
+            and at.trainer["budget"] is None
+            and at.trainer["average"] > at.trainer["epochs"]
+        ),
         lambda at: (
             f"trainer.average={at.trainer['average']}: there are trainer.epochs={at.trainer['epochs']} to average over"
         ),

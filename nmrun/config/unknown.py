@@ -32,7 +32,7 @@ ELSEWHERE = {
     "optimizer.betas": ("beta1", "beta2"),
     "recipe.decay": ("lambda", "lambda_w", "lam"),
     "schedule.warmup": ("warm_up", "warmup_ratio"),
-    "trainer.epochs or trainer.budget": ("steps", "max_steps", "iterations", "iters", "num_steps"),
+    "trainer.steps": ("max_steps", "iterations", "iters", "num_steps"),
     "trainer.epochs": ("max_epochs", "num_epochs"),
     "trainer.batch_size": ("bs", "batch", "batchsize"),
     "trainer.device=cuda": ("gpu", "gpus", "cuda", "accelerator", "use_gpu", "n_gpu"),

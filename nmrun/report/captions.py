@@ -24,8 +24,8 @@ STATISTICS = {"mean": "mean +- standard deviation", "median": "median", "best": 
 
 def title(table: Table, own: Mapping[str, str] | None = None) -> str:
     """What all runs of the table have in common, in short: the model and the data set, each with the
-    settings that are not its config's own; the optimizer and the epochs of those that trained, and
-    what those that were pruned in one shot saw.
+    settings that are not its config's own; the optimizer and the epochs or steps of those that
+    trained, and what those that were pruned in one shot saw.
 
     Args:
         table: the table.
@@ -39,9 +39,11 @@ def title(table: Table, own: Mapping[str, str] | None = None) -> str:
         has[key] + _other_than(key, table.shared) for key in ("model", "dataset") if key in has
     )
     rate = f"learning rate {has['optimizer.lr']}" if "optimizer.lr" in has else ""
-    count = has.get("trainer.epochs", "")
-    epochs = count and f"{count} epoch{'s' * (count != '1')}"
-    return ", ".join(filter(None, [where, has.get("optimizer"), rate, epochs, _pruned(table)]))
+    by_steps = has.get("trainer.steps", "null") != "null"
+    key, word = ("trainer.steps", "step") if by_steps else ("trainer.epochs", "epoch")
+    count = has.get(key, "")
+    length = count and f"{count} {word}{'s' * (count != '1')}"
+    return ", ".join(filter(None, [where, has.get("optimizer"), rate, length, _pruned(table)]))
 
 
 def _pruned(table: Table) -> str:

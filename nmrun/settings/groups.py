@@ -20,6 +20,7 @@ from nmrun.ranges import (
     CHECKPOINTS,
     COMPILE,
     DECAYED,
+    EVALUATIONS,
     FLAG,
     FRACTION,
     INPUT_GRADIENTS,
@@ -149,6 +150,7 @@ class Trainer(Group):
     """How long, on what and how exactly a run trains."""
 
     epochs: Annotated[int, whole(1)]
+    steps: Annotated[int | None, whole(1, optional=True)]
     budget: Annotated[str | None, BUDGET]
     batch_size: Annotated[int, whole(1)]
     accumulate: Annotated[int, whole(1)]
@@ -171,7 +173,7 @@ class Trainer(Group):
     acceleration: Annotated[str, one_of(*ACCELERATION)]
     evaluate: Annotated[str, one_of("sparse", "dense", "both")]
     test: Annotated[bool, FLAG]
-    eval_every: Annotated[int, whole(1)]
+    eval_every: Annotated[int | str, EVALUATIONS]
     log_every: Annotated[int, whole(1)]
     diagnose_every: Annotated[int | None, whole(1, optional=True)]
     checkpoint_every: Annotated[int | str, CHECKPOINTS]

@@ -68,8 +68,8 @@ def build(
 
     Args:
         config: what to build.
-        total_steps: the optimizer steps of the run; None: those of ``trainer.epochs`` or of a
-            budget of FLOPs.
+        total_steps: the optimizer steps of the run; None: those of ``trainer.steps``,
+            ``trainer.epochs`` or a budget of FLOPs.
         times: those that the run's products were chosen by (``acceleration`` of its checkpoint):
             measured again they might choose others, with other roundings.
 
@@ -90,7 +90,12 @@ def build(
     optimizer = parameter_groups.optimizer(config.optimizer, model)
     planned = total_steps is not None
     if total_steps is None:
-        total_steps = trainer.epochs * task.batches_per_epoch
+        total_steps = trainer.steps or trainer.epochs * task.batches_per_epoch
+    if trainer.steps is not None and trainer.average > -(-total_steps // task.batches_per_epoch):
+        raise ConfigError(
+            f"trainer.average={trainer.average}: trainer.steps={trainer.steps} are fewer epochs, "
+            f"of {task.batches_per_epoch} batches"
+        )
     recipe = config.recipe.target or config.recipe.name
 
     def made_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int) -> Handle:
@@ -134,7 +139,7 @@ def build(
                 total_steps,
                 items,
             )
-            if total_steps < task.batches_per_epoch:
+            if trainer.steps is None and total_steps < task.batches_per_epoch:
                 epochs = total_steps / task.batches_per_epoch
                 raise ConfigError(
                     f"trainer.budget={trainer.budget}: that is {epochs:.2g} epochs; it takes one epoch or more"

@@ -28,7 +28,7 @@ class Evaluation:
     Attributes:
         best: the metrics with the best ``task.metric`` while the forward weights held the pattern
             (for dense training: of all), and activations were pruned as in the last step, with
-            their ``epoch``; empty before.
+            their ``epoch`` and ``step``; empty before.
         best_weights: the plain weights of that moment (this rank's parts of them).
         candidates: how many evaluations could have been the best.
         last: the metrics of the last evaluation, with their ``step``; empty before.
@@ -83,7 +83,7 @@ class Evaluation:
             self.candidates += 1
             if self._is_best(row):
                 scores = {key: value for key, value in row.items() if key.startswith("eval/")}
-                self.best = {**scores, "epoch": epoch}
+                self.best = {**scores, "epoch": epoch, "step": self.steps.step}
                 self.best_weights = self.held.final_state_dict()
         return row
 

@@ -64,7 +64,7 @@ def write(folder: Path, loop: Loop) -> dict[str, Any]:
             for key, value in final.items()
             if key.startswith("test/") and "/dense/" not in key
         }
-        if not known or best["epoch"] < loop.epochs:
+        if not known or best.get("step") != loop.step:  # earlier versions kept no step
             loop.held.load_final_state_dict(evaluation.best_weights)
             tested = evaluation.evaluate("test")
         best |= {"candidates": evaluation.candidates, **tested}

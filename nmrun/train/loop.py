@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from nmrun import ranks
+from nmrun import ranges, ranks
 from nmrun.config.identity import identity
 from nmrun.errors import RunError
 from nmrun.kernels.layout import local
 from nmrun.products.times import as_data
-from nmrun.ranges import seconds
 from nmrun.settings.config import Config
 from nmrun.signals import Signals
 from nmrun.train import checkpoint, nonfinite
@@ -79,7 +78,7 @@ class Loop(Steps):
         if self.trainer.diagnose_every is not None:
             self.diagnostics = Diagnostics(self.model, self.handle, self.loss)
         self.seconds, self.training_seconds = parts.attached_in, 0.0
-        self.clock = checkpoint.Clock(seconds(self.trainer.checkpoint_every))
+        self.clock = checkpoint.Clock(ranges.seconds(self.trainer.checkpoint_every))
         self.progress = Progress(self)
 
     def train(self, folder: Path, tracker: Tracker | None, signals: Signals) -> bool:
@@ -138,11 +137,17 @@ class Loop(Steps):
         epoch, index = divmod(step, self.task.batches_per_epoch)
         every = trainer.checkpoint_every
         epochs = every if isinstance(every, int) else 1
+        evaluated = ranges.steps(trainer.eval_every)
         last, epoch_ends = step + 1 == self.total_steps, index + 1 == self.task.batches_per_epoch
         return Due(
             *(epoch, index, epoch_ends or last),
             log=last or (step + 1) % self.log_every == 0,
-            evaluate=last or (epoch_ends and (epoch + 1) % trainer.eval_every == 0),
+            evaluate=last
+            or (
+                (step + 1) % evaluated == 0
+                if evaluated
+                else epoch_ends and (epoch + 1) % int(trainer.eval_every) == 0
+            ),
             save=last or (epoch_ends and (epoch + 1) % epochs == 0),
             diagnose=(step + 1) % (trainer.diagnose_every or math.inf) == 0,
         )

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from nmrun import ranges
 from nmrun.train.display import Fact, Status, plain
 from nmrun.train.steps import Steps
 
@@ -41,14 +42,17 @@ class Progress:
         return Status(steps.step, total, self._head(), shown, elapsed, left)
 
     def epoch(self) -> str:
-        """The line of an epoch that has ended, with its mean loss; the next one begins."""
+        """The line of an evaluation, with the mean loss since the one before."""
         row = self.row
         if self._count:
             row = row | {"train/loss": float(self._sum) / self._count}
         self._sum, self._count = 0.0, 0
+        head = self._head()
+        if ranges.steps(self.steps.trainer.eval_every):  # several lines of one epoch
+            head.insert(1, f"step {self.steps.step}/{self.steps.total_steps}")
         kept = ("train/loss", f"eval/{self.steps.task.metric}", "steps_per_second")
         return plain(
-            self._head(),
+            head,
             facts({key: row[key] for key in kept if key in row}, self.steps.task.metric),
         )
 

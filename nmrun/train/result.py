@@ -125,8 +125,8 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
         told = f"{_both(final, metric)}{pattern if layers else ''}"
         console.say(f"  {metric}: {told}; {result['seconds']:.1f} s", style="bold green")
         if best:
-            told = f"{best['epoch']}: {_both(best, metric)}"
-            console.detail(f"  best epoch by validation, {told}")
+            word = "epoch" if isinstance(result["config"]["trainer"]["eval_every"], int) else "step"
+            console.detail(f"  best {word} by validation, {best[word]}: {_both(best, metric)}")
         console.say(f"  {folder}")
 
 

@@ -219,6 +219,13 @@ def test_what_came_later_changes_no_id_of_before() -> None:
     )
 
 
+def test_a_length_in_steps_is_the_whole_length() -> None:
+    steps = {"trainer.steps": 10}
+    assert same(checked(**steps), checked(**steps, **{"trainer.epochs": 3}))
+    assert not same(checked(**steps), checked(**{"trainer.steps": 11}))
+    assert not same(checked(**steps), checked())
+
+
 def test_a_config_of_before_is_completed() -> None:
     before = {"optimizer": {"name": "sgd", "lr": 0.1}, "seed": 3, "recipe": {"name": "ste"}}
     assert completed(before)["optimizer"] == {"name": "sgd", "lr": 0.1, "decay": "all"}

@@ -68,7 +68,8 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "trainer.fp8": ([True, False], NO_FLAG),
         "trainer.evaluate": (["sparse", "dense", "both"], ["mask", None, True]),
         "trainer.test": ([True, False], NO_FLAG),
-        "trainer.eval_every": ([1, 5], NO_COUNT),
+        "trainer.eval_every": ([1, 5, "1steps", "200steps"], [*NO_COUNT, "0steps", "2.5steps", "steps", "200", "2epochs"]),
+        "trainer.steps": ([None, 1, 500], [0, 1.5, "all"]),
         "trainer.log_every": ([1, 5], NO_COUNT),
         "trainer.diagnose_every": ([None, 1, 5], [0, 1.5, "never"]),
         "trainer.checkpoint_every": (

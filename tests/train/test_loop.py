@@ -10,16 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from runs import RECIPES, config
+from runs import RECIPES, config, rows
 from torch import Tensor, nn
 
 from nmrun import models
+from nmrun.config.identity import run_folder
 from nmrun.config.schema import Config
 from nmrun.errors import ConfigError, RunError
 from nmrun.signals import Signals
 from nmrun.sparsity import nm_mask
 from nmrun.tasks.vision import Classification
-from nmrun.train import build, checkpoint, steps
+from nmrun.train import build, checkpoint, runner, steps
 from nmrun.train.build import Parts
 from nmrun.train.console import Console
 from nmrun.train.loop import Loop
@@ -294,6 +295,7 @@ def test_the_best_evaluation_counts_only_while_sparse(
         "eval/loss": 1.0,
         "eval/accuracy": [0.9, 0.8, 0.7, 0.6][expected - 1],
         "epoch": expected,
+        "step": 3 * expected,
     }
     assert loop.evaluation.candidates == 5 - expected
     if recipe != "dense":
@@ -301,6 +303,52 @@ def test_the_best_evaluation_counts_only_while_sparse(
         assert holds == [0.0] * (expected - 1) + [1.0] * (5 - expected)
         density = [row["sparsity/density"] for row in logged if "sparsity/density" in row]
         assert density == pytest.approx([1.0] * (expected - 1) + [0.5] * (5 - expected))
+
+
+def test_evaluations_by_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best weights are those of a step within an epoch: a run that ends there has them too."""
+    falling = iter([0.9, 0.8, 0.7, *[0.5] * 9])
+    monkeypatch.setattr(
+        Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": next(falling)}
+    )
+    made = config(tmp_path, "recipe=ste", "trainer.eval_every=5steps")
+    result = runner.run(made, run_folder(made))
+    evaluated = [row for row in rows(run_folder(made)) if "eval/accuracy" in row]
+    assert [(row["step"], row["epoch"]) for row in evaluated] == [(5, 2), (10, 4), (12, 4)]
+    best = result["metrics"]["best"]
+    assert (best["step"], best["epoch"], best["candidates"]) == (5, 2, 3)
+    assert best["eval/accuracy"] == 0.9
+    short = config(tmp_path, "recipe=ste", "trainer.steps=5")
+    runner.run(short, run_folder(short))
+    files = (run_folder(made) / "best.safetensors", run_folder(short) / "model.safetensors")
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize("length", [2, 7, 12])
+def test_a_length_in_steps(length: int, tmp_path: Path) -> None:
+    """Schedule, recipe, FLOPs and evaluations are those of a run of so many steps."""
+    options = ["recipe=step", "schedule=linear", "optimizer.lr=0.01", "trainer.log_every=1"]
+    loop, logged = trained(config(tmp_path, *options, f"trainer.steps={length}"), tmp_path)
+    assert [row["step"] for row in logged] == [*range(1, length + 1)]
+    assert [row["lr"] for row in logged] == pytest.approx(
+        [0.01 * (1 - step / length) for step in range(length)]
+    )
+    assert [row["step"] for row in logged if "eval/loss" in row] == sorted(
+        {*range(3, length + 1, 3), length}
+    )
+    assert loop.handle.recipe.total_steps == length
+    # in images of 32 a batch, each of which costs the same densely
+    assert loop.flops["training_dense"] == length * round(32 * loop.cost.dense)
+
+
+def test_a_length_in_steps_and_a_budget(tmp_path: Path) -> None:
+    """``flops:dense`` is what so many dense steps cost; a sparse recipe has more of them."""
+    given = ("trainer.steps=7", "trainer.budget=flops:dense")
+    assert build.build(config(tmp_path, "recipe=dense", *given)).total_steps == 7
+    assert build.build(config(tmp_path, "recipe=ste", *given)).total_steps > 7
+    with pytest.raises(ConfigError, match=r"trainer.average=3.*fewer epochs, of 3 batches"):
+        build.build(config(tmp_path, "trainer.steps=6", "trainer.average=3"))
+    build.build(config(tmp_path, "trainer.steps=7", "trainer.average=3"))
 
 
 def test_rows_hold_what_recipes_measure(tmp_path: Path) -> None:

@@ -176,6 +176,21 @@ def test_checkpoints_within_an_epoch(
     assert "goes on at step 10 of 12" in said
 
 
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [(Loop, "train_step", 8), (Evaluation, "evaluate", 1), (Evaluation, "evaluate", 2)],
+)
+def test_killed_with_evaluations_and_a_length_in_steps(
+    owner: Any, name: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """11 steps, evaluations after 5, 10 and 11."""
+    by_steps = ("step", "trainer.eval_every=5steps", "trainer.steps=11")
+    alone, made = left_alone(tmp_path, *by_steps), make(tmp_path, *by_steps)
+    assert [row["step"] for row in alone[2] if "eval/loss" in row] == [5, 10, 11]
+    cut(monkeypatch, made, owner, name, call)
+    assert outcome(made) == alone
+
+
 @pytest.mark.parametrize("recipe", ["asp", "step"])
 def test_killed_again_and_again(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
