@@ -169,7 +169,8 @@ def read(folder: Path) -> Record:
 
 
 def title(folder: Path, number: int, overrides: list[str]) -> str:
-    """Make the line above a job: ``[3/24] recipe=step seed=0 (12 min left)``.
+    """Make the line above a job: ``[3/24] recipe=step seed=0 (12 min left)``, with the overrides in
+    which jobs differ.
 
     Args:
         folder: the sweep's record.
@@ -179,7 +180,14 @@ def title(folder: Path, number: int, overrides: list[str]) -> str:
     record = read(folder)
     left = record.left()
     ahead = "" if left is None else f" ({span(left)} left)"
-    return f"{_of(record, number)} {' '.join(overrides) or 'the defaults'}{ahead}"
+    each = [{_bare(word) for word in words} for words in record.sweeps]
+    common = set.intersection(*each) if each else set()
+    told = [word for word in overrides if _bare(word) not in common] or overrides
+    return f"{_of(record, number)} {' '.join(told) or 'the defaults'}{ahead}"
+
+
+def _bare(word: str) -> str:
+    return word.replace("\\", "").replace("'", "")
 
 
 def prefix(folder: Path, number: int) -> str:

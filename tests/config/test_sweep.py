@@ -544,3 +544,16 @@ def test_lines_of_jobs_side_by_side_begin_with_the_job(
         print("one\ntwo", end="")
         print(" and a half\n\nthree")
     assert capsys.readouterr().out == "[2/4] one\n[2/4] two and a half\n[2/4] \n[2/4] three\n"
+
+
+def test_a_job_s_line_has_what_tells_it_from_others(tmp_path):
+    """Words that all sweeps of the command have alike are said by the command."""
+    sweeps = [
+        ["recipe=dense", "seed=0,1", "sparsity='2:4'", "output_dir=o", "trainer.epochs=2"],
+        ["recipe=sr_ste", "seed=0,1", "sparsity='2:4'", "output_dir=o", "trainer.epochs=2"],
+    ]
+    sweep.begin(tmp_path, 4, "nmrun -m ...", "o", sweeps)
+    job = ["recipe=dense", "seed=1", "sparsity=2:4", "output_dir=o", "trainer.epochs=2"]
+    assert sweep.title(tmp_path, 2, job) == "[2/4] recipe=dense seed=1"
+    sweep.begin(tmp_path, 1, "nmrun -m ...", "o", [["recipe=dense", "seed=1"]])
+    assert sweep.title(tmp_path, 1, ["recipe=dense", "seed=1"]) == "[1/1] recipe=dense seed=1"
