@@ -16,10 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nmrun.errors import ConfigError
-from nmrun.files import locks
+from nmrun.errors import ConfigError, RunError
+from nmrun.files import documents, locks, whole
 
 HOME = "~/.cache/nmrun"
+LIST = "arrays.json"  # size and SHA-256 of each; without it, arrays are made again
+
+_seen: set[Path] = set()  # folders whose hashes this process has compared
 
 
 def data_folder() -> Path:
@@ -61,7 +64,7 @@ def cached(
         what: plain data that, with the paths, sizes and times of change of ``sources``, says which
             arrays they are.
         sources: the files that they are made of.
-        make: makes them, if they are not there or cut off.
+        make: makes them, if they are not there or other than they were made.
 
     Returns:
         The arrays, mapped from their files.
@@ -75,7 +78,7 @@ def cached(
     while folder.is_dir():
         if (found := _whole(folder)) is not None:
             return found
-        _remove_cut_off(folder)
+        _remove_damaged(folder)
     arrays = make()
     root.mkdir(parents=True, exist_ok=True)
     half_done = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
@@ -85,33 +88,51 @@ def cached(
                 np.save(file, array)
                 file.flush()
                 os.fsync(file.fileno())  # the folder's new name must not outlive a power cut alone
+        made = {name: _about(half_done / f"{name}.npy") for name in arrays}
+        whole.write(half_done / LIST, json.dumps(made) + "\n")
         half_done.rename(folder)
     except OSError:
         if not folder.is_dir():  # otherwise another process was faster, with the same
             raise
     finally:
         shutil.rmtree(half_done, ignore_errors=True)
-    return _mapped(folder)
-
-
-def _mapped(folder: Path) -> dict[str, NDArray[Any]]:
-    return {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
+    if (found := _whole(folder)) is None:
+        raise RunError(f"{folder}: what was written there does not come back; is the disk damaged?")
+    return found
 
 
 def _whole(folder: Path) -> dict[str, NDArray[Any]] | None:
-    """The arrays in the files of a folder; None where there are none, or one is cut off."""
+    """The arrays of a folder, mapped; None where they are not those that were written. A process
+    looks at the sizes each time, and reads the files for their hashes once.
+    """
     try:
-        return _mapped(folder) or None
-    except (OSError, ValueError, EOFError):
+        made = documents.read_json(folder / LIST)
+        for name, about in made.items():
+            path = folder / f"{name}.npy"
+            if path.stat().st_size != about["bytes"]:
+                return None
+            if folder not in _seen and _about(path) != about:
+                return None
+        found = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in made}
+    except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError):
         return None
+    _seen.add(folder)
+    return found or None
 
 
-def _remove_cut_off(folder: Path) -> None:
+def _about(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _remove_damaged(folder: Path) -> None:
     """Remove a folder, unless another process is about to, or has put a whole one in its place."""
     with contextlib.suppress(FileNotFoundError), locks.hold(folder) as ours:
         if ours and _whole(folder) is None:
             gone = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
             folder.rename(gone)  # at once: nobody sees a part of it
+            _seen.discard(folder)
             shutil.rmtree(gone, ignore_errors=True)
         elif not ours:
             time.sleep(0.1)
