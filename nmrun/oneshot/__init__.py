@@ -6,7 +6,7 @@ through a network with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nmrun import registry
@@ -22,6 +22,20 @@ METHODS = {
     "ria": "nmrun.oneshot.ria.RIA",
     "sparsegpt": "nmrun.oneshot.sparsegpt.SparseGPT",
 }
+
+
+def lines(layers: Sequence[Mapping[str, Any]], width: int = 0) -> list[str]:
+    """Write the reports of pruned layers, aligned.
+
+    Args:
+        layers: each with ``name``, ``pattern`` and ``error``.
+        width: letters at least of a name.
+    """
+    width = max([width, *(len(layer["name"]) for layer in layers)])
+    return [
+        f"{layer['name']:{width}}  {layer['pattern']}  output error {layer['error']:.3g}"
+        for layer in layers
+    ]
 
 
 def build(method: str, hyperparameters: Mapping[str, Any]) -> Method:

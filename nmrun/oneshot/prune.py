@@ -49,11 +49,7 @@ class Pruned:
         return weights_report(str(self.pattern), self.layers, self.left_dense)
 
     def __str__(self) -> str:
-        width = max(len(layer["name"]) for layer in self.layers)
-        return "\n".join(
-            f"{layer['name']:{width}}  {layer['pattern']}  output error {layer['error']:.3g}"
-            for layer in self.layers
-        )
+        return "\n".join(oneshot.lines(self.layers))
 
 
 @torch.no_grad()
@@ -67,6 +63,7 @@ def prune(
     overrides: Mapping[str, str | Pattern] | None = None,
     pad: bool = False,
     forward: Callable[[nn.Module, Any], Any] | None = None,
+    tell: Callable[[str], None] | None = None,
     **hyperparameters: Any,
 ) -> Pruned:
     """Make a trained model N:M sparse in place, without training. ::
@@ -93,6 +90,7 @@ def prune(
         overrides: as of :func:`nmrun.sparsify`.
         pad: likewise.
         forward: ``forward(model, batch)`` in the place of calling the model with the batch.
+        tell: called with a line for each layer once it is pruned, such as ``print``.
         hyperparameters: the method's own, under the names of its paper.
 
     Returns:
@@ -115,6 +113,7 @@ def prune(
     run = forward or _call
     passes = [functools.partial(run, model, batch) for batch in calibration]
     done: dict[str, dict[str, Any]] = {}
+    width, digits = max(len(layer.name) for layer in layers), len(str(len(layers)))
     with _evaluated(model):
         for root, stage, through in stages(model, layers, passes):
             with watched(stage) as grams:
@@ -124,6 +123,10 @@ def prune(
             for layer in stage:
                 if layer.name in grams:
                     done[layer.name] = _pruned(layer, rule, grams.pop(layer.name))
+                    if tell is not None:
+                        count = f"[{len(done):{digits}}/{len(layers)}]"
+                        (told,) = oneshot.lines([done[layer.name]], width)
+                        tell(f"{count} {told}")
     missed = [layer for layer in layers if layer.name not in done]
     left_dense += [LeftDense(x.name, tuple(x.weight.shape), NOT_REACHED) for x in missed]
     if not done:

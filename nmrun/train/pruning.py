@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nmrun import verbs
+from nmrun import oneshot, verbs
 from nmrun.config.identity import run_folder, title
 from nmrun.errors import ConfigError, RunError
 from nmrun.files import locks
@@ -77,8 +77,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         how = "" if there.is_sealed else f"; {OF_EARLIER}"
         print(f"  finished already (force=true prunes again){how}")
-    for layer in done["sparsity"]["layers"]:
-        print(f"  {layer['name']}  {layer['pattern']}  output error {layer['error']:.3g}")
+        print("\n".join(f"  {line}" for line in oneshot.lines(done["sparsity"]["layers"])))
     final, metric = done["metrics"]["final"], done["metric"]
     for split, word in (("eval", "validation"), ("test", "test")):
         if f"{split}/{metric}" in final:
@@ -117,7 +116,7 @@ def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
         pruned = prune(
             model, batches, config.recipe.name, config.pattern or "2:4",
             config.model.include, config.model.exclude or (), config.sparsity.overrides, config.sparsity.pad,
-            forward=task.loss, **hyperparameters,
+            forward=task.loss, tell=lambda line: print(f"  {line}", flush=True), **hyperparameters,
         )  # fmt: skip
         after = _metrics(task, model, "")
     task.close()

@@ -5,6 +5,7 @@ which a run begins with it.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 
@@ -77,7 +78,12 @@ def test_a_run_is_pruned_as_the_library_prunes(dense, capsys):
     assert final["test/perplexity"] == pytest.approx(task.evaluate(model, "test")["perplexity"])
     assert final["test/perplexity"] > final["test/dense/perplexity"]
     assert "test perplexity: " in printed
-    assert "h.0.attn.c_attn.weight  1:4  output error 0." in printed
+    lines = [line for line in printed.splitlines() if "output error" in line]
+    assert re.match(r"  \[1/\d\] h\.0\.attn\.c_attn\.weight +1:4  output error 0\.", lines[0])
+    assert len({line.index("output error") for line in lines}) == 1, "aligned"
+    assert [line.split("]")[0] for line in lines] == [
+        f"  [{number}/{len(lines)}" for number in range(1, len(lines) + 1)
+    ]
 
 
 @pytest.mark.slow
@@ -88,6 +94,9 @@ def test_again_is_the_same_run_with_the_same_bits(dense, capsys):
     assert first["config"]["recipe"] == {"name": "sparsegpt", "samples": 4, "damping": 0.1}
     again, printed = prune(*words, capsys=capsys)
     assert "finished already" in printed
+    lines = [line for line in printed.splitlines() if "output error" in line]
+    assert len(lines) == 8
+    assert len({line.index("output error") for line in lines}) == 1, "aligned"
     assert again == first
     forced, _ = prune(*words, "force=true", capsys=capsys)
     assert forced["folder"] == first["folder"]
