@@ -316,3 +316,21 @@ def test_two_optimizers_with_sparse_weights_of_one_model() -> None:
         handle.finalize()
     nmrun.sparsity.check_nm(model[0].weight, "2:4")
     nmrun.sparsity.check_nm(model[2].weight, "1:4")
+
+
+@pytest.mark.parametrize("stepped", [0, 1])
+def test_a_step_that_moves_nothing_counts_once_there_is_a_state(stepped: int) -> None:
+    """torch.distributed.checkpoint makes one to have a state; a schedule may stand at 0 later."""
+    model = net(0)
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.1)
+    handle = nmrun.sparsify(model, optimizer, "asp", "2:4", TOTAL, prune_at=2 / TOTAL)
+    for lr, size in [(0.1, 1.0)] * stepped + [(0.0, 0.0)]:
+        optimizer.param_groups[0]["lr"] = lr
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, size)
+        optimizer.step()
+    assert handle.phase == ("sparse" if stepped else "dense")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert handle.phase == ("sparse" if stepped else "dense")

@@ -41,6 +41,20 @@ def test_every_key_counts_but_those_that_change_no_result(options: str, key: str
     assert len(ids) == (1 if key in IRRELEVANT else len(right))
 
 
+def test_what_a_budget_of_seconds_buys_depends_on_the_speed() -> None:
+    """With it, where and how fast a run computes decides how many steps it has."""
+    for key, values in {
+        "trainer.acceleration": ("auto", "off"),
+        "trainer.distributed": ("ddp", "fsdp"),
+        "trainer.device": ("cpu", "cuda"),
+        "trainer.threads": (1, 2),
+    }.items():
+        one, other = ({key: value} for value in values)
+        assert same(checked(**one), checked(**other)), key
+        budget = {"trainer.budget": "seconds:60"}
+        assert not same(checked(**one, **budget), checked(**other, **budget)), key
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -179,6 +179,39 @@ def test_packing_is_shared_by_the_micro_batches_of_a_step(machine: Machine) -> N
     )
 
 
+class Twice(nn.Module):
+    """Its layer sees its inputs twice, some of them a second time or the first."""
+
+    def __init__(self, counts: tuple[int, int]) -> None:
+        super().__init__()
+        self.net, self.counts = mlp(), counts
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.net(x[:count]) for count in self.counts]
+
+
+@pytest.mark.parametrize("counts", [(4, 16), (16, 4)])
+def test_a_layer_is_timed_at_its_largest_input(counts: tuple[int, int]) -> None:
+    model = Twice(counts)
+    _, handle = sparse(model)
+    choice = accelerate(handle, passing(model))[0]
+    assert str(choice.shape) == "32 to 64, 16 tokens, bfloat16"
+
+
+def test_dense_steps_at_the_beginning_are_exact() -> None:
+    """From the first one on: neither weights nor the weights' gradients are pruned."""
+    model = mlp()
+    plain = copy.deepcopy(model)
+    _, handle = sparse(model, "asp", prune_at=0.5, mvue="2:4")
+    assert accelerate(handle, passing(model))[0].path == "compressed"
+    x, found = normal(16, 32).bfloat16(), []
+    for each in (model, plain):
+        (y := each(x)).float().square().sum().backward()
+        found.append((y, each[0].weight.grad))
+    for ours, wanted in zip(*found, strict=True):
+        assert torch.equal(ours, wanted)
+
+
 def test_measured_once_a_shape_and_remembered(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

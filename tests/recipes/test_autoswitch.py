@@ -251,3 +251,16 @@ def test_weights_without_a_gradient_do_not_count() -> None:
         optimizer.step()
     # v is (1 - beta2) g^2 after a step, and moves by beta2 of that in the next
     assert handle.metrics()["step/variance_change"] == pytest.approx(0.9 * 0.1 * 1e-4)
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_the_frozen_moment_is_bias_corrected_or_not(corrected: bool) -> None:
+    """With a gradient that stays the same, v after t steps is (1 - beta2^t) g^2."""
+    model, optimizer, handle = begin(0.05, bias_correction=corrected)
+    for _ in range(10):
+        assert handle.phase == "dense"
+        one_step(model, optimizer, [1e-2] * 48)
+    assert handle.phase == "sparse"
+    v = 1e-4 if corrected else 1e-4 * (1 - 0.9**10)
+    used = optimizer.state[model.a.weight]["frozen_denominator"]
+    torch.testing.assert_close(used, torch.full((4, 8), math.sqrt(v + EPS)).double())

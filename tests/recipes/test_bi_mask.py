@@ -19,6 +19,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import nmrun
 from nmrun.config.identity import run_folder
 from nmrun.handle import Handle
+from nmrun.recipes import draws
 from nmrun.sparsity.weight import SparseWeight
 from nmrun.train import runner
 
@@ -196,6 +197,14 @@ def test_each_seed_has_its_own_candidates() -> None:
         orders.append([order_of(w) for w in sparsify(model, candidates=1)[1].sparse])
     assert orders[1] == orders[2] != orders[0]
     assert orders[0][0][:4] != orders[0][1][:4]
+
+
+def test_each_layer_has_its_own_candidates() -> None:
+    """Of layers of the same size too."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    one, other = sparsify(model, candidates=1)[1].sparse
+    assert order_of(one) != order_of(other)
 
 
 def test_searched_every_interval_and_the_mask_follows_the_weight_between() -> None:
@@ -423,3 +432,12 @@ def test_a_run_of_the_command_line(tmp_path: Path) -> None:
     result = runner.run(made, run_folder(made))
     assert result["status"] == "finished"
     assert [layer["holds"] for layer in result["sparsity"]["layers"]] == [True, True]
+
+
+def test_numbers_of_a_recipe_are_apart_by_each_word() -> None:
+    """Seed 1 at place 23 is not seed 12 at place 3."""
+    words = [(1, 23), (12, 3), (123,), (1, 2, 3), (3, 12)]
+    drawn = [torch.rand(4, generator=draws.generator(*each)).tolist() for each in words]
+    assert len({tuple(numbers) for numbers in drawn}) == len(words)
+    again = torch.rand(4, generator=draws.generator(1, 23)).tolist()
+    assert again == drawn[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -144,3 +145,19 @@ def test_evaluation_is_by_the_likeliest_masks() -> None:
         step(model, optimizer, t)
         assert not [event for event in handle.pop_events() if "outside" in event]
     assert handle.phase == "sparse"
+
+
+def test_each_step_draws_its_own_noise() -> None:
+    """Where neither scores nor temperature move, the noise alone moves the blend of masks."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    handle = nmrun.sparsify(
+        *(model, optimizer, "maskllm", "2:4", 6),
+        **{"dense": 0.0, "kappa": (1.0, 1.0), "temperature": (1.0, 1.0)},
+    )
+    blends = []
+    for t in range(5):
+        blends.append([weight.parameter.detach().clone() for weight in handle.sparse])
+        step(model, optimizer, t)
+    for one, other in itertools.combinations(blends, 2):
+        assert not any(torch.equal(a, b) for a, b in zip(one, other, strict=True))

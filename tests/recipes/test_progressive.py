@@ -198,3 +198,18 @@ def test_refused(recipe: str, pattern: str, options: dict[str, Any], words: str)
             model, torch.optim.SGD(model.parameters(), 0.1), recipe, pattern, 10, **options
         )
     assert model.state_dict().keys() == before.keys()
+
+
+@pytest.mark.parametrize("recipe", ["mdgf_linear", "mdgf_exponential"])
+def test_a_step_is_trained_at_the_pattern_whatever_final_is(recipe: str) -> None:
+    """A hundredth of ten steps is none of them, and the last one is still N:M."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), LR)
+    handle = nmrun.sparsify(model, optimizer, recipe, "1:4", TOTAL, dense=DENSE, final=0.01)
+    for t in range(TOTAL):
+        kept = int((model[0].weight.detach().reshape(-1, 4) != 0).sum(1).max())
+        assert (kept == 1) == (handle.phase == "sparse") == (t == TOTAL - 1)
+        for x, y in data(1)(t):
+            (model(x) - y).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()

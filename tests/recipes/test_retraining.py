@@ -291,6 +291,29 @@ def test_casts_scales_of_convolutions(parts: int) -> None:
     torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_casts_scales_of_a_short_last_group(parts: int) -> None:
+    """Ten inputs are three groups of four; one step, then all is pruned and scaled by hand."""
+    torch.manual_seed(0)
+    model = nn.Linear(10, 4).double()
+    optimizer = torch.optim.Adam(model.parameters(), LR)
+    spans = {1: [10], 2: [8, 2], 3: [4, 4, 2]}[parts]
+    columns = torch.repeat_interleave(torch.arange(parts), torch.tensor(spans))
+    handle = nmrun.sparsify(
+        *(nn.Sequential(model), optimizer, "cast", "2:4", 2),
+        **{"parts": parts, "interval": 2, "pad": True},
+    )
+    w, scales = model.weight.detach().clone(), torch.ones(4, parts).double().requires_grad_()
+    x = torch.randn(5, 10, dtype=torch.float64)
+    nn.functional.linear(x, w * scales[:, columns], model.bias.detach()).square().mean().backward()
+    model(x).square().mean().backward()
+    optimizer.step()
+    moved = scales.detach() - LR * scales.grad.sign()  # Adam's first step, but for eps
+    torch.testing.assert_close(handle.sparse[0]["scales"], moved, rtol=1e-5, atol=1e-7)
+    expected = handle.sparse[0].dense * moved[:, columns]
+    torch.testing.assert_close(model.weight.detach(), expected, rtol=1e-5, atol=1e-7)
+
+
 # --- ProxSparse -----------------------------------------------------------------------------------
 
 

@@ -128,11 +128,29 @@ def test_the_grain_is_the_smallest_step() -> None:
 
 @pytest.mark.parametrize(
     "gaps",
-    [[1, 1, 1, 1, 1], [1, 1, -1, 2], [0, 0, 1, 2, 3], [0.3 - 0.1, 0.2, 0.2, 0.4, -0.2], [0, 0, 0]],
+    [
+        [1, 1, 1, 1, -2],
+        [1, 1, 1, 1, 1],
+        [1, 1, -1, 2],
+        [0, 0, 1, 2, 3],
+        [0.3 - 0.1, 0.2, 0.2, 0.4, -0.2],
+        [0, 0, 0],
+    ],
 )
 def test_ranks_with_ties_are_exact(gaps: list[float]) -> None:
     exact = [round(g, 9) for g in gaps]
     assert gap(gaps, 0.1, "wilcoxon").p == pytest.approx(wilcoxon(exact))
+
+
+def test_ties_of_large_values_are_ties() -> None:
+    """Differences of 0.1 between values up to a million differ by the rounding of the values."""
+    exact = [1, 1, 1, 1, -2]
+    base = [1e6, 2e6 / 3, 1e6 / 7, 31.7, 5e5 + 1 / 3]
+    ours = [b + 0.1 * g for b, g in zip(base, exact, strict=True)]
+    assert len({abs(a - b) for a, b in zip(ours, base, strict=True)}) > 2
+    found = paired(summarise(ours), summarise(base), 0.1, "wilcoxon")
+    assert found is not None
+    assert found.p == pytest.approx(wilcoxon(exact))
 
 
 def test_holm_by_hand() -> None:

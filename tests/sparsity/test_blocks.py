@@ -94,6 +94,8 @@ def test_a_check_looks_at_blocks() -> None:
     ) as e:
         check_nm(w, "4:2:8")
     assert "\n" not in str(e.value)
+    with pytest.raises(ValueError, match="more than 4 of 8 columns"):  # one block of two
+        check_nm(torch.cat([w[:2], w[:2], w]), "4:2:8")
     check_nm(w.T, "2:2:8", dim=0)
     with pytest.raises(ValueError, match="more than 4 of 8 columns"):
         check_nm(w.T, "4:2:8", dim=0)
