@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import socket
 import sys
 import threading
@@ -102,6 +103,23 @@ def test_wandb_is_offline_for_who_is_not_logged_in(
         assert key.encode() in run, key
     assert f"{result['metrics']['final']['test/accuracy']:.6f}"[:6].encode() in run
     assert not [p for p in run_folder(made).rglob("*") if ":" in p.name or " " in p.name]
+
+
+@pytest.mark.parametrize(("mode", "told"), [("auto", False), ("offline", True), ("online", True)])
+def test_who_asked_for_wandb_is_told_how_an_offline_run_is_uploaded(
+    mode: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    made, said = tracker(tmp_path, {**WANDB, "track": {**WANDB["track"], "mode": mode}})
+    made.log({"step": 1, "loss": 1.0})
+    made.finish({}, 0)
+    commands = [line.split("; ")[1] for line in said if "wandb sync" in line]
+    assert len(commands) == told
+    for command in commands:
+        folder = shlex.split(command)[2]
+        assert list((tmp_path / folder).glob("run-*.wandb"))
 
 
 def test_an_offline_run_that_goes_on_is_one_run_with_its_history(

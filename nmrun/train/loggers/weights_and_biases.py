@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import netrc
 import os
+import shlex
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
@@ -19,10 +22,15 @@ _unreachable = (
 
 
 class WandB:
-    """A run of W&B."""
+    """A run of W&B.
 
-    def __init__(self, run: Any) -> None:
-        self._run = run
+    Args:
+        run: W&B's own.
+        say: tells at the end how an offline run is uploaded; None: nothing is told.
+    """
+
+    def __init__(self, run: Any, say: Callable[[str], None] | None = None) -> None:
+        self._run, self._say = run, say
 
     def log(self, row: dict[str, Any]) -> None:
         """Log a row at its step."""
@@ -32,6 +40,9 @@ class WandB:
         """Write the summary, and upload what is left."""
         self._run.summary.update(summary)
         self._run.finish(exit_code=exit_code)
+        if self._say is not None:
+            place = os.path.relpath(Path(self._run.dir).parent)
+            self._say(f"W&B: offline; wandb sync {shlex.quote(place)} uploads it")
 
 
 def begin(run: Run) -> WandB | None:
@@ -72,7 +83,9 @@ def begin(run: Run) -> WandB | None:
     # An offline run cannot be taken up again: replace it by one with the whole history.
     for old in (run.folder / "wandb").glob("*run-*"):
         shutil.rmtree(old, ignore_errors=True)
-    begun = WandB(wandb.init(mode="offline", **arguments))
+    # by default all who have no login track offline, and need not be told
+    say = None if track["mode"] == "auto" else run.say
+    begun = WandB(wandb.init(mode="offline", **arguments), say)
     for row in run.history:
         begun.log(row)
     import pandas  # noqa: F401  # else W&B imports it for the summary, when all else is done
