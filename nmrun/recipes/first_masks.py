@@ -7,32 +7,17 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nmrun.errors import ConfigError, RunError
-from nmrun.files.run_folder import FINAL, WEIGHTS, RunFolder
+from nmrun.errors import ConfigError
 from nmrun.sparsity.candidates import by_group, candidates
 from nmrun.sparsity.masks import nm_mask
 from nmrun.sparsity.weight import SparseWeight
 
 
 def file(place: str) -> Path:
-    """The file of weights that ``masks=`` names; that of a finished run is as the run left it.
-
-    Args:
-        place: a folder with a ``model.safetensors``, as runs leave one, or such a file.
-
-    Raises:
-        ConfigError: where a run's file was changed since.
-    """
+    """The file of weights that ``masks=`` names: such a file, or a folder with a
+    ``model.safetensors``."""
     path = Path(place).expanduser()
-    path = path if path.is_file() else path / FINAL
-    if path.name in WEIGHTS:
-        folder = RunFolder(path.parent)
-        try:
-            folder.checked(path.name)
-        except RunError as error:
-            raise ConfigError(f"masks={place}: {error}") from None
-        folder.tell_unverified()
-    return path
+    return path if path.is_file() else path / "model.safetensors"
 
 
 def agreement(path: Path | None, weight: SparseWeight) -> Tensor:

@@ -97,6 +97,8 @@ def build(
             f"of {task.batches_per_epoch} batches"
         )
     recipe = config.recipe.target or config.recipe.name
+    if recipe == "maskllm" and config.recipe.options.get("masks") is not None:
+        start.check_masks(config.recipe.options["masks"])
 
     def made_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int) -> Handle:
         return sparsify(

@@ -10,7 +10,8 @@ from torch import nn
 
 from nmrun import models
 from nmrun.errors import ConfigError, RunError
-from nmrun.files.run_folder import weights_in
+from nmrun.files.run_folder import WEIGHTS, RunFolder, weights_in
+from nmrun.recipes import first_masks
 from nmrun.settings.config import Config
 from nmrun.tasks.base import Task
 
@@ -32,6 +33,26 @@ def network(config: Config, task: Task) -> nn.Module:
         heads, part = (getattr(model, name, ()) for name in ("heads_of_tasks", "part_of_tasks"))
         load(model, config.init, f"init={config.init}", heads, part)
     return model
+
+
+def check_masks(place: str) -> None:
+    """Look whether the weights that ``recipe.masks`` names are as their run left them.
+
+    Args:
+        place: as :func:`nmrun.recipes.first_masks.file` takes it; what is in no run's folder is
+            taken as it is.
+
+    Raises:
+        ConfigError: where a run's file was changed since.
+    """
+    path = first_masks.file(place)
+    if path.name in WEIGHTS:
+        folder = RunFolder(path.parent)
+        try:
+            folder.checked(path.name)
+        except RunError as error:
+            raise ConfigError(f"recipe.masks={place}: {error}") from None
+        folder.tell_unverified()
 
 
 def load(
