@@ -501,7 +501,7 @@ def test_without_a_test_text_nothing_is_called_test(tmp_path, capsys):
     assert result["status"] == "finished"
     names = {"eval/loss", "eval/perplexity", "eval/bits_per_token"}
     assert set(result["metrics"]["final"]) == names
-    assert set(result["metrics"]["best"]) == names | {"epoch", "candidates"}
+    assert set(result["metrics"]["best"]) == names | {"epoch", "step", "candidates"}
     capsys.readouterr()
     assert verb("table", str(tmp_path / "out")) == 0
     assert "perplexity on the validation split" in capsys.readouterr().out

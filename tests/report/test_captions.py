@@ -40,6 +40,13 @@ def test_beside_trainings_it_is_told_apart(write, table):
     assert "not the same in all cells: epochs\n" in table()[1]
 
 
+def test_a_length_in_steps_is_told_in_steps(write, table):
+    for recipe in ("ste", "sr_ste"):
+        write(recipe, "2:4", 0, 0.85, trainer__steps=500)
+    said = table()[1].splitlines()[0]
+    assert said == "small_conv on digits, adam, learning rate 0.001, 500 steps"
+
+
 def test_other_numbers_of_calibration_samples_are_no_common_one(write, table):
     pruned(write, "wanda", 0, 0.8)
     pruned(write, "magnitude", 0, 0.8, samples=8)

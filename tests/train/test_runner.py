@@ -71,7 +71,7 @@ def test_the_folder_of_a_finished_run(
     assert OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")) == made.plain
     names = {"eval/accuracy", "eval/loss", "test/accuracy", "test/loss"}
     assert set(result["metrics"]["final"]) == names
-    assert set(result["metrics"]["best"]) == {*names, "epoch", "candidates"}
+    assert set(result["metrics"]["best"]) == {*names, "epoch", "step", "candidates"}
     assert {"commit", "dirty", "python", "torch", "device", "command"} <= set(result["environment"])
     assert os.uname().nodename not in json.dumps(result["environment"])
     assert result["seconds"] > 0
