@@ -24,6 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from nmrun.config import sweep
 from nmrun.errors import ConfigError
+from nmrun.files.locks import NAME
 from nmrun.report import status
 
 Place = Callable[..., Path]
@@ -73,7 +74,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def locked(folder: Path) -> subprocess.Popen[str]:
     """A live process that works in the folder."""
-    code = f"import fcntl, os, sys; fcntl.flock(os.open({str(folder)!r}, 0), fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    code = f"import fcntl, os, sys; fcntl.flock(os.open({str(folder / NAME)!r}, os.O_CREAT), fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

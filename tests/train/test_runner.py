@@ -25,6 +25,7 @@ from nmrun.config.identity import identity, run_folder, title
 from nmrun.config.schema import Config
 from nmrun.data import digits
 from nmrun.errors import ConfigError, RunError
+from nmrun.files.locks import NAME
 from nmrun.files.run_folder import sealed
 from nmrun.models.small_conv import SmallConv
 from nmrun.recipes.asp import ASP
@@ -441,7 +442,8 @@ def test_two_processes_do_not_share_a_folder(
     made = config(tmp_path)
     folder = run_folder(made)
     folder.mkdir(parents=True)
-    holder = f"import fcntl, os, sys; fcntl.flock(os.open({str(folder)!r}, 0), fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    file = str(folder / NAME)
+    holder = f"import fcntl, os, sys; fcntl.flock(os.open({file!r}, os.O_CREAT), fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
@@ -449,7 +451,7 @@ def test_two_processes_do_not_share_a_folder(
         other.stdout.readline()
         assert run(made)["status"] == "running"
         assert capsys.readouterr().err.count("\n") == 1
-        assert list(folder.iterdir()) == []
+        assert [path.name for path in folder.iterdir()] == [NAME]
         with contextlib.suppress(ValueError):
             other.communicate()
     assert run(made)["status"] == "finished"
