@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 import nmrun
-from nmrun.bench.machine import hardware
-from nmrun.report.markdown import table
-from nmrun.report.statistics import student
+from nmrun.lab.bench.machine import hardware
+from nmrun.lab.report.markdown import table
+from nmrun.lab.report.statistics import student
 
 WORDS = (
     *("dataset=shakespeare", "dataset.context=64", "model=gpt_tiny", "model.width=256"),

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nmrun.bench.gemm_cpu import clock_of, onednn
-from nmrun.bench.timing import rounds, speedup
-from nmrun.kernels import cpu_products
-from nmrun.kernels.cpu_products import PackedMatrix
+from nmrun.fast.kernels import cpu_products
+from nmrun.fast.kernels.cpu_products import PackedMatrix
+from nmrun.lab.bench.gemm_cpu import clock_of, onednn
+from nmrun.lab.bench.timing import rounds, speedup
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 

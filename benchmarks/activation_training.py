@@ -17,11 +17,11 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from nmrun.bench.configs import composed
-from nmrun.bench.gemm_cpu import clock_of
-from nmrun.bench.timing import rounds, speedup
-from nmrun.train import build
-from nmrun.train.steps import Steps
+from nmrun.lab.bench.configs import composed
+from nmrun.lab.bench.gemm_cpu import clock_of
+from nmrun.lab.bench.timing import rounds, speedup
+from nmrun.lab.train import build
+from nmrun.lab.train.steps import Steps
 
 WORDS = (
     *("recipe=dense", "dataset=stdlib_text", "dataset.context=256", "model=gpt2", "model.layers=4"),

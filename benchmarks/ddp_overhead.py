@@ -23,9 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from nmrun import ranks
-from nmrun.bench.arms import ARMS, WORKLOADS
-from nmrun.bench.machine import hardware
-from nmrun.bench.recipes import Arm
+from nmrun.lab.bench.arms import ARMS, WORKLOADS
+from nmrun.lab.bench.machine import hardware
+from nmrun.lab.bench.recipes import Arm
 from nmrun.patterns import Pattern
 
 RECIPES = ("dense_again", "ste", "sr_ste", "step_phase_two", "s_ste")

@@ -22,7 +22,7 @@ part() { # name, most seconds, command
 bench() { part "$1" "$2" "$PYTHON" -m nmrun bench "$1" --device cuda --out "$OUT" "${@:3}"; }
 
 part doctor 60 "$PYTHON" -m nmrun doctor
-part tests 200 "$PYTHON" -m pytest -m gpu tests/bench/test_gpu.py tests/kernels/test_triton.py
+part tests 200 "$PYTHON" -m pytest -m gpu tests/lab/bench/test_gpu.py tests/kernels/test_triton.py
 bench gemm 100 --tokens 2048 8192 32768
 bench gemm 40 --fp8 --shapes 1024x4096 4096x16384 --tokens 8192 --rounds 10
 bench masks 60 --arms nmrun reference topk nm_mask

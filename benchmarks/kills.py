@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nmrun import cli
-from nmrun.files import locks
+from nmrun.lab import cli
+from nmrun.lab.runs import locks
 
 # 5 recipes, 2 ratios and 2 seeds: 20 runs of 40 steps, checkpoints after every 5th; STEP switches
 # and ASP prunes halfway
@@ -59,10 +59,10 @@ FILES = {
 _warm = multiprocessing.get_context("forkserver")
 _warm.set_forkserver_preload(
     [
-        "nmrun.cli",
-        "nmrun.train.jobs",
-        "nmrun.train.runner",
-        "nmrun.train.loop",
+        "nmrun.lab.cli",
+        "nmrun.lab.train.jobs",
+        "nmrun.lab.train.runner",
+        "nmrun.lab.train.loop",
         "hydra.main",
         "sklearn.datasets",
     ]

@@ -23,10 +23,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 import nmrun
-from nmrun.bench.machine import hardware
-from nmrun.models.gpt import GPT
+from nmrun.lab.bench.machine import hardware
+from nmrun.lab.models.gpt import GPT
+from nmrun.lab.report.markdown import table
 from nmrun.oneshot import METHODS
-from nmrun.report.markdown import table
 
 VOCABULARY, MIB = 50257, 2**20
 GROWTH = 1.1  # what counts as growing, over threefold and more depth

@@ -18,9 +18,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import nmrun
-from nmrun.models.gpt import GPT
+from nmrun.lab.models.gpt import GPT
+from nmrun.lab.train.distillation import divergence
 from nmrun.oneshot import METHODS
-from nmrun.train.distillation import divergence
 
 OUT = Path(__file__).parents[1] / "docs" / "results" / "retraining_cost.csv"
 RATIO, STEPS = "2:4", 98

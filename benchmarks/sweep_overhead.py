@@ -26,11 +26,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from nmrun import cli
-from nmrun.bench.machine import hardware
-from nmrun.train import jobs
-from nmrun.train.evaluation import Evaluation
-from nmrun.train.loop import Loop
+from nmrun.lab import cli
+from nmrun.lab.bench.machine import hardware
+from nmrun.lab.train import jobs
+from nmrun.lab.train.evaluation import Evaluation
+from nmrun.lab.train.loop import Loop
 
 LIMIT = 0.3
 SWEEP = (

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from nmrun.config import reference
-from nmrun.config.reference import Key, Option
+from nmrun.lab.words import reference
+from nmrun.lab.words.reference import Key, Option
 
 DOCS = Path(__file__).parent
 HEAD = """# Config keys
@@ -19,7 +19,7 @@ HEAD = """# Config keys
 Every key with its meaning, the values that it takes and its default: what `nmrun help KEY` says.
 `nmrun --cfg job` prints a whole config with its values.
 
-<!-- Written by docs/generate.py from conf/, nmrun/settings/ and nmrun/recipes/. -->
+<!-- Written by docs/generate.py from conf/, nmrun/lab/keys/ and nmrun/recipes/. -->
 
 """
 

@@ -20,21 +20,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nmrun import optim as optim
     from nmrun import sparsity as sparsity
-    from nmrun.activations import SparseActivations as SparseActivations
-    from nmrun.activations import sparse_activations as sparse_activations
-    from nmrun.api.reports import plot as plot
-    from nmrun.api.reports import runs as runs
-    from nmrun.api.reports import table as table
-    from nmrun.api.result import Result as Result
-    from nmrun.api.runs import run as run
-    from nmrun.api.runs import sweep as sweep
-    from nmrun.attach import sparsify as sparsify
-    from nmrun.export.load import load_packed as load_packed
-    from nmrun.handle import Handle as Handle
+    from nmrun.fast.acceleration import accelerate as accelerate
+    from nmrun.fast.deploy import deploy as deploy
+    from nmrun.fast.load import load_packed as load_packed
+    from nmrun.lab.api.reports import plot as plot
+    from nmrun.lab.api.reports import runs as runs
+    from nmrun.lab.api.reports import table as table
+    from nmrun.lab.api.result import Result as Result
+    from nmrun.lab.api.runs import run as run
+    from nmrun.lab.api.runs import sweep as sweep
     from nmrun.oneshot.prune import Pruned as Pruned
     from nmrun.oneshot.prune import prune as prune
-    from nmrun.products.acceleration import accelerate as accelerate
-    from nmrun.products.deploy import deploy as deploy
+    from nmrun.step.activations import SparseActivations as SparseActivations
+    from nmrun.step.activations import sparse_activations as sparse_activations
+    from nmrun.step.handle import Handle as Handle
+    from nmrun.step.sparsify import sparsify as sparsify
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,22 +44,22 @@ __all__ = [
 ]  # fmt: skip
 
 _LAZY = {
-    "accelerate": "nmrun.products.acceleration",
-    "deploy": "nmrun.products.deploy",
-    "load_packed": "nmrun.export.load",
+    "accelerate": "nmrun.fast.acceleration",
+    "deploy": "nmrun.fast.deploy",
+    "load_packed": "nmrun.fast.load",
     "prune": "nmrun.oneshot.prune",
     "Pruned": "nmrun.oneshot.prune",
-    "sparse_activations": "nmrun.activations",
-    "SparseActivations": "nmrun.activations",
-    "sparsify": "nmrun.attach",
-    "Handle": "nmrun.handle",
+    "sparse_activations": "nmrun.step.activations",
+    "SparseActivations": "nmrun.step.activations",
+    "sparsify": "nmrun.step.sparsify",
+    "Handle": "nmrun.step.handle",
     "Pattern": "nmrun.patterns",
-    "Result": "nmrun.api.result",
-    "plot": "nmrun.api.reports",
-    "run": "nmrun.api.runs",
-    "runs": "nmrun.api.reports",
-    "sweep": "nmrun.api.runs",
-    "table": "nmrun.api.reports",
+    "Result": "nmrun.lab.api.result",
+    "plot": "nmrun.lab.api.reports",
+    "run": "nmrun.lab.api.runs",
+    "runs": "nmrun.lab.api.reports",
+    "sweep": "nmrun.lab.api.runs",
+    "table": "nmrun.lab.api.reports",
 }
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from nmrun.cli import main
+from nmrun.lab.cli import main
 
 sys.exit(main())

@@ -4,13 +4,17 @@ hyperparameters alike.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import re
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nmrun.patterns import Pattern, PatternError
+from nmrun.registry import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,7 @@ def _plain_budget(value: str | None) -> str | None:
 
 
 INPUT_GRADIENTS = ("exact", "transposable", "double_prune", "mvue")  # see nmrun.sparsify
-# see nmrun.products.acceleration
+# see nmrun.fast.acceleration
 ACCELERATION = (
     "auto",
     "off",
@@ -303,3 +307,44 @@ SEEDS = Check(
         )
     ),
 )
+
+
+@functools.cache
+def checks(kind: Any) -> dict[str, Check | None]:
+    """The range of each key of a class; None for a key that takes anything.
+
+    Args:
+        kind: a dataclass whose ranges are written ``Annotated[int, whole(1)]``.
+    """
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return {
+        key.name: next(iter(getattr(hints[key.name], "__metadata__", ())), None)
+        for key in dataclasses.fields(kind)
+    }
+
+
+def wrong_values(
+    ranges: Mapping[str, Check | None], given: Mapping[str, Any], prefix: str
+) -> Iterator[tuple[str, str]]:
+    """Find values out of their ranges.
+
+    Args:
+        ranges: by key; None for any value.
+        given: values by key.
+        prefix: of the keys, for the problem.
+
+    Returns:
+        Each problem, with the key that is wrong.
+    """
+    for key, allowed in ranges.items():
+        if allowed is not None and key in given and not allowed.holds(given[key]):
+            hint = did_you_mean(str(given[key]), allowed.options)
+            value = shown(given[key])
+            yield f"{prefix}{key}={value}: it takes {allowed.allowed}{hint}", f"{prefix}{key}"
+
+
+def shown(value: Any) -> str:
+    """A value as a command line has it: ``null``, ``true``, ``0.001``, ``[32,64]``."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return value if isinstance(value, str) else str(value).replace(" ", "")

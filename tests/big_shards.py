@@ -13,7 +13,7 @@ from typing import Any
 import shards
 
 from nmrun import ranks
-from nmrun.train import build
+from nmrun.lab.train import build
 
 LAYERS, WIDTH = 50, 1024
 MODEL = LAYERS * WIDTH * WIDTH * 4  # bytes

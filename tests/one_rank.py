@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from nmrun.train import checkpoint
+from nmrun.lab.train import checkpoint
 
 SHAPES = {"even": (6, 4), "odd": (5, 3), "row": (1, 8)}
 # what changes a folder, and leads to what a killed process has left

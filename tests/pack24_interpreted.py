@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nmrun.kernels import pack24
+from nmrun.fast.kernels import pack24
 from nmrun.sparsity import hard_threshold
 
 DTYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}

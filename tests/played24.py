@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nmrun.kernels import cusparselt
-from nmrun.products import acceleration, backends24, choice24, probe24, times
+from nmrun.fast import acceleration, backends24, choice24, probe24, times
+from nmrun.fast.kernels import cusparselt
 
 
 def two_values(weight: Tensor) -> list[Tensor]:

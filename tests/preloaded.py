@@ -23,21 +23,21 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from nmrun import cli
+from nmrun.lab import cli
 
 # Python 3.11 starts the server without the path of this process, so this module is none of them.
 MODULES = [
     "hydra.main",
-    "nmrun.cli",
-    "nmrun.data.digits",
-    "nmrun.models.mlp",
-    "nmrun.models.small_conv",
-    "nmrun.report.tables",
-    "nmrun.train.jobs",
-    "nmrun.train.loop",
-    "nmrun.train.runner",
-    "nmrun.train.sharded",
-    "nmrun.train.shards",
+    "nmrun.lab.cli",
+    "nmrun.lab.data.digits",
+    "nmrun.lab.models.mlp",
+    "nmrun.lab.models.small_conv",
+    "nmrun.lab.report.tables",
+    "nmrun.lab.train.jobs",
+    "nmrun.lab.train.loop",
+    "nmrun.lab.train.runner",
+    "nmrun.lab.train.sharded",
+    "nmrun.lab.train.shards",
     "sklearn.datasets",
     "torch._dynamo",
     "torch.distributed.elastic.multiprocessing.errors",

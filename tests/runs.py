@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from nmrun import recipes
-from nmrun.config import schema, source
-from nmrun.config.composing import Done, composed, composing
-from nmrun.signals import Signals
+from nmrun.lab.signals import Signals
+from nmrun.lab.words import schema, source
+from nmrun.lab.words.composing import Done, composed, composing
 
 RECIPES = tuple(recipes.RECIPES)
 COMPOSED: Done = {}  # shared by all tests of a process

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 import nmrun
 from nmrun import ranks
-from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
-from nmrun.train import checkpoint, runner
-from nmrun.train.loop import Loop
+from nmrun.lab.train import checkpoint, runner
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words.identity import run_folder
 
 OPTIONS = (
     "trainer.clip=0.5",
@@ -152,8 +152,8 @@ def full(tensor: Tensor) -> Tensor:
 
 def check_odd() -> None:
     """A model by hand: the same steps as in one process, its state dicts those of one process."""
-    from nmrun.train import sharded
-    from nmrun.train.replicated import Replicated
+    from nmrun.lab.train import sharded
+    from nmrun.lab.train.replicated import Replicated
 
     def odd() -> Odd:
         torch.manual_seed(1)
@@ -229,7 +229,7 @@ def check_odd() -> None:
 
 def check_resharded(folder: Path) -> None:
     """What one rank has saved in shards, two have in theirs."""
-    from nmrun.train import sharded
+    from nmrun.lab.train import sharded
 
     model = nn.ParameterDict({n: torch.zeros(shape) for n, shape in one_rank.SHAPES.items()})
     sharded.shard(model, torch.device("cpu"))

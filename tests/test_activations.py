@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.models import gpt, text_encoder, vit
+from nmrun.lab.models import gpt, text_encoder, vit
 from nmrun.patterns import Pattern
 from nmrun.sparsity.activations import SquaredReLU, keep_largest
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nmrun.train import machine
+from nmrun.lab.train import machine
 
-TAKE = "import sys; from nmrun.files.locks import free_gpu; print(free_gpu(2, 0.01), free_gpu(2), flush=True); sys.stdin.read()"
+TAKE = "import sys; from nmrun.lab.runs.locks import free_gpu; print(free_gpu(2, 0.01), free_gpu(2), flush=True); sys.stdin.read()"
 
 
 def test_three_processes_on_two_gpus(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_three_processes_on_two_gpus(tmp_path: Path) -> None:
 
 
 def test_visible_devices_are_told_apart_by_their_own_numbers(tmp_path: Path) -> None:
-    run = "import sys; from nmrun.files.locks import free_gpu; print(free_gpu(1), flush=True); sys.stdin.read()"
+    run = "import sys; from nmrun.lab.runs.locks import free_gpu; print(free_gpu(1), flush=True); sys.stdin.read()"
     started = []
     for visible in ("3", "5"):
         environment = {**os.environ, "TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible}

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from verbs import verb
 
-import nmrun.cli as cli
-import nmrun.train.jobs
-from nmrun.config import command_line, early, experiment, precheck
-from nmrun.config.composing import Done
+import nmrun.lab.cli as cli
+import nmrun.lab.train.jobs
 from nmrun.errors import ConfigError
+from nmrun.lab.words import command_line, early, experiment, precheck
+from nmrun.lab.words.composing import Done
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import nmrun
 from nmrun import optim
+from nmrun.lab.train import build
 from nmrun.optim import second_moment
-from nmrun.train import build
 
 PAIRS = [(optim.Adam, torch.optim.Adam), (optim.AdamW, torch.optim.AdamW)]
 T0 = 6  # steps before freezing

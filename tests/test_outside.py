@@ -15,8 +15,8 @@ from training import TOTAL, attach, batch, bits, everything, kept, net, start, t
 
 import nmrun
 from nmrun.errors import RunError
-from nmrun.hooks import steps as handles
 from nmrun.sparsity import hard_threshold
+from nmrun.step import hooks as handles
 
 
 def told(handle: nmrun.Handle) -> list[str]:

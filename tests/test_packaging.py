@@ -71,7 +71,7 @@ def test_wheel_and_sdist_have_all_code_and_configs(tmp_path):
 def test_configs_and_kernel_are_found_as_resources():
     assert resources.files("nmrun.conf").joinpath("nmrun.yaml").is_file()
     assert resources.files("nmrun.kernels").joinpath("nm_project.c").is_file()
-    assert metadata.entry_points(group="console_scripts")["nmrun"].value == "nmrun.cli:main"
+    assert metadata.entry_points(group="console_scripts")["nmrun"].value == "nmrun.lab.cli:main"
 
 
 def test_make_help_lists_every_target():

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.handle import Handle
 from nmrun.recipes import RECIPES
+from nmrun.step.handle import Handle
 
 TOTAL = 10
 OPTIONS: dict[str, dict[str, Any]] = {

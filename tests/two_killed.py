@@ -12,9 +12,9 @@ from typing import Any
 from runs import config
 
 from nmrun import ranks
-from nmrun.config.identity import run_folder
-from nmrun.train import checkpoint, runner
-from nmrun.train.loop import Loop
+from nmrun.lab.train import checkpoint, runner
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words.identity import run_folder
 
 
 def main(distributed: str, output_dir: str, last: int) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import nmrun
-from nmrun.handle import Handle
+from nmrun.step.handle import Handle
 
 TOTAL, STOP = 8, 5
 RECIPES: dict[str, dict[str, Any]] = {

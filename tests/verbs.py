@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from nmrun import cli
+from nmrun.lab import cli
 
 
 def verb(*words: str) -> int:

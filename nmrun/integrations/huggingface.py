@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from nmrun.errors import RunError
-from nmrun.handle import Handle
 from nmrun.integrations.training import Training, end
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
+from nmrun.step.handle import Handle
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from nmrun.errors import ConfigError
-from nmrun.handle import Handle
 from nmrun.integrations.training import Training, end
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
+from nmrun.step.handle import Handle
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer, callbacks

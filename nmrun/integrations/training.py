@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from nmrun import recipes
-from nmrun.attach import sparsify
 from nmrun.errors import RunError
-from nmrun.handle import Handle
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
+from nmrun.step.handle import Handle
+from nmrun.step.sparsify import sparsify
 
 
 class Training:

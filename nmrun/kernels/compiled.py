@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from nmrun.files import whole
+from nmrun import atomic
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
 CHUNK = 1 << 16  # weights that a thread should at least get
@@ -33,13 +33,16 @@ BEGIN, END = object(), object()
 IMPORTED_IN = os.getpid()  # libgomp's threads do not survive a fork, and it would wait for them
 
 
-def library(name: str, sources: Sequence[str], flags: Sequence[str] = ()) -> ctypes.CDLL | None:
+def library(
+    name: str, sources: Sequence[str], flags: Sequence[str] = (), room: str = "nmrun.kernels"
+) -> ctypes.CDLL | None:
     """The shared library of C sources, built if needed.
 
     Args:
         name: how its file begins.
-        sources: names of files in this room, without ``.c``; they become one translation unit.
+        sources: names of files, without ``.c``; they become one translation unit.
         flags: of the compiler, after :data:`FLAGS`.
+        room: the package that the files lie in.
 
     Returns:
         The library, or None where no C compiler works.
@@ -47,9 +50,7 @@ def library(name: str, sources: Sequence[str], flags: Sequence[str] = ()) -> cty
     compiler = find_compiler()
     if compiler is None:
         return None
-    code = "".join(
-        resources.files("nmrun.kernels").joinpath(f"{source}.c").read_text() for source in sources
-    )
+    code = "".join(resources.files(room).joinpath(f"{source}.c").read_text() for source in sources)
     said = [code, *FLAGS, *flags, compiler, _processor()]
     key = hashlib.sha256("\0".join(said).encode()).hexdigest()[:16]
     try:
@@ -130,8 +131,8 @@ def _build(compiler: str, code: str, flags: Sequence[str], path: Path) -> None:
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         # another process may be building the same: where the two files are of different builds,
         # the next to load builds again
-        whole.write(path.with_suffix(".sha256"), _digest(built), shared=True)
-        whole.write(path, built.read_bytes(), shared=True)
+        atomic.write(path.with_suffix(".sha256"), _digest(built), shared=True)
+        atomic.write(path, built.read_bytes(), shared=True)
 
 
 def _trusted(path: Path) -> bool:

@@ -18,13 +18,7 @@ import triton
 import triton.language as tl
 
 from nmrun.kernels.operands import Operands
-from nmrun.kernels.triton_groups import (
-    MODES,
-    locate,
-    pointer,
-    project_tile,
-    select,
-)
+from nmrun.kernels.triton_groups import MODES, locate, pointer, project_tile, select
 from nmrun.kernels.triton_launches import launches, on
 
 TILE = 1024  # weights a program has: five tensors of them have to fit into registers

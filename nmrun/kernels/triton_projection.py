@@ -13,13 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nmrun.kernels.triton_groups import (
-    MODES,
-    locate,
-    pointer,
-    project_tile,
-    select,
-)
+from nmrun.kernels.triton_groups import MODES, locate, pointer, project_tile, select
 from nmrun.kernels.triton_launches import applies, launches, on, shape_of
 from nmrun.patterns import Pattern
 

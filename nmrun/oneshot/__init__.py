@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun import registry
 from nmrun.errors import ConfigError
-from nmrun.settings.reader import checks, wrong_values
+from nmrun.ranges import checks, wrong_values
 
 if TYPE_CHECKING:
     from nmrun.oneshot.method import Method

@@ -2,7 +2,7 @@
 
 The parameter of a sparse weight holds its projection; its gradient is the gradient at the projected
 weight and reaches the dense weight unchanged (straight-through). Around each optimizer step this
-happens, in this order (``nmrun.hooks.steps``)::
+happens, in this order (``nmrun.step.hooks``)::
 
     before_step    the recipe looks at the gradients (unscaled and clipped)
     rule           the gradients of pruned weights are edited

@@ -18,8 +18,8 @@ pytest.importorskip("gymnasium")
 import gymnasium
 
 from examples import rnm_td3
-from nmrun.report import cli as report
-from nmrun.report.collect import collect
+from nmrun.lab.report import cli as report
+from nmrun.lab.report.collect import collect
 
 STEPS, INTERVAL = 160, 15
 

@@ -121,7 +121,7 @@ RUNS: list[tuple[str, dict[str, Any]]] = [
 
 def begin(
     recipe: str, options: dict[str, Any]
-) -> tuple[nn.Module, optim.Adam, nmrun.handle.Handle]:
+) -> tuple[nn.Module, optim.Adam, nmrun.step.handle.Handle]:
     torch.manual_seed(0)
     layers = (
         nn.Conv2d(16, 16, 3, padding=1),
@@ -137,7 +137,7 @@ def begin(
 
 
 def train(
-    model: nn.Module, optimizer: optim.Adam, handle: nmrun.handle.Handle, steps: range
+    model: nn.Module, optimizer: optim.Adam, handle: nmrun.step.handle.Handle, steps: range
 ) -> list[Any]:
     """What is to be seen after each step."""
     seen: list[Any] = []

@@ -13,7 +13,7 @@ from torch import nn
 import nmrun
 from nmrun import oneshot
 from nmrun.errors import ConfigError
-from nmrun.models.gpt import GPT
+from nmrun.lab.models.gpt import GPT
 from nmrun.oneshot.inputs import Layer, watched
 from nmrun.oneshot.permute import free_channels, permute
 from nmrun.patterns import Pattern

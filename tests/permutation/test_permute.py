@@ -18,20 +18,20 @@ from torch.nn import functional as F
 from torchvision.models.resnet import BasicBlock
 
 import nmrun
-from nmrun import models
-from nmrun.config.identity import run_folder
 from nmrun.errors import ConfigError
-from nmrun.models.gpt import GPT
-from nmrun.models.mlp import MLP
-from nmrun.models.small_conv import SmallConv
+from nmrun.lab import models
+from nmrun.lab.models.gpt import GPT
+from nmrun.lab.models.mlp import MLP
+from nmrun.lab.models.small_conv import SmallConv
+from nmrun.lab.train import runner
+from nmrun.lab.train.diagnostics import Diagnostics
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
 from nmrun.permutation import permute
 from nmrun.permutation.channels import input_channels
 from nmrun.permutation.permute import permute_inputs
 from nmrun.permutation.search import best_order, kept_magnitude
-from nmrun.train import runner
-from nmrun.train.diagnostics import Diagnostics
-from nmrun.train.loop import Loop
 
 
 def kept_by_hand(matrix: Tensor, pattern: Pattern, order: list[int]) -> float:

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from verbs import verb
 
 import nmrun
-from nmrun import bench
-from nmrun.bench import output
 from nmrun.errors import ConfigError
-from nmrun.kernels import cusparselt
-from nmrun.products import backends24, linear24, probe24
-from nmrun.products.acceleration import accelerate
-from nmrun.products.linear24 import Packed
-from nmrun.train import build, plan
+from nmrun.fast import backends24, linear24, probe24
+from nmrun.fast.acceleration import accelerate
+from nmrun.fast.kernels import cusparselt
+from nmrun.fast.linear24 import Packed
+from nmrun.lab import bench
+from nmrun.lab.bench import output
+from nmrun.lab.train import build, plan
 
 
 @pytest.fixture(autouse=True)
@@ -272,7 +272,7 @@ def test_the_benchmark_refuses_a_gpu_without_fp8(
 
 
 def test_the_dense_product_of_the_benchmark_is_that_of_rounded_numbers() -> None:
-    from nmrun.bench import gemm
+    from nmrun.lab.bench import gemm
 
     x, weight = (
         normal(16, 32, dtype=torch.float32).bfloat16(),

@@ -15,11 +15,11 @@ from runs import config
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.config.identity import identity
 from nmrun.errors import ConfigError
+from nmrun.lab.train import build, plan
+from nmrun.lab.words.identity import identity
 from nmrun.patterns import Pattern
 from nmrun.products import simulated
-from nmrun.train import build, plan
 
 PAIRS = Pattern(2, 4)
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import nmrun
-from nmrun.handle import Handle
 from nmrun.recipes.autoswitch import AutoSwitch
+from nmrun.step.handle import Handle
 
 TOTAL = 200
 EPS = 1e-8

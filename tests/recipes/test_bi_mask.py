@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import nmrun
-from nmrun.config.identity import run_folder
-from nmrun.handle import Handle
+from nmrun.lab.train import runner
+from nmrun.lab.words.identity import run_folder
 from nmrun.recipes import draws
 from nmrun.sparsity.weight import SparseWeight
-from nmrun.train import runner
+from nmrun.step.handle import Handle
 
 UPDATES = {
     "sgd": lambda p, wd: torch.optim.SGD(p, LR, momentum=0.9, weight_decay=wd),

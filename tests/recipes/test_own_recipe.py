@@ -20,9 +20,9 @@ import torch
 from safetensors.torch import load_file
 
 import nmrun
-import nmrun.train.jobs  # registers the source of ratios
+import nmrun.lab.train.jobs  # registers the source of ratios
 from nmrun import recipes
-from nmrun.config import command_line, precheck
+from nmrun.lab.words import command_line, precheck
 
 PAGE = Path(__file__).parents[2] / "docs/own-recipe.md"
 QUICK = ("sparsity=2:8", "debug=fast", "output_dir=out")
@@ -157,9 +157,9 @@ def test_a_mistake_gets_a_line(module, monkeypatch, words, said):
     """
     from hydra import compose, initialize_config_module
 
-    from nmrun.config import schema
     from nmrun.errors import ConfigError
-    from nmrun.train import build
+    from nmrun.lab.train import build
+    from nmrun.lab.words import schema
 
     words = command_line.own_recipe(["recipe._target_=saliency.Saliency", "track=local", *words])
     problems = precheck.look(words).problems

@@ -11,7 +11,7 @@ from reference import DECAY, LR, SPARSE, TOTAL, Reference, data, mask_of, pruned
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.handle import Handle
+from nmrun.step.handle import Handle
 
 SETTINGS: dict[
     str, tuple[str, dict[str, Any], int]

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
-from nmrun.config import schema, source
-from nmrun.config.identity import run_folder
-from nmrun.train import runner
+from nmrun.lab.train import runner
+from nmrun.lab.words import schema, source
+from nmrun.lab.words.identity import run_folder
 
 DEFAULT = ("track=local", "trainer.threads=1")
 # its first layer has inputs that are always 0

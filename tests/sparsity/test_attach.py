@@ -12,9 +12,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import nmrun
 from nmrun.errors import ConfigError, RunError
-from nmrun.handle import Handle
-from nmrun.hooks import steps as handles
 from nmrun.sparsity import check_nm, hard_threshold, soft_threshold
+from nmrun.step import hooks as handles
+from nmrun.step.handle import Handle
 
 MAKERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ste": ("ste", {}),

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.api.result import Result
-from nmrun.export import packed
-from nmrun.export.packed import pack, positions
+from nmrun.fast import packed
+from nmrun.fast.packed import pack, positions
+from nmrun.lab.api.result import Result
 from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
 from nmrun.sparsity import check_nm, hard_threshold, nm_mask

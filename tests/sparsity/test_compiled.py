@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.handle import Handle
 from nmrun.sparsity import check_nm, hard_threshold
+from nmrun.step.handle import Handle
 
 RECIPES: dict[str, dict[str, Any]] = {
     "ste": {},

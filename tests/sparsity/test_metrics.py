@@ -10,16 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.handle import Handle
 from nmrun.sparsity import metrics
-from nmrun.sparsity.metrics import (
-    energies,
-    gradient_variance,
-    layer_metrics,
-    mask_of,
-    pack,
-    unpack,
-)
+from nmrun.sparsity.metrics import energies, gradient_variance, layer_metrics, mask_of, pack, unpack
+from nmrun.step.handle import Handle
 
 # three weights (2, 4), with 2:4 masks that can be read off: 1100 0011, then 1001 0011, then the
 # first again

@@ -14,9 +14,12 @@ from runs import config
 from torch import Tensor, nn
 
 import nmrun
-from nmrun.config.identity import run_folder
 from nmrun.kernels import compiled as c_library
 from nmrun.kernels import cpu
+from nmrun.lab.train import build, plan, runner
+from nmrun.lab.train.flops import Flops, Part, Products
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words.identity import run_folder
 from nmrun.patterns import Pattern
 from nmrun.recipes import RECIPES
 from nmrun.sparsity import (
@@ -28,9 +31,6 @@ from nmrun.sparsity import (
     transposable_mask,
 )
 from nmrun.sparsity.select import select
-from nmrun.train import build, plan, runner
-from nmrun.train.flops import Flops, Part, Products
-from nmrun.train.loop import Loop
 
 TOTAL = 8
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -596,6 +596,6 @@ def test_a_run_that_is_cut_off_ends_the_same(
     ends = [(run_folder(made) / "model.safetensors").read_bytes() for made in (alone, cut)]
     assert ends[0] == ends[1]
 
-    from nmrun.export import cli
+    from nmrun.lab.export import cli
 
     assert cli.main([str(run_folder(cut)), "--to", str(tmp_path / "copy")]) == 0

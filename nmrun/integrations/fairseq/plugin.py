@@ -19,10 +19,10 @@ from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
 from fairseq.trainer import Trainer
 
 from nmrun import optim
-from nmrun.attach import sparsify
 from nmrun.errors import ConfigError, RunError, refuse
-from nmrun.handle import Handle
 from nmrun.patterns import PatternError
+from nmrun.step.handle import Handle
+from nmrun.step.sparsify import sparsify
 
 
 @dataclass

@@ -1,0 +1,284 @@
+"""Whether the layers of a run are computed by N:M products, and by which: decided before training,
+by measurement.
+
+Masks alone make nothing faster. Here every sparse linear layer that the device can take is tested
+and timed, at the size that it has in this run, and gets the fastest path that is right, if one is
+faster than the dense layer. On a GPU these are 2:4 products (``choice24``), on a CPU products with
+any N:M (``choice_cpu``). What is dense on a CPU, the whole layer or a phase of it, is computed by
+oneDNN where that beats torch's default (``dense_cpu``). What was found is printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from nmrun import ranks
+from nmrun.errors import ConfigError
+from nmrun.fast import activations_cpu, choice24, choice_cpu, dense_cpu
+from nmrun.fast.probe24 import Shape as Shape24
+from nmrun.fast.probe_activations import Around
+from nmrun.fast.probe_cpu import Convolution, Shape
+from nmrun.fast.times import Times
+from nmrun.products import layer, simulated
+from nmrun.products.layer import Phase
+from nmrun.ranges import ACCELERATION
+from nmrun.sparsity.weight import SparseWeight
+
+
+class Sparsified(Protocol):
+    """What is asked of a handle here."""
+
+    sparse: list[SparseWeight]
+    model: nn.Module
+    by_onednn: list[nn.Module]
+
+    @property
+    def recipe(self) -> Phase: ...
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one layer got: a ``path``, or None with the ``reason``; its ``shape`` and the ``times``
+    of the paths where it was measured. ``always_dense``: it has no sparse weight.
+    """
+
+    name: str
+    path: str | None
+    reason: str
+    shape: Shape24 | Shape | Convolution | Around | None = None
+    times: Mapping[str, Times] = field(default_factory=dict)
+    always_dense: bool = False
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the layer is computed with its kept weights alone."""
+        return not self.always_dense and self.path not in (None, dense_cpu.NAME)
+
+
+def accelerate(
+    handle: Sparsified,
+    sample: Callable[[], object],
+    mode: str = "auto",
+    accumulate: int = 1,
+    why_not: str = "",
+    whole_gradients: bool = False,
+    known: Mapping[str, Mapping[str, Times]] | None = None,
+) -> list[Choice]:
+    """Let the sparse linear layers of ``handle``, and on a CPU its convolutions, train through N:M
+    products where that is right and faster, and on a CPU all dense linear layers through oneDNN's
+    where those are.
+
+    The parameters stay what they are, so optimizers, checkpoints and recipes see no difference.
+    Acts in training mode, while the weights are N:M. Results differ from the masked dense layer by
+    the rounding of the dtype. Where several processes train, rank 0 decides. With ``fp8`` of
+    :func:`nmrun.sparsify`, dense is FP8 simulated.
+
+    Args:
+        handle: of :func:`nmrun.sparsify`.
+        sample: passes one micro-batch through the model, under the autocast of the training; called
+            once, without gradients, to see the shape and dtype of each layer's input.
+        mode: ``auto`` takes what is faster than dense; ``force`` the fastest right path even where
+            it is not; the name of a path (``packed`` on a CPU, those of
+            ``nmrun.fast.backends24.PATHS`` on a GPU) that one, where it is right; ``off``
+            nothing.
+        accumulate: the micro-batches of a step, which share one packing.
+        why_not: a reason against all of it that is known beforehand.
+        whole_gradients: the loop looks at the gradients of pruned weights even where the recipe
+            masks them, as clipping by norm does. Else such layers on a CPU may leave them zero.
+        known: times by shape (``str(choice.shape)``) that are taken in place of measured ones, so
+            that a run that goes on gets the paths that it had.
+
+    Returns:
+        What each layer got, and why: the sparse ones, and the dense ones that were measured.
+
+    Raises:
+        ConfigError: where no layer can be accelerated and mode is not ``auto``.
+    """
+    if mode not in ACCELERATION:
+        raise ConfigError(f"acceleration={mode}: it takes {', '.join(ACCELERATION)}")
+    for weight in handle.sparse:
+        if weight.layer is not None:
+            weight.layer.packed = weight.layer.dense = None
+    layer.restore_forward(handle.by_onednn)
+    device = next((p.device for p in handle.model.parameters()), torch.device("cpu"))
+    side, choices = _side(device), list[Choice]()
+    sparse = {weight.module: weight for weight in handle.sparse}
+    dense = {} if why_not or side is not choice_cpu else _dense_layers(handle.model, sparse)
+    if mode == "off" or not (sparse or dense):
+        return []
+    why_not = why_not or obstacle(device)
+    seen = _seen([*dense, *([] if why_not else sparse)], sample)
+
+    def measured(shape: object) -> Mapping[str, Times]:
+        return (known or {}).get(str(shape)) or ranks.from_leader(
+            side.measured(shape, device) if side is not None and ranks.leads() else {}
+        )
+
+    for weight in handle.sparse:
+        reason, shape = why_not, None
+        if side is not None and not why_not:
+            reason, shape = side.eligible(weight, handle.recipe, seen.get(weight.module))
+        if side is None or shape is None:
+            choices.append(Choice(weight.name, None, reason))
+            continue
+        times = measured(shape)
+        fp8 = weight.layer is not None and weight.layer.fp8
+        path, reason = _best(times, accumulate, mode, "FP8 simulated" if fp8 else "dense")
+        if dense_cpu.is_faster(times):
+            layer.ensured(weight)
+            weight.layer.dense = dense_cpu
+        if path not in (None, dense_cpu.NAME):
+            layer.ensured(weight)
+            own = weight.layer
+            own.packed, own.whole_gradients = side.packed(own, path, times, shape), whole_gradients
+            own.active, own.uses_packed = not handle.recipe.dense_forward, handle.recipe.is_sparse
+            if own.pack not in weight.dependents:
+                weight.dependents.append(own.pack)
+            own.pack(weight)
+        choices.append(Choice(weight.name, path, reason, shape, times))
+    if handle.sparse and mode != "auto" and not any(choice.is_sparse for choice in choices):
+        reasons = "; ".join(dict.fromkeys(choice.reason for choice in choices))
+        raise ConfigError(
+            f"trainer.acceleration={mode}: no layer can be accelerated here ({reasons})"
+        )
+    for module, name in dense.items():
+        shape = choice_cpu.dense(module, seen[module]) if module in seen else None
+        if shape is not None:
+            times = measured(shape)
+            path, reason = _dense_best(times)
+            if path is not None:
+                dense_cpu.install(module)
+                handle.by_onednn.append(module)
+            choices.append(Choice(name, path, reason, shape, times, always_dense=True))
+    return choices
+
+
+def lines(choices: Sequence[Choice]) -> list[str]:
+    """What was decided, for the reader: a table of the layers that were measured, or one line why
+    none was.
+    """
+    if not choices:
+        return []
+    sparse = [choice for choice in choices if not choice.always_dense]
+    taken = [choice for choice in choices if choice.is_sparse]
+    shown, said = choices, list[str]()
+    if taken:
+        said.append(f"N:M products in {len(taken)} of {len(sparse)} sparse layers")
+    elif any(choice.shape for choice in sparse):
+        said.append("masks only: no N:M product is faster than dense")
+    elif sparse:
+        reasons = "; ".join(dict.fromkeys(choice.reason for choice in sparse))
+        said.append(f"masks only, nothing is accelerated: {reasons}")
+        shown = [choice for choice in choices if choice.always_dense]
+    if any(choice.path == dense_cpu.NAME for choice in choices):
+        said.append("oneDNN's dense products where they are faster than torch's default")
+    if any(choice.path == activations_cpu.NAME for choice in choices):
+        said.append("products with packed activations in the steps that prune them")
+    groups: dict[tuple[str | None, object, str], list[str]] = {}
+    for choice in shown:
+        groups.setdefault((choice.path, choice.shape, choice.reason), []).append(choice.name)
+    for (path, shape, reason), names in groups.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        said.append(
+            f"  {path or 'dense'}: {names[0]}{more}"
+            + (f", {shape}" if shape else "")
+            + f": {reason}"
+        )
+    return said
+
+
+def _dense_layers(model: nn.Module, sparse: Container[nn.Module]) -> dict[nn.Module, str]:
+    """The linear layers without a sparse weight, with the names of their weights."""
+    return {
+        module: f"{name}.weight".lstrip(".")
+        for name, module in model.named_modules()
+        if module not in sparse and dense_cpu.weight_of(module) is not None
+    }
+
+
+def _seen(
+    modules: Sequence[nn.Module], sample: Callable[[], object]
+) -> dict[nn.Module, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of the inputs of the layers that are called, each at its largest."""
+    seen: dict[nn.Module, tuple[torch.Size, torch.dtype]] = {}
+
+    def look(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0]
+        if module not in seen or x.numel() >= seen[module][0].numel():
+            seen[module] = x.shape, simulated.compute_dtype(x)
+
+    if not modules:
+        return {}
+    watched([module.register_forward_pre_hook(look) for module in modules], sample)
+    return seen
+
+
+def watched(hooks: Sequence[RemovableHandle], sample: Callable[[], object]) -> None:
+    """Compute a forward pass that leaves no trace, and remove the hooks that looked at it.
+
+    Args:
+        hooks: on modules of the model.
+        sample: as of :func:`accelerate`.
+    """
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            sample()
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _side(device: torch.device) -> ModuleType | None:
+    return {"cuda": choice24, "cpu": choice_cpu}.get(device.type)
+
+
+def is_24(device: torch.device) -> bool:
+    """Whether products on this device are 2:4."""
+    return _side(device) is choice24
+
+
+def obstacle(device: torch.device) -> str:
+    """Why nothing can be accelerated on this device; empty if something might."""
+    side = _side(device)
+    return f"nothing for {device.type}" if side is None else str(side.obstacle(device))
+
+
+def _best(
+    times: Mapping[str, Times], accumulate: int, mode: str, without: str
+) -> tuple[str | None, str]:
+    """The path that a layer gets, and what was found; ``without`` is what the layer does without a
+    path.
+    """
+    left = dense_cpu.NAME if dense_cpu.is_faster(times) else None
+    dense = times[left or "dense"].step(accumulate)
+    told = f"{without} {times['dense'].step(accumulate):.3f} ms, "
+    if left:
+        told += f"{left} {dense:.3f} ms, "
+    allowed = {
+        name: t
+        for name, t in times.items()
+        if name not in ("dense", dense_cpu.NAME) and mode in ("auto", "force", name)
+    }
+    right = {name: t.step(accumulate) for name, t in allowed.items() if not t.wrong}
+    if not right:
+        return left, "; ".join(
+            f"{name}: {t.wrong}" for name, t in allowed.items()
+        ) or f"{mode} computes nothing like this"
+    name = min(right, key=lambda name: right[name])
+    told += f"{name} {right[name]:.3f} ms ({dense / right[name]:.2f}x)"
+    return (name if mode != "auto" or right[name] < dense else left), told
+
+
+def _dense_best(times: Mapping[str, Times]) -> tuple[str | None, str]:
+    """The same for a layer without a sparse weight."""
+    dense, own = times["dense"], times[dense_cpu.NAME]
+    told = f"dense {dense.dense:.3f} ms, {dense_cpu.NAME} "
+    told += own.wrong or f"{own.dense:.3f} ms ({dense.dense / own.dense:.2f}x)"
+    return (dense_cpu.NAME if dense_cpu.is_faster(times) else None), told

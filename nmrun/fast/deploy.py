@@ -1,0 +1,230 @@
+"""``nmrun.deploy``: the N:M weights of a trained model packed in place, each by the fastest right
+way on the machine at hand, and its dense layers by oneDNN where that is faster than torch's default.
+
+A path is a layer that computes the same with a packed weight. It is tested before it is timed, on
+the weight that it gets and at the sizes that the sample brings; where the dense layer is faster,
+that stays.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nmrun.errors import ConfigError
+from nmrun.fast import backends24, choice24, probe_cpu
+from nmrun.fast.acceleration import Choice
+from nmrun.fast.dense_cpu import FASTER, NAME, OneDNNLinear, available
+from nmrun.fast.kernels import cpu_products
+from nmrun.fast.packed_convolution import PackedConvolution, packed
+from nmrun.fast.packed_linear import Linear24, PackedLinear
+from nmrun.fast.sites import ConvolutionSite, Site, install, sites, watch
+from nmrun.patterns import Pattern
+from nmrun.sparsity.weight import LIVE
+
+SIZES = (*range(2, 17), 32, 64)  # M that are looked for
+NO_COMPILER = "no C compiler works here (cc, gcc, clang or $CC)"
+# makes the packed layer of a weight (outputs, inputs) and its bias
+Path = Callable[[Tensor, Tensor | None], nn.Module]
+
+
+def deploy(model: nn.Module, sample: Any) -> list[Choice]:
+    """Pack, in place, every weight of a model that is N:M and is computed faster so.
+
+    Linear layers, Hugging Face's ``Conv1D`` and the projections of ``nn.MultiheadAttention`` become
+    layers of :mod:`nmrun.fast.packed_linear`, which hold the non-zeros and their places alone:
+    on the CPU 1.25 N/M of the bytes in float32, 1.5 N/M in bfloat16. On the CPU ``nn.Conv2d`` in
+    float32 becomes a :class:`~nmrun.fast.packed_convolution.PackedConvolution`, 1.25 N/M of the
+    bytes and 4 bytes for every 128 channels of a row; it is timed against the faster of torch's
+    layouts, and wants a batch, whose images lie in the lanes. Every layer may have a pattern of its
+    own. Linear layers in float32 that are faster dense, or are not N:M, become
+    :class:`~nmrun.fast.dense_cpu.OneDNNLinear` where that beats torch's default. Results differ
+    from those of the dense layers by rounding.
+
+    Args:
+        model: a trained model, plain (``handle.finalize()`` was called); set to evaluation.
+        sample: an input as in use: a tensor, a tuple of arguments, a dict of keyword arguments, or
+            a function that calls the model (``lambda: model.generate(prompt)``). Layers are timed
+            with what they are given in it, calls of several sizes together.
+
+    Returns:
+        What each weight got: a path, or None for dense by torch, and the reason, with the times.
+
+    Raises:
+        ConfigError: where a weight is still in training, and for a sample of another kind. No
+            layer is changed.
+    """
+    for name, parameter in model.named_parameters():
+        if LIVE.get(id(parameter)) is parameter:
+            raise ConfigError(f"{name} is in training: call finalize() on its handle, then deploy")
+    found, left = sites(model)
+    held = [site for its in found.values() for site in its]
+    model.eval()
+    choices, alike = dict[str, Choice](), dict[Any, list[Site]]()
+    with torch.no_grad():
+        watch(model, found, sample)
+        for site in held:
+            reason, pattern = _try(site)
+            choices[site.name] = Choice(site.name, None, reason)
+            if site.candidates:
+                alike.setdefault((*site.alike, pattern, tuple(site.candidates)), []).append(site)
+        for (*_, pattern, _), group in alike.items():
+            path, told = _fastest(group)
+            for site in group:
+                site.layer = None if path is None else site.candidates[path]
+                choices[site.name] = Choice(site.name, path, f"{pattern or 'dense'}, {told}")
+        for module, its in found.items():
+            if any(site.layer is not None for site in its):
+                install(model, module, its)
+    return [*choices.values(), *(Choice(name, None, reason) for name, reason in left.items())]
+
+
+def pattern_of(weight: Tensor) -> Pattern | None:
+    """The sparsest N:M that a matrix (outputs, inputs) holds, of those the one with the smallest M;
+    None for a dense one.
+    """
+    found: Pattern | None = None
+    filled = (weight != 0).to(torch.uint8)
+    for m in (m for m in SIZES if m <= weight.shape[1]):
+        groups = F.pad(filled, (0, -weight.shape[1] % m)).unflatten(1, (-1, m))
+        n = max(int(groups.sum(2, dtype=torch.uint8).amax()), 1)
+        if n < m and (found is None or n * found.m < found.n * m):
+            found = Pattern(n, m)
+    return found
+
+
+def paths(device: torch.device, dtype: torch.dtype, pattern: Pattern) -> dict[str, Path]:
+    """The ways there are for a weight.
+
+    Raises:
+        ValueError: in one line, why there are none.
+    """
+    short = str(dtype).removeprefix("torch.")
+    if device.type == "cpu":
+        if dtype not in cpu_products.DTYPES:
+            raise ValueError(f"{short}: packed weights on the CPU are float32 or bfloat16")
+        if not cpu_products.available():
+            raise ValueError(NO_COMPILER)
+        return {"packed": PackedLinear.of}
+    if why := choice24.obstacle(device):
+        raise ValueError(why)
+    if dtype not in backends24.ALLOWED:
+        raise ValueError(f"{short}: 2:4 products are of bfloat16 or float16")
+    if not pattern.fits_2_4:
+        raise ValueError(f"{pattern} does not fit into 2:4, all that this GPU multiplies")
+    names = backends24.candidates(fp8=False).keys() - {"one_pass"}  # which prunes both ways
+    return {name: partial(Linear24, path=name) for name in sorted(names)}
+
+
+def _of_convolution(site: ConvolutionSite) -> dict[str, Path]:
+    """As :func:`paths`, for a convolution."""
+    if site.weight.device.type != "cpu":
+        raise ValueError("torch has no sparse convolution")
+    if site.dtype != torch.float32:
+        raise ValueError(
+            f"{str(site.dtype).removeprefix('torch.')}: packed convolutions are float32"
+        )
+    if not cpu_products.available():
+        raise ValueError(NO_COMPILER)
+    return {"packed": lambda weight, bias: PackedConvolution(packed(weight), site.window, bias)}
+
+
+def _dense(site: Site) -> dict[str, Path]:
+    """As :func:`paths`, for what stays dense."""
+    if isinstance(site, ConvolutionSite) or site.weight.device.type != "cpu":
+        return {}
+    worth = site.weight.numel() * max(tokens for tokens, _ in site.shapes) >= probe_cpu.SMALLEST
+    if site.dtype != torch.float32 or not available() or not worth:
+        return {}
+    return {NAME: lambda _, bias: OneDNNLinear(site.weight, bias)}
+
+
+def _try(site: Site) -> tuple[str, Pattern | None]:
+    """What speaks against packing a weight, and its pattern; its right candidates at the site."""
+    if site.dtype is None:
+        return "the sample does not call it as a layer", None
+    if site.weight.dtype != site.dtype:
+        return f"its weight is {site.weight.dtype}, its input {site.dtype}", None
+    ways, pattern = _dense(site), pattern_of(site.rows)
+    wrong = [] if pattern else ["its weight is not N:M"]
+    try:
+        if isinstance(site, ConvolutionSite):
+            ways |= _of_convolution(site) if pattern else {}
+        elif pattern:
+            ways |= paths(site.weight.device, site.dtype, pattern)
+    except ValueError as error:
+        wrong.append(str(error))
+    for name, make in ways.items():
+        try:
+            layer = make(site.weight.contiguous(), site.bias)
+            if isinstance(layer, Linear24):
+                (common, _), *_ = site.shapes.most_common(1)
+                layer.choose(_input(site, common), site.weight)
+            said = next(filter(None, (_fault(site, layer, shape) for shape in site.shapes)), "")
+        except (*backends24.ERRORS, MemoryError) as error:
+            said = backends24.first_line(error)
+        if said:
+            wrong.append(f"{name}: {said}")
+        else:
+            site.candidates[name] = layer
+    return "; ".join(wrong), pattern
+
+
+def _fault(site: Site, layer: nn.Module, shape: tuple[int, ...]) -> str:
+    """What is wrong with a layer, empty if nothing is."""
+    x = _input(site, shape)
+    bias = None if site.bias is None else site.bias.float()
+    return backends24.fault(partial(layer, x), site.product(x.float(), site.weight.float(), bias))
+
+
+def _fastest(alike: Sequence[Site]) -> tuple[str | None, str]:
+    """The path that does all that the sample brought in the least time, None for dense, and the
+    times of the commonest call. Weights alike take turns, since in the model, too, others come in
+    between and a weight may have left the caches.
+    """
+    site, total, said = alike[0], defaultdict[str, float](float), ""
+    (common, _), *_ = site.shapes.most_common(1)
+    for shape, count in site.shapes.items():
+        ways = [s.ways(_input(s, shape)) for s in alike]
+        taken = milliseconds(
+            {name: [each[name] for each in ways] for name in ways[0]}, site.weight.device
+        )
+        for name, ms in taken.items():
+            total[name] += ms * count
+        if shape == common:
+            said = ", ".join(f"{name} {ms:.3g} ms" for name, ms in taken.items())
+    best = min(site.candidates, key=lambda name: total[name])
+    # packed has to beat all that is dense, oneDNN what torch calls, by more than noise
+    rivals = [name for name in total if name not in site.candidates or NAME == name != best]
+    ratio = min(total[name] for name in rivals) / total[best]
+    calls = "" if len(site.shapes) == 1 else f" of {site.shapes.total()} calls"
+    told = f"{site.about(common)}: {said} ({ratio:.2f}x{calls})"
+    return (best if ratio > (1 / FASTER if best == NAME else 1) else None), told
+
+
+def _input(site: Site, shape: tuple[int, ...]) -> Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return x.to(site.weight)
+
+
+def milliseconds(
+    arms: Mapping[str, Sequence[Callable[[], object]]], device: torch.device
+) -> dict[str, float]:
+    """The milliseconds of one call of each arm, all of them in a row; on a CPU arms take turns."""
+    rows = {name: partial(_all, calls) for name, calls in arms.items()}
+    if device.type == "cuda":
+        taken = [backends24.milliseconds(row) for row in rows.values()]
+    else:
+        taken = probe_cpu.side_by_side(*rows.values())
+    return {name: ms / len(arms[name]) for name, ms in zip(arms, taken, strict=True)}
+
+
+def _all(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()

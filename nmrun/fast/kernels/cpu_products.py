@@ -1,0 +1,252 @@
+"""Products with an N:M matrix on the CPU: ``nm_pack.c``, ``nm_product.c`` and ``nm_sampled.c``.
+
+Packed matrices hold their non-zeros alone, so that any N:M, and any mixture of patterns, is as fast
+as its count of non-zeros allows. Sums are of float32; the bits of a result depend on nothing but
+the operands, whatever the number of threads or tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nmrun.kernels import compiled
+from nmrun.kernels.compiled import BEGIN, END, in_parts
+
+BLOCK = 128  # columns, as in nm_product.c
+PANEL = 64  # tokens, as in nm_product.c
+LINE = 16  # rows whose results of a token share a piece of the cache
+FLAGS = ("-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi")
+DTYPES = (torch.float32, torch.bfloat16)  # of the dense operands
+FULL = 4  # from more than one entry in so many on the transpose is packed from the matrix itself
+WORTH = 32  # multiplications that cost as much as a weight in another pass, see in_parts
+LOW, TURNED = 3, 4  # flags of nm_product.c
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A sparse matrix (rows, columns), its non-zeros row by row within blocks of 128 columns; or
+    one for each position of a convolution's kernel (tap), side by side.
+
+    Attributes:
+        values: float32, the non-zeros; there may be room behind them.
+        index: uint8, their columns, counted from the block's first.
+        start: int32, blocks * rows + 1: where row r of block b begins, at ``[b * rows + r]``; each
+            tap has its own blocks.
+        rows, columns: the shape of one matrix.
+        taps: how many there are.
+    """
+
+    values: Tensor
+    index: Tensor
+    start: Tensor
+    rows: int
+    columns: int
+    taps: int = 1
+
+    @classmethod
+    def empty(cls, rows: int, columns: int, room: int, taps: int = 1) -> PackedMatrix:
+        """Memory for matrices of at most ``room`` non-zeros in all; they hold none yet."""
+        return cls(
+            torch.zeros(room),
+            torch.zeros(room, dtype=torch.uint8),
+            torch.zeros(taps * blocks_of(columns) * rows + 1, dtype=torch.int32),
+            rows,
+            columns,
+            taps,
+        )
+
+    @classmethod
+    def of(cls, parts: Sequence[Tensor], rows: int, columns: int, taps: int = 1) -> PackedMatrix:
+        """From values, index and start."""
+        values, index, start = parts
+        return cls(values, index, start, rows, columns, taps)
+
+    @property
+    def count(self) -> int:
+        """How many non-zeros it holds."""
+        return int(self.start[-1])
+
+    def check(self) -> None:
+        """Raise ValueError unless these tensors hold a matrix of this shape, so that nothing outside
+        of them is read.
+        """
+        blocks = self.taps * blocks_of(self.columns)
+        fits = self.start.shape == (blocks * self.rows + 1,) and self.start.dtype == torch.int32
+        counts = self.start.diff() if fits else self.start
+        if not fits or int(self.start[0]) or bool((counts < 0).any()):
+            raise ValueError(f"start is not that of {self.rows} x {self.taps * self.columns}")
+        if self.values.shape != (self.count,) or self.index.shape != (self.count,):
+            raise ValueError(f"{len(self.values)} values where start says {self.count}")
+        if self.index.dtype != torch.uint8:
+            raise ValueError(f"index of {self.index.dtype}, not uint8")
+        last = torch.arange(blocks) % blocks_of(self.columns) * BLOCK
+        wide = (self.columns - last).clamp(max=BLOCK).repeat_interleave(self.rows)
+        if bool((self.index >= wide.repeat_interleave(counts)).any()):
+            raise ValueError("a column that is not of its block")
+
+    def dense(self) -> Tensor:
+        """The matrix with its zeros, (rows, taps * columns), float32."""
+        out = torch.empty(self.rows, self.taps * self.columns)
+        parts = [t.data_ptr() for t in (self.values, self.index, self.start)]
+        shape, to = (self.taps, self.rows, self.columns), out.data_ptr()
+        library = loaded()
+        in_parts(library.nm_unpack, (*parts, *shape, BEGIN, END, to), self.rows, out.numel())
+        return out
+
+
+def available() -> bool:
+    """Whether a C compiler built the kernels here."""
+    return _library() is not None
+
+
+def blocks_of(columns: int) -> int:
+    """How many blocks the columns of a matrix are cut into."""
+    return -(-columns // BLOCK)
+
+
+def pack(matrix: Tensor, rows: PackedMatrix, turned: PackedMatrix | None = None) -> None:
+    """Pack a matrix into memory of :meth:`PackedMatrix.empty`.
+
+    Args:
+        matrix: (rows, taps * columns), float32, contiguous, on the CPU.
+        rows: of the same shape; gets the matrix.
+        turned: gets the transpose of every tap, (columns, rows) each.
+
+    Raises:
+        ValueError: where there are more non-zeros than room; then ``rows`` holds none.
+    """
+    library, size = loaded(), matrix.numel()
+    r, c, taps = rows.rows, rows.columns, rows.taps
+    source, start = (matrix.data_ptr(), taps, r, c), rows.start.data_ptr()
+    in_parts(library.nm_count, (*source, BEGIN, END, start), r, size)
+    count = library.nm_starts(start, len(rows.start) - 1)
+    if count > len(rows.values):
+        rows.start.zero_()
+        raise ValueError(f"{count} non-zeros in a matrix that should have {len(rows.values)}")
+    to = (rows.values.data_ptr(), rows.index.data_ptr())
+    in_parts(library.nm_fill, (*source, BEGIN, END, start, *to), r, size)
+    if turned is None:
+        return
+    blocks, begins = taps * blocks_of(r), turned.start.data_ptr()
+    into = (begins, turned.values.data_ptr(), turned.index.data_ptr())
+    if FULL * count > size and hasattr(library, "nm_turned"):
+        in_parts(library.nm_turned, (*source, BEGIN, END, start, *into), blocks, size)
+        return
+    counted, filled = (rows.index.data_ptr(), start, r, c), (*to, start, r, c)
+    in_parts(library.nm_count_turned, (*counted, BEGIN, END, begins), blocks, size)
+    library.nm_starts(begins, len(turned.start) - 1)
+    in_parts(library.nm_fill_turned, (*filled, BEGIN, END, *into), blocks, size)
+
+
+def multiply(
+    x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, turned: bool = False
+) -> Tensor:
+    """``x S^T + bias`` with a packed S (rows, columns).
+
+    Args:
+        x: (tokens, columns), float32 or bfloat16.
+        matrix: S.
+        bias: (rows,), or None.
+        turned: x is (columns, tokens) and float32, the result is (rows, tokens).
+
+    Returns:
+        (tokens, rows), in the dtype of x, summed in float32.
+    """
+    library, x = loaded(), x.contiguous()
+    tokens = x.shape[1] if turned else x.shape[0]
+    out = x.new_empty((matrix.rows, tokens) if turned else (tokens, matrix.rows))
+    bias = None if bias is None else bias.float().contiguous()
+    flags = TURNED if turned else LOW * (x.dtype == torch.bfloat16)
+    operands = [_address(t) for t in (x, out, bias, matrix.values, matrix.index, matrix.start)]
+    operands += [matrix.rows, matrix.columns, tokens]
+    in_panels(library.nm_product, operands, flags, tokens, matrix.rows, len(matrix.values))
+    return out
+
+
+def in_panels(
+    kernel: Any, operands: Sequence[int], flags: int, tokens: int, rows: int, count: int
+) -> None:
+    """Call ``nm_product`` for panels of tokens, or for rows where there are few panels.
+
+    Args:
+        kernel: ``nm_product``.
+        operands: its first, up to ``all``.
+        flags: its last.
+        tokens: how many there are.
+        rows: of the matrix.
+        count: of its non-zeros.
+    """
+    work = tokens * count // WORTH
+    if -(-tokens // PANEL) >= torch.get_num_threads():
+        in_parts(kernel, (*operands, BEGIN, END, 0, rows, flags), tokens, work, PANEL)
+    else:
+        in_parts(kernel, (*operands, 0, tokens, BEGIN, END, flags), rows, work, LINE)
+
+
+def sampled(x: Tensor, y: Tensor, kept: PackedMatrix) -> Tensor:
+    """``y^T x`` where ``kept`` has non-zeros, zero elsewhere.
+
+    Args:
+        x: (tokens, columns), float32 or bfloat16.
+        y: (tokens, rows), float32 or bfloat16.
+        kept: (rows, columns); its values are not read.
+
+    Returns:
+        (rows, columns), float32.
+    """
+    library, x, y = loaded(), x.contiguous(), y.contiguous()
+    sums = torch.zeros_like(kept.values)
+    flags = (x.dtype == torch.bfloat16) + 2 * (y.dtype == torch.bfloat16)
+    fixed = [_address(t) for t in (x, y, kept.index, kept.start)]
+    shape = (kept.rows, kept.columns, len(x), BEGIN, END, flags, sums.data_ptr())
+    in_parts(library.nm_sampled, (*fixed, *shape), kept.rows, len(x) * len(sums) // WORTH)
+    return PackedMatrix(sums, kept.index, kept.start, kept.rows, kept.columns).dense()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def loaded() -> ctypes.CDLL:
+    """The kernels. Raises RuntimeError where no C compiler works."""
+    library = _library()
+    if library is None:
+        raise RuntimeError("no C compiler works here: N:M products on the CPU need one")
+    return library
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = compiled.library(
+        "nm_product",
+        ("nm_product", "nm_token", "nm_sampled", "nm_convolution", "nm_pack"),
+        FLAGS,
+        __package__,
+    )
+    if library is None:
+        return None
+    p, n, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    for name, arguments in (
+        ("nm_count", [p, *[n] * 5, p]),
+        ("nm_fill", [p, *[n] * 5, *[p] * 3]),
+        ("nm_count_turned", [p, p, *[n] * 4, p]),
+        ("nm_fill_turned", [*[p] * 3, *[n] * 4, *[p] * 3]),
+        ("nm_unpack", [*[p] * 3, *[n] * 5, p]),
+        ("nm_product", [*[p] * 6, *[n] * 7, flag]),
+        ("nm_token", [*[p] * 7, *[n] * 5, flag, flag]),
+        ("nm_turn", [p, p, *[n] * 4, p]),
+        ("nm_convolution", [*[p] * 7, *[n] * 4]),
+        ("nm_sampled", [*[p] * 4, *[n] * 5, flag, p]),
+    ):
+        getattr(library, name).argtypes = arguments
+    library.nm_starts.argtypes, library.nm_starts.restype = [p, n], n
+    if hasattr(library, "nm_turned"):  # where there is AVX-512
+        library.nm_turned.argtypes = [p, *[n] * 5, *[p] * 4]
+    return library

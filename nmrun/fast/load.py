@@ -1,0 +1,145 @@
+"""``nmrun.load_packed``: an exported model straight into packed layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from nmrun.errors import ConfigError
+from nmrun.fast import packed, packed_convolution
+from nmrun.fast.kernels import cpu_products, cpu_tiles
+from nmrun.fast.kernels.cpu_tiles import TiledMatrix
+from nmrun.fast.packed import Line
+from nmrun.fast.packed_convolution import PackedConvolution
+from nmrun.fast.packed_linear import PackedLinear
+from nmrun.fast.sites import KEY_VALUE, ConvolutionSite, Site, install, sites
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def load_packed(path: Path | str, model: Model) -> Model:
+    """Read what ``nmrun export RUN --format packed`` wrote into a model, in place, for inference on
+    the CPU.
+
+    Linear layers whose weights the file holds packed become packed layers, without a dense weight
+    in between, and convolutions in float32, one dense weight at a time; other weights of the file
+    are unpacked. Nothing is measured: it is :func:`nmrun.deploy` of a plain model that keeps layers
+    dense where those are faster, as convolutions of a few images are.
+
+    Args:
+        path: the file, or its folder.
+        model: the network of the run, on the CPU or on ``meta``; set to evaluation.
+
+    Returns:
+        The model.
+
+    Raises:
+        ConfigError: for a file that is damaged or of another model, and without a C compiler. The
+            model is unchanged.
+    """
+    try:
+        tensors, lines = packed.read(path)
+        dense = {name: list(t.shape) for name, t in tensors.items()}
+        for line in lines:
+            del dense[f"{line.name}.values"], dense[f"{line.name}.places"]
+            dense[line.name] = line.shape
+        _same_model(model, dense)
+        if not cpu_products.available():
+            raise ValueError(
+                "packed layers need a C compiler (cc, gcc, clang or $CC); nmrun.fast.packed.load reads dense weights"
+            )
+        layers = _layers(model, tensors, lines)
+        taken = {_stored(name) for name in layers}
+        for line in lines:
+            parts = line.parts(tensors)
+            if line.name not in taken:
+                tensors[line.name] = packed.unpack(*parts, line.pattern, line.dim, line.shape)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    on_meta = any(p.is_meta for p in model.parameters())
+    model.load_state_dict(tensors, strict=False, assign=on_meta)
+    for module, held in sites(model)[0].items():
+        for site in held:
+            if site.name in layers:
+                site.layer = layers[site.name](site.bias)
+        if any(site.layer is not None for site in held):
+            install(model, module, held)
+    model.eval()
+    return model
+
+
+def _same_model(model: nn.Module, shapes: dict[str, list[int]]) -> None:
+    """Raise ValueError unless the file has the weights of this model."""
+    own = {name: list(t.shape) for name, t in model.state_dict().items()}
+    again: dict[int, str] = {}  # a parameter under a second name may be missing
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first = again.setdefault(id(parameter), name)
+        if name not in shapes and first in shapes and not parameter.is_meta:
+            own.pop(name, None)
+    if odd := sorted(own.keys() ^ shapes.keys()):
+        where = "this model" if odd[0] in shapes else "the file"
+        raise ValueError(f"the file is of another model: {where} has no {odd[0]}")
+    for name, shape in own.items():
+        if shapes[name] != shape:
+            raise ValueError(
+                f"the file is of another model: {name} is {shapes[name]} there, {shape} here"
+            )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type not in ("cpu", "meta"):
+            raise ValueError(f"{name} is on {tensor.device}: packed layers are for the CPU")
+        if tensor.is_meta and name not in own:
+            raise ValueError(
+                f"{name} is on meta, and the file does not have it: build the model on the CPU"
+            )
+
+
+def _layers(
+    model: nn.Module, tensors: dict[str, Tensor], lines: list[Line]
+) -> dict[str, Callable[[Tensor | None], nn.Module]]:
+    """What makes the packed layers of the model from their biases, by the name of the site."""
+    by_name = {line.name: line for line in lines}
+    found: dict[str, Callable[[Tensor | None], nn.Module]] = {}
+    for held in sites(model)[0].values():
+        for site in held:
+            line = by_name.get(_stored(site.name))
+            if line is None:
+                continue
+            if not isinstance(site, ConvolutionSite):
+                found[site.name] = partial(PackedLinear, _matrix(site, line, tensors))
+            elif (weight := _convolution(site, line, tensors)).dtype == torch.float32:
+                matrix = packed_convolution.packed(weight)
+                found[site.name] = partial(PackedConvolution, matrix, site.window)
+    return found
+
+
+def _convolution(site: Site, line: Line, tensors: dict[str, Tensor]) -> Tensor:
+    values, places = (tensors[f"{line.name}.{part}"] for part in ("values", "places"))
+    weight = packed.unpack(values, places, line.pattern, line.dim, line.shape)
+    return weight if site.weight.is_meta else weight.to(site.weight.dtype)
+
+
+def _stored(name: str) -> str:
+    """The weight that a site is a part of."""
+    return name.partition("[")[0]
+
+
+def _matrix(site: Site, line: Line, tensors: dict[str, Tensor]) -> TiledMatrix:
+    values, places = (tensors[f"{line.name}.{part}"] for part in ("values", "places"))
+    rows, columns = site.weight.shape
+    per_row = -(-columns // line.pattern.m)
+    first = line.shape[0] - rows if site.name.endswith(KEY_VALUE) else 0
+    group, slot = (values != 0).nonzero(as_tuple=True)
+    where = packed.positions(places, len(values), line.pattern)[group, slot]
+    row, column = group // per_row - first, group % per_row * line.pattern.m + where
+    here = (row >= 0) & (row < rows)
+    value = values[group, slot][here].to(values.dtype if site.weight.is_meta else site.weight.dtype)
+    if bool((column >= columns).any()):
+        raise ValueError(f"{line.name}: a value behind the last column")
+    if value.dtype not in cpu_products.DTYPES:
+        raise ValueError(f"{line.name} is {value.dtype}: packed layers are float32 or bfloat16")
+    return cpu_tiles.pack(row[here], column[here], value, rows, columns)

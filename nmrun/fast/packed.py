@@ -1,0 +1,208 @@
+"""Packed weights: of every group of M the N that may be non-zero, and where they stand. Loads on
+any machine, bit for bit.
+
+One .safetensors file. A sparse weight ``w`` is two tensors: ``w.values``, (groups, N) in the
+weight's dtype, in ascending position, and ``w.places``, bytes filled from the lowest bit on, with
+either N positions of ceil(log2 M) bits a group, or a mask of M bits where that is less (3:4, 4:8).
+The groups are those of the weight with its dimension ``dim`` moved to the end and filled up with
+zeros to a multiple of M. All other tensors stay as they are. The file's metadata has ``packed``,
+JSON with the layers and the SHA-256 of every stored tensor, and ``sha256``, that of this JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.nn import functional
+
+from nmrun.patterns import Pattern
+
+FILE = "model.packed.safetensors"
+VERSION = 1
+
+
+def load(path: Path | str) -> dict[str, Tensor]:
+    """Load a packed file as a state dict.
+
+    Args:
+        path: the file, or the folder that holds one.
+
+    Returns:
+        Dense tensors under the model's own names.
+
+    Raises:
+        ValueError: in one line, if the file is cut off, changed, of a newer version, or no packed
+            file.
+    """
+    tensors, layers = read(path)
+    for line in layers:
+        tensors[line.name] = unpack(*line.parts(tensors), line.pattern, line.dim, line.shape)
+    return dict(sorted(tensors.items()))
+
+
+@dataclass(frozen=True)
+class Line:
+    """A packed weight, as the header has it."""
+
+    name: str
+    pattern: Pattern
+    dim: int
+    shape: list[int]
+
+    def parts(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Its values and places, taken out of the file's tensors."""
+        return tensors.pop(f"{self.name}.values"), tensors.pop(f"{self.name}.places")
+
+
+def read(path: Path | str) -> tuple[dict[str, Tensor], list[Line]]:
+    """Read a packed file as it is stored, proven whole.
+
+    Args:
+        path: the file, or the folder that holds one.
+
+    Returns:
+        Its tensors, and the packed weights among them.
+
+    Raises:
+        ValueError: as :func:`load`.
+    """
+    path = Path(path)
+    path = path / FILE if path.is_dir() else path
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    text = metadata.get("packed", "")
+    if not text:
+        raise ValueError(f"{path} is no packed file of nmrun: its metadata has no header")
+    if hashlib.sha256(text.encode()).hexdigest() != metadata.get("sha256"):
+        raise ValueError(f"{path} was changed: the SHA-256 of its header is another")
+    try:
+        header = json.loads(text)
+        if header["version"] != VERSION:
+            raise ValueError(f"version {header['version']}; this is {VERSION}")
+        if header["sha256"].keys() != tensors.keys():
+            raise ValueError(
+                f"its tensors are not those of its header: {min(header['sha256'].keys() ^ tensors.keys())}"
+            )
+        for name, tensor in tensors.items():
+            if sha256_of(tensor) != header["sha256"][name]:
+                raise ValueError(f"it was changed: the SHA-256 of {name} is another")
+        lines = []
+        for line in header["layers"]:
+            pattern, dim = Pattern.parse(line["pattern"]), line["dim"]
+            lines.append(Line(line["name"], pattern, dim, line["shape"]))
+            values, places = (tensors[f"{line['name']}.{part}"] for part in ("values", "places"))
+            if values.shape != _stored(lines[-1]):
+                raise ValueError(f"{line['name']}.values is {list(values.shape)}")
+            positions(places, len(values), pattern)
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
+        raise ValueError(f"{path} cannot be unpacked: {' '.join(str(error).split())}") from None
+    return tensors, lines
+
+
+def _stored(line: Line) -> tuple[int, int]:
+    others = math.prod(line.shape) // line.shape[line.dim]
+    return others * -(-line.shape[line.dim] // line.pattern.m), line.pattern.n
+
+
+def pack(weight: Tensor, pattern: Pattern, dim: int) -> tuple[Tensor, Tensor]:
+    """Pack an N:M weight; see above.
+
+    Args:
+        weight: on the CPU.
+        pattern: that it holds.
+        dim: the dimension that groups run along.
+
+    Returns:
+        Values and places. Of a group with fewer than N non-zeros, zeros fill up the values.
+    """
+    last = weight.movedim(dim, -1)
+    groups = functional.pad(last, (0, -last.shape[-1] % pattern.m)).reshape(-1, pattern.m)
+    # the non-zeros, then zeros
+    first = (groups == 0).to(torch.uint8).argsort(dim=1, stable=True)[:, : pattern.n]
+    positions = first.sort(dim=1).values
+    values = groups.gather(1, positions)
+    if _by_mask(pattern):
+        mask = torch.zeros(groups.shape, dtype=torch.uint8).scatter_(1, positions, 1)
+        bits = mask.numpy()
+    else:
+        bits = (positions.numpy()[:, :, None] >> np.arange(_width(pattern)) & 1).astype(np.uint8)
+    return values, torch.from_numpy(np.packbits(bits.reshape(-1), bitorder="little"))
+
+
+def unpack(values: Tensor, places: Tensor, pattern: Pattern, dim: int, shape: list[int]) -> Tensor:
+    """Unpack what :func:`pack` packed.
+
+    Args:
+        values, places: of :func:`pack`.
+        pattern, dim: of the weight.
+        shape: of the weight.
+
+    Raises:
+        ValueError: for positions that no :func:`pack` writes.
+    """
+    where = positions(places, len(values), pattern)
+    groups = torch.zeros(len(values), pattern.m, dtype=values.dtype).scatter_(1, where, values)
+    moved = [*shape[:dim], *shape[dim + 1 :]]
+    return groups.view(*moved, -1)[..., : shape[dim]].movedim(-1, dim).contiguous()
+
+
+def positions(places: Tensor, count: int, pattern: Pattern) -> Tensor:
+    """Read where the values of each group stand in it.
+
+    Args:
+        places: of :func:`pack`.
+        count: number of groups.
+        pattern: of the weight.
+
+    Returns:
+        (count, N), increasing in a group.
+
+    Raises:
+        ValueError: for positions that no :func:`pack` writes.
+    """
+    width = pattern.m if _by_mask(pattern) else pattern.n * _width(pattern)
+    bits = np.unpackbits(places.numpy(), count=count * width, bitorder="little")
+    if _by_mask(pattern):
+        mask = torch.from_numpy(bits.reshape(count, pattern.m))
+        if bool((mask.sum(1) != pattern.n).any()):
+            raise ValueError(f"a group does not hold {pattern.n} values")
+        return mask.nonzero()[:, 1].view(count, pattern.n)
+    weights = torch.from_numpy(1 << np.arange(_width(pattern)))
+    found = (torch.from_numpy(bits).view(count, pattern.n, _width(pattern)) * weights).sum(-1)
+    if count and int(found.max()) >= pattern.m:
+        raise ValueError(f"a position of {int(found.max())} in groups of {pattern.m}")
+    return found
+
+
+def _width(pattern: Pattern) -> int:
+    return (pattern.m - 1).bit_length()
+
+
+def _by_mask(pattern: Pattern) -> bool:
+    return pattern.m < pattern.n * _width(pattern)
+
+
+def sha256_of(tensor: Tensor) -> str:
+    about = f"{tensor.dtype} {list(tensor.shape)} ".encode()
+    return hashlib.sha256(
+        about + tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    ).hexdigest()

@@ -1,0 +1,279 @@
+"""Where a model multiplies with a weight that a packed layer could hold, what it is given there,
+and how the packed layer takes its place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nmrun.errors import ConfigError
+from nmrun.fast.convolution_cpu import window_of
+from nmrun.fast.kernels.cpu_convolution import Window
+from nmrun.fast.packed_linear import PackedAttention
+from nmrun.products.simulated import compute_dtype
+from nmrun.sparsity.layers import forward_class
+
+QUERY, KEY_VALUE, OUT = "in_proj_weight[queries]", "in_proj_weight[keys, values]", "out_proj.weight"
+
+
+@dataclass
+class Site:
+    """One weight as a linear layer.
+
+    Attributes:
+        name: the weight's in the model.
+        weight, bias: (outputs, inputs), and (outputs,) or None: views of the model's own.
+        shapes: how often inputs of each shape came; a linear layer's are (tokens, inputs).
+        dtype: that it computes in.
+        candidates: layers that compute the same, by their path.
+        layer: what will stand in its place, None to leave it dense.
+    """
+
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+    shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    dtype: torch.dtype | None = None
+    candidates: dict[str, nn.Module] = field(default_factory=dict)
+    layer: nn.Module | None = None
+
+    @property
+    def rows(self) -> Tensor:
+        """The weight with its groups along the rows of a matrix."""
+        return self.weight
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """What the times of a weight depend on, beside its pattern."""
+        return self.weight.shape, self.dtype, tuple(self.shapes.items())
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What is computed there with a dense weight."""
+        return F.linear(x, weight, bias)
+
+    def ways(self, x: Tensor) -> dict[str, Callable[[], Tensor]]:
+        """What computes it for an input: the dense ways first, then the candidates."""
+        dense = partial(self.product, x, self.weight, self.bias)
+        return {"dense": dense} | {name: partial(c, x) for name, c in self.candidates.items()}
+
+    def see(self, x: Any) -> None:
+        """Note an input."""
+        if isinstance(x, Tensor) and x.numel():
+            self.shapes[x.numel() // x.shape[-1], x.shape[-1]] += 1
+            self.dtype = compute_dtype(x)
+
+    def about(self, shape: tuple[int, ...]) -> str:
+        """An input of this shape in words."""
+        return f"{shape[0]} tokens"
+
+
+@dataclass
+class ConvolutionSite(Site):
+    """The weight of a convolution, (out channels, channels, rows, columns).
+
+    Attributes:
+        window: how its kernel moves.
+    """
+
+    window: Window = field(kw_only=True)
+
+    @property
+    def rows(self) -> Tensor:
+        return self.weight.permute(0, 2, 3, 1).flatten(0, 2)
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        return *super().alike, self.window
+
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        w = self.window
+        return F.conv2d(x, weight, bias, w.stride, w.padding, w.dilation)
+
+    def ways(self, x: Tensor) -> dict[str, Callable[[], Tensor]]:
+        """Packed layers, too, give their neighbours channels last."""
+        last, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, self.weight))
+        return {
+            "dense": partial(self.product, x, self.weight, self.bias),
+            "dense, channels last": partial(self.product, last, weight, self.bias),
+        } | {name: partial(candidate, last) for name, candidate in self.candidates.items()}
+
+    def see(self, x: Any) -> None:
+        if isinstance(x, Tensor) and x.numel():
+            self.shapes[tuple(x.shape) if x.dim() == 4 else (1, *x.shape)] += 1
+            self.dtype = compute_dtype(x)
+
+    def about(self, shape: tuple[int, ...]) -> str:
+        return f"{shape[0]} images of {shape[2]}x{shape[3]}"
+
+
+# --- which weights --------------------------------------------------------------------------------
+
+Weights = dict[str, tuple[Tensor, Tensor | None]]
+
+
+def _own(module: Any) -> Weights:
+    return {"weight": (module.weight, module.bias)}
+
+
+def _conv1d(module: Any) -> Weights:  # Hugging Face's, (in, out)
+    return {"weight": (module.weight.t(), module.bias)}
+
+
+def _attention(module: Any) -> Weights:
+    if module.in_proj_weight is None or module.bias_k is not None or module.add_zero_attn:
+        return {}
+    width, weight, bias = module.embed_dim, module.in_proj_weight, module.in_proj_bias
+    parts = {QUERY: slice(0, width), KEY_VALUE: slice(width, None)}
+    found = {n: (weight[at], None if bias is None else bias[at]) for n, at in parts.items()}
+    return found | {OUT: (module.out_proj.weight, module.out_proj.bias)}
+
+
+# the weights of a layer, by the class whose `forward` it has
+KINDS: dict[str, Callable[[Any], Weights]] = {
+    "torch.nn.modules.conv.Conv2d": _own,
+    "torch.nn.modules.linear.Linear": _own,
+    "transformers.pytorch_utils.Conv1D": _conv1d,
+    "torch.nn.modules.activation.MultiheadAttention": _attention,
+}
+
+
+def weights(module: nn.Module) -> Weights:
+    """The weights of a layer, (outputs, inputs) with their bias, by name; empty for a layer that no
+    packed one can stand for: of another class, with a ``forward``, hooks or a parametrization of
+    its own.
+    """
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    if hooked or "forward" in vars(module) or hasattr(module, "parametrizations"):
+        return {}
+    kind = forward_class(module)
+    find = KINDS.get(f"{kind.__module__}.{kind.__qualname__}")
+    return {} if find is None else find(module)
+
+
+def sites(model: nn.Module) -> tuple[dict[nn.Module, list[Site]], dict[str, str]]:
+    """The sites by module, and of all other weights of two dimensions or more the reason why they
+    are none.
+    """
+    uses = Counter(id(p) for m in model.modules() for p in m._parameters.values())
+    found: dict[nn.Module, list[Site]] = {}
+    left: dict[str, str] = {}
+    inside: set[nn.Module] = set()  # what an attention computes itself
+    for path, module in model.named_modules():
+        if module in inside:
+            continue
+        held = weights(module)
+        if isinstance(module, nn.MultiheadAttention):
+            inside.add(module.out_proj)
+        shared = any(uses[id(p)] > 1 for p in module.parameters() if p.dim() > 1)
+        for attribute, (weight, bias) in held.items():
+            name = f"{path}.{attribute}".lstrip(".")
+            if shared:
+                left[name] = "another module has the same weight"
+            elif module is model:
+                left[name] = "it is the whole model: wrap it in nn.Sequential"
+            else:
+                try:
+                    site = _site(module, name, weight.detach(), bias)
+                except ValueError as error:
+                    left[name] = str(error)
+                else:
+                    found.setdefault(module, []).append(site)
+        if not held and not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None and parameter.dim() > 1:
+                    left[f"{path}.{attribute}".lstrip(".")] = (
+                        f"no packed layer stands for this {type(module).__name__}"
+                    )
+    return found, left
+
+
+def _site(module: nn.Module, name: str, weight: Tensor, bias: Tensor | None) -> Site:
+    bias = None if bias is None else bias.detach()
+    if isinstance(module, nn.Conv2d):
+        return ConvolutionSite(name, weight, bias, window=window_of(module))
+    return Site(name, weight, bias)
+
+
+# --- what they are given --------------------------------------------------------------------------
+
+
+def watch(model: nn.Module, found: Mapping[nn.Module, list[Site]], sample: Any) -> None:
+    """Pass the sample, see :func:`nmrun.deploy`, and note what each site is given.
+
+    Raises:
+        ConfigError: for a sample of another kind.
+    """
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not isinstance(module, nn.MultiheadAttention):
+            found[module][0].see(next(iter((*args, *kwargs.values()))))
+            return
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        query, key_value, out = found[module]
+        query.see(given["query"])
+        key_value.see(given["key"])
+        out.see(given["query"])
+
+    hooks = [m.register_forward_pre_hook(look, with_kwargs=True) for m in found]
+    past_layers = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.random.fork_rng():
+            if isinstance(sample, Tensor):
+                model(sample)
+            elif isinstance(sample, Mapping):
+                model(**sample)
+            elif isinstance(sample, tuple):
+                model(*sample)
+            elif callable(sample):
+                sample()
+            else:
+                raise ConfigError(
+                    f"sample is a {type(sample).__name__}: it takes a tensor, tuple, dict or function"
+                )
+    finally:
+        torch.backends.mha.set_fastpath_enabled(past_layers)
+        for hook in hooks:
+            hook.remove()
+
+
+# --- how the packed layers take their place -------------------------------------------------------
+
+
+def install(model: nn.Module, module: nn.Module, held: list[Site]) -> None:
+    """Put the layers of one module's sites in its place."""
+    layers = [site.layer or _copied(site) for site in held]
+    new = PackedAttention(module, *layers) if len(layers) > 1 else layers[0]  # type: ignore[arg-type]
+    for parent, name in list(_places(model, module)):
+        parent._modules[name] = new.eval()
+        # torch's encoders read weights past the layers, unless told that they cannot
+        if isinstance(parent, nn.TransformerEncoderLayer):
+            parent.activation_relu_or_gelu = 0
+    for other in model.modules():
+        if isinstance(other, nn.TransformerEncoder):
+            other.use_nested_tensor = False
+
+
+def _copied(site: Site) -> nn.Linear:
+    """A dense layer of one part of an attention."""
+    outputs, inputs = site.weight.shape
+    layer = nn.Linear(inputs, outputs, bias=site.bias is not None, device="meta")
+    layer.weight = nn.Parameter(site.weight.clone(), requires_grad=False)
+    if site.bias is not None:
+        layer.bias = nn.Parameter(site.bias.clone(), requires_grad=False)
+    return layer
+
+
+def _places(model: nn.Module, wanted: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is wanted:
+                yield parent, name

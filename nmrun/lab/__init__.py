@@ -1,0 +1,1 @@
+"""The laboratory: runs, sweeps, comparisons; everything that imports Hydra or pandas."""

@@ -1,0 +1,180 @@
+"""``nmrun.runs``, ``nmrun.table`` and ``nmrun.plot``: run folders as DataFrames and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from nmrun.errors import ConfigError
+from nmrun.lab.report import chosen, cli, figures, overall_table
+from nmrun.lab.report.frames import of_runs, typed
+from nmrun.lab.report.records import of_cells
+from nmrun.lab.verbs import files_of_the_command
+from nmrun.registry import did_you_mean
+
+Paths = str | Path | Sequence[str | Path]
+Keys = str | Sequence[str] | None
+
+
+def runs(path: Paths = "outputs", filter: Sequence[str] | str = ()) -> pd.DataFrame:
+    """List the runs that have a result.
+
+    Args:
+        path: folders with runs in them, or ``wandb://entity/project``.
+        filter: conditions ``KEY=VALUE``; runs without the key stay, as with ``nmrun table``.
+
+    Returns:
+        A row for each run: ``dataset``, ``model``, ``recipe``, ``sparsity`` (``2:8`` or ``dense``),
+        ``optimizer``, ``schedule``, ``seed``, ``status``; the settings that differ between the runs
+        by their keys (``optimizer.lr``); the metrics (``test/accuracy``, ``best/test/accuracy``,
+        ``flops/...``); ``seconds``, ``metric`` (the task's own), ``commit``, ``id``, ``folder``.
+        Columns have the type of their values, whole numbers with missing ones ``Int64``.
+        ``attrs["shared"]`` has the settings that do not differ.
+
+    Raises:
+        ConfigError: where there is no run, or the filter leaves none.
+    """
+    with files_of_the_command():
+        return of_runs(chosen.filtered(chosen.collected(_texts(path)), _texts(filter)))
+
+
+def table(
+    path: Paths = "outputs",
+    *,
+    rows: Keys = None,
+    cols: Keys = None,
+    metric: Keys = None,
+    filter: Sequence[str] | str = (),
+    baseline: str | None = None,
+    test: str = "t",
+    overall: bool = False,
+    verify: bool = False,
+) -> pd.DataFrame:
+    """Compare runs, as ``nmrun table --format csv`` does. ::
+
+        nmrun.table("outputs/digits").pivot(index="recipe", columns="sparsity", values="mean")
+
+    Args:
+        path: as of :func:`runs`.
+        rows: config keys; ``recipe`` by default.
+        cols: likewise; ``sparsity`` by default.
+        metric: that of the task by default; several with ``cols="metric"``.
+        filter: as of :func:`runs`.
+        baseline: the row that each is compared with, seed by seed.
+        test: ``t`` or ``wilcoxon``, for the baseline.
+        overall: one difference a row, over all cells together.
+        verify: refuse runs whose files changed after they finished.
+
+    Returns:
+        A row for each cell: its labels, ``metric``, ``mean``, ``sd``, ``n``, ``best`` (of those it
+        is compared with), ``without`` (runs that gave no value), ``median``, ``seeds`` and their
+        ``values`` (lists); with a baseline
+        ``difference``, its interval ``low`` to ``high``, ``p`` and ``least``, the smallest
+        difference that could have been shown. Metrics are in their own unit: accuracies from 0 to
+        1. With ``overall`` a row for each data set and one for ``all cells``: ``cells``, ``better``
+        (in how many of them), and ``difference`` in standard deviations of a run.
+
+    Raises:
+        ConfigError: as ``nmrun table`` does, whose options have the names of the arguments.
+    """
+    _known("test", test, cli.TESTS)
+    options = _options(path, rows, cols, metric, filter)
+    options.show, options.baseline, options.test = "mean", baseline, test
+    options.verify, options.digits = verify, None
+    with files_of_the_command():
+        if overall:
+            head, *lines = overall_table.lines(*overall_table.compared(options))
+        else:
+            head, *lines = of_cells(chosen.tables(options))
+    found = pd.DataFrame(lines, columns=head, dtype=object)
+    found = typed(found.loc[:, ~found.columns.duplicated()])  # the metric is a label, too
+    labels = head[: head.index("cells" if overall else "mean")]
+    for key in map(str, labels):  # texts, those of numbers too
+        with contextlib.suppress(ValueError):
+            found[key] = pd.to_numeric(found[key])
+    return found if overall else found.astype({"best": bool})
+
+
+def plot(
+    path: Paths = "outputs",
+    *,
+    kind: str = "ratio",
+    baseline: str | None = None,
+    rows: Keys = None,
+    cols: Keys = None,
+    metric: str | None = None,
+    filter: Sequence[str] | str = (),
+    title: str | None = None,
+    width: float | None = None,
+    height: float | None = None,
+    labels: Mapping[str, str] | None = None,
+    ylim: tuple[float, float] | None = None,
+    x: str | None = None,
+) -> Figure:
+    """Draw runs, as ``nmrun plot`` does, without pyplot: its backend and figures stay as they were.
+
+    Args:
+        path: as of :func:`runs`.
+        kind: ``ratio``, ``curves``, ``flips``, ``autoswitch``, ``flops`` or ``overall``.
+        baseline: of ``overall``, the row that each is compared with.
+        rows: as of :func:`table`.
+        cols: as of :func:`table`.
+        metric: as of :func:`table`; one metric.
+        filter: as of :func:`runs`.
+        title: above it; by default what all runs have in common, ``""`` for none.
+        width: in inches; fonts keep their size.
+        height: in inches; by default as the width, and what the axes need.
+        labels: names that win over those of papers, ``{"step": "Ours"}``.
+        ylim: lowest and highest value of the y axis.
+        x: a config key to draw the metric against; of curves ``step``, ``epoch`` or ``seconds``.
+
+    Returns:
+        The figure; ``savefig`` writes it.
+
+    Raises:
+        ConfigError: as ``nmrun plot`` does, and where runs of several data sets or models would
+            need several figures.
+    """
+    _known("kind", kind, cli.KINDS)
+    options = _options(path, rows, cols, metric, filter)
+    options.kind, options.title = kind, title
+    options.width, options.height = width, height
+    options.baseline = baseline
+    options.labels = ",".join(f"{name}={text}" for name, text in (labels or {}).items())
+    options.ylim, options.x = None if ylim is None else f"{ylim[0]},{ylim[1]}", x
+    with files_of_the_command():
+        drawn = figures.figures(options)
+    if len(drawn) > 1:
+        raise ConfigError(
+            f"these are {len(drawn)} figures, one for each data set and model; choose one by filter, "
+            "as in filter=['dataset=digits']"
+        )
+    return drawn[0]
+
+
+def _options(
+    path: Paths, rows: Keys, cols: Keys, metric: Keys, filter: Sequence[str] | str
+) -> argparse.Namespace:
+    """The options of a verb."""
+    keys: dict[str, Any] = {"rows": rows, "cols": cols, "metric": metric}
+    joined = {
+        name: given if given is None else ",".join(_texts(given)) for name, given in keys.items()
+    }
+    return argparse.Namespace(paths=_texts(path), filter=_texts(filter), **joined)
+
+
+def _texts(given: Paths) -> list[str]:
+    return [str(given)] if isinstance(given, str | Path) else [str(one) for one in given]
+
+
+def _known(name: str, given: str, names: Sequence[str]) -> None:
+    if given not in names:
+        raise ConfigError(
+            f"{name}={given}: no such {name}{did_you_mean(given, names)} (there are {', '.join(names)})"
+        )

@@ -1,0 +1,120 @@
+"""``nmrun sample RUN``: a prompt and the text that a trained language model continues it with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab.runs.run_folder import RESULT
+from nmrun.lab.verbs import Parser
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the prompt and what follows it; returns the exit status.
+
+    Raises:
+        ConfigError: for a mistake in the options, a folder without a finished run, a run of another
+            task, data that are token numbers alone, and a prompt outside the vocabulary.
+        RunError: for weights that cannot be read, or whose logits are not finite.
+    """
+    parser = Parser(prog="nmrun sample", description=(__doc__ or "").partition(": ")[2])
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="the folder of a finished run")
+    add("--prompt", default="\n", metavar="TEXT", help="what is continued (default: a line break)")
+    add("--tokens", type=int, default=200, metavar="T", help="how many follow (default: 200)")
+    told = "1: as probable as the model has them (default); below: likely ones more often; 0: the likeliest"
+    add("--temperature", type=float, default=1.0, metavar="T", help=told)
+    add("--top-k", type=int, metavar="K", help="choose among the K likeliest (default: all)")
+    add("--seed", type=int, default=0, help="of the choices (default: 0)")
+    options = parser.parse_args(argv)
+    if options.tokens < 1:
+        parser.error(f"--tokens {options.tokens}: a whole number, 1 or more")
+    if not 0 <= options.temperature < float("inf"):
+        parser.error(f"--temperature {options.temperature:g}: a number, 0 or more")
+    if options.top_k is not None and options.top_k < 1:
+        parser.error(f"--top-k {options.top_k}: a whole number, 1 or more")
+    try:
+        options.prompt.encode()
+    except UnicodeEncodeError:
+        parser.error("--prompt: it is not UTF-8")
+    if not 0 <= options.seed < 1 << 63:
+        parser.error(f"--seed {options.seed}: a whole number, 0 or more, below 2**63")
+    if not (options.run / RESULT).is_file():
+        raise ConfigError(f"{options.run} holds no finished run: there is no {RESULT}")
+    from nmrun.lab.export import finished  # torch
+    from nmrun.lab.tasks.language import LanguageModelling
+
+    try:
+        run = finished.read(options.run)
+        model, task = finished.network(run)
+        model.load_state_dict(run.state)
+    except ConfigError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise RunError(str(error)) from None
+    name = run.result["config"]["dataset"]["name"]
+    if not isinstance(task, LanguageModelling):
+        raise ConfigError(f"{options.run}: dataset={name} is no text to continue")
+    if task.vocabulary_of is None:
+        raise ConfigError(
+            f"{options.run}: dataset={name} has token numbers alone, and no vocabulary to write them by"
+        )
+    vocabulary = task.vocabulary_of()
+    tokens = vocabulary.encode(options.prompt)
+    if not tokens:
+        raise ConfigError("--prompt: it has no token; a model continues at least one")
+    window, known = task.context, task.vocabulary
+    choices = (options.temperature, options.top_k, options.seed)
+    print(
+        vocabulary.decode(
+            tokens + continued(model, tokens, options.tokens, window, known, *choices)
+        )
+    )
+    return 0
+
+
+def continued(
+    model: nn.Module,
+    tokens: Sequence[int],
+    count: int,
+    window: int,
+    known: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> list[int]:
+    """Draw the tokens that follow some, one after the other.
+
+    Args:
+        model: tokens (1, T) to logits (1, T, vocabulary), set to evaluation.
+        tokens: those before, at least one.
+        count: how many to draw.
+        window: the most tokens that the model sees.
+        known: tokens of the data; a network may have logits of more.
+        temperature: divides the logits; 0: the largest one.
+        top_k: choose among so many; None: among all.
+        seed: of the choices.
+
+    Raises:
+        RunError: for logits that are not finite.
+    """
+    import torch
+
+    random, found = torch.Generator().manual_seed(seed), list(tokens)
+    with torch.no_grad():
+        for _ in range(count):
+            logits = model(torch.tensor([found[-window:]]))[0, -1, :known].double()
+            if not logits.isfinite().all():
+                raise RunError("the model's logits are not finite")
+            if temperature == 0:
+                found.append(int(logits.argmax()))
+                continue
+            best, of = logits.topk(min(top_k or known, known))
+            likely = ((best - best[0]) / temperature).softmax(0)
+            found.append(int(of[torch.multinomial(likely, 1, generator=random)]))
+    return found[len(tokens) :]

@@ -1,0 +1,49 @@
+"""``nmrun bench WHAT``: how fast masks, 2:4 products, layers, training and inference are on the
+machine at hand.
+
+Each benchmark is a module of this package with a ``main(options, argv)`` of its own; without WHAT
+it is ``recipes``. ``nmrun.lab.bench.options`` has their options.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from nmrun.errors import ConfigError
+from nmrun.registry import did_you_mean
+
+KINDS = {
+    "recipes": "a training step under each recipe over the dense one, on the CPU (the default)",
+    "masks": "finding masks and projecting, against a copy of the same memory",
+    "update": "an optimizer step with the recipe's part in one pass, and apart, against fused AdamW",
+    "gemm": "2:4 products against dense ones, by shape and tokens (GPU)",
+    "layer": "forward and backward of one linear layer: dense, masked, by 2:4 products",
+    "train": "whole training steps: dense, masked, accelerated, and a bare loop",
+    "infer": "forward passes of whole networks, dense and packed: 2:4 on a GPU, N:M on a CPU",
+}
+
+
+def main(argv: Sequence[str]) -> int:
+    """``nmrun bench``; returns the exit status.
+
+    Raises:
+        ConfigError: for mistakes in the options, and where this machine has nothing to measure.
+    """
+    words = list(argv)
+    if words in (["-h"], ["--help"]):
+        print(
+            "usage: nmrun bench [WHAT] [options]      nmrun bench WHAT --help lists those of WHAT\n"
+        )
+        print("\n".join(f"  {name:<9} {about}" for name, about in KINDS.items()))
+        return 0
+    what = words.pop(0) if words and not words[0].startswith("-") else "recipes"
+    if what not in KINDS:
+        raise ConfigError(
+            f"bench {what}: it takes one of {', '.join(KINDS)}{did_you_mean(what, KINDS)}"
+        )
+    from nmrun.lab.bench import options
+
+    found = options.parse(what, words)
+    module = "infer_cpu" if found.on_cpu else what
+    return int(importlib.import_module(f"nmrun.lab.bench.{module}").main(found, words))

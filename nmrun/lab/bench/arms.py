@@ -1,0 +1,159 @@
+"""What ``nmrun bench recipes`` compares: networks, recipes on them, and the official code's way of
+finding a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from nmrun.errors import ConfigError
+from nmrun.lab.models import small_conv, torchvision_models
+from nmrun.patterns import Pattern
+from nmrun.sparsity.select import select
+from nmrun.step.sparsify import sparsify
+
+DECAY = 2e-4  # of SR-STE, as its paper has it
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, its input shape (batch first) and the layers that stay dense in every arm."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    exclude: tuple[str, ...] = ()
+
+
+def transformer() -> nn.Module:
+    """Six Transformer encoder layers of width 512, feed-forward width 2048, 8 heads."""
+    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+
+
+def tiny() -> nn.Module:
+    """A perceptron to try the benchmark itself with."""
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+
+
+WORKLOADS = {
+    "small_conv": Workload(
+        lambda: small_conv.build((1, 8, 8), 10), (64, 1, 8, 8), ("stem", "head")
+    ),
+    "resnet18": Workload(
+        lambda: torchvision_models.build("resnet18", (3, 32, 32), 10),
+        (32, 3, 32, 32),
+        ("conv1", "fc"),
+    ),
+    "transformer": Workload(transformer, (8, 128, 512)),
+    "tiny": Workload(tiny, (8, 32)),
+}
+
+
+def argsort_mask(weight: Tensor, n: int, m: int) -> Tensor:
+    """Find a mask by sorting each group, as the official code of SR-STE and STEP does.
+
+    Args:
+        weight: (out, in) or (out, in, kh, kw); groups run along dimension 1.
+        n, m: the pattern.
+
+    Returns:
+        1 for kept and 0 for pruned, in the weight's dtype and shape.
+    """
+    inputs_last = weight.detach().abs().movedim(1, -1)
+    groups = inputs_last.reshape(-1, m)
+    pruned = torch.argsort(groups, dim=1)[:, : m - n]
+    return torch.ones_like(groups).scatter_(1, pruned, 0).reshape(inputs_last.shape).movedim(-1, 1)
+
+
+class ArgsortSRSTE(torch.autograd.Function):
+    """SR-STE as its official code has it: the mask by argsort in every forward pass, the decay in
+    the backward pass.
+
+    After ``Sparse_NHWC`` of github.com/aojunzz/NM-sparsity at a557d6b, for linear layers and
+    convolutions.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, n: int, m: int, decay: float) -> Tensor:
+        mask = argsort_mask(weight, n, m)
+        ctx.save_for_backward(weight)
+        ctx.mask, ctx.decay = mask, decay
+        return weight * mask
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (weight,) = ctx.saved_tensors
+        return grads[0] + ctx.decay * (1 - ctx.mask) * weight, None, None, None
+
+
+class ArgsortInForward(nn.Module):
+    """The parametrization that puts :class:`ArgsortSRSTE` in front of a weight."""
+
+    def __init__(self, pattern: Pattern) -> None:
+        super().__init__()
+        self.pattern = pattern
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return ArgsortSRSTE.apply(weight, self.pattern.n, self.pattern.m, DECAY)
+
+
+Attach = Callable[[nn.Module, torch.optim.Optimizer, Pattern, Sequence[str]], Any]
+
+
+def _recipe(name: str, **arguments: Any) -> Attach:
+    return lambda model, optimizer, pattern, exclude: sparsify(
+        model, optimizer, name, pattern, exclude=exclude, **arguments
+    )
+
+
+def _argsort(
+    model: nn.Module, optimizer: torch.optim.Optimizer, pattern: Pattern, exclude: Sequence[str]
+) -> None:
+    chosen_ones, _ = select(model, pattern, exclude=exclude)
+    if not chosen_ones:
+        raise ConfigError(f"no weight of this model can be {pattern} sparse")
+    for chosen in chosen_ones:
+        parametrize.register_parametrization(
+            chosen.module, chosen.attribute, ArgsortInForward(pattern)
+        )
+
+
+# what is done to a model after it was built; all arms have the same optimizer
+ARMS: dict[str, Attach] = {
+    "dense_again": lambda *_: (
+        None
+    ),  # nothing: shows how far the ratio of two equal arms strays from one
+    "asp": _recipe("asp", prune_at=0.0),
+    "ste": _recipe("ste"),
+    "sr_ste": _recipe("sr_ste"),
+    "step_phase_one": _recipe(
+        "step", total_steps=10**9, t_max=1.0
+    ),  # samples the variance change, never switches
+    "step_phase_two": _recipe("step", total_steps=2, switch=0.5),  # switches after the first step
+    "s_ste": _recipe("s_ste"),
+    "mdgf_linear": _recipe("mdgf_linear", total_steps=10**9, dense=0.0),  # the middle phase
+    "mdgf_exponential": _recipe("mdgf_exponential", total_steps=10**9, dense=0.0),
+    "sdgf_stepwise": _recipe("sdgf_stepwise", total_steps=10**9, dense=0.0),
+    "sdgf_geometric": _recipe("sdgf_geometric", total_steps=10**9, dense=0.0, frames=2),
+    "decay_mask": _recipe("decay_mask", total_steps=10**9, dense=0.0),
+    "t_sr_ste": _recipe("t_sr_ste", interval=10**9),  # between two searches for masks
+    "t_sr_ste_search": _recipe(
+        "t_sr_ste", interval=1
+    ),  # with a search in every step; by default it is one of 40
+    "bi_mask": _recipe("bi_mask", interval=10**9),  # likewise, one of 100
+    "bi_mask_search": _recipe("bi_mask", interval=1),
+    "lbc": _recipe("lbc", total_steps=10**9),  # while candidates are left
+    "maskllm": _recipe("maskllm", total_steps=10**9, dense=0.0),  # while masks are learned
+    "slope": _recipe("slope"),
+    "ast": _recipe("ast", total_steps=10**9),  # with a search for masks in one of ten steps
+    "cast": _recipe("cast", total_steps=10**9),  # likewise
+    "proxsparse": _recipe("proxsparse", total_steps=10**9, dense=0.0),  # while masks are learned
+    "sqft": _recipe("sqft"),
+    "sr_ste_argsort": _argsort,
+}

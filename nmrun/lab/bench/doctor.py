@@ -1,0 +1,188 @@
+"""``nmrun doctor``: what this machine offers, and what it can accelerate, in a few lines."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from nmrun.fast.kernels.cusparselt_library import loaded_cusparselt
+from nmrun.lab.verbs import Parser
+
+# inputs and outputs of the layers in the speed table
+SHAPES = (
+    (768, 3072),
+    (2048, 8192),
+    (4096, 16384),
+)
+TOKENS = 8192
+CPU_SHAPE, CPU_TOKENS = (1024, 4096), (1, 256)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what there is, test the 2:4 paths and measure a little; returns the exit status, 1 if
+    something needed is missing.
+    """
+    Parser(prog="nmrun doctor", description="What this machine offers to nmrun.").parse_args(argv)
+    import torch
+
+    from nmrun.fast import backends24
+    from nmrun.kernels.compiled import find_compiler
+    from nmrun.kernels.cpu import load
+    from nmrun.lab.train.loggers.weights_and_biases import logged_in
+    from nmrun.patterns import Pattern
+
+    compiler = find_compiler()
+    built = load(Pattern(2, 4)) is not None
+    projection = (
+        f"compiled with {compiler}"
+        if built
+        else "plain torch (no working C compiler): slower, same results"
+    )
+    speed, copy = backends24.bandwidth()
+    data = Path(os.environ.get("NMRUN_DATA", "~/.cache/nmrun")).expanduser()
+    wandb = os.environ.get("WANDB_MODE") or (
+        "online, logged in" if logged_in() else "offline, not logged in"
+    )
+    fairseq = (
+        "installed"
+        if importlib.util.find_spec("fairseq")
+        else "not installed (pip install 'nmrun[translation]')"
+    )
+    writable = os.access(".", os.W_OK)
+    for name, value in [
+        ("nmrun", importlib.metadata.version("nmrun")),
+        ("python", platform.python_version()),
+        (
+            "torch",
+            f"{torch.__version__}, {torch.get_num_threads()} threads, CUDA {torch.version.cuda or 'not built in'}",
+        ),
+        *gpus(),
+        ("cuSPARSELt", cusparselt()),
+        *accelerated(),
+        *packed(),
+        ("CPU projection", projection),
+        (
+            "",
+            f"2:4 at {speed:.1f} GB/s; a copy takes {copy:.1f} GB/s: {copy / speed:.1f} times a copy's time",
+        ),
+        ("data folder", f"{data}" + ("" if data.exists() else " (does not exist yet)")),
+        ("W&B", wandb),
+        ("fairseq", fairseq),
+        ("this folder", "writable" if writable else "not writable: give output_dir=..."),
+    ]:
+        print(f"{name:<15} {value}", flush=True)
+    return 0 if writable else 1
+
+
+def gpus() -> Iterator[tuple[str, str]]:
+    """A line for every GPU, and one for the driver."""
+    import torch
+
+    for i in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(i)
+        yield (
+            "GPU",
+            f"{about.name}, compute capability {about.major}.{about.minor}, {about.total_memory / 2**30:.0f} GiB",
+        )
+    if not torch.cuda.device_count():
+        yield "GPU", "none"
+    yield "driver", driver() or "none"
+
+
+def driver() -> str:
+    """The NVIDIA driver's version, empty if there is none."""
+    if not (tool := shutil.which("nvidia-smi")):
+        return ""
+    asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return next(iter(said.split()), "")
+
+
+def cusparselt() -> str:
+    """The version of the cuSPARSELt that this process has loaded."""
+    found = loaded_cusparselt()
+    if found is None:
+        return "not loaded (this torch has none): no 2:4 products by it"
+    version, path = found
+    return f"{'.'.join(map(str, version))} ({path})"
+
+
+def accelerated() -> Iterator[tuple[str, str]]:
+    """Which 2:4 paths compute the right thing on the first GPU, then how fast those are against the
+    dense product.
+    """
+    import torch
+
+    from nmrun.fast import backends24
+    from nmrun.products import simulated
+
+    if not torch.cuda.is_available():
+        yield (
+            "2:4 products",
+            "none: they need an NVIDIA GPU of compute capability 8.0 or more; masks train anywhere",
+        )
+        return
+    if torch.cuda.get_device_capability()[0] < 8:
+        yield "2:4 products", "none: this GPU has no sparse tensor cores; masks train anywhere"
+        return
+    right = {}
+    for name, path in backends24.PATHS.items():
+        said = backends24.verdict(path)
+        yield "2:4 products", f"{name}: {said}"
+        if said == "right":
+            right[name] = path
+    for inputs, outputs in SHAPES if right else ():
+        weight = backends24.transposable(outputs, inputs, "cuda")
+        x = torch.randn(TOKENS, inputs, device="cuda", dtype=weight.dtype)
+        dense = backends24.milliseconds(partial(torch.nn.functional.linear, x, weight))
+        cells = [f"dense {dense:.3f} ms"]
+        for name, path in right.items():
+            expected = simulated.linear(x.float(), weight.float(), fp8=path.fp8)
+            named, taken = backends24.fastest(name, x, path.pack(weight, weight)[0], None, expected)
+            cells.append(f"{named} {taken:.3f} ms ({dense / taken:.2f}x)")
+        yield "2:4 speed", f"{inputs} to {outputs}, {TOKENS} tokens, bfloat16: {', '.join(cells)}"
+
+
+def packed() -> Iterator[tuple[str, str]]:
+    """Whether N:M weights can be packed on this CPU, and how fast such a layer is against torch's
+    dense product and against oneDNN's.
+    """
+    import torch
+
+    from nmrun.fast.deploy import milliseconds
+    from nmrun.fast.kernels import cpu_products
+    from nmrun.fast.packed_linear import PackedLinear
+    from nmrun.lab.bench.infer_cpu import OneDNN
+    from nmrun.sparsity.masks import hard_threshold
+
+    if not cpu_products.available():
+        yield "CPU products", "none: packed N:M weights need a C compiler (cc, gcc, clang or $CC)"
+        return
+    inputs, outputs = CPU_SHAPE
+    for pattern in ("2:4", "1:8"):
+        weight = hard_threshold(torch.randn(outputs, inputs), pattern)
+        layer = PackedLinear.of(weight)
+        for tokens in CPU_TOKENS:
+            x = torch.randn(tokens, inputs)
+            dense = partial(torch.nn.functional.linear, x, weight)
+            calls = {"torch": [dense], "packed": [partial(layer, x)]}
+            if torch.backends.mkldnn.is_available():
+                calls["oneDNN"] = [partial(OneDNN(weight, None, tokens), x)]
+            with torch.no_grad():
+                taken = milliseconds(calls, x.device)
+            best = min(ms for name, ms in taken.items() if name != "packed")
+            cells = ", ".join(f"{name} {ms:.3f} ms" for name, ms in sorted(taken.items()))
+            yield (
+                "CPU products",
+                f"{pattern}, {inputs} to {outputs}, {tokens} tokens: {cells} ({best / taken['packed']:.2f}x)",
+            )

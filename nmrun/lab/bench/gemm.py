@@ -1,0 +1,216 @@
+"""``nmrun bench gemm``: products with a 2:4 weight against dense ones, by shape and number of
+tokens.
+
+``x W^T`` with W (outputs, inputs) and x (tokens, inputs) in bfloat16, as in a layer's forward pass;
+each shape both ways, as the two layers of a feed-forward block. With ``--fp8`` both are rounded to
+e4m3fn with one scale, x in every call, and the dense product is torch's of FP8. All numbers are
+drawn from N(0, 1), since what is multiplied decides on a GPU's power and so on its clock. Each path
+is tested first (see ``nmrun.fast.backends24``), with the fastest right algorithm of its library:
+one that is wrong is shown as wrong and not timed. On a CPU, see ``nmrun.lab.bench.gemm_cpu``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nmrun.errors import ConfigError
+from nmrun.fast import acceleration, backends24
+from nmrun.lab.bench import gemm_cpu, output, picture
+from nmrun.lab.bench.options import CPU_RATIOS, GEMM_SHAPES, GEMM_TOKENS, shape
+from nmrun.lab.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
+from nmrun.products import simulated
+
+DTYPE = torch.bfloat16
+
+
+def dense_fp8(weight: Tensor, x: Tensor) -> Callable[[], Tensor]:
+    """Make a product of operands rounded to FP8, the weight beforehand.
+
+    Args:
+        weight: (outputs, inputs).
+        x: (tokens, inputs).
+
+    Returns:
+        A function that computes ``x W^T``, in the dtype of ``x``.
+    """
+    values, scale = simulated.quantize(weight, simulated.FORWARD_FP8)
+
+    def call() -> Tensor:
+        values_x, scale_x = simulated.quantize(x, simulated.FORWARD_FP8)
+        return torch._scaled_mm(
+            values_x, values.t(), scale_x.reciprocal(), scale.reciprocal(), out_dtype=x.dtype
+        )
+
+    return call
+
+
+def measure(
+    inputs: int,
+    outputs: int,
+    tokens: int,
+    count: int,
+    clock: Clock,
+    device: torch.device,
+    fp8: bool = False,
+) -> list[Row]:
+    """Measure the dense product and every path that is for it, at one size.
+
+    Args:
+        inputs, outputs: of the layer.
+        tokens: rows of the other operand.
+        count: rounds.
+        clock: what measures.
+        device: a GPU.
+        fp8: take the paths for FP8 operands.
+    """
+    paths = backends24.candidates(fp8)
+    about = {
+        "shape": f"{inputs} to {outputs}",
+        "inputs": inputs,
+        "outputs": outputs,
+        "tokens": tokens,
+    }
+    try:
+        x, weight = (
+            torch.randn(tokens, inputs, device=device).to(DTYPE),
+            backends24.transposable(outputs, inputs, device),
+        )
+        dense = torch.randn(outputs, inputs, device=device).to(DTYPE)
+        calls: dict[str, Callable[[], Tensor]] = {
+            "dense": dense_fp8(dense, x) if fp8 else partial(functional.linear, x, dense)
+        }
+        rows, algorithms = list[Row](), dict[str, str]()
+        expected = simulated.linear(x.float(), weight.float(), fp8=fp8)
+        for name, path in paths.items():
+            try:
+                parts, _ = path.pack(weight, None)
+                algorithms[name], _ = backends24.fastest(name, x, parts, None, expected)
+            except torch.OutOfMemoryError:
+                raise
+            except backends24.ERRORS as error:
+                rows.append({**about, "path": name, "wrong": backends24.first_line(error)})
+            else:
+                multiply = backends24.named(algorithms[name]).multiply
+                calls[name] = partial(multiply, x, parts, None)
+        del expected
+        times = rounds(calls, count, clock)
+    except torch.OutOfMemoryError:
+        return [{**about, "path": name, "wrong": NO_MEMORY} for name in ("dense", *paths)]
+    flops = 2 * tokens * inputs * outputs
+    for name, taken in times.items():
+        figures = speedup(taken, times["dense"])
+        rate = {"tflops": flops / figures["ms"] / 1e9}
+        chosen = {"algorithm": algorithms[name]} if name in algorithms else {}
+        rows.append({**about, "path": name, **figures, **rate, **chosen})
+    order = ["dense", *paths]
+    return sorted(rows, key=lambda row: order.index(row["path"]))
+
+
+def cell(row: Row) -> str:
+    """Milliseconds of dense products, of others how many times as fast they are."""
+    return (
+        f"{row['ms']:.3g} ms, {row['tflops']:.3g} TFLOP/s"
+        if row["path"] == "dense"
+        else output.spread(row, "speedup")
+    )
+
+
+def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run ``nmrun bench gemm``.
+
+    Args:
+        options: as of ``nmrun.lab.bench.options.parse``.
+        argv: the words that they were read from, for the record.
+
+    Returns:
+        The exit status.
+    """
+    device = output.begin(options)
+    output.needs_products(device)
+    on_cpu = not acceleration.is_24(device)
+    where = "cpu" if on_cpu else "cuda"
+    shapes = options.shapes or map(shape, GEMM_SHAPES[where])
+    tokens_of = options.tokens or GEMM_TOKENS[where]
+    both = [
+        pair for narrow, wide in shapes for pair in dict.fromkeys(((narrow, wide), (wide, narrow)))
+    ]
+    if on_cpu:
+        if options.fp8:
+            raise ConfigError("--fp8: there are no products of FP8 numbers on a CPU")
+        return _on_cpu(options, argv, both, tokens_of, device)
+    if options.fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError("--fp8: this GPU has no products of FP8 numbers")
+
+    def report(rows: list[Row]) -> None:
+        kind = "bfloat16 rounded to FP8" if options.fp8 else "bfloat16"
+        title = (
+            f"Products with a 2:4 weight, {kind}: how many times as fast as the dense product of the same size, median [quartiles] of paired"
+            f" rounds, n = {options.rounds}. TFLOP/s of the dense one."
+        )
+        parts = []
+        for name in ("dense", *backends24.candidates(options.fp8)):
+            some = [row for row in rows if row["path"] == name]
+            if not some:
+                continue
+            reasons = list(dict.fromkeys(row.get("wrong") for row in some))
+            text = (
+                output.grid(some, "shape", "tokens", cell)
+                if len(reasons) > 1 or not reasons[0]
+                else f"{reasons[0]}, at all sizes"
+            )
+            parts.append(f"{name}:\n\n{text}")
+
+        def draw(out: Path) -> None:
+            shown = [row for row in rows if row["path"] != "dense" and "speedup" in row]
+            if shown:
+                picture.draw(
+                    out,
+                    shown,
+                    "shape",
+                    "path",
+                    "tokens",
+                    "speedup",
+                    ("tokens", "times as fast as dense"),
+                    1.0,
+                )
+
+        variant = "_fp8" if options.fp8 else ""
+        text = "\n\n".join([title, *parts])
+        output.finish("gemm", text, rows, argv, device, options.out, draw, variant)
+
+    clock = Clock(device)
+    with output.reported(report) as rows:
+        for inputs, outputs in both:
+            output.note(f"{inputs} to {outputs}")
+            for tokens in tokens_of:
+                rows += measure(inputs, outputs, tokens, options.rounds, clock, device, options.fp8)
+    return 0
+
+
+def _on_cpu(
+    options: argparse.Namespace,
+    argv: Sequence[str],
+    shapes: Sequence[tuple[int, int]],
+    tokens_of: Sequence[int],
+    device: torch.device,
+) -> int:
+    ratios = [str(p) for p in options.sparsity or CPU_RATIOS]
+
+    def report(rows: list[Row]) -> None:
+        text = gemm_cpu.report(rows, options.rounds)
+        output.finish("gemm", text, rows, argv, device, options.out)
+
+    with output.reported(report) as rows:
+        for inputs, outputs in shapes:
+            for tokens in tokens_of:
+                output.note(f"{inputs} to {outputs}, {tokens} tokens")
+                clock = gemm_cpu.clock_of(device)
+                rows += gemm_cpu.measure(inputs, outputs, tokens, ratios, options.rounds, clock)
+    return 0

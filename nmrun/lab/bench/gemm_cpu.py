@@ -1,0 +1,184 @@
+"""The part of ``nmrun bench gemm`` for a CPU: a linear layer's products with an N:M weight.
+
+Three things by shape, tokens and ratio: the forward product; the three products of a training step
+with the packing of the weight; the same with the weight gradient at the kept entries alone. float32.
+Dense is what torch calls (MKL), or oneDNN, whichever is faster in the median; both are shown. The
+dense weight gradient of a packed step is by the faster of the two as well, as it is in a run. With
+one thread the clock is the thread's CPU time, with more the wall's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nmrun.fast import dense_cpu, linear_cpu
+from nmrun.fast.kernels import cpu_products
+from nmrun.lab.bench import output
+from nmrun.lab.bench.timing import Clock, Row, fault, rounds, speedup
+from nmrun.patterns import Pattern
+from nmrun.sparsity.masks import hard_threshold
+
+WHAT = {
+    "forward": "The forward product",
+    "step": "Forward and backward, with packing the weight",
+    "masked": "Forward and backward, the weight gradient at the kept entries alone",
+}
+LIBRARIES = ("torch", "oneDNN")
+
+
+class ThreadClock(Clock):
+    """Milliseconds of CPU time of this thread: what a busy machine does not disturb."""
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        began = time.thread_time()
+        call()
+        return 1e3 * (time.thread_time() - began)
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock for as many threads as torch has."""
+    return ThreadClock(device) if torch.get_num_threads() == 1 else Clock(device)
+
+
+def onednn(x: Tensor, weight: Tensor) -> Tensor:
+    """``x W^T`` by oneDNN."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product
+
+
+def measure(
+    inputs: int, outputs: int, tokens: int, ratios: Sequence[str], count: int, clock: Clock
+) -> list[Row]:
+    """Measure all products of one layer.
+
+    Args:
+        inputs, outputs: of the layer.
+        tokens: rows of the other operand.
+        ratios: such as ``2:4``.
+        count: rounds.
+        clock: what measures.
+
+    Returns:
+        A row for each of :data:`WHAT`, ratio and arm.
+    """
+    x, dz = torch.randn(tokens, inputs), torch.randn(tokens, outputs)
+    full = torch.randn(outputs, inputs)
+    reordered = torch.ops.mkldnn._reorder_linear_weight(full, tokens)
+    dense: dict[str, dict[str, Callable[[], Any]]] = {
+        "torch": {
+            "forward": lambda: functional.linear(x, full),
+            "step": lambda: (functional.linear(x, full), dz @ full, dz.t() @ x),
+        },
+        "oneDNN": {
+            "forward": lambda: onednn(x, reordered),
+            "step": lambda: (onednn(x, full), onednn(dz, full.t()), onednn(dz.t(), x.t())),
+        },
+    }
+    arms: dict[str, Callable[[], Any]] = {
+        f"{library} {what}": call
+        for library, calls in dense.items()
+        for what, call in calls.items()
+    }
+    wrong: dict[str, str] = {}
+    gradient = _gradient(x, dz, count, clock)
+    for ratio in ratios:
+        weight = hard_threshold(full, Pattern.parse(ratio), 1).contiguous()
+        packed = linear_cpu.Packed((outputs, inputs), torch.float32, Pattern.parse(ratio))
+        packed.write(weight, None)
+        forward, backward = (
+            [getattr(packed, f"{kind}_{part}") for part in linear_cpu.PARTS]
+            for kind in linear_cpu.KINDS
+        )
+
+        def z(weight: Tensor = weight, f: Any = forward, b: Any = backward) -> Tensor:
+            return linear_cpu.linear_cpu(x, weight, None, f, b, "dense")
+
+        def step(
+            how: str, packed: Any = packed, weight: Tensor = weight, z: Any = z, f: Any = forward,
+            b: Any = backward,
+        ) -> None:  # fmt: skip
+            packed.write(weight, None)
+            z()
+            linear_cpu.multiply_cpu(dz, b, inputs)
+            linear_cpu.weight_gradient(dz, x, f, how)
+
+        arms[f"{ratio} forward"] = z
+        arms[f"{ratio} step"] = partial(step, gradient)
+        arms[f"{ratio} masked"] = partial(step, "sampled")
+        if found := fault(z, functional.linear(x, weight)):
+            wrong[ratio] = found
+    with torch.no_grad():
+        times = rounds(arms, count, clock)
+    rows = []
+    about = {"shape": f"{inputs} to {outputs}", "tokens": tokens}
+    for what in WHAT:
+        bases = {name: times[f"{name} {'forward' if what == 'forward' else 'step'}"]
+                 for name in LIBRARIES}  # fmt: skip
+        better = min(bases, key=lambda name: statistics.median(bases[name]))
+        for name, taken in bases.items():
+            rows.append({**about, "what": what, "arm": name, **speedup(taken, bases[better])})
+        for ratio in ratios:
+            taken, arm = times[f"{ratio} {what}"], {"arm": ratio, "dense": better}
+            over = {f"over_{name}": statistics.median(speedup_of(taken, bases[name]))
+                    for name in LIBRARIES}  # fmt: skip
+            figures = {"wrong": wrong[ratio]} if ratio in wrong else speedup(taken, bases[better])
+            rows.append({**about, "what": what, **arm, **over, **figures})
+    return rows
+
+
+def _gradient(x: Tensor, dz: Tensor, count: int, clock: Clock) -> str:
+    """The faster way to a dense weight gradient: torch's or oneDNN's."""
+    ways = ("dense", dense_cpu.NAME)
+    arms = {how: partial(linear_cpu.weight_gradient, dz, x, [], how) for how in ways}
+    with torch.no_grad():
+        times = rounds(arms, count, clock)
+    return min(ways, key=lambda how: statistics.median(times[how]))
+
+
+def speedup_of(times: Sequence[float], base: Sequence[float]) -> list[float]:
+    """How many times as fast, round by round."""
+    return [b / t for b, t in zip(base, times, strict=True)]
+
+
+def report(rows: Sequence[Row], count: int) -> str:
+    """Make the tables.
+
+    Args:
+        rows: of :func:`measure`, of all sizes.
+        count: their rounds.
+    """
+    clock = "CPU time of the thread" if torch.get_num_threads() == 1 else "wall time"
+    parts = [
+        "A linear layer's products with an N:M weight on the CPU, float32: how many times as fast "
+        f"as the better dense product, median [quartiles] of paired rounds, n = {count}, {clock}. "
+        "Dense columns: milliseconds of what torch calls, and of oneDNN."
+    ]
+
+    def cell(row: Row) -> str:
+        if "wrong" in row:
+            return str(row["wrong"])
+        return f"{row['ms']:.3g} ms" if row["arm"] in LIBRARIES else output.spread(row, "speedup")
+
+    for what, title in WHAT.items():
+        some = [
+            {**row, "size": f"{row['tokens']}, {row['shape']}"}
+            for row in rows
+            if row["what"] == what
+        ]
+        parts.append(
+            f"{title} (tokens, inputs to outputs):\n\n{output.grid(some, 'size', 'arm', cell)}"
+        )
+    return "\n\n".join(parts)
+
+
+def available() -> str:
+    """Why there is nothing to measure; empty if there is."""
+    return "" if cpu_products.available() else "no C compiler works here"

@@ -1,0 +1,186 @@
+"""``nmrun bench layer``: forward and backward of one linear layer, dense, masked and by 2:4
+products.
+
+A step is that of nmrun without the optimizer: forward and backward of ``accumulate`` micro-batches,
+then the projection of the weight (and its packing) once. Weights are float32; on a GPU products are
+bfloat16 (autocast). ``masked`` has zeros in a dense product; the others go by the fastest right 2:4
+path, with the input gradient dense, sparse by double pruning or by a transposable mask, and with
+the weight gradient from an unbiased 2:4 estimate (MVUE), or with operands rounded to FP8. Without
+sparse tensor cores all of them are masked, the same numbers by dense products, and "2:4" is left
+out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nmrun import optim
+from nmrun.errors import ConfigError
+from nmrun.fast import acceleration
+from nmrun.lab.bench import output, picture
+from nmrun.lab.bench.options import LAYER_SHAPES, LAYER_TOKENS, shape
+from nmrun.lab.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
+from nmrun.step.sparsify import sparsify
+
+# name: recipe, its options, and whether it goes by 2:4 products where there are such
+ARMS: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "masked": ("ste", {}, False),
+    "2:4": ("ste", {}, True),
+    "2:4, double pruning": ("ste", {"input_gradient": "double_prune"}, True),
+    "2:4, transposable": ("t_sr_ste", {"interval": 10**9}, True),
+    "2:4, MVUE": ("ste", {"mvue": "2:4"}, True),
+    "2:4, FP8": ("ste", {"fp8": True}, True),
+}
+
+
+class Arm:
+    """One copy of the layer. Calling it does a step.
+
+    Args:
+        recipe, options: the recipe and its hyperparameters.
+        by_products: take 2:4 products.
+        inputs, outputs: of the layer.
+        tokens: of a micro-batch.
+        accumulate: micro-batches of a step.
+        device: where it trains.
+
+    Raises:
+        ConfigError: where no 2:4 path is right.
+    """
+
+    def __init__(
+        self, recipe: str, options: dict[str, Any], by_products: bool, inputs: int, outputs: int, tokens: int, accumulate: int,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        torch.manual_seed(0)
+        self.model, self.accumulate, self.device = (
+            nn.Sequential(nn.Linear(inputs, outputs, device=device)),
+            accumulate,
+            device,
+        )
+        self.x = torch.randn(tokens, inputs, device=device).to(self.dtype).requires_grad_()
+        self.dz = torch.randn(tokens, outputs, device=device, dtype=self.dtype)
+        self.handle = sparsify(
+            self.model, optim.AdamW(self.model.parameters()), recipe, "2:4", **options
+        )
+        self.path = "dense"
+        if by_products:
+            (choice,) = acceleration.accelerate(self.handle, self.forward, "force", accumulate)
+            self.path = str(choice.path)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
+
+    def forward(self) -> torch.Tensor:
+        low = self.dtype != torch.float32
+        with torch.autocast(self.device.type, self.dtype) if low else contextlib.nullcontext():
+            z: torch.Tensor = self.model(self.x)
+        return z
+
+    def __call__(self) -> None:
+        for _ in range(self.accumulate):
+            self.forward().backward(self.dz)
+        self.handle.refresh()
+        self.x.grad = None
+        self.model.zero_grad()
+
+
+def measure(
+    inputs: int, outputs: int, tokens: int, accumulate: int, count: int, device: torch.device
+) -> list[Row]:
+    """Measure all arms at one size.
+
+    Args:
+        inputs, outputs: of the layer.
+        tokens: of a micro-batch.
+        accumulate: micro-batches of a step.
+        count: rounds.
+        device: where it trains.
+    """
+    about = {"shape": f"{inputs} to {outputs}", "tokens": tokens, "accumulate": accumulate}
+    make = partial(
+        Arm, inputs=inputs, outputs=outputs, tokens=tokens, accumulate=accumulate, device=device
+    )
+    products, rows = acceleration.is_24(device) and not acceleration.obstacle(device), list[Row]()
+    names = [name for name in ARMS if products or name != "2:4"]
+    arms: dict[str, Callable[[], None]] = {}
+    paths = {}
+    try:
+        for name in ("dense", *names):
+            recipe, options, by_products = ARMS.get(name, ("dense", {}, False))
+            try:
+                arm = make(recipe, options, by_products and products)
+                arms[name], paths[name] = arm, arm.path
+            except ConfigError as error:
+                rows.append({**about, "arm": name, "wrong": str(error)})
+        times = rounds(arms, count, Clock(device))
+    except torch.OutOfMemoryError:
+        return [{**about, "arm": name, "wrong": NO_MEMORY} for name in ("dense", *names)]
+    for name, taken in times.items():
+        rows.append({**about, "arm": name, "path": paths[name], **speedup(taken, times["dense"])})
+    return rows
+
+
+def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run ``nmrun bench layer``.
+
+    Args:
+        options: as of ``nmrun.lab.bench.options.parse``.
+        argv: the words that they were read from, for the record.
+
+    Returns:
+        The exit status.
+    """
+    device = output.begin(options)
+    tokens = options.tokens or LAYER_TOKENS[device.type]
+
+    def report(rows: list[Row]) -> None:
+        shown = [{**row, "size": f"{row['shape']}, x{row['accumulate']}"} for row in rows]
+        products = acceleration.is_24(device) and not acceleration.obstacle(device)
+        title = (
+            f"Forward and backward of a linear layer, {tokens} tokens a micro-batch (xN: N of them share a projection): how many times as fast as"
+            f" dense, median [quartiles] of paired rounds, n = {options.rounds}. "
+            + (
+                "bfloat16."
+                if products
+                else "float32, all masks in dense products: there are no sparse tensor cores here."
+            )
+        )
+
+        def cell(row: Row) -> str:
+            return f"{row['ms']:.3g} ms" if row["arm"] == "dense" else output.spread(row, "speedup")
+
+        def draw(out: Path) -> None:
+            lines = [row for row in shown if row["arm"] != "dense" and "speedup" in row]
+            for row in lines:
+                row["title"] = f"micro-batches a step: {row['accumulate']}"
+            if lines:
+                picture.draw(
+                    out,
+                    lines,
+                    "title",
+                    "arm",
+                    "shape",
+                    "speedup",
+                    ("layer", "times as fast as dense"),
+                    1.0,
+                )
+
+        text = output.grid(shown, "size", "arm", cell)
+        output.finish("layer", f"{title}\n\n{text}", rows, argv, device, options.out, draw)
+
+    with output.reported(report) as rows:
+        for inputs, outputs in options.shapes or map(shape, LAYER_SHAPES[device.type]):
+            for accumulate in options.accumulate:
+                output.note(f"{inputs} to {outputs}, micro-batches: {accumulate}")
+                rows += measure(inputs, outputs, tokens, accumulate, options.rounds, device)
+    return 0

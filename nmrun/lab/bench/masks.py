@@ -1,0 +1,195 @@
+"""``nmrun bench masks``: how fast N:M masks are found and weights projected, against a copy of the
+same tensor.
+
+A copy reads and writes every weight once, as a projection at least has to: it is the memory bound.
+Arms that write into a tensor that is there: nmrun's dispatch (C on the CPU, Triton on a GPU), its
+reference in plain torch, ``torch.topk``, and sorting every group and scattering, as the official
+code of SR-STE and STEP does. All leave the projection in memory. Arms that make what they return,
+against ``torch.clone``: ``nmrun.sparsity.nm_mask`` along both dimensions, and by it the flip rate
+and the kept energy that training logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nmrun.kernels import projection
+from nmrun.lab.bench import output, picture
+from nmrun.lab.bench.arms import argsort_mask
+from nmrun.lab.bench.options import COLUMNS
+from nmrun.lab.bench.timing import NO_MEMORY, Clock, Row, quartiles, rounds
+from nmrun.patterns import Pattern
+from nmrun.sparsity import metrics, nm_mask, plain
+
+
+def dispatch(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
+    if not projection.project(weight, out, pattern, 1):
+        reference(weight, out, pattern)
+
+
+def reference(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
+    out.copy_(plain.hard_threshold(weight, pattern, 1))
+
+
+def topk(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
+    groups = weight.view(-1, pattern.m)
+    kept = groups.abs().topk(pattern.n, dim=1, sorted=False).indices
+    torch.mul(weight, torch.zeros_like(groups).scatter_(1, kept, 1).view_as(weight), out=out)
+
+
+def argsort(weight: Tensor, out: Tensor, pattern: Pattern) -> None:
+    torch.mul(weight, argsort_mask(weight, pattern.n, pattern.m), out=out)
+
+
+ARMS: dict[str, Callable[[Tensor, Tensor, Pattern], None]] = {
+    "nmrun": dispatch,
+    "reference": reference,
+    "topk": topk,
+    "argsort": argsort,
+}
+
+
+def mask(weight: Tensor, before: Tensor, pattern: Pattern) -> Tensor:
+    return nm_mask(weight, pattern)
+
+
+def mask_dim_0(weight: Tensor, before: Tensor, pattern: Pattern) -> Tensor:
+    return nm_mask(weight.view(weight.shape[1], -1), pattern, dim=0)
+
+
+def flip_rate(weight: Tensor, before: Tensor, pattern: Pattern) -> float:
+    return int(torch.count_nonzero(nm_mask(weight, pattern) ^ before)) / weight.numel()
+
+
+def kept_energy(weight: Tensor, before: Tensor, pattern: Pattern) -> float:
+    kept, pruned = map(float, metrics.energies(weight, nm_mask(weight, pattern)))
+    return kept / (kept + pruned)
+
+
+# given an earlier mask
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Pattern], object]] = {
+    "nm_mask": mask,
+    "nm_mask dim 0": mask_dim_0,
+    "flip_rate": flip_rate,
+    "kept_energy": kept_energy,
+}
+
+
+def measure(
+    pattern: Pattern,
+    millions: float,
+    arms: Sequence[str],
+    dtype: torch.dtype,
+    count: int,
+    device: torch.device,
+) -> list[Row]:
+    """Measure a copy, a clone and some arms on one random weight.
+
+    Args:
+        pattern: of the masks.
+        millions: entries of the weight, about.
+        arms: their names.
+        dtype: of the weight.
+        count: rounds.
+        device: where it is.
+    """
+    columns = COLUMNS // pattern.m * pattern.m
+    about = {
+        "pattern": str(pattern),
+        "millions": millions,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    try:
+        weight = torch.randn(max(1, round(millions * 1e6 / columns)), columns, device=device).to(
+            dtype
+        )
+        out, before = torch.empty_like(weight), torch.rand_like(weight) < 0.5
+        calls: dict[str, Callable[[], object]] = {
+            "copy": partial(out.copy_, weight),
+            "clone": weight.clone,
+        }
+        for name in arms:
+            into = name in ARMS
+            calls[name] = (
+                partial(ARMS[name], weight, out, pattern)
+                if into
+                else partial(FUNCTIONS[name], weight, before, pattern)
+            )
+        times = rounds(calls, count, Clock(device), warm_up=1)
+    except torch.OutOfMemoryError:
+        return [{**about, "arm": name, "wrong": NO_MEMORY} for name in ("copy", "clone", *arms)]
+    rows = []
+    for name, taken in times.items():
+        rate = [2 * weight.nbytes / 1e6 / ms for ms in taken]
+        base = times["clone" if name in FUNCTIONS or name == "clone" else "copy"]
+        copies = [ms / one for ms, one in zip(taken, base, strict=True)]
+        figures = (
+            quartiles("ms", taken) | quartiles("gb_per_second", rate) | quartiles("copies", copies)
+        )
+        rows.append({**about, "arm": name, "n": count, **figures})
+    return rows
+
+
+def _cell(row: Row, unit: str) -> str:
+    """Multiples of the table's first column, and the figure behind them."""
+    copies = "1" if row["arm"] == "clone" else output.spread(row, "copies")
+    return f"{copies}, {row[unit]:.3g} {'GB/s' if unit == 'gb_per_second' else 'ms'}"
+
+
+def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run ``nmrun bench masks``.
+
+    Args:
+        options: as of ``nmrun.lab.bench.options.parse``.
+        argv: the words that they were read from, for the record.
+
+    Returns:
+        The exit status.
+    """
+    device = output.begin(options)
+
+    def report(rows: list[Row]) -> None:
+        title = (
+            "Finding an N:M mask and projecting, median [quartiles] of paired rounds: multiples of a copy into a tensor that is there, and"
+            " the memory traffic of one read and one write in GB/s; below, for what makes new tensors, multiples of torch.clone."
+            f" {options.dtype}, n = {options.rounds}."
+        )
+        into = ["copy", *(name for name in options.arms if name in ARMS)]
+        making = ["clone", *(name for name in options.arms if name in FUNCTIONS)]
+        parts = []
+        for millions in dict.fromkeys(row["millions"] for row in rows):
+            parts.append(f"{millions:g} million weights")
+            for names, unit in ((into, "gb_per_second"), (making, "ms")):
+                some = [
+                    {**row, "N:M": row["pattern"]}
+                    for row in rows
+                    if row["millions"] == millions and row["arm"] in names
+                ]
+                if some and len(names) > 1:
+                    parts.append(output.grid(some, "N:M", "arm", partial(_cell, unit=unit)))
+        drawn = [
+            {**row, "size": f"{row['millions']:g} million weights"}
+            for row in rows
+            if row["arm"] in (into[1:] or making[1:])
+        ]
+        labels = ("N:M", "multiples of a copy's time")
+
+        def draw(out: Path) -> None:
+            picture.draw(out, drawn, "size", "arm", "pattern", "copies", labels, 1.0)
+
+        text = "\n\n".join([title, *parts])
+        output.finish("masks", text, rows, argv, device, options.out, draw)
+
+    with output.reported(report) as rows:
+        for millions in options.weights:
+            for one in options.patterns:
+                output.note(f"{one}, {millions:g} million weights")
+                dtype = getattr(torch, options.dtype)
+                rows += measure(one, millions, options.arms, dtype, options.rounds, device)
+    return 0

@@ -1,0 +1,300 @@
+"""The options of ``nmrun bench WHAT``, and what is wrong with them, without an import of torch."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+from nmrun.errors import ConfigError
+from nmrun.lab.bench.configs import NETWORKS, overrides
+from nmrun.lab.verbs import Parser
+from nmrun.lab.words import precheck, source
+from nmrun.lab.words.early import no_gpu
+from nmrun.patterns import Pattern, PatternError
+
+COLUMNS = 4096  # inputs of the layer of masks; the number of weights decides on the outputs
+# of recipes: arms.WORKLOADS and arms.ARMS
+WORKLOADS = ("small_conv", "resnet18", "transformer", "tiny")
+RECIPES = (
+    "dense_again", "asp", "ste", "sr_ste", "step_phase_one", "step_phase_two", "s_ste", "mdgf_linear", "mdgf_exponential",
+    "sdgf_stepwise", "sdgf_geometric", "decay_mask", "t_sr_ste", "t_sr_ste_search", "bi_mask", "bi_mask_search", "lbc", "maskllm",
+    "slope", "ast", "cast", "proxsparse", "sqft", "sr_ste_argsort",
+)  # fmt: skip
+# of masks: what writes into a tensor that is there (masks.ARMS), what makes one (masks.FUNCTIONS)
+ARMS = ("nmrun", "reference", "topk", "argsort")
+FUNCTIONS = ("nm_mask", "nm_mask dim 0", "flip_rate", "kept_energy")
+DTYPES = ("float32", "bfloat16", "float16")
+RATIOS = ("2:4", "1:4", "2:8", "1:16", "8:32", "16:32")
+# of update
+UPDATED = (
+    "asp", "ste", "sr_ste", "step_phase_two", "s_ste", "mdgf_linear", "sdgf_stepwise", "decay_mask", "t_sr_ste", "bi_mask",
+)  # fmt: skip
+# of gemm, by the kind of device
+GEMM_SHAPES = {
+    "cuda": ("768x3072", "1024x4096", "1280x5120", "1600x6400", "2048x8192", "4096x16384"),
+    "cpu": ("512x2048", "1024x4096"),
+}
+GEMM_TOKENS = {"cuda": (1024, 2048, 4096, 8192, 16384, 32768), "cpu": (64, 512, 1024)}
+CPU_RATIOS = ("2:4", "1:4", "1:8", "1:16")  # of gemm and infer
+# of layer
+LAYER_SHAPES = {
+    "cuda": ("768x3072", "3072x768", "1600x6400", "6400x1600", "4096x16384", "16384x4096"),
+    "cpu": ("256x1024",),
+}
+LAYER_TOKENS = {"cuda": 8192, "cpu": 512}
+# of train
+TRAINED = {
+    "cuda": ("gpt2", "gpt2_medium", "gpt2_large", "vit_large", "vit_huge"),
+    "cpu": ("gpt_tiny", "vit_small_32"),
+}
+TRAINING_ARMS = ("dense", "torch", "masked", "accelerated", "bare")
+# of infer, on a CPU (infer_cpu.network) and on a GPU
+CPU_NETWORKS = ("transformer", "bert_base", "tiny", "gpt2", "gpt2_prompt", "resnet18")
+INFERRED = {"cuda": ("gpt2", "vit_large"), "cpu": ("transformer", "bert_base", "gpt2")}
+
+
+def parse(what: str, argv: Sequence[str]) -> argparse.Namespace:
+    """Read the options of a benchmark, and make the folder of its results.
+
+    Args:
+        what: of ``nmrun.lab.bench.KINDS``.
+        argv: the words after it.
+
+    Returns:
+        The options. Those of ``infer`` have ``on_cpu``: whether it is the one for CPUs.
+
+    Raises:
+        ConfigError: for a mistake, as far as it shows before torch is imported.
+    """
+    on_cpu = what == "infer" and _infers_on_cpu(argv)
+    made = _infer_cpu() if on_cpu else PARSERS[what]()
+    options = made.parse_args(argv)
+    if getattr(options, "device", None) == "cuda" and no_gpu():
+        made.error("--device cuda: torch sees no CUDA device here")
+    if what == "train":
+        names = options.models or TRAINED["cpu" if options.device == "cpu" or no_gpu() else "cuda"]
+        for ratio in options.sparsity:
+            sparse = [f"recipe={options.recipe}", f"sparsity='{ratio}'"]
+            _check(names, [*sparse, *options.overrides])
+    elif what == "infer" and not on_cpu:
+        _check(options.models, ["recipe=dense", *options.overrides])
+    if options.out:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            made.error(f"--out {options.out}: {error.strerror}")
+    return argparse.Namespace(**vars(options), on_cpu=on_cpu)
+
+
+def _infers_on_cpu(argv: Sequence[str]) -> bool:
+    """Whether these words ask for a CPU, or leave the choice to a machine without 2:4 products."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--device", nargs="?", default="auto")
+    asked = first.parse_known_args(argv)[0].device
+    if asked == "cuda":
+        return False
+    if no_gpu():
+        return True
+    import torch
+
+    from nmrun.fast import choice24
+
+    name = "cuda" if asked == "auto" and torch.cuda.is_available() else "cpu"
+    return bool(choice24.obstacle(torch.device(name)))
+
+
+def _check(names: Sequence[str], words: Sequence[str]) -> None:
+    source.register()
+    for name in names:
+        if found := precheck.look(overrides(Path(), [*NETWORKS[name], *words])).problems:
+            raise ConfigError(found)
+
+
+# --- what a word may be ---------------------------------------------------------------------------
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: a whole number, 1 or more")
+    return int(text)
+
+
+def pattern(text: str) -> Pattern:
+    """N:M, for argparse."""
+    try:
+        if (parsed := Pattern.parse(text)).v == 1:
+            return parsed
+    except PatternError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    raise argparse.ArgumentTypeError(f"{text}: kernels are timed with N:M, such as 2:8")
+
+
+def narrow(text: str) -> Pattern:
+    """An N:M whose groups fit into a row of ``masks``, for argparse."""
+    parsed = pattern(text)
+    if parsed.m > COLUMNS:
+        raise argparse.ArgumentTypeError(f"{text}: M up to {COLUMNS}")
+    return parsed
+
+
+def size(text: str) -> float:
+    """Millions of weights, for argparse."""
+    try:
+        if 0 < (value := float(text)) <= 10_000:
+            return value
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text}: millions of weights, up to 10000")
+
+
+def shape(text: str) -> tuple[int, int]:
+    """``768x3072``, inputs and outputs of a layer, for argparse."""
+    sides = text.split("x")
+    if len(sides) != 2 or not all(
+        side.isdecimal() and int(side) > 0 and int(side) % 16 == 0 for side in sides
+    ):
+        raise argparse.ArgumentTypeError(
+            f"{text}: inputs x outputs, multiples of 16, such as 768x3072"
+        )
+    return int(sides[0]), int(sides[1])
+
+
+# --- the parsers ----------------------------------------------------------------------------------
+
+
+def _parser(name: str, rounds: int, module: str = "") -> Parser:
+    """What all benchmarks take: rounds, device and where the results go. The first paragraph of the
+    module's docstring is shown.
+    """
+    spec = importlib.util.find_spec(f"nmrun.lab.bench.{module or name}")
+    assert spec is not None
+    assert spec.origin is not None
+    about = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
+    made = Parser(prog=f"nmrun bench {name}", description=about.split("\n\n")[0].replace("``", ""))
+    add = made.add_argument
+    add("--rounds", type=positive, default=rounds, help=f"measurements of each (default: {rounds})")
+    add("--out", type=Path, metavar="DIR", help="write the results there, as .md and .json")
+    if name != "recipes":
+        choices = ("auto", "cpu", "cuda")
+        add("--device", choices=choices, default="auto", help="default: a GPU where there is one")
+    return made
+
+
+def _several(made: Parser, flag: str, default: Sequence[object], **how: object) -> None:
+    """An option of several values, whose help says its default."""
+    said = f"default: {' '.join(map(str, default))}"
+    made.add_argument(flag, nargs="+", default=[*default], **{"help": said, **how})  # type: ignore[arg-type]
+
+
+def _recipes() -> Parser:
+    made = _parser("recipes", 20)
+    _several(made, "--models", WORKLOADS[:-1], choices=WORKLOADS)  # tiny tries the benchmark itself
+    _several(made, "--patterns", [Pattern(2, 4), Pattern(1, 16)], type=pattern, metavar="N:M")
+    _several(made, "--recipes", RECIPES, choices=RECIPES, help="default: all of them")
+    return made
+
+
+def _masks() -> Parser:
+    made, every = _parser("masks", 10), (*ARMS, *FUNCTIONS)
+    _several(made, "--patterns", [*map(narrow, RATIOS)], type=narrow, metavar="N:M")
+    _several(made, "--weights", [1, 10, 50], type=size, metavar="MILLIONS")
+    _several(made, "--arms", every, choices=every, help="default: all of them")
+    made.add_argument("--dtype", choices=DTYPES, default="float32", help="default: float32")
+    return made
+
+
+def _update() -> Parser:
+    made = _parser("update", 20)
+    _several(made, "--patterns", [Pattern(2, 4)], type=narrow, metavar="N:M")
+    told = "default: 28, GPT-2's feed-forward layers of six blocks"
+    made.add_argument("--weights", type=size, default=28, metavar="MILLIONS", help=told)
+    _several(made, "--recipes", UPDATED, choices=UPDATED, help="default: all of them")
+    return made
+
+
+def _gemm() -> Parser:
+    made = _parser("gemm", 20)
+    for flag, kind, usual in (
+        ("--shapes", shape, GEMM_SHAPES),
+        ("--tokens", positive, GEMM_TOKENS),
+    ):
+        on_gpu, on_cpu = (" ".join(map(str, usual[name])) for name in ("cuda", "cpu"))
+        metavar = "INxOUT" if kind is shape else None
+        told = f"default: {on_gpu}; on a CPU {on_cpu}"
+        made.add_argument(flag, nargs="+", type=kind, metavar=metavar, help=told)
+    made.add_argument("--fp8", action="store_true", help="products of FP8 operands")
+    told = f"on a CPU (default: {' '.join(CPU_RATIOS)}); on a GPU it is 2:4"
+    made.add_argument("--sparsity", nargs="+", type=pattern, metavar="N:M", help=told)
+    return made
+
+
+def _layer() -> Parser:
+    made = _parser("layer", 20)
+    told = f"default: {' '.join(LAYER_SHAPES['cuda'])}"
+    made.add_argument("--shapes", nargs="+", type=shape, metavar="INxOUT", help=told)
+    told = "of a micro-batch (default: {cuda}, on a CPU {cpu})".format(**LAYER_TOKENS)
+    made.add_argument("--tokens", type=positive, help=told)
+    _several(
+        made, "--accumulate", [1, 4], type=positive, help="micro-batches a step (default: 1 4)"
+    )
+    return made
+
+
+def _train() -> Parser:
+    made = _parser("train", 10)
+    told = f"default: {' '.join(TRAINED['cuda'])}; on a CPU {' '.join(TRAINED['cpu'])}"
+    made.add_argument("--models", nargs="+", choices=NETWORKS, help=told)
+    made.add_argument("--recipe", default="sr_ste", help="default: sr_ste")
+    told = "each measured by itself, beside dense (default: 2:4)"
+    _several(made, "--sparsity", ["2:4"], metavar="N:M", help=told)
+    told = "default: all of them, torch on a CPU alone; dense is always there"
+    made.add_argument("--arms", nargs="+", choices=TRAINING_ARMS, help=told)
+    told = "steps of a stretch (default: 10)"
+    made.add_argument("--steps", type=positive, default=10, help=told)
+    told = "torch.compile all arms (default: on a GPU)"
+    made.add_argument("--compile", action=argparse.BooleanOptionalAction, help=told)
+    _overrides(made, "trainer.batch_size=32")
+    return made
+
+
+def _infer() -> Parser:
+    made = _parser("infer", 20)
+    _several(made, "--models", INFERRED["cuda"], choices=NETWORKS)
+    told = "sequences or images (default: 1 8 32)"
+    _several(made, "--batches", [1, 8, 32], type=positive, help=told)
+    made.add_argument("--compile", action="store_true", help="torch.compile all arms")
+    _overrides(made, "dataset.context=256")
+    return made
+
+
+def _infer_cpu() -> Parser:
+    made = _parser("infer", 12, "infer_cpu")
+    _several(made, "--models", INFERRED["cpu"], choices=CPU_NETWORKS)
+    _several(made, "--patterns", [*map(pattern, CPU_RATIOS)], type=pattern, metavar="N:M")
+    told = (
+        "of a sequence; for gpt2 sequences, with one new token each (gpt2_prompt: of a prompt); "
+        "for resnet18 images (default: 1 64 512)"
+    )
+    _several(made, "--tokens", [1, 64, 512], type=positive, help=told)
+    made.add_argument("--threads", type=positive, help="default: as many as torch takes")
+    return made
+
+
+def _overrides(made: Parser, example: str) -> None:
+    told = f"for all arms, such as {example}"
+    made.add_argument("overrides", nargs="*", metavar="key=value", help=told)
+
+
+PARSERS = {
+    "recipes": _recipes,
+    "masks": _masks,
+    "update": _update,
+    "gemm": _gemm,
+    "layer": _layer,
+    "train": _train,
+    "infer": _infer,
+}

@@ -1,0 +1,218 @@
+"""``nmrun bench train``: whole training steps by nmrun's own loop, dense, masked and accelerated,
+and by a bare loop.
+
+Arms of a network share one process and take turns, one stretch of steps each a round: ``dense``, on
+a CPU by oneDNN where that is faster, and ``torch``, by torch's default products; the recipe with
+``trainer.acceleration=off`` (masks alone, in torch's products) and ``=auto`` (N:M products where
+they are right and faster), one process for each ratio; ``bare``, the same dense network, compiled
+alike, with torch's fused AdamW on one batch that stays where it is: what a loop of one's own could
+reach at best. Data is random. Everything else is as a user gets it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from nmrun.lab.bench import output
+from nmrun.lab.bench.configs import composed
+from nmrun.lab.bench.networks import each, random_text
+from nmrun.lab.bench.options import TRAINED, TRAINING_ARMS
+from nmrun.lab.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
+from nmrun.lab.keys.config import Config
+from nmrun.lab.report.markdown import table
+from nmrun.lab.train.build import autocast, build
+from nmrun.lab.train.flops import peak_flops
+from nmrun.lab.train.steps import Steps
+
+OFF = "trainer.acceleration=off"
+Prepared = tuple[Callable[[], None], Row]
+
+
+def ours(config: Config, steps: int) -> Prepared:
+    """Prepare a stretch of nmrun's training.
+
+    Args:
+        config: of the run.
+        steps: of the stretch.
+
+    Returns:
+        The stretch, and what there is to say of it.
+    """
+    loop = Steps(config, parts := build(config))
+    loop.model.train()
+    items = sum(loop.task.sizes(0, 0, 1))
+
+    def stretch() -> None:
+        for _ in range(steps):
+            loop.train_step(*divmod(loop.step, loop.task.batches_per_epoch), measure_flips=False)
+            # as if a row was logged
+            loop.losses, loop.logged_step = loop.losses[-1:], loop.step - 1
+
+    by_products = sum(choice.is_sparse for choice in parts.accelerated)
+    about = {
+        "items": items,
+        "flops": loop.cost.dense,
+        "peak": peak_flops(loop.device, loop.precision),
+    }
+    return stretch, about | (
+        {"layers": f"{by_products} of {len(loop.handle.sparse)}"} if loop.handle.sparse else {}
+    )
+
+
+def bare(config: Config, steps: int) -> Prepared:
+    """Prepare a stretch of a loop of a few lines.
+
+    Args:
+        config: of the run.
+        steps: of the stretch.
+
+    Returns:
+        The stretch, and what there is to say of it.
+    """
+    parts = build(config)
+    model, task, accumulate = parts.model.train(), parts.task, config.trainer.accumulate
+    forward = torch.compile(model, fullgraph=True) if config.trainer.compile else model
+    batches = task.micro_batches(0, 0, accumulate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def stretch() -> None:
+        mode = torch.get_deterministic_debug_mode()
+        torch.set_deterministic_debug_mode("default")  # which nmrun's loop does not use
+        for _ in range(steps):
+            for batch in batches:
+                with autocast(parts.device, parts.precision):
+                    loss = task.loss(forward, batch) / len(batches)
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        torch.set_deterministic_debug_mode(mode)
+
+    return stretch, {}
+
+
+def measure(
+    words: Sequence[str],
+    recipe: str,
+    ratio: str,
+    arms: Sequence[str],
+    steps: int,
+    count: int,
+    device: torch.device,
+) -> list[Row]:
+    """Measure arms of one network.
+
+    Args:
+        words: the network's overrides.
+        recipe, ratio: of the sparse arms.
+        arms: of ``options.TRAINING_ARMS``.
+        steps: of a stretch.
+        count: rounds.
+        device: where it trains.
+
+    Raises:
+        ConfigError: for words that are no overrides, and for a recipe that does not fit.
+    """
+    dense, sparse = ("recipe=dense",), (f"recipe={recipe}", f"sparsity='{ratio}'")
+    prepared: dict[str, Prepared] = {}
+    with tempfile.TemporaryDirectory() as name:
+        random_text(Path(name))
+        make = {
+            "dense": lambda: ours(composed(Path(name), [*words, *dense]), steps),
+            "torch": lambda: ours(composed(Path(name), [*words, *dense, OFF]), steps),
+            "masked": lambda: ours(composed(Path(name), [*words, *sparse, OFF]), steps),
+            "accelerated": lambda: ours(composed(Path(name), [*words, *sparse]), steps),
+            "bare": lambda: bare(composed(Path(name), [*words, *dense]), steps),
+        }
+        try:
+            for arm in dict.fromkeys(("dense", *arms)):
+                prepared[arm] = make[arm]()
+            times = rounds(
+                {arm: call for arm, (call, _) in prepared.items()},
+                count,
+                Clock(device, flush=False),
+            )
+        except torch.OutOfMemoryError:
+            return [{"arm": arm, "wrong": NO_MEMORY} for arm in dict.fromkeys(("dense", *arms))]
+    known = prepared["dense"][1]
+    rows = []
+    for arm, taken in times.items():
+        figures = speedup([ms / steps for ms in taken], [ms / steps for ms in times["dense"]])
+        rate = known["items"] / figures["ms"] * 1e3
+        mfu = {"mfu": rate * known["flops"] / known["peak"]} if known["peak"] else {}
+        layers = {"layers": prepared[arm][1]["layers"]} if "layers" in prepared[arm][1] else {}
+        rows.append(
+            {"arm": arm, "sparsity": ratio, **figures, "items_per_second": rate, **mfu, **layers}
+        )
+    return rows
+
+
+def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run ``nmrun bench train``.
+
+    Args:
+        options: as of ``nmrun.lab.bench.options.parse``.
+        argv: the words that they were read from, for the record.
+
+    Returns:
+        The exit status.
+    """
+    device = output.begin(options)
+    compiled = device.type == "cuda" if options.compile is None else options.compile
+    arms = options.arms or [arm for arm in TRAINING_ARMS if arm != "torch" or device.type == "cpu"]
+    own = [f"trainer.compile={compiled}", f"trainer.device={device.type}", *options.overrides]
+
+    def report(rows: list[Row]) -> None:
+        title = (
+            f"Training steps, {options.recipe}: milliseconds, and how many times as fast as dense, median [quartiles] of paired stretches"
+            f" of {options.steps} steps, n = {options.rounds}; items are tokens or images. Compiled: {'yes' if compiled else 'no'}."
+        )
+        lines = []
+        for row in rows:
+            if "wrong" in row:
+                lines.append([row["model"], "", row["arm"], row["wrong"], "", "", "", ""])
+                continue
+            mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
+            figures = [
+                f"{row['ms']:.4g}",
+                output.spread(row, "speedup"),
+                f"{row['items_per_second']:,.0f}",
+                mfu,
+                row.get("layers", ""),
+            ]
+            lines.append([row["model"], row["sparsity"], row["arm"], *figures])
+        text = table(
+            [
+                "model",
+                "N:M",
+                "arm",
+                "ms a step",
+                "times as fast",
+                "items/s",
+                "MFU",
+                "layers by N:M products",
+            ],
+            lines,
+        )
+        output.finish("train", f"{title}\n\n{text}", rows, argv, device, options.out)
+
+    with output.reported(report) as rows:
+        rows.extend(
+            each(
+                options.models or TRAINED[device.type],
+                lambda words: (
+                    row
+                    for ratio in options.sparsity
+                    for row in measure(
+                        *([*words, *own], options.recipe, ratio, arms),
+                        *(options.steps, options.rounds, device),
+                    )
+                ),
+            )
+        )
+    return 0

@@ -1,0 +1,129 @@
+"""``nmrun bench update``: what a recipe adds to an optimizer step, against torch's fused AdamW of
+the same weights.
+
+The step alone, without forward and backward passes: what the recipe does to the gradient, AdamW,
+the projection into the working copy. ``one pass`` is how runs do it, a kernel that does all of that
+to a weight while it is in registers or cache; ``apart`` are the recipe's hooks around torch's fused
+step, as with any other optimizer. Every weight and its gradient, both moments and the working copy
+are in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from nmrun import optim
+from nmrun.errors import ConfigError
+from nmrun.lab.bench import output
+from nmrun.lab.bench.arms import ARMS
+from nmrun.lab.bench.timing import NO_MEMORY, Clock, Row, quartiles, rounds
+from nmrun.patterns import Pattern
+
+SHAPE = (3072, 768)  # of a weight: GPT-2's feed-forward layers
+WARM_UP = 3  # rounds that are not counted: STEP's second phase begins in them
+
+
+def stepped(
+    recipe: str | None, count: int, of: Pattern, device: torch.device, in_one_pass: bool = True
+) -> Callable[[], Any]:
+    """Prepare the optimizer step of some weights.
+
+    Args:
+        recipe: a key of ``ARMS``; None: dense.
+        count: of the weights.
+        of: their pattern.
+        device: where they are.
+        in_one_pass: let the optimizer carry out the rule.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Linear(SHAPE[1], SHAPE[0], bias=False, device=device) for _ in range(count))
+    )
+    optimizer = optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    if recipe is not None:
+        ARMS[recipe](model, optimizer, of, ())
+    if not in_one_pass:
+        optimizer.plan = lambda updates: []  # type: ignore[method-assign]
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = 1e-3 * torch.randn_like(p)
+    return optimizer.step
+
+
+def measure(
+    recipe: str, of: Pattern, millions: float, count: int, device: torch.device
+) -> list[Row]:
+    """Measure both arms of a recipe.
+
+    Args:
+        recipe: a key of ``ARMS``.
+        of: the pattern.
+        millions: entries of all weights, about.
+        count: rounds.
+        device: where they are.
+
+    Returns:
+        Milliseconds, and how many times as long as the dense step of the same rounds they take.
+    """
+    about = {"recipe": recipe, "pattern": str(of), "millions": millions}
+    weights = max(1, round(millions * 1e6 / (SHAPE[0] * SHAPE[1])))
+    make = partial(stepped, count=weights, of=of, device=device)
+    try:
+        arms = {
+            "dense": make(None),
+            "one pass": make(recipe),
+            "apart": make(recipe, in_one_pass=False),
+        }
+        times = rounds(arms, count, Clock(device), WARM_UP)
+    except torch.OutOfMemoryError:
+        return [{**about, "arm": arm, "wrong": NO_MEMORY} for arm in ("one pass", "apart")]
+    return [
+        {
+            **about, "arm": arm, "n": count, **quartiles("ms", times[arm]), **quartiles("dense_ms", times["dense"]),
+            **quartiles("ratio", [t / d for t, d in zip(times[arm], times["dense"], strict=True)]),
+        }
+        for arm in ("one pass", "apart")
+    ]  # fmt: skip
+
+
+def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Run ``nmrun bench update``.
+
+    Args:
+        options: as of ``nmrun.lab.bench.options.parse``.
+        argv: the words that they were read from, for the record.
+
+    Returns:
+        The exit status.
+    """
+    device = output.begin(options)
+    left_out: list[str] = []
+
+    def report(rows: list[Row]) -> None:
+        dense = next((row["dense_ms"] for row in rows if "dense_ms" in row), float("nan"))
+        title = (
+            f"An optimizer step of {options.weights:g} million weights, float32, in multiples of torch's fused AdamW ({dense:.3g} ms): median"
+            f" [quartiles] of paired rounds, n = {options.rounds}."
+        )
+        shown = [{**row, "arm": f"{row['pattern']} {row['arm']}"} for row in rows]
+        text = output.grid(shown, "recipe", "arm", lambda row: output.spread(row, "ratio"))
+        page = "\n\n".join([title, text, *left_out])
+        output.finish("update", page, rows, argv, device, options.out)
+
+    with output.reported(report) as rows:
+        for one in options.patterns:
+            for recipe in options.recipes:
+                output.note(f"{recipe} {one}")
+                try:
+                    rows += measure(recipe, one, options.weights, options.rounds, device)
+                except ValueError as error:  # a pattern that does not divide the inputs
+                    left_out.append(f"{one} without {recipe}: {error}")
+    if not rows:
+        raise ConfigError(left_out)
+    return 0

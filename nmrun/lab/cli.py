@@ -1,0 +1,129 @@
+"""The command line: ``nmrun [overrides]`` trains, ``nmrun -m ...`` sweeps, ``nmrun table`` and the
+other verbs work on run folders.
+
+Imports no torch, and Hydra only where something is composed: what a typo, ``--help``, completion or
+a finished run needs is done in well under a second.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import signal
+import sys
+
+import nmrun
+from nmrun.errors import ConfigError, RunError, leads, refuse
+from nmrun.lab import verbs
+from nmrun.registry import find, nearest
+
+VERBS = {
+    "table": "nmrun.lab.report.cli.table",
+    "plot": "nmrun.lab.report.cli.plot",
+    "report": "nmrun.lab.report.cli.report",
+    "sample": "nmrun.lab.api.sample.main",
+    "export": "nmrun.lab.export.cli.main",
+    "bench": "nmrun.lab.bench.main",
+    "prune": "nmrun.lab.train.pruning.main",
+    "ratios": "nmrun.lab.train.ratios.main",
+    "tune": "nmrun.lab.tune.cli.main",
+    "prepare": "nmrun.lab.data.cli.prepare",
+    "status": "nmrun.lab.report.status.main",
+    "compare": "nmrun.lab.report.compare.main",
+    "rerun": "nmrun.lab.api.rerun.main",
+    "rm": "nmrun.lab.report.remove.main",
+    "doctor": "nmrun.lab.bench.doctor.main",
+    "help": "nmrun.lab.cli.explain",
+}
+
+
+def main() -> int:
+    """The console entry point; returns the exit status (see docs/command-line.md)."""
+    # Idle OpenMP threads spin by default; where other processes want the cores too, that slows
+    # small models tenfold and more. What `bench infer` measures is for processes of others.
+    if sys.argv[1:3] != ["bench", "infer"]:
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115  # closed, by 2>&-
+    if not leads() or sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # a container's user without a name, for which torch asks
+        os.environ["LOGNAME"] = f"uid{os.getuid()}"
+    try:
+        with verbs.ends_quietly():
+            try:
+                return _main(sys.argv[1:])
+            except ConfigError as error:
+                return refuse(error.problems)
+            except RunError as error:
+                return refuse([" ".join(str(error).split())], 1)
+    except KeyboardInterrupt:  # before or after training, which ends in order by itself
+        return 128 + signal.SIGINT
+
+
+def _main(argv: list[str]) -> int:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder does not exist any more; change to another") from None
+    if "--help" in argv or "-h" in argv:  # wherever it stands
+        argv = ["--help", *(word for word in argv if word not in ("--help", "-h"))]
+        if len(argv) > 1 and _is_verb(argv[1]):
+            which = [word for word in argv[2:3] if argv[1] == "bench" and word[:1] != "-"]
+            argv = [argv[1], *which, "--help"]  # each benchmark has options of its own
+        elif not any(word.startswith("--hydra-help") for word in argv):
+            topics = [word.lstrip("+~") for word in argv if "=" in word]
+            return max([explain([_topic(word)]) for word in topics] or [explain([])])
+    if argv and _is_verb(argv[0]):
+        return int(find("verb", argv[0], VERBS)(argv[1:]))
+    if argv == ["--version"]:
+        print(f"nmrun {nmrun.__version__}")
+        return 0
+    verbs.waiting("checking the settings")
+    from nmrun.lab.train import jobs
+
+    return jobs.main(argv)
+
+
+def _is_verb(word: str) -> bool:
+    """Whether a word is a verb, and no option or override.
+
+    Raises:
+        ConfigError: for one that is neither.
+    """
+    if word in VERBS or "=" in word or word[:1] in "-~+":
+        return word in VERBS
+    meant = word.replace(":", "=", 1) if ":" in word else nearest(word, VERBS)
+    hint = f"; did you mean {meant}?" if meant else ""
+    known = f"{', '.join(VERBS)}; a run takes group=option and key=value"
+    raise ConfigError(f"{word}: no such verb{hint} (there are {known})")
+
+
+def _topic(word: str) -> str:
+    """What help is asked for beside an override: its option of a group, or its key."""
+    key, _, value = word.partition("=")
+    return key if "." in key or "," in value or key in ("seed", "seeds", "output_dir") else word
+
+
+def explain(argv: list[str]) -> int:
+    """``nmrun help TOPIC``; returns the exit status."""
+    parser = verbs.Parser(prog="nmrun help", description="What a word of the command line means.")
+    parser.add_argument(
+        "topic",
+        nargs="?",
+        help="a key (trainer.epochs), a group (trainer, recipe), one of its options (recipe=step) or a verb; "
+        "without it, what nmrun --help says",
+    )
+    topic = parser.parse_args(argv).topic
+    if topic in VERBS:
+        return int(find("verb", topic, VERBS)(["--help"]))
+    if topic is None:
+        from nmrun.lab.words import help
+
+        print(help.text())
+    else:
+        from nmrun.lab.words import explain
+
+        print(explain.about(topic))
+    return 0

@@ -1,0 +1,191 @@
+"""GLUE (Wang et al. 2019, arXiv 1804.07461): nine tasks on texts and pairs of texts, from the
+official TSV files.
+
+The official test sets have no labels, so the development set is the test here, as is usual,
+and validation texts are held out of the training set.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nmrun.errors import ConfigError
+from nmrun.lab.data import local
+from nmrun.lab.keys.datasets import Glue
+
+if TYPE_CHECKING:
+    import torch
+
+    from nmrun.lab.keys.config import Config
+    from nmrun.lab.tasks.pairs import Text
+    from nmrun.lab.tasks.text_classification import TextClassification
+
+Rows = tuple[list["Text"], list[float]]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One task: its folder, the columns of its text and of its label, the labels in the order of
+    classes (none: a score), its metrics.
+    """
+
+    folder: str
+    texts: tuple[str, ...]
+    label: str = "label"
+    labels: tuple[str, ...] = ("0", "1")
+    metrics: tuple[str, ...] = ("accuracy",)
+    header: tuple[str, ...] = ()  # of files without one
+    tests: tuple[tuple[str, str], ...] = (("test", "dev"),)  # splits and their files
+    hub_texts: tuple[str, ...] = ()  # columns on the Hugging Face hub, where they have other names
+
+
+PAIR = ("sentence1", "sentence2")
+ENTAILMENT = ("entailment", "not_entailment")
+TASKS = {
+    "cola": Spec("CoLA", ("sentence",), metrics=("matthews", "accuracy"), header=("source", "label", "star", "sentence")),
+    "sst2": Spec("SST-2", ("sentence",)),
+    "mrpc": Spec("MRPC", ("#1 String", "#2 String"), "Quality", metrics=("f1", "accuracy"), hub_texts=PAIR),
+    "qqp": Spec("QQP", ("question1", "question2"), "is_duplicate", metrics=("f1", "accuracy")),
+    "stsb": Spec("STS-B", PAIR, "score", (), ("spearman", "pearson")),
+    "mnli": Spec(
+        "MNLI", PAIR, "gold_label", ("entailment", "neutral", "contradiction"),
+        tests=(("test", "dev_matched"), ("test_mismatched", "dev_mismatched")), hub_texts=("premise", "hypothesis"),
+    ),
+    "qnli": Spec("QNLI", ("question", "sentence"), labels=ENTAILMENT),
+    "rte": Spec("RTE", PAIR, labels=ENTAILMENT),
+    "wnli": Spec("WNLI", PAIR),
+}  # fmt: skip
+
+
+def load(
+    task: str, held_out: float = 0.05, split_seed: int = 0, limit: int | None = None
+) -> dict[str, Rows]:
+    """Load a task of GLUE and split it.
+
+    Args:
+        task: its name in ``TASKS``.
+        held_out: the share of the official training set that is for validation. With 0 the
+            development set is for validation, and nothing is left for a test.
+        split_seed: what is held out.
+        limit: the first of the rest, in the order of the same shuffle, that are for training; None:
+            all.
+
+    Returns:
+        ``{"train" | "val" | "test": (texts, labels)}``, and ``test_mismatched`` for MNLI; labels
+        are classes from 0, scores for STS-B.
+
+    Raises:
+        ConfigError: for files that are missing or not as they should be.
+    """
+    spec = TASKS[task]
+    found = {split: _read(task, spec, file) for split, file in (("train", "train"), *spec.tests)}
+    texts, labels = found["train"]
+    order = list(range(len(texts)))
+    random.Random(split_seed).shuffle(order)
+    cut = len(order) - math.ceil(held_out * len(order))
+    for split, rows in (("train", order[:cut][:limit]), ("val", order[cut:])):
+        found[split] = [texts[row] for row in rows], [labels[row] for row in rows]
+    if held_out == 0:
+        found |= {split.replace("test", "val"): found.pop(split) for split, _ in spec.tests}
+    return found
+
+
+def build(config: Config, device: torch.device) -> TextClassification:
+    """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says."""
+    from nmrun.lab.tasks.text_classification import TextClassification
+
+    options = config.dataset.as_kind(Glue)
+    spec = TASKS[options.task]
+    splits = load(options.task, options.held_out, options.split_seed, options.limit)
+    return TextClassification.of(config, splits, len(spec.labels) or 1, spec.metrics, device)
+
+
+def _read(task: str, spec: Spec, file: str) -> Rows:
+    name = f"glue/{spec.folder}/{file}.tsv"
+    how = "put GLUE's TSV files there (gluebenchmark.com/tasks), or pip install datasets, which downloads them"
+    try:
+        path = local.find("glue", [name], how)
+    except ConfigError:
+        if importlib.util.find_spec("datasets") is None:
+            raise
+        return _from_hub(task, spec, file.replace("dev", "validation"))
+    return read(path, spec)
+
+
+def read(path: Path, spec: Spec) -> Rows:
+    """Read a TSV file of GLUE.
+
+    Columns are between tabs, quotes are characters like others, a byte-order mark is none.
+
+    Args:
+        path: the file.
+        spec: the task.
+
+    Returns:
+        Texts and labels.
+
+    Raises:
+        ConfigError: for a missing column, a row of another length than the header, an unknown
+            label, and a file without rows.
+    """
+    try:
+        lines = path.read_bytes().decode("utf-8-sig").rstrip("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    rows = [line.rstrip("\r").split("\t") for line in lines]
+    header = list(spec.header) or rows.pop(0)
+    for column in (*spec.texts, spec.label):
+        if column not in header:
+            raise ConfigError(
+                f"{path}: there is no column {column!r} among {', '.join(map(repr, header))}"
+            )
+    # some rows of the official file are torn in two, and left out by everyone
+    if spec.folder == "QQP":
+        rows = [row for row in rows if len(row) == len(header)]
+    places, at = [header.index(column) for column in spec.texts], header.index(spec.label)
+    texts: list[Text] = []
+    labels = []
+    for number, row in enumerate(rows, 1 if spec.header else 2):
+        if len(row) != len(header):
+            raise ConfigError(
+                f"{path}, line {number}: {len(row)} columns, where the {'format' if spec.header else 'header'} has {len(header)}"
+            )
+        texts.append(tuple(row[place] for place in places))
+        labels.append(_label(f"{path}, line {number}", spec, row[at]))
+    if not texts:
+        raise ConfigError(f"{path}: it has no rows")
+    return texts, labels
+
+
+def _label(where: str, spec: Spec, text: str) -> float:
+    if text in spec.labels:
+        return spec.labels.index(text)
+    try:
+        if not spec.labels and math.isfinite(score := float(text)):
+            return score
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"{where}: {spec.label} is {text!r}, where it takes {' or '.join(spec.labels) or 'a number'}"
+    )
+
+
+def _from_hub(task: str, spec: Spec, split: str) -> Rows:
+    import datasets
+
+    try:
+        found = datasets.load_dataset("nyu-mll/glue", task, split=split)
+    except (OSError, ValueError, RuntimeError) as error:
+        line = textwrap.shorten(str(error) or type(error).__name__, 300)
+        raise ConfigError(
+            f"dataset=glue: there is no glue/{spec.folder} in NMRUN_DATA, and Hugging Face's datasets cannot load it ({line})"
+        ) from None
+    return list(
+        zip(*(found[column] for column in spec.hub_texts or spec.texts), strict=True)
+    ), list(found["label"])

@@ -1,0 +1,139 @@
+"""Where data are on this machine, and where what is made of them is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nmrun import atomic
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab.runs import documents, locks
+
+HOME = "~/.cache/nmrun"
+LIST = "arrays.json"  # size and SHA-256 of each; without it, arrays are made again
+
+_seen: set[Path] = set()  # folders whose hashes this process has compared
+
+
+def data_folder() -> Path:
+    """``NMRUN_DATA``, default ``~/.cache/nmrun``; it may not exist."""
+    return Path(os.environ.get("NMRUN_DATA", HOME)).expanduser()
+
+
+def cache_folder() -> Path:
+    """``NMRUN_CACHE``, default ``~/.cache/nmrun/derived``; it may not exist."""
+    return Path(os.environ.get("NMRUN_CACHE", f"{HOME}/derived")).expanduser()
+
+
+def find(dataset: str, names: Iterable[str], how: str) -> Path:
+    """Find a file or folder below ``NMRUN_DATA`` (default ``~/.cache/nmrun``).
+
+    Args:
+        dataset: its name, for the error.
+        names: places below it; the first that is there is taken.
+        how: to get the data, for the error.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    root, names = data_folder(), list(names)
+    for name in names:
+        if (root / name).exists():
+            return root / name
+    raise ConfigError(
+        f"dataset={dataset}: there is no {' and no '.join(names)} in {root} (NMRUN_DATA): {how}"
+    )
+
+
+def cached(
+    what: Any, sources: Iterable[Path], make: Callable[[], Mapping[str, NDArray[Any]]]
+) -> dict[str, NDArray[Any]]:
+    """Keep arrays in files below ``NMRUN_CACHE`` (default ``~/.cache/nmrun/derived``).
+
+    Args:
+        what: plain data that, with the paths, sizes and times of change of ``sources``, says which
+            arrays they are.
+        sources: the files that they are made of.
+        make: makes them, if they are not there or other than they were made.
+
+    Returns:
+        The arrays, mapped from their files.
+    """
+    stats = [
+        (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources
+    ]
+    key = hashlib.sha256(json.dumps([what, stats]).encode()).hexdigest()[:20]
+    root = cache_folder()
+    folder = root / key
+    while folder.is_dir():
+        if (found := _whole(folder)) is not None:
+            return found
+        _remove_damaged(folder)
+    arrays = make()
+    root.mkdir(parents=True, exist_ok=True)
+    half_done = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=root))
+    try:
+        for name, array in arrays.items():
+            with (half_done / f"{name}.npy").open("wb") as file:
+                np.save(file, array)
+                file.flush()
+                os.fsync(file.fileno())  # the folder's new name must not outlive a power cut alone
+        made = {name: _about(half_done / f"{name}.npy") for name in arrays}
+        atomic.write(half_done / LIST, json.dumps(made) + "\n")
+        half_done.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # otherwise another process was faster, with the same
+            raise
+    finally:
+        shutil.rmtree(half_done, ignore_errors=True)
+    if (found := _whole(folder)) is None:
+        raise RunError(f"{folder}: what was written there does not come back; is the disk damaged?")
+    return found
+
+
+def _whole(folder: Path) -> dict[str, NDArray[Any]] | None:
+    """The arrays of a folder, mapped; None where they are not those that were written. A process
+    looks at the sizes each time, and reads the files for their hashes once.
+    """
+    try:
+        made = documents.read_json(folder / LIST)
+        for name, about in made.items():
+            path = folder / f"{name}.npy"
+            if path.stat().st_size != about["bytes"]:
+                return None
+            if folder not in _seen and _about(path) != about:
+                return None
+        found = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in made}
+    except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError):
+        return None
+    _seen.add(folder)
+    return found or None
+
+
+def _about(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _remove_damaged(folder: Path) -> None:
+    """Remove a folder, unless another process is about to, or has put a whole one in its place."""
+    with contextlib.suppress(FileNotFoundError), locks.hold(folder) as ours:
+        if ours and _whole(folder) is None:
+            gone = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent)
+            folder.rename(gone)  # at once: nobody sees a part of it
+            _seen.discard(folder)
+            shutil.rmtree(gone, ignore_errors=True)
+        elif not ours:
+            time.sleep(0.1)

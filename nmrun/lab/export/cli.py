@@ -1,0 +1,104 @@
+"""``nmrun export RUN --to DIR [--format ...]``: a finished run's model, checked, in a format that
+others read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab.runs.run_folder import RESULT
+from nmrun.lab.verbs import Parser
+
+if TYPE_CHECKING:
+    from nmrun.lab.export import finished
+
+FORMATS = {
+    "safetensors": "nmrun.lab.export.plain",
+    "packed": "nmrun.lab.export.packed",
+    "semi_structured": "nmrun.lab.export.semi_structured",
+    "onnx": "nmrun.lab.export.onnx_graph",
+    "hf": "nmrun.lab.export.hf",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Check that every sparse layer holds its pattern, then write; returns 0.
+
+    A format is a module with ``write(run, folder)``. It returns the lines to print, the first of
+    which begins with a file's name, and raises ValueError for what it cannot do. All files are
+    written beside DIR first: it has all of them or none.
+
+    Raises:
+        NoRun: for a folder without a finished run.
+        RunError: for a run that cannot be exported.
+    """
+    parser = Parser(
+        prog="nmrun export", description="Copy a finished run's model, checked, to a folder."
+    )
+    parser.add_argument(
+        "run", type=Path, help="a run folder (holds result.json and model.safetensors)"
+    )
+    parser.add_argument(
+        "--to",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="where to put the files and sparsity.json",
+    )
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="safetensors",
+        help="default: safetensors, zeros and all",
+    )
+    options = parser.parse_args(argv)
+    if not (options.run / RESULT).is_file():
+        raise ConfigError(f"{options.run} holds no finished run: there is no {RESULT}")
+    from nmrun.lab.export import finished  # torch
+
+    try:
+        if options.to.resolve() == options.run.resolve():
+            raise ValueError(f"--to {options.to} is the run's own folder; name another")
+        run = finished.load(options.run)
+        lines = _whole(run, options.to, importlib.import_module(FORMATS[options.format]).write)
+    except finished.NoRun:
+        raise
+    except (ValueError, OSError) as error:
+        raise RunError(str(error)) from None
+    print("\n".join(lines))
+    return 0
+
+
+def _whole(
+    run: finished.Finished, to: Path, write: Callable[[finished.Finished, Path], list[str]]
+) -> list[str]:
+    """Write into a folder beside ``to`` that becomes it by renaming; what ``to`` holds already is
+    replaced file by file.
+    """
+    if to.exists() and not to.is_dir():
+        raise ValueError(f"--to {to} is a file; name a folder")
+    place = to.absolute()
+    # where a failure leaves no empty folders
+    root = next(parent for parent in place.parents if parent.is_dir())
+    part = root / f".{place.name}-{os.getpid()}"
+    try:
+        part.mkdir()
+    except OSError as error:
+        raise ValueError(f"--to {to}: {root} cannot be written to ({error.strerror})") from None
+    try:
+        first, *others = write(run, part)
+        if to.exists():
+            for file in part.iterdir():
+                os.replace(file, to / file.name)
+        else:
+            to.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(part, to)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return [f"{to}{os.sep}{first}", *others]

@@ -1,0 +1,163 @@
+"""A finished run as an export reads it: its weights, proven N:M, and what they are."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from nmrun.errors import ConfigError
+from nmrun.lab import models, tasks
+from nmrun.lab.keys.config import Config
+from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder
+from nmrun.lab.tasks.base import Task
+from nmrun.patterns import Pattern
+from nmrun.sparsity.check import check_nm
+
+
+class NoRun(ConfigError):
+    """The folder holds no finished run; the message says what it holds."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A sparse weight: its name in the state dict, its pattern, and the dimension that groups run
+    along.
+    """
+
+    name: str
+    pattern: Pattern
+    dim: int
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        return {"name": self.name, "pattern": str(self.pattern), "dim": self.dim}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished run.
+
+    Attributes:
+        result: its ``result.json``.
+        state: its final weights on the CPU, pruned ones +0.0.
+    """
+
+    folder: Path
+    result: dict[str, Any]
+    state: dict[str, Tensor]
+    layers: list[Layer]
+
+    @property
+    def pattern(self) -> str:
+        return str(self.result["sparsity"]["pattern"])
+
+    def about(self, layers: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        """What goes beside the weights as JSON: pattern, recipe, layers, the run's id, and the
+        task's ``signature`` (``input`` and ``classes``). ``layers``: other lines than the report's,
+        where a format names layers otherwise.
+        """
+        sparsity = self.result["sparsity"]
+        return {
+            "pattern": sparsity["pattern"],
+            "recipe": self.result["config"]["recipe"],
+            "layers": sparsity["layers"] if layers is None else layers,
+            "id": self.result["id"],
+            **self.result.get("signature", {}),
+        }
+
+
+def write_about(about: dict[str, Any], folder: Path) -> None:
+    """Write ``sparsity.json``.
+
+    Args:
+        about: plain data, as of :meth:`Finished.about`.
+        folder: where to.
+    """
+    (folder / "sparsity.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def load(folder: Path) -> Finished:
+    """Read and check a sparse run, against the hashes of its files too.
+
+    Raises:
+        NoRun: if it is not finished.
+        ValueError: if it is dense, damaged, changed, or not N:M after all.
+    """
+    run = read(folder)
+    if not run.layers:
+        raise ValueError(
+            f"{folder} is a dense run: no weight of it is N:M, and its model.safetensors is plain as it is"
+        )
+    return run
+
+
+def read(folder: Path) -> Finished:
+    """Read and check a run, sparse or dense, against the hashes of its files too.
+
+    Raises:
+        NoRun: if it is not finished.
+        ValueError: if it is damaged, changed, or not N:M after all.
+    """
+    there = RunFolder(folder)
+    result, source = there.result, folder / FINAL
+    if result and not there.is_finished:
+        raise NoRun(f"{folder} holds no finished run (the run is {result['status']}, not finished)")
+    if not result and not there.problem:
+        raise NoRun(f"{folder} holds no finished run (there is no {RESULT})")
+    if not source.exists():
+        raise NoRun(f"{folder} holds no finished run (there is no {FINAL})")
+    for name, problem in there.broken(contents=True).items():
+        raise ValueError(f"{folder / name}: {problem}; {REMEDY}")
+    there.tell_unverified()
+    try:
+        state = load_file(source)
+    except SafetensorError as error:
+        raise ValueError(f"{source} is damaged or cut off ({error})") from None
+    try:
+        sparsity = result["sparsity"]
+        layers = [
+            Layer(
+                line["name"],
+                Pattern.parse(line.get("pattern", sparsity["pattern"])),
+                line.get("dim", 1),
+            )
+            for line in sparsity["layers"]
+        ]
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder / RESULT} does not say which layers are sparse ({error} is missing)"
+        ) from None
+    for layer in layers:
+        if layer.name not in state:
+            raise ValueError(f"{source} has no {layer.name}, which is sparse by result.json")
+        try:
+            check_nm(state[layer.name], layer.pattern, layer.dim, pad=True)
+        except ValueError as error:
+            raise ValueError(f"{layer.name}: {str(error).removeprefix('tensor ')}") from None
+        state[layer.name] = state[layer.name] + 0.0
+    return Finished(folder, result, state, layers)
+
+
+def refuse_pruned_activations(run: Finished) -> None:
+    """Raise ValueError for a run whose result has N:M activations: no other program prunes them."""
+    trainer = run.result["config"].get("trainer", {})
+    if (pattern := trainer.get("activations")) and not trainer.get("activations_dense_end"):
+        raise ValueError(
+            f"trainer.activations={pattern}: its activations are pruned, which this format cannot say "
+            "(trainer.activations_dense_end trains a network with dense ones)"
+        )
+
+
+def network(run: Finished) -> tuple[nn.Module, Task]:
+    """The run's network, on the CPU and set to evaluation, and the run's task; its weights
+    (``run.state``) are still to be loaded."""
+    config = Config(run.result["config"], None)
+    task = tasks.build(config, torch.device("cpu"))
+    return models.build(config.model.mapping(), task.inputs).cpu().eval(), task

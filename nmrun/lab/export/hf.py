@@ -1,0 +1,230 @@
+"""A Hugging Face folder (config, weights, tokenizer) of GPT and of the models that came from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from nmrun.lab.data.corpus import LEVELS
+from nmrun.lab.export.finished import Finished, Layer, refuse_pruned_activations, write_about
+from nmrun.lab.models import MODELS, hf_gpt2
+from nmrun.lab.models.gpt import GPT
+from nmrun.lab.models.hf_encoder import EncoderClassifier
+from nmrun.lab.tasks.pretrained import fetch
+from nmrun.sparsity.check import check_nm
+
+PRETRAINED = ("hf_encoder", "hf_gpt2", "hf_causal")
+ACTIVATIONS = {"gelu": "gelu_new", "relu2": "relu2"}  # theirs by ours
+OURS = tuple(name for name, place in MODELS.items() if place == "nmrun.lab.models.gpt.build")
+
+
+def write(run: Finished, folder: Path) -> list[str]:
+    """Write what ``save_pretrained`` writes.
+
+    ``sparsity.json`` has the names and dimensions of these weights. ``AutoModelForCausalLM`` loads
+    a language model. ``AutoModelForSequenceClassification`` loads an encoder where its own classifier
+    computes what this one does (the logits are compared, bit for bit); else the folder holds the
+    encoder for ``AutoModel``, and ``head.safetensors`` the head.
+
+    Args:
+        run: a finished run.
+        folder: where to.
+
+    Returns:
+        The lines to print.
+
+    Raises:
+        ValueError: for other models, and if the config or tokenizer cannot be had again.
+    """
+    options = run.result["config"]["model"]
+    name = options["name"]
+    ours = name in OURS and not options.get("_target_")
+    if not ours and name not in PRETRAINED:
+        raise ValueError(
+            f"model={name} is no network of Hugging Face; --format hf takes {', '.join((*PRETRAINED, *OURS))}"
+        )
+    refuse_pruned_activations(run)
+    if ours:
+        config = _config(run)
+    else:
+        config = fetch("AutoConfig", "model.pretrained", options["pretrained"])
+    makers = {"hf_causal": _causal, "hf_encoder": _encoder}
+    made, names, notes = makers.get(name, _gpt2)(run, config, folder)
+    made.save_pretrained(folder)
+    state, layers = made.state_dict(), []
+    for layer in run.layers:
+        dim = (
+            0
+            if (ours or name == "hf_gpt2") and layer.name.endswith(hf_gpt2.TRANSPOSED)
+            else layer.dim
+        )
+        layers.append(Layer(names.get(layer.name, layer.name), layer.pattern, dim))
+        if layers[-1].name in state:
+            check_nm(state[layers[-1].name], layer.pattern, dim, pad=True)
+    write_about(run.about([layer.plain for layer in layers]), folder)
+    notes += _tokenizer(run, folder)
+    return [
+        f"model.safetensors: {run.pattern} holds in {len(layers)} layers of {type(made).__name__}",
+        *notes,
+    ]
+
+
+def _config(run: Finished) -> Any:
+    """The GPT-2 config of a GPT of ours."""
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError(
+            "--format hf needs transformers: pip install 'nmrun[transformers]'"
+        ) from None
+    options = run.result["config"]["model"]
+    vocabulary, width = run.state["wte.weight"].shape
+    values: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "n_positions": len(run.state["wpe.weight"]),
+        "n_embd": width,
+        "n_layer": options["layers"],
+        "n_head": options["heads"],
+        "activation_function": ACTIVATIONS[options.get("activation", "gelu")],
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), options["dropout"]),
+        **dict.fromkeys(("bos_token_id", "eos_token_id")),  # the data have no such tokens
+    }
+    return transformers.GPT2Config(**values)
+
+
+def _gpt2(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
+    """Hugging Face's network with the run's weights, stored (inputs, outputs) where theirs are."""
+    import transformers
+
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    names = {
+        name: name if name.startswith("lm_head") else f"transformer.{name}" for name in run.state
+    }
+    state = {
+        names[n]: t.T.contiguous() if n.endswith(hf_gpt2.TRANSPOSED) else t
+        for n, t in run.state.items()
+    }
+    # theirs always has biases, which are 0 in a network without
+    zeros = {n: torch.zeros_like(t) for n, t in theirs.state_dict().items() if n.endswith("bias")}
+    without = "ln_f.bias" not in run.state
+    _fill(theirs, {**zeros, **state} if without else state)
+    relu2 = config.activation_function == "relu2"
+    ours = GPT(
+        config.vocab_size,
+        config.n_positions,
+        config.n_layer,
+        config.n_head,
+        config.n_embd,
+        bias=not without,
+        activation="relu2" if relu2 else "gelu",
+    ).eval()
+    ours.load_state_dict(run.state)
+    tokens = torch.arange(4 * config.n_positions).view(4, -1) % config.vocab_size
+    with torch.no_grad():
+        expected, found = ours(tokens), theirs(tokens).logits
+    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+        raise ValueError(
+            "Hugging Face's GPT-2 does not compute with these weights what the run's does"
+        )
+    return theirs, names, []
+
+
+def _causal(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
+    """Hugging Face's network with the run's weights, under their own names."""
+    import transformers
+
+    theirs = transformers.AutoModelForCausalLM.from_config(config, dtype="float32")
+    names = {name: name.removeprefix("network.") for name in run.state}
+    _fill(theirs, {names[name]: tensor for name, tensor in run.state.items()})
+    return theirs, names, []
+
+
+def _encoder(run: Finished, config: Any, folder: Path) -> tuple[Any, dict[str, str], list[str]]:
+    """Hugging Face's classifier with the run's weights if it is the same function, else the encoder
+    alone and the head beside it.
+    """
+    import transformers
+
+    options, classes = run.result["config"]["model"], len(run.state["head.weight"])
+    ours = EncoderClassifier(
+        transformers.AutoModel.from_config(config), classes, options["pooling"], 0.0
+    ).eval()
+    _fill(ours, run.state)
+    config.num_labels = classes
+    found = _classifier(ours, config)
+    if found is not None:
+        return *found, []
+    head = {name: run.state[f"head.{name}"].contiguous() for name in ("weight", "bias")}
+    (folder / "head.safetensors").write_bytes(save(head))
+    note = f"  the encoder, for AutoModel; no classifier of transformers has this head ({options['pooling']}): head.safetensors"
+    return ours.encoder, {name: name.removeprefix("encoder.") for name in run.state}, [note]
+
+
+def _classifier(ours: EncoderClassifier, config: Any) -> tuple[Any, dict[str, str]] | None:
+    import transformers
+
+    try:
+        theirs = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    except ValueError:  # there is none for this architecture
+        return None
+    state, wanted = ours.state_dict(), theirs.state_dict().keys()
+    names = {name: f"{theirs.base_model_prefix}.{name.removeprefix('encoder.')}" for name in state}
+    for part in ("weight", "bias"):
+        names[f"head.{part}"] = next(
+            (
+                f"classifier.{to}{part}"
+                for to in ("", "out_proj.")
+                if f"classifier.{to}{part}" in wanted
+            ),
+            "",
+        )
+        if f"classifier.dense.{part}" in wanted:  # RoBERTa's classifier has the pooler in it
+            names[f"encoder.pooler.dense.{part}"] = f"classifier.dense.{part}"
+    if set(names.values()) != wanted:
+        return None
+    try:
+        _fill(theirs, {names[name]: tensor for name, tensor in state.items()})
+    except ValueError:
+        return None
+    tokens = torch.arange(48).view(4, 12) % config.vocab_size
+    mask = torch.arange(12) < torch.tensor([[12], [7], [9], [3]])
+    segments = torch.zeros_like(tokens)
+    inputs = {"token_type_ids": segments} if ours.has_segments else {}
+    with torch.no_grad():
+        same = torch.equal(
+            ours(tokens, mask, segments),
+            theirs(tokens, attention_mask=mask.long(), **inputs).logits,
+        )
+    return (theirs, names) if same else None
+
+
+def _fill(model: nn.Module, state: dict[str, Tensor]) -> None:
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the weights do not fit the config of model.pretrained: {error}"
+        ) from None
+
+
+def _tokenizer(run: Finished, folder: Path) -> list[str]:
+    """Save the tokenizer that the data went through; a note where they went through none of Hugging
+    Face.
+    """
+    source = run.result["config"]["dataset"].get("tokenizer")
+    if source is None or source in (*LEVELS, "words"):
+        return [
+            f"  without a tokenizer: the data have {'tokens' if source is None else source} of their own"
+        ]
+    if Path(source).is_file():
+        import transformers
+
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(source))
+    else:
+        tokenizer = fetch("AutoTokenizer", "dataset.tokenizer", source)
+    tokenizer.save_pretrained(folder)
+    return []

@@ -1,0 +1,216 @@
+"""ONNX of the models for images and of GPT, weights as initializers, checked in onnxruntime.
+
+What TensorRT's sparse kernels take is at most two non-zeros in every aligned four weights along the
+dimension that is summed over:
+input channels of a convolution, the columns of a Gemm with transB, the rows of a MatMul's second
+input. Exporters transpose the weights of linear layers and fold batch norms into convolutions, so
+this is counted in the graph that is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nmrun.lab.export.finished import Finished, network, refuse_pruned_activations, write_about
+from nmrun.lab.models.gpt import GPT
+
+# bytes of weights in the file itself, which may have 2 GiB; more go to a file beside it
+LARGEST = 1 << 30
+
+
+def write(run: Finished, folder: Path) -> list[str]:
+    """Write ``model.onnx``.
+
+    Its input is ``images`` (batch, channels, height, width) float32, or ``tokens`` (batch, length)
+    int64 of a GPT, with any batch and any length that the model takes; its output is ``logits``.
+    What ``sparsity.json`` says, but for the layers, is in the file's metadata too, each key with
+    its value as JSON.
+
+    Args:
+        run: a finished run.
+        folder: where to.
+
+    Returns:
+        The lines to print.
+
+    Raises:
+        ValueError: for models that take other inputs, if a package is missing, and if onnxruntime's
+            logits differ from torch's.
+    """
+    try:
+        onnx, runtime, _ = (
+            importlib.import_module(name) for name in ("onnx", "onnxruntime", "onnxscript")
+        )
+    except ImportError as error:
+        raise ValueError(f"--format onnx needs {error.name}: pip install 'nmrun[onnx]'") from None
+    refuse_pruned_activations(run)
+    model, name, example, sizes = _built(run)
+    graph = _graph(model, name, example(2), sizes)
+    layers = _located(graph.graph, run, onnx.numpy_helper)
+    about = run.about(layers)
+    told = {key: json.dumps(value) for key, value in about.items() if key != "layers"}
+    onnx.helper.set_model_props(graph, told)
+    outside = sum(tensor.nbytes for tensor in run.state.values()) > LARGEST
+    onnx.save_model(
+        graph, str(folder / "model.onnx"), save_as_external_data=outside, location="model.onnx.data"
+    )
+    with _no_talk():
+        session = runtime.InferenceSession(
+            str(folder / "model.onnx"), providers=["CPUExecutionProvider"]
+        )
+    difference = 0.0
+    for batch in (1, 3):
+        inputs = example(batch)
+        with torch.no_grad():
+            expected = model(inputs)
+        (found,) = session.run(None, {name: inputs.numpy()})
+        difference = max(
+            difference,
+            float((torch.from_numpy(found) - expected).abs().max() / expected.abs().max()),
+        )
+    if not difference < 1e-3:  # nor if it is NaN
+        raise ValueError(
+            f"onnxruntime's logits differ from torch's by {difference:.2g} of the largest: not written"
+        )
+    write_about(about, folder)
+    fits, missing = sum(layer["tensorrt"] for layer in layers), len(run.layers) - len(layers)
+    return [
+        f"model.onnx: {run.pattern} holds in {len(layers)} layers; onnxruntime's logits differ by {difference:.1g} of the largest",
+        f"  {fits} of them have two non-zeros in every four inputs at most, as TensorRT's sparse kernels need",
+        *(
+            [f"  {missing} sparse layers are not found in the graph: they count as dense there"]
+            if missing
+            else []
+        ),
+    ]
+
+
+def _built(run: Finished) -> tuple[nn.Module, str, Callable[[int], Tensor], dict[int, Any]]:
+    """The run's network with its weights, on the CPU; its input's name; what draws an input of so
+    many images or texts; and the input's dimensions that may have other sizes.
+    """
+    model, task = network(run)
+    model.load_state_dict(run.state)
+    batch = {0: torch.export.Dim("batch")}
+    if "shape" in task.inputs:
+        shape = tuple(task.inputs["shape"])
+        return model, "images", lambda n: torch.randn(n, *shape, generator=_seeded(n)), batch
+    if not isinstance(model, GPT):
+        name = run.result["config"]["model"]["name"]
+        raise ValueError(
+            f"--format onnx takes models for images and GPT; model={name} is made from {' and '.join(task.inputs)}"
+        )
+    tokens, context = model.wte.num_embeddings, model.wpe.num_embeddings
+
+    def texts(n: int) -> Tensor:
+        return torch.randint(tokens, (n, max(2, context // n)), generator=_seeded(n))
+
+    return model, "tokens", texts, {**batch, 1: torch.export.Dim("length", max=context)}
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _graph(model: nn.Module, name: str, inputs: Tensor, sizes: dict[int, Any]) -> Any:
+    names: dict[str, Any] = {"input_names": [name], "output_names": ["logits"]}
+    try:
+        with _no_talk():
+            made = torch.onnx.export(
+                model,
+                (inputs,),
+                dynamo=True,
+                dynamic_shapes=(sizes,),
+                verbose=False,
+                **names,
+            )
+        assert made is not None
+        return made.model_proto
+    except Exception as error:  # the exporter has many kinds, each with pages of text
+        raise ValueError(
+            f"torch's ONNX exporter cannot take this model: {str(error).strip().splitlines()[0]}"
+        ) from None
+
+
+def _located(graph: Any, run: Finished, helper: Any) -> list[dict[str, Any]]:
+    """The sparse weights in the graph, with the axis that is summed over; they get the model's
+    names back, and +0.0 for -0.0.
+
+    Raises ValueError if a weight is no longer N:M along that axis.
+    """
+    stored = {initializer.name: initializer for initializer in graph.initializer}
+    values = {
+        name: torch.from_numpy(helper.to_array(tensor).copy()) for name, tensor in stored.items()
+    }
+    axes = {
+        node.input[1]: _axis(node)
+        for node in graph.node
+        if node.op_type in ("Conv", "Gemm", "MatMul")
+    }
+    found = []
+    for layer in run.layers:
+        name = _named(layer.name, run.state[layer.name], values, axes)
+        if name is None:
+            continue
+        weight = values.pop(name) + 0.0  # a folded batch norm's negative factor makes -0.0
+        for m, n, what in ((layer.pattern.m, layer.pattern.n, str(layer.pattern)), (4, 2, "")):
+            holds = _holds(weight, n, m, axes[name])
+            if what and not holds:
+                raise ValueError(f"{layer.name} is not {what} in the graph that the exporter made")
+        stored[name].CopyFrom(helper.from_array(np.ascontiguousarray(weight.numpy()), layer.name))
+        for node in graph.node:
+            node.input[:] = [layer.name if used == name else used for used in node.input]
+        found.append({**layer.plain, "dim": axes[name], "tensorrt": holds})
+    return found
+
+
+def _axis(node: Any) -> int:
+    if node.op_type == "Gemm":
+        return int(any(attribute.name == "transB" and attribute.i for attribute in node.attribute))
+    return 1 if node.op_type == "Conv" else 0
+
+
+def _named(
+    name: str, weight: Tensor, values: dict[str, Tensor], axes: dict[str, int]
+) -> str | None:
+    """Which initializer is this weight: the one of its name, else one that equals it as it is or
+    transposed.
+    """
+    if name in values and name in axes:
+        return name
+    for other, value in values.items():
+        if other in axes and value.dim() == weight.dim() == 2:
+            turned = value if axes[other] == 1 else value.T
+            if turned.shape == weight.shape and torch.equal(turned, weight):
+                return other
+    return None
+
+
+def _holds(weight: Tensor, n: int, m: int, axis: int) -> bool:
+    last = weight.movedim(axis, -1)
+    groups = nn.functional.pad(last, (0, -last.shape[-1] % m)).unflatten(-1, (-1, m))
+    return bool(((groups != 0).sum(-1) <= n).all())
+
+
+@contextlib.contextmanager
+def _no_talk() -> Iterator[None]:
+    logger, before = logging.getLogger("torch.onnx"), logging.getLogger("torch.onnx").level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,84 @@
+"""The models by name. Each is built from its config and facts of the data, such as the classes."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from nmrun.errors import ConfigError
+from nmrun.registry import find
+
+MODELS = {
+    "small_conv": "nmrun.lab.models.small_conv.build",
+    "small_conv_bn": "nmrun.lab.models.small_conv.build_normed",
+    "mlp": "nmrun.lab.models.mlp.build",
+    **dict.fromkeys(("resnet20", "resnet32"), "nmrun.lab.models.resnet.build"),
+    **dict.fromkeys(
+        (
+            "resnet18",
+            "resnet34",
+            "resnet50",
+            "densenet121",
+            "vgg16_bn",
+            "mobilenet_v2",
+            "swin_v2_t",
+            "swin_v2_b",
+        ),
+        "nmrun.lab.models.torchvision_models.build",
+    ),
+    **dict.fromkeys(
+        ("vit_tiny", "vit_small", "vit_base", "deit_tiny", "deit_small"),
+        "nmrun.lab.models.vit.build",
+    ),
+    "timm": "nmrun.lab.models.timm_models.build",
+    "mask_rcnn": "nmrun.lab.models.mask_rcnn.build",
+    **dict.fromkeys(("raft_small", "raft_large"), "nmrun.lab.models.raft.build"),
+    "text_encoder": "nmrun.lab.models.text_encoder.build",
+    "hf_encoder": "nmrun.lab.models.hf_encoder.build",
+    **dict.fromkeys(
+        ("gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"), "nmrun.lab.models.gpt.build"
+    ),
+    "gpt_classifier": "nmrun.lab.models.gpt_heads.classifier",
+    "gpt_reader": "nmrun.lab.models.gpt_heads.reader",
+    "hf_gpt2": "nmrun.lab.models.hf_gpt2.build",
+    "hf_t5": "nmrun.lab.models.hf_t5.build",
+    "hf_causal": "nmrun.lab.models.hf_causal.build",
+    **{
+        f"fairseq_transformer{size}": "nmrun.lab.models.fairseq_transformer.build"
+        for size in ("", "_iwslt", "_base")
+    },
+}
+
+
+def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
+    """Build the model of a config.
+
+    ``build`` of the model's module builds it, or the function that ``_target_`` names.
+
+    Args:
+        config: the ``model:`` group of a config.
+        inputs: facts of the data by the builder's argument names; of images ``shape`` (channels,
+            height, width) and ``classes``.
+
+    Returns:
+        The model, untrained unless the config names a pretrained one.
+
+    Raises:
+        ConfigError: for an unknown name, and for a model that is made for other data.
+    """
+    name, target = config["name"], config.get("_target_")
+    builder = (
+        find("model._target_", target, {}) if target else find("model.name", str(name), MODELS)
+    )
+    parameters = inspect.signature(builder).parameters
+    unasked = {"_target_", "include", "exclude"} | ({"name"} - set(parameters))
+    options = {key: value for key, value in config.items() if key not in unasked}
+    needed = [key for key in parameters if key not in options]
+    if set(needed) != set(inputs):
+        raise ConfigError(
+            f"model={name} is made from {' and '.join(needed)}, where this data set has {' and '.join(inputs) or 'none of these'}"
+        )
+    model: nn.Module = builder(**inputs, **options)
+    return model

@@ -1,0 +1,166 @@
+"""Run folders into one table of runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from nmrun.errors import ConfigError, RunError, tell
+from nmrun.lab.report.rows import read as from_csv
+from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, weights_in
+from nmrun.lab.words.identity import completed
+from nmrun.lab.words.schema import flatten
+from nmrun.patterns import written
+
+WANDB = "wandb://"
+
+
+def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
+    """One row for each ``result.json`` at or below ``paths``, once each; empty if there is none. A
+    path may be ``wandb://entity/project``, or a CSV file of :mod:`nmrun.lab.report.rows`. What lies in
+    a hidden folder below a path, as the trials of ``nmrun tune`` do, is left out.
+
+    Columns: ``status``, ``id``, ``folder``, ``seconds``, ``commit``, ``metric`` (the task's own),
+    ``seed``, ``events`` (what happened, in words); the config's groups by name (``recipe``,
+    ``model``, ...; ``sparsity`` as ``2:4`` or ``dense``) and every dotted key (``optimizer.lr``;
+    lists as text); the final metrics (``test/accuracy``), those of the best weights under ``best/``
+    (``best/test/accuracy``), and ``flops/...`` of training and inference. What a run does not have
+    is NaN. A file that is not a whole result, or was changed, is left out, and named in a line on
+    standard error. Raises ConfigError where W&B does not give its runs, and RunError for such
+    files where ``strict``.
+    """
+    rows, seen, left_out = [], set(), []
+    for path in paths:
+        if str(path).startswith(WANDB):
+            rows += _from_wandb(str(path).removeprefix(WANDB).strip("/"))
+        elif str(path).endswith(".csv"):
+            rows += from_csv(path)
+    for file in (
+        file
+        for path in paths
+        if not str(path).startswith(WANDB)
+        for file in sorted(Path(path).rglob(RESULT))
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+    ):
+        if file.resolve() in seen:
+            continue
+        seen.add(file.resolve())
+        there = RunFolder(file.parent)
+        try:
+            if there.result:
+                rows.append(row(there.result, there.path))
+                continue
+            why = there.problem
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"it is no whole result ({type(error).__name__}: {error})"
+        left_out.append(f"{file}: {why}")
+    if left_out and strict:
+        raise RunError(f"{'; '.join(left_out)}; {REMEDY}")
+    tell(f"left out: {line}" for line in left_out)
+    # as objects, whole numbers stay whole beside runs without the key
+    return pd.DataFrame(rows, dtype=object)
+
+
+def _from_wandb(project: str) -> list[dict[str, Any]]:
+    """The runs of ``entity/project`` that nmrun logged; others are left out, and counted in a line
+    on standard error.
+    """
+    import wandb
+
+    rows, others = [], 0
+    try:
+        for run in wandb.Api(timeout=60).runs(project):
+            try:
+                summary = _nested(_plain(run.summary))
+                rows.append(
+                    row({**summary, "config": _plain(run.config), "id": run.id}, Path(run.url))
+                )
+            except (KeyError, TypeError, AttributeError):
+                others += 1
+    except Exception as error:
+        raise ConfigError(
+            f"{WANDB}{project}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+        ) from None
+    if others:
+        print(
+            f"nmrun: {WANDB}{project}: {others} runs left out, not of nmrun or not ended",
+            file=sys.stderr,
+        )
+    return rows
+
+
+def _nested(summary: dict[str, Any]) -> dict[str, Any]:
+    """A flat summary as ``result.json`` has it; runs of earlier versions are so already."""
+    if "metrics" in summary:
+        return summary
+    best = {k.removeprefix("best/"): v for k, v in summary.items() if k.startswith("best/")}
+    flops = {k.removeprefix("flops/"): v for k, v in summary.items() if k.startswith("flops/")}
+    final = {k: v for k, v in summary.items() if k.startswith(("test/", "eval/"))}
+    told = {key: value for key, value in summary.items() if "/" not in key}
+    return {
+        **told,
+        "metrics": {"final": final, "best": best},
+        "flops": flops,
+        "environment": {"commit": summary.get("commit")},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """W&B's own mappings as dictionaries, without what it adds (``_step``, ``_runtime``)."""
+    if hasattr(value, "items"):
+        return {key: _plain(item) for key, item in value.items() if not str(key).startswith("_")}
+    return value
+
+
+def _other_run(folder: str | None, ratio: str) -> str | None:
+    """What a run of this ratio took from another: its recipe, and its ratio where that is neither
+    the same nor dense. Seed by seed the folder differs.
+    """
+    run, name = weights_in(folder or "")  # <recipe>/<ratio>/<run>
+    file = "" if name == FINAL else Path(name).stem
+    place = run.path.parts[-3:-1]
+    if len(place) < 2:
+        return folder
+    recipe, own = place[0], place[1].replace("of", ":")
+    words = (recipe, "" if own in (ratio, "dense") else own, file and f"({file})")
+    return " ".join(word for word in words if word)
+
+
+def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Make one row of :func:`collect`.
+
+    Args:
+        result: what is in ``result.json``.
+        folder: the run's.
+    """
+    config = completed(result["config"])
+    ratio = written(config["sparsity"])
+    keys = {
+        key: str(value).replace(" ", "") if isinstance(value, list) else value
+        for key, value in flatten(config).items()
+    }
+    return {
+        **keys,
+        **{
+            group: config[group]["name"]
+            for group in ("dataset", "model", "recipe", "optimizer", "schedule")
+        },
+        "sparsity": ratio,
+        **{key: _other_run(keys[key], ratio) for key in ("init", "trainer.distill") if key in keys},
+        "seed": config["seed"],
+        "status": result["status"],
+        "id": result["id"],
+        "folder": str(folder),
+        "seconds": result.get("seconds"),
+        "training_seconds": result.get("training_seconds"),
+        "commit": result.get("environment", {}).get("commit"),
+        "metric": result.get("metric"),
+        "events": "; ".join(result.get("events", ())),
+        **result["metrics"]["final"],
+        **{f"best/{key}": value for key, value in result["metrics"]["best"].items()},
+        **{f"flops/{key}": value for key, value in result.get("flops", {}).items()},
+    }

@@ -1,0 +1,170 @@
+"""Tables to be read: Markdown, LaTeX and HTML. ``records`` has those for programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from nmrun.lab.report.captions import caption, comparison, method
+from nmrun.lab.report.labels import Key, short, words
+from nmrun.lab.report.latex import latex
+from nmrun.lab.report.markdown import plain
+from nmrun.lab.report.markdown import table as aligned
+from nmrun.lab.report.numbers import interval, labelled, p_value, printed
+from nmrun.lab.report.pages import document, filled
+from nmrun.lab.report.statistics import Cell, shown
+from nmrun.lab.report.tables import Table
+from nmrun.lab.words.metric import higher_is_better
+
+Line = tuple[list[str], list[tuple[str, bool]]]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table as text: the lines of its caption, ``keys`` columns of labels, then cells, each with
+    whether it is bold; ``method`` says how the numbers come about.
+    """
+
+    caption: list[str]
+    keys: int
+    head: list[str]
+    lines: list[Line]
+    method: str = ""
+
+
+def render(
+    tables: Sequence[Table],
+    style: str,
+    labels: Mapping[str, str] | None = None,
+    method: bool = False,
+) -> str:
+    """Write tables down.
+
+    Args:
+        tables: of one metric.
+        style: ``markdown``, ``latex`` or ``html`` (one page).
+        labels: the user's names, for LaTeX.
+        method: say in Markdown below each table how its numbers come about, as HTML always does.
+
+    Returns:
+        The text; ASCII, but for minus signs and the users' own names.
+    """
+    if style == "latex":
+        return "\n".join(latex(table, labels) for table in tables)
+    drawn = [grid for table in tables for grid in grids(table)]
+    if style == "html":
+        body = Markup("").join(map(html_table, drawn))
+        return document("page.html", title=f"nmrun: {tables[0].metric}", body=body)
+    return "\n".join(markdown(grid, method) for grid in drawn)
+
+
+def grids(table: Table) -> list[Grid]:
+    """The values, and where there is a baseline the differences to it."""
+    head = [*table.row_keys, *(words(table.column_keys, column) for column in table.columns)]
+    with_units = [*table.row_keys, *(_headed(table, column) for column in table.columns)]
+    lines = [
+        (
+            _labels(table, row, labelled),
+            [(text(table, row, column), (row, column) in table.best) for column in table.columns],
+        )
+        for row in table.rows
+    ]
+    keys, values = len(table.row_keys), _with_paper(table, lines)
+    if not table.baseline:
+        return [Grid(caption(table), keys, with_units, values, method(table))]
+    compared = [
+        (_labels(table, row, str), [_difference(table, row, column) for column in table.columns])
+        for row in table.rows
+        if row not in table.baseline
+    ]
+    return [
+        Grid(caption(table), keys, with_units, values),
+        Grid(comparison(table), keys, head, compared, method(table)),
+    ]
+
+
+def _labels(table: Table, row: Key, metric: Callable[[str], str]) -> list[str]:
+    """The labels of a row; a metric as ``metric`` writes it."""
+    pairs = zip(table.row_keys, row, strict=True)
+    return [metric(label) if key == "metric" else short(label) for key, label in pairs]
+
+
+def _headed(table: Table, column: Key) -> str:
+    """The labels of a column; a metric with its unit."""
+    pairs = zip(table.column_keys, column, strict=True)
+    return words(
+        table.column_keys, tuple(labelled(text) if key == "metric" else text for key, text in pairs)
+    )
+
+
+def _with_paper(table: Table, lines: list[Line]) -> list[Line]:
+    """Published figures below the row that they are to be compared with; at the end, those that we
+    have no row for.
+    """
+    names, columns = (
+        [" ".join(row) for row in table.rows],
+        [" ".join(column) for column in table.columns],
+    )
+
+    def published(name: str) -> Line:
+        labels = name.split()
+        return [*labels[:-1], f"{labels[-1]} (paper)"], [
+            (table.paper[name].get(column, "-"), False) for column in columns
+        ]
+
+    found = []
+    for name, line in zip(names, lines, strict=True):
+        found += [line, published(name)] if name in table.paper else [line]
+    return found + [published(name) for name in table.paper if name not in names]
+
+
+def markdown(grid: Grid, method: bool = False) -> str:
+    """Aligned for a terminal too; with ``method``, how the numbers come about stands below."""
+    lines = [
+        [*labels, *(f"**{cell}**" if out else cell for cell, out in cells)]
+        for labels, cells in grid.lines
+    ]
+    below = f"\n{plain(grid.method)}\n" if method and grid.method else ""
+    above = "\n".join(map(plain, grid.caption))
+    return f"{above}\n\n{aligned(grid.head, lines)}\n{below}"
+
+
+def html_table(grid: Grid) -> Markup:
+    """The caption and a ``table`` element, which scrolls by itself where the page is narrow."""
+    return filled("table.html", grid=grid)
+
+
+def text(table: Table, row: Key, column: Key) -> str:
+    """Write a cell as ``98.7 +- 0.3 (3)``: mean, standard deviation and number of the seeds that they
+    are over; beside it what gave no value, as in ``98.7 +- 0.3 (3, 2 failed)``.
+
+    Args:
+        table: the table.
+        row, column: the cell's place; one without runs is ``-``.
+    """
+    cell = table.cells.get((row, column), Cell(None, None, 0, {}))
+    metric = table.metric_of(row, column)
+    value = shown(cell, table.statistic, higher_is_better(metric))
+    if value is not None and cell.sd is not None and table.statistic == "mean":
+        at = table.digits_of(value, metric, cell.sd)
+        counted = at is None and metric.startswith("flops/")  # all runs have the same
+        spread = "" if counted else f" +- {printed(cell.sd, metric, at)}"
+        return f"{printed(value, metric, at)}{spread} ({cell.counted()})"
+    if value is not None:
+        return f"{printed(value, metric, table.digits_of(value, metric, None))} ({cell.counted()})"
+    return cell.counted() or "-"
+
+
+def _difference(table: Table, row: Key, column: Key) -> tuple[str, bool]:
+    """``-0.5 [-0.9, -0.1] p=0.012* (5)``: difference, its interval, p-value with a star where it is
+    significant, number of common seeds. Nothing is bold.
+    """
+    gap, metric = table.differences.get((row, column)), table.metric_of(row, column)
+    if gap is None:
+        return "-", False
+    error = (gap.spread or 0.0) / math.sqrt(gap.n)
+    written = interval(gap.mean, gap.low, gap.high, metric, error, table.digits)
+    return f"{written}{p_value(gap.p)}{'*' * gap.significant} ({gap.n})", False

@@ -1,0 +1,160 @@
+"""``nmrun rm``: delete the folders of runs that failed, or that have certain settings."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab.report import settings, status
+from nmrun.lab.runs import locks
+from nmrun.lab.verbs import Parser
+from nmrun.registry import did_you_mean
+
+Files = dict[Path, tuple[int, int]]  # size and time of change of each
+
+
+def main(argv: Sequence[str]) -> int:
+    """List the runs, ask, and delete; returns the exit status."""
+    parser = Parser(prog="nmrun rm", description=(__doc__ or "").partition(": ")[2])
+    parser.add_argument(
+        "path",
+        nargs="?",
+        default="outputs",
+        type=Path,
+        help="an output folder, any in it, or a run folder (default: outputs)",
+    )
+    parser.add_argument("--failed", action="store_true", help="runs that failed")
+    parser.add_argument(
+        "--filter",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="runs with these settings, all of them: recipe=ste,sr_ste trainer.epochs=2",
+    )
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    options = parser.parse_args(argv)
+    if not options.failed and not options.filter:
+        raise ConfigError("rm: which runs? Name them by --failed or --filter KEY=VALUE")
+    if not options.path.is_dir():
+        raise ConfigError(f"{options.path}: no such folder")
+    for left in options.path.rglob(f"{status.DELETED}*"):  # by one that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    found = {
+        folder: _files(folder) for folder in chosen(options.path, options.failed, options.filter)
+    }
+    print(*found, sep="\n")
+    what = _amount(found.values())
+    if not options.yes and not _agreed(what):
+        print("nothing deleted")
+        return 0
+    kept = {folder: _delete(folder, files) for folder, files in found.items()}
+    gone = [found[folder] for folder, why in kept.items() if not why]
+    if gone:
+        print(f"deleted: {_amount(gone)}")
+    if len(gone) < len(found):
+        raise RunError(
+            "not deleted: " + "; ".join(f"{folder}: {why}" for folder, why in kept.items() if why)
+        )
+    return 0
+
+
+def chosen(path: Path, failed: bool, conditions: Sequence[str]) -> list[Path]:
+    """The run folders at or below ``path`` that nothing is at work on and all conditions fit.
+
+    Args:
+        path: a folder.
+        failed: only runs that failed.
+        conditions: ``KEY=VALUE``, or several values with commas between; a run without the key
+            does not fit.
+
+    Raises:
+        ConfigError: for a condition that is none or names no key of any run, or where no run fits.
+    """
+    for condition in conditions:
+        if "=" not in condition:
+            raise ConfigError(f"--filter {condition}: write KEY=VALUE, such as recipe=ste")
+    every = [run for run in status.runs(path) if run.state != "running"]
+    if not every:
+        raise ConfigError(f"{path}: no run in it that nothing is at work on")
+    runs = {Path(run.folder): run.state for run in every}
+    told = {folder: _settings(folder) for folder in runs}
+    keys = {key for own in told.values() for key in own}
+    fitting = [folder for folder, state in runs.items() if not failed or state == "failed"]
+    for condition in conditions:
+        key, values = settings.alternatives(condition)
+        if key not in keys:
+            raise ConfigError(
+                f"--filter {condition}: no run has the key {key}{did_you_mean(key, keys)}"
+            )
+        fitting = [
+            folder
+            for folder in fitting
+            if key in told[folder] and any(settings.same(told[folder][key], v) for v in values)
+        ]
+    if not fitting:
+        raise ConfigError(f"{path}: none of {len(runs)} runs fits; nothing to delete")
+    return fitting
+
+
+def _settings(folder: Path) -> dict[str, str]:
+    try:
+        return settings.of(folder)
+    except ConfigError:  # cut off before it wrote any
+        return {}
+
+
+def _files(folder: Path) -> Files:
+    found = {}
+    for place, _, names in os.walk(folder):
+        for file in (Path(place, name) for name in names if name != locks.NAME):
+            with contextlib.suppress(OSError):
+                stat = file.lstat()
+                found[file] = (stat.st_size, stat.st_mtime_ns)
+    return found
+
+
+def _amount(runs: Collection[Files]) -> str:
+    size = sum(size for files in runs for size, _ in files.values())
+    return f"{len(runs)} run{'' if len(runs) == 1 else 's'}, {size / 1e6:.1f} MB"
+
+
+def _agreed(what: str) -> bool:
+    if not sys.stdin.isatty():
+        raise ConfigError("rm: nobody to ask here; --yes deletes without")
+    return input(f"delete {what}? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def _delete(folder: Path, listed: Files) -> str:
+    """Delete a run, and the folders above it that are empty then.
+
+    Args:
+        folder: the run's.
+        listed: its files when it was listed.
+
+    Returns:
+        Why it was not deleted; empty if it was.
+    """
+    if folder.is_symlink():
+        return f"it is a link; name {folder.resolve()}"
+    place = folder.absolute()
+    hidden = place.with_name(f"{status.DELETED}{place.name}-{os.getpid()}")
+    try:
+        with locks.hold(folder) as ours:
+            if not ours:
+                return f"{locks.holder(folder) or 'another process'} is at work on it"
+            if _files(folder) != listed:
+                return "it has changed since it was listed"
+            place.rename(hidden)  # at once: a kill leaves no half of a run
+        with contextlib.suppress(FileNotFoundError):  # another `nmrun rm` may be at it
+            shutil.rmtree(hidden)
+    except OSError as error:
+        return f"{error.filename}: {error.strerror}"
+    with contextlib.suppress(OSError):
+        os.removedirs(place.parent)
+    return ""

@@ -1,0 +1,244 @@
+"""``nmrun status``: how the runs in a folder and its last sweep stand, also while they run, and how
+to repeat what did not finish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from nmrun.errors import ConfigError
+from nmrun.lab.runs import jsonl, locks
+from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder
+from nmrun.lab.verbs import Parser
+from nmrun.lab.words import sweep
+
+STATES = ("finished", "running", "interrupted", "failed", "killed", "damaged")
+PAUSE = 2.0  # seconds between two looks
+DELETED = ".deleted-"  # how a folder begins that `nmrun rm` is about to delete, or was
+FILES = {CONFIG, RESULT, "checkpoint.pt"}  # one of them makes a folder a run's
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder as it stands. ``step`` is the last that ``metrics.jsonl`` has; ``command`` asks
+    for this run again.
+    """
+
+    folder: str
+    state: str
+    error: str | None = None
+    step: int | None = None
+    command: str | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self.state}{'' if self.step is None else f', step {self.step}'}: {self.folder}"
+
+
+def runs(path: Path) -> list[Run]:
+    """The runs at or below a folder, by name. One without a result that no live process works on
+    was killed.
+    """
+    return sorted((_run(folder) for folder in _folders(path)), key=lambda run: run.folder)
+
+
+def sweeps(path: Path) -> list[tuple[Path, bool]]:
+    """The folders of the sweeps that are running, or else of the last one, oldest first; and
+    whether they are running.
+    """
+    found = sorted(folder for folder in (path / ".sweeps").glob("*") if folder.is_dir())
+    return [(folder, True) for folder in found if locks.held(folder)] or [
+        (folder, False) for folder in found[-1:]
+    ]
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    for place, below, files in os.walk(path):
+        # one that begins has no file yet
+        if FILES & set(files) or (not below and locks.held(Path(place))):
+            below.clear()
+            yield Path(place)
+        else:
+            below[:] = [
+                name for name in below if name != ".sweeps" and not name.startswith(DELETED)
+            ]
+
+
+def _run(folder: Path) -> Run:
+    there = RunFolder(folder)
+    state = there.result.get("status", "damaged" if there.problem else "killed")
+    if locks.held(folder):
+        state = "running"
+    if state == "finished":
+        return Run(str(folder), state)
+    step = _step(folder)
+    if state == "running":
+        return Run(str(folder), state, step=step)
+    error = f"{RESULT}: {there.problem}" if there.problem else there.result.get("error")
+    return Run(str(folder), state, error, step, command(there))
+
+
+def _step(folder: Path) -> int | None:
+    """The last step in ``metrics.jsonl``, whose last line may be half written."""
+    with contextlib.suppress(OSError):
+        for row in reversed(jsonl.read(folder / METRICS)[0]):
+            if type(row.get("step")) is int:
+                return int(row["step"])
+    return None
+
+
+def command(run: RunFolder) -> str | None:
+    """The command that asks for a run alone, as it is to be typed in this folder; None where it is
+    not known.
+    """
+    above = run.path.resolve().parents
+    if run.command is None or "output_dir" not in run.config or len(above) < 5:
+        return run.command
+    # <dataset>/<model>/<recipe>/<ratio>/<run>
+    return _here(run.command, run.config["output_dir"], above[4])
+
+
+def _here(command: str, output_dir: str, place: Path) -> str:
+    """A command that was typed where ``place`` was its output_dir, as it is to be typed in this
+    folder.
+    """
+    output = Path(output_dir)
+    if output.resolve() == place:
+        return command
+    base = Path(*place.parts[: len(place.parts) - len(output.parts)])
+    if not output.is_absolute() and base / output == place:
+        return f"cd {shlex.quote(os.path.relpath(base))} && {command}"
+    # it was moved
+    try:
+        typed = shlex.split(command)
+    except ValueError:  # no command any more
+        return command
+    words = [word for word in typed if not word.startswith("output_dir=")]
+    return shlex.join(
+        [
+            *words,
+            f"output_dir={place}"
+            if re.fullmatch(r"[\w./-]+", str(place))
+            else f'output_dir="{place}"',
+        ]
+    )
+
+
+def said(folder: Path, running: bool) -> list[str]:
+    """A sweep in a line, and the command again if not all of it is done.
+
+    Args:
+        folder: that of its record.
+        running: whether it is at work.
+    """
+    record = sweep.read(folder)
+    counts, passed, left = (
+        record.counts(),
+        record.elapsed(running),
+        record.left() if running else None,
+    )
+    whole = len(record.done) == record.jobs and not set(counts) - {"finished", "skipped", "planned"}
+    line = f"sweep {folder.name}, {'running' if running else 'ended' if len(record.done) == record.jobs else 'cut off'}: "
+    line += f"{len(record.done)} of {record.jobs or '?'} jobs done"
+    line += (
+        f" ({', '.join(f'{number} {status}' for status, number in counts.items())})"
+        if counts
+        else ""
+    )
+    line += "" if passed is None else f"; {sweep.span(passed)}" + (" so far" if running else "")
+    line += "" if left is None else f", {sweep.span(left)} left"
+    if running or whole or not record.command:
+        return [line]
+    return [line, f"  {_here(record.command, record.output_dir, folder.resolve().parents[1])}"]
+
+
+def _block(run: Run) -> list[str]:
+    return [run.title, *(f"  {line}" for line in (run.error, run.command) if line)]
+
+
+def main(argv: list[str]) -> int:
+    """Run ``nmrun status`` with these words; returns the exit status."""
+    parser = Parser(prog="nmrun status", description=(__doc__ or "").partition(": ")[2])
+    parser.add_argument(
+        "path",
+        nargs="?",
+        default="outputs",
+        type=Path,
+        help="an output folder, or any in it (default: outputs)",
+    )
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--json", action="store_true", help="the same as JSON, for scripts")
+    kind.add_argument(
+        "--watch", action="store_true", help="follow what runs, until it ends or Ctrl-C"
+    )
+    options = parser.parse_args(argv)
+    if not options.path.is_dir():
+        raise ConfigError(f"{options.path}: no such folder")
+    if options.watch:
+        return _watch(options.path)
+    found = _lines(options.path)
+    if not found:
+        raise ConfigError(f"{options.path}: no runs in it")
+    print(json.dumps(_plain(options.path), indent=2) if options.json else "\n".join(found))
+    return 0
+
+
+def _plain(path: Path) -> dict[str, Any]:
+    """For scripts."""
+    records = [(folder, running, sweep.read(folder)) for folder, running in sweeps(path)]
+    told = [
+        {
+            "folder": str(f),
+            "running": on,
+            "jobs": r.jobs,
+            "done": r.counts(),
+            "left": r.left() if on else None,
+            "command": r.command,
+        }
+        for f, on, r in records
+    ]
+    found = runs(path)
+    rest = [asdict(run) for run in found if run.state != "finished"]
+    return {"sweeps": told, "runs": _counts(found), "unfinished": rest}
+
+
+def _counts(found: list[Run]) -> dict[str, int]:
+    count = Counter(run.state for run in found)
+    return {state: count[state] for state in STATES if count[state]}
+
+
+def _lines(path: Path) -> list[str]:
+    """Sweeps, counts, and what is not finished; empty where there are no runs."""
+    last, found = sweeps(path), runs(path)
+    if not last and not found:
+        return []
+    lines = [line for folder, running in last for line in said(folder, running)]
+    counts = ", ".join(f"{number} {state}" for state, number in _counts(found).items())
+    lines.append(f"runs in {path}: {counts or 'none yet'}")
+    rest = [run for run in found if run.state != "finished"]
+    rest.sort(key=lambda run: STATES.index(run.state) if run.state in STATES else len(STATES))
+    return lines + [line for run in rest for line in _block(run)]
+
+
+def _watch(path: Path) -> int:
+    """The same until nothing runs any more, at one place of the terminal."""
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(auto_refresh=False) as shown:
+        while True:
+            shown.update(Text("\n".join(_lines(path)) or "no runs yet"), refresh=True)
+            at_work = any(run.state == "running" for run in runs(path))
+            if not at_work and not any(running for _, running in sweeps(path)):
+                return 0
+            time.sleep(PAUSE)

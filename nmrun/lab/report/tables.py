@@ -1,0 +1,327 @@
+"""The comparison: runs folded into cells, one row a recipe, one column a ratio. ``formats`` writes
+it down.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+
+from nmrun.errors import ConfigError
+from nmrun.lab.report import order, tuned
+from nmrun.lab.report.labels import Key, but_ratio, label
+from nmrun.lab.report.numbers import deviates, places, scale
+from nmrun.lab.report.statistics import Cell, Difference, shown, summarise
+from nmrun.lab.words.identity import IRRELEVANT, SETTINGS
+from nmrun.lab.words.metric import higher_is_better
+from nmrun.oneshot import METHODS
+
+Run = Mapping[Any, Any]  # a row of ``collect``
+
+SAMPLES = "recipe.samples"  # of a calibration
+TRAINING = ("optimizer", "schedule", "trainer")
+APART = ("dataset", "model", "sparsity", "metric")  # recipes that differ in one are no rivals
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells by (row, column).
+
+    ``best`` are the best cells of each comparison, see ``compared``; ``stands`` says of a row
+    without a ratio, by its own column (``dense``), in which columns its cell stands: those that
+    differ in the ratio alone; ``shared`` what all runs have in common; ``differing`` the settings
+    that are not the same in all cells, though no row or column names them; ``commits`` the versions
+    of the code; ``candidates``, where the metric is of the best weights and their number differs,
+    the rows by the number of epochs that those were chosen from. ``differences`` to the rows
+    ``baseline`` in the same column, their p-values corrected for their number; ``across`` are the
+    keys of rows in which some are compared with a baseline of another value. ``statistic``: what
+    stands in a cell, ``mean``, ``median`` or ``best``. ``tuned``: by how many trials the rows were
+    tuned, if they were, and over what. ``paper``: published figures as they are printed, by row and
+    column, and where they stand, ``paper_source``. ``pruned``: which rows were pruned in one shot,
+    not trained; ``all``, or nothing. ``digits`` after the point, where the user wants so many.
+    """
+
+    metric: str
+    statistic: str
+    row_keys: Key
+    column_keys: Key
+    rows: list[Key]
+    columns: list[Key]
+    cells: dict[tuple[Key, Key], Cell]
+    best: set[tuple[Key, Key]]
+    stands: dict[tuple[Key, Key], list[Key]]
+    shared: dict[str, str]
+    differing: list[str]
+    commits: list[str]
+    candidates: dict[str, list[Key]] = field(default_factory=dict)
+    tuned: list[str] = field(default_factory=list)
+    baseline: list[Key] = field(default_factory=list)
+    test: str = ""
+    differences: dict[tuple[Key, Key], Difference] = field(default_factory=dict)
+    across: list[str] = field(default_factory=list)
+    paper: dict[str, dict[str, str]] = field(default_factory=dict)
+    paper_source: str = ""
+    pruned: str = ""
+    digits: int | None = None
+
+    @property
+    def compared(self) -> tuple[str, list[str]]:
+        """What is compared for ``best``: the cells of a ``column``, or of a ``row`` where recipes
+        stand side by side; and the keys of that axis in which they have to agree.
+        """
+        recipes_are_columns = "recipe" in self.column_keys and "recipe" not in self.row_keys
+        keys = self.column_keys if recipes_are_columns else self.row_keys
+        apart = APART if "recipe" in keys else ("metric",)
+        return "row" if recipes_are_columns else "column", [key for key in keys if key in apart]
+
+    @property
+    def references(self) -> set[Key]:
+        """The rows without a ratio."""
+        return {row for row, _ in self.stands}
+
+    def digits_of(self, value: float, metric: str, spread: float | None) -> int | None:
+        """How many digits after the point a value and its spread have; None: as a value without
+        spread.
+
+        Args:
+            value: in the metric's own unit.
+            metric: its name.
+            spread: the standard deviation.
+        """
+        if self.digits is not None and not metric.startswith("flops/"):
+            return self.digits
+        return places(value, metric, spread) if deviates(value, spread) else None
+
+    def own(self, row: Key) -> list[tuple[Key, Key]]:
+        """List the columns that a row has runs in, each with one that shows their cell.
+
+        Args:
+            row: one of ``rows``.
+        """
+        if row not in self.references:
+            return [(column, column) for column in self.columns]
+        return [(column, shown[0]) for (r, column), shown in self.stands.items() if r == row]
+
+    def metric_of(self, row: Key, column: Key) -> str:
+        """Find the metric of a cell: where rows or columns are metrics, its own.
+
+        Args:
+            row, column: the cell's place.
+        """
+        own = [
+            text
+            for key, text in zip(self.row_keys + self.column_keys, row + column, strict=True)
+            if key == "metric"
+        ]
+        return own[0] if own else self.metric
+
+
+def build(
+    runs: pd.DataFrame,
+    metric: str,
+    row_keys: Sequence[str],
+    column_keys: Sequence[str],
+    statistic: str = "mean",
+    digits: int | None = None,
+) -> Table:
+    """Fold runs into a table. Columns go from dense to sparse, recipes in nmrun's order, metrics
+    as in ``metric``, other labels by size or alphabet.
+
+    Args:
+        runs: as :func:`nmrun.lab.report.collect.collect` has them.
+        metric: a metric; several with commas between, where a key is ``metric``.
+        row_keys, column_keys: the config's keys whose values make rows and columns.
+        statistic: what stands in a cell, ``mean``, ``median`` or ``best``.
+        digits: after the point; None: as many as the deviation leaves.
+
+    Raises:
+        ConfigError: where a cell would average over runs that differ in more than their seed,
+            naming the keys, or would count a seed twice.
+    """
+    rows, columns = tuple(row_keys), tuple(column_keys)
+    members: dict[tuple[Key, Key], list[Run]] = {}
+    every = metric.split(",") if "metric" in (*rows, *columns) else [metric]
+    for run in ({**run, "metric": each} for run in runs.to_dict("records") for each in every):
+        place = (tuple(label(run[k]) for k in rows), tuple(label(run[k]) for k in columns))
+        members.setdefault(place, []).append(run)
+    for (row, column), group in members.items():
+        _check_alike(group, f"{' '.join(row)} at {' '.join(column)}", rows, columns)
+
+    cells = {place: _cell(group) for place, group in members.items()}
+    stands = _stands(members, columns)
+    for (row, column), shown_in in stands.items():
+        dense = cells.pop((row, column))
+        cells |= {(row, other): dense for other in shown_in}
+    column_labels = sorted(
+        {column for _, column in cells}, key=lambda column: _order(columns, column, every)
+    )
+    row_labels = sorted({row for row, _ in cells}, key=lambda row: _order(rows, row, every))
+
+    everything = [run for group in members.values() for run in group]
+    named = {"recipe", "sparsity", *rows, *columns}
+    pruned = [run for run in everything if run["recipe"] in METHODS]
+    trained = [run for run in everything if run["recipe"] not in METHODS]
+
+    def labels(key: str) -> set[str]:
+        # what was pruned without training has no learning rate, whatever its config says
+        of_training = key.partition(".")[0] in TRAINING
+        own = trained if of_training else pruned if key == SAMPLES else everything
+        return {label(run.get(key, math.nan)) for run in own}
+
+    keys = sorted({key for run in everything for key in run} - {"seed"})
+    shared = {key: found.pop() for key in keys if len(found := labels(key)) == 1}
+    differing = [
+        key
+        for key in settings_apart(everything)
+        if key not in named and key.partition(".")[0] not in named and len(labels(key)) > 1
+    ]
+    commits = sorted({label(run["commit"])[:7] for run in everything if run.get("commit")})
+    table = Table(
+        metric,
+        statistic,
+        rows,
+        columns,
+        row_labels,
+        column_labels,
+        cells,
+        set(),
+        stands,
+        shared,
+        differing,
+        commits,
+        _candidates(members) if "best/" in metric else {},
+        tuned.notes(members),
+        pruned="all" if not trained else ", ".join(dict.fromkeys(run["recipe"] for run in pruned)),
+        digits=digits,
+    )
+    table.best.update(_best(table))
+    return table
+
+
+def _stands(places: Collection[tuple[Key, Key]], keys: Key) -> dict[tuple[Key, Key], list[Key]]:
+    """Of rows without a ratio, where some have one: see ``Table``."""
+    if "sparsity" not in keys:
+        return {}
+    ratio = keys.index("sparsity")
+    sparse = {row for row, column in places if column[ratio] != "dense"}
+    columns = sorted({column for row, column in places if row in sparse})
+    return {
+        (row, own): [c for c in columns if but_ratio(keys, c) == but_ratio(keys, own)] or [own]
+        for row, own in places
+        if sparse and row not in sparse
+    }
+
+
+def _cell(group: Sequence[Run]) -> Cell:
+    values: dict[object, float] = {}
+    without = []
+    for run in group:
+        value = run.get(run["metric"])
+        if run["status"] != "finished":
+            without.append(run["status"])
+        elif value is None or math.isinf(value):  # null: it was not finite
+            without.append("failed")
+        elif value != value:
+            without.append("without a value")
+        else:
+            values[run["seed"]] = float(value)
+    return summarise(values, without)
+
+
+def _check_alike(group: Sequence[Run], place: str, rows: Key, columns: Key) -> None:
+    differing = settings_apart(group)
+    if differing:
+        combinations = Counter(tuple(label(run[key]) for key in differing) for run in group)
+        common = combinations.most_common(1)[0][0]
+        choice = " ".join(
+            shlex.quote(f"{key}={value}")
+            for key, value in zip(differing, common, strict=True)
+            if value != "-"
+        )
+        raise ConfigError(
+            f"{place} would average over runs that differ in {', '.join(differing)}; "
+            f"tell them apart with --rows {','.join([*rows, *differing])}"
+            + (f", or choose with --filter {choice}" if choice else "")
+        )
+    seed, count = Counter(run["seed"] for run in group).most_common(1)[0]
+    if count > 1:
+        folders = ", ".join(str(run["folder"]) for run in group if run["seed"] == seed)
+        raise ConfigError(
+            f"{place} would count seed {seed} {count} times: {folders}; name the folders of one set of runs only"
+        )
+
+
+def settings_apart(runs: Sequence[Run]) -> list[str]:
+    """The settings that change a result (all that a run's identity covers, but for the seed) and
+    are not the same in all runs.
+    """
+    keys = [
+        key
+        for key in dict.fromkeys(k for run in runs for k in run)
+        for group, _, name in [str(key).partition(".")]
+        if group in SETTINGS and group != "seed" and name not in IRRELEVANT.get(group, ())
+    ]
+    found = [key for key in keys if len({label(run[key]) for run in runs}) > 1]
+    # `recipe` says it for `recipe.switch`
+    return [key for key in found if "." not in key or key.partition(".")[0] not in found]
+
+
+def _candidates(members: Mapping[tuple[Key, Key], Sequence[Run]]) -> dict[str, list[Key]]:
+    """The rows by the number of epochs that their best weights were chosen from; empty where it is
+    the same for all.
+    """
+    found: dict[str, list[Key]] = {}
+    for (row, _), group in members.items():
+        for run in (run for run in group if run["status"] == "finished"):
+            rows = found.setdefault(label(run.get("best/candidates", math.nan)), [])
+            if row not in rows:
+                rows.append(row)
+    return dict(sorted(found.items())) if len(found) > 1 else {}
+
+
+def _best(table: Table) -> list[tuple[Key, Key]]:
+    """All cells that tie at the printed precision; none where there is nothing to compare."""
+    axis, agree = table.compared
+    keys = table.row_keys if axis == "column" else table.column_keys
+    rivals: dict[tuple[Key, Key], dict[tuple[Key, Key], float]] = {}
+    for (row, column), cell in table.cells.items():
+        metric = table.metric_of(row, column)
+        value = shown(cell, table.statistic, higher_is_better(metric))
+        # of what was logged neither way is better
+        if value is None or row in table.references or metric.startswith(("mean/", "positive/")):
+            continue
+        along, across = (row, column) if axis == "column" else (column, row)
+        same = tuple(text for key, text in zip(keys, along, strict=True) if key in agree)
+        rivals.setdefault((across, same), {})[row, column] = value
+    return [place for values in rivals.values() for place in _ties(table, values)]
+
+
+def _ties(table: Table, values: Mapping[tuple[Key, Key], float]) -> list[tuple[Key, Key]]:
+    if len(values) < 2:
+        return []
+    metric = table.metric_of(*next(iter(values)))
+    top = (max if higher_is_better(metric) else min)(values, key=values.__getitem__)
+
+    def digits(place: tuple[Key, Key]) -> int:
+        spread = table.cells[place].sd if table.statistic == "mean" else None
+        at = table.digits_of(values[place], metric, spread)
+        return places(values[place], metric) if at is None else at
+
+    def ties(place: tuple[Key, Key]) -> bool:
+        at = min(digits(place), digits(top))
+        return round(scale(metric) * values[place], at) == round(scale(metric) * values[top], at)
+
+    return list(filter(ties, values))
+
+
+def _order(keys: Key, labels: Key, metrics: Sequence[str]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(
+        (0, metrics.index(text), 0, "") if key == "metric" else order.of(text)
+        for key, text in zip(keys, labels, strict=True)
+    )

@@ -1,0 +1,327 @@
+"""A run's folder: which files it has, and whether they are as the run left them.
+
+A finished run is sealed: ``result.json`` has the size and SHA-256 of each of its files, and a
+SHA-256 of itself. The log and the checkpoint are left out, as they may be removed. The folder is
+called ``s<seed>-<id>``, and what is in it has this id. Folders are copied, shared and damaged, so
+nothing of one is believed before that was looked at; :class:`RunFolder` does it for all readers.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nmrun import atomic
+from nmrun.errors import RunError, tell
+from nmrun.lab.runs import documents, jsonl
+
+RESULT, CONFIG, METRICS, LOG = "result.json", "config.yaml", "metrics.jsonl", "run.log"
+FINAL, BEST, DENSE = WEIGHTS = ("model.safetensors", "best.safetensors", "dense.safetensors")
+SEALED = (CONFIG, METRICS, *WEIGHTS)
+REMEDY = f"remove it, and the run's command makes it again (with force=true for {METRICS})"
+OF_EARLIER = "finished by an earlier nmrun, which kept no hashes: not verified"
+CHANGED = "it was changed: its SHA-256 is another"
+NAME = re.compile(r"s-?\d+-([0-9a-f]{10})")
+# what readers rely on, where it is there
+SHAPE: dict[str, type | tuple[type, ...]] = {
+    **{"status": str, "id": str, "metric": (str, type(None)), "error": str, "events": list},
+    **{"config": dict, "metrics": dict, "sparsity": dict, "environment": dict, "files": dict},
+    **{"flops": dict, "notes": dict, "signature": dict, "sha256": str},
+}
+OF_CONFIG = {
+    **dict.fromkeys(("dataset", "model", "recipe", "sparsity", "optimizer", "schedule"), dict),
+    **{"trainer": dict, "track": dict, "seed": int, "output_dir": str},
+}
+NUMBER = (int, float, type(None))
+
+_told: set[Path] = set()  # that nothing there can be verified
+
+
+class RunFolder:
+    """A run's folder as it is at the first look; another object looks again.
+
+    Args:
+        path: the folder; it may not exist.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What is in ``result.json``; empty where there is none, or it has a :attr:`problem`."""
+        return self._looked_at[0]
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with ``result.json``; empty where it is whole or not there."""
+        return self._looked_at[1]
+
+    @property
+    def is_of_another(self) -> bool:
+        """Whether ``result.json`` is of another run than the folder."""
+        return self._looked_at[2]
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the files have hashes: those of earlier versions of nmrun have none."""
+        return "files" in self.result
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether a run has finished here, by its result alone."""
+        return self.result.get("status") == "finished"
+
+    @functools.cached_property
+    def config(self) -> dict[str, Any]:
+        """The run's config, whether it has finished or not; empty where there is none."""
+        return self.result.get("config") or self.begun
+
+    @functools.cached_property
+    def begun(self) -> dict[str, Any]:
+        """What is in ``config.yaml``, which a run writes as it begins; empty where that is none."""
+        try:
+            found = documents.read_yaml(self.path / CONFIG)
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) and not _wrong_config(found) else {}
+
+    @functools.cached_property
+    def command(self) -> str | None:
+        """What was typed for this run alone: it stands above ``config.yaml`` and in the result."""
+        try:
+            head = documents.read(self.path / CONFIG).partition(b"\n")[0]
+            first = documents.neutral(head.decode("utf-8", "replace"))
+        except OSError:
+            first = ""
+        typed = self.result.get("environment", {}).get("command")
+        return first.removeprefix("# ") if first.startswith("# nmrun") else typed
+
+    def broken(self, contents: bool = False) -> dict[str, str]:
+        """What is no longer as a finished run left it.
+
+        Args:
+            contents: whether to read all files, for their hashes; else existence and size are
+                looked at, and the hash of the result itself.
+
+        Returns:
+            For each file that is missing or another what is wrong with it. Of a result without
+            hashes that is ``model.safetensors`` at most, if it is missing.
+        """
+        if self.problem:
+            return {RESULT: self.problem}
+        if not self.is_finished:
+            return {}
+        names = self.result["files"] if self.is_sealed else [FINAL]
+        wrong = {name: self._wrong(name, contents) for name in names}
+        return {name: what for name, what in wrong.items() if what}
+
+    def finished(self) -> dict[str, Any] | None:
+        """The result of the run that has finished here, or None if none has or its files are no
+        longer there."""
+        whole = self.is_finished and not self.broken() and not _incomplete(self.result)
+        return self.result if whole else None
+
+    def unfinished(self) -> str:
+        """Say that no finished run is here, and why, as a clause; empty where one is."""
+        wrong = [f"{name}: {what}" for name, what in self.broken().items()]
+        if self.is_finished and not wrong and (lacks := _incomplete(self.result)):
+            wrong = [f"{RESULT}: it has no {lacks}"]
+        why = f" ({'; '.join(wrong)})" if wrong else ""
+        return "" if self.finished() else f"no finished run is there{why}"
+
+    def without(self, name: str) -> str:
+        """Say that a finished run's weights of this name are not here, and why, likewise."""
+        if name not in WEIGHTS:
+            return f"a run's weights are {', '.join(WEIGHTS[:-1])} and {WEIGHTS[-1]}"
+        if why := self.unfinished():
+            return why
+        if (self.path / name).exists():
+            return ""
+        if name == DENSE:
+            return "the run has none: trainer.evaluate=dense and both keep it, where weights are sparse"
+        return "the run has none: no epoch of it held the pattern"
+
+    def checked(self, name: str) -> Path:
+        """A file that is about to be read whole. Of a finished run it is as the run left it: it is
+        read for its hash before.
+
+        Raises:
+            RunError: for a file that is missing or another.
+        """
+        if self.problem:
+            raise RunError(f"{self.path / RESULT}: {self.problem}; {REMEDY}")
+        if self.is_finished and (wrong := self._wrong(name, contents=True)):
+            raise RunError(f"{self.path / name}: {wrong}; {REMEDY}")
+        return self.path / name
+
+    def tell_unverified(self) -> None:
+        """Say, once, where a finished run has no hashes; it is taken."""
+        if self.is_finished and not self.is_sealed and self.path not in _told:
+            _told.add(self.path)
+            tell([f"{self.path}: {OF_EARLIER}"])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of ``metrics.jsonl`` that are whole; raises as :meth:`checked`."""
+        try:
+            return jsonl.read(self.checked(METRICS))[0]
+        except OSError as error:
+            raise RunError(f"{self.path / METRICS}: {error.strerror}") from None
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def begin(self, config: str, command: str) -> None:
+        """Write ``config.yaml``, below the command that asks for the run alone; from now on there is
+        no result.
+
+        Args:
+            config: as YAML.
+            command: may be empty.
+        """
+        (self.path / RESULT).unlink(missing_ok=True)
+        atomic.write(self.path / CONFIG, (f"# {command}\n" if command else "") + config)
+
+    def write_result(self, result: dict[str, Any]) -> dict[str, Any]:
+        """Write ``result.json``, and seal the files of a finished run; returns what is in it."""
+        written = sealed(result, self.path) if result["status"] == "finished" else result
+        atomic.write(self.path / RESULT, json.dumps(written, indent=2) + "\n")
+        return written
+
+    def clear(self) -> None:
+        """Remove all that the run before left but its checkpoint."""
+        for name in (RESULT, LOG, *SEALED):
+            (self.path / name).unlink(missing_ok=True)
+
+    # --- the look ---------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _looked_at(self) -> tuple[dict[str, Any], str, bool]:
+        """The result, what is wrong with it, and whether it is another run's."""
+        try:
+            data = documents.read(self.path / RESULT)
+            found = documents.parsed(data)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}, "", False
+        except OSError as error:
+            return {}, f"it cannot be read: {error.strerror}", False
+        except ValueError as error:
+            return {}, f"it is damaged: {error}", False
+        if problem := _misshapen(found):
+            return {}, problem, False
+        if found.keys() & {"files", "sha256"}:
+            raw = json.loads(data.decode())  # its texts as they were hashed
+            if raw.get("sha256") != _own(raw):
+                return {}, CHANGED, False
+        name = NAME.fullmatch(self.path.resolve().name)
+        if name and found.get("id", name[1]) != name[1]:
+            return {}, f"it is of another run, whose id is {found['id']}", True
+        return found, "", False
+
+    def _wrong(self, name: str, contents: bool) -> str:
+        path, kept = self.path / name, self.result.get("files", {}).get(name)
+        try:
+            about = path.stat()
+            if not stat.S_ISREG(about.st_mode):
+                return "it is no file"
+            if kept is None:
+                return "it is not of this run, which left none" if self.is_sealed else ""
+            if about.st_size != kept["bytes"]:
+                return f"it was changed: it has {about.st_size} bytes and had {kept['bytes']}"
+            if contents and _of(path) != kept["sha256"]:
+                return CHANGED
+        except FileNotFoundError:
+            return "it is missing"
+        except OSError as error:
+            return f"it cannot be read: {error.strerror}"
+        return ""
+
+
+def weights_in(place: Path | str) -> tuple[RunFolder, str]:
+    """The run and the file of its weights that ``init`` names: a folder names the last ones."""
+    path = Path(place)
+    named = path.suffix == ".safetensors"
+    return (RunFolder(path.parent), path.name) if named else (RunFolder(path), FINAL)
+
+
+def sealed(result: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Bind a result to the files of its run.
+
+    Args:
+        result: plain data.
+        folder: the run's folder.
+
+    Returns:
+        The result with ``files``, for each that is there its ``bytes`` and ``sha256``, and with
+        ``sha256``, that of the rest.
+    """
+    paths = (folder / name for name in SEALED)
+    files = {p.name: {"bytes": p.stat().st_size, "sha256": _of(p)} for p in paths if p.exists()}
+    bound = {**result, "files": files}
+    return {**bound, "sha256": _own(bound)}
+
+
+def _of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _own(result: Mapping[str, Any]) -> str:
+    """Of the result without its own hash, as JSON with sorted keys and no spaces added."""
+    plain = json.loads(json.dumps({k: v for k, v in result.items() if k != "sha256"}))
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _misshapen(result: Any) -> str:
+    """What a reader of a result would stumble over; empty where it has the shape of one."""
+    if not isinstance(result, dict):
+        return "it is damaged: no object"
+    for key, kind in SHAPE.items():
+        if key in result and not isinstance(result[key], kind):
+            return f"it is no result: {key} is {json.dumps(result[key])[:40]}"
+    if "status" not in result:
+        return "it is no result: it has no status"
+    numbers = [*result.get("metrics", {}).items(), ("flops", result.get("flops", {}))]
+    for key, values in numbers:
+        if not isinstance(values, dict) or not all(isinstance(v, NUMBER) for v in values.values()):
+            return f"it is no result: {key} has what is no number"
+    if not isinstance(result.get("environment", {}).get("command", ""), str):
+        return "it is no result: its command is no text"
+    if not all(isinstance(event, str) for event in result.get("events", ())):
+        return "it is no result: an event is no text"
+    for name, kept in result.get("files", {}).items():
+        told = kept if isinstance(kept, dict) else {}
+        if name not in SEALED or not isinstance(told.get("bytes"), int) or "sha256" not in told:
+            return f"it is no result: a run leaves no {name}"
+    return _wrong_config(result.get("config", {}))
+
+
+def _incomplete(result: Mapping[str, Any]) -> str:
+    """The first thing that a finished run's result lacks; empty where it has all."""
+    config, metrics = result.get("config", {}), result.get("metrics", {})
+    has = {*result, *(f"config.{key}" for key in config), *(f"metrics.{key}" for key in metrics)}
+    parts = [f"config.{key}" for key in OF_CONFIG if key not in ("track", "output_dir")]
+    needed = ["config", *parts, "metrics", "metrics.final", "metrics.best"]
+    return next((key for key in needed if key not in has), "")
+
+
+def _wrong_config(config: Mapping[str, Any]) -> str:
+    for key, kind in OF_CONFIG.items():
+        if key in config and not isinstance(config[key], kind):
+            return f"it is no result: config.{key} is {json.dumps(config[key])[:40]}"
+        if kind is dict and not isinstance(config.get(key, {}).get("name", ""), str):
+            return f"it is no result: config.{key}.name is no text"
+    ratio = config.get("sparsity", {"n": None, "m": None})
+    if not {"n", "m"} <= ratio.keys() or not all(
+        isinstance(v, NUMBER) for v in (ratio["n"], ratio["m"])
+    ):
+        return "it is no result: config.sparsity is no ratio"
+    if "\0" in config.get("output_dir", ""):
+        return "it is no result: config.output_dir is no folder"
+    return ""

@@ -1,0 +1,78 @@
+"""The task of a config: which data set, with which objective."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nmrun.errors import ConfigError
+from nmrun.lab.keys.data_groups import OwnDataset
+from nmrun.lab.tasks.base import Adopted, Task
+from nmrun.registry import find
+
+if TYPE_CHECKING:
+    from nmrun.lab.keys.config import Config
+
+DATASETS = {
+    "digits": "nmrun.lab.data.digits.build",
+    **dict.fromkeys(("cifar10", "cifar100", "fashion_mnist"), "nmrun.lab.data.images.build"),
+    "image_folder": "nmrun.lab.data.image_folder.build",
+    "imagenet": "nmrun.lab.data.imagenet.build",
+    "generated_shapes": "nmrun.lab.data.generated_shapes.build",
+    "coco": "nmrun.lab.data.coco.build",
+    "generated_motion": "nmrun.lab.data.generated_motion.build",
+    "sintel": "nmrun.lab.data.optical_flow.sintel",
+    "flying_chairs": "nmrun.lab.data.optical_flow.flying_chairs",
+    "generated_text": "nmrun.lab.data.generated_text.build",
+    "glue": "nmrun.lab.data.glue.build",
+    "glue_text": "nmrun.lab.data.glue_text.build",
+    "generated_questions": "nmrun.lab.data.generated_questions.build",
+    "squad": "nmrun.lab.data.squad.build",
+    "stdlib_text": "nmrun.lab.data.stdlib_text.build",
+    "text": "nmrun.lab.data.text.build",
+    "hub_text": "nmrun.lab.data.hub_text.build",
+    "shakespeare": "nmrun.lab.data.shakespeare.build",
+    "wikitext2": "nmrun.lab.data.wikitext.build",
+    "wikitext103": "nmrun.lab.data.wikitext.build",
+    "token_bin": "nmrun.lab.data.token_bin.build",
+    "copy_reverse": "nmrun.lab.data.copy_reverse.build",
+    "multi30k": "nmrun.lab.data.multi30k.build",
+    "fairseq": "nmrun.lab.data.translation.build",
+}
+
+
+def build(config: Config, device: torch.device) -> Task:
+    """Build the task of a run.
+
+    Args:
+        config: the run's whole config; ``dataset`` names the data set.
+        device: where batches go.
+
+    Returns:
+        What ``build(config, device)`` of the data set's module gives, or the function that
+        ``dataset._target_`` names; without a test split where ``trainer.test`` is false.
+
+    Raises:
+        ConfigError: for an unknown data set, and for data that is missing or unusable.
+    """
+    if isinstance(config.dataset, OwnDataset):
+        task = _own(config.dataset.target, config, device)
+    else:
+        task = find("dataset.name", config.dataset.name, DATASETS)(config, device)
+    if not config.trainer.test:
+        task.has_test = False
+    return task
+
+
+def _own(target: str, config: Config, device: torch.device) -> Task:
+    builder = find("dataset._target_", target, {})
+    try:
+        own: Any = builder(config, device)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    knows_shares = (
+        isinstance(own, Task) and "mine" in inspect.signature(own.micro_batches).parameters
+    )
+    return own if knows_shares else Adopted(own)

@@ -1,0 +1,293 @@
+"""What the loop needs from a task. A task knows the data, the loss and the metrics, and nothing of
+training.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from nmrun import ranks
+
+Batch = tuple[Tensor, ...]
+Tally = dict[str, Any]
+"""What one rank found in its share of a split: plain data and CPU tensors, small enough to be sent."""
+Loss = Callable[[Any, Batch], Tensor]
+"""The mean training loss of a micro-batch by a model: :meth:`Task.loss`, or more."""
+T = TypeVar("T")
+Rows = TypeVar("Rows", list[int], Tensor)
+
+
+class Task(ABC):
+    """One data set with one objective, on one device.
+
+    Batches are addressed by ``(epoch, index)`` and depend on nothing else but the run's seed, so a
+    resumed run finds its place by counting: no state of a data loader is saved and nothing is
+    replayed.
+
+    A task evaluates in one of two ways. With :meth:`tally` and :meth:`metrics_of` each rank
+    evaluates its share of a split. With an :meth:`evaluate` of its own each rank evaluates it all.
+    """
+
+    batches_per_epoch: int
+    inputs: dict[str, Any]
+    """What a model has to know of the data: keyword arguments of its ``build``, such as ``shape`` and ``classes`` of images."""
+    metric: str
+    """The metric of :meth:`evaluate` that epochs and recipes are compared by; see ``nmrun.lab.words.metric`` for which way is better."""
+    has_test: bool = True
+    """Whether there is a test split to evaluate. Without one, results have metrics of the validation split alone."""
+    counted_with_values: bool = False
+    """Whether the network's shapes depend on values, so that FLOPs are counted by computing."""
+    about: str = ""
+    """The line of the plan on the data."""
+    batches_of: str = ""
+    """Words for the plan on what a batch is, if not ``trainer.batch_size`` items."""
+    notes: Mapping[str, str] = MappingProxyType({})
+    """Texts for ``result.json`` on how the metrics were computed."""
+    signature: Mapping[str, Any] = MappingProxyType({})
+    """For ``result.json`` and exports, as plain data: what the network takes and gives, see
+    ``nmrun.lab.tasks.vision``."""
+
+    @abstractmethod
+    def micro_batches(
+        self, epoch: int, index: int, parts: int, mine: range | None = None
+    ) -> list[Batch]:
+        """A batch in micro-batches of about the same size.
+
+        Args:
+            epoch: from 0.
+            index: of the batch in its epoch, from 0.
+            parts: number of micro-batches; a batch with fewer items is cut into fewer.
+            mine: the numbers of those that are wanted, from 0; None: all. No work is done for the
+                others, and these are the same to the bit whatever ``mine`` is.
+
+        Returns:
+            The micro-batches in ``mine``, in order.
+        """
+
+    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
+        """The :meth:`size` of each micro-batch of a whole batch, without preparing any if possible.
+
+        Args:
+            epoch, index, parts: as of :meth:`micro_batches`.
+
+        Returns:
+            One number for each micro-batch that there is: up to ``parts``.
+        """
+        return [self.size(batch) for batch in self.micro_batches(epoch, index, parts)]
+
+    @abstractmethod
+    def size(self, batch: Batch) -> int:
+        """How many items (images, tokens) the mean in :meth:`loss` is over: the weight of a
+        micro-batch in its batch.
+        """
+
+    @abstractmethod
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        """Compute the mean training loss of a batch.
+
+        Args:
+            model: the module or its compiled form, in training or evaluation mode.
+            batch: a micro-batch of :meth:`micro_batches`.
+
+        Returns:
+            A scalar with gradient.
+        """
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+        """Metrics of a split, on every rank. All ranks have to call.
+
+        Args:
+            model: in evaluation mode, the same on all ranks.
+            split: ``"val"`` or ``"test"``.
+
+        Returns:
+            ``loss``, ``metric`` and others.
+        """
+        return self.metrics_of(
+            split, ranks.gathered(self.tally(model, split, ranks.rank(), ranks.world()))
+        )
+
+    def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
+        """What :meth:`metrics_of` needs to know of a rank's share of a split.
+
+        Every rank makes the same number of passes through the model (see :func:`turns`), as models
+        in shards need it.
+
+        Args:
+            model: in evaluation mode.
+            split: ``"val"`` or ``"test"``.
+            rank: whose share, from 0.
+            world: number of shares.
+        """
+        raise NotImplementedError
+
+    def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
+        """The metrics of a split.
+
+        Args:
+            split: ``"val"`` or ``"test"``.
+            tallies: of all ranks, in their order.
+
+        Returns:
+            As :meth:`evaluate`.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:  # noqa: B027
+        """The run has ended: end the processes that read data, if there are any."""
+
+    @abstractmethod
+    def example(self) -> Batch:
+        """A small batch of training items (two, so that batch normalisation accepts it), for
+        counting FLOPs.
+        """
+
+
+class Adopted(Task):
+    """A task of one's own that does not know of shares: each rank prepares whole batches.
+
+    Args:
+        own: an object with the attributes and methods of :class:`Task`; those that have a default
+            may be missing, and ``micro_batches`` may lack ``mine``.
+    """
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+        self.batches_per_epoch, self.inputs, self.metric = (
+            own.batches_per_epoch,
+            own.inputs,
+            own.metric,
+        )
+        names = ("has_test", "counted_with_values", "about", "batches_of", "notes", "signature")
+        for name in names:
+            setattr(self, name, getattr(own, name, getattr(Task, name)))
+
+    def micro_batches(
+        self, epoch: int, index: int, parts: int, mine: range | None = None
+    ) -> list[Batch]:
+        return picked(self.own.micro_batches(epoch, index, parts), mine)
+
+    def size(self, batch: Batch) -> int:
+        return int(self.own.size(batch))
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        loss: Tensor = self.own.loss(model, batch)
+        return loss
+
+    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+        found: dict[str, float] = self.own.evaluate(model, split)
+        return found
+
+    def example(self) -> Batch:
+        batch: Batch = self.own.example()
+        return batch
+
+
+def limited(
+    splits: Mapping[str, T], most: int | None, first: Callable[[T, int], T]
+) -> dict[str, T]:
+    """Splits of which no more is evaluated than ``trainer.limit_evaluation`` says.
+
+    Args:
+        splits: by name; ``train`` stays whole.
+        most: items of each other split; None: all.
+        first: makes a split of at most so many items.
+
+    Returns:
+        The splits by name.
+    """
+    return {
+        name: split if name == "train" or most is None else first(split, most)
+        for name, split in splits.items()
+    }
+
+
+def thinned(split: Any, most: int) -> Any:
+    """At most so many items of a split, at equal distances, as classes may come one after the other.
+
+    Args:
+        split: (items, labels), two sequences of the same length.
+        most: how many.
+    """
+    items, labels = split
+    distance = -(-len(labels) // most)
+    return items[::distance], labels[::distance]
+
+
+def picked(pieces: Sequence[T], mine: range | None) -> list[T]:
+    """Pick neighbouring pieces.
+
+    Args:
+        pieces: all of them.
+        mine: the numbers of those that are wanted, from 0; None: all.
+    """
+    return list(pieces if mine is None else pieces[mine.start : mine.stop])
+
+
+def chunks(count: int, parts: int) -> list[range]:
+    """Cut ``range(count)`` as ``torch.chunk`` cuts.
+
+    Args:
+        count: the length of the range.
+        parts: the number of pieces; a shorter range has fewer.
+
+    Returns:
+        The pieces, of the same length but for the last.
+    """
+    size = -(-count // parts)
+    return [range(first, min(first + size, count)) for first in range(0, count, size)]
+
+
+def drawn(order: Rows, size: int, index: int, parts: int, mine: range | None = None) -> list[Rows]:
+    """Take the micro-batches of a batch from the order in which an epoch has its items.
+
+    Args:
+        order: the items' numbers; all slices are of its kind.
+        size: of a batch.
+        index: of the batch in the epoch.
+        parts, mine: as of :meth:`Task.micro_batches`.
+
+    Returns:
+        The items of each micro-batch.
+    """
+    first = index * size
+    chosen = order[first : first + size]
+    return [chosen[piece.start : piece.stop] for piece in picked(chunks(size, parts), mine)]
+
+
+# Who is told how far an evaluation is: with the batch that begins, from 0, and their number.
+Told = Callable[[int, int], None]
+evaluating: ContextVar[Told | None] = ContextVar("evaluating", default=None)
+
+
+def watched(batches: Sequence[T]) -> Iterator[T]:
+    """Yield the batches of an evaluation, and tell :data:`evaluating` of each."""
+    tell = evaluating.get()
+    for number, batch in enumerate(batches):
+        if tell is not None:
+            tell(number, len(batches))
+        yield batch
+
+
+def turns(count: int, rank: int, world: int) -> list[tuple[int, bool]]:
+    """Which of ``count`` batches a rank evaluates: each ``world``-th.
+
+    Args:
+        count: of batches, at least one.
+        rank: whose turn, from 0.
+        world: number of ranks.
+
+    Returns:
+        Numbers of batches, as many on all ranks, and whether each counts. Where a rank has no batch
+        left, it passes the last one through the model once more, and that does not count.
+    """
+    numbers = range(rank, -(-count // world) * world, world)
+    return [(min(number, count - 1), number < count) for number in numbers]

@@ -1,0 +1,199 @@
+"""Classification of images that are read from the disk as they are needed, by processes beside the
+training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from nmrun.errors import ConfigError
+from nmrun.lab.keys.datasets import ImageNet
+from nmrun.lab.tasks.ahead import Ahead, Key
+from nmrun.lab.tasks.augment import Augment, Share, generator
+from nmrun.lab.tasks.base import Batch, limited, thinned, turns, watched
+from nmrun.lab.tasks.vision import Classification, Normalise, signature
+
+if TYPE_CHECKING:
+    from nmrun.lab.keys.config import Config
+
+# ImageNet's
+MEAN, STD = (
+    torch.tensor([0.485, 0.456, 0.406]) * 255,
+    torch.tensor([0.229, 0.224, 0.225]) * 255,
+)
+WHOLE = 256 / 224  # an evaluated image is scaled to so much more than what is cut out of its middle
+# JPEGs are decoded at 1/2, 1/4 or 1/8 of their size where a part still has so many times the pixels
+# of a side that it is scaled to
+SPARE = 2
+
+
+class ImageStream(Classification):
+    """As :class:`Classification`, with images that are read from files as they are needed.
+
+    A training image is a part of 8 to 100 % of the file's area (``crop_scale``), in a ratio of 3/4
+    to 4/3, scaled (Szegedy et al. 2015), every second one mirrored (``flip``), a pure function of
+    (seed, epoch, row); all other augmentation is done in batches on the device. The order is one of
+    (seed, epoch), so a resumed run begins to read where it stopped.
+
+    Args:
+        config: the run's config; the data set is folders of images (``ImageNet``).
+        paths: the files, as bytes.
+        splits: rows of ``paths`` and labels, both (N,), of ``train``, ``val`` and, if there is one,
+            ``test``.
+        classes: number of classes.
+        device: where batches go.
+        about: a line on the data for the plan.
+        names: of the classes, in the order of their numbers.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        paths: NDArray[np.bytes_],
+        splits: dict[str, tuple[Tensor, Tensor]],
+        classes: int,
+        device: torch.device,
+        about: str = "",
+        names: Sequence[str] = (),
+    ) -> None:
+        options, trainer = config.dataset.as_kind(ImageNet), config.trainer
+        self.device, self.seed, self.about = device, config.seed, about
+        self.splits = limited(splits, trainer.limit_evaluation, thinned)
+        self.has_test = "test" in splits
+        self.files = _Files(
+            paths, options.resolution, options.crop_scale, options.flip, config.seed
+        )
+        self.classes = classes
+        self.inputs: dict[str, Any] = {
+            "shape": (3, options.resolution, options.resolution),
+            "classes": classes,
+        }
+        # done where an image is read
+        self.augment: Augment = dataclasses.replace(Augment.of(options.values()), flip=False)
+        self.normalise = Normalise(MEAN, STD, device)
+        resize = {"shorter_side": round(options.resolution * WHOLE), "crop": options.resolution}
+        self.signature = signature(
+            self.inputs["shape"],
+            names,
+            {"colours": "RGB", **self.normalise.plain, "resize": resize},
+        )
+        self.batch_size, self.label_smoothing = trainer.batch_size, trainer.label_smoothing
+        available = len(splits["train"][0])
+        if self.batch_size > available:
+            raise ConfigError(
+                f"trainer.batch_size={self.batch_size}: there are only {available} training images"
+            )
+        self.batches_per_epoch = min(
+            available // self.batch_size, trainer.limit_batches or available
+        )
+        self._labels = torch.empty(len(paths), dtype=torch.int64)
+        for rows, labels in splits.values():
+            self._labels[rows] = labels
+        self.ahead = Ahead(
+            self.files,
+            _collate,
+            splits["train"][0],
+            config.seed,
+            self.batch_size,
+            self.batches_per_epoch,
+            options.workers,
+            device.type == "cuda",
+        )
+
+    def _read_share(self, epoch: int, index: int, share: Share) -> Batch:
+        return self._on_device(*self.ahead.training(epoch, index, share.rows.tolist()))
+
+    def _evaluated(
+        self, split: str, rank: int = 0, world: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        rows = self.splits[split][0].split(self.batch_size)
+        mine = turns(len(rows), rank, world)
+        read = self.ahead.evaluated([rows[number].tolist() for number, _ in mine])
+        for batch, (_, counts) in zip(read, watched(mine), strict=True):
+            images, labels = self._on_device(*batch)
+            yield self.normalise(images), labels, counts
+
+    def _on_device(self, images: Tensor, rows: Tensor) -> Batch:
+        """uint8 images and labels."""
+        images = images.to(self.device, non_blocking=True).permute(0, 3, 1, 2)
+        return images, self._labels[rows].to(self.device, non_blocking=True)
+
+    def close(self) -> None:
+        self.ahead.close()
+
+    def example(self) -> Batch:
+        return torch.zeros(2, *self.inputs["shape"], device=self.device), torch.zeros(
+            2, dtype=torch.int64, device=self.device
+        )
+
+
+class _Files(Dataset[tuple[Tensor, int, str]]):
+    """Image ``(epoch, row)``, in training one of ``epoch``'s parts of it, for epoch -1 its middle:
+    uint8 (size, size, 3), row, problem.
+    """
+
+    def __init__(
+        self, paths: NDArray[np.bytes_], size: int, scale: float, flip: bool, seed: int
+    ) -> None:
+        self.paths, self.size, self.scale, self.flip, self.seed = paths, size, scale, flip, seed
+
+    def __getitem__(self, key: Key) -> tuple[Tensor, int, str]:
+        from PIL import Image
+
+        epoch, row = key
+        path = self.paths[row].decode()
+        try:
+            with Image.open(path) as file:
+                return self._middle(file) if epoch < 0 else self._part(file, epoch, row), row, ""
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            return torch.empty(0), row, f"{path} is damaged, or not an image ({error})"
+
+    def _middle(self, file: Any) -> Tensor:
+        from torchvision.transforms import functional as tv
+
+        image = tv.center_crop(
+            tv.resize(file.convert("RGB"), round(self.size * WHOLE)), [self.size, self.size]
+        )
+        return torch.from_numpy(np.array(image))
+
+    def _part(self, file: Any, epoch: int, row: int) -> Tensor:
+        from torchvision.transforms import RandomResizedCrop
+
+        # the parameters are drawn from torch's own generator
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.set_state(generator(self.seed, epoch, row, 1).get_state())
+            top, left, tall, wide = RandomResizedCrop.get_params(
+                file, [self.scale, 1.0], [3 / 4, 4 / 3]
+            )
+            mirrored = self.flip and float(torch.rand(())) < 0.5
+        sides = [
+            math.ceil(SPARE * self.size * whole / part)
+            for whole, part in zip(file.size, (wide, tall), strict=True)
+        ]
+        width = file.width
+        drafted = file.draft(None, sides)  # of a JPEG that is larger: 1/2, 1/4 or 1/8 of it
+        scale = drafted[1][2] / width if drafted else 1.0
+        box = [round(scale * side) for side in (left, top, left + wide, top + tall)]
+        pixels = torch.from_numpy(np.array(file.crop(box).convert("RGB")))
+        # what PIL's resize does, to a rounding, in half of the time
+        layout = pixels[None].permute(0, 3, 1, 2)
+        image = functional.interpolate(
+            layout, (self.size, self.size), mode="bilinear", antialias=True
+        )[0].permute(1, 2, 0)
+        return image.flip(1) if mirrored else image
+
+
+def _collate(items: list[tuple[Tensor, int, str]]) -> tuple[Tensor, Tensor, str]:
+    problem = next((problem for _, _, problem in items if problem), "")
+    images = torch.empty(0) if problem else torch.stack([image for image, _, _ in items])
+    return images, torch.tensor([row for _, row, _ in items]), problem

@@ -1,0 +1,238 @@
+"""Language modelling: the next token from those before it, in windows of a long text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nmrun import ranks
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab.keys.data_groups import Context
+from nmrun.lab.tasks.base import Batch, Tally, limited, picked, turns, watched
+from nmrun.lab.tasks.categorical import Categorical
+
+if TYPE_CHECKING:
+    from nmrun.lab.keys.config import Config
+
+
+def cross_entropy(logits: Tensor, following: Tensor, **options: Any) -> Tensor:
+    """Compute torch's cross entropy in float32.
+
+    Args:
+        logits: (B, T, V).
+        following: the next tokens (B, T).
+        options: torch's, such as ``label_smoothing``.
+
+    Returns:
+        The mean over all tokens, or what ``reduction`` asks for.
+    """
+    return functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), **options)
+
+
+class Vocabulary(Protocol):
+    """Between text and token numbers."""
+
+    @property
+    def encode(self) -> Callable[[str], list[int]]: ...
+
+    @property
+    def decode(self) -> Callable[[Sequence[int]], str]: ...
+
+
+class LanguageModelling(Categorical):
+    """Cross entropy of the next token; see :class:`nmrun.lab.tasks.base.Task`.
+
+    A training batch is ``batch_size`` windows of ``context`` + 1 tokens from random places of the
+    training text, which depend on (seed, epoch, index) alone; an epoch has as many windows as fit
+    into the text side by side. An evaluation predicts every token of a split but the first exactly
+    once, from the at most ``context`` tokens before it in its window. With a ``stride`` below
+    ``context`` windows overlap, and a token counts in the first window that has it: all but those
+    of the first window are predicted from at least ``context - stride`` tokens.
+
+    Args:
+        splits: token numbers (tokens,) of train, val and, if there is one, test, in memory or
+            mapped from a file.
+        vocabulary: number of different tokens.
+        context: tokens that the model sees at most.
+        batch_size: windows of a training batch.
+        seed: of the places.
+        unit: what a token is, such as ``byte``; bits are per unit.
+        label_smoothing: torch's, in training alone.
+        accumulate: as many windows are evaluated at once as a batch has in so many micro-batches.
+        limit_batches: of an epoch, at most; None: all.
+        device: where batches go.
+        compiled: compile the training loss.
+        stride: tokens that an evaluation's window moves on; None: ``context``.
+        vocabulary_of: gives the vocabulary; None where the data are token numbers alone.
+
+    Raises:
+        ConfigError: for a split that is shorter than a window, and a stride longer than it.
+    """
+
+    metric = "perplexity"
+
+    def __init__(
+        self,
+        splits: Mapping[str, NDArray[Any]],
+        vocabulary: int,
+        context: int,
+        batch_size: int,
+        seed: int,
+        unit: str = "token",
+        label_smoothing: float = 0.0,
+        accumulate: int = 1,
+        limit_batches: int | None = None,
+        device: torch.device | str = "cpu",
+        compiled: bool = False,
+        stride: int | None = None,
+        vocabulary_of: Callable[[], Vocabulary] | None = None,
+    ) -> None:
+        for name, text in splits.items():
+            if len(text) <= context:
+                raise ConfigError(
+                    f"dataset.context={context}: the {name} text has only {len(text)} tokens; it takes one more than context"
+                )
+        if stride is not None and stride > context:
+            raise ConfigError(
+                f"dataset.stride={stride}: it takes at most dataset.context={context}, or no window would have what lies between"
+            )
+        self.has_test = "test" in splits
+        self.splits, self.unit, self.device = splits, unit, torch.device(device)
+        self.vocabulary_of = vocabulary_of
+        self.vocabulary, self.context, self.stride = vocabulary, context, stride or context
+        self.inputs = {"vocabulary": vocabulary, "context": context}
+        self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
+        # Compiled, it reads the logits, the largest tensor of all, in their own precision; else it
+        # writes them once more in float32.
+        self._cross_entropy = torch.compile(cross_entropy) if compiled else cross_entropy
+        # windows: as much as training has memory for
+        self.evaluated_at_once = -(-batch_size // accumulate)
+        whole = (len(splits["train"]) - 1) // context
+        if batch_size > whole:
+            raise ConfigError(
+                f"trainer.batch_size={batch_size}: the training text has {len(splits['train'])} tokens, "
+                f"{whole} windows of dataset.context={context}; a batch takes {whole} at most"
+            )
+        batches = whole // batch_size
+        self.batches_per_epoch = min(batches, limit_batches or batches)
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        splits: Mapping[str, NDArray[Any]],
+        vocabulary: int,
+        device: torch.device,
+        unit: str = "token",
+        vocabulary_of: Callable[[], Vocabulary] | None = None,
+    ) -> LanguageModelling:
+        """Build the task with context, batch size, seed, smoothing and limits of a run's config.
+
+        Args:
+            config: the run's config.
+            splits, vocabulary, device, unit, vocabulary_of: as of the class.
+        """
+        context = config.dataset.as_kind(Context).context
+        most = config.trainer.limit_evaluation
+        return cls(
+            limited(splits, most, lambda text, windows: text[: windows * context + 1]),
+            vocabulary,
+            context,
+            batch_size=config.trainer.batch_size,
+            seed=config.seed,
+            unit=unit,
+            label_smoothing=config.trainer.label_smoothing,
+            accumulate=config.trainer.accumulate,
+            limit_batches=config.trainer.limit_batches,
+            device=device,
+            compiled=bool(config.trainer.compile),
+            stride=config.dataset.mapping().get("stride"),
+            vocabulary_of=vocabulary_of,
+        )
+
+    def micro_batches(
+        self, epoch: int, index: int, parts: int, mine: range | None = None
+    ) -> list[Batch]:
+        random = np.random.default_rng((self.seed, epoch, index))
+        starts = random.integers(len(self.splits["train"]) - self.context, size=self.batch_size)
+        pieces = np.array_split(starts, min(parts, self.batch_size))
+        return [self._batch("train", piece, self.context) for piece in picked(pieces, mine)]
+
+    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
+        pieces = np.array_split(np.arange(self.batch_size), min(parts, self.batch_size))
+        return [len(piece) * self.context for piece in pieces]
+
+    def size(self, batch: Batch) -> int:
+        return batch[1].numel()
+
+    def logits(self, model: Any, batch: Batch) -> Tensor:
+        logits: Tensor = model(batch[0])
+        return logits
+
+    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+        # FLOPs are counted on the meta device, which has no compiler
+        compute = cross_entropy if logits.is_meta else self._cross_entropy
+        return compute(logits, batch[1], label_smoothing=self.label_smoothing)
+
+    @torch.no_grad()
+    def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for tokens, following, new, counts in ranks.in_step(self._evaluated(split, rank, world)):
+            logits = model(tokens)
+            if counts:
+                total += cross_entropy(logits[:, -new:], following[:, -new:], reduction="sum")
+        return {"loss": float(total)}
+
+    def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
+        loss = sum(tally["loss"] for tally in tallies) / (len(self.splits[split]) - 1)
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return {"loss": loss, "perplexity": perplexity, f"bits_per_{self.unit}": loss / math.log(2)}
+
+    def _evaluated(
+        self, split: str, rank: int, world: int
+    ) -> Iterator[tuple[Tensor, Tensor, int, bool]]:
+        """A rank's batches of a split: inputs, targets, how many targets at the end of each window
+        no window before it has, and whether the batch counts. The last window may be shorter.
+        """
+        predicted, stride = len(self.splits[split]) - 1, self.stride
+        whole, rest = divmod(predicted - self.context, stride)
+        starts, at_once = np.arange(1 + whole) * stride, self.evaluated_at_once
+        # of the first window all targets are new
+        begun = 0 if stride == self.context else 1
+        batches = [(starts[:begun], self.context, self.context)] if begun else []
+        batches += [
+            (starts[i : i + at_once], self.context, stride)
+            for i in range(begun, len(starts), at_once)
+        ]
+        if rest:
+            first = (1 + whole) * stride
+            batches.append((np.array([first]), predicted - first, rest))
+        for number, counts in watched(turns(len(batches), rank, world)):
+            places, length, new = batches[number]
+            tokens, following = self._batch(split, places, length)
+            yield tokens, following, new, counts
+
+    def example(self) -> Batch:
+        return self._batch("train", np.arange(2), self.context)
+
+    def _batch(self, split: str, starts: NDArray[Any], length: int) -> Batch:
+        """(inputs, targets), both (windows, ``length``) int64, of the windows of a split that begin
+        at ``starts``.
+        """
+        windows = self.splits[split][starts[:, None] + np.arange(length + 1)].astype(np.int64)
+        # an embedding on a GPU would only say that an assertion failed
+        if windows.max() >= self.vocabulary:
+            raise RunError(
+                f"the {split} text has the token {windows.max()}, outside the vocabulary of {self.vocabulary}"
+            )
+        tokens = torch.from_numpy(windows)
+        if self.device.type == "cuda":
+            tokens = tokens.pin_memory().to(self.device, non_blocking=True)
+        return tokens[:, :-1], tokens[:, 1:]

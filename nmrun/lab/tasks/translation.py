@@ -1,0 +1,267 @@
+"""Translation: batches of so many tokens, label smoothing as fairseq defines it, perplexity, and
+BLEU by beam search.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nmrun import ranks
+from nmrun.errors import ConfigError
+from nmrun.lab.keys.data_groups import Translated
+from nmrun.lab.tasks.base import Batch, Tally, limited, picked, turns, watched
+from nmrun.lab.tasks.categorical import Categorical
+from nmrun.lab.tasks.fairseq_import import fairseq
+from nmrun.lab.tasks.sentences import Dictionary, Pair, Rows, bucketed, check, shuffled_within
+
+if TYPE_CHECKING:
+    from nmrun.lab.keys.config import Config
+
+# a translation ends after 1.2 * (length of the longest source sentence of its batch) + 10 tokens
+LONGEST = (1.2, 10)
+
+
+class Translation(Categorical):
+    """Cross entropy over the tokens of the target language; see :class:`nmrun.lab.tasks.base.Task`. An
+    item is a target token.
+
+    A batch has sentences of about the same length, as many as fit into ``max_tokens`` tokens a
+    side, padding included. Sentences are ordered by the lengths of source and target, so the cuts
+    between batches are the same in all epochs; which of the sentences of equal lengths fall into
+    which batch, and the order of the batches, are a pure function of (seed, epoch). Each sentence
+    is in one batch of an epoch.
+
+    A micro-batch is (source, previous, where, target): source (sentences, length) padded at the
+    left, the target as the decoder sees it, moved by one token (sentences, length), the places of
+    its tokens in the flattened batch, and what follows at these (both (tokens,)). Models give, as
+    fairseq's, a tuple with the logits (tokens, target dictionary) in front for ``model(source,
+    None, previous, where)``.
+
+    Args:
+        splits: source and target of train, val and, if there is one, test.
+        source, target: the dictionaries; ``inputs`` has them by these names.
+        references: the plain target sentences of val and test.
+        detokenize: makes such a sentence of the symbols of a translation.
+        max_tokens: of a batch, a side.
+        seed: of the order.
+        label_smoothing: fairseq's: epsilon is spread over all tokens but the right one.
+        beam: width of the search.
+        length_penalty: fairseq's exponent of the length.
+        limit_batches: of an epoch, at most; None: all.
+        device: where batches go.
+
+    Raises:
+        ConfigError: for a source and target of unequal length, for tokens outside the dictionary,
+            and for a sentence longer than ``max_tokens``.
+    """
+
+    metric = "bleu"
+
+    def __init__(
+        self,
+        splits: Mapping[str, Pair],
+        source: Dictionary,
+        target: Dictionary,
+        references: Mapping[str, Sequence[str]],
+        detokenize: Callable[[list[str]], str],
+        max_tokens: int,
+        seed: int,
+        label_smoothing: float = 0.0,
+        beam: int = 5,
+        length_penalty: float = 1.0,
+        limit_batches: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        for name, pair in splits.items():
+            check(name, pair, (source, target))
+        longest = max(int(corpus.lengths.max()) for corpus in splits["train"])
+        if longest > max_tokens:
+            raise ConfigError(
+                f"dataset.max_tokens={max_tokens}: the longest training sentence has {longest} tokens, more than fit into a batch"
+            )
+        self.splits, self.source, self.target = splits, source, target
+        self.references, self.detokenize = references, detokenize
+        self.has_test = "test" in splits
+        self.inputs = {"source": source, "target": target}
+        self.max_tokens, self.seed, self.device = max_tokens, seed, torch.device(device)
+        self.beam, self.length_penalty = beam, length_penalty
+        # torch spreads epsilon over all tokens, the right one too
+        self.smoothing = label_smoothing * len(target) / (len(target) - 1)
+        self.batches_of = f"at most {max_tokens} tokens a side"
+        self._rows, self._cuts = bucketed(splits["train"], max_tokens)
+        self.batches_per_epoch = min(len(self._cuts) - 1, limit_batches or len(self._cuts))
+        self._order: tuple[int, Rows, Rows] = (-1, self._rows, self._cuts)
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        splits: Mapping[str, Pair],
+        source: Dictionary,
+        target: Dictionary,
+        references: Mapping[str, Sequence[str]],
+        detokenize: Callable[[list[str]], str],
+        device: torch.device,
+    ) -> Translation:
+        """Build the task with batch size, beam, seed, smoothing and limits of a run's config.
+
+        Args:
+            config: the run's config.
+            splits, source, target, references, detokenize, device: as of the class.
+        """
+        keys = config.dataset.as_kind(Translated)
+        most = config.trainer.limit_evaluation
+        return cls(
+            limited(splits, most, lambda pair, count: (pair[0].first(count), pair[1].first(count))),
+            source,
+            target,
+            limited(references, most, lambda texts, count: texts[:count]),
+            detokenize,
+            max_tokens=keys.max_tokens,
+            seed=config.seed,
+            label_smoothing=config.trainer.label_smoothing,
+            beam=keys.beam,
+            length_penalty=keys.length_penalty,
+            limit_batches=config.trainer.limit_batches,
+            device=device,
+        )
+
+    def micro_batches(
+        self, epoch: int, index: int, parts: int, mine: range | None = None
+    ) -> list[Batch]:
+        return [
+            self._batch("train", rows) for rows in picked(self._pieces(epoch, index, parts), mine)
+        ]
+
+    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
+        starts = self.splits["train"][1].starts
+        return [
+            int((starts[rows + 1] - starts[rows]).sum())
+            for rows in self._pieces(epoch, index, parts)
+        ]
+
+    def _pieces(self, epoch: int, index: int, parts: int) -> list[Rows]:
+        """The sentences of each micro-batch of a whole batch."""
+        if self._order[0] != epoch:
+            random = np.random.default_rng((self.seed, epoch))
+            rows = shuffled_within(self._rows, self.splits["train"], random)
+            self._order = (epoch, rows, random.permutation(len(self._cuts) - 1))
+        _, rows, batches = self._order
+        begin, end = self._cuts[batches[index] : batches[index] + 2]
+        return np.array_split(rows[begin:end], min(parts, end - begin))
+
+    def size(self, batch: Batch) -> int:
+        return batch[-1].numel()
+
+    def logits(self, model: Any, batch: Batch) -> Tensor:
+        return _logits(model, *batch[:-1])
+
+    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+        return functional.cross_entropy(logits, batch[-1], label_smoothing=self.smoothing)
+
+    @torch.no_grad()
+    def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
+        generator = self._generator(model)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        translations: dict[int, str] = {}
+        for rows, batch, counts in ranks.in_step(self._evaluated(split, rank, world)):
+            *inputs, target = batch
+            logits = _logits(model, *inputs)
+            if counts:
+                total += functional.cross_entropy(logits, target, reduction="sum")
+                found = map(self.detokenize, self._translated(generator, inputs[0]))
+                translations |= dict(zip(rows.tolist(), found, strict=True))
+        return {"loss": float(total), "translations": translations}
+
+    def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
+        """``loss`` (nats a token, without smoothing), ``perplexity`` (e to it) and ``bleu`` (0 to
+        100), whose signature goes to ``notes``.
+        """
+        loss = sum(tally["loss"] for tally in tallies) / int(self.splits[split][1].starts[-1])
+        found = {row: text for tally in tallies for row, text in tally["translations"].items()}
+        bleu, signature = corpus_bleu(
+            [found[row] for row in range(len(found))], self.references[split]
+        )
+        self.notes = {"bleu": signature}
+        return {
+            "loss": loss,
+            "perplexity": math.exp(loss) if loss < 700 else math.inf,
+            "bleu": bleu,
+        }
+
+    def _evaluated(self, split: str, rank: int, world: int) -> Iterator[tuple[Rows, Batch, bool]]:
+        """A rank's batches of a split: rows, what they hold, and whether they count."""
+        rows, cuts = bucketed(self.splits[split], self.max_tokens)
+        for number, counts in watched(turns(len(cuts) - 1, rank, world)):
+            some = rows[cuts[number] : cuts[number + 1]]
+            yield some, self._batch(split, some), counts
+
+    def example(self) -> Batch:
+        """Two sentences of middling length: what an item costs depends on it."""
+        middle = len(self._rows) // 2
+        return self._batch("train", self._rows[max(0, middle - 1) : middle + 1])
+
+    def _batch(self, split: str, rows: Rows) -> Batch:
+        source, _ = self.splits[split][0].padded(rows, self.source.pad(), left=True)
+        target, inside = self.splits[split][1].padded(rows, self.target.pad())
+        previous = np.where(inside, np.roll(target, 1, axis=1), self.target.pad())
+        previous[:, 0] = self.target.eos()
+        arrays = source, previous, np.flatnonzero(inside), target[inside]
+        batch = tuple(torch.from_numpy(array.astype(np.int64, copy=False)) for array in arrays)
+        if self.device.type == "cuda":
+            batch = tuple(
+                tensor.pin_memory().to(self.device, non_blocking=True) for tensor in batch
+            )
+        return batch
+
+    def _generator(self, model: nn.Module) -> Any:
+        options = {
+            "beam_size": self.beam,
+            "len_penalty": self.length_penalty,
+            "max_len_a": LONGEST[0],
+            "max_len_b": LONGEST[1],
+        }
+        return fairseq("sequence_generator").SequenceGenerator([model], self.target, **options)
+
+    def _translated(self, generator: Any, source: Tensor) -> Iterator[list[str]]:
+        """The symbols of the best translation of each sentence."""
+        lengths = source.ne(self.source.pad()).sum(1)
+        found = generator.generate(
+            [], {"net_input": {"src_tokens": source, "src_lengths": lengths}}
+        )
+        for hypotheses in found:
+            tokens = hypotheses[0]["tokens"].tolist()
+            yield [
+                self.target.symbols[token]
+                for token in tokens
+                if token not in (self.target.eos(), self.target.pad())
+            ]
+
+
+def _logits(model: Any, source: Tensor, previous: Tensor, where: Tensor) -> Tensor:
+    logits: Tensor = model(source, None, previous, where)[0]
+    return logits.float()
+
+
+def corpus_bleu(translations: Sequence[str], references: Sequence[str]) -> tuple[float, str]:
+    """Compute sacreBLEU (Post 2018, arXiv 1804.08771).
+
+    Args:
+        translations: detokenised.
+        references: one for each translation.
+
+    Returns:
+        BLEU from 0 to 100, and its signature.
+    """
+    from sacrebleu.metrics.bleu import BLEU
+
+    bleu = BLEU()
+    score = bleu.corpus_score(list(translations), [list(references)])
+    return float(score.score), str(bleu.get_signature())

@@ -1,0 +1,274 @@
+"""Classification of images that are held in memory, on the device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nmrun import ranks
+from nmrun.errors import ConfigError
+from nmrun.lab.tasks.augment import Augment, Share, generator
+from nmrun.lab.tasks.base import Batch, Tally, chunks, limited, picked, thinned, turns, watched
+from nmrun.lab.tasks.categorical import Categorical
+
+if TYPE_CHECKING:
+    from nmrun.lab.keys.config import Config
+
+PIXELS_AT_ONCE = 2**20  # of an evaluation; bounds its memory
+
+
+class Classification(Categorical):
+    """Cross entropy over classes; see :class:`nmrun.lab.tasks.base.Task`.
+
+    Images in uint8 are normalised by mean and standard deviation of each channel over the training
+    images, batch by batch, and the training images augmented.
+
+    Each epoch is a fresh permutation of the training images, a pure function of (seed, epoch), and
+    augmentation one of (seed, epoch, index). A last batch that would be smaller than ``batch_size``
+    is left out; which images that hits changes from epoch to epoch.
+
+    ``signature`` says how an image becomes what the network takes: ``input`` has ``shape``, and of
+    pixels in ``range`` the ``mean`` and ``std`` of each channel in that range, so that
+    ``(pixel - mean) / std`` is the network's input; ``classes`` has their names, in the order of
+    the logits. Images that come as floats say nothing of pixels but ``prepared``.
+
+    Args:
+        splits: images (N, C, H, W) and labels (N,) of ``train``, ``val`` and, if there is one,
+            ``test``.
+        classes: number of classes.
+        batch_size: images of a training batch.
+        seed: of order and augmentation.
+        label_smoothing: torch's, in training alone.
+        limit_batches: of an epoch, at most; None: all.
+        device: where batches go.
+        augment: what is done to training images; None: nothing.
+        about: a line on the data for the plan.
+        names: of the classes, in the order of their numbers.
+        prepared: what the data set adds to or says instead of ``input``, such as ``resize``.
+    """
+
+    metric = "accuracy"
+
+    def __init__(
+        self,
+        splits: dict[str, tuple[Tensor, Tensor]],
+        classes: int,
+        batch_size: int,
+        seed: int,
+        label_smoothing: float = 0.0,
+        limit_batches: int | None = None,
+        device: torch.device | str = "cpu",
+        augment: Augment | None = None,
+        about: str = "",
+        names: Sequence[str] = (),
+        prepared: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.normalise = Normalise.of(splits["train"][0], device)
+        self.splits = {
+            name: (images.to(device), labels.to(device))
+            for name, (images, labels) in splits.items()
+        }
+        self.images, self.labels = self.splits["train"]
+        self.has_test = "test" in splits
+        self.classes = classes
+        self.inputs: dict[str, Any] = {"shape": tuple(self.images.shape[1:]), "classes": classes}
+        pixels = self.normalise.plain if self.images.dtype == torch.uint8 else {}
+        self.signature = signature(self.inputs["shape"], names, {**pixels, **prepared})
+        self.augment = augment or Augment()
+        self.about = about
+        self.batch_size, self.seed, self.label_smoothing = batch_size, seed, label_smoothing
+        if batch_size > len(self.images):
+            raise ConfigError(
+                f"trainer.batch_size={batch_size}: there are only {len(self.images)} training images"
+            )
+        self.batches_per_epoch = min(
+            len(self.images) // batch_size, limit_batches or len(self.images)
+        )
+        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        splits: dict[str, tuple[Tensor, Tensor]],
+        classes: int,
+        device: torch.device,
+        about: str = "",
+        names: Sequence[str] = (),
+        prepared: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Classification:
+        """Build the task with batch size, seed, limits and augmentation of a run's config.
+
+        Args:
+            config: the run's config.
+            splits, classes, device, about, names, prepared: as of the class.
+        """
+        most = config.trainer.limit_evaluation
+        return cls(
+            limited(splits, most, thinned),
+            classes,
+            batch_size=config.trainer.batch_size,
+            seed=config.seed,
+            label_smoothing=config.trainer.label_smoothing,
+            limit_batches=config.trainer.limit_batches,
+            device=device,
+            augment=Augment.of(config.dataset.values()),
+            about=about,
+            names=names,
+            prepared=prepared,
+        )
+
+    def micro_batches(
+        self, epoch: int, index: int, parts: int, mine: range | None = None
+    ) -> list[Batch]:
+        pieces = picked(chunks(self.batch_size, parts), mine)
+        if not pieces:
+            return []
+        share = self._share(epoch, index, pieces)
+        images, labels = self._read_share(epoch, index, share)
+        images, labels = self.augment(images, labels, self.classes, self.normalise, share)
+        sizes = [len(piece) for piece in pieces]
+        return list(zip(images.split(sizes), labels.split(sizes), strict=True))
+
+    def sizes(self, epoch: int, index: int, parts: int) -> list[int]:
+        return [len(piece) for piece in chunks(self.batch_size, parts)]
+
+    def _share(self, epoch: int, index: int, pieces: Sequence[range]) -> Share:
+        wanted = range(pieces[0].start, pieces[-1].stop)
+        return self.augment.share(generator(self.seed, epoch, index), self.batch_size, wanted)
+
+    def _read_share(self, epoch: int, index: int, share: Share) -> Batch:
+        """The images at hand of a share of a training batch, as they are stored, with their labels."""
+        if self._order[0] != epoch:
+            # torch's CPU generator looks at the low 32 bits of a seed only, so the pair must be
+            # mixed into them
+            order = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**32)
+            self._order = (
+                epoch,
+                torch.randperm(len(self.images), generator=order).to(self.images.device),
+            )
+        chosen = self._order[1][index * self.batch_size + share.rows.to(self.images.device)]
+        return self.images[chosen], self.labels[chosen]
+
+    def size(self, batch: Batch) -> int:
+        return len(batch[0])
+
+    def logits(self, model: Any, batch: Batch) -> Tensor:
+        logits: Tensor = model(batch[0]).float()
+        return logits
+
+    def loss_of(self, logits: Tensor, batch: Batch) -> Tensor:
+        return functional.cross_entropy(logits, batch[1], label_smoothing=self.label_smoothing)
+
+    @torch.no_grad()
+    def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
+        device, count = self.normalise.mean.device, 0
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        right = torch.zeros((), dtype=torch.int64, device=device)
+        for images, labels, counts in ranks.in_step(self._evaluated(split, rank, world)):
+            logits = model(images).float()
+            if counts:
+                loss += functional.cross_entropy(logits, labels, reduction="sum")
+                right += (logits.argmax(1) == labels).sum()
+                count += len(labels)
+        return {"loss": float(loss), "right": int(right), "count": count}
+
+    def metrics_of(self, split: str, tallies: Sequence[Tally]) -> dict[str, float]:
+        loss, right, count = (
+            sum(tally[key] for tally in tallies) for key in ("loss", "right", "count")
+        )
+        return {"loss": loss / count, "accuracy": right / count}
+
+    def _evaluated(
+        self, split: str, rank: int = 0, world: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor, bool]]:
+        """A rank's batches of a split: images, normalised, with their labels, and whether they
+        count.
+        """
+        images, labels = self.splits[split]
+        at_once = max(1, min(1024, PIXELS_AT_ONCE // math.prod(images.shape[2:])))
+        for number, counts in watched(turns(-(-len(labels) // at_once), rank, world)):
+            some = slice(number * at_once, (number + 1) * at_once)
+            yield self.normalise(images[some]), labels[some], counts
+
+    def example(self) -> Batch:
+        return self.normalise(self.images[:2]), self.labels[:2]
+
+
+def signature(
+    shape: Sequence[int], names: Sequence[str], prepared: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Say what a network of images takes.
+
+    Args:
+        shape: (C, H, W) of an image.
+        names: of the classes; none for classes without names.
+        prepared: what else there is to say of ``input``.
+
+    Returns:
+        The ``signature`` of :class:`Classification`.
+    """
+    return {
+        "input": {"shape": list(shape), **prepared},
+        **({"classes": list(names)} if names else {}),
+    }
+
+
+class Normalise:
+    """uint8 images to float32, normalised channel by channel; float images stay as they are.
+
+    Args:
+        mean: (C,), on the scale of 0 to 255, subtracted.
+        std: (C,), on the same scale, divided by.
+        device: where images are normalised.
+    """
+
+    def __init__(self, mean: Tensor, std: Tensor, device: torch.device | str) -> None:
+        self.mean, self.std = (value.float().view(-1, 1, 1).to(device) for value in (mean, std))
+
+    @property
+    def plain(self) -> dict[str, list[float]]:
+        """As plain data, for a :func:`signature`."""
+        mean, std = self.mean.flatten().tolist(), self.std.flatten().tolist()
+        return {"range": [0, 255], "mean": mean, "std": std}
+
+    @classmethod
+    def of(cls, train: Tensor, device: torch.device | str) -> Normalise:
+        """Normalise by mean and standard deviation of the training images.
+
+        Args:
+            train: images (N, C, H, W).
+            device: where images are normalised.
+        """
+        if train.dtype != torch.uint8:
+            return cls(torch.zeros(1), torch.ones(1), device)
+        counts = torch.stack(
+            [torch.bincount(channel.reshape(-1), minlength=256) for channel in train.unbind(1)]
+        ).double()
+        shares, values = (
+            counts / counts.sum(1, keepdim=True),
+            torch.arange(256, dtype=torch.float64),
+        )
+        mean = (shares * values).sum(1, keepdim=True)
+        # a channel may be constant
+        std = (shares * (values - mean) ** 2).sum(1).sqrt().clamp(min=1.0)
+        return cls(mean, std, device)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if images.dtype != torch.uint8:
+            return images
+        # convolutions take the layout of their input, and are faster with the channels last, on
+        # GPUs by far
+        pixels = images.permute(0, 2, 3, 1).to(torch.float32, memory_format=torch.contiguous_format)
+        # arithmetic on whole lines is several times faster than on three channels at a time
+        lines = pixels.flatten(2)
+        lines.sub_(self.mean.flatten().repeat(pixels.shape[2])).div_(
+            self.std.flatten().repeat(pixels.shape[2])
+        )
+        return pixels.permute(0, 3, 1, 2)

@@ -1,0 +1,284 @@
+"""From a config to the parts of a run: device, task, model, optimizer, and the recipe on top."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from nmrun import ranks
+from nmrun.errors import ConfigError
+from nmrun.fast import acceleration
+from nmrun.fast.acceleration import Choice, accelerate
+from nmrun.fast.choice_activations import pack_activations
+from nmrun.fast.times import from_data
+from nmrun.lab import tasks
+from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.groups import Trainer
+from nmrun.lab.tasks.base import Loss, Task
+from nmrun.lab.train import distillation, flops, machine, parameter_groups, start
+from nmrun.patterns import Pattern
+from nmrun.sparsity.select import Candidate, select
+from nmrun.step.activations import SparseActivations
+from nmrun.step.handle import Handle
+from nmrun.step.sparsify import sparsify
+
+# parameters; smaller networks on a CPU keep the bits of torch's defaults, larger ones the time
+LARGE = 1_000_000
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a loop trains with.
+
+    Attributes:
+        loss: what the training steps minimise.
+        precision: fp32, bf16 or fp16.
+        cost: of one item.
+        activations: of the feed-forward layers, which may be N:M.
+        accelerated: by which products the sparse layers are computed.
+        attached_in: the seconds that the recipe took to begin (searches for a permutation among
+            them).
+    """
+
+    task: Task
+    loss: Loss
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    handle: Handle
+    device: torch.device
+    precision: str
+    total_steps: int
+    cost: flops.Flops
+    activations: SparseActivations
+    accelerated: list[Choice] = field(default_factory=list)
+    attached_in: float = 0.0
+
+
+def build(
+    config: Config, total_steps: int | None = None, times: Mapping[str, Any] | None = None
+) -> Parts:
+    """Seed everything, choose device and precision, and build.
+
+    Args:
+        config: what to build.
+        total_steps: the optimizer steps of the run; None: those of ``trainer.steps``,
+            ``trainer.epochs`` or a budget of FLOPs.
+        times: those that the run's products were chosen by (``acceleration`` of its checkpoint):
+            measured again they might choose others, with other roundings.
+
+    Raises:
+        ConfigError: for what only the built model shows.
+    """
+    trainer = config.trainer
+    device, precision = machine.prepare(config)
+    task = tasks.build(config, device)
+    in_shards = trainer.distributed == "fsdp"
+    if in_shards and ranks.world() > 1:
+        model, whole = _sharded(config, task, device)
+    else:
+        model = whole = start.network(config, task).to(device)
+    if not in_shards:
+        lay_out(model, device, precision)
+    loss, taught = distillation.loss_of(config, task, model), trainer.distill is not None
+    optimizer = parameter_groups.optimizer(config.optimizer, model)
+    planned = total_steps is not None
+    if total_steps is None:
+        total_steps = trainer.steps or trainer.epochs * task.batches_per_epoch
+    if trainer.steps is not None and trainer.average > -(-total_steps // task.batches_per_epoch):
+        raise ConfigError(
+            f"trainer.average={trainer.average}: trainer.steps={trainer.steps} are fewer epochs, "
+            f"of {task.batches_per_epoch} batches"
+        )
+    recipe = config.recipe.target or config.recipe.name
+    if recipe == "maskllm" and config.recipe.options.get("masks") is not None:
+        start.check_masks(config.recipe.options["masks"])
+
+    def made_sparse(model: nn.Module, optimizer: torch.optim.Optimizer, total_steps: int) -> Handle:
+        return sparsify(
+            model,
+            optimizer,
+            recipe=recipe,
+            pattern=config.pattern or "2:4",  # unused by the dense recipe
+            total_steps=total_steps,
+            include=config.model.include,
+            exclude=config.model.exclude or (),
+            overrides=config.sparsity.overrides,
+            pad=config.sparsity.pad,
+            mvue=trainer.mvue,
+            fp8=trainer.fp8,
+            input_gradient=trainer.input_gradient,
+            **config.recipe.options,
+        )
+
+    def pruned(model: nn.Module, total_steps: int) -> SparseActivations:
+        return SparseActivations(
+            model,
+            trainer.activations,
+            total_steps=total_steps,
+            dense_start=trainer.activations_dense_start,
+            dense_end=trainer.activations_dense_end,
+        )
+
+    try:
+        if not planned and (trainer.budget or "").startswith("flops:"):
+            # a trial, which leaves no trace
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                twin = copy.deepcopy(whole)
+                again = parameter_groups.optimizer(config.optimizer, twin)
+                trial = made_sparse(twin, again, total_steps)
+            items = sum(task.sizes(0, 0, 1))
+            total_steps = flops.steps_in(
+                str(trainer.budget),
+                flops.count(twin, task, trial.sparse, taught, pruned(twin, total_steps)),
+                trial.recipe,
+                total_steps,
+                items,
+            )
+            if trainer.steps is None and total_steps < task.batches_per_epoch:
+                epochs = total_steps / task.batches_per_epoch
+                raise ConfigError(
+                    f"trainer.budget={trainer.budget}: that is {epochs:.2g} epochs; it takes one epoch or more"
+                )
+        began = time.perf_counter()
+        handle = made_sparse(model, optimizer, total_steps)
+        attached_in = time.perf_counter() - began
+        activations = pruned(model, total_steps)
+        if in_shards:
+            from nmrun.lab.train import sharded  # half a second that others need not wait for
+
+            sharded.check(config, handle.recipe, task, precision)
+    except (ValueError, TypeError) as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
+    if not in_shards:
+        fuse(optimizer, device)
+    cost = flops.count(whole, task, handle.sparse, taught, activations)
+    accelerated = _accelerated(
+        trainer, model, task, handle, activations, device, precision, times or {}
+    )
+    return Parts(
+        task,
+        loss,
+        model,
+        optimizer,
+        handle,
+        device,
+        precision,
+        total_steps,
+        cost,
+        activations,
+        accelerated,
+        attached_in,
+    )
+
+
+def _sharded(config: Config, task: Task, device: torch.device) -> tuple[nn.Module, nn.Module]:
+    """The model with a part of each parameter in every process, and a copy without values, whole."""
+    from nmrun.lab.train import sharded
+
+    model = sharded.built(lambda: start.network(config, task))
+    chosen: list[Candidate] = []
+    if config.recipe.name != "dense":
+        chosen, _ = select(
+            model,
+            Pattern.parse(config.pattern or "2:4"),
+            config.model.include,
+            config.model.exclude or (),
+            overrides=config.sparsity.overrides,
+            pad=config.sparsity.pad,
+        )
+    whole = sharded.without_values(model)
+    sharded.shard(model, device, {c.name for c in chosen if c.dim == 0})
+    return model, whole
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
+    """Make the context of a forward pass.
+
+    Args:
+        device: where it runs.
+        precision: fp32, bf16 or fp16.
+    """
+    return (
+        contextlib.nullcontext()
+        if precision == "fp32"
+        else torch.autocast(device.type, DTYPES[precision])
+    )
+
+
+def lay_out(model: nn.Module, device: torch.device, precision: str) -> None:
+    """Store the weights of convolutions with channels last where convolutions are faster so.
+
+    That is on GPUs in 16 bits, and on CPUs. It also puts the groups of a mask into one piece of
+    memory. Sums run in another order, so small networks on a CPU are left alone.
+
+    Args:
+        model: changed in place.
+        device: where it is.
+        precision: fp32, bf16 or fp16.
+    """
+    faster = device.type == "cpu" or precision != "fp32"
+    if faster and not _left_alone(model.parameters(), device):
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def fuse(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Let one kernel do the whole step, where a step's time is worth it.
+
+    It is torch's, and for sparse weights nmrun's own where it can (``nmrun.kernels.adam``). It
+    rounds differently, so small networks on a CPU are left alone.
+
+    Args:
+        optimizer: its groups get ``fused``.
+        device: where the parameters are.
+    """
+    if _left_alone((p for group in optimizer.param_groups for p in group["params"]), device):
+        return
+    for group in optimizer.param_groups:
+        group["fused"] = True
+
+
+def _left_alone(parameters: Iterable[nn.Parameter], device: torch.device) -> bool:
+    return device.type == "cpu" and sum(p.numel() for p in parameters) < LARGE
+
+
+def _accelerated(
+    trainer: Trainer,
+    model: nn.Module,
+    task: Task,
+    handle: Handle,
+    activations: SparseActivations,
+    device: torch.device,
+    precision: str,
+    times: Mapping[str, Any],
+) -> list[Choice]:
+    """N:M products where they pay, of weights and of activations."""
+    accumulate = trainer.accumulate * ranks.world()
+    in_shards = ranks.world() > 1 and trainer.distributed == "fsdp"
+    on_cpu = not acceleration.is_24(device)
+    why_not = (
+        "with trainer.distributed=fsdp weights are in shards" if in_shards and not on_cpu else ""
+    )
+    if trainer.acceleration == "auto" and on_cpu and _left_alone(model.parameters(), device):
+        why_not = "small networks are left alone"
+
+    def pass_once() -> None:
+        with autocast(device, precision):
+            task.loss(model.eval(), task.micro_batches(0, 0, accumulate, range(1))[0])
+        model.train()
+
+    mode, clips = trainer.acceleration, trainer.clip is not None
+    known = from_data(times)
+    made = accelerate(handle, pass_once, mode, trainer.accumulate, why_not, clips, known)
+    if device.type == "cpu" and not why_not:
+        made += pack_activations(
+            model, activations, pass_once, made, handle.sparse, mode, trainer.accumulate, known
+        )
+    return made

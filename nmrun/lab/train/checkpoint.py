@@ -1,0 +1,280 @@
+"""The checkpoint of a run, and the states of the random number generators.
+
+A checkpoint is ``checkpoint.pt``. What processes hold in shards lies in a folder beside it
+(``nmrun.lab.train.shards``), which the file names: the folder is whole before the file is, and it is
+removed when no file names it any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import random
+import shutil
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from nmrun import atomic, ranks
+
+CHECKPOINT, PREVIOUS = "checkpoint.pt", "checkpoint.previous.pt"
+WAIT = 100  # times what a checkpoint took, until the next one by time: these take 1 % at most
+SHARDS = ("checkpoint.shards.0", "checkpoint.shards.1")  # taken in turn
+
+
+class Clock:
+    """Says when a checkpoint by time is due, and counts what all checkpoints take.
+
+    Args:
+        every: seconds from one checkpoint to the next; None: none is due by time.
+
+    Attributes:
+        spent: seconds in saving, of all sittings.
+    """
+
+    def __init__(self, every: float | None) -> None:
+        self.every = every
+        self.spent = self._took = 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """A sitting begins."""
+        self._since = time.perf_counter()
+
+    def due(self) -> bool:
+        """Whether it is time: never sooner than ``WAIT`` times what the last checkpoint took."""
+        if self.every is None:
+            return False
+        return time.perf_counter() - self._since >= max(self.every, WAIT * self._took)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around what saves a checkpoint, by time or not."""
+        began = time.perf_counter()
+        yield
+        self._since = time.perf_counter()
+        self._took = self._since - began
+        self.spent += self._took
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Save data, readable with ``torch.load(weights_only=True)``.
+
+    Args:
+        path: the file.
+        state: tensors and plain data.
+    """
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    atomic.write(path, buffer.getvalue())
+
+
+def save_next(folder: Path, state: dict[str, Any]) -> None:
+    """Save as the run's checkpoint; the one before it stays as ``checkpoint.previous.pt``.
+
+    All ranks call. The leader writes its state but for sharded tensors, of which every rank writes
+    its part.
+
+    Args:
+        folder: the run's folder.
+        state: nested dictionaries of tensors and plain data.
+    """
+    free = SHARDS[0]
+    if ranks.leads():
+        _keep(folder / CHECKPOINT, folder / PREVIOUS)
+        taken = remove_unnamed(folder)
+        free = next(name for name in SHARDS if name not in taken)
+    state, parts = _split(state)
+    if parts:
+        from nmrun.lab.train import shards  # half a second that others need not wait for
+
+        state["shards"] = shards.save(folder / ranks.from_leader(free), parts)
+    if ranks.leads():
+        save(folder / CHECKPOINT, state)
+
+
+def remove_unnamed(folder: Path) -> set[str]:
+    """Remove the folders of shards that no checkpoint names; return those that one does."""
+    there = {name for name in SHARDS if (folder / name).exists()}
+    named = set()
+    for name in (CHECKPOINT, PREVIOUS) if there else ():
+        # a damaged one can name nothing
+        with contextlib.suppress(ValueError):
+            named.add(((load(folder / name, mapped=True) or {}).get("shards") or {}).get("folder"))
+    for name in there - named:
+        shutil.rmtree(folder / name)
+    return there & named
+
+
+def remove(folder: Path) -> None:
+    """Remove a run's checkpoints."""
+    for name in (CHECKPOINT, PREVIOUS):
+        (folder / name).unlink(missing_ok=True)
+    remove_unnamed(folder)
+
+
+def load_last(folder: Path) -> tuple[dict[str, Any] | None, list[str]]:
+    """Load the run's newest checkpoint that is whole. It is ``checkpoint.pt`` from here on.
+
+    All ranks call, and :func:`complete` what is returned. In several processes its tensors stay on
+    the disk until they are looked at.
+
+    Returns:
+        The state, None if there is none, and what is to be said of checkpoints that are not whole.
+    """
+    several, said = ranks.world() > 1, list[str]()
+    for name in (CHECKPOINT, PREVIOUS):
+        state, problem = None, ""
+        if ranks.leads():
+            try:
+                state = load(folder / name, mapped=several)
+            except ValueError as error:
+                problem = str(error)
+        there, problem, record = ranks.from_leader(
+            (state is not None, problem, (state or {}).get("shards"))
+        )
+        if record:
+            from nmrun.lab.train import shards
+
+            problem = shards.damage(folder, record)
+        if problem:
+            said.append(f"{name} is damaged ({problem})")
+        elif there:
+            if said:
+                said.append(f"going on from {name}, the one before it")
+            if ranks.leads() and name == PREVIOUS:
+                # or else the next save would keep the damaged one in its place
+                os.replace(folder / PREVIOUS, folder / CHECKPOINT)
+            ranks.from_leader(None)
+            return state if ranks.leads() else _read(folder / CHECKPOINT, mapped=True), said
+    return None, [*said, "starting over"] if said else []
+
+
+def complete(folder: Path, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Give a state that :func:`load_last` gave its shards. All ranks call.
+
+    Args:
+        folder: the run's folder.
+        state: changed in place.
+        model: sharded, in however many processes, or whole.
+
+    Returns:
+        The state with this rank's parts if the model is sharded, with whole tensors if not.
+    """
+    if record := state.pop("shards", None):
+        from nmrun.lab.train import shards
+
+        for path, tensor in shards.load(folder, record, model).items():
+            inner = state
+            for key in path[:-1]:
+                inner = inner[key]
+            inner[path[-1]] = tensor
+    return state
+
+
+def _split(state: dict[str, Any]) -> tuple[dict[str, Any], dict[tuple[Any, ...], Any]]:
+    """Nested dicts with None in the place of sharded tensors, and those by their paths."""
+    rest: dict[str, Any] = {}
+    parts: dict[tuple[Any, ...], Any] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            rest[key], inner = _split(value)
+            parts |= {(key, *path): part for path, part in inner.items()}
+        elif hasattr(value, "_local_tensor"):
+            rest[key], parts[(key,)] = None, value
+        else:
+            rest[key] = value
+    return rest, parts
+
+
+def _keep(path: Path, previous: Path) -> None:
+    """Let ``previous`` be what is at ``path`` now, if anything is, while ``path`` stays as it is at
+    every moment.
+    """
+    partial = previous.with_name(previous.name + ".partial")
+    partial.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        try:
+            os.link(path, partial)
+        except FileNotFoundError:
+            raise
+        except OSError:  # a file system without hard links
+            shutil.copyfile(path, partial)
+        os.replace(partial, previous)
+        # after a kill between this and the next save, the two are one file already, and replacing
+        # did nothing
+        partial.unlink(missing_ok=True)
+
+
+def load(path: Path, mapped: bool = False) -> dict[str, Any] | None:
+    """Load what :func:`save` wrote, on the CPU.
+
+    torch writes a checksum of every record and never looks at it again: it is checked here.
+
+    Args:
+        path: the file.
+        mapped: leave tensors on the disk until they are looked at.
+
+    Returns:
+        The state, None if there is no file.
+
+    Raises:
+        ValueError: if it is damaged, be it by one bit.
+    """
+    try:
+        with zipfile.ZipFile(path) as records:
+            broken = records.testzip()
+        if broken is not None:
+            raise ValueError(f"the checksum of {broken} is wrong")
+        state = _read(path, mapped)
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # damage can surface as anything
+        raise ValueError((str(error).splitlines() or [type(error).__name__])[0]) from error
+    if not isinstance(state, dict):
+        raise ValueError(f"it holds a {type(state).__name__}")
+    return state
+
+
+def _read(path: Path, mapped: bool) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch (all devices)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)
+
+
+def random_state() -> dict[str, Any]:
+    """The states of the generators of Python, NumPy and torch (CPU and all CUDA devices)."""
+    legacy: Any = np.random.get_state()
+    _, keys, position, has_gauss, gauss = legacy
+    version, numbers, pending = random.getstate()
+    return {
+        "python": (version, torch.tensor(numbers), pending),
+        "numpy": (torch.tensor(keys.astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Restore :func:`random_state`. CUDA generators are left alone where the number of devices has
+    changed.
+    """
+    version, numbers, pending = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), pending))
+    keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,114 @@
+"""The loss with a teacher's term, ``trainer.distill``: a network that is trained already says more of
+a batch than its labels.
+
+After Hinton et al. 2015 (arXiv 1503.02531, section 2). With the student's logits z, the teacher's v
+and the temperature T::
+
+    (1 - weight) * loss(z) + weight * T^2 * KL(softmax(v / T) || softmax(z / T))
+
+T^2 keeps the size of the second term's gradient when T changes. The Adaptive Sparse Trainer (arXiv
+2407.20584) retrains sparse networks so, with the dense network that it begins with as the teacher:
+its code has a weight of 0.67 and a T of 2, the defaults.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nmrun.errors import ConfigError
+from nmrun.lab.keys.config import Config
+from nmrun.lab.tasks.base import Batch, Loss, Task
+from nmrun.lab.tasks.categorical import Categorical
+from nmrun.lab.train import start
+
+START = "start"
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """A task's loss with a teacher's term.
+
+    Args:
+        task: says the logits and the loss of them.
+        teacher: a network like the one that is trained, frozen and in evaluation mode.
+        weight: of the teacher's term, 0 to 1.
+        temperature: T, above 0.
+    """
+
+    task: Categorical
+    teacher: nn.Module
+    weight: float
+    temperature: float
+
+    def __call__(self, model: Any, batch: Batch) -> Tensor:
+        """The mean loss of a micro-batch, a scalar with gradient.
+
+        Args:
+            model: what is trained.
+            batch: a micro-batch of the task.
+        """
+        logits = self.task.logits(model, batch)
+        with torch.no_grad():
+            taught = self.task.logits(self.teacher, batch)
+        term = divergence(logits, taught, self.temperature)
+        return (1 - self.weight) * self.task.loss_of(logits, batch) + self.weight * term
+
+
+def divergence(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
+    """Compute ``T^2 * KL(softmax(taught / T) || softmax(logits / T))`` in float32.
+
+    Args:
+        logits: of the student, (..., classes).
+        taught: the teacher's, of the same shape.
+        temperature: T.
+
+    Returns:
+        The mean over all items, in nats.
+    """
+    ours, theirs = (
+        functional.log_softmax(each.flatten(0, -2).float() / temperature, -1)
+        for each in (logits, taught)
+    )
+    term = functional.kl_div(ours, theirs, reduction="batchmean", log_target=True)
+    return temperature**2 * term
+
+
+def loss_of(config: Config, task: Task, model: nn.Module) -> Loss:
+    """The loss that a run minimises.
+
+    Args:
+        config: the run's config.
+        task: its task.
+        model: as it begins, on its device; it is copied for a teacher.
+
+    Returns:
+        The task's own loss, or that with a teacher's term.
+
+    Raises:
+        ConfigError: for a task without logits over classes, and for a teacher that is not there
+            or of another architecture.
+    """
+    trainer = config.trainer
+    if trainer.distill is None:
+        return task.loss
+    asked = f"trainer.distill={trainer.distill}"
+    if trainer.distributed == "fsdp":
+        raise ConfigError(
+            f"{asked} keeps a whole teacher in every process, and trainer.distributed=fsdp keeps "
+            "shards: use trainer.distributed=ddp"
+        )
+    if not isinstance(task, Categorical) or task.inputs.get("classes") == 1:
+        raise ConfigError(
+            f"{asked} compares distributions over classes or tokens, and the task of "
+            f"dataset={config.dataset.name} has none"
+        )
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    if trainer.distill != START:
+        start.load(teacher, trainer.distill, asked)
+    return Distilled(task, teacher, trainer.distill_weight, trainer.distill_temperature)

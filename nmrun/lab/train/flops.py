@@ -1,0 +1,296 @@
+"""How much training and inference cost, dense and with the zeros of sparse weights left out.
+Counted, not measured.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from nmrun.lab.tasks.base import Task
+from nmrun.lab.train.densities import Densities, beside, both, densities, weight_density
+from nmrun.recipes.base import Recipe
+from nmrun.sparsity.weight import SparseWeight
+from nmrun.step.activations import SparseActivations
+
+# Dense products of 16-bit numbers on tensor cores, as NVIDIA's data sheets have them, by part of
+# the device's name; the first that fits counts.
+PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+# Parameters. Torch's Python for shapes on the meta device imports its compiler and sympy, 1.5 s, by
+# when a smaller network has computed an item or two.
+COMPUTED = 1_000_000
+# steps at most that a plan looks at, evenly spaced: a phase is then off by a ten-thousandth of the
+# run
+PLANNED = 10_000
+
+
+class Products(NamedTuple):
+    """Dense FLOPs of the three products of layers, for one item. The weight's gradient takes as
+    many as the forward product.
+    """
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+
+    def saved(self, densities: Densities) -> float:
+        """The FLOPs that these densities leave out."""
+        return sum(flops * (1.0 - share) for flops, share in zip(self, densities, strict=True))
+
+
+class Part(NamedTuple):
+    """Layers that are alike, with their products.
+
+    Attributes:
+        weight: a sparse one that stands for all of theirs; None: they are dense.
+        feeds, reads: see :func:`nmrun.lab.train.densities.beside`; of activations that may be pruned.
+    """
+
+    weight: SparseWeight | None
+    feeds: bool
+    reads: bool
+    products: Products
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations for one training item (a multiplication and its addition are two),
+    as a dense network.
+
+    Matrix products, convolutions and attention are counted, by torch's formulas; activations,
+    norms, the projection and the optimizer are not.
+
+    Attributes:
+        sparse: the part in layers with N:M weights or activations.
+        teacher: the forward pass of a teacher, which training has besides.
+        activations: when they are pruned.
+    """
+
+    forward: float
+    backward: float
+    sparse: list[Part]
+    teacher: float = 0.0
+    activations: SparseActivations | None = None
+
+    @property
+    def dense(self) -> float:
+        """Forward and backward pass of the dense network."""
+        return self.forward + self.backward
+
+    @property
+    def forward_sparse(self) -> float:
+        """Inference with the final weights, and activations as in the last step: N/M of each product
+        with sparse ones, what leaving out every zero would reach.
+        """
+        return self._inference(hardware=False)
+
+    @property
+    def forward_hardware(self) -> float:
+        """Inference on 2:4 sparse tensor cores; see
+        :func:`nmrun.lab.train.densities.weight_density`."""
+        return self._inference(hardware=True)
+
+    def _inference(self, hardware: bool) -> float:
+        pruned = self.activations is not None and self.activations.ends_sparse
+        left = self.forward
+        for part in self.sparse:
+            own = Densities()
+            if part.weight is not None:
+                pattern = part.weight.pattern
+                own = Densities(weight_density(pattern) if hardware else pattern.density)
+            left -= part.products.forward * (1.0 - self._left(part, own, pruned, hardware).forward)
+        return left
+
+    def training(self, recipe: Recipe, step: int | None = None, hardware: bool = False) -> float:
+        """Count the forward and backward pass of one item, and a teacher's forward pass.
+
+        Args:
+            recipe: the recipe.
+            step: as planned, counted from 0; None: the next step.
+            hardware: count for 2:4 sparse tensor cores.
+        """
+        pruned = self.activations is not None and (
+            self.activations.sparse if step is None else self.activations.sparse_at(step)
+        )
+        saved = 0.0
+        for part in self.sparse:
+            own = Densities()
+            if part.weight is not None:
+                own = densities(recipe, part.weight, step, hardware)
+            saved += part.products.saved(self._left(part, own, pruned, hardware))
+        return self.dense + self.teacher - saved
+
+    def _left(self, part: Part, own: Densities, pruned: bool, hardware: bool) -> Densities:
+        """What the zeros of weights, ``own``, and of activations leave."""
+        if not pruned or not (part.feeds or part.reads):
+            return own
+        assert self.activations is not None
+        assert self.activations.pattern is not None
+        pattern = self.activations.pattern
+        return both(own, beside(pattern, part.feeds, part.reads, hardware), hardware=hardware)
+
+    def planned(self, recipe: Recipe, total_steps: int, hardware: bool = False) -> float:
+        """Compute the mean of :meth:`training` over a run as planned.
+
+        A switch that is found on the way counts where it is at the latest.
+
+        Args:
+            recipe: the recipe.
+            total_steps: of the run.
+            hardware: count for 2:4 sparse tensor cores.
+        """
+        steps = range(0, total_steps, -(-total_steps // PLANNED))
+        return sum(self.training(recipe, step, hardware) for step in steps) / len(steps)
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Look up what a device can do in a second, dense.
+
+    Args:
+        device: the device.
+        precision: fp32, bf16 or fp16.
+
+    Returns:
+        FLOPs a second, None if that is not known.
+    """
+    if device.type != "cuda" or precision == "fp32":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+def steps_in(budget: str, cost: Flops, recipe: Recipe, total_steps: int, items: int) -> int:
+    """Compute how many steps use up a budget, arithmetically.
+
+    Args:
+        budget: ``flops:<number>``, or ``flops:dense`` for what ``total_steps`` dense steps would
+            use.
+        cost: of one item.
+        recipe: the one for ``total_steps``; its phases are taken as fractions of the run.
+        total_steps: of the run without a budget.
+        items: of a step.
+    """
+    target = budget.removeprefix("flops:")
+    wanted = cost.dense * total_steps if target == "dense" else float(target) / items
+    return round(wanted / cost.planned(recipe, total_steps))
+
+
+def count(
+    model: nn.Module,
+    task: Task,
+    weights: Sequence[SparseWeight] = (),
+    taught: bool = False,
+    activations: SparseActivations | None = None,
+) -> Flops:
+    """Count one item through a copy of a model, so that no state changes.
+
+    The copy is on the CPU where that is soon done or the task asks for it, else on the meta device,
+    where nothing is computed.
+
+    Args:
+        model: the model.
+        task: its ``example`` is counted.
+        weights: the model's sparse ones.
+        taught: whether a dense network like it is the teacher.
+        activations: the model's. The last layer before them feeds them, the next reads them.
+    """
+    parameters = list(model.parameters())
+    small = sum(p.numel() for p in parameters) < COMPUTED and all(p.is_cpu for p in parameters)
+    computed = small or task.counted_with_values
+    place = "cpu" if computed else "meta"
+    twin = copy.deepcopy(model).to(place)
+    batch = tuple(tensor.to(place) for tensor in task.example())
+    twin.train()
+    forward, backward = (_Counter(twin) for _ in range(2))
+    for name in activations.modules if activations is not None and activations.pattern else ():
+        twin.get_submodule(name).register_forward_pre_hook(lambda *_: forward.order.append(None))
+    # attention as products, which are counted alike everywhere
+    with torch.random.fork_rng(devices=[]), sdpa_kernel(SDPBackend.MATH):
+        with forward:
+            loss = task.loss(twin, batch)
+        with backward:
+            loss.backward()
+    items = task.size(batch)
+    sparse = {_storage(twin.get_parameter(weight.name)): weight for weight in weights}
+    feeds = {before for before, after in pairwise(forward.order) if after is None}
+    reads = {after for before, after in pairwise(forward.order) if before is None}
+    parts: dict[Hashable, Part] = {}
+    for where, flops in forward.by_weight.items():
+        weight, roles = sparse.get(where), (where in feeds, where in reads)
+        if weight is None and not any(roles):
+            continue
+        other = (
+            weight is not None and weight.layer is not None and weight.layer.other_input_gradient
+        )
+        kind = (weight and weight.pattern, other, *roles)
+        found = (flops, backward.by_weight.get(where, 0), flops)
+        part = parts.get(kind, Part(weight, *roles, Products(0, 0, 0)))
+        summed = (a + b for a, b in zip(part.products, found, strict=True))
+        parts[kind] = part._replace(products=Products(*summed))
+    per_item = [
+        part._replace(products=Products(*(flops / items for flops in part.products)))
+        for part in parts.values()
+    ]
+    passed = forward.total / items
+    return Flops(passed, backward.total / items, per_item, passed if taught else 0.0, activations)
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up torch's own FLOP formulas: of all products, and of those with a weight as an
+    operand, by its place. ``order``: these places as they come, and what others write between.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        # biases are operands too
+        self.places = {_storage(p) for p in model.parameters() if p.dim() > 1}
+        self.total, self.by_weight = 0, dict[int, int]()
+        self.order: list[int | None] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler to keep it out of the next method
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is None:
+            return out
+        if func._overloadpacket is torch.ops.aten.convolution_backward:
+            # Two products in one call, of the same size. The formula for the weight's gradient is
+            # too large for grouped convolutions.
+            *others, wanted = args
+            flops = formula(*others, [True, False, False], out_val=(args[1], None, None))
+            self.total += flops * sum(wanted[:2])
+            flops *= wanted[0]
+        else:
+            flops = formula(*args, **kwargs, out_val=out)
+            self.total += flops
+        operands = (_storage(each) for each in tree_iter(args) if isinstance(each, Tensor))
+        if (place := next((each for each in operands if each in self.places), None)) is not None:
+            self.by_weight[place] = self.by_weight.get(place, 0) + flops
+            self.order.append(place)
+        return out
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # the same for a weight and its transpose

@@ -1,0 +1,252 @@
+"""Runs and sweeps, as a command line asks for them: looked at, then handed to Hydra.
+
+Imports no torch before a run begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import functools
+import gc
+import os
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from nmrun.errors import ConfigError, leads, refuse, tell
+from nmrun.lab import verbs
+from nmrun.lab.keys.config import Config
+from nmrun.lab.runs.run_folder import OF_EARLIER, RunFolder
+from nmrun.lab.words import command_line, experiment, precheck, schema, source, sweep, sweep_end
+from nmrun.lab.words.composing import without_others_configs
+from nmrun.lab.words.identity import run_folder, title
+from nmrun.lab.words.recorded import recorded
+from nmrun.lab.words.sweep import make_folder
+
+BEFORE = "NMRUN_BEFORE"  # tells job processes how many jobs were launched before this launch
+# Ends of runs, the one that matters most last.
+MATTERS = ("planned", "skipped", "finished", "running", "failed", "refused", "interrupted")
+
+source.register()
+
+
+def main(argv: list[str]) -> int:
+    """Run what a command line without a verb asks for; returns the exit status.
+
+    Raises:
+        ConfigError: with all that is wrong with it.
+    """
+    asked = command_line.options(argv)
+    flags = [word for word in argv if word not in asked.overrides]
+    if asked.help or asked.hydra_help or asked.shell_completion:
+        _hydra(flags, asked.overrides)
+        return 0
+    sweeps, looks = checked(asked)
+    if asked.cfg or asked.info or not asked.multirun:
+        _hydra(flags, sweeps[0])
+        return 0 if asked.cfg or asked.info else _exit_status(_outcomes[-1])
+    from nmrun.lab.words import sweeper
+
+    sweeper.register()
+    counts = [found.jobs for found in looks]
+    together = sweeps if _one_launch(sweeps) else []
+    with recorded(looks, shlex.join(["nmrun", *argv]), together) as folder:
+        os.environ[sweep.SWEEP] = str(folder)
+        status = _launch(
+            flags, [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True))
+        )
+        if not leads():
+            return status
+        lines, bad = sweep.summary(folder)
+        lines = "\n".join([*sweep_end.planned(folder), lines, *sweep_end.lines(folder)])
+    print(lines)
+    return max(status, bad)
+
+
+def checked(asked: argparse.Namespace) -> tuple[list[list[str]], list[precheck.Findings]]:
+    """The overrides of each sweep that a command line asks for, and what was found there.
+
+    Raises:
+        ConfigError: with all that is wrong.
+    """
+    sweeps = [
+        command_line.own_recipe(words)
+        for words in experiment.expand(asked.overrides, asked.multirun)
+    ]
+    composed: dict[tuple[str, ...], DictConfig] = {}
+    looks = [precheck.look(words, asked.multirun, asked.config_dir, composed) for words in sweeps]
+    if problems := list(dict.fromkeys(problem for found in looks for problem in found.problems)):
+        raise ConfigError(problems)
+    tell([] if asked.multirun else command_line.without_effect(asked.overrides))
+    return sweeps, looks
+
+
+def _one_launch(sweeps: list[list[str]]) -> bool:
+    """Whether the sweeper takes them all: their jobs go to one launcher."""
+    return len({tuple(filter(sweep.is_hydras, words)) for words in sweeps}) == 1
+
+
+def _launch(flags: list[str], launches: list[tuple[list[str], int]]) -> int:
+    """Run the overrides of each launch, which has so many jobs.
+
+    Returns:
+        The exit status after an interrupt, or 0.
+    """
+    before = 0
+    try:
+        for words, count in launches:
+            os.environ[BEFORE] = str(before)
+            _hydra(flags, words)
+            before += count
+    except (SystemExit, KeyboardInterrupt) as stop:  # an interrupted job ends the sweep
+        return int(stop.code or 0) if isinstance(stop, SystemExit) else 128 + signal.SIGINT
+    return 0
+
+
+def _hydra(flags: list[str], overrides: list[str]) -> None:
+    sys.argv[1:] = [*flags, *overrides]  # Hydra wants its options first
+    _job()
+
+
+# --- one job --------------------------------------------------------------------------------------
+
+_outcomes: list[dict[str, Any]] = []
+
+
+@hydra.main(config_path="pkg://nmrun.conf", config_name="nmrun", version_base="1.3")
+def _job(composed: DictConfig) -> None:
+    job = HydraConfig.get()
+    folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
+    overrides = [sweep.typed(word) for word in job.overrides.task]
+    with verbs.ends_quietly(), without_others_configs():  # jobs may run in other processes
+        if folder:
+            number = int(os.environ[BEFORE]) + job.job.num + 1
+            command = command_line.of_job(job, overrides)
+            outcome = of_sweep(folder, number, composed, overrides, command)
+        else:
+            outcome = _outcomes_of(composed, None, command_line.of_job(job, overrides))
+    _outcomes.append(outcome)
+    if folder and leads() and outcome["status"] == "interrupted":
+        raise SystemExit(_exit_status(outcome))
+
+
+def of_sweep(
+    folder: Path, number: int, composed: DictConfig, overrides: list[str], command: str
+) -> dict[str, Any]:
+    """Run the ``number``-th job of the sweep that is recorded in ``folder``.
+
+    Args:
+        folder: that of the record, in which the job's end is noted.
+        number: of the job, from 1.
+        composed: the job's config.
+        overrides: the job's, as they are typed.
+        command: what asks for this job alone.
+
+    Returns:
+        The outcome, as of :func:`nmrun.lab.train.runner.run`, with the status ``refused`` for a
+        mistake.
+    """
+    began = time.monotonic()
+    head = sweep.title(folder, number, overrides)
+    if composed.dry:
+        verbs.waiting(head)  # a list of all follows at the end
+    else:
+        print(head, flush=True)
+    beside = sweep.prefix(folder, number)
+    with verbs.prefixed(beside) if beside else contextlib.nullcontext():
+        outcome = _outcomes_of(composed, folder.name, command)
+    if leads():
+        sweep.add(folder, outcome, overrides, time.monotonic() - began)
+    return outcome
+
+
+def _outcomes_of(composed: DictConfig, sweep: str | None, command: str = "") -> dict[str, Any]:
+    """A job is one run, or one for each of ``seeds``: the outcome that matters most."""
+    seeds = composed.get("seeds")
+    found = []
+    for seed in [composed.seed] if seeds is None else seeds:
+        composed.seed = seed
+        found.append(_outcome(composed, sweep, command))
+        if found[-1]["status"] == "interrupted":
+            break
+    return max(found, key=lambda one: MATTERS.index(one["status"]))
+
+
+def _outcome(composed: DictConfig, sweep: str | None, command: str) -> dict[str, Any]:
+    try:
+        return one(schema.check(composed), sweep, command)
+    except ConfigError as error:
+        refuse(error.problems)
+        return {"status": "refused", "folder": None, "error": "; ".join(error.problems)}
+
+
+@functools.cache
+def _runner() -> Any:
+    """The module that trains, with torch. What is imported stays until the process ends: searching
+    it for garbage, again and again and once more at the end, would take half a second.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        from nmrun.lab.train import runner
+    finally:
+        gc.freeze()
+        if collects:
+            gc.enable()
+    atexit.register(gc.freeze)
+    return runner
+
+
+def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str, Any]:
+    """Run what a config asks for, unless that has finished already.
+
+    Args:
+        config: the config.
+        sweep: the name of the sweep that the run belongs to.
+        command: what asks for this run alone.
+
+    Returns:
+        The outcome, as of :func:`nmrun.lab.train.runner.run`.
+
+    Raises:
+        ConfigError: for a mistake that only the built model or the file system shows.
+    """
+    folder = run_folder(config)
+    there = RunFolder(folder)
+    result = None if config.force or config.dry else there.finished()
+    if result is not None:
+        final = result["metrics"]["final"].items()
+        metrics = "  ".join(f"{key} {value:.4g}" for key, value in final)
+        how = "" if there.is_sealed else f"\n  {OF_EARLIER}"
+        told = f"finished already: {metrics}\n  {folder} (force=true runs it again){how}"
+        print(told, flush=True)
+        return {**result, "status": "skipped", "folder": str(folder)}
+    if not config.dry:
+        make_folder(folder, config.output_dir)  # before torch is imported for nothing
+    if sweep is None or not config.dry:
+        with contextlib.suppress(OSError):  # a full disk behind the output must not end a run
+            print(title(config), flush=True)
+        verbs.waiting("loading torch and the data")
+    try:
+        run = _runner().run
+    except (ImportError, OSError, MemoryError) as error:  # with too little memory, say
+        line = f"torch, or what a run needs beside it, cannot be loaded: {error}"
+        refuse([line])
+        return {"status": "failed", "folder": str(folder), "error": line}
+    return run(config, folder, sweep, command)
+
+
+def _exit_status(outcome: dict[str, Any]) -> int:
+    if outcome["status"] == "interrupted":
+        return 128 + int(outcome["signal"])
+    return {"finished": 0, "skipped": 0, "planned": 0, "refused": 2}.get(outcome["status"], 1)

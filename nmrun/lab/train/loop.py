@@ -1,0 +1,288 @@
+"""The training loop, the only one: steps, evaluations, checkpoints, and what is logged of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from nmrun import ranges, ranks
+from nmrun.errors import RunError
+from nmrun.fast.times import as_data
+from nmrun.kernels.layout import local
+from nmrun.lab.keys.config import Config
+from nmrun.lab.signals import Signals
+from nmrun.lab.train import checkpoint, nonfinite
+from nmrun.lab.train.averaging import Average
+from nmrun.lab.train.build import Parts
+from nmrun.lab.train.console import Console
+from nmrun.lab.train.diagnostics import Diagnostics
+from nmrun.lab.train.evaluation import Evaluation
+from nmrun.lab.train.flops import peak_flops
+from nmrun.lab.train.progress import Progress
+from nmrun.lab.train.steps import Steps, log_interval, synchronize
+from nmrun.lab.train.track import Tracker
+from nmrun.lab.words.identity import identity
+
+# what a checkpoint keeps of a loop's attributes
+KEPT = (
+    *("step", "accumulate", "updates", "logged_step", "losses", "row"),
+    *("events", "flops", "seconds", "training_seconds"),
+)
+
+
+class Due(NamedTuple):
+    """What follows a step. ``epoch`` and ``batch`` are counted from 0; the last step of
+    a run ends its epoch.
+    """
+
+    epoch: int
+    batch: int
+    epoch_ends: bool
+    log: bool
+    evaluate: bool
+    save: bool
+    diagnose: bool
+
+
+class Loop(Steps):
+    """The training of one run; what changes while it goes on is in :meth:`state_dict`.
+
+    Attributes:
+        id: the run's, which its checkpoints carry.
+        row: what there is to log of a step whose evaluation a signal put off, else None.
+        evaluation: the evaluations, with the best of them.
+        events: sentences on what happened, in order.
+        clock: when the next checkpoint by time is due, and what checkpoints have taken.
+        seconds: of all sittings, with those that the recipe took beforehand.
+        training_seconds: of steps and their logging alone, without the first step of a sitting,
+            which warms up.
+    """
+
+    def __init__(self, config: Config, parts: Parts, console: Console) -> None:
+        super().__init__(config, parts)
+        self.console = console
+        self.id = identity(config)
+        self.acceleration = as_data({str(c.shape): c.times for c in parts.accelerated if c.times})
+        self.log_every = log_interval(self.trainer.log_every, self.total_steps)
+        self.epochs = -(-self.total_steps // self.task.batches_per_epoch)
+        self.row: dict[str, float] | None = None
+        self.evaluation = Evaluation(self, console)
+        self.average = Average(self.model, self.handle, self.trainer.average)
+        self.events = self.handle.pop_events()
+        self.diagnostics: Diagnostics | None = None
+        if self.trainer.diagnose_every is not None:
+            self.diagnostics = Diagnostics(self.model, self.handle, self.loss)
+        self.seconds, self.training_seconds = parts.attached_in, 0.0
+        self.clock = checkpoint.Clock(ranges.seconds(self.trainer.checkpoint_every))
+        self.progress = Progress(self)
+
+    def train(self, folder: Path, tracker: Tracker | None, signals: Signals) -> bool:
+        """Train to the last step, or until there is a signal, on any rank.
+
+        Args:
+            folder: the run's folder, for ``checkpoint.pt``.
+            tracker: logs rows; None where another rank does.
+            signals: they wait, but for evaluations.
+
+        Returns:
+            Whether training is over. ``checkpoint.pt`` has the state.
+
+        Raises:
+            RunError: if a loss is not finite.
+        """
+        earlier, began = self.seconds, time.perf_counter()
+        begun = self.step
+        self._open_window()
+        self.progress.begin()
+        self.clock.begin()
+        self.model.train()
+        while self.step < self.total_steps or self.row is not None:
+            due = self._due(self.step if self.row is None else self.step - 1)
+            row = self._step_row(due, self.step > begun) if self.row is None else self.row
+            evaluated = self.evaluation.row(due.epoch + 1, signals) if due.evaluate else {}
+            put_off = evaluated is None
+            self.row = row if put_off else None
+            row = {**row, **(evaluated or {})}
+            if row and not put_off:
+                if tracker is not None:
+                    tracker.log({"step": self.step, "epoch": due.epoch + 1, **row})
+                self.progress.row |= row
+            if due.evaluate and not put_off:
+                self.console.detail(f"  {self.progress.epoch()}")
+            self.console.progress(self.progress.status)
+
+            self.seconds = earlier + time.perf_counter() - began
+            # the leader's clock alone: whatever it says, all ranks save after the same step
+            caught, timely = ranks.each_of_any(
+                signals.caught is not None, ranks.leads() and self.clock.due()
+            )
+            stop = put_off or caught
+            if save := due.save or timely or stop:
+                self._save(folder, tracker)
+            if stop:
+                return False
+            if row or save:
+                self._open_window()
+        self.average.apply()
+        return True
+
+    def _due(self, step: int) -> Due:
+        """What follows a step, counted from 0."""
+        trainer = self.trainer
+        epoch, index = divmod(step, self.task.batches_per_epoch)
+        every = trainer.checkpoint_every
+        epochs = every if isinstance(every, int) else 1
+        evaluated = ranges.steps(trainer.eval_every)
+        last, epoch_ends = step + 1 == self.total_steps, index + 1 == self.task.batches_per_epoch
+        return Due(
+            *(epoch, index, epoch_ends or last),
+            log=last or (step + 1) % self.log_every == 0,
+            evaluate=last
+            or (
+                (step + 1) % evaluated == 0
+                if evaluated
+                else epoch_ends and (epoch + 1) % int(trainer.eval_every) == 0
+            ),
+            save=last or (epoch_ends and (epoch + 1) % epochs == 0),
+            diagnose=(step + 1) % (trainer.diagnose_every or math.inf) == 0,
+        )
+
+    def _step_row(self, due: Due, warm: bool) -> dict[str, float]:
+        """Make one step; what is logged of it. The first of a sitting is not warm."""
+        diagnostics = self.diagnostics if due.diagnose else None
+        if diagnostics is not None:
+            diagnostics.before()
+        began = time.perf_counter()
+        first = self.train_step(due.epoch, due.batch, measure_flips=due.log)
+        self.progress.step(self.losses[-1])
+        if due.epoch_ends:
+            self.average.add(left=self.epochs - due.epoch - 1)
+        for event in self.handle.pop_events():
+            self.events.append(event)
+            self.console.say(f"  {event}")
+        row = self._training_row() | self._speed() if due.log else {}
+        if due.evaluate or due.save or not warm:
+            synchronize(self.device)
+        if warm:
+            self.training_seconds += time.perf_counter() - began
+        return row if diagnostics is None else row | diagnostics.after(first)
+
+    def _save(self, folder: Path, tracker: Tracker | None) -> None:
+        with self.clock.saving():
+            self.check_losses()
+            state = self.state_dict()
+            if tracker is not None:
+                tracker.sync()
+                state["rows"] = tracker.mark
+            checkpoint.save_next(folder, state)
+
+    # --- what is logged ---------------------------------------------------------------------------
+
+    def _training_row(self) -> dict[str, float]:
+        losses = self.check_losses()
+        self.losses, self.logged_step = [], self.step
+        row = {
+            "train/loss": sum(losses) / len(losses),
+            "lr": float(self.optimizer.param_groups[0]["lr"]),
+        }
+        if self.scaler.is_enabled():
+            row["loss_scale"] = self.scaler.get_scale()
+        return row | self.handle.metrics()
+
+    def _open_window(self) -> None:
+        """Speeds count from here on."""
+        self._window = (time.perf_counter(), self.step, self.items)
+
+    def _speed(self) -> dict[str, float]:
+        """Steps and items (images, tokens) a second and, where the device's peak is known, ``mfu``:
+        the share of it that a dense network's FLOPs take up (model FLOPs utilisation, Chowdhery et
+        al. 2022, appendix B)."""
+        began, step, items = self._window
+        seconds, peak = time.perf_counter() - began, peak_flops(self.device, self.precision)
+        row = {
+            "steps_per_second": (self.step - step) / seconds,
+            "items_per_second": (self.items - items) / seconds,
+        }
+        if peak is not None:
+            row["mfu"] = row["items_per_second"] * self.cost.dense / (peak * ranks.world())
+        return row
+
+    # --- the beginning and the end ----------------------------------------------------------------
+
+    def count_beforehand(self, seconds: float, flops: Mapping[str, int]) -> None:
+        """Count what was needed before the first step as part of the run.
+
+        Args:
+            seconds: what it took.
+            flops: by the names of :attr:`flops`.
+        """
+        self.seconds += seconds
+        for name, number in flops.items():
+            self.flops[name] += number
+
+    def finalize(self) -> dict[str, Tensor]:
+        """End the training: evaluations use the final weights from here on.
+
+        Returns:
+            The weights by name, exactly N:M (this rank's parts of them where they are sharded).
+
+        Raises:
+            RunError: on all ranks, if one is not finite.
+        """
+        weights = self.held.final_state_dict()
+        broken = [name for name, part in weights.items() if not nonfinite.is_finite(local(part))]
+        if broken := sorted({name for names in ranks.gathered(broken) for name in names}):
+            what = "the last update broke the weights"
+            raise RunError(self.not_finite(self.step, what, f"parameter {broken[0]}"))
+        self.handle.finalize()
+        return weights
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs to end with the same bits.
+
+        Returns:
+            Tensors (this rank's parts of what is sharded) and plain data.
+        """
+        own = {name: getattr(self, name) for name in KEPT}
+        own |= {"losses": list(self.losses), "flops": dict(self.flops)}
+        own["checkpoint_seconds"] = self.clock.spent
+        return {
+            **self.held.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "average": self.average.state_dict(),
+            "random": ranks.gathered(checkpoint.random_state()),
+            "acceleration": self.acceleration,
+            "total_steps": self.total_steps,
+            "id": self.id,
+            "loop": own | self.evaluation.state_dict(),
+            **({"diagnostics": self.diagnostics.state_dict()} if self.diagnostics else {}),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`.
+
+        Args:
+            state: of as many ranks or of others.
+        """
+        self.held.load_state_dict(state)
+        self.scaler.load_state_dict(state["scaler"])
+        self.average.load_state_dict(state["average"], self.held.handed_out)
+        # more ranks than before: the new ones draw from where they are
+        if ranks.rank() < len(state["random"]):
+            checkpoint.restore_random_state(state["random"][ranks.rank()])
+        for name in KEPT:
+            setattr(self, name, state["loop"][name])
+        # checkpoints of earlier versions have none
+        self.clock.spent = state["loop"].get("checkpoint_seconds", 0.0)
+        self.activations.at(max(0, self.step - 1))  # evaluations are by the last step's
+        self.losses = [loss.to(self.device) for loss in self.losses]
+        self.evaluation.load_state_dict(state["loop"])
+        if self.diagnostics is not None:
+            self.diagnostics.load_state_dict(state.get("diagnostics"))

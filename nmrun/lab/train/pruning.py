@@ -1,0 +1,178 @@
+"""``nmrun prune [RUN] method=wanda sparsity=2:4 ...``: a trained network pruned in one shot, as a run
+folder like that of a training.
+
+Imports torch only once the words are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shlex
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nmrun import oneshot
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab import verbs
+from nmrun.lab.keys.config import Config
+from nmrun.lab.runs import locks
+from nmrun.lab.runs.run_folder import FINAL, OF_EARLIER, RunFolder
+from nmrun.lab.words.identity import run_folder, title
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from nmrun.lab.tasks.base import Batch, Task
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prune, evaluate before and after, and write a run folder; returns 0.
+
+    Raises:
+        ConfigError: for a mistake in the command.
+        RunError: where the network's metrics or calibration inputs are not finite.
+    """
+    parser = verbs.Parser(
+        prog="nmrun prune",
+        description="Prune a trained network in one shot, and evaluate it before and after.",
+    )
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="WORD",
+        help="a finished run's folder, or without one dataset=, model= (pretrained) and their keys; "
+        "method=magnitude|wanda|ria|sparsegpt (default sparsegpt) and its method.KEY=VALUE; sparsity=N:M; "
+        "samples=N calibration samples of the training split (default 128); seed= chooses them",
+    )
+    parser.add_argument("--config-dir", help="a folder of more configs")
+    options = parser.parse_args(argv)
+    from nmrun.lab.words import pruning
+
+    config = pruning.read(options.words, options.config_dir)
+    folder = run_folder(config)
+    print(title(config), flush=True)
+    there = RunFolder(folder)
+    done = None if config.force else there.finished()
+    if there.is_of_another and not config.force:
+        raise RunError(f"{folder}: {there.problem}; move it away, or force=true prunes again")
+    if done is None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"output_dir={config.output_dir}: {error}") from None
+        verbs.waiting("loading torch and the data")
+        try:
+            with locks.hold(folder) as ours:
+                if not ours:
+                    who = locks.holder(folder) or "another process"
+                    raise RunError(f"{who} is at work on {folder}")
+                done = run(config, folder, shlex.join(["nmrun", "prune", *argv]))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.removedirs(folder)  # the empty folders only
+            raise
+    else:
+        how = "" if there.is_sealed else f"; {OF_EARLIER}"
+        print(f"  finished already (force=true prunes again){how}")
+        print("\n".join(f"  {line}" for line in oneshot.lines(done["sparsity"]["layers"])))
+    final, metric = done["metrics"]["final"], done["metric"]
+    for split, word in (("eval", "validation"), ("test", "test")):
+        if f"{split}/{metric}" in final:
+            before, after = final[f"{split}/dense/{metric}"], final[f"{split}/{metric}"]
+            print(f"  {word} {metric}: {before:.4f} before, {after:.4f} after")
+    print(f"  {folder}")
+    return 0
+
+
+def run(config: Config, folder: Path, command: str) -> dict[str, Any]:
+    """Prune the network of a config, and write the run folder.
+
+    Args:
+        config: as of :func:`nmrun.lab.words.pruning.read`.
+        folder: that of the run, which is there and ours.
+        command: what asks for this.
+
+    Returns:
+        What is in ``result.json``: as of a training, with ``eval/dense/...`` and ``test/dense/...``
+        from before, and the output ``error`` of each layer.
+    """
+    import yaml
+
+    from nmrun.lab import tasks
+    from nmrun.lab.train import build, last_files, machine, result, start
+    from nmrun.oneshot.prune import prune
+
+    began = time.perf_counter()
+    device, precision = machine.prepare(config)
+    task = tasks.build(config, device)
+    model = start.network(config, task).to(device).eval()
+    hyperparameters = dict(config.recipe.options)
+    batches = list(calibration(task, hyperparameters.pop("samples"), config.trainer.accumulate))
+    with build.autocast(device, precision):
+        before = _metrics(task, model, "dense/")
+        pruned = prune(
+            model, batches, config.recipe.name, config.pattern or "2:4",
+            config.model.include, config.model.exclude or (), config.sparsity.overrides, config.sparsity.pad,
+            forward=task.loss, tell=lambda line: print(f"  {line}", flush=True), **hyperparameters,
+        )  # fmt: skip
+        after = _metrics(task, model, "")
+    task.close()
+    last_files.remove_unfinished(folder)
+    there = RunFolder(folder)
+    there.clear()
+    there.begin(yaml.safe_dump(config.plain, sort_keys=False), command)
+    weights = {name: t.detach().cpu().clone() for name, t in model.state_dict().items()}
+    last_files.save_weights(folder / FINAL, weights)
+    outcome = {
+        "status": "finished",
+        "metric": task.metric,
+        "metrics": {"final": after | before, "best": {}},
+        "notes": dict(task.notes),
+        "signature": dict(task.signature),
+        "sparsity": pruned.report(),
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+    done = result.write(result.of_outcome(outcome, config, command, None), folder)
+    if done["status"] != "finished":
+        raise RunError(done["error"])
+    return done
+
+
+def calibration(task: Task, samples: int, accumulate: int) -> Iterator[Batch]:
+    """The first samples that a training with this seed would see.
+
+    Args:
+        task: of the run.
+        samples: how many images or texts.
+        accumulate: micro-batches of a batch, which pass one by one.
+
+    Yields:
+        Micro-batches, the last of which may be cut.
+
+    Raises:
+        ConfigError: where an epoch has fewer.
+    """
+    found = 0
+    for index in range(task.batches_per_epoch):
+        for batch in task.micro_batches(0, index, accumulate):
+            left, count = samples - found, len(batch[0])
+            yield batch if count <= left else tuple(part[:left] for part in batch)
+            found += min(count, left)
+            if found == samples:
+                return
+    raise ConfigError(f"samples={samples}: an epoch of the training split has {found}")
+
+
+def _metrics(task: Task, model: nn.Module, beside: str) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for split, name in (("val", "eval"), *((("test", "test"),) if task.has_test else ())):
+        metrics = task.evaluate(model, split)
+        found |= {f"{name}/{beside}{key}": value for key, value in metrics.items()}
+        if not math.isfinite(metrics[task.metric]):
+            what = "before it is pruned" if beside else "once it is pruned"
+            raise RunError(f"the network's {task.metric} is not finite {what}")
+    return found

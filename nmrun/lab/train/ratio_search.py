@@ -1,0 +1,189 @@
+"""Layer-wise ratios under a budget: N for every layer, proposed for a trained model (``nmrun ratios``).
+
+The question is DominoSearch's (Sun et al. 2021, NeurIPS): M is fixed, and which N, of M, M/2, ...
+and 1, has each layer? DominoSearch finds out what hurts by training with penalties for hours; here
+it is the share of a layer's squared weights that is pruned. Of all choices within the budget the
+one is taken whose kept shares, added over the layers, are most. Then train with these ratios.
+
+That is a multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004, Knapsack Problems, chapter
+11), solved by dynamic programming over the layers. Its list has the choices for the layers so far
+of which no other costs less and keeps as much (Nemhauser and Ullmann 1969), so costs need not fall
+evenly with N, as measured times do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from nmrun.errors import ConfigError
+from nmrun.patterns import Pattern
+from nmrun.sparsity.candidates import by_group
+from nmrun.sparsity.select import select
+
+# Entries of the list of choices. A longer one is thinned to one for each of so many parts of the
+# budget, so that what is found is the best for a budget that is smaller by at most one of these
+# parts for each layer.
+LONGEST = 50_000
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A ratio for every layer.
+
+    Attributes:
+        ratios: by module name; N = M means dense.
+        kept: the share of squared weights that each layer keeps.
+        used: the cost over all, as a share of what the layers cost dense.
+        density: the kept weights over all, as a share of all weights of these layers.
+    """
+
+    ratios: dict[str, Pattern]
+    kept: dict[str, float]
+    used: float
+    density: float
+
+
+def search_ratios(
+    model: nn.Module,
+    budget: float,
+    m: int = 16,
+    costs: Mapping[str, Mapping[int, float]] | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] = (),
+) -> Proposal:
+    """Choose N from m, m/2, m/4, ..., 1 for every layer that can hold groups of ``m``.
+
+    Args:
+        model: with trained weights.
+        budget: what the layers may cost at most, as a share of what they cost dense.
+        m: a power of two.
+        costs: what a layer costs, by module name and N, N = ``m`` included
+            (:mod:`nmrun.lab.train.ratio_costs`); layers that are not there stay dense. None: the number
+            of weights that are kept.
+        include, exclude: which weights, as in :func:`nmrun.sparsify`.
+
+    Raises:
+        ConfigError: for a budget that no choice holds, with the least that can be had.
+        ValueError: for an ``m`` that is no power of two.
+    """
+    kept = kept_shares(model, m, include, exclude)
+    if not kept:
+        raise ConfigError(f"no layer of this model can hold groups of {m}")
+    if costs is None:
+        costs = {name: {n: float(n * own.groups) for n in own.shares} for name, own in kept.items()}
+    names = [name for name in kept if name in costs]
+    options = [list(kept[name].shares) for name in names]
+    prices = [[costs[name][n] for n in own] for name, own in zip(names, options, strict=True)]
+    gains = [[kept[name].shares[n] for n in own] for name, own in zip(names, options, strict=True)]
+    dense = sum(costs[name][m] for name in names)
+    least = sum(map(min, prices)) / dense if dense else 1.0
+    if least >= 1:
+        raise ConfigError(f"no ratio with M = {m} costs less than dense")
+    if not least * (1 - 1e-9) <= budget < 1:
+        told = math.ceil(1e4 * least) / 1e4
+        raise ConfigError(f"budget {budget:g}: with M = {m} it is from {told:g} to below 1")
+    chosen = best_choice(prices, gains, budget * dense * (1 + 1e-9))
+    n = dict.fromkeys(kept, m)
+    n |= {name: own[at] for name, own, at in zip(names, options, chosen, strict=True)}
+    return Proposal(
+        {name: Pattern(count, m) for name, count in n.items()},
+        {name: kept[name].shares[count] for name, count in n.items()},
+        sum(costs[name][n[name]] for name in names) / dense,
+        sum(own.groups * n[name] for name, own in kept.items())
+        / sum(own.groups * m for own in kept.values()),
+    )
+
+
+def best_choice(
+    costs: Sequence[Sequence[float]], gains: Sequence[Sequence[float]], most: float
+) -> list[int]:
+    """Choose one option for each layer: the largest sum of gains of all whose costs add up to
+    ``most`` at most; of equal ones the cheapest.
+
+    Args:
+        costs: of each option of each layer.
+        gains: likewise.
+        most: not less than the cheapest choice costs.
+
+    Returns:
+        The places of the options.
+    """
+    spent, gained = np.zeros(1), np.zeros(1)  # the list, from the cheapest to what gains most
+    to_come = sum(map(min, costs))
+    came: list[NDArray[np.intp]] = []
+    for cost, gain in zip(costs, gains, strict=True):
+        to_come -= min(cost)
+        total, value = np.add.outer(spent, cost).ravel(), np.add.outer(gained, gain).ravel()
+        order = np.lexsort((-value, total))
+        order = order[total[order] + to_come <= most]
+        highest = np.maximum.accumulate(value[order])
+        order = order[np.append(True, highest[1:] > highest[:-1])]
+        if len(order) > LONGEST:
+            part = (total[order] * (LONGEST / most)).astype(int)
+            order = order[np.append(part[1:] != part[:-1], True)]
+        came.append(order)
+        spent, gained = total[order], value[order]
+    chosen, at = list[int](), len(spent) - 1
+    for order, cost in zip(reversed(came), reversed(costs), strict=True):
+        at, option = divmod(int(order[at]), len(cost))
+        chosen.append(option)
+    return chosen[::-1]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The number of a layer's groups, and by N the share of its squared weights that it keeps."""
+
+    groups: int
+    shares: dict[int, float]
+
+
+@torch.no_grad()
+def kept_shares(
+    model: nn.Module,
+    m: int,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] = (),
+) -> dict[str, Kept]:
+    """Say what each layer keeps at N of m, m/2, ..., 1.
+
+    Args:
+        model, m, include, exclude: as in :func:`search_ratios`.
+
+    Returns:
+        By module name.
+
+    Raises:
+        ValueError: for an ``m`` that is no power of two.
+    """
+    layers: dict[str, list[Tensor]] = {}  # by module, as overrides are; some have several weights
+    for c in select(model, Pattern(1, m), include, exclude)[0]:
+        layers.setdefault(c.module_name, []).append(
+            by_group(c.tensor, Pattern(1, m), c.dim).reshape(-1, m)
+        )
+    found = {}
+    for name, weights in layers.items():
+        groups = torch.cat(weights).double().square()
+        # of the n largest of every group
+        sums = groups.sort(dim=1, descending=True).values.sum(0).cumsum(0)
+        shares = (sums / sums[-1].clamp_min(torch.finfo(sums.dtype).tiny)).tolist()
+        found[name] = Kept(len(groups), {n: shares[n - 1] for n in halved(m)})
+    return found
+
+
+def halved(m: int) -> list[int]:
+    """List m, m/2, m/4, ..., 1.
+
+    Raises:
+        ValueError: for an ``m`` that is no power of two.
+    """
+    if m < 2 or m & (m - 1):
+        raise ValueError(f"m={m} must be a power of two, 2 or more: N is halved")
+    return [m >> times for times in range(m.bit_length())]

@@ -1,0 +1,183 @@
+"""``nmrun ratios RUN``: a ratio for every layer of a trained model, and the command that trains with
+them.
+
+Imports torch only for a run that is there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nmrun.errors import ConfigError
+from nmrun.lab.runs.run_folder import FINAL, RunFolder
+from nmrun.lab.verbs import Parser
+from nmrun.patterns import Pattern
+
+if TYPE_CHECKING:
+    from nmrun.lab.keys.config import Config
+    from nmrun.lab.train.ratio_costs import Costs, Timed
+    from nmrun.lab.train.ratio_search import Proposal
+
+GROUPS = ("dataset", "model", "recipe", "optimizer", "schedule")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the ratios and the command; returns the exit status."""
+    parser = Parser(
+        prog="nmrun ratios",
+        description="Propose layer-wise ratios for the model of a finished run: those that keep most of the squared "
+        "weights of all that fit a budget.",
+    )
+    parser.add_argument(
+        "run",
+        type=Path,
+        help="a run folder, dense as a rule (holds result.json and model.safetensors)",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=0.125,
+        help="what the layers may cost, as a share of what they cost dense (default 0.125)",
+    )
+    parser.add_argument(
+        "--m", type=int, default=16, help="M of all ratios, a power of two (default 16)"
+    )
+    parser.add_argument(
+        "--cost",
+        choices=("weights", "flops", "time"),
+        default="weights",
+        help="what the budget is of: the kept weights, the FLOPs of their products, or the time of the three products of "
+        "a training step, measured on this machine at the run's batch (default weights)",
+    )
+    options = parser.parse_args(argv)
+    if options.m < 2 or options.m & (options.m - 1):
+        raise ConfigError(f"--m {options.m}: a power of two, 2 or more, since N is halved")
+    if not 0 < options.budget < 1:
+        raise ConfigError(f"--budget {options.budget:g}: a share of dense, above 0 and below 1")
+    if why := RunFolder(options.run).unfinished():
+        raise ConfigError(f"{options.run}: {why}")
+    try:
+        lines = _proposed(options.run, options.budget, options.m, options.cost)
+    except ValueError as error:
+        raise error if isinstance(error, ConfigError) else ConfigError(str(error)) from None
+    print("\n".join(lines))
+    return 0
+
+
+def _proposed(run: Path, budget: float, m: int, cost: str) -> list[str]:
+    """The ratios of the layers, what they cost, and the command."""
+    import torch
+    from omegaconf import OmegaConf
+    from safetensors.torch import load_file
+
+    from nmrun.lab import models, tasks
+    from nmrun.lab.train import ratio_costs, ratio_search
+    from nmrun.lab.words import schema
+    from nmrun.lab.words.identity import completed
+    from nmrun.sparsity.select import select
+
+    folder = RunFolder(run)
+    # a run has one seed
+    saved = {**completed(folder.result["config"]), "seeds": None}
+    config = schema.check(OmegaConf.create(saved))
+    task = tasks.build(config, torch.device("cpu"))
+    model = models.build(config.model.mapping(), task.inputs)
+    model.load_state_dict(load_file(folder.checked(FINAL)))
+    folder.tell_unverified()
+    limits: dict[str, Any] = {
+        "include": config.model.include,
+        "exclude": config.model.exclude or (),
+    }
+    words = _settings(config)
+    costs: Costs | None = None  # None: weights
+    timed: Timed | None = None
+    if cost == "flops":
+        names = [c.module_name for c in select(model, Pattern(1, m), **limits)[0]]
+        costs = ratio_costs.flops_by_layer(model, names, task, m)
+    if cost == "time":
+        plain = [*words, "trainer.budget=null"]  # how long it trains is no matter here
+        timed = ratio_costs.times_by_layer(lambda ratio: _checked([*plain, _of(ratio)]), m)
+        costs = timed.costs
+    found = ratio_search.search_ratios(model, budget, m, costs, **limits)
+    base = Pattern(min(max(1, round(found.density * m)), m - 1), m)
+    ratios = ", ".join(
+        f"{name}: {'dense' if r.n == r.m else r}" for name, r in found.ratios.items()
+    )
+    words += [_of(base), f"sparsity.overrides={{{ratios}}}"]
+    used = f"  {cost} {found.used:.3f} of dense, budget {budget:g}"
+    if timed is not None:
+        total = sum(own[m] for own in timed.costs.values())
+        used += f" ({found.used * total:.3g} of {total:.3g} ms for a micro-batch)"
+    return [*_table(found, timed), used, f"  nmrun {' '.join(map(shlex.quote, words))}"]
+
+
+def _table(found: Proposal, timed: Timed | None) -> list[str]:
+    """A line for each layer: its ratio, its times, what it keeps."""
+    width = max(map(len, found.ratios))
+    lines = []
+    if timed is not None:
+        lines.append(f"  {'layer':<{width}}  {'ratio':>7}  {'dense':>11}  {'sparse':>11}")
+    for name, ratio in found.ratios.items():
+        line = f"  {name:<{width}}  {ratio!s:>7}  "
+        if timed is not None and name not in timed.costs:
+            lines.append(
+                f"{line}stays dense, not measured: {timed.left.get(name, 'the recipe leaves it')}"
+            )
+            continue
+        if timed is not None:
+            own = timed.costs[name]
+            line += f"{own[ratio.m]:8.3f} ms  {own[ratio.n]:8.3f} ms  "
+        lines.append(f"{line}keeps {found.kept[name]:.1%} of the squared weights")
+    return lines
+
+
+def _of(ratio: Pattern) -> str:
+    return f"sparsity={ratio}"
+
+
+def _checked(words: Sequence[str]) -> Config:
+    """The config of these overrides."""
+    from hydra import compose
+
+    from nmrun.lab.words import schema, source
+    from nmrun.lab.words.composing import composing
+
+    source.register()
+    with composing():
+        return schema.check(compose("nmrun", list(words)))
+
+
+def _settings(config: Config) -> list[str]:
+    """The overrides that give a new run this one's data, model, optimizer, schedule, trainer and
+    seed, and its recipe; in the place of the dense one STEP, or SR-STE for want of Adam.
+    """
+    from nmrun.lab.words import schema
+
+    plain = dict(config.plain)
+    if plain["recipe"]["name"] == "dense":
+        adam = plain["optimizer"]["name"] in ("adam", "adamw")
+        plain["recipe"] = {"name": "step" if adam else "sr_ste"}
+    words = [f"{group}={plain[group]['name']}" for group in GROUPS]
+    default = _checked(words)
+    for group in (*GROUPS, "trainer"):
+        before = schema.flatten(default.plain[group])
+        words += [
+            f"{group}.{k}={_word(v)}"
+            for k, v in schema.flatten(plain[group]).items()
+            if v != before.get(k)
+        ]
+    return [*words, f"seed={config.seed}"]
+
+
+def _word(value: Any) -> str:
+    """A value as Hydra reads it: texts are quoted, but where they are plain words."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_word, value))}]"
+    if isinstance(value, str):
+        return value if re.fullmatch(r"[A-Za-z_][\w./-]*", value) else f'"{value}"'
+    return json.dumps(value)

@@ -1,0 +1,136 @@
+"""What is said of a run that has ended: ``result.json``, and the lines on the screen."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nmrun import ranks
+from nmrun.lab.keys.config import Config
+from nmrun.lab.runs.run_folder import RunFolder
+from nmrun.lab.train import environment
+from nmrun.lab.train.console import Console
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words.identity import identity
+
+
+def of_outcome(
+    outcome: dict[str, Any], config: Config, command: str, loop: Loop | None
+) -> dict[str, Any]:
+    """Complete what is known of a run's end with what every result has.
+
+    Args:
+        outcome: its ``status``, and what only runs with this status have.
+        config: the run's config.
+        command: what asks for this run alone; empty where nobody can know.
+        loop: its training, None where it ended before.
+
+    Returns:
+        Plain data, in which numbers that are not finite are None.
+    """
+    described = environment.describe(loop.device if loop else torch.device("cpu"))
+    strict: dict[str, Any] = _strict(
+        {
+            "status": outcome["status"],
+            "id": identity(config),
+            "config": config.plain,
+            "metrics": {"final": {}, "best": loop.evaluation.best if loop else {}},
+            "sparsity": {},
+            "flops": loop.flops_used if loop else {},
+            "events": loop.events if loop else [],
+            "environment": described | ({"command": command} if command else {}),
+            "steps": loop.total_steps if loop else None,
+            "seconds": round(loop.seconds, 3) if loop else 0.0,
+            "training_seconds": round(loop.training_seconds, 3) if loop else 0.0,
+            "checkpoint_seconds": round(loop.clock.spent, 3) if loop else 0.0,
+            **outcome,
+        }
+    )
+    return strict
+
+
+def _strict(value: Any) -> Any:
+    """Plain data that every JSON reader accepts: numbers that are not finite become null."""
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write(result: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Write ``result.json``, on the leader alone.
+
+    Args:
+        result: as of :func:`of_outcome`. That of a finished run is bound to the folder's files.
+        folder: the run's folder.
+
+    Returns:
+        What is in the file; ``failed``, with the reason, where it cannot be written.
+    """
+    try:
+        if ranks.leads():
+            return RunFolder(folder).write_result(result)
+    except OSError as error:  # a full disk, say
+        what = f"result.json cannot be written: {error.strerror}"
+        return {**result, "status": "failed", "error": what}
+    return result
+
+
+def summary(result: dict[str, Any]) -> dict[str, Any]:
+    """What loggers show of a run that has ended, without nesting.
+
+    Args:
+        result: as of :func:`write`.
+
+    Returns:
+        The final metrics by name, those of the best weights under ``best/``, FLOPs under
+        ``flops/``; and how the run ended.
+    """
+    metrics, told = result["metrics"], ("status", "error", "metric", "seconds", "training_seconds")
+    return {
+        **metrics["final"],
+        **{f"best/{key}": value for key, value in metrics["best"].items()},
+        **{f"flops/{key}": value for key, value in result.get("flops", {}).items()},
+        **{key: result[key] for key in told if key in result},
+        "commit": result["environment"].get("commit"),
+    }
+
+
+def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | None) -> None:
+    """Say how a run ended, in a few lines.
+
+    Args:
+        result: as of :func:`write`.
+        folder: the run's folder.
+        console: where to.
+        loop: its training, None where it ended before.
+    """
+    if result["status"] == "failed":
+        where = f"{folder} (run.log has the traceback)"
+        console.say(f"nmrun: failed: {result['error']}\n  {where}", error=True, style="bold red")
+    elif result["status"] == "interrupted":
+        at = f" at step {loop.step} of {loop.total_steps}" if loop else ""
+        told = f"  interrupted{at}; the same command goes on from the last checkpoint"
+        console.say(f"{told}\n  {folder}", style="yellow")
+    else:
+        final, best = result["metrics"]["final"], result["metrics"]["best"]
+        metric, sparsity = result["metric"], result["sparsity"]
+        layers = sparsity["layers"]
+        held = sum(layer["holds"] for layer in layers)
+        pattern = f"; {sparsity['pattern']} holds in {held} of {len(layers)} sparse layers"
+        told = f"{_both(final, metric)}{pattern if layers else ''}"
+        console.say(f"  {metric}: {told}; {result['seconds']:.1f} s", style="bold green")
+        if best:
+            word = "epoch" if isinstance(result["config"]["trainer"]["eval_every"], int) else "step"
+            console.detail(f"  best {word} by validation, {best[word]}: {_both(best, metric)}")
+        console.say(f"  {folder}")
+
+
+def _both(metrics: dict[str, float], metric: str) -> str:
+    splits = {"test": "test", "validation": "eval"}
+    found = {word: metrics.get(f"{split}/{metric}") for word, split in splits.items()}
+    return ", ".join(f"{word} {value:.4f}" for word, value in found.items() if value is not None)

@@ -1,0 +1,302 @@
+"""One run, from a checked config to a run folder with its result."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from safetensors import SafetensorError
+
+from nmrun import ranks
+from nmrun.errors import ConfigError, RunError, refuse
+from nmrun.lab.keys.config import Config
+from nmrun.lab.runs import locks
+from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder
+from nmrun.lab.signals import Signals
+from nmrun.lab.train import beforehand, checkpoint, last_files, plan, result
+from nmrun.lab.train.console import Console
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.track import Tracker
+from nmrun.lab.words.identity import identity, title
+
+
+def run(
+    config: Config, folder: Path, sweep: str | None = None, command: str = ""
+) -> dict[str, Any]:
+    """Train what a config asks for.
+
+    Args:
+        config: checked. ``dry`` builds all and trains nothing.
+        folder: the run's folder, made if need be.
+        sweep: the name of the sweep that the run belongs to: its W&B group, and fewer lines on the
+            screen.
+        command: what asks for this run alone, for ``result.json`` and the top of ``config.yaml``.
+
+    Returns:
+        What is in ``result.json``, and the ``folder``. ``status`` is ``finished``, ``failed`` (with
+        ``error``), ``interrupted`` (with ``signal``), or, without a file, ``planned`` for a dry
+        run, ``running`` where another process is at work on the same run, and ``skipped`` where
+        one has finished it.
+
+    Raises:
+        ConfigError: for a mistake that only the built model or the file system shows.
+    """
+    if config.dry:
+        parts, *_ = beforehand.parts(config, None, config.trainer.accumulate, search=False)
+        if sweep is None:
+            events = [f"  {event}" for event in parts.handle.pop_events()]
+            print("\n".join([*plan.lines(config, parts), *events]), flush=True)
+        place = {"id": identity(config), "folder": str(folder)}
+        return {"status": "planned", **place, "plan": plan.row(config, parts)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"{folder} cannot be written to")
+    except OSError as error:
+        raise ConfigError(f"output_dir={config.output_dir}: {error}") from None
+    ranks.begin(config.trainer.device)
+    try:
+        with locks.hold(folder) if ranks.leads() else contextlib.nullcontext(True) as ours:
+            known = _without_training(config, folder, ours) if ranks.leads() else None
+            outcome = ranks.from_leader(known)
+            outcome = outcome or _Run(config, folder, sweep, command).result()
+    except ConfigError:
+        with contextlib.suppress(OSError):
+            os.removedirs(folder)  # the empty folders only
+        raise
+    except OSError as error:  # a disk that takes nothing any more, not even that the run failed
+        outcome = {"status": "failed", "error": f"{folder}: {error.strerror}", "of_machine": True}
+        refuse([outcome["error"]])
+    return {**outcome, "folder": str(folder)}
+
+
+def _without_training(config: Config, folder: Path, ours: bool) -> dict[str, Any] | None:
+    """The outcome of a run that another process has or had, or whose files are wrong; else None."""
+    if not ours:
+        who = locks.holder(folder) or "another process"
+        error = f"{who} is at work on this very run"
+        print(f"nmrun: {error}: {folder}", file=sys.stderr, flush=True)
+        return {"status": "running", "error": error}
+    if config.force:
+        return None
+    there = RunFolder(folder)
+    if (done := there.finished()) is not None:
+        return {**done, "status": "skipped"}
+    wrong = there.broken()
+    error = ""
+    if there.is_of_another:  # its checkpoint is not this run's either
+        error = f"{RESULT}: {wrong[RESULT]}; move it away, or force=true makes all anew"
+    elif METRICS in wrong:  # a checkpoint does not have its rows
+        error = f"{METRICS} of this finished run: {wrong[METRICS]}; force=true makes all anew"
+    if not error:
+        return None
+    print(f"nmrun: {error}: {folder}", file=sys.stderr, flush=True)
+    return {"status": "failed", "error": error}
+
+
+class _Run:
+    """A run whose folder is ours."""
+
+    def __init__(self, config: Config, folder: Path, sweep: str | None, command: str) -> None:
+        self.config, self.folder, self.sweep, self.command = config, folder, sweep, command
+        log = folder / "run.log" if ranks.leads() else None
+        self.console = Console(log, brief=sweep is not None)
+        self.signals = Signals()
+        self.alone = False  # a failure that the other ranks do not know of, and wait
+        self.loop: Loop | None = None
+        self.tracker: Tracker | None = None
+
+    def result(self) -> dict[str, Any]:
+        """Train, and write ``result.json`` whatever happens (but for a configuration error, which
+        leaves nothing).
+        """
+        with self.signals:
+            ended = self._written(self._outcome())
+            if self.loop is not None:
+                self.loop.task.close()
+        if self.alone and ranks.world() > 1:
+            raise SystemExit(1)  # torchrun ends them
+        # too late for this run, but a sweep has to stop
+        if ended["status"] == "finished" and self.signals.caught is not None:
+            return {**ended, "status": "interrupted", "signal": self.signals.caught}
+        return ended
+
+    def _outcome(self) -> dict[str, Any]:
+        """Train; what there is to say of it, whatever happened. From then on signals wait."""
+        try:
+            outcome = self._train()
+            self.signals.then = "wait"
+            return outcome
+        except ConfigError:
+            raise
+        except KeyboardInterrupt:
+            self.signals.then = "wait"
+            return self._interrupted(signal.SIGINT)
+        except Exception as error:
+            self.signals.then = "wait"
+            self.console.note(traceback.format_exc())
+            self.alone = not isinstance(error, RunError)
+            # the signal that ended a process which this one needs may reach this one later
+            time.sleep(0.1)
+            if self.signals.caught is not None:
+                return self._interrupted(signal.SIGTERM)
+            line = (str(error).strip().splitlines() or [""])[0]
+            told = line if isinstance(error, RunError) else f"{type(error).__name__}: {line}"
+            of_machine = isinstance(error, (OSError, MemoryError, SafetensorError))
+            return {"status": "failed", "error": told, "of_machine": of_machine}
+
+    def _interrupted(self, otherwise: signal.Signals) -> dict[str, Any]:
+        return {"status": "interrupted", "signal": int(self.signals.caught or otherwise)}
+
+    def _written(self, outcome: dict[str, Any]) -> dict[str, Any]:
+        """What is in ``result.json`` from now on."""
+        ended = result.of_outcome(outcome, self.config, self.command, self.loop)
+        ended = result.write(ended, self.folder)
+        if self.tracker is not None:
+            code = 0 if ended["status"] == "finished" else 1
+            self.tracker.finish(result.summary(ended), code)
+        result.say(ended, self.folder, self.console, self.loop)
+        return ended
+
+    def _train(self) -> dict[str, Any]:
+        """Train to the end, with smaller and smaller micro-batches where memory runs out and
+        ``trainer.on_oom=halve``.
+        """
+        outcome, trainer = None, self.config.trainer
+        accumulate = trainer.accumulate
+        fresh = not self.config.resume or (self.config.force and not _forced_before(self.folder))
+        while outcome is None:
+            try:
+                outcome = self._sitting(accumulate, fresh)
+            except Exception as error:
+                several = ranks.world() > 1  # the others wait for a gradient that never comes
+                if not _out_of_memory(error) or (self.loop is None and several):
+                    raise
+                if self.loop is None:  # a pass that looks at the sizes of layers, or a trial
+                    accumulate, where = 2 * accumulate, "before training"
+                else:
+                    accumulate, fresh = 2 * self.loop.accumulate, False
+                    where = f"step {self.loop.step + 1}"
+                told = f"{where}: out of memory ({str(error).strip().splitlines()[0]})"
+                if trainer.on_oom != "halve" or accumulate > trainer.batch_size or several:
+                    raise RunError(
+                        f"{told}. Try trainer.accumulate={accumulate} or trainer.on_oom=halve"
+                    ) from error
+            # out of the handler, so that nothing holds on to the tensors of the failed step
+            if outcome is None:
+                self._free()
+                self.console.say(f"  {told}; on with trainer.accumulate={accumulate}")
+        return outcome
+
+    def _free(self) -> None:
+        self.loop = None
+        if self.tracker is not None:
+            self.tracker.finish({}, 1)
+            self.tracker = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _sitting(self, accumulate: int, fresh: bool) -> dict[str, Any]:
+        """Train from the last checkpoint to the end, or to a signal."""
+        config, folder = self.config, self.folder
+        state, complaints = (None, []) if fresh else checkpoint.load_last(folder)
+        if state is None and not (fresh or complaints) and (folder / CONFIG).exists():
+            complaints = ["begins anew: it ended before its first checkpoint"]
+        self._refuse_another_run_s(state)
+        there = RunFolder(folder)
+        said = "finished before, but " if there.is_finished else ""
+        complaints += [f"{said}{name}: {what}" for name, what in there.broken().items()]
+        rows = (state or {}).get("rows")
+        accumulate = max(accumulate, state["loop"]["accumulate"] if state else 1)
+        parts, planned, found = beforehand.parts(config, state, accumulate)
+        if ranks.leads():
+            self._begin_files(anew=state is None)
+        self.console.note(title(config))
+        if complaints:
+            self.console.say(f"  {'; '.join(complaints)}", style="yellow")
+        for line in plan.lines(config, parts):
+            self.console.detail(line)
+        loop = self.loop = Loop(config, parts, self.console)
+        if state is None:
+            if found:
+                loop.count_beforehand(found.seconds, found.flops)
+                loop.events.insert(0, found.said)
+            if planned:
+                loop.events.insert(0, planned)
+            for event in loop.events:
+                self.console.say(f"  {event}")
+        else:
+            _restore(loop, folder, state)
+            state = None  # or else it would be kept beside what the loop has
+            self.console.say(f"  goes on at step {loop.step} of {loop.total_steps}")
+        loop.accumulate = accumulate
+        if ranks.leads():
+            self.tracker = Tracker(
+                *(folder, config.plain, identity(config), self.sweep, loop.step, self.console.say),
+                mark=rows,
+            )
+            for event in self.tracker.events:
+                loop.events.append(event)
+                self.console.say(f"  {event}")
+
+        alone = ranks.world() == 1  # else the other ranks wait for this one's share
+        with self.signals.set("wait"):
+            while not loop.train(folder, self.tracker, self.signals):
+                if not (alone and self.signals.passed_on()):
+                    return self._interrupted(signal.SIGTERM)  # another rank's, if not ours
+        with self.signals.set("act" if alone else "wait"):
+            return last_files.write(folder, loop)
+
+    def _refuse_another_run_s(self, state: dict[str, Any] | None) -> None:
+        own = identity(self.config)
+        there = (state or {}).get("id", own)  # checkpoints of earlier versions have none
+        if there != own:
+            raise RunError(
+                f"checkpoint.pt is of run {there}, this is run {own}: put this run's own checkpoint back, "
+                "or start over with force=true"
+            )
+
+    def _begin_files(self, anew: bool) -> None:
+        folder = RunFolder(self.folder)
+        last_files.remove_unfinished(self.folder)
+        if anew:
+            folder.clear()
+            checkpoint.remove(self.folder)
+            shutil.rmtree(self.folder / "wandb", ignore_errors=True)
+        folder.begin(OmegaConf.to_yaml(OmegaConf.create(self.config.plain)), self.command)
+
+
+def _restore(loop: Loop, folder: Path, state: dict[str, Any]) -> None:
+    if any(".parametrizations." in f".{name}" for name in state["model"]):
+        raise RunError(
+            "checkpoint.pt is of an older nmrun, which kept the dense weights in the model; force=true starts over"
+        )
+    try:
+        loop.load_state_dict(checkpoint.complete(folder, state, loop.model))
+    except (KeyError, RuntimeError, ValueError, TypeError) as error:
+        raise RunError(
+            f"checkpoint.pt does not fit this version of the code; force=true starts over ({error})"
+        ) from error
+
+
+def _forced_before(folder: Path) -> bool:
+    """Whether ``force=true`` has begun the run in this folder and was cut off: it goes on then."""
+    there = RunFolder(folder)
+    forced = there.begun.get("force") is True
+    return forced and there.result.get("status") in (None, "interrupted")
+
+
+def _out_of_memory(error: Exception) -> bool:
+    known = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return known or "DefaultCPUAllocator" in str(error)

@@ -1,0 +1,226 @@
+"""A model of which every process holds a part (FSDP2), by the same means as a user's own script.
+
+``fully_shard`` first, then the optimizer over the sharded parameters, then ``nmrun.sparsify``. No
+process ever has the whole model in its memory, and any number of processes can go on with what is
+saved.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from nmrun import ranks
+from nmrun.errors import ConfigError
+from nmrun.lab.keys.config import Config
+from nmrun.lab.tasks.base import Task
+from nmrun.lab.train.on_disk import OnDisk, mapped
+from nmrun.lab.train.replicated import Replicated
+from nmrun.recipes.base import Recipe
+
+# of the trainer: what each option has to be
+ALONE: dict[str, Any] = {"compile": False, "diagnose_every": None, "input_gradient": "exact"}
+FROM_LEADER = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+HINT = "use trainer.distributed=ddp"
+
+
+def check(config: Config, recipe: Recipe, task: Task, precision: str) -> None:
+    """Refuse what cannot be trained on shards.
+
+    Args:
+        config: the run's config.
+        recipe: its recipe, begun.
+        task: its task.
+        precision: fp32, bf16 or fp16.
+
+    Raises:
+        ConfigError: with the option and what to use instead.
+    """
+    trainer, found = config.trainer, ""
+    if wrong := [key for key, value in ALONE.items() if getattr(trainer, key) != value]:
+        found = f"trainer.{wrong[0]}={getattr(trainer, wrong[0])} needs whole weights"
+    elif recipe.looks_across_rows:
+        permuted = " with permute=true" if getattr(recipe, "permute", False) else ""
+        found = f"recipe {recipe.name}{permuted} looks across the rows of a weight"
+    elif recipe.pattern.v > 1:
+        found = f"a {recipe.pattern} mask looks across the rows of a weight"
+    elif precision == "fp16":
+        found = "trainer.precision=fp16 scales the loss by whole gradients (bf16 and fp32 need not)"
+    elif task.counted_with_values:
+        found = "the network's shapes depend on values, which a process has in parts only"
+    elif task.metric == "bleu":
+        found = "beam search calls parts of the model"
+    if found:
+        raise ConfigError(
+            f"trainer.distributed=fsdp keeps shards of each weight, and {found}: {HINT}"
+        )
+
+
+def built(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model with values in the leader, and without in the others: :func:`shard` gives them.
+
+    Args:
+        make: builds it. What does not build on the meta device (its code reads values) is built on
+            the CPU everywhere.
+
+    Returns:
+        The model, on the meta device or, with the values that it has in a single process, on the
+        CPU, where large tensors are on the disk (``nmrun.lab.train.on_disk``). Random generators are
+        the leader's afterwards.
+    """
+    before = torch.get_rng_state()
+    model = None
+    if not ranks.leads():
+        try:
+            with torch.device("meta"):
+                model = make()
+        except RuntimeError:  # of an operator that the meta device has not, too
+            torch.set_rng_state(before)
+    if model is None:
+        with OnDisk():
+            model = make()
+    state = torch.get_rng_state()
+    dist.broadcast(state, src=0)
+    torch.set_rng_state(state)
+    return model
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, for which no value is copied."""
+    bare: dict[int, Any] = {id(b): b.to("meta") for b in model.buffers()}
+    for p in model.parameters():
+        bare[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+    return copy.deepcopy(model, bare)
+
+
+def shard(model: nn.Module, device: torch.device, transposed: Collection[str] = ()) -> None:
+    """Let every process keep its part of each parameter, with the leader's values.
+
+    Args:
+        model: as :func:`built` gives it.
+        device: where the parts go.
+        transposed: names of the parameters that are stored (in, out), which are cut along their
+            second dimension; all others are cut along their first.
+
+    Raises:
+        ConfigError: for parameters that cannot be cut.
+    """
+    along = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ConfigError(
+                f"trainer.distributed=fsdp cannot cut {name}, a single number: {HINT}"
+            )
+        if name in transposed:
+            along[id(parameter)] = 1
+            if parameter.shape[1] % ranks.world():
+                raise ConfigError(
+                    f"trainer.distributed=fsdp cannot cut the {parameter.shape[1]} outputs of "
+                    f"{name}, which is stored transposed, for {ranks.world()} processes evenly: {HINT}"
+                )
+    on_meta = any(p.is_meta for p in model.parameters())
+    values = model.state_dict() if ranks.leads() else {}
+    mesh = init_device_mesh(device.type, (ranks.world(),))
+    for block in [*_blocks(model), model]:
+        fully_shard(
+            block,
+            mesh=mesh,
+            reshard_after_forward=True,
+            shard_placement_fn=lambda p: Shard(along.get(id(p), 0)),
+        )
+    model.to_empty(device=device) if on_meta else model.to(device)
+    set_model_state_dict(model, values, options=FROM_LEADER)
+    _agree(model.buffers())  # also those that no state dict has
+
+
+class Sharded(Replicated):
+    """A sparse model, its optimizer and its handle, of which every process has a part.
+
+    All processes have to call each method, and each gets its parts. Whole parameters exist one at
+    a time.
+    """
+
+    def forward(self, model: Any) -> Any:
+        """``model`` as it is: its gradients are averaged over the ranks and cut already."""
+        return model
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`, in parts or whole; every rank has to have it, if only mapped."""
+        self.model.load_state_dict(self.handed_out(state["model"]))
+        saved = state["optimizer"]
+        own = [p for group in self.optimizer.param_groups for p in group["params"]]
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        if len(numbers) != len(own):
+            raise ValueError(f"{len(numbers)} parameters for an optimizer of {len(own)}")
+        likes = dict(zip(numbers, own, strict=True))
+        parts = {
+            number: {key: ranks.part_like(value, likes[number]) for key, value in entries.items()}
+            for number, entries in saved["state"].items()
+        }
+        self.optimizer.load_state_dict({**saved, "state": parts})
+
+    def handed_out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This process's parts of tensors by the names of parameters and buffers; what is in parts
+        already stays as it is."""
+        own = self.model.state_dict()
+        return {name: ranks.part_like(tensor, own.get(name)) for name, tensor in tensors.items()}
+
+    def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inverse of :meth:`handed_out`, for a file: the leader gets whole tensors, which are
+        mapped (``nmrun.lab.train.on_disk``), the others none."""
+        found = {}
+        for name, tensor in tensors.items():
+            whole: Any = tensor
+            if isinstance(tensor, DTensor):  # on the device: one at a time
+                whole = whole.to(tensor.device_mesh.device_type).full_tensor()
+            if ranks.leads():
+                found[name] = mapped(whole.contiguous())
+        return found
+
+    def final_state_dict(self) -> dict[str, Tensor]:
+        """Copies of what the model would have if training ended now, sparse weights N:M; on the
+        CPU."""
+        own = {w.name: w for w in self.handle.sparse}
+        final: dict[str, Tensor] = {}
+        for name, tensor in sorted(self.model.state_dict().items()):
+            if (weight := own.get(name)) is not None:
+                tensor = weight.as_shard(self.handle.final_weight(weight))
+            final[name] = tensor.detach().to("cpu", copy=True)
+        return final
+
+
+def _agree(buffers: Iterable[Tensor]) -> None:
+    for buffer in buffers:
+        whole = buffer.detach().contiguous()
+        dist.broadcast(whole.view(torch.uint8) if whole.dtype == torch.bool else whole, src=0)
+        buffer.detach().copy_(whole)
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """What FSDP gathers at a time: the items of every outermost list of layers, but for those that
+    share a parameter with others."""
+    users: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(parameter), []).append(name)
+    found: list[nn.Module] = []
+    outer: list[str] = []
+    for name, module in model.named_modules():
+        inner = any(name.startswith(f"{other}.") for other in outer)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and name and not inner:
+            outer.append(name)
+            for part, child in module.named_children():
+                own = list(child.parameters())
+                if own and all(
+                    user.startswith(f"{name}.{part}.") for p in own for user in users[id(p)]
+                ):
+                    found.append(child)
+    return found

@@ -1,0 +1,228 @@
+"""The training step: micro-batches, precision, clipping and the learning rate around one
+``optimizer.step``.
+
+Recipes do not appear here. Their hooks hang on ``optimizer.step``, which sees the gradient of the
+whole batch, unscaled and clipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nmrun import ranks
+from nmrun.errors import RunError
+from nmrun.lab.keys.config import Config
+from nmrun.lab.tasks.base import Batch
+from nmrun.lab.train import nonfinite
+from nmrun.lab.train.build import Parts, autocast
+from nmrun.lab.train.replicated import Replicated
+from nmrun.lab.train.schedules import scheduled
+
+SMALLEST_SCALE = 2.0**-24  # a loss scale below this means that no step can succeed any more
+MOST_ROWS = 20_000  # of training steps in metrics.jsonl: ten to twenty megabytes of a small network
+
+
+class Steps:
+    """The training steps of one run, and no more: trials need neither evaluation nor files.
+
+    Attributes:
+        step: the batches so far. ``updates``: the optimizer steps (loss scaling may skip some).
+        total_steps: the batches of the run.
+        accumulate: the micro-batches that a batch is cut into on each rank.
+        losses: of the steps since ``logged_step``, on the device until they are logged.
+        items: seen in this sitting.
+        flops: of the training so far, see :attr:`flops_used`.
+        held: how model and optimizer are held, replicated or sharded.
+    """
+
+    def __init__(self, config: Config, parts: Parts) -> None:
+        self.trainer, self.accumulate = config.trainer, config.trainer.accumulate
+        self.task, self.loss = parts.task, parts.loss
+        self.model, self.optimizer = parts.model, parts.optimizer
+        self.handle, self.cost = parts.handle, parts.cost
+        self.activations = parts.activations
+        self.device, self.precision = parts.device, parts.precision
+        self.total_steps = parts.total_steps
+        forward: Any = self.model
+        if how := self.trainer.compile:
+            forward = torch.compile(self.model, fullgraph=True, mode=None if how is True else how)
+        self.held = Replicated(self.model, self.optimizer, self.handle)
+        # with FSDP no rank can pass through the model without the others
+        self.in_step = ranks.world() > 1 and self.trainer.distributed == "fsdp"
+        if self.in_step:
+            from nmrun.lab.train.sharded import (
+                Sharded,  # half a second that others need not wait for
+            )
+
+            self.held = Sharded(self.model, self.optimizer, self.handle)
+        self.forward: Any = self.held.forward(forward)
+        if ranks.world() > 1:
+            # dropout differs between ranks, the weights do not
+            torch.manual_seed(config.seed + 1_000_003 * ranks.rank())
+        self.scaler = torch.amp.grad_scaler.GradScaler(
+            self.device.type, enabled=self.precision == "fp16"
+        )
+        self.lr_factor = scheduled(config.schedule.mapping(), config.optimizer.lr, self.total_steps)
+        self.base_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.step = self.updates = self.logged_step = self.items = 0
+        self.losses: list[Tensor] = []
+        self.flops = {"training_arithmetic": 0, "training_hardware": 0, "training_dense": 0}
+        self.handle.mask_metrics.begin()
+
+    def train_step(self, epoch: int, index: int, measure_flips: bool) -> Batch:
+        """Make one step.
+
+        Args:
+            epoch: counted from 0.
+            index: the batch of the epoch, counted from 0.
+            measure_flips: compare the masks with those before the step.
+
+        Returns:
+            The first micro-batch of this rank.
+
+        Raises:
+            RunError: on a CPU, if the loss is not finite.
+        """
+        self.activations.at(self.step)
+        shares = self._shares(epoch, index)
+        total = torch.zeros((), device=self.device)
+        for number, (batch, share) in enumerate(shares, 1):
+            if self.trainer.compile:
+                torch.compiler.cudagraph_mark_step_begin()  # the last pass's outputs are done with
+            with self._averaged_over_ranks(number == len(shares)):
+                with self.autocast():
+                    loss = self.loss(self.forward, batch) * share
+                self.scaler.scale(loss * ranks.world()).backward()
+            total += loss.detach()
+        self.step += 1
+        self.losses.append(ranks.total(total))
+        # elsewhere it would wait for the device: there losses are read when a row is logged
+        if self.device.type == "cpu":
+            self.check_losses()
+
+        self.scaler.unscale_(self.optimizer)
+        if self.trainer.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.trainer.clip)
+        factor = self.lr_factor(self.updates)
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base * factor
+        self.handle.measure_flips = measure_flips
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        # a lower scale: this step was skipped
+        self.updates += int(self.scaler.get_scale() >= scale)
+        self.optimizer.zero_grad(set_to_none=True)
+        return shares[0][0]
+
+    def _shares(self, epoch: int, index: int) -> list[tuple[Batch, float]]:
+        """This rank's micro-batches and their shares in the batch's loss. A rank that has none
+        takes part with one whose share is 0.
+        """
+        parts = self.accumulate * ranks.world()
+        sizes = self.task.sizes(epoch, index, parts)
+        self._count(items := sum(sizes))
+        mine = ranks.share(len(sizes), self.accumulate)
+        batches = ranks.together(
+            lambda: self.task.micro_batches(epoch, index, parts, mine or range(1))
+        )
+        shares = [
+            (batch, sizes[number] / items) for number, batch in zip(mine, batches, strict=False)
+        ]
+        rounds = min(self.accumulate, len(sizes)) if self.in_step else 1
+        return shares + [(batches[0], 0.0)] * (rounds - len(shares))
+
+    def _averaged_over_ranks(self, now: bool) -> contextlib.AbstractContextManager[Any]:
+        """For a micro-batch: gradients are averaged over the ranks after the last one alone."""
+        everywhere = now or ranks.world() == 1 or self.in_step  # FSDP keeps no whole gradient
+        return contextlib.nullcontext() if everywhere else self.forward.no_sync()
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of every forward pass."""
+        return autocast(self.device, self.precision)
+
+    # --- what it costs ----------------------------------------------------------------------------
+
+    def _count(self, items: int) -> None:
+        self.items += items
+        recipe = self.handle.recipe
+        self.flops["training_arithmetic"] += round(items * self.cost.training(recipe))
+        self.flops["training_hardware"] += round(items * self.cost.training(recipe, hardware=True))
+        self.flops["training_dense"] += round(items * self.cost.dense)
+
+    @property
+    def flops_used(self) -> dict[str, int]:
+        """FLOPs of the training steps so far, those of a search for the decay included, and of
+        inference with the final weights on one item; see ``nmrun.lab.train.flops.Flops``.
+
+        ``..._arithmetic`` leaves out every multiplication with a zero that the recipe puts there,
+        ``..._hardware`` what 2:4 sparse tensor cores can leave out, ``training_dense`` is the run's
+        own number of dense steps.
+        """
+        inference = {"arithmetic": self.cost.forward_sparse, "hardware": self.cost.forward_hardware}
+        return {
+            **self.flops,
+            **{f"inference_{kind}": round(flops) for kind, flops in inference.items()},
+        }
+
+    # --- what can go wrong ------------------------------------------------------------------------
+
+    def check_losses(self) -> list[float]:
+        """Read the losses since the last training row.
+
+        Raises:
+            RunError: with what is known, if one is not finite, or the loss scale is too small.
+        """
+        losses: list[float] = torch.stack(self.losses).tolist() if self.losses else []
+        for step, loss in enumerate(losses, self.logged_step + 1):
+            if not math.isfinite(loss):
+                raise RunError(self._diagnosis(step, f"the loss is {loss}"))
+        if self.scaler.is_enabled() and self.scaler.get_scale() < SMALLEST_SCALE:
+            raise RunError(
+                self._diagnosis(self.step, "no gradient is finite, however small the loss scale")
+            )
+        return losses
+
+    def _diagnosis(self, step: int, what: str) -> str:
+        epoch, index = divmod(step - 1, self.task.batches_per_epoch)
+        batches = self.task.micro_batches(epoch, index, self.accumulate)
+        where = "looked for with trainer.distributed=ddp only"
+        if not self.in_step:
+            where = nonfinite.culprit(self.model, self.loss, batches, self.autocast)
+        return self.not_finite(step, what, where)
+
+    def not_finite(self, step: int, what: str, where: str) -> str:
+        """Say what is not finite, and what to try.
+
+        Args:
+            step: the step, counted from 1.
+            what: what was seen, such as ``the loss is nan``.
+            where: the first non-finite value.
+
+        Returns:
+            One line for a RunError.
+        """
+        lr = self.base_lrs[0] * self.lr_factor(self.updates)
+        tries = [f"a lower optimizer.lr (it was {lr:.3g})"]
+        tries += ["trainer.clip=1"] if self.trainer.clip is None else []
+        tries += ["trainer.precision=bf16 or fp32"] if self.precision == "fp16" else []
+        tries += ["trainer.precision=fp32"] if self.precision == "bf16" else []
+        return f"step {step}: {what}; the first non-finite value is {where}. Try {', '.join(tries)}"
+
+
+def log_interval(every: int, total_steps: int) -> int:
+    """Return the steps between two training rows: ``every``, or the smallest multiple of it with
+    which ``total_steps`` make no more than ``MOST_ROWS`` of them.
+    """
+    return every * max(1, -(-total_steps // (every * MOST_ROWS)))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given, so that a clock shows it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

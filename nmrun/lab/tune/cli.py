@@ -1,0 +1,103 @@
+"""``nmrun tune NAME [--trials N] [--over KEY=RANGE] [overrides]``: a comparison of tuned recipes."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from nmrun.errors import ConfigError
+from nmrun.lab.verbs import Parser, files_of_the_command
+
+FOLDER = ".tune"  # in the output folder; the runs of the trials are below it
+
+
+def main(argv: Sequence[str]) -> int:
+    """Tune every cell of a sweep by the same number of trials, then run its seeds.
+
+    Prints the table once all cells are done. Given again, it goes on; given in several processes at
+    once, each takes cells that nobody is at work on. With ``dry=true`` among the words it prints
+    what it would do, and writes nothing.
+
+    Returns:
+        The exit status: 1 where all trials of a cell failed, or a run of a seed.
+
+    Raises:
+        ConfigError: with all that is wrong with the command.
+    """
+    parser = Parser(
+        prog="nmrun tune",
+        description="Give every recipe of a sweep the same number of trials, over the learning rate and the recipe's own "
+        "hyperparameters, by the validation split; then run the seeds with what was found, and print the table.",
+    )
+    parser.add_argument("name", help="of the comparison; its folder is OUTPUT_DIR/.tune/NAME")
+    parser.add_argument("words", nargs="+", help="a sweep, as after nmrun -m, with its seeds")
+    parser.add_argument(
+        "--trials", type=int, default=8, help="of each recipe at each ratio (default 8)"
+    )
+    parser.add_argument(
+        "--over",
+        action="append",
+        default=[],
+        metavar="KEY=RANGE",
+        help="look for KEY in another range than the recipe's own, as in 'optimizer.lr=tag(log,interval(1e-4,1e-2))' or "
+        "recipe.switch=auto,0.2,0.5; recipes without the key are left as they are",
+    )
+    parser.add_argument("--config-dir", help="a folder of more configs")
+    options = parser.parse_intermixed_args(argv)
+    if options.trials < 1:
+        raise ConfigError(f"--trials {options.trials}: it takes a whole number, 1 or more")
+    if "=" in options.name or "/" in options.name or options.name.startswith("."):
+        raise ConfigError(f"{options.name}: the first word is a name for the comparison")
+    from nmrun.lab.train import jobs
+    from nmrun.lab.tune import comparison, outcome, plan, progress, space
+    from nmrun.lab.words import command_line
+    from nmrun.lab.words.sweep import span
+
+    given = space.read(options.over)
+    asked = command_line.options(list(options.words))
+    asked.multirun, asked.config_dir = True, options.config_dir
+    sweeps, looks = jobs.checked(asked)
+    folder = Path(looks[0].output_dir, FOLDER, options.name).absolute()
+    cells = plan.cells(folder, sweeps, given, options.config_dir)
+    if any(cell.config.dry for cell in cells):
+        seconds = progress.expected(cells, options.trials)
+        about = (
+            []
+            if seconds is None
+            else [f"  about {span(seconds)}, as long as such runs took before"]
+        )
+        print("\n".join([*plan.said(cells, options.trials), *about, f"  {folder}"]))
+        return 0
+    with files_of_the_command():
+        for cell in cells:
+            comparison.check(cell)
+    seeds = max(len(cell.seeds) for cell in cells)
+    print(
+        f"{len(cells)} cells, {options.trials} trials and {seeds} seeds each; {folder}", flush=True
+    )
+    far = progress.Progress(cells, options.trials)
+
+    def say(told: str) -> None:
+        print(far.line(told), flush=True)
+
+    elsewhere, before = cells, None
+    try:
+        while elsewhere and elsewhere != before:  # those that others have left by now, again
+            before = elsewhere
+            elsewhere = [cell for cell in before if not comparison.run(cell, options.trials, say)]
+    except (KeyboardInterrupt, SystemExit):  # after a signal, once the run's checkpoint is saved
+        print("interrupted; the same command goes on", flush=True)
+        raise
+    result = outcome.of(cells, options.trials)
+    with files_of_the_command():
+        outcome.write(folder, result)
+    if elsewhere:
+        names = ", ".join(cell.name for cell in elsewhere)
+        print(f"at work in other processes: {names}; the same command goes on")
+        return 0
+    sys.stdout.write(outcome.text(result))
+    command = shlex.join(["nmrun", "table", str(folder / outcome.RUNS)])
+    print(f"  {command}")
+    return 1 if result.failed else 0

@@ -1,0 +1,191 @@
+"""A comparison of tuned recipes: the trials of each cell, and the runs of its seeds.
+
+Each cell has ``trials`` runs with the seed 1000. The best two by the validation split are
+repeated with the seeds 1001 and 1002; the better mean wins, and has a run for each reported seed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nmrun import atomic
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab.api.kept import kept
+from nmrun.lab.api.runs import raise_interrupt
+from nmrun.lab.keys.config import Config
+from nmrun.lab.report import names
+from nmrun.lab.runs import locks
+from nmrun.lab.runs.run_folder import RunFolder
+from nmrun.lab.train import jobs
+from nmrun.lab.tune import space
+from nmrun.lab.tune.plan import Cell
+from nmrun.lab.tune.study import RUNS, SEED, TRIALS, Study, Trial, ended, of_result
+from nmrun.lab.words import command_line, schema
+from nmrun.lab.words.composing import Done, composed, composing
+from nmrun.lab.words.identity import identity, run_folder
+
+DEFINITION = "study.json"
+COMPOSED: Done = {}  # shared by the runs of all cells
+Say = Callable[[str], None]
+
+
+def check(cell: Cell) -> None:
+    """Write what a cell's trials are of, or hold it against what is there.
+
+    Raises:
+        ConfigError: where the trials under this name were of other settings or another space.
+    """
+    flat = {
+        key: value
+        for key, value in schema.flatten(cell.config.plain).items()
+        if key not in cell.searched and key.partition(".")[0] not in ("track", "seed", "output_dir")
+    }
+    mine: dict[str, Any] = {
+        "space": {key: str(search) for key, search in cell.searched.items()},
+        "settings": json.loads(json.dumps(flat)),
+        "identity": identity(cell.config),
+    }
+    cell.folder.mkdir(parents=True, exist_ok=True)
+    file = cell.folder / DEFINITION
+    if not file.exists():
+        atomic.write(file, json.dumps(mine, indent=1) + "\n", shared=True)
+        return
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+        theirs = {part: dict(read[part]) for part in ("space", "settings")}
+        alike = read["identity"] == mine["identity"] and read["space"] == mine["space"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(f"{file} is not whole; remove {cell.folder} to tune anew") from None
+    for part in () if alike else ("space", "settings"):
+        for key in sorted({*theirs[part], *mine[part]}):
+            then, now = theirs[part].get(key), mine[part].get(key)
+            if then != now:
+                what = "looked for in" if part == "space" else "tuned with"
+                raise ConfigError(
+                    f"{cell.folder.parent.name}: {cell.name} was {what} {key}={then}, and now "
+                    f"{now} is asked for; give the comparison another name"
+                )
+
+
+def run(cell: Cell, trials: int, say: Say) -> bool:
+    """Do a cell's trials and its seeds, as far as they are not done.
+
+    Args:
+        cell: the cell.
+        trials: the number of its trials.
+        say: prints a line.
+
+    Returns:
+        Whether the cell is done; False where another process is at work on it.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: after a signal, once the run's checkpoint is saved.
+        ConfigError: where the runs have no metric of a validation split.
+        RunError: where a run fails for another reason than its settings, a full disk say. It counts
+            as no trial.
+    """
+    with locks.hold(cell.folder) as ours:
+        if not ours:
+            return False
+        if (line := study_of(cell).settings()[1]) is not None:
+            say(
+                f"{cell.name}  {cell.folder / TRIALS}: line {line} is damaged; the trials from it on "
+                "are proposed again, and runs that ended are not repeated"
+            )
+        while (number := len((study := study_of(cell)).trials())) < trials:
+            params = study.propose(trials)
+            study.add(params)
+            done = _tried(cell, params, SEED)
+            best = next(iter(study_of(cell).ranked(trials)), None)
+            say(
+                f"{cell.name}  trial {number + 1}/{trials}  {shown(params)}  "
+                f"{said(done)}, best {said(best)}  {done.seconds:.0f} s"
+            )
+        for params, seed in study.to_repeat(trials):
+            done = _tried(cell, params, seed)
+            say(
+                f"{cell.name}  seed {seed} of tuning  {shown(params)}  {said(done)}  "
+                f"{done.seconds:.0f} s"
+            )
+        for words in _reported(cell, trials):
+            config = _composed(cell, words)
+            if RunFolder(run_folder(config)).finished() is None:
+                done = of_result(_done(cell, config, words), cell.searched)
+                say(f"{cell.name}  seed {config.seed}  {said(done)}  {done.seconds:.0f} s")
+    return True
+
+
+def configs(cell: Cell, trials: int) -> list[Config]:
+    """Compose the runs of a cell's seeds, with the best settings of its first ``trials`` trials;
+    none where all of these failed.
+    """
+    return [_composed(cell, words) for words in _reported(cell, trials)]
+
+
+def _reported(cell: Cell, trials: int) -> list[list[str]]:
+    """The words of the runs of a cell's seeds."""
+    best = study_of(cell).best(trials)
+    return [_words(cell, best.params, seed) for seed in cell.seeds] if best else []
+
+
+def study_of(cell: Cell) -> Study:
+    """Open the study of a cell, with the runs that ended by now."""
+    return Study(cell.folder, cell.searched, cell.defaults, ended(cell.folder, cell.searched))
+
+
+def shown(params: Mapping[str, Any]) -> str:
+    """Write settings in short: ``lr=0.002 decay=1e-05``."""
+    return " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in params.items())
+
+
+def _words(cell: Cell, params: Mapping[str, Any], seed: int) -> list[str]:
+    """What asks for one run, after ``nmrun``."""
+    return [*cell.words, *space.words(params), f"seed={seed}"]
+
+
+def _composed(cell: Cell, words: Sequence[str]) -> Config:
+    with composing(cell.config_dir):
+        return schema.check(composed(words, COMPOSED))
+
+
+def _tried(cell: Cell, params: Mapping[str, Any], seed: int) -> Trial:
+    """Do a run of the tuning. The test split is left alone. Nobody wants to go on, and the
+    checkpoint would be most of what it leaves.
+    """
+    place = f"output_dir='{cell.folder / RUNS}'"
+    words = [*_words(cell, params, seed), "trainer.test=false", place]
+    config = _composed(cell, words)
+    outcome = _done(cell, config, words)
+    from nmrun.lab.train import checkpoint  # after the run, since it imports torch
+
+    checkpoint.remove(run_folder(config))
+    found = study_of(cell).run(params, seed)
+    if found is None:
+        raise RunError(f"{run_folder(config)}: {outcome.get('error', 'it left no result')}")
+    return found
+
+
+def _done(cell: Cell, config: Config, words: Sequence[str]) -> dict[str, Any]:
+    """Do a run, whose own lines are in its ``run.log``; its outcome, ``finished`` or ``failed``."""
+    with kept(), contextlib.redirect_stdout(io.StringIO()):
+        outcome = jobs.one(config, command=command_line.typed(cell.config_dir, words))
+    raise_interrupt(outcome)
+    if outcome.get("of_machine"):
+        raise RunError(
+            f"{run_folder(config)}: {outcome['error']}; no trial is lost, and the same command goes on"
+        )
+    return {
+        **outcome,
+        "status": "finished" if outcome["status"] == "skipped" else outcome["status"],
+    }
+
+
+def said(trial: Trial | None) -> str:
+    """The value of a trial in words: ``validation accuracy 97.3 %``."""
+    if trial is None or trial.value is None:
+        return "failed"
+    return names.valued(trial.metric, trial.value)

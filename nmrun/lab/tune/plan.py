@@ -1,0 +1,168 @@
+"""What a comparison of tuned recipes is going to do: its cells, and how many runs they take.
+
+A cell is what a table shows: one recipe at one ratio, and one value of every other key that is
+swept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nmrun.errors import ConfigError
+from nmrun.lab.api.runs import jobs_of
+from nmrun.lab.keys.config import Config
+from nmrun.lab.tune import space
+from nmrun.lab.tune.study import AGAIN, FINALISTS, SEED
+from nmrun.lab.words import schema, zipped
+from nmrun.lab.words.identity import identity
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One recipe at one ratio.
+
+    Attributes:
+        name: recipe and ratio, and the other swept values.
+        words: its overrides, without a seed.
+        config: its config before tuning.
+        seeds: those that are reported.
+        folder: where its trials are.
+        searched: the search spaces by key.
+        apart: the values of the swept keys that are not searched, but for recipe and ratio.
+        config_dir: a folder of more configs.
+    """
+
+    name: str
+    words: list[str]
+    config: Config
+    seeds: list[int]
+    folder: Path
+    searched: space.Space
+    apart: Mapping[str, str]
+    config_dir: str | None
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The config's own values of what is searched."""
+        flat = schema.flatten(self.config.plain)
+        return {key: flat[key] for key in self.searched}
+
+
+def cells(
+    folder: Path, sweeps: list[list[str]], given: space.Space, config_dir: str | None = None
+) -> list[Cell]:
+    """List the cells of a comparison.
+
+    Args:
+        folder: that of the comparison.
+        sweeps: the overrides of each sweep.
+        given: search spaces by key, which win over the recipes' own.
+        config_dir: a folder of more configs.
+
+    Returns:
+        The cells in the order of the sweeps; dense runs, which have no ratio, are one cell.
+
+    Raises:
+        ConfigError: for a key of ``given`` that no cell has, for several values of a key that is
+            searched, and for seeds that tuning uses.
+    """
+    found: dict[str, tuple[list[str], Config, list[int]]] = {}
+    for words, job in jobs_of(sweeps, config_dir):
+        seeds = [job.seed] if job.seeds is None else list(job.seeds)
+        job.seed, job.seeds = SEED, None
+        config = schema.check(job)
+        bare = [word for word in words if zipped.key(word) not in ("seed", "seeds")]
+        known = found.setdefault(identity(config), (bare, config, []))[2]
+        known += [seed for seed in seeds if seed not in known]
+    unknown = [key for key in given if not any(space.has(c, key) for _, c, _ in found.values())]
+    if unknown:
+        raise ConfigError(f"--over {unknown[0]}: no run of this comparison has the key")
+    reported = {seed for _, _, seeds in found.values() for seed in seeds}
+    if taken := sorted(reported & {SEED, *AGAIN}):
+        raise ConfigError(f"seed={taken[0]}: the seeds {SEED} to {AGAIN[-1]} are those of tuning")
+    apart = _apart([config for _, config, _ in found.values()])
+    made: dict[object, Cell] = {}
+    for (words, config, own), swept in zip(found.values(), apart, strict=True):
+        searched = space.of(config, given)
+        name = " ".join(filter(None, [*_named(config), *swept.values()]))
+        place = "".join(c if c.isalnum() or c in "._" else "-" for c in name)
+        other = {key: value for key, value in swept.items() if key not in searched}
+        cell = Cell(name, words, config, own, folder / place, searched, other, config_dir)
+        if made.setdefault((*_named(config), *other.items()), cell) is not cell:
+            key = next(key for key in swept if key in searched)
+            raise ConfigError(
+                f"{key} has several values, and is searched in {searched[key]}; give it one"
+            )
+    return list(made.values())
+
+
+def _named(config: Config) -> tuple[str, str]:
+    return config.recipe.name, "" if config.pattern is None else str(config.pattern)
+
+
+def _apart(configs: Sequence[Config]) -> list[dict[str, str]]:
+    """Of each config the values of the swept keys that neither recipe nor ratio says. Settings of a
+    recipe are such keys where they alone tell its cells apart.
+    """
+    flats = [schema.flatten(config.plain) for config in configs]
+    said = ("recipe.", "sparsity.")
+    common = _differing([{k: v for k, v in f.items() if not k.startswith(said)} for f in flats])
+    found = [{key: str(flat[key]) for key in common if key in flat} for flat in flats]
+    alike: dict[object, list[int]] = {}
+    for number, (config, own) in enumerate(zip(configs, found, strict=True)):
+        alike.setdefault((*_named(config), *own.items()), []).append(number)
+    for several in alike.values():
+        more = _differing([flats[k] for k in several])
+        for k in several:
+            found[k] |= {key: str(flats[k].get(key)) for key in more}
+    return found
+
+
+def _differing(flats: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose values differ; of a group whose option differs, that alone."""
+    keys = dict.fromkeys(key for flat in flats for key in flat)
+    found = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
+    named = {key.partition(".")[0] for key in found if key.endswith(".name")}
+    return [key for key in found if key.partition(".")[0] not in named or key.endswith(".name")]
+
+
+def said(cells: Sequence[Cell], trials: int) -> list[str]:
+    """Say what a comparison is going to do: the cells, what is searched in each and in which range,
+    and the number of runs.
+
+    Args:
+        cells: the cells.
+        trials: of each.
+    """
+    width = max(len(cell.name) for cell in cells)
+    lines = []
+    for cell in cells:
+        searched = "; ".join(f"{key} {search}" for key, search in cell.searched.items())
+        lines.append(f"  {cell.name:<{width}}  {searched}")
+    seeds = sum(len(cell.seeds) for cell in cells)
+    lines.append(
+        f"  {_many(len(cells), 'cell')}, in each {_many(trials, 'trial')} and {_repeats(trials)} "
+        f"repeats of the best; {_many(seeds, 'run')} of seeds: {total(cells, trials)} runs"
+    )
+    return lines
+
+
+def total(cells: Sequence[Cell], trials: int) -> int:
+    """Count the runs of a comparison, where no trial fails.
+
+    Args:
+        cells: the cells.
+        trials: of each.
+    """
+    return sum(trials + _repeats(trials) + len(cell.seeds) for cell in cells)
+
+
+def _repeats(trials: int) -> int:
+    return min(trials, FINALISTS) * len(AGAIN)
+
+
+def _many(count: int, of: str) -> str:
+    return f"{count} {of}" + ("s" if count != 1 else "")

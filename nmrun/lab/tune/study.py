@@ -1,0 +1,247 @@
+"""The trials of one cell of a comparison, and which settings to try next.
+
+``trials.jsonl`` lists what was tried, in order. What came of it is in the ``result.json`` of each
+run, whose hash is checked: no other file can decide. Optuna proposes. Its study is made anew for
+each proposal, with a seed that follows from the trial's number, so a comparison that was cut off
+goes on with the same proposals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nmrun import atomic
+from nmrun.errors import ConfigError
+from nmrun.lab.runs import jsonl
+from nmrun.lab.runs.run_folder import RunFolder
+from nmrun.lab.words.metric import higher_is_better
+from nmrun.lab.words.schema import flatten
+from nmrun.ranges import Search
+
+SEED = 1000  # of the trials' runs: the seeds that are reported decide nothing
+FINALISTS = 2  # the best trials, which are repeated with each of
+AGAIN = (1001, 1002)
+TRIALS, RUNS = "trials.jsonl", "runs"
+ENDED = ("finished", "failed")  # ends after which nothing is left to do
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run that ended: its settings by key, and the validation metric of its last weights; None
+    where it failed or the metric was not finite.
+    """
+
+    params: dict[str, Any]
+    seed: int
+    metric: str
+    value: float | None
+    seconds: float
+
+
+def ended(folder: Path, space: Mapping[str, Search]) -> list[Trial]:
+    """List the runs of a cell's tuning that ended, and whose results are as they were written.
+
+    Args:
+        folder: of the cell.
+        space: the search spaces by key.
+
+    Raises:
+        ConfigError: where a run has no metric of a validation split.
+    """
+    found = []
+    for file in sorted((folder / RUNS).glob("*/*/*/*/*/result.json")):
+        there = RunFolder(file.parent)
+        result = {} if there.broken() else there.result
+        if result and result.get("status") in ENDED and not result.get("of_machine"):
+            with contextlib.suppress(KeyError, TypeError, AttributeError):  # written by hand
+                found.append(of_result(result, space))
+    return found
+
+
+def of_result(result: Mapping[str, Any], space: Mapping[str, Search]) -> Trial:
+    """Read how a run ended.
+
+    Args:
+        result: what is in its ``result.json``; a run that did not finish has no value.
+        space: the search spaces by key.
+
+    Raises:
+        ConfigError: where it has no metric of a validation split.
+    """
+    flat = flatten(result["config"])
+    params, seconds = {key: flat[key] for key in space if key in flat}, result["seconds"] or 0.0
+    if result["status"] == "failed":
+        return Trial(params, flat["seed"], "", None, seconds)
+    metric, final = f"eval/{result['metric']}", result["metrics"]["final"]
+    if metric not in final:
+        raise ConfigError(f"{flat['dataset.name']} has no validation split to tune by")
+    return Trial(params, flat["seed"], metric, final[metric], seconds)
+
+
+class Study:
+    """The trials of one cell.
+
+    Args:
+        folder: where ``trials.jsonl`` is.
+        space: the search spaces by key.
+        defaults: the settings that the first trial has, by key.
+        runs: those of the tuning that ended, as of :func:`ended`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        space: Mapping[str, Search],
+        defaults: Mapping[str, Any],
+        runs: Sequence[Trial],
+    ) -> None:
+        self.folder, self.space, self.defaults, self.runs = folder, space, defaults, runs
+
+    def settings(self) -> tuple[list[dict[str, Any]], int | None]:
+        """What ``trials.jsonl`` lists, up to its first damaged line; and that line's number."""
+        lines, damaged = jsonl.read(self.folder / TRIALS)
+        whole_lines = lines[: damaged[0] - 1] if damaged else lines
+        found: list[dict[str, Any]] = []
+        for number, line in enumerate(whole_lines, 1):
+            params = line.get("params")
+            if not isinstance(params, dict) or {*params} != {*self.space}:
+                return found, number
+            found.append(params)
+        return found, damaged[0] if damaged else None
+
+    def trials(self) -> list[Trial]:
+        """List the trials in order, up to the first whose run has not ended."""
+        found = []
+        for params in self.settings()[0]:
+            run = self.run(params, SEED)
+            if run is None:
+                break
+            found.append(run)
+        return found
+
+    def run(self, params: Mapping[str, Any], seed: int) -> Trial | None:
+        """Find the run with some settings and a seed; None where it has not ended."""
+        return next((run for run in self.runs if (run.params, run.seed) == (params, seed)), None)
+
+    def add(self, params: Mapping[str, Any]) -> None:
+        """List the settings of the next trial; they take the place of a damaged line and of what
+        stands after it.
+        """
+        listed, number = self.settings()[0], len(self.trials())
+        listed[number : number + 1] = [dict(params)]
+        lines = "".join(json.dumps({"params": each}) + "\n" for each in listed)
+        atomic.write(self.folder / TRIALS, lines, shared=True)
+
+    def ranked(self, count: int) -> list[Trial]:
+        """Order the first ``count`` trials, without those that failed, the best first."""
+        good = [trial for trial in self.trials()[:count] if trial.value is not None]
+        higher = bool(good) and higher_is_better(good[0].metric)
+        return sorted(good, key=_value, reverse=higher)
+
+    def to_repeat(self, count: int) -> list[tuple[dict[str, Any], int]]:
+        """List the finalists' settings with the seeds that they have not been repeated with."""
+        finalists = self.ranked(count)[:FINALISTS]
+        wanted = [(trial.params, seed) for trial in finalists for seed in AGAIN]
+        return [(params, seed) for params, seed in wanted if self.run(params, seed) is None]
+
+    def best(self, count: int) -> Trial | None:
+        """Find the settings whose mean over the tuning seeds is best.
+
+        One lucky seed makes no winner: near the largest learning rate that trains at all, a run
+        may go well or badly by its seed.
+
+        Args:
+            count: the number of trials that count.
+
+        Returns:
+            The trial, with the mean as ``value``; None where every finalist failed with some seed.
+        """
+        means = []
+        for trial in self.ranked(count)[:FINALISTS]:
+            runs = [trial, *(again for again in self.repeats() if again.params == trial.params)]
+            values = [run.value for run in runs if run.value is not None]
+            if len(values) == len(runs):
+                means.append(replace(trial, value=sum(values) / len(values)))
+        choose = max if means and higher_is_better(means[0].metric) else min
+        return choose(means, key=_value) if means else None
+
+    def seconds(self, count: int) -> float:
+        """Add up the seconds of the trials that count and of the finalists' repeats."""
+        return sum(run.seconds for run in [*self.trials()[:count], *self.repeats()])
+
+    def repeats(self) -> list[Trial]:
+        """List the finalists' runs with other seeds."""
+        return [run for run in self.runs if run.seed in AGAIN]
+
+    def propose(self, count: int) -> dict[str, Any]:
+        """Choose the settings of the next trial: those that are listed, then the defaults, then by
+        Optuna's TPE.
+
+        Args:
+            count: the number of trials in all; half of them are random.
+
+        Returns:
+            The settings by key, numbers with three digits.
+
+        Raises:
+            ConfigError: where Optuna is missing.
+        """
+        try:
+            import optuna
+        except ImportError:
+            raise ConfigError("nmrun tune needs Optuna: pip install 'nmrun[tune]'") from None
+        optuna.logging.set_verbosity(logging.WARNING)
+        listed, done = self.settings()[0], self.trials()
+        if len(done) < len(listed):
+            return listed[len(done)]
+        # each trial its own stream of random numbers, the same whoever goes on after an interrupt
+        sampler = optuna.samplers.TPESampler(seed=len(done), n_startup_trials=max(2, count // 2))
+        metrics = [trial.metric for trial in done if trial.value is not None]
+        higher = bool(metrics) and higher_is_better(metrics[0])
+        directions = optuna.study.StudyDirection
+        direction = directions.MAXIMIZE if higher else directions.MINIMIZE
+        study = optuna.create_study(direction=direction, sampler=sampler)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Optuna 2 calls enqueueing experimental
+            for past in done:
+                study.enqueue_trial(past.params)
+                trial = study.ask()
+                self._suggested(trial)
+                if past.value is None:  # to TPE, worse than any that ended
+                    study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+                else:
+                    study.tell(trial, past.value)
+            if not done and all(_within(self.defaults[key], s) for key, s in self.space.items()):
+                study.enqueue_trial({key: self.defaults[key] for key in self.space})
+            found = self._suggested(study.ask())
+        return {key: _short(value, self.space[key]) for key, value in found.items()}
+
+    def _suggested(self, trial: Any) -> dict[str, Any]:
+        return {
+            key: trial.suggest_categorical(key, list(search.values))
+            if search.values
+            else trial.suggest_float(key, search.low, search.high, log=search.log)
+            for key, search in self.space.items()
+        }
+
+
+def _value(trial: Trial) -> float:
+    assert trial.value is not None
+    return trial.value
+
+
+def _within(value: Any, search: Search) -> bool:
+    if search.values:
+        return value in search.values
+    return isinstance(value, int | float) and search.low <= value <= search.high
+
+
+def _short(value: Any, search: Search) -> Any:
+    return value if search.values else min(max(float(f"{value:.3g}"), search.low), search.high)

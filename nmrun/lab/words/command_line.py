@@ -1,0 +1,164 @@
+"""The words of a command line: Hydra's own options, and overrides with their values."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
+from hydra.errors import HydraException
+
+from nmrun.errors import ConfigError
+from nmrun.lab.words import zipped
+from nmrun.lab.words.hydra_quoting import quoting
+from nmrun.recipes import installed
+from nmrun.registry import did_you_mean
+
+
+def options(argv: list[str]) -> argparse.Namespace:
+    """Parse Hydra's own options.
+
+    Args:
+        argv: the arguments of the command line.
+
+    Returns:
+        The options by name, and the other arguments as ``overrides``.
+
+    Raises:
+        ConfigError: for an option that does not exist, or that nmrun has no use for.
+    """
+    parser = get_args_parser()
+
+    def complain(message: str) -> None:
+        unknown = re.match(r"unrecognized arguments: (\S+)", message)
+        if unknown is None:
+            raise ConfigError(message)
+        bare = unknown[1].lstrip("-")
+        hint = did_you_mean(unknown[1].partition("=")[0], parser._option_string_actions)
+        raise ConfigError(
+            f"{unknown[1]}: no such option{hint or f' (keys are written without dashes: {bare})'}"
+        )
+
+    parser.error = complain  # type: ignore[assignment, method-assign]
+    parsed = parser.parse_intermixed_args(argv)
+    for name in ("config_path", "config_name", "experimental_rerun"):
+        if getattr(parsed, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: not for nmrun; --config-dir adds a folder of configs"
+            )
+    return parsed
+
+
+def own_recipe(words: list[str]) -> list[str]:
+    """Let Hydra add the keys of a user's own recipe class, which are in none of its configs.
+
+    Args:
+        words: the overrides.
+
+    Returns:
+        The overrides; with ``recipe._target_`` or an installed recipe, ``recipe.`` keys begin with
+        ``++``.
+    """
+    keys = {word.lstrip("+").partition("=")[0]: word.partition("=")[2] for word in words}
+    if "recipe._target_" not in keys and not any(
+        name in installed() for name in keys.get("recipe", "").split(",")
+    ):
+        return words
+    words = [
+        "++" + word.lstrip("+") if word.lstrip("+").startswith("recipe.") else word
+        for word in words
+    ]
+    return words if "recipe" in keys else ["recipe=custom", *words]
+
+
+def typed(config_dir: str | None, words: Sequence[str]) -> str:
+    """Write the command with these words.
+
+    Args:
+        config_dir: a folder of more configs.
+        words: options and overrides.
+    """
+    place = [] if config_dir is None else ["--config-dir", str(Path(config_dir).absolute())]
+    return shlex.join(["nmrun", *place, *words])
+
+
+def of_job(job: Any, overrides: list[str]) -> str:
+    """Write the command that asks for one job alone; in a sweep that is not what was typed.
+
+    Args:
+        job: Hydra's config of it.
+        overrides: the job's, as they are typed.
+    """
+    words = [
+        word for word in job.overrides.hydra if word.lstrip("+").startswith("hydra.searchpath")
+    ]
+    for place in job.runtime.config_sources:
+        words += ["--config-dir", place.path] if place.provider == "command-line" else []
+    if "sparsity=dense" in overrides:  # by whatever recipe, which one run is not asked for then
+        overrides = [word for word in overrides if not word.lstrip("+").startswith("recipe")]
+    elif "recipe=dense" in overrides:
+        overrides = [word for word in overrides if not _of_ratio(word)]
+    return shlex.join(["nmrun", *words, *overrides])
+
+
+def without_effect(words: Sequence[str]) -> list[str]:
+    """Say which overrides of one run change nothing: those of the ratio beside ``recipe=dense``."""
+    found = [word for word in words if _of_ratio(word) and word != "sparsity=dense"]
+    if "recipe=dense" not in words or not found:
+        return []
+    return [f"recipe=dense has no ratio: {' '.join(found)} changes nothing"]
+
+
+def _of_ratio(word: str) -> bool:
+    return zipped.key(word).partition(".")[0] == "sparsity"
+
+
+def parsed(words: Sequence[str]) -> tuple[list[Override], list[str]]:
+    """Parse overrides.
+
+    Args:
+        words: the overrides, as the shell split them.
+
+    Returns:
+        The overrides that can be read, and a line for each word that cannot.
+    """
+    found, problems, rest = [], [], list(words)
+    while rest:
+        word = rest.pop(0)
+        try:
+            override = OverridesParser.create().parse_override(word)
+            if not override.key_or_group:
+                raise HydraException
+            found.append(override)
+        except HydraException:
+            while rest and "=" not in rest[0] and word.count("{") > word.count("}"):
+                word += f" {rest.pop(0)}"  # the shell cut it at its spaces
+            problems.append(f"{word}: cannot be read as key=value{quoting(word)}")
+    return found, problems
+
+
+def values(override: Override, options: Sequence[str]) -> list[Any]:
+    """List the values of an override.
+
+    Args:
+        override: the override.
+        options: the options of its group, for a glob; empty for a key.
+
+    Returns:
+        One value, the values of a sweep, both ends of an interval, or the options that a glob
+        matches.
+    """
+    value = override.value()
+    if isinstance(value, IntervalSweep):
+        return [value.start, value.end]
+    if isinstance(value, Glob):
+        return value.filter(list(options))
+    if override.is_sweep_override():
+        return [Override._convert_value(one) for one in override.sweep_iterator()]
+    return [value]

@@ -1,0 +1,261 @@
+"""Experiments: a table or figure of a paper as one file, ``conf/experiment/<name>.yaml``.
+
+On a command line ``experiment=NAME scale=SCALE`` stands for the overrides of the file and is replaced
+by them before Hydra reads the words. So a run of an experiment is the same run, in the same folder,
+as one whose overrides were written by hand.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from nmrun.errors import ConfigError
+from nmrun.lab.keys.config import Config
+from nmrun.lab.words import schema, source, zipped
+from nmrun.lab.words.composing import Done, composed, composing
+from nmrun.lab.words.identity import run_folder
+from nmrun.registry import did_you_mean
+
+SCALES = ("smoke", "small", "paper")
+FIGURES = ("ratio", "curves", "flips", "autoswitch", "flops")
+REPORT: dict[str, Any] = {
+    "rows": "recipe",
+    "cols": "sparsity",
+    "metric": None,
+    "baseline": None,
+    "figures": [],
+}
+KEYS = {"title", "source", "note", "sweep", "scales", "report", "paper"}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A file of ``conf/experiment``.
+
+    Attributes:
+        name, title, source, note: its name, and texts for reports.
+        sweeps: by the name of a scale, the overrides of each sweep, as on a command line, ``zip=``
+            included.
+        scales: overrides by the name of a scale, which are added to each sweep.
+        rows, cols, metric, baseline: as for ``nmrun table``; keys that no run has at a scale are
+            left out.
+        figures: kinds of ``nmrun plot``; ``curves`` with the logged key (``curves eval/loss``).
+        paper: published values as printed, by row and column.
+        paper_source: where they are published.
+    """
+
+    name: str
+    title: str
+    source: str
+    note: str
+    sweeps: dict[str, list[str]]
+    scales: dict[str, str]
+    rows: str
+    cols: str
+    metric: str | None
+    baseline: str | None
+    figures: list[str]
+    paper: dict[str, dict[str, str]]
+    paper_source: str
+
+    def overrides(self, scale: str, own: Sequence[str] = ()) -> list[list[str]]:
+        """List the overrides of each sweep.
+
+        Args:
+            scale: a key of ``scales``. Its overrides win over a sweep's for the same key.
+            own: overrides that win over both.
+
+        Returns:
+            The overrides of each sweep, with ``zip=`` replaced.
+
+        Raises:
+            ConfigError: for a scale that does not exist, and for keys that cannot be zipped.
+        """
+        if scale not in self.scales:
+            raise ConfigError(
+                f"scale={scale}: no such scale{did_you_mean(scale, self.scales)} (there are {', '.join(self.scales)})"
+            )
+        found = []
+        for sweep in self.sweeps[scale]:
+            words = [*shlex.split(sweep), *shlex.split(self.scales[scale]), *own]
+            last = {word if zipped.key(word) == "zip" else zipped.key(word): word for word in words}
+            found += zipped.rows(list(last.values()))
+        return found
+
+
+def names() -> list[str]:
+    """List the names of the experiments in the package."""
+    folder = files("nmrun.conf") / "experiment"
+    return sorted(
+        file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")
+    )
+
+
+def chosen(text: str) -> list[Experiment]:
+    """Load the experiments of a command line.
+
+    Args:
+        text: names with commas between, or ``all``.
+
+    Raises:
+        ConfigError: as :func:`load`.
+    """
+    return [load(name) for name in (names() if text == "all" else text.split(","))]
+
+
+def load(name: str) -> Experiment:
+    """Load an experiment.
+
+    Args:
+        name: a name of :func:`names`, or the path of a user's own file (``.yaml``).
+
+    Raises:
+        ConfigError: where there is no such experiment, or the file is none.
+    """
+    own = name.endswith(".yaml")
+    if not own and name not in names():
+        raise ConfigError(
+            f"experiment={name}: no such experiment{did_you_mean(name, names())} (there are {', '.join(names())})"
+        )
+    try:
+        file = Path(name) if own else files("nmrun.conf") / "experiment" / f"{name}.yaml"
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"experiment={name}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"experiment={name}: not YAML: {' '.join(str(error).split())}") from None
+    try:
+        return _read(Path(name).stem, content)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ConfigError(f"experiment={name}: {error}") from None
+
+
+def _read(name: str, content: dict[str, Any]) -> Experiment:
+    missing = sorted({"title", "source", "sweep", "scales"} - content.keys())
+    unknown = sorted(content.keys() - KEYS) + [
+        f"report.{key}" for key in sorted(content.get("report", {}).keys() - REPORT.keys())
+    ]
+    if missing or unknown:
+        raise ValueError(
+            f"without {', '.join(missing)}"
+            if missing
+            else f"{unknown[0]}: no such key{did_you_mean(unknown[0], KEYS)}"
+        )
+    for figure in content.get("report", {}).get("figures", []):
+        kind = figure.partition(" ")[0]
+        if kind not in FIGURES:
+            raise ValueError(
+                f"report.figures: {kind}: no such kind{did_you_mean(kind, FIGURES)} (there are {', '.join(FIGURES)})"
+            )
+    if set(content["scales"]) - set(SCALES):
+        raise ValueError(f"scales: they are called {', '.join(SCALES)}")
+    paper, sweep = content.get("paper") or {"source": "", "values": {}}, content["sweep"]
+    by_scale = sweep if isinstance(sweep, dict) else dict.fromkeys(content["scales"], sweep)
+    if by_scale.keys() != content["scales"].keys():
+        raise ValueError(f"sweep: one for each of {', '.join(content['scales'])}, or one for all")
+    return Experiment(
+        name=name,
+        title=content["title"],
+        source=content["source"],
+        note=content.get("note", ""),
+        sweeps={scale: [own] if isinstance(own, str) else own for scale, own in by_scale.items()},
+        scales=content["scales"],
+        **{**REPORT, **content.get("report", {})},
+        paper={
+            row: {column: str(value) for column, value in cells.items()}
+            for row, cells in paper["values"].items()
+        },
+        paper_source=paper["source"],
+    )
+
+
+def expand(words: Sequence[str], multirun: bool) -> list[list[str]]:
+    """Replace ``experiment=NAME``, ``scale=SCALE`` and ``zip=KEY,KEY`` by the overrides they stand for.
+
+    Args:
+        words: the overrides of a command line. ``experiment`` takes several names with commas
+            between, or ``all``. ``scale`` is ``small`` by default. For ``zip`` see
+            :mod:`nmrun.lab.words.zipped`.
+        multirun: whether the command line has ``-m``.
+
+    Returns:
+        The overrides of each sweep; ``words`` alone where there is nothing to replace.
+
+    Raises:
+        ConfigError: for an unknown experiment or scale, for keys that cannot be zipped, and for
+            ``experiment`` or ``zip`` without ``-m``.
+    """
+    given = {zipped.key(word): word.partition("=")[2] for word in words}
+    if "zip" in given and not multirun:
+        raise ConfigError(f"zip={given['zip']}: several values make a sweep; add -m")
+    if "experiment" not in given:
+        if "scale" in given:
+            raise ConfigError(
+                f"scale={given['scale']}: of which experiment? Add experiment=NAME (there are {', '.join(names())})"
+            )
+        return zipped.rows(words)
+    own = [word for word in words if zipped.key(word) not in ("experiment", "scale")]
+    found = [
+        each.overrides(given.get("scale", "small"), own) for each in chosen(given["experiment"])
+    ]
+    if not multirun:
+        raise ConfigError(f"experiment={given['experiment']} is a sweep: add -m")
+    return [sweep for sweeps in found for sweep in sweeps]
+
+
+def configs(
+    experiment: Experiment, scale: str, own: Sequence[str] = (), done: Done | None = None
+) -> list[Config]:
+    """Compose and check the config of every run of an experiment.
+
+    Args:
+        experiment: the experiment.
+        scale: one of its scales.
+        own: overrides that win over those of the experiment.
+        done: composed configs, read and added to: several experiments share them.
+
+    Returns:
+        The configs, each run once.
+
+    Raises:
+        ConfigError: as the sweep itself would.
+    """
+    found: dict[str, Config] = {}
+    done = {} if done is None else done
+    source.register()
+    with composing():
+        for words in experiment.overrides(scale, own):
+            try:
+                parsed = OverridesParser.create().parse_overrides(
+                    [word for word in words if not word.startswith("hydra")]
+                )
+                jobs = BasicSweeper.split_arguments(
+                    [o for o in parsed if o.key_or_group != "seed"], None
+                )[0]
+                seeds = [
+                    job
+                    for job in BasicSweeper.split_arguments(
+                        [o for o in parsed if o.key_or_group == "seed"], None
+                    )[0]
+                    if job
+                ]
+                for job in jobs:  # one composition serves all seeds, which change nothing else
+                    one = schema.check(composed([*job, *(seeds[0] if seeds else [])], done))
+                    for seed in [int(word[0].partition("=")[2]) for word in seeds] or [one.seed]:
+                        config = Config({**one.plain, "seed": seed}, one.pattern)
+                        found.setdefault(str(run_folder(config)), config)
+            except HydraException as error:
+                raise ConfigError(
+                    f"experiment={experiment.name}: {str(error).splitlines()[0]}"
+                ) from None
+    return list(found.values())

@@ -1,0 +1,139 @@
+"""Which run this is: a short hash of all that changes its result, and the folder that follows from
+it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.datasets import LONG_TEXTS
+from nmrun.lab.keys.models import ACTIVATED, GPTS
+from nmrun.lab.runs.run_folder import FINAL, RunFolder, weights_in
+from nmrun.oneshot import METHODS
+
+GROUPS = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "trainer", "seed")
+SETTINGS = (*GROUPS, "init")  # what can change a result
+# where and how it runs and what it tells
+IRRELEVANT = {
+    "dataset": {"workers"},
+    "trainer": {
+        *("device", "threads", "on_oom", "distributed", "acceleration"),
+        *("log_every", "diagnose_every", "checkpoint_every"),
+    },
+}
+# keys that came later, with the values at which a run is what it was before: there they are no part
+# of an id, so that finished runs are found again
+LATER: dict[str, dict[str, Any]] = {
+    "optimizer": {"decay": "all"},
+    "sparsity": {"v": 1},
+    "track": {"tags": [], "also": []},
+    "track=wandb": {"notes": None, "git": False, "console": False, "system": False},
+    "trainer": {
+        **{"evaluate": "sparse", "test": True, "limit_evaluation": None, "steps": None},
+        **{"distill": None, "distill_weight": 0.67, "distill_temperature": 2.0},
+        **{"activations": None, "activations_dense_start": 0.0, "activations_dense_end": 0.0},
+    },
+    **{f"dataset={name}": {"stride": None} for name in LONG_TEXTS},
+    **{f"schedule={name}": {"cycles": 1} for name in ("constant", "cosine", "linear")},
+    **{f"model={name}": {"activation": "gelu"} for name in ACTIVATED},
+    **{f"model={name}": {"bias": True, "activation": "gelu"} for name in GPTS},
+    "recipe=maskllm": {"masks": None},
+    "recipe=step": {"window": "full", "threshold": None, "second_moment": "frozen"},
+    "recipe=sdgf_geometric": {"densify": False},
+    "recipe=s_ste": {"gamma": 0.0, "fit": "mse", "beta": None, "interval": None},
+}
+# keys that change nothing while another is null
+DEPENDENT = {
+    "distill": {"distill_weight", "distill_temperature"},
+    "activations": {"activations_dense_start", "activations_dense_end"},
+}
+# keys that change nothing while another is not null
+REPLACED = {"steps": {"epochs"}}
+# what decides how many steps a budget of seconds buys
+SPEED = {"device", "threads", "distributed", "acceleration"}
+
+
+def identity(config: Config) -> str:
+    """Ten hexadecimal digits. Equal for two commands exactly when they ask for the same training."""
+    relevant = {}
+    for group in GROUPS:
+        value = config.plain[group]
+        if isinstance(value, dict):
+            later, ignored = _later(group, value), set(IRRELEVANT.get(group, ()))
+            if str(value.get("budget")).startswith("seconds:"):
+                ignored -= SPEED
+            for key, others in DEPENDENT.items():
+                ignored |= others if value.get(key) is None else set()
+            for key, others in REPLACED.items():
+                ignored |= others if value.get(key) is not None else set()
+            value = {
+                key: item
+                for key, item in value.items()
+                if key not in ignored and not (key in later and later[key] == item)
+            }
+        relevant[group] = value
+    if (teacher := relevant["trainer"].get("distill", "start")) != "start":
+        relevant["trainer"]["distill"] = _run_of(teacher)
+    if config.recipe.name == "maskllm" and config.recipe.options["masks"] is not None:
+        relevant["recipe"]["masks"] = _run_of(relevant["recipe"]["masks"])
+    if config.init is not None:
+        relevant["init"] = _weights_of(config.init)
+    overrides = config.sparsity.overrides
+    if overrides and len(overrides) > 1:  # the first that matches counts
+        relevant["order"] = list(overrides)
+    return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _run_of(place: str) -> str:
+    """The id of the run in a folder, wherever that lies; without a run the text as it is."""
+    return str(RunFolder(place).result.get("id", place))
+
+
+def _weights_of(place: str) -> str:
+    """The id of the run whose weights ``init`` names, and the file where it is not the last one's."""
+    folder, name = weights_in(place)
+    run = folder.result.get("id")
+    return place if run is None else run if name == FINAL else f"{run}/{name}"
+
+
+def title(config: Config) -> str:
+    """A run in one line: recipe, ratio, data set, model, optimizer (or calibration samples), seed."""
+    what = "dense" if config.is_dense else f"{config.recipe.name} {config.pattern}"
+    how = config.optimizer.name
+    if config.recipe.name in METHODS:
+        how = f"{config.recipe.options['samples']} calibration samples"
+    return f"{what} on {config.dataset.name} with {config.model.name}, {how}, seed {config.seed}"
+
+
+def completed(plain: dict[str, Any]) -> dict[str, Any]:
+    """A run's config as its folder has it, with the keys that came after the run."""
+    whole = {
+        group: {**_later(group, value), **value} if isinstance(value, dict) else value
+        for group, value in plain.items()
+    }
+    return {"init": None, **whole}
+
+
+def _later(group: str, value: dict[str, Any]) -> dict[str, Any]:
+    if "_target_" in value:  # the user's own, whose keys are no business of ours
+        return {}
+    return {**LATER.get(group, {}), **LATER.get(f"{group}={value.get('name')}", {})}
+
+
+def run_folder(config: Config) -> Path:
+    """``<output_dir>/<dataset>/<model>/<recipe>/<ratio>/s<seed>-<id>``: no colon, space or
+    backslash in it.
+    """
+    slug = "dense" if config.pattern is None else config.pattern.slug
+    place = (
+        Path(config.output_dir)
+        / config.dataset.name
+        / config.model.name
+        / config.recipe.name
+        / slug
+    )
+    return place / f"s{config.seed}-{identity(config)}"

@@ -1,0 +1,287 @@
+"""Checks every job of a command line before Hydra runs one: a mistake gets one line, no traceback."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nmrun.errors import ConfigError
+from nmrun.lab.words import command_line, early, plugins, schema, unknown
+from nmrun.lab.words.composing import Done, composed, composing
+from nmrun.lab.words.source import GROUP as RATIO
+from nmrun.patterns import Pattern, PatternError
+
+# jobs that are checked ahead; a mistake shows in the first few, and each job is checked as it begins
+MOST_JOBS = 5000
+
+
+@dataclass
+class Findings:
+    """What :func:`look` found.
+
+    Attributes:
+        problems: all mistakes, one line each.
+        jobs: the number of jobs.
+        output_dir: the output folder.
+        dry: whether the jobs are only planned.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    jobs: int = 1
+    output_dir: str = ""
+    dry: bool = False
+
+
+def look(
+    words: list[str],
+    multirun: bool = False,
+    config_dir: str | None = None,
+    done: Done | None = None,
+) -> Findings:
+    """Check every job of a sweep, in well under a second.
+
+    A config is composed only once for each option of a group.
+
+    Args:
+        words: the overrides.
+        multirun: whether several values of a key are allowed (``-m``).
+        config_dir: a folder of more configs.
+        done: composed configs, read and added to: the sweeps of one command line share them.
+
+    Returns:
+        The mistakes, the number of jobs and the output folder.
+    """
+    findings = Findings()
+    if config_dir is not None and not Path(config_dir).is_dir():
+        findings.problems.append(f"--config-dir {config_dir}: no such folder")
+        config_dir = None
+    try:
+        with composing(config_dir):
+            _Look(words, multirun, findings, {} if done is None else done).check_jobs(multirun)
+    except (HydraException, OmegaConfBaseException) as error:
+        findings.problems.append(str(error).splitlines()[0])
+    except yaml.YAMLError as error:  # of a file in config_dir
+        findings.problems.append(" ".join(str(error).split()))
+    except ConfigError as error:
+        findings.problems += error.problems
+    findings.problems = list(dict.fromkeys(findings.problems))
+    return findings
+
+
+class _Look:
+    """One look at a command line, while Hydra is initialized; mistakes are added to ``findings``."""
+
+    def __init__(self, words: list[str], multirun: bool, findings: Findings, done: Done) -> None:
+        self.findings, self._done = findings, done
+        self.chosen: dict[str, list[Any]] = {}  # by group: its options that exist
+        self.values: dict[str, list[Any]] = {}  # by key: its values
+        # groups with a wrong option: their keys are not checked, since its default stands in
+        self.unsure: set[str] = set()
+        overrides, unreadable = command_line.parsed(words)
+        findings.problems += unreadable
+        self.for_hydra: list[str] = [
+            o.input_line or ""
+            for o in overrides
+            if o.is_delete() or o.key_or_group.startswith("hydra")
+        ]
+        self.written = {o.key_or_group: o for o in overrides if o.input_line not in self.for_hydra}
+        loader = GlobalHydra.instance().config_loader()
+        assert isinstance(loader, ConfigLoaderImpl)
+        launcher, missing = plugins.asked(overrides, loader)
+        findings.problems += missing
+        if missing:  # then what is said to it is left out
+            left_out = (*plugins.WORDS, "hydra/sweeper", "hydra.sweeper")
+            self.for_hydra = [w for w in self.for_hydra if not w.startswith(left_out)]
+        self.here = launcher in plugins.HERE
+        search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
+        # the loader would copy all its sources for each group that it is asked for
+        _, repository = loader._parse_overrides_and_create_caching_repo(None, search_path)
+        self.groups = {
+            name: repository.get_group_options(name)
+            for name in repository.get_group_options("", ObjectType.GROUP)
+            if name != "hydra"
+        }
+        for key, override in self.written.items():
+            self._read(key, override, multirun)
+
+    def _read(self, key: str, override: Override, multirun: bool) -> None:
+        """Note the values of an override: options of a group, or values of a key."""
+        problems, options = self.findings.problems, self.groups.get(key)
+        several = command_line.values(override, options or [])
+        if isinstance(override.value(), IntervalSweep):
+            problems.append(
+                f"{override.input_line}: a sweep takes single values; nmrun tune --over searches an interval"
+            )
+        if override.is_sweep_override() and not multirun:
+            problems.append(f"{override.input_line}: several values make a sweep; add -m")
+        if not several:
+            problems.append(
+                f"{override.input_line}: matches nothing (there are {', '.join(options or [])})"
+            )
+        self.findings.jobs *= len(several)
+        if options is None:
+            self.values[key] = several
+            return
+        wrong = {
+            _word(one): line for one in several if (line := _wrong_option(key, _word(one), options))
+        }
+        if wrong:
+            problems += wrong.values()
+            self.unsure.add(key)
+        if len(wrong) < len(several):
+            self.chosen[key] = [one for one in several if _word(one) not in wrong]
+
+    def check_jobs(self, multirun: bool) -> None:
+        """Join the options of groups and the values of keys to jobs, and check each."""
+        first = {group: options[0] for group, options in self.chosen.items()}
+        swept = {group: options for group, options in self.chosen.items() if len(options) > 1}
+        base = self._composed(first)
+        variants = {
+            (group, _word(option)): base
+            if option == first[group]
+            else self._composed({**first, group: option})
+            for group, options in swept.items()
+            for option in options
+        }
+        self._drop_unknown(base, variants.values())
+        plain = self._resolved(base)
+        # an option changes its group in the config; an overlay such as debug any keys
+        parts = {}
+        for (group, option), variant in variants.items():
+            full = self._resolved(variant)
+            own = (
+                [group] if group in plain else [key for key in full if full[key] != plain.get(key)]
+            )
+            parts[group, option] = {key: full[key] for key in own}
+        self.findings.output_dir = str(plain.get("output_dir"))
+        self.findings.dry = plain.get("dry") is True
+        if not multirun and (line := _not_sparse(first)):
+            self.findings.problems.append(line)
+
+        # sorted, so that a group of the command line overrides an overlay
+        in_order = sorted(swept, key=lambda group: group in plain)
+        values = {key: several for key, several in self.values.items() if several}
+        product = itertools.product(*swept.values(), *values.values())
+        for job in itertools.islice(product, MOST_JOBS):
+            choice = dict(zip((*swept, *values), job, strict=True))
+            config = {**plain}
+            for group in in_order:
+                config |= parts[group, _word(choice[group])]
+            config = {
+                key: dict(value) if isinstance(value, dict) else value
+                for key, value in config.items()
+            }
+            for key in values:
+                group = key.partition(".")[0]
+                if (
+                    not _put(config, key, choice[key], _adds(self.written[key]))
+                    and group not in self.unsure
+                ):
+                    self.findings.problems.append(
+                        f"{key}: no such key with {group}={choice.get(group)}"
+                    )
+            wrong = schema.problems(config, self.unsure)
+            self.findings.problems += wrong
+            if not wrong and not self.findings.problems:
+                self.findings.problems += early.problems(config, self.here)
+
+    def _composed(self, choices: dict[str, Any]) -> DictConfig:
+        """Compose the config with these options of groups, without the values of keys."""
+        chosen = (
+            f"{'+' if self.written[g].is_add() else ''}{g}={_word(option)}"
+            for g, option in choices.items()
+        )
+        return composed([*self.for_hydra, *chosen], self._done)
+
+    def _resolved(self, config: DictConfig) -> dict[str, Any]:
+        """Resolve a config, with the first value of each key, which interpolations may refer to."""
+        config = config.copy()
+        for key, several in self.values.items():
+            if several and (
+                _adds(self.written[key])
+                or OmegaConf.select(config, key, default=_word) is not _word
+            ):
+                OmegaConf.update(config, key, several[0], force_add=True)
+        return schema.resolve(config)
+
+    def _drop_unknown(self, base: DictConfig, variants: Iterable[DictConfig]) -> None:
+        known = {
+            key
+            for config in map(_raw, (base, *variants))
+            for key in (*config, *schema.flatten(config))
+        }
+        for key, override in self.written.items():
+            if override.is_add() and key in self.values and key in known:
+                self.findings.problems.append(
+                    f"{override.input_line}: {key} is there already; write it without +"
+                )
+            if (
+                key in self.values
+                and key not in known
+                and not _adds(override)
+                and key.partition(".")[0] not in self.unsure
+            ):
+                self.findings.problems.append(unknown.line(key, known | set(self.groups)))
+                del self.values[key]
+
+
+def _not_sparse(chosen: dict[str, Any]) -> str | None:
+    """Of a sweep, which has one dense column, that is no mistake."""
+    recipe = _word(chosen.get("recipe", "dense"))
+    if recipe == "dense" or chosen.get(RATIO) != "dense":
+        return None
+    return (
+        f"recipe={recipe} with sparsity=dense: no weight would be sparse; "
+        "for the dense reference write recipe=dense"
+    )
+
+
+def _adds(override: Override) -> bool:
+    return override.is_add() or override.is_force_add()
+
+
+def _word(option: Any) -> str:
+    return "null" if option is None else str(option)
+
+
+def _raw(config: DictConfig) -> dict[str, Any]:
+    plain: Any = OmegaConf.to_container(config, resolve=False)
+    return dict(plain)
+
+
+def _put(config: dict[str, Any], key: str, value: Any, add: bool) -> bool:
+    """Set a dotted key; returns False if it does not exist and must not be added."""
+    *path, leaf = key.split(".")
+    for name in path:
+        config = config.setdefault(name, {}) if add else config.get(name, {})
+        if not isinstance(config, dict):
+            return False
+    if leaf not in config and not add:
+        return False
+    config[leaf] = value
+    return True
+
+
+def _wrong_option(group: str, option: str, options: list[str]) -> str | None:
+    if group == RATIO and option != "dense":
+        try:
+            Pattern.parse(option)
+        except PatternError as error:
+            return f"sparsity={option}: {error}; or dense"
+        return None if ":" in option else f"sparsity={option}: write it with a colon"
+    if option in options or os.sep in option:
+        return None
+    return unknown.option(group, option, options)

@@ -1,0 +1,144 @@
+"""The config of ``nmrun prune``: that of a finished run, or one that is composed, with a one-shot
+method in the place of the recipe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from nmrun import oneshot
+from nmrun.errors import ConfigError
+from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.models import OwnModel, Timm
+from nmrun.lab.runs.run_folder import RunFolder
+from nmrun.lab.words import command_line, early, precheck, schema, source, unknown
+from nmrun.lab.words.composing import composing
+from nmrun.lab.words.identity import completed
+from nmrun.patterns import Pattern, PatternError
+from nmrun.ranges import whole
+
+SAMPLES = 128  # as in the papers
+DEFAULT = "sparsegpt"
+TRACK = "track=local"
+STAND_IN = "ste"  # any recipe without conditions, where a config has to have one
+
+source.register()
+
+
+def read(words: Sequence[str], config_dir: str | None = None) -> Config:
+    """Read the words of the command.
+
+    Args:
+        words: at most one run folder; ``method=NAME``, ``method.KEY=VALUE`` and ``samples=N``; the
+            others are overrides.
+        config_dir: a folder of more configs, where no run is named.
+
+    Returns:
+        The config. Its recipe is the method, with its hyperparameters and ``samples``.
+
+    Raises:
+        ConfigError: for any mistake.
+    """
+    folders = [word for word in words if "=" not in word]
+    overrides, problems = command_line.parsed([word for word in words if "=" in word])
+    problems += [f"{word}: one run folder; all else is key=value" for word in folders[1:]]
+    for one in overrides:
+        if one.is_sweep_override():
+            problems.append(f"{one.input_line}: several values make a sweep, and this is one run")
+        if one.key_or_group.partition(".")[0] == "recipe":
+            problems.append(f"{one.input_line}: nmrun prune has method= in the place of a recipe")
+        if _is_track(one) and one.input_line != TRACK:
+            problems.append(f"{one.input_line}: nmrun prune tracks nothing, as {TRACK} says")
+    if problems:
+        raise ConfigError(problems)
+    own = {one.key_or_group: one.value() for one in overrides if _is_ours(one)}
+    samples, method = own.pop("samples", SAMPLES), str(own.pop("method", DEFAULT))
+    if not whole(1).holds(samples):
+        raise ConfigError(f"samples={samples}: it takes {whole(1).allowed}")
+    rest = [one for one in overrides if not _is_ours(one) and not _is_track(one)]
+    config = _of_run(Path(folders[0]), rest) if folders else _composed(rest, config_dir)
+    if config.is_dense:
+        raise ConfigError("sparsity=dense: nothing would be pruned")
+    if config.dry:
+        raise ConfigError("dry=true: nmrun prune has no plan to show")
+    given = {key.partition(".")[2]: value for key, value in own.items()}
+    made = oneshot.build(method, given)
+    recipe = {"name": made.name, "samples": samples, **dataclasses.asdict(made)}
+    plain = {**config.plain, "recipe": recipe, "track": {"name": "local", "tags": [], "also": []}}
+    return Config(plain, config.pattern)
+
+
+def _is_ours(override: Override) -> bool:
+    return override.key_or_group.partition(".")[0] in ("method", "samples")
+
+
+def _is_track(override: Override) -> bool:
+    return override.key_or_group.partition(".")[0] == "track"
+
+
+def _composed(overrides: list[Override], config_dir: str | None) -> Config:
+    """A config as of a run, whose network is trained already."""
+    words = [*(str(one.input_line) for one in overrides), f"recipe={STAND_IN}"]
+    if found := precheck.look(words, config_dir=config_dir).problems:
+        raise ConfigError(found)
+    with composing(config_dir):
+        composed = compose("nmrun", words)
+    config = schema.check(composed)
+    model = config.model
+    loads = isinstance(model, OwnModel) or model.name in early.TRAINED
+    if isinstance(model, Timm):
+        loads = bool((model.options or {}).get("pretrained"))
+    if config.init is None and not loads:
+        raise ConfigError(
+            f"model={model.name} comes untrained: name a finished run, or a pretrained model "
+            "(model=hf_causal model.pretrained=FOLDER)"
+        )
+    return config
+
+
+def _of_run(folder: Path, overrides: list[Override]) -> Config:
+    """The config of a finished run, with changes, which begins with the run's weights."""
+    there = RunFolder(folder)
+    result = there.finished()
+    if result is None:
+        raise ConfigError(f"{folder}: {there.unfinished()}")
+    plain: dict[str, Any] = {**completed(result["config"]), "init": str(folder), "seeds": None}
+    plain["recipe"] = {"name": STAND_IN}
+    if plain["sparsity"]["n"] is None:
+        plain["sparsity"] = {**plain["sparsity"], "n": 2, "m": 4}
+    composed = OmegaConf.create(plain)
+    known = {key for key in (*plain, *schema.flatten(plain)) if key != "seeds"}
+    if problems := [line for one in overrides if (line := _put(composed, one, known))]:
+        raise ConfigError(problems)
+    config = schema.check(composed)
+    if found := list(early.problems({**config.plain, "recipe": plain["recipe"]})):
+        raise ConfigError(found)
+    return config
+
+
+def _put(composed: DictConfig, override: Override, known: set[str]) -> str:
+    """Change one key; what is wrong with that, or nothing."""
+    key, value = override.key_or_group, override.value()
+    if key == "sparsity":
+        try:
+            pattern = None if value == "dense" else Pattern.parse(str(value))
+        except PatternError as error:
+            return f"sparsity={value}: {error}"
+        ratio = {"n": None, "m": None, "v": 1}
+        if pattern is not None:
+            ratio = {"n": pattern.n, "m": pattern.m, "v": pattern.v}
+        OmegaConf.update(composed, key, ratio, merge=True)
+        return ""
+    if key in schema.KINDS:
+        return f"{override.input_line}: the run has its own {key}; its keys ({key}.…) can change"
+    if key not in known:
+        return unknown.line(key, known)
+    OmegaConf.update(composed, key, value, merge=False)
+    return ""

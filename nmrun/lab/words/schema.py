@@ -1,0 +1,207 @@
+"""The composed config, checked before torch is imported. All problems are found at once.
+
+Which keys there are, and which values they take, is said by the classes of ``nmrun.lab.keys``; of
+recipes by ``recipe_fields``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nmrun.errors import ConfigError
+from nmrun.lab.keys import datasets, models
+from nmrun.lab.keys.config import Config
+from nmrun.lab.keys.groups import OPTIMIZERS, SCHEDULES, TRACKS, Run, Sparsity, Trainer
+from nmrun.lab.keys.reader import no_key, no_option, wrong_keys
+from nmrun.lab.words import rules
+from nmrun.lab.words.recipe_fields import recipe_keys
+from nmrun.patterns import Pattern, written
+from nmrun.ranges import Check, checks, shown, wrong_values
+from nmrun.recipes import RECIPES
+
+KINDS: dict[str, Mapping[str, type]] = {
+    "dataset": datasets.DATASETS,
+    "model": models.MODELS,
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "track": TRACKS,
+}
+NAMED = ("dataset", "model", "recipe", "optimizer", "schedule", "track")  # by the key ``name``
+UNNAMED: dict[str, type] = {"sparsity": Sparsity, "trainer": Trainer}
+# What the user's own in the place of a group has to say.
+OWN = {"dataset": ("name",), "model": ("name", "include", "exclude")}
+NO_SPARSITY = {"n": None, "m": None, "v": 1, "overrides": None, "pad": False}
+RECIPE_CLASS = "package.Class, a subclass of nmrun.recipes.base.Recipe"
+
+
+def check(composed: DictConfig) -> Config:
+    """Resolve and check a composed config.
+
+    Canonical form: the dense recipe ignores the ratio, and ``sparsity=dense`` makes any recipe the
+    dense run, so both are the same run.
+
+    Raises:
+        ConfigError: with every problem, one line each.
+    """
+    plain = resolve(composed)
+    if found := problems(plain):
+        raise ConfigError(found)
+    _convert(checks(Run), plain)
+    for group in (*NAMED, *UNNAMED):
+        _convert(_ranges(group, plain[group]), plain[group])
+    plain.pop("seeds", None)  # a run has one
+    plain["optimizer"]["decay"] = _decayed(plain["optimizer"], plain["model"])
+    plain["recipe"]["name"] = _recipe_name(plain["recipe"])
+    if plain["sparsity"]["n"] is None or plain["recipe"] == {"name": "dense"}:
+        return Config({**plain, "recipe": {"name": "dense"}, "sparsity": dict(NO_SPARSITY)}, None)
+    pattern = Pattern.parse(written(plain["sparsity"]))
+    ratio = {"n": pattern.n, "m": pattern.m, "v": pattern.v}
+    return Config({**plain, "sparsity": {**plain["sparsity"], **ratio}}, pattern)
+
+
+def resolve(composed: DictConfig) -> dict[str, Any]:
+    """The config as plain data.
+
+    Raises:
+        ConfigError: where a value is missing or refers to nothing.
+    """
+    try:
+        plain: Any = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(str(error).splitlines()[0]) from None
+    plain.pop("hydra", None)
+    return dict(plain)
+
+
+def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
+    """All that is wrong with a resolved config, one line each.
+
+    Args:
+        plain: the config as plain data.
+        unsure: keys and groups known to be wrong already: nothing is concluded from them.
+    """
+    groups, keys = (*NAMED, *UNNAMED), tuple(checks(Run))
+    found = {no_key(key, (*keys, *groups)): key for key in plain if key not in (*keys, *groups)}
+    found |= {f"{key}: missing": key for key in keys if key not in plain}
+    values = dict(wrong_values(checks(Run), plain, ""))
+    for group in groups:
+        given = plain.get(group)
+        if not isinstance(given, dict):
+            found[f"{group}: missing"] = group
+            continue
+        found |= _wrong_group(group, given)
+        values |= wrong_values(_ranges(group, given), given, f"{group}.")
+    found |= values
+    bad = {*unsure, *found.values()}
+
+    def good(*keys: str) -> bool:
+        return not any(key in bad or key.partition(".")[0] in bad for key in keys)
+
+    return [*found, *rules.broken(plain, good)]
+
+
+def options_of(group: str) -> list[str]:
+    """The kinds of a group that come with the package."""
+    return sorted({*RECIPES, "custom"} if group == "recipe" else KINDS[group])
+
+
+def _ranges(group: str, given: Mapping[str, Any]) -> Mapping[str, Check | None]:
+    """The keys of a group with their ranges.
+
+    What has a ``_target_`` is the user's own, which knows its keys, and an unknown kind has none.
+    """
+    if "_target_" in given:
+        return {}
+    if group in UNNAMED:
+        return checks(UNNAMED[group])
+    name = str(given.get("name"))
+    if group == "recipe":
+        return recipe_keys(name) if name in RECIPES else {}
+    return checks(KINDS[group][name]) if name in KINDS[group] else {}
+
+
+def _convert(ranges: Mapping[str, Check | None], holder: dict[str, Any]) -> None:
+    """Give equal values one form."""
+    for key, allowed in ranges.items():
+        if allowed is not None and key in holder:
+            holder[key] = allowed.convert(holder[key])
+
+
+def _decayed(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> str:
+    """Which parameters decay: as asked for, or as is usual with the model. Without weight decay it
+    is one run, whatever the answer."""
+    if optimizer["weight_decay"] == 0:
+        return "all"
+    kind = models.Model if "_target_" in model else models.MODELS[model["name"]]
+    return optimizer["decay"] or kind.decays
+
+
+def _wrong_group(group: str, given: dict[str, Any]) -> dict[str, str]:
+    """What a group should not have, lacks, or is: each problem with the key that is wrong."""
+    if "_target_" in given and group in ("dataset", "model", "recipe"):
+        return _wrong_recipe(given) if group == "recipe" else _wrong_own(group, given)
+    if group in UNNAMED:
+        return wrong_keys(group, checks(UNNAMED[group]), given)
+    name = given.get("name")
+    if group == "recipe" and name == "custom":
+        return {f"recipe=custom needs recipe._target_={RECIPE_CLASS}": group}
+    if name is None:
+        return {f"{group}.name: missing": group}
+    if name not in (options := options_of(group)):
+        return {no_option(f"{group}.name", group, shown(name), options): group}
+    keys = ("name", *(key for key in _ranges(group, given) if key != "name"))
+    return wrong_keys(group, keys, given)
+
+
+def _wrong_recipe(given: dict[str, Any]) -> dict[str, str]:
+    """What is wrong with a recipe class of the user's own, which knows its keys."""
+    target, name = str(given["_target_"]), _recipe_name(given)
+    if not re.fullmatch(r"\w+(\.\w+)+", target):
+        return {f"recipe._target_={target}: it takes {RECIPE_CLASS}": "recipe._target_"}
+    return _wrong_name("recipe", name)
+
+
+def _wrong_own(group: str, given: dict[str, Any]) -> dict[str, str]:
+    """What is wrong with a data set or model of the user's own, whose builder knows its keys."""
+    target, found = str(given["_target_"]), {}
+    if not re.fullmatch(r"\w+(\.\w+)+", target):
+        found[f"{group}._target_={target}: it takes package.function"] = f"{group}._target_"
+    found |= _wrong_name(group, str(given.get("name")))
+    missing = [f"{group}.{key}" for key in OWN[group] if key not in given]
+    return found | {f"{key}: missing": key for key in missing}
+
+
+def _wrong_name(group: str, name: str) -> dict[str, str]:
+    if re.fullmatch(r"[\w.-]+", name) and name.strip("."):
+        return {}
+    takes = "it names a folder: letters, digits, and . _ -, and not points alone"
+    return {f"{group}.name={name}: {takes}": f"{group}.name"}
+
+
+def _recipe_name(recipe: dict[str, Any]) -> str:
+    """The name of a recipe; of a class of the user's own its name in lower case, unless given."""
+    name, target = str(recipe.get("name") or ""), str(recipe.get("_target_", ""))
+    unnamed = name in ("", "custom") or name in RECIPES
+    return target.rpartition(".")[2].lower() if target and unnamed else name
+
+
+def flatten(plain: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested dictionaries to dotted keys.
+
+    ``sparsity.overrides``, whose own keys are regular expressions, stays one value.
+
+    Args:
+        plain: nested dictionaries.
+        prefix: of all keys.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in plain.items():
+        nested = isinstance(value, dict) and key != "overrides"
+        below = flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+        flat.update(below)
+    return flat

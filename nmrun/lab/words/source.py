@@ -1,0 +1,121 @@
+"""Config nodes without a file: a Hydra config source under ``nm://``.
+
+It serves ``sparsity=N:M`` for any ratio, the recipes of other installed packages, and the built-in
+recipes, by the hyperparameters of their classes (see ``nmrun.lab.words.recipe_fields``). Files named
+``2:8.yaml`` cannot exist on Windows and could not cover every ratio.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.errors import ConfigCompositionException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+
+from nmrun.lab.words import recipe_fields
+from nmrun.patterns import USUAL, Pattern, PatternError
+from nmrun.recipes import RECIPES, installed
+from nmrun.registry import find
+
+GROUP = "sparsity"
+SERVED = (GROUP, "recipe")
+
+# Hydra instantiates only sweepers of the package hydra_plugins; see nmrun.lab.words.sweeper
+SWEEPER: dict[str, Any] = {
+    "_target_": "hydra_plugins.nmrun.NMSweeper",
+    "max_batch_size": None,
+    "params": None,
+}
+
+
+class RatioSource(ConfigSource):
+    """The config source ``nm://``.
+
+    It answers ``sparsity/2:8`` with ``{n: 2, m: 8, v: 1, overrides: null, pad: false}``, ``recipe/sr_ste``
+    with ``{name: sr_ste, decay: 2.0e-4}``, and ``recipe/mine`` of another package with ``{name:
+    mine, _target_: mypkg.recipes.Mine}``.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "nm"
+
+    def available(self) -> bool:
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        return config_path.strip("/") in ("", *SERVED)
+
+    def is_config(self, config_path: str) -> bool:
+        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
+        return (group == GROUP and ":" in name) or (group == "recipe" and name in _recipes())
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Answer a config, as Hydra asks for it: ``sparsity/2:8`` or ``recipe/step``."""
+        group, _, name = config_path.removesuffix(".yaml").rpartition("/")
+        try:
+            content = _recipe(name) if group == "recipe" else _ratio(name)
+        except PatternError as error:
+            raise ConfigCompositionException(str(error)) from None
+        header: dict[str, str | None] = {"package": group}
+        path, config = self.full_path(), OmegaConf.create(content)
+        return ConfigResult(provider=self.provider, path=path, config=config, header=header)
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """List the ratios or recipes, for Hydra's help and completion.
+
+        Args:
+            config_path: the group.
+            results_filter: groups or configs alone; None: both.
+        """
+        path = config_path.strip("/")
+        if path == "":
+            return list(SERVED) if results_filter in (None, ObjectType.GROUP) else []
+        served = {GROUP: list(USUAL), "recipe": _recipes()}.get(path, [])
+        return served if results_filter in (None, ObjectType.CONFIG) else []
+
+
+def _recipes() -> list[str]:
+    return [*RECIPES, *installed()]
+
+
+def _recipe(name: str) -> dict[str, Any]:
+    if name in installed():
+        return {"name": name, "_target_": installed()[name]}
+    return recipe_fields.node(name)
+
+
+def _ratio(name: str) -> dict[str, Any]:
+    pattern = Pattern.parse(name)
+    return {"n": pattern.n, "m": pattern.m, "v": pattern.v, "overrides": None, "pad": False}
+
+
+class RatioSearchPath(SearchPathPlugin):
+    """Adds ``nm://`` to the search path of nmrun, and of no other Hydra application."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if any("nmrun.conf" in (item.path or "") for item in search_path.get_path()):
+            search_path.append("nmrun", "nm://")
+
+
+def register() -> None:
+    """Register the source and its search path with Hydra, ``${stdlib_sha256:}``, and the sweeper.
+
+    ``nmrun.lab.train.jobs`` calls it once, when it is imported.
+    """
+    ConfigStore.instance().store("nmrun", SWEEPER, "hydra/sweeper", provider="nmrun")
+    OmegaConf.register_new_resolver("stdlib_sha256", _digest, replace=True)
+    plugins = Plugins.instance()
+    for plugin in (RatioSource, RatioSearchPath):
+        plugins.register(plugin)
+
+
+def _digest() -> str:
+    """Compute the hash of ``stdlib_text``, which only configs with that data set contain."""
+    return str(find("dataset.sha256", "nmrun.lab.data.stdlib_text.digest", {})())

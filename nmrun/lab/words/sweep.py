@@ -1,0 +1,259 @@
+"""The record of a sweep, ``<output_dir>/.sweeps/<time>-<process>/``: what was asked for in
+``sweep.json``, each job's end in ``jobs.jsonl``.
+
+Other processes read it while the sweep runs, and jobs may run in several processes at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from nmrun import atomic
+from nmrun.errors import ConfigError
+from nmrun.lab.runs import jsonl
+
+SWEEP = "NMRUN_SWEEP"  # told to job processes, and to the sweeper: the sweep's folder
+UNTRAINED = (
+    "skipped",
+    "planned",
+    "running",
+    "refused",
+)  # ends of jobs that took no time to speak of
+
+
+def new_folder(output_dir: str) -> Path:
+    """The folder for the record of a sweep that begins now, which does not exist yet."""
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    place = Path(output_dir, ".sweeps").absolute()
+    names = itertools.chain([name], (f"{name}-{again}" for again in itertools.count(2)))
+    return next(folder for each in names if not (folder := place / each).exists())
+
+
+def make_folder(folder: Path, output_dir: str) -> None:
+    """Make a folder below the output folder.
+
+    Raises:
+        ConfigError: where it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir={output_dir}: {error.strerror}: {error.filename}") from None
+
+
+def begin(
+    folder: Path,
+    jobs: int,
+    command: str,
+    output_dir: str,
+    sweeps: Sequence[Sequence[str]] = (),
+) -> None:
+    """Begin the record.
+
+    Args:
+        folder: that of the sweep.
+        jobs: how many there will be.
+        command: as it was typed.
+        output_dir: as it was typed.
+        sweeps: the overrides of each sweep, where they are launched together.
+    """
+    content = {
+        "begun": time.time(),
+        "jobs": jobs,
+        "command": command,
+        "output_dir": output_dir,
+        "sweeps": [list(words) for words in sweeps],
+    }
+    atomic.write(folder / "sweep.json", json.dumps(content) + "\n")
+
+
+def add(
+    folder: Path,
+    outcome: dict[str, Any],
+    overrides: list[str],
+    seconds: float,
+) -> None:
+    """Note the end of a job.
+
+    Args:
+        folder: the sweep's record.
+        outcome: of the run.
+        overrides: of the job.
+        seconds: that it took.
+    """
+    keys = ("status", "folder", "error", "metric", "metrics", "plan")
+    line = {key: outcome.get(key) for key in keys}
+    line |= {"overrides": overrides, "seconds": round(seconds, 3), "ended": time.time()}
+    with (folder / "jobs.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What there is to read of a sweep; ``done`` has a line for each job that has ended."""
+
+    begun: float | None
+    jobs: int | None
+    command: str
+    output_dir: str
+    sweeps: list[list[str]]
+    done: list[dict[str, Any]]
+
+    def counts(self) -> dict[str, int]:
+        """Ended jobs by status, in the order of what went well to what did not."""
+        found = Counter(line["status"] for line in self.done)
+        order = ("finished", "skipped", "planned", "running", "interrupted", "failed", "refused")
+        return {status: found[status] for status in order if found[status]}
+
+    def elapsed(self, running: bool) -> float | None:
+        """Seconds from the beginning to now, or to the last job's end where the sweep runs no more."""
+        end = (
+            time.time()
+            if running
+            else max((line.get("ended") or 0.0 for line in self.done), default=0.0)
+        )
+        return None if self.begun is None else max(end - self.begun, 0.0)
+
+    def left(self) -> float | None:
+        """Seconds to the end, guessed from the jobs that trained; None before there is one, or
+        where it is not known how many come.
+
+        A job takes the mean of their times or, where several run at a time, what passed since the
+        beginning for each of them.
+        """
+        times = [
+            line["seconds"]
+            for line in self.done
+            if line["status"] not in UNTRAINED and "seconds" in line
+        ]
+        passed = self.elapsed(running=True)
+        if not times or not passed or self.jobs is None:
+            return None
+        return min(sum(times), passed) / len(times) * max(self.jobs - len(self.done), 0)
+
+
+def read(folder: Path) -> Record:
+    """The record as it stands. What is missing or not whole, as after a kill, is left out."""
+    lines: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError):
+        lines, _ = jsonl.read(folder / "jobs.jsonl")
+    try:
+        head = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+        begun, jobs, words = (
+            float(head["begun"]),
+            head["jobs"],
+            (str(head["command"]), str(head["output_dir"])),
+        )
+        sweeps = list(head.get("sweeps", []))
+    except (OSError, ValueError, KeyError, TypeError):
+        begun, jobs, words, sweeps = None, None, ("", ""), []
+    return Record(
+        begun,
+        jobs,
+        *words,
+        sweeps,
+        [line for line in lines if "status" in line],
+    )
+
+
+def title(folder: Path, number: int, overrides: list[str]) -> str:
+    """Make the line above a job: ``[3/24] recipe=step seed=0 (12 min left)``, with the overrides in
+    which jobs differ.
+
+    Args:
+        folder: the sweep's record.
+        number: of the job, counted from 1.
+        overrides: of the job.
+    """
+    record = read(folder)
+    left = record.left()
+    ahead = "" if left is None else f" ({span(left)} left)"
+    each = [{_bare(word) for word in words} for words in record.sweeps]
+    common = set.intersection(*each) if each else set()
+    told = [word for word in overrides if _bare(word) not in common] or overrides
+    return f"{_of(record, number)} {' '.join(told) or 'the defaults'}{ahead}"
+
+
+def _bare(word: str) -> str:
+    return word.replace("\\", "").replace("'", "")
+
+
+def prefix(folder: Path, number: int) -> str:
+    """What the lines of a job begin with where several run at a time: ``[3/24] ``; empty where the
+    sweep's own process runs it, as then they come one after the other.
+    """
+    own = re.search(rf"-{os.getpid()}(-|$)", folder.name)
+    return "" if own else f"{_of(read(folder), number)} "
+
+
+def _of(record: Record, number: int) -> str:
+    return f"[{number}/{record.jobs or '?'}]"
+
+
+def summary(folder: Path) -> tuple[str, int]:
+    """Make the closing lines of a sweep.
+
+    Returns:
+        The lines; and 1 if a job failed or never reported, else 0. One that another process is at
+        work on is left to that.
+    """
+    record = read(folder)
+    good = {
+        status: number
+        for status, number in record.counts().items()
+        if status in ("finished", "skipped", "planned", "running")
+    }
+    bad = [line for line in record.done if line["status"] not in good]
+    missing = max((record.jobs or 0) - len(record.done), 0)
+    elsewhere = {"running": "running in another process"}
+    parts = [f"{number} {elsewhere.get(status, status)}" for status, number in good.items()]
+    parts += [f"{len(bad)} not done"] if bad else []
+    parts += [f"{missing} not reached"] if missing else []
+    passed = record.elapsed(running=True)
+    took = "" if passed is None else f"; {span(passed)}"
+    lines = [f"sweep of {len(record.done) + missing}: {', '.join(parts) or 'nothing done'}{took}"]
+    for line in bad:
+        words = " ".join(line["overrides"])
+        lines.append(
+            f"  {line['status']}: {words}: {line['error'] or ''}  {line['folder'] or ''}".rstrip(
+                " :"
+            )
+        )
+    return "\n".join(lines), 1 if bad or missing else 0
+
+
+def span(seconds: float) -> str:
+    """A time as people say it: ``45 s``, ``12 min``, ``3 h 20 min``."""
+    minutes = round(seconds / 60)
+    if round(seconds) < 60:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def typed(word: str) -> str:
+    """An override as one types it: Hydra escapes the colon of a ratio for itself, and does not need
+    that.
+    """
+    bare = re.sub(r"(?<=\d)\\:(?=\d)", ":", word)
+    with contextlib.suppress(HydraException):
+        parse = OverridesParser.create().parse_override
+        return bare if bare != word and parse(bare).value() == parse(word).value() else word
+    return word
+
+
+def is_hydras(word: str) -> bool:
+    """Whether an override is for Hydra itself (``hydra/launcher=joblib``)."""
+    return word.lstrip("+~").startswith("hydra")

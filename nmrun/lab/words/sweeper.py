@@ -1,0 +1,61 @@
+"""The sweeper of nmrun: Hydra's basic one with ``zip=`` and ``experiment=``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+
+from nmrun.lab.words import experiment, sweep
+from nmrun.lab.words.source import SWEEPER
+
+Plugins.instance()  # reloads Hydra's own plugins, so the next line imports the class in use
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # noqa: E402
+
+
+class NMSweeper(BasicSweeper):
+    """Launches the jobs of several sweeps at once, so that a launcher can run any side by side.
+
+    The command line has checked the sweeps and recorded them. Without a record, ``zip=`` and
+    ``experiment=`` among the arguments are replaced here.
+    """
+
+    def split_arguments(  # type: ignore[override]  # a static method there
+        self, overrides: list[Override], max_batch_size: int | None
+    ) -> list[list[list[str]]]:
+        """List the overrides of all jobs, in batches.
+
+        Args:
+            overrides: ``hydra.sweeper.params``, then the arguments.
+            max_batch_size: the number of jobs that are launched at a time; None for all.
+        """
+        assert self.hydra_context is not None
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        params, arguments = overrides[: len(self.params)], overrides[len(self.params) :]
+        jobs = []
+        for words in _sweeps([argument.input_line or "" for argument in arguments]):
+            parsed = parser.parse_overrides([word for word in words if not sweep.is_hydras(word)])
+            jobs += BasicSweeper.split_arguments([*params, *parsed], None)[0]
+        return list(self.split_overrides_to_chunks(jobs, max_batch_size))
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Do nothing: ``precheck`` checked the jobs, and composing them all takes long."""
+
+
+def _sweeps(arguments: list[str]) -> list[list[str]]:
+    recorded = sweep.read(Path(os.environ[sweep.SWEEP])).sweeps if sweep.SWEEP in os.environ else []
+    return recorded or experiment.expand(arguments, multirun=True)
+
+
+def register() -> None:
+    """Register the class with Hydra, under the name in ``hydra/sweeper: nmrun``.
+
+    ``nmrun.lab.words.source`` registers this config node.
+    """
+    plugins = Plugins.instance()
+    plugins.register(NMSweeper)
+    plugins.class_name_to_class[SWEEPER["_target_"]] = NMSweeper

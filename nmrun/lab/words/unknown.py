@@ -1,0 +1,116 @@
+"""The line for a key or option that a config does not have: what was probably meant, by meaning
+first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from nmrun.lab.keys.reader import listed, no_option
+from nmrun.lab.words import schema
+from nmrun.lab.words.hydra_quoting import RATIOS
+from nmrun.lab.words.recipe_fields import recipe_keys
+from nmrun.oneshot import METHODS
+from nmrun.ranges import checks
+from nmrun.recipes import RECIPES
+from nmrun.registry import nearest
+
+# What others call it, by the last part of the key.
+ELSEWHERE = {
+    "recipe": ("method", "algorithm", "algo", "pruner", "sparsifier"),
+    "dataset": ("data", "ds"),
+    "model": ("network", "net", "arch", "architecture"),
+    "optimizer": ("optim", "opt"),
+    "schedule": ("scheduler", "lr_scheduler"),
+    "track": ("logger", "loggers", "logging", "tracking"),
+    "sparsity": ("pattern", "ratio", "nm", "sparse"),
+    "sparsity=2:4": ("n", "m", "density", "amount", "prune_ratio"),
+    "output_dir": ("outdir", "output", "out", "save_dir", "log_dir"),
+    "seed": ("random_seed", "rng"),
+    "optimizer.lr": ("learning_rate", "lrate"),
+    "optimizer.weight_decay": ("wd", "l2"),
+    "optimizer.betas": ("beta1", "beta2"),
+    "recipe.decay": ("lambda", "lambda_w", "lam"),
+    "schedule.warmup": ("warm_up", "warmup_ratio"),
+    "trainer.steps": ("max_steps", "iterations", "iters", "num_steps"),
+    "trainer.epochs": ("max_epochs", "num_epochs"),
+    "trainer.batch_size": ("bs", "batch", "batchsize"),
+    "trainer.device=cuda": ("gpu", "gpus", "cuda", "accelerator", "use_gpu", "n_gpu"),
+    "trainer.precision": ("amp", "fp16", "bf16", "half", "mixed_precision", "dtype"),
+    "trainer.accumulate": ("gradient_accumulation", "gradient_accumulation_steps", "grad_accum"),
+    "trainer.clip": ("grad_clip", "clip_grad", "max_grad_norm", "gradient_clip_val"),
+    "dataset.workers": ("num_workers",),
+}
+MEANT = {word: key for key, words in ELSEWHERE.items() for word in words}
+
+
+def line(key: str, known: Iterable[str]) -> str:
+    """Write it.
+
+    Args:
+        key: the unknown key.
+        known: the keys and groups that there are with the chosen options.
+    """
+    known = set(known)
+    if key.startswith(f"{RATIOS}."):
+        layer = key.removeprefix(f"{RATIOS}.")
+        return f"{key}: no such key; ratios by layer are one value: '{RATIOS}={{{layer}: 1:8}}'"
+    group, _, leaf = key.rpartition(".")
+    beside = {one for one in known if one.rpartition(".")[0] == group}
+    beside = beside or {one for one in known if "." not in one}
+    return f"{key}: no such key{_hint(key, group, leaf, known, beside)} ({listed(key, beside)})"
+
+
+def _hint(key: str, group: str, leaf: str, known: set[str], beside: set[str]) -> str:
+    if group and (options := owners(group, leaf)):
+        return _belongs(leaf, group, options)
+    meant = MEANT.get(leaf.lower(), "")
+    if meant and (meant.partition("=")[0] in known or " or " in meant):
+        return f"; did you mean {meant}?"
+    leaf = meant.rpartition(".")[2] or leaf
+    if same := sorted(one for one in known if one.rpartition(".")[2] == leaf and "." in one):
+        return f"; did you mean {' or '.join(same)}?"
+    for other in () if group else schema.NAMED:
+        if options := owners(other, leaf):
+            return _belongs(f"{other}.{leaf}" if meant else leaf, other, options)
+    others = {one.rpartition(".")[2]: one for one in known}
+    near = nearest(key, {one for one in beside if not one.endswith(".name")})
+    if near is None and not group:
+        near = others.get(nearest(leaf, others) or "")
+    return f"; did you mean {near}?" if near else ""
+
+
+def _belongs(what: str, group: str, options: list[str]) -> str:
+    some = ", ".join(options[:3]) + (", ..." if len(options) > 3 else "")
+    return f"; {what} belongs to {group}={some}"
+
+
+def option(group: str, name: str, options: Iterable[str]) -> str:
+    """The line for an option that a group does not have.
+
+    Args:
+        group: the group.
+        name: what is asked for.
+        options: those that there are.
+    """
+    if group == "recipe" and name in METHODS:
+        how = f"nmrun prune RUN method={name}"
+        return f"recipe={name}: it prunes a trained network, without training: {how}"
+    return no_option(group, group, name, options)
+
+
+def owners(group: str, leaf: str) -> list[str]:
+    """The options of a group that have a key.
+
+    Args:
+        group: such as ``recipe``.
+        leaf: the key's last part.
+    """
+    keys: Mapping[str, Iterable[str]] = {}
+    if group == "recipe":
+        keys = {name: recipe_keys(name) for name in RECIPES}
+    elif group in schema.KINDS:
+        kinds: Mapping[str, Any] = schema.KINDS[group]
+        keys = {name: checks(kind) for name, kind in kinds.items()}
+    return [name for name, own in keys.items() if leaf in own and leaf != "name"]

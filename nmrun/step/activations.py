@@ -1,0 +1,227 @@
+"""``nmrun.sparse_activations``: N:M activations in the feed-forward layers of a model.
+
+They hang on modules, as forward hooks, and know nothing of weights: any recipe goes with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nmrun.errors import ConfigError
+from nmrun.patterns import Pattern
+from nmrun.sparsity.activations import SquaredReLU, keep_largest
+
+# squared ReLUs of others by the name of their class: transformers'
+SQUARED_RELUS = ("ReLUSquaredActivation",)
+
+
+class SparseActivations:
+    """What :func:`sparse_activations` returns: the modules whose outputs are pruned, and when.
+
+    Copies of the model compute as the model does, in the same phase.
+
+    Args:
+        model: the model.
+        pattern: as there; with None nothing is ever pruned, and a model without such modules is no
+            mistake.
+        include: as there.
+        total_steps: as there.
+        dense_start: as there.
+        dense_end: as there.
+
+    Attributes:
+        modules: the names of the modules.
+        sparse_steps: the steps, counted from 0, in which their outputs are pruned; None: all.
+        sparse: whether they are now.
+        ends_sparse: whether they are in the last step, and thus in inference.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        pattern: str | Pattern | None,
+        include: str | Sequence[str] | None = None,
+        total_steps: int | None = None,
+        dense_start: float = 0.0,
+        dense_end: float = 0.0,
+    ) -> None:
+        self.pattern = None if pattern is None else Pattern.parse(pattern)
+        found = _chosen(model, include)
+        if self.pattern is not None and not found:
+            raise ConfigError(
+                f"{self.pattern} activations are those of squared ReLUs, and this model has none: "
+                "model.activation=relu2 of nmrun's GPTs, vision transformers and text encoder"
+            )
+        self.modules = list(found)
+        self.sparse_steps = _sparse_steps(total_steps, dense_start, dense_end)
+        self.ends_sparse = self.sparse_at((total_steps or 1) - 1)
+        self.at(0)
+        self._sums: Tensor | None = None
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._hooks = [
+            module.register_forward_hook(functools.partial(self._output, name))
+            for name, module in found.items()
+        ]
+
+    def at(self, step: int) -> None:
+        """Let the next forward passes be those of a step.
+
+        Args:
+            step: counted from 0.
+        """
+        self.sparse = self.sparse_at(step)
+
+    def sparse_at(self, step: int) -> bool:
+        """Whether activations are pruned in a step.
+
+        Args:
+            step: counted from 0.
+        """
+        return self.pattern is not None and (self.sparse_steps is None or step in self.sparse_steps)
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[Tensor]:
+        """While entered, forward passes add up what :meth:`shares` reads.
+
+        Yields:
+            Sums over all activations (4,), float64: how many there are, how many of them are 0,
+            their squares, and the squares of those that the pattern keeps.
+        """
+        self._sums = torch.zeros(4, dtype=torch.float64, device=self._device)
+        try:
+            yield self._sums
+        finally:
+            self._sums = None
+
+    def shares(self, sums: Tensor) -> Mapping[str, float]:
+        """What has been measured.
+
+        Args:
+            sums: of :meth:`measured`.
+
+        Returns:
+            ``activation_zeros``, the share of zeros before anything is pruned, and
+            ``activation_kept``, the share of their energy (the sum of squares) that the pattern
+            keeps or would keep; without a pattern the first alone, without activations nothing.
+        """
+        number, zeros, energy, kept = sums.tolist()
+        if not number:
+            return {}
+        found = {"activation_zeros": zeros / number}
+        if self.pattern is not None:
+            found["activation_kept"] = kept / energy if energy else 1.0
+        return found
+
+    def remove(self) -> None:
+        """Leave the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def __deepcopy__(self, memo: Any) -> SparseActivations:
+        return self
+
+    def _output(self, name: str, module: nn.Module, inputs: Any, activations: Tensor) -> Tensor:
+        """The forward hook of a module."""
+        if self.pattern is None:
+            kept = activations
+        else:
+            if activations.shape[-1] % self.pattern.m:
+                raise ConfigError(
+                    f"{self.pattern} activations: {name} has {activations.shape[-1]} features, "
+                    f"which {self.pattern.m} does not divide"
+                )
+            needed = self.sparse or self._sums is not None
+            kept = keep_largest(activations, self.pattern) if needed else activations
+        if self._sums is not None:
+            self._sums += _sums(activations.detach(), kept.detach())
+        return kept if self.sparse else activations
+
+
+def _sums(activations: Tensor, kept: Tensor) -> Tensor:
+    number = activations.new_full((), activations.numel(), dtype=torch.float64)
+    zeros = (activations == 0).sum()
+    squares = (each.double().square().sum() for each in (activations, kept))
+    return torch.stack([number, zeros.double(), *squares])
+
+
+def _chosen(model: nn.Module, include: str | Sequence[str] | None) -> dict[str, nn.Module]:
+    modules = dict(model.named_modules())
+    if include is None:
+        return {
+            name: module
+            for name, module in modules.items()
+            if isinstance(module, SquaredReLU) or type(module).__name__ in SQUARED_RELUS
+        }
+    found: dict[str, nn.Module] = {}
+    for text in [include] if isinstance(include, str) else include:
+        named = {n: m for n, m in modules.items() if re.fullmatch(text, n)}
+        if not named:
+            raise ConfigError(f"include: {text!r} is the name of no module")
+        found |= named
+    return found
+
+
+def _sparse_steps(total_steps: int | None, start: float, end: float) -> range | None:
+    if not (start >= 0 and end >= 0 and start + end < 1):
+        raise ConfigError(
+            f"dense_start={start:g} and dense_end={end:g} are shares of one run: 0 or more, and "
+            "less than 1 together"
+        )
+    if not (start or end):
+        return None
+    if total_steps is None:
+        raise ConfigError("dense_start and dense_end need total_steps")
+    return range(round(start * total_steps), round((1 - end) * total_steps))
+
+
+def sparse_activations(
+    model: nn.Module,
+    pattern: str | Pattern = "2:4",
+    include: str | Sequence[str] | None = None,
+    total_steps: int | None = None,
+    dense_start: float = 0.0,
+    dense_end: float = 0.0,
+) -> SparseActivations:
+    """Prune the activations of a model's feed-forward layers to N:M, for each token (Haziza et al.
+    2025, arXiv 2503.16672), in training and evaluation.
+
+    ::
+
+        activations = nmrun.sparse_activations(model, "2:4", total_steps=T, dense_end=0.1)
+        for step, batch in enumerate(loader):
+            activations.at(step)      # for dense_start and dense_end alone
+            loss(model, batch).backward()
+            ...
+
+    With dense steps at the end the result is a plain dense network (a sparse phase, then a dense
+    one: Madhyastha et al. 2026, arXiv 2602.06183). Without, call it again on a model that is loaded:
+    a checkpoint has no trace of it. Here all products are dense; a run on a CPU packs
+    activations where that is faster (``nmrun.fast.activations_cpu``).
+
+    Args:
+        model: any module; nothing of it but the outputs of the chosen modules changes.
+        pattern: at most N non-zeros in every M consecutive features of a token; the features are
+            the last dimension. ``"64:2:8"`` is V:N:M: blocks of 64 tokens.
+        include: regular expressions for whole names of modules, whose outputs are pruned. None, the
+            default, takes the squared ReLUs: nmrun's and those of transformers (``relu2``).
+        total_steps: optimizer steps of the whole run, for the following two.
+        dense_start: the share of all steps at the beginning that is dense.
+        dense_end: likewise, at the end.
+
+    Returns:
+        What tells the step and measures.
+
+    Raises:
+        ConfigError: (a ValueError) for a wrong pattern, shares or expressions, and a model without
+            such modules; from a forward pass, where M does not divide the features.
+    """
+    return SparseActivations(
+        model, Pattern.parse(pattern), include, total_steps, dense_start, dense_end
+    )

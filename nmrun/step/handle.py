@@ -1,0 +1,330 @@
+"""The handle of a model that trains with sparse weights: reports, saving and the end."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nmrun.products import layer
+from nmrun.recipes.base import Recipe
+from nmrun.sparsity.check import layer_report, weights_report
+from nmrun.sparsity.select import LeftDense
+from nmrun.sparsity.weight import LIVE, SparseWeight
+from nmrun.step.finish import Average, check_finished, counterparts
+from nmrun.step.hooks import Steps
+from nmrun.step.resume import KEY
+
+
+class Handle(Steps):
+    """What :func:`nmrun.sparsify` returns. The base class :class:`Steps` does the steps.
+
+    Args:
+        optimizer: as in :class:`Steps`.
+        recipe: as in :class:`Steps`.
+        sparse: as in :class:`Steps`.
+        left_dense: the weights that are not sparse, each with the reason.
+        model: the model that they are of.
+        fsdp_modules: the modules of the model that ``fully_shard`` manages.
+
+    Attributes:
+        finished: after :meth:`finalize`, what :attr:`sparse` was.
+        left_dense: the weights that are not sparse, each with the reason.
+        model: the model that they are of.
+        by_onednn: the layers without a sparse weight that :func:`nmrun.accelerate` gave to oneDNN.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        sparse: list[SparseWeight],
+        left_dense: list[LeftDense],
+        model: nn.Module,
+        fsdp_modules: Sequence[Any] = (),
+    ) -> None:
+        self.left_dense, self.model, self._fsdp_modules = left_dense, model, fsdp_modules
+        self.by_onednn: list[nn.Module] = []
+        self.finished: list[SparseWeight] = []
+        super().__init__(optimizer, recipe, sparse)
+
+    # --- what a loop reads -----------------------------------------------------------------------
+
+    @property
+    def phase(self) -> str:
+        """Which weights the forward pass uses now: ``"dense"`` or ``"sparse"`` ones, or ones
+        between both in a ``"transition"``."""
+        return self.recipe.phase if self.sparse else "dense"
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the forward pass uses N:M weights now; False without any sparse weight."""
+        return bool(self.sparse) and self.recipe.is_sparse
+
+    @property
+    def evaluates_sparse(self) -> bool:
+        """Whether evaluation is by N:M weights now. False with no sparse weight at all."""
+        return bool(self.sparse) and (self.recipe.is_sparse or self.recipe.evaluates_final)
+
+    @property
+    def flip_rate(self) -> float | None:
+        """The share of mask entries that changed in the last step; None if not measured."""
+        return self._measured.get("sparsity/flip_rate")
+
+    def metrics(self) -> dict[str, float]:
+        """Return scalars for a log, by name.
+
+        Returns:
+            The recipe's own scalars, and the measurements of the last step, if it was measured
+            (:meth:`nmrun.sparsity.metrics.MaskMetrics.after`).
+        """
+        return {**self._measured, **self.recipe.metrics()} if self.sparse else {}
+
+    @torch.no_grad()
+    def final_weight(self, weight: SparseWeight) -> Tensor:
+        """Return the weight that a run ending now would leave.
+
+        Args:
+            weight: one of :attr:`sparse`.
+
+        Returns:
+            A copy, without negative zeros; of a sharded weight this process's part.
+        """
+        if self.recipe.is_sparse:
+            return weight.weight + 0.0
+        out = torch.empty_like(weight.dense)
+        self.recipe.project_final(weight, out)
+        return out + 0.0
+
+    def report(self) -> dict[str, Any]:
+        """Describe the weights that a run ending now would leave, or that one has left.
+
+        Returns:
+            As of :func:`nmrun.sparsity.check.weights_report`.
+        """
+        layers = [
+            layer_report(w.name, w.whole(self.final_weight(w)), w.pattern, w.dim)
+            for w in self.sparse or self.finished
+        ]
+        return weights_report(str(self.recipe.pattern), layers, self.left_dense)
+
+    @contextlib.contextmanager
+    def dense_weights(self) -> Iterator[None]:
+        """Let the parameters be the dense weights, while the context is entered.
+
+        Averages (EMA), dense evaluation and dense checkpoints read them. A parameter that is
+        written inside keeps its new values as the dense weight.
+        """
+        self._reshard()
+        # layers would compute with copies of the projected weights, packed or pruned again
+        own = [w.layer for w in self.sparse if w.layer is not None and w.layer.active]
+        for products in own:
+            products.active = False
+        for weight in self.sparse:
+            weight.show_dense()
+        before = [weight.parameter._version for weight in self.sparse]
+        try:
+            yield
+        finally:
+            self._reshard()
+            after = [weight.parameter._version for weight in self.sparse]
+            for weight in self.sparse:
+                weight.show_projected()
+            for products in own:
+                products.active = True
+            if before != after:
+                self.refresh()
+            for weight in self.sparse:
+                weight.version = weight.parameter._version
+
+    @contextlib.contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        """While entered, the parameters are the weights to evaluate by: those of the forward pass,
+        but for MaskLLM, which evaluates by its likeliest masks while it blends them."""
+        if not self.recipe.evaluates_final:
+            yield
+            return
+        with torch.no_grad():
+            for weight in self.sparse:
+                weight.weight.copy_(self.final_weight(weight))
+        try:
+            yield
+        finally:
+            self.refresh()
+
+    def _reshard(self) -> None:
+        """Let FSDP's modules gather their weights anew.
+
+        The outermost module keeps its gathered weights after a forward pass without a backward one.
+        """
+        for module in self._fsdp_modules:
+            module.reshard()
+
+    def __repr__(self) -> str:
+        lines = self._layers()
+        widths = [max(len(line[i]) for line in lines) for i in range(3)] if lines else []
+        rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        return "\n".join([self._title(), *(f"  {row}" for row in rows)])
+
+    def _repr_html_(self) -> str:
+        """The same for a notebook."""
+        rows = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in line) + "</tr>"
+            for line in self._layers()
+        )
+        head = "<tr><th>weight</th><th>pattern</th><th>shape</th></tr>"
+        return f"<p>{html.escape(self._title())}</p><table>{head}{rows}</table>"
+
+    def _title(self) -> str:
+        recipe, number = self.recipe, len(self.sparse or self.finished)
+        of = "" if recipe.total_steps is None else f" of {recipe.total_steps}"
+        phase = "finished" if self.finished else f"{self.phase} phase"
+        return (
+            f"nmrun.Handle: {recipe.name or type(recipe).__name__}, {phase}, "
+            f"step {recipe.step}{of}; {number} sparse weight{'' if number == 1 else 's'}, "
+            f"{len(self.left_dense)} left dense"
+        )
+
+    def _layers(self) -> list[tuple[str, str, str]]:
+        """Name, pattern and shape of each sparse weight."""
+        return [
+            (w.name, str(w.pattern), " x ".join(map(str, w.parameter.shape)))
+            for w in self.sparse or self.finished
+        ]
+
+    # --- saving and finishing --------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the optimizer's state dict also has of nmrun, for loops that save it apart.
+
+        Returns:
+            ``nmrun``, the recipe's clock as plain data, and ``weights``, the tensors of each sparse
+            weight by its name, not copied.
+        """
+        return {
+            "nmrun": self._resume.settings(),
+            "weights": {w.name: w.saved() for w in self.sparse},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore :meth:`state_dict`.
+
+        Args:
+            state: of a handle with the same recipe, patterns and sparse weights.
+
+        Raises:
+            ConfigError: for the state of another recipe, ratio or choice of weights, or of another
+                version of what is saved.
+        """
+        self._resume.check(state.get("nmrun") or {})
+        for weight in self.sparse:
+            weight.clear()
+            for key, value in state["weights"][weight.name].items():
+                weight.restore(key, value.clone())
+        self._resume.restore(state["nmrun"])
+
+    def make_room(self, metadata: Any) -> None:
+        """Make room for the tensors in files of ``torch.distributed.checkpoint``, before a load.
+
+        ``dcp.load`` reads only what the given state dict has keys for. In a dense phase that has no
+        keys for dense weights and masks, which files of a later step contain. ::
+
+            handle.make_room(dcp.FileSystemReader(path).read_metadata())
+            parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+            dcp.load(parts, checkpoint_id=path)
+            set_state_dict(...)
+
+        Args:
+            metadata: the metadata of the files.
+        """
+        self._resume.make_room(metadata)
+
+    @torch.no_grad()
+    def finalize(self, model: Average | None = None) -> None:
+        """End the recipe: the weights stay exactly N:M, and nmrun leaves model and optimizer.
+
+        Args:
+            model: a copy of the model with dense weights (an average), or the list of its
+                parameters, such as ``shadow_params`` of diffusers' ``EMAModel``. This copy then
+                gets the projections of its own weights, before the end of the recipe or after it.
+                None, the default, ends the recipe.
+
+        Raises:
+            RunError: where a weight does not hold its pattern, the optimizer never stepped,
+                training ended in a dense phase, or the weights changed without the optimizer.
+                Nothing is changed then.
+            ConfigError: for a ``model`` that has not the parameters of this one.
+        """
+        if model is not None:
+            for own, projected in self._projections(model):
+                own.copy_(projected)
+            return
+        self._reshard()
+        if self.sparse:
+            self._recover()
+            dense = self.recipe.dense_forward
+            moved = (w.name for w in self.sparse if not dense and w.moved() and self._differs(w))
+            check_finished(self.recipe, self.sparse, next(moved, ""))
+            self.finished = self.sparse
+        for weight in self.sparse:
+            weight.weight.add_(0.0)  # makes negative zeros positive
+        self._leave()
+        for weight in self.finished:
+            weight.forget_dense()
+
+    @torch.no_grad()
+    def abandon(self) -> None:
+        """Leave model and optimizer without an end: the weights are the dense ones from here on."""
+        self._reshard()
+        self._recover()
+        for weight in self.sparse:
+            weight.end_sparse()
+        self._leave()
+
+    def _leave(self) -> None:
+        for weight in self.sparse:
+            weight.pop_state(self._optimizer)
+            layer.uninstall(weight)
+            LIVE.pop(id(weight.parameter), None)
+        layer.restore_forward(self.by_onednn)
+        for hook in self._hooks:
+            hook.remove()
+        self._optimizer.param_groups[0].pop(KEY, None)
+        self.sparse, self._hooks = [], []
+
+    @contextlib.contextmanager
+    def projected(self, model: Average) -> Iterator[None]:
+        """Let an average be N:M while the context is entered, to evaluate and to save it.
+
+        Its weights are what :meth:`finalize` would make of them. Afterwards they are as before.
+
+        Args:
+            model: as in :meth:`finalize`.
+
+        Raises:
+            ConfigError: as :meth:`finalize`.
+        """
+        with torch.no_grad():
+            pairs = [(own, own.detach().clone(), new) for own, new in self._projections(model)]
+            for own, _, projection in pairs:
+                own.copy_(projection)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for own, before, _ in pairs:
+                    own.copy_(before)
+
+    def _projections(self, model: Average) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each sparse weight, the parameter of an average and what it is to become."""
+        weights = self.sparse or self.finished
+        parameters = counterparts(model, self.model, [weight.name for weight in weights])
+        for weight, own in zip(weights, parameters, strict=True):
+            out = torch.empty_like(own)
+            dense = weight.with_dense(own.detach().clone())
+            self.recipe.project_final(dense, out)
+            yield own, out + 0.0

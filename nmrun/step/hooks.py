@@ -1,0 +1,340 @@
+"""What happens around ``optimizer.step()``, by hooks of the optimizer.
+
+In this order::
+
+    before    a closure is evaluated; the weights' tensors leave the optimizer's state
+              weights that were written from outside become the new dense weights
+              recipe.before_step; the rule edits the gradients
+              the parameters point at the dense weights
+    step      the optimizer moves the dense weights (nmrun.optim: rule and step in one pass)
+    after     the parameters point at the projected weights again; the clock moves on
+              recipe.after_step; the rule projects the dense weights into the parameters
+              packed copies are made anew; the tensors return to the optimizer's state
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nmrun.errors import RunError
+from nmrun.kernels.operands import Update
+from nmrun.kernels.uncompiled import uncompiled
+from nmrun.optim import Adam, skipped_by_loss_scaling
+from nmrun.recipes.base import Recipe
+from nmrun.sparsity.batch import Batch
+from nmrun.sparsity.metrics import MaskMetrics
+from nmrun.sparsity.replicas import agree_over_ranks
+from nmrun.sparsity.weight import LIVE, SparseWeight
+from nmrun.step.resume import Resume, makes_state
+
+COMPARED_EVERY = 500  # steps between comparisons that find writes through ``.data``
+WRITTEN_AT_MOST = 2  # steps in a row before which others may write the weights
+# the code of the wrapper that torch puts around ``step`` to run hooks
+HOOKED = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
+
+
+class Steps:
+    """Carries out a recipe around the steps of an optimizer.
+
+    Args:
+        optimizer: the optimizer that steps the weights.
+        recipe: the recipe, attached to the weights.
+        sparse: the sparse weights.
+
+    Attributes:
+        recipe: the recipe, with its clock.
+        sparse: the sparse weights.
+        measure_flips: set True before ``optimizer.step()`` to measure this step's mask changes;
+            False by default.
+        mask_metrics: measures them (:class:`nmrun.sparsity.metrics.MaskMetrics`).
+        followers: functions that are called with (parameter name, dim, index) when channel
+            permutation made a parameter ``p.index_select(dim, index)``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        recipe: Recipe,
+        sparse: list[SparseWeight],
+    ) -> None:
+        self.recipe, self.sparse = recipe, sparse
+        self.measure_flips = False
+        self.mask_metrics = MaskMetrics(recipe, sparse)
+        self.followers: list[Callable[[str, int, Tensor], None]] = [self.mask_metrics.reorder]
+        self._optimizer = optimizer
+        self._measured: dict[str, float] = {}
+        self._open = 0  # steps that have begun and not ended: two where one calls another
+        self._skipped = False  # whether the present step changes nothing (loss scaling overflowed)
+        self._written = 0  # steps in a row before which others wrote the weights
+        self._has_warned = False  # of weights that others wrote
+        self._told = 0  # how many of the recipe's events were logged
+        # the weights that the present step projects, by id: the mask or scale, and its version
+        self._in_one_pass: dict[int, tuple[Tensor | None, int]] = {}
+        self._batch = Batch()
+        self._compared = False  # whether the ranks' dense weights were compared
+        self._hooks: list[Any] = []
+        self._resume = Resume(optimizer, recipe, sparse, self.refresh)
+        captured = any(group.get("capturable") for group in optimizer.param_groups)
+        for weight in sparse:
+            LIVE[id(weight.parameter)] = weight.parameter
+            weight.copies = captured or not _owns_its_storage(weight.parameter)
+        if sparse:
+            self._hooks = [
+                optimizer.register_step_pre_hook(_marked(self._before_step)),
+                optimizer.register_step_post_hook(_marked(self._after_step)),
+                *self._resume.hooks(),
+            ]
+        self.refresh()
+        self._log_events()
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # where a step calls super().step(), torch may run the hooks of both
+        if self._open and _is_nested(optimizer):
+            self._open += 1
+            return None
+        self._open = 1
+        answer = closure_first(args, kwargs)
+        self._skipped = skipped_by_loss_scaling(optimizer) or makes_state(optimizer, self.sparse)
+        if self._skipped:
+            return answer
+        self._recover()
+        for weight in self.sparse:
+            weight.pop_state(optimizer)
+        if not self._compared:
+            self._compared = True
+            if agree_over_ranks(self.recipe, self.sparse):
+                self.refresh()
+        self._notice_changes()
+        if self.measure_flips:
+            self.mask_metrics.before()
+        self.recipe.before_step(self.sparse, optimizer)
+        if not self.recipe.dense_forward:
+            self._in_one_pass = self._plan(optimizer)
+            for weight in self.sparse:
+                if id(weight) not in self._in_one_pass:
+                    if (grad := weight.grad) is not None:
+                        self.recipe.edit_gradient(weight, grad)
+                    weight.show_dense()
+        return answer
+
+    def _recover(self) -> None:
+        """After a step that failed half-way, let the parameters be the projected weights again."""
+        if any(weight.shows_dense for weight in self.sparse):
+            for weight in self.sparse:
+                weight.show_projected()
+            self.refresh()
+
+    def _plan(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[Tensor | None, int]]:
+        """Let the optimizer carry out the rule inside its step; returns ``_in_one_pass``."""
+        recipe = self.recipe
+        if not isinstance(optimizer, Adam) or not recipe.is_rule_alone:
+            return {}
+        rules = [recipe.rule(weight) for weight in self.sparse]
+        with recipe.at(recipe.step + 1):
+            after = [recipe.rule(weight) for weight in self.sparse]
+        updates, planned = {}, {}
+        for weight, now, then in zip(self.sparse, rules, after, strict=True):
+            if then.mask is None and recipe.chooses:
+                continue
+            pattern = then.pattern or weight.pattern
+            updates[weight.parameter] = Update(
+                weight.dense, weight.weight, weight.dim, pattern, now.then(then)
+            )
+            by = then.soft_threshold_scale if then.mask is None else then.mask
+            planned[id(weight.parameter)] = id(weight), (by, 0 if by is None else by._version)
+        return dict(planned[id(p)] for p in optimizer.plan(updates))
+
+    @torch.no_grad()
+    def _after_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._open -= 1
+        if self._skipped or self._open:
+            return
+        for weight in self.sparse:
+            weight.show_projected()
+        self.recipe.step += 1
+        if self.recipe.step - 1 == self.recipe.total_steps:
+            self._warn(
+                f"this is one more than total_steps={self.recipe.total_steps}, which the recipe "
+                "has laid out its run by: give sparsify the number of steps that are made"
+            )
+        self.recipe.after_step(self.sparse, optimizer)
+        for name, dim, index in getattr(self.recipe, "reordered", ()):
+            for follow in self.followers:
+                follow(name, dim, index)
+        getattr(self.recipe, "reordered", []).clear()
+        self.refresh()
+        self._measured = self.mask_metrics.after(optimizer) if self.measure_flips else {}
+        for weight in self.sparse:
+            weight.put_state(optimizer)
+        self._log_events()
+
+    def pop_events(self) -> list[str]:
+        """Return and clear the recipe's events since the last call, each one a sentence.
+
+        Python's logger ``nmrun`` has each of them too, at level INFO.
+        """
+        events, self.recipe.events[:], self._told = list(self.recipe.events), [], 0
+        return events
+
+    def _log_events(self) -> None:
+        for event in self.recipe.events[self._told :]:
+            logging.getLogger("nmrun").info(event)
+        self._told = len(self.recipe.events)
+
+    def _warn(self, sentence: str) -> None:
+        """Note an event that nobody plans, and warn of it."""
+        self.recipe.say(sentence)
+        warnings.warn(f"nmrun: {self.recipe.events[-1]}", stacklevel=2)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Write the projections of the dense weights into the parameters, as after every step."""
+        if self.recipe.dense_forward:
+            for weight in self.sparse:
+                weight.end_sparse()
+                if weight.layer is not None:
+                    weight.layer.active = weight.layer.uses_packed = False
+        else:
+            left = []
+            for weight in self.sparse:
+                if not weight.has_dense:
+                    weight.begin_sparse()
+                # the step has projected the weight by a mask or scale that the recipe may have
+                # changed since
+                by, version = self._in_one_pass.get(id(weight), (None, -1))
+                if id(weight) not in self._in_one_pass or (
+                    by is not None and by._version != version
+                ):
+                    left.append(weight)
+            self._project(left)
+            for weight in self.sparse:
+                if weight.layer is not None:
+                    weight.layer.active, weight.layer.uses_packed = True, self.recipe.is_sparse
+                    weight.layer.masked = self.recipe.masks_gradient(weight)
+                for follow in weight.dependents:
+                    follow(weight)
+        self._in_one_pass = {}
+        for weight in self.sparse:
+            weight.version = weight.parameter._version
+
+    def _project(self, weights: list[SparseWeight]) -> None:
+        recipe = self.recipe
+        if recipe.is_rule_alone and not recipe.chooses:
+            rules = [recipe.rule(weight) for weight in weights]
+            weights = self._batch.project(weights, rules)
+        for weight in weights:
+            recipe.project(weight, weight.weight)
+
+    @torch.no_grad()
+    def _notice_changes(self) -> None:
+        """Make weights that were written from outside the new dense weights, with an event.
+
+        Raises:
+            RunError: where that happens step after step: nothing is left of the dense weights then.
+        """
+        if self.recipe.dense_forward:
+            return
+        thorough = self._written or self.recipe.step % COMPARED_EVERY == COMPARED_EVERY - 1
+        changed: list[SparseWeight] = []
+        for weight in self.sparse:
+            dense = weight.dense
+            if dense.dtype != weight.weight.dtype or dense.device != weight.weight.device:
+                weight.restore("dense", dense)  # the model was moved or cast
+            if (weight.moved() or thorough) and self._differs(weight):
+                changed.append(weight)
+        self._written = self._written + 1 if changed else 0
+        if not changed:
+            return
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        which = f"{changed[0].name}{more} changed outside the optimizer"
+        if self._written > WRITTEN_AT_MOST:
+            raise RunError(
+                f"step {self.recipe.step}: {which} before each of {self._written} steps, and the "
+                "dense weights are lost each time: give sparsify the optimizer that moves the "
+                "weights (one that steps in the backward pass is another one), and write weights "
+                "inside handle.dense_weights()"
+            )
+        for weight in changed:
+            weight.begin_sparse()
+            self.recipe.project(weight, weight.weight)  # the rule reads what is pruned from it
+        said = f"{which}: the new values are the dense weights"
+        if self._has_warned or self.recipe.step == 0:  # before the first step they are loaded
+            self.recipe.say(said)
+        else:
+            self._has_warned = True
+            self._warn(said)
+
+    def _differs(self, weight: SparseWeight) -> bool:
+        """Say whether the parameter is not the projection of the dense weight."""
+        expected = torch.empty_like(weight.dense)
+        self.recipe.project(weight, expected)
+        return not torch.equal(expected, weight.weight)
+
+
+def closure_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Evaluate the closure of a step now, since gradients are edited before the step.
+
+    Args:
+        args: the arguments of ``step``, the optimizer first.
+        kwargs: its arguments by name.
+
+    Returns:
+        The arguments with a closure that returns the loss; None where there was no closure.
+    """
+    closure = kwargs.get("closure")
+    if closure is None:
+        closure = next((a for a in args[1:] if callable(a)), None)
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        loss = closure()
+    rest = {key: value for key, value in kwargs.items() if key != "closure"}
+    others = tuple(a for a in args[1:] if a is not closure)
+    return (args[0], lambda: loss, *others), rest
+
+
+def _marked(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep torch.compile out of a hook, and mark it as nmrun's: see ``attach._refuse_second``."""
+    run = uncompiled(hook)
+    run.nmrun = True  # type: ignore[attr-defined]
+    return run
+
+
+def _is_nested(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether a step of the optimizer was called by another step of it.
+
+    The calls on the stack tell. A count of hooks would also take the step after one that failed for
+    such a step.
+    """
+    frame: FrameType | None = sys._getframe()
+    found = 0
+    while frame is not None:
+        if frame.f_code is HOOKED and frame.f_locals["args"][0] is optimizer:
+            found += 1
+        frame = frame.f_back
+    return found > 1
+
+
+def _owns_its_storage(parameter: Tensor) -> bool:
+    """Say whether a parameter is a plain tensor that alone uses its whole storage.
+
+    A sharded parameter and one of a flattened recurrent layer do not.
+    """
+    if type(parameter) is not nn.Parameter or hasattr(parameter, "_local_tensor"):
+        return False
+    size = parameter.numel() * parameter.element_size()
+    return parameter.storage_offset() == 0 and parameter.untyped_storage().nbytes() == size

@@ -1,0 +1,315 @@
+"""``nmrun.sparsify``: make the weights of a model N:M sparse inside any training loop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from nmrun import recipes
+from nmrun.errors import ConfigError
+from nmrun.patterns import Pattern
+from nmrun.products import layer
+from nmrun.ranges import INPUT_GRADIENTS
+from nmrun.recipes.base import Recipe
+from nmrun.sparsity.select import Candidate, LeftDense, candidates, select
+from nmrun.sparsity.shards import check_shards
+from nmrun.sparsity.weight import LIVE, SparseWeight
+from nmrun.step.handle import Handle
+from nmrun.step.resume import Resume, check_saved, dtypes_of, saved_settings
+
+# packages whose optimizers wrap the one that steps, and the attributes that have it
+WRAPPERS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "fairseq")
+INSIDE = ("optimizer", "_optimizer")
+
+
+def sparsify(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recipe: str | Recipe = "sr_ste",
+    pattern: str | Pattern = "2:4",
+    total_steps: int | None = None,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] = (),
+    overrides: Mapping[str, str | Pattern] | None = None,
+    mvue: str | Pattern | None = None,
+    fp8: bool = False,
+    pad: bool = False,
+    input_gradient: str = "exact",
+    dims: Mapping[str, int] | None = None,
+    **hyperparameters: Any,
+) -> Handle:
+    """Train ``model`` with N:M sparse weights: call this once, then train as always.
+
+    ::
+
+        optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-3)
+        handle = nmrun.sparsify(model, optimizer, recipe="step", pattern="2:4", total_steps=T)
+        for batch in loader:
+            loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.finalize()   # checked: plain parameters, exactly 2:4
+
+    The parameters are the projected weights from here on. The dense weights, the recipe's clock and
+    its tensors are in the optimizer's state, so a checkpoint of model and optimizer is complete.
+    An optimizer whose loaded state comes from such a training goes on with it. Everything happens
+    in hooks of ``optimizer.step``: gradient accumulation, clipping, ``torch.amp.GradScaler`` and
+    closures need no change.
+
+    Args:
+        model: any module; no name, class or parameter of it is replaced.
+        optimizer: the optimizer that steps the model's parameters, or a wrapper around it
+            (accelerate, Lightning, fairseq).
+        recipe: a name (``asp``, ``ste``, ``sr_ste``, ``step``, ``s_ste``, ...), the dotted path of
+            a subclass of :class:`nmrun.recipes.base.Recipe`, or a recipe such as
+            ``STEP(switch=0.25)``.
+        pattern: at most N non-zeros in every M consecutive weights along the input dimension, any
+            1 <= N <= M. ``"64:2:8"`` is V:N:M (:class:`nmrun.patterns.Pattern`).
+        total_steps: optimizer steps of the whole run. Recipes with phases need it.
+        include: regular expressions for whole module names. By default every weight of a known
+            layer whose inputs are a multiple of M is sparse; ``handle.left_dense`` says why the
+            others are not.
+        exclude: likewise, of those that stay dense. ``"auto"`` leaves the first layer and the heads
+            dense.
+        overrides: other patterns for some layers, by such expressions:
+            ``{"layer3\\..*": "1:8", "fc": "dense"}``. The first match counts, and more than
+            ``exclude``.
+        mvue: an N:M pattern. The weight gradients of sparse linear layers are computed from an
+            unbiased estimate of the output gradient, with at most N non-zeros in every M
+            consecutive tokens. None, the default, computes them exactly. Like ``fp8``, the option
+            is S-STE's, works with any recipe, and acts in training mode outside dense phases.
+        fp8: round the operands of these layers' three products to FP8 (simulated).
+        pad: make layers sparse too whose inputs are not a multiple of M. Their last group is short.
+        input_gradient: how sparse layers compute the gradient of their input. ``exact``: with the
+            forward weight. ``transposable``: likewise, with masks that are N:M along the outputs as
+            well; layers whose outputs M does not divide stay dense. ``double_prune``: with the
+            forward weight pruned once more along the outputs (SLoPe, arXiv 2405.16325). ``mvue``:
+            with an unbiased N:M estimate of it along the outputs, a new one in every backward pass
+            (S-STE, table 3).
+        dims: the dimension that groups run along, by regular expressions for whole parameter names,
+            for weights of layers that nmrun does not know (``{"experts\\..*": 1}``).
+        hyperparameters: the recipe's own, under the names of its paper.
+
+    Returns:
+        The handle.
+
+    Raises:
+        ConfigError: (a ValueError) for an unknown recipe, pattern or value, a model without a
+            weight that can be sparse, weights that are sparse already, an optimizer that the recipe
+            cannot work with, or an optimizer state of another training. Model and optimizer are
+            unchanged then.
+        TypeError: for an unknown hyperparameter.
+    """
+    pattern = Pattern.parse(pattern)
+    rule = recipes.build(recipe, hyperparameters)
+    if input_gradient not in INPUT_GRADIENTS:
+        raise ConfigError(
+            f"input_gradient={input_gradient!r}: it takes {', '.join(INPUT_GRADIENTS)}"
+        )
+    rule.begin(pattern, total_steps)
+    optimizer = unwrapped(optimizer)
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ConfigError(
+            "FullyShardedDataParallel (FSDP1) flattens the weights: use fully_shard (FSDP2)"
+        )
+    _refuse_second(model, optimizer)
+    if rule.name == "dense":
+        found = candidates(model, dims)
+        left = [LeftDense(c.name, tuple(c.tensor.shape), "recipe dense") for c in found]
+        return Handle(optimizer, rule, [], left, model)
+    if input_gradient == "transposable":
+        rule.make_transposable()
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    chosen, left_dense = select(
+        model, pattern, include, exclude, owned, overrides, rule.refuses, pad, dims
+    )
+    if not chosen:
+        reasons = "; ".join(f"{d.name} {list(d.shape)}: {d.reason}" for d in left_dense[:8])
+        reasons = reasons or "it has no such layer"
+        raise ConfigError(f"no weight of this model can be {pattern} sparse ({reasons})")
+    saved = saved_settings(optimizer.param_groups)
+    sparse = [_weight(c, pattern) for c in chosen]
+    if blocks := [weight.pattern for weight in sparse if weight.pattern.v > 1]:
+        rule.check_blocks(blocks[0])
+    check_shards(sparse, f"recipe {rule.name}" if rule.looks_across_rows else "")
+    if input_gradient == "double_prune" and any(weight.is_sharded for weight in sparse):
+        raise ConfigError(
+            "input_gradient=double_prune looks across the rows of a weight, and weights are "
+            "sharded (FSDP): replicate the model (DDP)"
+        )
+    undo = _Undo(model, optimizer, sparse)
+    try:
+        if saved is not None:
+            Resume(optimizer, rule, sparse, lambda: None).check(saved)
+            for weight in sparse:
+                weight.pop_state(optimizer, dtypes_of(saved))
+            tensors = {weight.name: weight.saved() for weight in sparse}
+            for weight in sparse:
+                weight.clear()  # attach() begins with dense weights, and would overwrite these
+        rule.prepare(model)
+        rule.attach(sparse, optimizer)
+        _install_products(rule, sparse, mvue, fp8, input_gradient)
+        if saved is not None:
+            for weight in sparse:
+                for key, value in tensors[weight.name].items():
+                    weight.restore(key, value)
+            rule.load_state_dict(saved["state"])
+        fsdp = [m for m in model.modules() if hasattr(m, "reshard") and hasattr(m, "unshard")]
+        handle = Handle(optimizer, rule, sparse, left_dense, model, fsdp)
+        try:
+            check_saved(optimizer, sparse)
+        except BaseException:
+            handle.abandon()
+            raise
+        return handle
+    except BaseException:
+        undo()
+        raise
+
+
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer inside the wrappers of training frameworks.
+
+    Args:
+        optimizer: a torch optimizer, or a wrapper of accelerate, Lightning or fairseq.
+
+    Returns:
+        The torch optimizer.
+
+    Raises:
+        ConfigError: for an object that is no torch optimizer, and for optimizers that evaluate
+            gradients several times a step, do not save the state of all parameters, or move
+            weights elsewhere than in a step.
+    """
+    while type(optimizer).__module__.partition(".")[0] in WRAPPERS:
+        inner = next((vars(optimizer)[key] for key in INSIDE if key in vars(optimizer)), None)
+        if inner is None or inner is optimizer:
+            break
+        optimizer = inner
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer) or "state" not in vars(optimizer):
+        if type(optimizer).__module__.partition(".")[0] == "deepspeed":
+            raise ConfigError(
+                f"{name} steps flat copies of the weights, which have no groups of M inputs: use "
+                "DDP, or fully_shard (FSDP2)"
+            )
+        raise ConfigError(f"{name} is no torch optimizer: give sparsify the one that steps")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "LBFGS evaluates its closure several times a step, and masks change once a step: use "
+            "an optimizer of the SGD or Adam kind"
+        )
+    if name == "ZeroRedundancyOptimizer":
+        raise ConfigError(
+            "ZeroRedundancyOptimizer leaves the dense weights out of its state dict, and a resume "
+            "would lose them: use fully_shard (FSDP2), which shards the optimizer's state as well"
+        )
+    inside = _optimizers_in(optimizer)
+    if inside and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+        raise ConfigError(
+            f"{name} has the optimizers that step inside ({inside}), and saves their states by "
+            f"itself: give sparsify each of those, which makes a handle each"
+        )
+    if "_optimizer_state_dict_pre_hooks" not in vars(optimizer):
+        raise ConfigError(
+            f"{name} is not made by torch's constructor, so its steps cannot be followed: use its "
+            "base optimizer alone"
+        )
+    if hasattr(optimizer, "train") and hasattr(optimizer, "eval"):
+        raise ConfigError(
+            f"{name} exchanges the weights between train() and eval(), and an exchange would be "
+            "taken for new weights: use an optimizer with a schedule"
+        )
+    if hasattr(optimizer, "first_step") and hasattr(optimizer, "second_step"):
+        raise ConfigError(
+            f"{name} moves weights between two backward passes, which nmrun would take for an update: use its base optimizer"
+        )
+    return optimizer
+
+
+def _optimizers_in(optimizer: torch.optim.Optimizer) -> str:
+    """Name the attribute in which an optimizer has others, if it has several in one."""
+    for key, value in vars(optimizer).items():
+        members = value.values() if isinstance(value, dict) else value
+        if isinstance(members, list | tuple | type({}.values())) and any(
+            isinstance(each, torch.optim.Optimizer) for each in members
+        ):
+            first = next(iter(value)) if isinstance(value, dict) else 0
+            return f"{key}[{first!r}] and so on"
+    return ""
+
+
+def _refuse_second(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    live = [n for n, p in model.named_parameters() if LIVE.get(id(p)) is p and id(p) in owned]
+    if live or any(hasattr(hook, "nmrun") for hook in hooks):
+        which = f"{live[0]} of this model" if live else "a model of this optimizer"
+        raise ConfigError(f"{which} is sparse already: call finalize() on its handle first")
+
+
+def _weight(candidate: Candidate, pattern: Pattern) -> SparseWeight:
+    return SparseWeight(
+        candidate.module_name,
+        candidate.module,
+        candidate.attribute,
+        candidate.pattern or pattern,
+        candidate.dim,
+        candidate.outputs,
+    )
+
+
+def _install_products(
+    rule: Recipe, sparse: Sequence[SparseWeight], mvue: str | Pattern | None, fp8: bool, grad: str
+) -> None:
+    if mvue is not None or fp8:
+        exact = layer.install(sparse, None if mvue is None else Pattern.parse(mvue), fp8)
+        if len(exact) == len(sparse):
+            raise ConfigError(
+                f"mvue and fp8 are for sparse linear layers; the sparse ones here are {', '.join(exact)}"
+            )
+        if exact:
+            rule.events.append(
+                f"mvue and fp8 do not apply to {', '.join(exact)}: not linear layers that are called"
+            )
+    if grad in ("double_prune", "mvue"):
+        asked = f"input_gradient={grad}"
+        if rule.transposable or any(weight.dependents for weight in sparse):
+            raise ConfigError(
+                f"{rule.name} makes the input gradient N:M by itself: {asked} is for other recipes"
+            )
+        make = layer.prune_again if grad == "double_prune" else layer.estimate_again
+        exact = make(sparse)
+        if len(exact) == len(sparse):
+            raise ConfigError(f"{asked} needs a layer whose outputs are a multiple of M")
+        if exact:
+            rule.events.append(
+                f"{asked} does not apply to {', '.join(exact)}: their input gradient is exact"
+            )
+
+
+class _Undo:
+    """Makes model and optimizer what they were, after :func:`sparsify` failed."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, sparse: Sequence[SparseWeight]
+    ) -> None:
+        self.optimizer, self.sparse = optimizer, sparse
+        self.groups = list(optimizer.param_groups)
+        self.states = {id(w): dict(optimizer.state.get(w.parameter, {})) for w in sparse}
+        self.values = [(w, w.parameter.data, w.parameter.detach().clone()) for w in sparse]
+
+    def __call__(self) -> None:
+        with torch.no_grad():
+            for weight, memory, values in self.values:
+                weight.parameter.data = memory
+                weight.parameter.copy_(values)
+                layer.uninstall(weight)
+                if state := self.states[id(weight)]:
+                    self.optimizer.state[weight.parameter] = state
+                else:
+                    self.optimizer.state.pop(weight.parameter, None)
+        self.optimizer.param_groups[:] = self.groups

@@ -1,0 +1,561 @@
+"""2:4 products in training: which path a layer gets, and that training is the same with it. Paths
+are played on the CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from played24 import COMPRESSED, Machine, play, two_values
+from runs import config
+from test_linear24 import normal
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.errors import ConfigError
+from nmrun.fast import acceleration, backends24, probe24, times
+from nmrun.fast.acceleration import accelerate
+from nmrun.fast.backends24 import MASKED
+from nmrun.fast.linear24 import Packed
+from nmrun.fast.times import Times
+from nmrun.lab.train import build, plan
+from nmrun.lab.train.densities import densities
+from nmrun.lab.words.identity import identity
+
+CALLS = itertools.count()
+
+
+def wrong(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
+    return COMPRESSED.multiply(x, parts, bias) * 1.05
+
+
+def refusing(weight: Tensor, other: Tensor | None) -> Any:
+    raise RuntimeError("not on this machine\nand where")
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return play(monkeypatch.setattr, tmp_path)
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)
+    ).bfloat16()
+
+
+def sparse(
+    model: nn.Module, recipe: str = "ste", **options: Any
+) -> tuple[torch.optim.Optimizer, nmrun.step.handle.Handle]:
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=1e-2)
+    options = {"pattern": "2:4", "total_steps": 8, **options}
+    return optimizer, nmrun.sparsify(model, optimizer, recipe, **options)
+
+
+def passing(model: nn.Module, tokens: int = 16) -> Any:
+    x = normal(tokens, 32).to(next(model.parameters()).dtype)
+    return lambda: model(x)
+
+
+# --- which path -----------------------------------------------------------------------------------
+
+
+def test_the_fastest_right_path_is_taken_where_it_beats_dense(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp()
+    _, handle = sparse(model)
+    choices = accelerate(handle, passing(model))
+    assert [(c.name, c.path) for c in choices] == [
+        ("0.weight", "compressed"),
+        ("2.weight", "compressed"),
+        ("4.weight", None),
+    ]
+    assert "10 outputs are not multiples of 16" in choices[2].reason
+    # forward 1, input gradient stays dense 3, packing 0: 4 against 6
+    assert choices[0].reason == "dense 6.000 ms, compressed 4.000 ms (1.50x)"
+    assert [w.layer is not None and isinstance(w.layer.packed, Packed) for w in handle.sparse] == [
+        True,
+        True,
+        False,
+    ]
+    said = acceleration.lines(choices)
+    assert said[0] == "N:M products in 2 of 3 sparse layers"
+    assert (
+        said[1]
+        == "  compressed: 0.weight, 32 to 64, 16 tokens, bfloat16: dense 6.000 ms, compressed 4.000 ms (1.50x)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        (backends24.Path(COMPRESSED.pack, wrong), "WRONG results"),
+        (backends24.Path(refusing, wrong), "not on this machine"),
+        (
+            backends24.Path(
+                MASKED.pack,
+                lambda x, p, b: F.linear(x, p[0], b) * (1 + (next(CALLS) % 3 == 2) / 128),
+            ),
+            "results CHANGE from call to call",
+        ),
+    ],
+)
+@pytest.mark.parametrize("mode", ["auto", "force"])
+def test_a_path_that_is_not_right_is_never_taken(
+    path: backends24.Path, said: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp()
+    _, handle = sparse(model)
+    monkeypatch.setattr(backends24, "PATHS", {"broken": path, "compressed": COMPRESSED})
+    assert [c.path for c in accelerate(handle, passing(model), mode)] == [
+        "compressed",
+        "compressed",
+        None,
+    ]
+    monkeypatch.setattr(backends24, "PATHS", {"broken": path})
+    if mode == "auto":
+        choices = accelerate(handle, passing(model))
+        assert [c.path for c in choices] == [None] * 3
+        assert f"broken: {said}" in choices[1].reason
+    else:
+        with pytest.raises(ConfigError, match=f"no layer can be accelerated here .*broken: {said}"):
+            accelerate(handle, passing(model), mode)
+
+
+def test_slower_than_dense(machine: Machine) -> None:
+    machine.fast = 4.0
+    model = mlp()
+    _, handle = sparse(model)
+    choices = accelerate(handle, passing(model))
+    assert [c.path for c in choices] == [None] * 3
+    assert acceleration.lines(choices)[0] == "masks only: no N:M product is faster than dense"
+    assert "dense 6.000 ms, compressed 7.000 ms (0.86x)" in choices[0].reason
+    assert [c.path for c in accelerate(handle, passing(model), "force")] == [
+        "compressed",
+        "compressed",
+        None,
+    ]
+
+
+def test_a_path_by_name(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where another is faster, but never where it is wrong."""
+    model = mlp()
+    _, handle = sparse(model)
+    monkeypatch.setattr(
+        backends24,
+        "PATHS",
+        {"cutlass": COMPRESSED, "cusparselt": backends24.Path(COMPRESSED.pack, wrong)},
+    )
+    assert [c.path for c in accelerate(handle, passing(model), "cutlass")] == [
+        "cutlass",
+        "cutlass",
+        None,
+    ]
+    with pytest.raises(
+        ConfigError,
+        match=r"acceleration=cusparselt: no layer can be accelerated here .*WRONG results",
+    ):
+        accelerate(handle, passing(model), "cusparselt")
+
+
+def test_packing_is_shared_by_the_micro_batches_of_a_step(machine: Machine) -> None:
+    machine.pack = 5.0  # 1 + 3 + 5 against 6; with 4 micro-batches 1 + 3 + 5/4
+    model = mlp()
+    _, handle = sparse(model)
+    assert accelerate(handle, passing(model))[0].path is None
+    chosen = accelerate(handle, passing(model), accumulate=4)[0]
+    assert (chosen.path, chosen.reason) == (
+        "compressed",
+        "dense 6.000 ms, compressed 5.250 ms (1.14x)",
+    )
+
+
+class Twice(nn.Module):
+    """Its layer sees its inputs twice, some of them a second time or the first."""
+
+    def __init__(self, counts: tuple[int, int]) -> None:
+        super().__init__()
+        self.net, self.counts = mlp(), counts
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.net(x[:count]) for count in self.counts]
+
+
+@pytest.mark.parametrize("counts", [(4, 16), (16, 4)])
+def test_a_layer_is_timed_at_its_largest_input(counts: tuple[int, int]) -> None:
+    model = Twice(counts)
+    _, handle = sparse(model)
+    choice = accelerate(handle, passing(model))[0]
+    assert str(choice.shape) == "32 to 64, 16 tokens, bfloat16"
+
+
+def test_dense_steps_at_the_beginning_are_exact() -> None:
+    """From the first one on: neither weights nor the weights' gradients are pruned."""
+    model = mlp()
+    plain = copy.deepcopy(model)
+    _, handle = sparse(model, "asp", prune_at=0.5, mvue="2:4")
+    assert accelerate(handle, passing(model))[0].path == "compressed"
+    x, found = normal(16, 32).bfloat16(), []
+    for each in (model, plain):
+        (y := each(x)).float().square().sum().backward()
+        found.append((y, each[0].weight.grad))
+    for ours, wanted in zip(*found, strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def test_measured_once_a_shape_and_remembered(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp()
+    _, handle = sparse(model)
+    accelerate(handle, passing(model))
+    measured = machine.timed
+    assert measured > 0
+    assert accelerate(handle, passing(model))[0].path == "compressed"
+    assert machine.timed == measured
+    accelerate(handle, passing(model, tokens=48))
+    assert machine.timed == 2 * measured
+    known = json.loads((tmp_path / "probe24.json").read_text())
+    assert set(known) == {"Test GPU"}
+    assert len(known["Test GPU"]) == 4
+    monkeypatch.setattr(probe24, "_machine", lambda device: "Another GPU")
+    accelerate(handle, passing(model))
+    assert machine.timed == 3 * measured
+    (tmp_path / "probe24.json").write_text('{"Test GPU": [')
+    assert accelerate(handle, passing(model))[0].path == "compressed"
+    assert machine.timed == 4 * measured
+    assert [file.name for file in tmp_path.iterdir()] == ["probe24.json"]
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(16, 32, 1)
+        self.linear = nn.Linear(32, 32)
+        self.unused = nn.Linear(32, 32)
+        self.narrow = nn.Linear(32, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.linear(self.conv(x).mean((2, 3))))
+
+
+def test_why_layers_stay_dense() -> None:
+    model = Mixed()
+    x = torch.randn(4, 16, 3, 3)
+    _, handle = sparse(model, overrides={"linear": "4:8"})
+    reasons = {c.name: c.reason for c in accelerate(handle, lambda: model(x))}
+    assert reasons == {
+        "conv.weight": "torch has no sparse convolution",
+        "linear.weight": "4:8 weights do not fit into 2:4",
+        "unused.weight": "it is not called as a layer",
+        "narrow.weight": "float32: 2:4 products are of bfloat16 or float16 (trainer.precision)",
+    }
+    with torch.autocast("cpu", torch.bfloat16):
+        found = {c.name: c.reason for c in accelerate(handle, lambda: model(x))}
+    assert found["narrow.weight"] == "32 inputs and 24 outputs are not multiples of 16"
+    known = accelerate(handle, lambda: pytest.fail("no pass is needed"), why_not="it rains")
+    assert acceleration.lines(known) == ["masks only, nothing is accelerated: it rains"]
+    assert accelerate(handle, lambda: pytest.fail("nor here"), "off") == []
+    with pytest.raises(ConfigError, match="acceleration=fast: it takes auto, off, force, "):
+        accelerate(handle, passing(model), "fast")
+
+
+@pytest.mark.parametrize("pattern", ["1:2", "1:3", "1:4", "2:8", "1:16"])
+def test_sparser_patterns_whose_weights_are_2_of_4(pattern: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 32)).bfloat16()
+    _, handle = sparse(model, pattern=pattern)
+    x = normal(16, 48).bfloat16()
+    assert accelerate(handle, lambda: model(x))[0].path == "compressed"
+    assert torch.equal(model(x), F.linear(x, handle.sparse[0].weight, model[0].bias))
+
+
+def test_machines_without_sparse_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert acceleration.obstacle(torch.device("mps")) == "nothing for mps"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert acceleration.obstacle(torch.device("cuda")) == "this GPU has no sparse tensor cores"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    assert acceleration.obstacle(torch.device("cuda")) == ""
+
+
+# --- training -------------------------------------------------------------------------------------
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "ste": {}, "sr_ste": {"decay": 1e-2}, "s_ste": {}, "asp": {}, "step": {"switch": 0.5}, "t_sr_ste": {"interval": 3}, "bi_mask": {"interval": 3},
+    "mdgf_linear": {"dense": 0.25, "final": 0.25}, "sdgf_stepwise": {"dense": 0.25, "final": 0.25}, "decay_mask": {}, "lbc": {},
+}  # fmt: skip
+
+
+def train(
+    model: nn.Module, optimizer: Any, handle: Any, steps: int = 8, accumulate: int = 2
+) -> tuple[list[float], list[bool]]:
+    """The losses, and for each step whether its weights were 2:4."""
+    losses, were = [], []
+    for step in range(steps):
+        were.append(handle.is_sparse)
+        for part in range(accumulate):
+            x = normal(16, 32, seed=10 * step + part, dtype=torch.float32)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = F.cross_entropy(model(x), x.abs().argmax(1) % 10)
+            loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [*were, handle.is_sparse]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_trains_as_it_does_with_masks_alone(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The played path computes what the dense product does, so nothing but the order of sums may
+    differ; the packed weight is written once per optimizer step at most, however many micro-batches
+    there are, and used in every pass once weights are 2:4."""
+    passes: list[str] = []
+    writes: list[int] = []
+    played = backends24.Path(
+        COMPRESSED.pack, lambda *args: (passes.append(""), COMPRESSED.multiply(*args))[1]
+    )
+    monkeypatch.setattr(backends24, "PATHS", {"compressed": played})
+    made, wrote = {}, Packed.write
+    for mode in ("off", "auto"):
+        model = mlp().float()
+        optimizer, handle = sparse(model, recipe, exclude="4", **RECIPES[recipe])
+        monkeypatch.setattr(
+            Packed,
+            "write",
+            lambda self, *args, h=handle: (writes.append(h.recipe.step), wrote(self, *args))[1],
+        )
+        with torch.autocast("cpu", torch.bfloat16):
+            choices = accelerate(handle, passing(model), mode)
+        assert [c.path for c in choices] == ["compressed"] * 2 * (mode == "auto")
+        passes.clear(), writes.clear()
+        losses, were = train(model, optimizer, handle)
+        counted = len(passes), list(writes)
+        handle.finalize()
+        made[mode] = losses, [p.detach().clone() for p in model.parameters()]
+    torch.testing.assert_close(made["auto"], made["off"], rtol=1e-3, atol=1e-3)
+    input_gradients = recipe == "t_sr_ste"  # of the second layer: nobody asks for the first one's
+    assert any(were)
+    assert counted[0] == sum(were[:-1]) * 2 * (2 + input_gradients)
+    once_a_step = [
+        step for step, sparse in enumerate(were) if sparse and step > 0 for _ in range(2)
+    ]
+    assert counted[1] == once_a_step
+    assert all("forward" not in vars(layer) for layer in model)
+
+
+def test_transposable_masks_make_the_input_gradient_sparse_and_others_do_not(
+    machine: Machine,
+) -> None:
+    for recipe, options, both in (
+        ("t_sr_ste", {}, True),
+        ("bi_mask", {}, False),
+        ("ste", {}, False),
+        ("ste", {"input_gradient": "double_prune"}, True),
+        ("sr_ste", {"input_gradient": "transposable"}, True),
+    ):
+        model = mlp()
+        _, handle = sparse(model, recipe, **options)
+        chosen = accelerate(handle, passing(model))[0]
+        assert chosen.shape is not None
+        assert chosen.shape.both is both
+        assert chosen.reason.startswith(f"dense 6.000 ms, compressed {2 if both else 4}.000 ms")
+
+
+def test_evaluation_reads_the_masked_weights_and_checkpoints_know_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = mlp()
+    optimizer, handle = sparse(model)
+    keys = list(model.state_dict())
+    x = normal(16, 32).bfloat16()
+    accelerate(handle, passing(model))
+    assert list(model.state_dict()) == keys
+    forward = Packed.forward
+    monkeypatch.setattr(
+        Packed, "forward", lambda *args: pytest.fail("packed weights in evaluation")
+    )
+    model.eval()
+    h = F.relu(F.linear(x, handle.sparse[0].weight, model[0].bias))
+    assert torch.equal(model[:2](x), h)
+    with pytest.raises(pytest.fail.Exception):
+        model.train()(x)
+    monkeypatch.setattr(Packed, "forward", forward)
+    twin = copy.deepcopy(model)
+    handle.finalize(twin)
+    torch.testing.assert_close(twin(x), model(x))
+    optimizer.step()
+    handle.finalize()
+    assert list(model.state_dict()) == list(mlp().state_dict())
+    assert torch.equal(model[0](x), F.linear(x, model[0].weight, model[0].bias))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"input_gradient": "double_prune"}], ids=["packed", "pruned again"]
+)
+def test_weights_loaded_or_changed_by_hand_are_used_at_once(
+    options: dict[str, Any],
+) -> None:
+    model = mlp()
+    optimizer, handle = sparse(model, **options)
+    accelerate(handle, passing(model))
+    x, dz = normal(16, 32).bfloat16().requires_grad_(), normal(16, 64, seed=1).bfloat16()
+    before, weight = model(x), handle.sparse[0]
+    for change in (
+        lambda: weight.parameter.neg_(),
+        lambda: model.load_state_dict({k: 3 * v for k, v in mlp().state_dict().items()}),
+    ):
+        with torch.no_grad():
+            change()
+        assert not torch.allclose(model(x), before)
+        z = model[0](x)
+        torch.testing.assert_close(z, F.linear(x, model[0].weight, model[0].bias))
+        other = model[0].weight
+        if options and weight.holds():  # an N:M weight is pruned again at once
+            other = nmrun.sparsity.hard_threshold(other.detach(), "2:4", 0)
+        torch.testing.assert_close(torch.autograd.grad(z, x, dz)[0], dz @ other)
+        written = model[0].weight.detach().clone()
+        model(x).float().square().mean().backward()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.step()
+        optimizer.zero_grad()
+        used = nmrun.sparsity.hard_threshold(written, "2:4")
+        assert torch.equal(model[0].weight, used)
+        torch.testing.assert_close(model[0](x), F.linear(x, used, model[0].bias))
+        assert all(
+            torch.equal(part, new)
+            for part, new in zip(weight.layer.packed.buffers(), two_values(used), strict=False)
+        )
+
+
+def test_conv1d_of_hugging_face_stores_the_transpose() -> None:
+    class Conv1D(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.nf = 32
+            self.weight, self.bias = nn.Parameter(normal(48, 32)), nn.Parameter(normal(32, seed=1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.addmm(self.bias, x, self.weight)
+
+    model = nn.Sequential(Conv1D()).bfloat16()
+    _, handle = sparse(model)
+    x = normal(16, 48).bfloat16().requires_grad_()
+    (chosen,) = accelerate(handle, lambda: model(x))
+    assert chosen.shape is not None
+    assert (chosen.path, chosen.shape.rows, chosen.shape.columns) == ("compressed", 32, 48)
+    used = handle.sparse[0].weight.clone().requires_grad_()
+    z, wanted = model(x), torch.addmm(model[0].bias, x, used)
+    torch.testing.assert_close(z, wanted)
+    dz = normal(16, 32, seed=7).bfloat16()
+    found = torch.autograd.grad(z, (x, handle.sparse[0].parameter), dz)
+    torch.testing.assert_close(found, torch.autograd.grad(wanted, (x, used), dz))
+
+
+@pytest.mark.parametrize("recipe", ["ste", "step", "mdgf_linear"])
+def test_compiled_as_one_graph(recipe: str) -> None:
+    """Through a change of phase, and with new weights packed after each step."""
+    results = []
+    for compiled in (False, True):
+        model = mlp().float()
+        optimizer, handle = sparse(model, recipe, exclude="4", total_steps=16, **RECIPES[recipe])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert accelerate(handle, passing(model))[0].path
+        torch._dynamo.reset()
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
+        results.append(train(run, optimizer, handle, steps=16)[0])
+    torch.testing.assert_close(results[0], results[1], rtol=2e-3, atol=2e-3)
+
+
+# --- double pruning -------------------------------------------------------------------------------
+
+
+def test_double_pruning_changes_the_input_gradient_alone() -> None:
+    model = mlp().double()
+    _, handle = sparse(model, input_gradient="double_prune")
+    assert handle.pop_events() == [
+        "input_gradient=double_prune does not apply to 4.weight: their input gradient is exact"
+    ]
+    x, weight = normal(5, 32).requires_grad_(), handle.sparse[0]
+    dz = normal(5, 64, seed=1)
+    dx, dw = torch.autograd.grad(model[0](x), (x, weight.parameter), dz)
+    twice = weight.weight.clone()
+    for column in range(32):  # of every four outputs the two largest of what is left
+        for group in range(0, 64, 4):
+            smallest = (
+                twice[group : group + 4, column].abs().argsort(descending=True, stable=True)[2:]
+            )
+            twice[group + smallest, column] = 0.0
+    torch.testing.assert_close(dx, dz @ twice)
+    torch.testing.assert_close(dw, dz.t() @ x)
+    torch.testing.assert_close(model[0](x), F.linear(x, weight.weight, model[0].bias))
+    assert not torch.allclose(dx, dz @ weight.weight)
+    assert densities(handle.recipe, weight, 5, hardware=True) == (0.5, 0.5, 1.0)
+
+
+def test_an_estimated_input_gradient_is_not_packed() -> None:
+    model = mlp()
+    _, handle = sparse(model, input_gradient="mvue")
+    assert densities(handle.recipe, handle.sparse[0], 5, hardware=True) == (0.5, 0.5, 1.0)
+    choices = accelerate(handle, passing(model))
+    assert choices[0].path is None
+    assert "estimate of the weight" in choices[0].reason
+
+
+def test_double_pruning_is_refused_where_it_makes_no_sense() -> None:
+    for recipe in ("bi_mask", "t_sr_ste"):
+        with pytest.raises(ConfigError, match=f"{recipe} makes the input gradient N:M by itself"):
+            sparse(mlp(), recipe, input_gradient="double_prune")
+    with pytest.raises(ConfigError, match="needs a layer whose outputs are a multiple of M"):
+        sparse(nn.Sequential(nn.Linear(16, 6)), input_gradient="double_prune")
+
+
+# --- on the command line --------------------------------------------------------------------------
+
+
+def test_runs(tmp_path: Path) -> None:
+    network = ("model=mlp", "model.hidden=[32,32,32]", "trainer.precision=bf16", "recipe=ste")
+    plain = config(tmp_path, *network)
+    parts = build.build(plain)
+    assert [choice.path for choice in parts.accelerated] == ["compressed", "compressed"]
+    assert "  N:M products in 2 of 2 sparse layers" in plan.lines(plain, parts)
+    assert identity(config(tmp_path, *network, "trainer.acceleration=off")) == identity(plain)
+    assert build.build(config(tmp_path, *network, "trainer.acceleration=off")).accelerated == []
+    pruned = config(tmp_path, *network, "trainer.input_gradient=double_prune")
+    assert identity(pruned) != identity(plain)
+    assert all(
+        weight.layer.prune_again in weight.dependents
+        for weight in build.build(pruned).handle.sparse
+    )
+    with pytest.raises(
+        ConfigError, match=r"acceleration=force: 2:4 products take 2:4 weights .* not 4:8"
+    ):
+        config(tmp_path, *network, "sparsity=4:8", "trainer.acceleration=force")
+    with pytest.raises(
+        ConfigError, match=r"acceleration=force: no layer can be accelerated here \(float32"
+    ):
+        build.build(
+            config(tmp_path, *network, "trainer.precision=fp32", "trainer.acceleration=force")
+        )
+
+
+def test_times_come_back_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "cache_folder", lambda: tmp_path)
+    named = ("cusparselt:17", "cusparselt:12", "cusparselt:17")
+    found = {"dense": Times(0.0, 2.0), "cusparselt": Times(1.0, 2.0, 3.0, algorithms=named)}
+    times.remember("probe.json", "a GPU", "a shape", found)
+    assert times.recall("probe.json", "a GPU", "a shape", found.keys()) == found
+    as_json = json.loads(json.dumps(times.as_data({"a shape": found})))
+    assert times.from_data(as_json) == {"a shape": found}

@@ -1,0 +1,31 @@
+"""Sharded weights (FSDP2) train through N:M products: the bits of replicas, packed once a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import accelerated_ranks
+import preloaded
+import pytest
+import torch
+
+from nmrun.fast.kernels import cpu_products
+
+pytestmark = pytest.mark.skipif(not cpu_products.available(), reason="no C compiler here")
+
+
+def test_shards_train_the_bits_of_replicas_by_packed_weights(tmp_path: Path) -> None:
+    done = preloaded.torchrun(accelerated_ranks.__file__, tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    masked, replicated, sharded = (
+        torch.load(tmp_path / f"{kind}.pt") for kind in ("masked", "replicated", "sharded")
+    )
+    assert [path for _, path, _ in sharded["choices"]] == ["packed", "packed"]
+    assert [path for _, path, _ in replicated["choices"]] == ["packed", "packed"]
+    assert sharded["losses"] == replicated["losses"]
+    for name, weight in replicated["weights"].items():
+        assert torch.equal(sharded["weights"][name], weight), name
+        torch.testing.assert_close(weight, masked["weights"][name], rtol=1e-3, atol=1e-4)
+    # two layers, two passes a step
+    assert sharded["writes"] == 2 * accelerated_ranks.STEPS
+    assert sharded["losses"][-1] != sharded["losses"][0]

@@ -1,0 +1,370 @@
+"""nmrun.deploy: packed layers compute what the dense ones did, in every kind of model, or are left
+alone with a reason. Times are made up where the outcome depends on them.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import played24
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.errors import ConfigError
+from nmrun.fast import dense_cpu
+from nmrun.fast import deploy as deploying
+from nmrun.fast.kernels import cpu_products
+from nmrun.fast.packed_linear import PackedAttention, PackedLinear
+from nmrun.kernels import compiled
+from nmrun.patterns import Pattern
+from nmrun.sparsity import nm_mask
+
+needs_compiler = pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
+
+
+def times(packed: float) -> Callable[..., dict[str, float]]:
+    """``milliseconds`` with dense at 1."""
+    return lambda calls, device: {name: 1.0 if name == "dense" else packed for name in calls}
+
+
+@pytest.fixture
+def faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deploying, "milliseconds", times(0.5))
+
+
+def prune(model: nn.Module, *patterns: str) -> nn.Module:
+    """Every matrix by another pattern in turn; Conv1D's along its first dimension."""
+    torch.manual_seed(0)
+    matrices = 0
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == 2 and not isinstance(module, nn.Embedding):
+                dim = 0 if type(module).__name__ == "Conv1D" else 1
+                pattern = patterns[matrices % len(patterns)]
+                parameter.data *= nm_mask(parameter.data, pattern, dim, pad=True)
+                matrices += 1
+            elif name.endswith("bias"):
+                parameter.data.normal_()
+    return model.eval()
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    return prune(
+        nn.Sequential(nn.Linear(40, 50), nn.ReLU(), nn.Linear(50, 30, bias=False)), "1:4", "2:5"
+    )
+
+
+def by_name(choices: list[Any]) -> dict[str, Any]:
+    return {choice.name: choice for choice in choices}
+
+
+@needs_compiler
+@pytest.mark.usefixtures("faster")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 9, 100])
+def test_an_mlp_of_two_patterns(tokens: int, dtype: torch.dtype) -> None:
+    model, x = mlp().to(dtype), torch.randn(tokens, 40).to(dtype)
+    weights = [model[i].weight.detach().clone() for i in (0, 2)]
+    expected = model(x).detach()
+    choices = nmrun.deploy(model, x)
+    assert [(c.name, c.path, c.reason[:4]) for c in choices] == [
+        ("0.weight", "packed", "1:4,"),
+        ("2.weight", "packed", "2:5,"),
+    ]
+    assert all(f"{tokens} tokens: dense 1 ms, packed 0.5 ms (2.00x)" in c.reason for c in choices)
+    torch.testing.assert_close(
+        model(x),
+        expected,
+        rtol=2e-2 if dtype == torch.bfloat16 else 1e-5,
+        atol=1e-1 if dtype == torch.bfloat16 else 1e-5,
+    )
+    for i, weight in zip((0, 2), weights, strict=True):
+        assert isinstance(model[i], PackedLinear)
+        assert torch.equal(model[i].dense(), weight)
+    assert not list(model.parameters())
+
+
+@needs_compiler
+@pytest.mark.usefixtures("faster")
+def test_state_dict_pickle_copy_compile_and_gradient() -> None:
+    model, other, x = mlp(), mlp(), torch.randn(3, 5, 40)
+    prune(other, "1:8", "1:16")
+    dense, expected = copy.deepcopy(model), model(x).detach()
+    for one in (model, other):
+        nmrun.deploy(one, x)
+    model, reloaded = pickle.loads(pickle.dumps(model)), copy.deepcopy(other)
+    assert set(model.state_dict()) == {f"0.{n}" for n in ("values", "index", "counts", "bias")} | {
+        f"2.{n}" for n in ("values", "index", "counts")
+    }
+    reloaded.load_state_dict(model.state_dict())
+    compiled_model = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for one in (model, reloaded, compiled_model, model.to("cpu")):
+            torch.testing.assert_close(one(x), expected)
+    wrong = model.state_dict() | {"0.index": torch.full_like(model[0].index, 200)}
+    with pytest.raises(RuntimeError, match=r"0: a column that is not of its segment"):
+        reloaded.load_state_dict(wrong)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(a).square().sum().backward()
+    dense(b).square().sum().backward()
+    torch.testing.assert_close(a.grad, b.grad)
+    with pytest.raises(RuntimeError, match="packed layers take float32 and bfloat16"):
+        model.half()(x.half())
+    torch.library.opcheck(torch.ops.nmrun.packed_linear.default, _operands(reloaded[0]))
+
+
+def _operands(layer: PackedLinear) -> tuple[Any, ...]:
+    x = torch.randn(3, layer.in_features, requires_grad=True)
+    parts = (layer.values, layer.index, layer.counts, layer.start, layer.bias)
+    return (x, *parts, layer.out_features, layer.in_features, layer.same)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("faster")
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_a_transformer_encoder(norm_first: bool) -> None:
+    layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, norm_first=norm_first)
+    model = prune(nn.TransformerEncoder(layer, 2), "2:4", "1:4", "1:8", "1:16")
+    x, padding = torch.randn(3, 7, 32), torch.zeros(3, 7, dtype=torch.bool)
+    padding[1, 5:] = True
+    causal = nn.Transformer.generate_square_subsequent_mask(7)
+    calls = [{}, {"src_key_padding_mask": padding}, {"mask": causal, "is_causal": True}]
+    with torch.no_grad():
+        expected = [model(x, **kwargs) for kwargs in calls]
+        choices = nmrun.deploy(model, x)
+        assert len(choices) == 2 * 5
+        assert all(choice.path == "packed" for choice in choices)
+        for kwargs, right in zip(calls, expected, strict=True):
+            here = ~padding if "src_key_padding_mask" in kwargs else ...
+            torch.testing.assert_close(model(x, **kwargs)[here], right[here], rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("faster")
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("batched", [False, True])
+def test_attention_across_two_sequences(batch_first: bool, batched: bool) -> None:
+    class Across(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(32, 4, batch_first=batch_first)
+
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Any:
+            return self.attention(q, k, v, **kwargs)
+
+    model = prune(Across(), "1:4", "2:4")
+    q, k, v = torch.randn(5, 2, 32), torch.randn(6, 2, 32), torch.randn(6, 2, 32)
+    padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
+    masks = torch.rand(8, 5, 6) < 0.2
+    if batch_first:
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    if not batched:
+        q, k, v, padding, masks = (
+            torch.randn(5, 32),
+            torch.randn(6, 32),
+            torch.randn(6, 32),
+            padding[1],
+            masks[:4],
+        )
+    calls = [
+        {},
+        {"need_weights": False},
+        {"key_padding_mask": padding, "average_attn_weights": False},
+        {"attn_mask": masks, "need_weights": False},
+        {"attn_mask": torch.randn(5, 6), "key_padding_mask": padding},
+    ]
+    with torch.no_grad():
+        expected = [model(q, k, v, **kwargs) for kwargs in calls]
+        choices = by_name(nmrun.deploy(model, (q, k, v)))
+        assert isinstance(model.attention, PackedAttention)
+        tokens = {
+            name: choice.reason.split(", ")[1].split(" ")[0] for name, choice in choices.items()
+        }
+        assert tokens["attention.in_proj_weight[queries]"] == str(q.numel() // 32)
+        assert tokens["attention.in_proj_weight[keys, values]"] == str(k.numel() // 32)
+        for kwargs, right in zip(calls, expected, strict=True):
+            torch.testing.assert_close(model(q, k, v, **kwargs), right, rtol=1e-4, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("faster")
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_language_model_of_hugging_face_generates_the_same_tokens(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=97,
+            n_positions=64,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            bos_token_id=0,
+            eos_token_id=96,
+        )
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, bos_token_id=0, eos_token_id=96,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
+    prune(model, "1:4", "2:4", "1:8")
+    prompt = torch.randint(96, (2, 5))
+
+    def generate() -> Tensor:
+        return model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=96)
+
+    expected = generate()
+    choices = by_name(nmrun.deploy(model, generate))
+    packed = {name for name, choice in choices.items() if choice.path}
+    if kind == "gpt2":
+        assert len(packed) == 2 * 4
+        assert choices["lm_head.weight"].reason == "another module has the same weight"
+    else:
+        assert len(packed) == 2 * 7 + 1
+    assert "of 8 calls" in choices[max(packed)].reason
+    assert torch.equal(generate(), expected)
+
+
+@needs_compiler
+def test_dense_is_kept_where_it_is_faster_or_where_packed_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = mlp(), torch.randn(3, 40)
+    layers = list(model)
+    monkeypatch.setattr(deploying, "milliseconds", times(1.5))
+    choices = nmrun.deploy(model, x)
+    assert [c.path for c in choices] == [None, None]
+    assert choices[0].reason == "1:4, 3 tokens: dense 1 ms, packed 1.5 ms (0.67x)"
+    monkeypatch.setattr(deploying, "milliseconds", times(0.5))
+    monkeypatch.setattr(
+        PackedLinear, "forward", lambda self, x: torch.zeros(*x.shape[:-1], self.out_features)
+    )
+    choices = nmrun.deploy(model, x)
+    assert [c.path for c in choices] == [None, None]
+    assert {c.reason for c in choices} == {"packed: WRONG results"}
+    assert list(model) == layers
+
+
+@needs_compiler
+@pytest.mark.skipif(not dense_cpu.available(), reason="torch has no oneDNN here")
+@pytest.mark.parametrize(
+    ("onednn", "packed", "expected"),
+    [
+        (0.5, 0.7, ["onednn", "onednn"]),
+        (0.5, 0.3, ["packed", "onednn"]),
+        (0.98, 0.99, [None, None]),  # as far apart as two probes
+        (1.2, 0.9, ["packed", None]),
+    ],
+)
+def test_what_is_dense_is_computed_by_the_faster_library(
+    onednn: float, packed: float, expected: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took = {"dense": 1.0, "onednn": onednn, "packed": packed}
+    monkeypatch.setattr(deploying, "milliseconds", lambda calls, _: {n: took[n] for n in calls})
+    monkeypatch.setattr("nmrun.fast.probe_cpu.SMALLEST", 1)
+    torch.manual_seed(0)
+    model = nn.Sequential(prune(nn.Linear(40, 50), "1:4"), nn.ReLU(), nn.Linear(50, 30, bias=False))
+    x = torch.randn(2, 3, 40)
+    wanted, keys = model(x), set(model.state_dict())
+    choices = nmrun.deploy(model, x)
+    assert [c.path for c in choices] == expected
+    assert "dense, 6 tokens: dense 1 ms, onednn" in choices[1].reason
+    again = pickle.loads(pickle.dumps(model))
+    for made in (model, copy.deepcopy(model), again):
+        torch.testing.assert_close(made(x), wanted, rtol=1e-5, atol=1e-5)
+    if "packed" not in expected:
+        assert set(model.state_dict()) == keys
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(model(x).float(), wanted, rtol=0.05, atol=0.05)
+
+
+def test_without_a_compiler_all_stays_dense(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    cpu_products._library.cache_clear()
+    try:
+        model = mlp()
+        layers, choices = list(model), nmrun.deploy(model, torch.randn(3, 40))
+    finally:
+        cpu_products._library.cache_clear()
+    assert list(model) == layers
+    assert {(c.path, c.reason) for c in choices} == {
+        (None, "no C compiler works here (cc, gcc, clang or $CC)")
+    }
+
+
+def test_what_is_left_dense_has_a_reason() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense, self.unused = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.twice = self.shared = nn.Linear(16, 16)
+            self.tied = nn.Linear(16, 16)
+            self.tied.weight = self.dense.weight
+            self.conv, self.out = nn.Conv1d(16, 16, 1), nn.Linear(16, 16).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.twice(self.shared(self.conv(self.dense(x).t()).t()))
+            return self.out(self.tied(x).double())
+
+    model = Mixed()
+    model.twice.weight.data[:] = 1.0
+    model.out.weight.data *= nm_mask(model.out.weight.data, "2:4")
+    said = {n: c.reason for n, c in by_name(nmrun.deploy(model, torch.randn(16, 16))).items()}
+    assert said == {
+        "dense.weight": "another module has the same weight",
+        "tied.weight": "another module has the same weight",
+        "unused.weight": "the sample does not call it as a layer",
+        "twice.weight": "its weight is not N:M",
+        "conv.weight": "no packed layer stands for this Conv1d",
+        "out.weight": "float64: packed weights on the CPU are float32 or bfloat16",
+    }
+
+
+def test_training_and_odd_samples_are_refused_in_one_line() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "ste", "2:4")
+    with pytest.raises(ConfigError, match=r"^0\.weight is in training: call finalize\(\)"):
+        nmrun.deploy(model, torch.randn(2, 16))
+    assert model.training
+    with pytest.raises(ConfigError, match="sample is a float"):
+        nmrun.deploy(mlp(), 1.0)
+
+
+@pytest.mark.parametrize("pattern", ["2:4", "1:8", "3:7", "4:8", "1:32", "3:4"])
+def test_the_pattern_is_found(pattern: str) -> None:
+    weight = torch.rand(64, 32 * 7) + 0.1
+    weight *= nm_mask(torch.randn(64, 32 * 7), pattern, 1)
+    assert deploying.pattern_of(weight) == Pattern.parse(pattern)
+    assert deploying.pattern_of(torch.ones(4, 4)) is None
+
+
+def test_on_cuda_two_of_four_are_packed_by_the_fastest_right_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    played24.play(monkeypatch.setattr, tmp_path)
+    broken = copy.copy(played24.COMPRESSED)
+    object.__setattr__(
+        broken, "multiply", lambda x, parts, bias: x.new_zeros(len(x), len(parts[0]))
+    )
+    monkeypatch.setitem(deploying.backends24.PATHS, "broken", broken)
+    real = deploying.paths
+    monkeypatch.setattr(
+        deploying, "paths", lambda device, *about: real(torch.device("cuda"), *about)
+    )
+    monkeypatch.setattr(deploying, "milliseconds", times(0.25))
+    model = prune(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 16)), "2:4", "3:4").bfloat16()
+    x = torch.randn(6, 32).bfloat16()
+    expected = model(x)
+    choices = nmrun.deploy(model, x)
+    assert [c.path for c in choices] == ["compressed", None]
+    assert "3:4 does not fit into 2:4" in choices[1].reason
+    torch.testing.assert_close(model(x), expected)
+    assert model[0].path == "compressed"

@@ -1,0 +1,316 @@
+"""``nmrun.run`` and ``nmrun.sweep`` beside the command line, the files, and the process around."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from runs import TINY
+from safetensors.torch import load_file
+
+import nmrun
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab.api import words
+from nmrun.lab.words import command_line, sweep
+
+SHORT = [*TINY, "trainer.epochs=2"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def process() -> dict[str, Any]:
+    """What a notebook would notice, were it changed."""
+    return {
+        "folder": os.getcwd(),
+        # scikit-learn sets KMP_... when it is imported
+        "environment": {k: v for k, v in os.environ.items() if not k.startswith("KMP_")},
+        "arguments": list(sys.argv),
+        "streams": (sys.stdout, sys.stderr),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "logging": (list(logging.root.handlers), logging.root.level),
+        "hydra": GlobalHydra.instance().hydra,
+        "threads": torch.get_num_threads(),
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "fill": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        "random": (random.getstate(), torch.get_rng_state().tolist()),
+        "numpy": np.random.get_state()[1].tolist(),  # type: ignore[index, union-attr]
+    }
+
+
+def folder_of(done: subprocess.CompletedProcess[str]) -> Path:
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.splitlines()[-1].strip())
+
+
+@pytest.mark.slow
+def test_a_run_is_that_of_the_command_line(nmrun_cli: Any, tmp_path: Path) -> None:
+    ours = nmrun.run([*SHORT, "recipe=step"], seed=1)
+    assert ours.status == "finished"
+    theirs = tmp_path / folder_of(nmrun_cli(*SHORT, "recipe=step", "seed=1", "output_dir=again"))
+    assert ours.folder == tmp_path / "outputs" / theirs.relative_to(tmp_path / "again")
+    a, b = (load_file(folder / "model.safetensors") for folder in (ours.folder, theirs))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    result = json.loads((ours.folder / "result.json").read_text())
+    assert ours.config == result["config"]
+    best = {f"best/{name}": value for name, value in result["metrics"]["best"].items()}
+    assert ours.metrics == {**result["metrics"]["final"], **best}
+    # the command that is noted asks for this very run
+    again = nmrun_cli(*shlex.split(result["environment"]["command"])[1:])
+    assert again.stdout.startswith("finished already")
+    assert str(ours.folder.relative_to(tmp_path)) in again.stdout
+
+
+def test_a_finished_run_is_skipped(capsys: pytest.CaptureFixture[str]) -> None:
+    first = nmrun.run(SHORT)
+    before = (first.folder / "result.json").stat().st_mtime_ns
+    capsys.readouterr()
+    second = nmrun.run(SHORT)
+    assert capsys.readouterr().out.startswith("finished already: ")
+    assert (second.status, second.folder) == ("skipped", first.folder)
+    assert (second.metrics, second.config) == (first.metrics, first.config)
+    assert (first.folder / "result.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """SIGINT while it trains: what is done is saved, and the same call ends with the same bits."""
+    from nmrun.lab.train.loop import Loop
+
+    whole = nmrun.run(SHORT, output_dir="whole")
+    step, sent = Loop.train_step, list[None]()
+
+    def interrupted(self: Loop, *where: Any, **how: Any) -> Any:
+        if self.step == 3 and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGINT))
+        return step(self, *where, **how)
+
+    monkeypatch.setattr(Loop, "train_step", interrupted)
+    before = process()
+    with pytest.raises(KeyboardInterrupt):
+        nmrun.run(SHORT)
+    assert process() == before
+    (left,) = tmp_path.glob("outputs/**/result.json")
+    assert json.loads(left.read_text())["status"] == "interrupted"
+    done = nmrun.run(SHORT)
+    assert done.status == "finished"
+    assert "goes on at step" in (done.folder / "run.log").read_text()
+    a, b = (load_file(one.folder / "model.safetensors") for one in (done, whole))
+    assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+def test_history_is_the_file() -> None:
+    done = nmrun.run(SHORT)
+    lines = (done.folder / "metrics.jsonl").read_text().splitlines()
+    history = done.history()
+    assert len(history) == len(lines)
+    for row, line in zip(history.to_dict("records"), lines, strict=True):
+        assert {key: value for key, value in row.items() if value == value} == json.loads(line)
+    assert history["step"].dtype == "int64"
+    (done.folder / "metrics.jsonl").unlink()
+    with pytest.raises(RunError, match="cannot be read"):
+        done.history()
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "dense"])
+def test_the_model_has_the_saved_weights(recipe: str) -> None:
+    done = nmrun.run([*SHORT, f"recipe={recipe}"])
+    before = process()
+    model = done.model()
+    assert process() == before
+    assert not model.training
+    state, saved = model.state_dict(), load_file(done.folder / "model.safetensors")
+    assert state.keys() == saved.keys()
+    assert all(torch.equal(state[name], saved[name]) for name in saved)
+    groups = state["inner.0.weight"].movedim(1, -1).unflatten(-1, (-1, 4))
+    assert bool(((groups != 0).sum(-1) <= 2).all()) == (recipe != "dense")
+    assert model(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
+
+
+def test_weights_that_were_changed_are_refused() -> None:
+    from safetensors.torch import save_file
+
+    done = nmrun.run([*SHORT, "recipe=sr_ste"])
+    state = load_file(done.folder / "model.safetensors")
+    save_file(
+        {**state, "inner.0.weight": state["inner.0.weight"] + 1.0},
+        done.folder / "model.safetensors",
+    )
+    with pytest.raises(RunError, match=r"model\.safetensors: [^\n]*$"):
+        done.model()
+    (done.folder / "result.json").unlink()
+    with pytest.raises(RunError, match=r"no finished run[^\n]*$"):
+        done.model()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("initialised", [False, True])
+def test_the_process_stays_as_it_was(initialised: bool) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    if initialised:
+        initialize_config_module("nmrun.conf", version_base="1.3").__enter__()
+    try:
+        before = process()
+        assert (before["hydra"] is not None) == initialised
+        nmrun.run(SHORT, seed=5)  # with trainer.threads=1
+        assert process() == before
+        nmrun.sweep([*SHORT, "seed=6,7"])
+        assert process() == before
+        with pytest.raises(ConfigError):
+            nmrun.run("recipe=stpe")
+        assert process() == before
+    finally:
+        GlobalHydra.instance().clear()
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test_mistakes_get_a_line(nmrun_cli: Any) -> None:
+    """The command's own lines, for what the command refuses too."""
+    for said in ("recipe=stpe", "trainer.epochs=-1", "recipe=step recipe.swtich=1", "sparsity=5:4"):
+        with pytest.raises(ConfigError) as raised:
+            nmrun.run(said)
+        theirs = nmrun_cli(*said.split())
+        assert theirs.stderr.splitlines() == [f"nmrun: {line}" for line in raised.value.problems]
+        assert len(raised.value.problems) == 1
+        assert "\n" not in str(raised.value)
+    for call, line in {
+        "--help": "--help: not for Python",
+        "-m seed=0,1": "--multirun: not for Python; nmrun.sweep does several runs",
+        "seeds=[0,1]": "seeds=[0, 1]: one run has one seed; see nmrun.sweep",
+        "seed='1": "seed='1: No closing quotation",
+    }.items():
+        with pytest.raises(ConfigError) as raised:
+            nmrun.run(call)
+        assert str(raised.value) == line
+    with pytest.raises(ConfigError, match="are for the command line"):
+        nmrun.sweep("seed=0,1 hydra/launcher=joblib")
+    assert not Path("outputs").exists()
+
+
+@pytest.mark.slow
+def test_a_failed_run_is_an_error() -> None:
+    with pytest.raises(RunError, match=r"^step 2: the loss is [^\n]*outputs/\S+$"):
+        nmrun.run([*SHORT, "recipe=ste", "optimizer=sgd"], optimizer={"lr": 1e30})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "read"),
+    [
+        ("seed", 3, 3),
+        ("seed", np.int64(3), 3),
+        ("optimizer.lr", 1e-5, 1e-5),
+        ("trainer.clip", None, None),
+        ("sparsity.pad", True, True),
+        ("sparsity", "2:8", "2:8"),
+        ("trainer.budget", "0.5", 0.5),  # as typed
+        ("output_dir", "a, b=(c)", "a, b=(c)"),
+        ("output_dir", Path("a:b"), "a:b"),
+        ("output_dir", "it's", "it's"),
+        ("model.exclude", ("stem", r"head\.\d+"), ["stem", r"head\.\d+"]),
+        ("model.hidden", [64, 32], [64, 32]),
+        ("sparsity.overrides", {"inner.1": "1:8"}, {"inner.1": "1:8"}),
+    ],
+)
+def test_settings_are_read_as_they_were_given(key: str, value: Any, read: Any) -> None:
+    (word,) = words.written({key: value})
+    (override,), problems = command_line.parsed([word])
+    assert problems == []
+    assert override.key_or_group == key
+    assert command_line.values(override, []) == [read]
+    group, _, leaf = key.partition(".")
+    if leaf:
+        assert words.written({group: {leaf: value}}) == [word]
+
+
+@pytest.mark.slow
+def test_a_sweep_is_that_of_the_command_line(nmrun_cli: Any, tmp_path: Path) -> None:
+    swept = ["recipe=step,dense", "sparsity=2:4,1:4", "seed=0,1"]
+    found = nmrun.sweep([*SHORT, *swept])
+    assert set(found["status"]) == {"finished"}
+    places = [str(Path(folder)) for folder in found["folder"]]
+    assert len(places) == len(set(places)) == 6  # dense has no ratio
+    done = nmrun_cli("-m", *SHORT, *swept)
+    assert done.stdout.splitlines()[-2].startswith("sweep of 8: 8 skipped")
+    assert {
+        str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("result.json")
+    } == set(places)
+    assert sorted(zip(found["recipe"], found["sparsity"], found["seed"], strict=True)) == [
+        (recipe, ratio, seed)
+        for recipe, ratio in (("dense", "dense"), ("step", "1:4"), ("step", "2:4"))
+        for seed in (0, 1)
+    ]
+    records = [path.parent for path in tmp_path.glob("outputs/.sweeps/*/sweep.json")]
+    assert len(records) == 2
+    ours = sweep.read(min(records, key=lambda record: sweep.read(record).begun or 0.0))
+    assert ours.jobs == len(ours.done) == 8
+    assert ours.counts() == {"finished": 6, "skipped": 2}
+
+
+def test_a_sweep_goes_on_behind_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    found = nmrun.sweep([*SHORT, "recipe=ste", "optimizer=sgd", "optimizer.lr=1e30,1e-3"])
+    assert found["status"].tolist() == ["failed", "finished"]
+    assert found["optimizer.lr"].tolist() == [1e30, 1e-3]
+    assert "sweep of 2: 1 finished, 1 not done" in capsys.readouterr().out
+
+
+def test_several_seeds_of_a_job_are_several_runs() -> None:
+    found = nmrun.sweep([*SHORT, "seeds=[3,4]"])
+    assert found["seed"].tolist() == [3, 4]
+
+
+def test_a_result_shows_itself() -> None:
+    done = nmrun.run(SHORT, output_dir="a<b>&c")
+    shown, plain = done._repr_html_(), repr(done)
+    assert "a&lt;b&gt;&amp;c" in shown
+    assert "a<b>" not in shown
+    for text in (
+        "finished",
+        "digits",
+        "small_conv",
+        "step",
+        "2:4",
+        f"{done.metrics['test/accuracy']:.4g}",
+    ):
+        assert f"<td>{text}</td>" in shown
+        assert text in plain
+
+
+def test_a_plan_trains_nothing() -> None:
+    done = nmrun.run(SHORT, dry=True)
+    assert (done.status, done.metrics) == ("planned", {})
+    assert not Path("outputs").exists()
+    with pytest.raises(RunError):
+        done.history()
+
+
+def test_a_planned_sweep_has_no_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    assert nmrun.sweep([*SHORT, "recipe=ste", "seed=0,1", "dry=true"]).empty
+    assert "sweep of 2: 2 planned" in capsys.readouterr().out
+    assert not Path("outputs").exists()
+
+
+def test_importing_is_cheap() -> None:
+    code = (
+        "import sys, nmrun; names = dir(nmrun); "
+        "assert {'run', 'sweep', 'runs', 'table', 'plot', 'Result'} <= set(names); "
+        "assert not {'torch', 'pandas', 'hydra', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,162 @@
+"""``nmrun sample``: tokens are drawn as the logits say, and written as the data set writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs import config
+from safetensors.torch import save_file
+from torch import nn
+from verbs import verb
+
+from nmrun.lab import models
+from nmrun.lab.api.sample import continued
+from nmrun.lab.data import corpus
+
+TEXTS = {"train": "ab cab\nb <unk> é\n".encode(), "val": b"cab b\n", "test": b"b\n"}
+
+
+class Table(nn.Module):
+    """Logits that depend on the last token alone; ``seen`` is the longest input."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits, self.seen = logits, 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen = max(self.seen, tokens.shape[1])
+        return self.logits[tokens]
+
+
+@pytest.mark.parametrize("top_k", [None, 2])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_tokens_come_as_often_as_the_logits_say(temperature: float, top_k: int | None) -> None:
+    """The fourth logit is of no token of the data."""
+    logits = torch.tensor([0.3, -0.5, 1.1, 9.0], dtype=torch.float64)
+    model, draws = Table(logits.expand(4, 4)), 4000
+    found = continued(model, [0], draws, 5, 3, temperature, top_k, seed=3)
+    wanted = (logits[:3] / temperature).exp()
+    if top_k:
+        wanted[1] = 0.0
+    wanted /= wanted.sum()
+    shares = np.bincount(found, minlength=3) / draws
+    deviation = (wanted * (1 - wanted) / draws).sqrt()
+    assert (abs(shares - wanted.numpy()) <= 4 * deviation.numpy()).all()
+    assert model.seen == 5
+    assert found == continued(model, [0], draws, 5, 3, temperature, top_k, seed=3)
+    assert found != continued(model, [0], draws, 5, 3, temperature, top_k, seed=4)
+
+
+def test_without_temperature_the_likeliest_follows() -> None:
+    follows = torch.tensor([2, 0, 1])
+    model = Table(nn.functional.one_hot(follows, 3).double())
+    assert continued(model, [1], 5, 8, 3, temperature=0) == [0, 2, 1, 0, 2]
+    assert continued(model, [1], 5, 8, 3, temperature=1.0, top_k=1) == [0, 2, 1, 0, 2]
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "character", "word"])
+def test_the_vocabulary_is_that_of_the_token_numbers(tokenizer: str) -> None:
+    arrays, _ = corpus.encode(TEXTS, tokenizer)
+    vocabulary = corpus.vocabulary(TEXTS, tokenizer)
+    for name, text in TEXTS.items():
+        assert vocabulary.encode(text.decode()) == arrays[name].tolist()
+        # words end with a space, also before a line break
+        assert vocabulary.decode(arrays[name].tolist()).replace(" \n", "\n") == text.decode()
+
+
+def test_a_tokenizer_of_hugging_face(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="needs nmrun[transformers]")
+    words = {"<unk>": 0, "ab": 1, "cab": 2}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    vocabulary = corpus.vocabulary(TEXTS, str(tmp_path / "tokenizer.json"))
+    assert vocabulary.encode("cab ab zz") == [2, 1, 0]
+    assert vocabulary.decode([2, 1]) == "cab ab"
+
+
+def finished(folder: Path, *words: str, **options: Any) -> Path:
+    """A run of a small network with its first weights."""
+    made = config(folder, "recipe=dense", *words).plain
+    state = models.build(made["model"], options).state_dict()
+    folder.mkdir()
+    (folder / "result.json").write_text(
+        json.dumps(
+            {
+                "status": "finished",
+                "id": "0123456789",
+                "config": made,
+                "sparsity": {"pattern": "dense", "layers": []},
+            }
+        )
+    )
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in state.items()},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+GPT = ("model=gpt_tiny", "model.layers=1", "model.width=16", "dataset.context=12")
+
+
+def test_the_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("to be or not to be\n" * 40)
+    text = f"dataset.train={tmp_path / 'text.txt'}"
+    run = finished(
+        tmp_path / "run",
+        *(*GPT, "dataset=text", text, "dataset.tokenizer=character", "trainer.batch_size=2"),
+        vocabulary=8,
+        context=12,
+    )
+    said = []
+    for seed in (0, 0, 1):
+        words = ("--prompt", "to be", "--tokens", "30", "--seed", str(seed))
+        assert verb("sample", str(run), *words) == 0, capsys.readouterr().err
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2]
+    assert said[0].startswith("to be")
+    assert len(said[0]) == len("to be") + 30 + 1
+    assert set(said[0]) <= set("to be or not\n")
+    assert verb("sample", str(run), "--prompt", "to bee?") == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "no hashes" not in line]
+    assert line == "nmrun: '?' is none of the 8 characters of the data"
+    assert verb("sample", str(run), "--prompt", "") == 2
+    assert "--prompt" in capsys.readouterr().err
+
+
+def test_runs_without_text_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    digits = finished(tmp_path / "digits", shape=(1, 8, 8), classes=10)
+    assert verb("sample", str(digits)) == 2
+    assert "dataset=digits is no text to continue" in capsys.readouterr().err
+    for split in ("train", "val"):
+        np.arange(500, dtype=np.uint16).tofile(tmp_path / f"{split}.bin")
+    words = ("dataset=token_bin", f"dataset.folder={tmp_path}", "dataset.vocabulary=500")
+    tokens = finished(
+        tmp_path / "tokens", *GPT, *words, "trainer.batch_size=2", vocabulary=500, context=12
+    )
+    assert verb("sample", str(tokens)) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "no hashes" not in line]
+    assert "dataset=token_bin has token numbers alone" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "nowhere holds no finished run"),
+        (["nowhere", "--tokens", "0"], "--tokens 0: a whole number, 1 or more"),
+        (["nowhere", "--temperature", "-1"], "--temperature -1: a number, 0 or more"),
+        (["nowhere", "--temperature", "nan"], "--temperature nan"),
+        (["nowhere", "--top-k", "0"], "--top-k 0: a whole number, 1 or more"),
+        (["nowhere", "--seed", "-1"], "--seed -1: a whole number"),
+    ],
+)
+def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verb("sample", *words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line

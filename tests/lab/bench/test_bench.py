@@ -1,0 +1,794 @@
+"""The benchmarks: what they time is what they say, and their output is well-formed. No timing is
+asserted. The GPU is played on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import played24
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from verbs import verb
+
+from nmrun.fast import backends24
+from nmrun.fast.kernels import cpu_products
+from nmrun.kernels import adam
+from nmrun.kernels import compiled as c_library
+from nmrun.lab import bench, models
+from nmrun.lab.bench import (
+    arms,
+    configs,
+    infer,
+    infer_cpu,
+    layer,
+    machine,
+    masks,
+    networks,
+    options,
+    output,
+    recipes,
+    timing,
+    train,
+    update,
+)
+from nmrun.lab.train.build import build
+from nmrun.patterns import Pattern
+from nmrun.sparsity import hard_threshold, nm_mask
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (8, 16, 3, 3)])
+def test_argsort_contrast_is_sr_ste(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    weight, upstream = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    out = arms.ArgsortSRSTE.apply(weight, 2, 4, 0.5)
+    out.backward(upstream)
+    mask = nm_mask(weight, "2:4")
+    torch.testing.assert_close(out.detach(), weight.detach() * mask)
+    torch.testing.assert_close(weight.grad, upstream + 0.5 * ~mask * weight.detach())
+
+
+@pytest.mark.parametrize("recipe", arms.ARMS)
+def test_every_arm_trains_and_is_in_its_phase(recipe: str) -> None:
+    torch.manual_seed(0)
+    arm = recipes.Arm(arms.tiny(), arms.ARMS[recipe], Pattern(2, 4), ())
+    first = arm.model[0].weight.detach().clone()
+    assert arm.seconds(torch.randn(8, 32), steps=3) > 0
+    used = arm.model[0].weight.detach()
+    assert not torch.equal(used, first)
+    kept = int((used.reshape(-1, 4) != 0).sum(1).max())
+    # on the way to the pattern
+    fading = recipe.startswith(("mdgf", "sdgf")) or recipe in (
+        "decay_mask",
+        "lbc",
+        "maskllm",
+        "proxsparse",
+        "cast",
+    )
+    assert (kept > 2) == (fading or recipe in ("dense_again", "step_phase_one"))
+
+
+def test_arms_do_not_share_weights() -> None:
+    model = arms.tiny()
+    before = [p.detach().clone() for p in model.parameters()]
+    recipes.Arm(model, arms.ARMS["sr_ste"], Pattern(2, 4), ()).seconds(torch.randn(8, 32), steps=1)
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_workloads_leave_out_layers_that_exist() -> None:
+    for name in ("small_conv", "tiny"):
+        workload = arms.WORKLOADS[name]
+        modules = dict(workload.build().named_modules())
+        assert all(isinstance(modules[layer], nn.Module) for layer in workload.exclude)
+
+
+@pytest.mark.slow
+def test_command_writes_table_and_json(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(recipes, "SHORTEST", 1e-3)
+    names = ["dense_again", "sr_ste"]
+    options = [
+        "--models",
+        "tiny",
+        "--patterns",
+        "2:4",
+        "1:16",
+        "--rounds",
+        "4",
+        "--out",
+        str(tmp_path / "new"),
+    ]
+    assert bench.main([*options, "--recipes", *names]) == 0
+    printed = capsys.readouterr().out
+    assert printed.strip() == (tmp_path / "new" / "recipe_overhead.md").read_text().strip()
+    table = [line for line in printed.splitlines() if line.startswith("|")]
+    assert table[0] == "| recipe | tiny 2:4 | tiny 1:16 |"
+    assert [line.split("|")[1].strip() for line in table[2:]] == ["dense", *names]
+    record = json.loads((tmp_path / "new" / "recipe_overhead.json").read_text())
+    assert record["hardware"]["threads"] == torch.get_num_threads()
+    assert [(row["pattern"], row["recipe"]) for row in record["rows"]] == [
+        (p, r) for p in ("2:4", "1:16") for r in names
+    ]
+    for row in record["rows"]:
+        assert 0 < row["q1"] <= row["ratio"] <= row["q3"]
+        assert row["n"] == 4
+        assert row["ms"] > 0
+        assert row["dense_ms"] > 0
+
+
+@pytest.mark.slow
+def test_the_bare_command_leaves_out_what_cannot_be(capsys) -> None:
+    """Its own recipes and ratios, on the smallest network alone."""
+    assert bench.main(["--models", "tiny", "--rounds", "1"]) == 0
+    printed = capsys.readouterr().out
+    cells = {
+        line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
+        for line in printed.splitlines()
+        if line.startswith("|")
+    }
+    assert cells.keys() == {"recipe", "---", "dense", *options.RECIPES}
+    assert cells["recipe"] == ["tiny 2:4", "tiny 1:16"]
+    assert [name for name, (at_24, at_116) in cells.items() if not (at_24 and at_116)] == [
+        "proxsparse"  # its proximal step is worked out for groups of 8 at most
+    ]
+    (line,) = [line for line in printed.splitlines() if "without" in line]
+    assert line.startswith("tiny 1:16 without proxsparse: ")
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, MemoryError])
+def test_what_was_measured_is_reported_whatever_comes(
+    end: type[BaseException], tmp_path, capsys, monkeypatch
+) -> None:
+    measure = recipes.measure
+
+    def ends_at_116(name: str, pattern: Pattern, *arguments: Any) -> list[recipes.Row]:
+        if pattern == Pattern(1, 16):
+            raise end
+        return measure(name, pattern, *arguments)
+
+    monkeypatch.setattr(recipes, "measure", ends_at_116)
+    monkeypatch.setattr(recipes, "SHORTEST", 1e-3)
+    argv = ["--models", "tiny", "--rounds", "1", "--recipes", "ste", "--out", str(tmp_path)]
+    with pytest.raises(end):
+        bench.main(argv)
+    assert "| recipe | tiny 2:4 |" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "recipe_overhead.json").read_text())["rows"]
+    assert (row["recipe"], row["pattern"]) == ("ste", "2:4")
+
+
+def test_networks_that_were_measured_are_reported_whatever_comes(capsys, monkeypatch) -> None:
+    def out_of_memory_at_vit(words: list[str], *_: Any) -> list[timing.Row]:
+        if any("vit" in word for word in words):
+            raise MemoryError
+        row = {"sparsity": "2:4", "arm": "dense", "items_per_second": 1.0}
+        return [{**row, **timing.speedup([1.0, 1.0], [1.0, 1.0])}]
+
+    monkeypatch.setattr(train, "measure", out_of_memory_at_vit)
+    with pytest.raises(MemoryError):
+        bench.main(["train", "--device", "cpu", "--models", "gpt_tiny", "vit_small_32"])
+    assert "| gpt_tiny | 2:4 | dense |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--patterns", "5:4"], "5:4"),
+        (["--rounds", "0"], "--rounds"),
+        (["--models", "tinny"], "tiny"),
+        (["--models", "tiny", "--patterns", "1:128", "--rounds", "1"], "1:128"),
+    ],
+)
+def test_mistakes_get_one_line_and_status_two(argv: list[str], said: str, capsys) -> None:
+    assert verb("bench", *argv) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("nmrun: ")
+    assert said in error
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["masks", "--weights", "0"], "0: millions of weights"),
+        (["masks", "--weights", "nan"], "nan: millions of weights"),
+        (["masks", "--patterns", "1:8192"], "M up to 4096"),
+        (["masks", "--patterns", "5:4"], "5:4"),
+        (["masks", "--patterns", "16:2:8"], "16:2:8: kernels are timed with N:M"),
+        (["masks", "--rounds", "0"], "0: a whole number"),
+        (["masks", "--out", "/dev/null/here"], "--out /dev/null/here"),
+        (
+            ["update", "--patterns", "3:7", "--weights", "3"],
+            "no weight of this model can be 3:7 sparse",
+        ),
+        (["update", "--recipes", "dense"], "dense"),
+        (["gemm", "--shapes", "768"], "768: inputs x outputs"),
+        (["layer", "--shapes", "64x12"], "64x12: inputs x outputs, multiples of 16"),
+        (["layer", "--accumulate", "-1"], "-1"),
+        (["train", "--models", "gpt3"], "gpt3"),
+        (["train", "--recipe", "stpe"], "stpe"),
+        (["train", "model.widht=3"], "widht"),
+        (["infer", "--device", "cpu", "--tokens", "x"], "x: a whole number"),
+        (["infer", "--device", "cpu", "--patterns", "5:4"], "5:4 is not an N:M pattern"),
+    ],
+)
+def test_mistakes_in_the_others(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verb("bench", *argv) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("nmrun: ")
+    assert said in error
+
+
+def test_an_unknown_benchmark_and_the_list_of_those_there_are(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert verb("bench", "layers") == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    kinds = "recipes, masks, update, gemm, layer, train, infer"
+    assert said == f"nmrun: bench layers: it takes one of {kinds}; did you mean layer?"
+    assert bench.main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(f"  {name} " in said for name in bench.KINDS)
+
+
+def test_the_names_that_the_options_know_without_torch() -> None:
+    assert tuple(arms.WORKLOADS) == options.WORKLOADS
+    assert tuple(arms.ARMS) == options.RECIPES
+    assert set(options.UPDATED) <= set(arms.ARMS)
+    assert tuple(masks.ARMS) == options.ARMS
+    assert tuple(masks.FUNCTIONS) == options.FUNCTIONS
+    assert {*options.CPU_NETWORKS} == {*infer_cpu.ENCODERS, *infer_cpu.GPT2, *infer_cpu.IMAGES}
+    assert options.PARSERS.keys() == bench.KINDS.keys()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("what", ["gemm", "infer"])
+def test_without_a_gpu_one_line_and_status_two(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verb("bench", what, "--device", "cuda") == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "--device cuda: torch sees no CUDA device here" in said.err
+
+
+def written(folder: Path, name: str, printed: str) -> list[dict[str, Any]]:
+    """The rows of a result, whose page must be what was printed."""
+    assert (folder / f"{name}_cpu.md").read_text().strip() == printed.strip()
+    record = json.loads((folder / f"{name}_cpu.json").read_text())
+    assert record["benchmark"] == name
+    assert record["command"].startswith(f"nmrun bench {name}")
+    assert record["hardware"]["torch"] == torch.__version__
+    for row in record["rows"]:
+        if "wrong" not in row:
+            assert row["n"] >= 1
+            assert 0 < row["ms_q1"] <= row["ms"] <= row["ms_q3"]
+    return list(record["rows"])
+
+
+# --- timing and tables ----------------------------------------------------------------------------
+
+
+def test_quartiles_and_paired_ratios() -> None:
+    assert timing.quartiles("ms", [4.0, 1.0, 3.0, 2.0, 5.0]) == {
+        "ms": 3.0,
+        "ms_q1": 2.0,
+        "ms_q3": 4.0,
+    }
+    assert timing.quartiles("ms", [7.0]) == {"ms": 7.0, "ms_q1": 7.0, "ms_q3": 7.0}
+    # 2, 4 and 1 times as fast, whatever the medians are
+    found = timing.speedup([1.0, 10.0, 2.0], [2.0, 40.0, 2.0])
+    assert (found["n"], found["ms"], found["speedup"]) == (3, 2.0, 2.0)
+
+
+def test_a_round_runs_every_arm_once() -> None:
+    seen: list[str] = []
+    times = timing.rounds(
+        {name: lambda name=name: seen.append(name) for name in "abc"},
+        20,
+        timing.Clock(CPU),
+        warm_up=1,
+    )
+    assert {name: len(values) for name, values in times.items()} == {"a": 20, "b": 20, "c": 20}
+    rounds = ["".join(seen[i : i + 3]) for i in range(3, len(seen), 3)]
+    assert {"".join(sorted(one)) for one in rounds} == {"abc"}
+    assert len(set(rounds)) > 3  # in changing orders
+
+
+def test_what_is_wrong_with_a_product() -> None:
+    expected, calls = torch.randn(8, 8), iter(range(100))
+    changing = lambda: expected.bfloat16() * (1 + (next(calls) == 3) / 64)  # noqa: E731
+
+    def full() -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def refusing() -> Tensor:
+        raise NotImplementedError("not here\nand a stack")
+
+    assert timing.fault(expected.bfloat16, expected) == ""
+    assert timing.fault(lambda: expected.bfloat16() * 1.05, expected) == "WRONG results"
+    assert timing.fault(lambda: expected.bfloat16()[:4], expected) == "WRONG results"
+    assert timing.fault(changing, expected) == "results CHANGE from call to call"
+    assert timing.fault(full, expected) == "out of memory"
+    assert timing.fault(refusing, expected) == "not here"
+
+
+def test_tables() -> None:
+    rows = [
+        {"a": 1, "b": "x", "ms": 2.0},
+        {"a": 1, "b": "y", "wrong": "out of memory"},
+        {"a": 20, "b": "x", "ms": 3.5},
+    ]
+    assert output.grid(rows, "a", "b", lambda row: f"{row['ms']} ms").splitlines() == [
+        "| a  | x      | y             |",
+        "|----|--------|---------------|",
+        "| 1  | 2.0 ms | out of memory |",
+        "| 20 | 3.5 ms |               |",
+    ]
+    assert output.spread({"v": 1.2345, "v_q1": 0.05, "v_q3": 120.0}, "v") == "1.23 [0.0500, 120]"
+
+
+def test_a_gpu_on_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = SimpleNamespace(
+        name="Test GPU", major=9, minor=0, total_memory=141 * 2**30, uuid="1-2-3"
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setattr(
+        machine, "loaded_cusparselt", lambda: ((0, 8, 1), "/usr/lib/libcusparseLt.so.0")
+    )
+    monkeypatch.setattr(machine.shutil, "which", lambda name: "/bin/nvidia-smi")
+    said = SimpleNamespace(stdout="700.00 W, 1980 MHz, 580.65.06\n")
+    asked: list[str] = []
+    monkeypatch.setattr(
+        machine.subprocess, "run", lambda words, **options: asked.extend(words) or said
+    )
+    found = machine.hardware("cuda")
+    expected = {
+        "gpu": "Test GPU",
+        "compute_capability": "9.0",
+        "memory_gib": 141,
+        "cusparselt": "0.8.1",
+        "power": "700.00 W",
+    }
+    assert expected.items() <= found.items()
+    assert (found["clock"], found["driver"]) == ("1980 MHz", "580.65.06")
+    assert asked[-1] == "--id=GPU-1-2-3"
+    assert machine.machine_line(found).startswith("Test GPU (700.00 W, 1980 MHz), torch")
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", ["2:4", "1:16", "8:32", "4:4"])
+@pytest.mark.parametrize("arm", masks.ARMS)
+def test_each_way_finds_the_same_masks(arm: str, ratio: str) -> None:
+    torch.manual_seed(0)
+    weight, pattern = torch.randn(5, 64), Pattern.parse(ratio)
+    out = torch.full_like(weight, 7.0)
+    masks.ARMS[arm](weight, out, pattern)
+    assert torch.equal(out, hard_threshold(weight, pattern))
+
+
+def test_the_functions_measure_what_they_say() -> None:
+    weight = torch.tensor([[3.0, -1.0, 2.0, 0.5], [1.0, 4.0, -2.0, 2.0]])
+    before = torch.tensor([[True, True, False, False], [False, True, True, False]])
+    call = {
+        name: partial(each, weight, before, Pattern(2, 4)) for name, each in masks.FUNCTIONS.items()
+    }
+    assert call["nm_mask"]().tolist() == [[True, False, True, False], [False, True, True, False]]
+    assert call["flip_rate"]() == 2 / 8
+    assert call["kept_energy"]() == pytest.approx(
+        (9 + 4 + 16 + 4) / (9 + 1 + 4 + 0.25 + 1 + 16 + 4 + 4)
+    )
+    columns = call["nm_mask dim 0"]()  # the same memory as a matrix (4, 2)
+    assert columns.tolist() == [[True, False], [True, False], [False, True], [False, True]]
+
+
+def test_masks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--patterns",
+        "2:4",
+        "3:7",
+        "--weights",
+        "0.01",
+        "0.02",
+        "--rounds",
+        "2",
+        "--out",
+        str(tmp_path / "new"),
+    ]
+    assert bench.main(["masks", *words]) == 0
+    rows = written(tmp_path / "new", "masks", printed := capsys.readouterr().out)
+    assert len(rows) == 2 * 2 * (2 + len(masks.ARMS) + len(masks.FUNCTIONS))
+    assert "| clone " in printed
+    assert "| 2:4 " in printed
+    for row in rows:
+        assert row["gb_per_second"] > 0
+        assert row["copies"] == 1 or row["arm"] not in ("copy", "clone")
+    assert (tmp_path / "new" / "masks_cpu.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("recipe", options.UPDATED)
+def test_an_update_in_one_pass_and_apart(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers, and the one pass is one."""
+    monkeypatch.setattr(update, "SHAPE", (64, 64))
+    passes: list[int] = []
+    step = adam.OnePass.step
+    monkeypatch.setattr(
+        adam.OnePass,
+        "step",
+        lambda self, group, ps: (passes.append(len(ps)), step(self, group, ps))[1],
+    )
+    left = []
+    for in_one_pass in (True, False):
+        call = update.stepped(recipe, 2, Pattern(2, 4), torch.device("cpu"), in_one_pass)
+        for _ in range(3):
+            for group in call.__self__.param_groups:
+                for p in group["params"]:
+                    p.grad = 1e-3 * torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+            call()
+        left.append([p.detach() for group in call.__self__.param_groups for p in group["params"]])
+    if c_library.find_compiler():
+        # STEP's first step is dense
+        assert passes == ([2] * 2 if recipe.startswith("step") else [2] * 3)
+    torch.testing.assert_close(*left, rtol=1e-5, atol=1e-7)
+
+
+def test_update(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--weights",
+        "0.1",
+        "--recipes",
+        "sr_ste",
+        "asp",
+        "--rounds",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
+    assert bench.main(["update", *words]) == 0
+    rows = written(tmp_path, "update", printed := capsys.readouterr().out)
+    assert [(row["recipe"], row["arm"]) for row in rows] == [
+        (r, a) for r in ("sr_ste", "asp") for a in ("one pass", "apart")
+    ]
+    assert "| recipe | 2:4 one pass" in printed
+    assert all(row["ratio"] > 0 for row in rows)
+
+
+def test_one_size_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = torch.randn
+
+    def randn(rows: int, *others: Any, **options: Any) -> Tensor:
+        if rows > 10:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(rows, *others, **options)
+
+    monkeypatch.setattr(torch, "randn", randn)
+    assert (
+        bench.main(
+            [
+                "masks",
+                "--patterns",
+                "2:4",
+                "--weights",
+                "0.02",
+                "1",
+                "0.03",
+                "--arms",
+                "nmrun",
+                "--rounds",
+                "1",
+            ]
+        )
+        == 0
+    )
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 2:4")]
+    assert ["out of memory" in line for line in lines] == [False, True, False]
+
+
+# --- with a GPU that is played --------------------------------------------------------------------
+
+
+def rounded(x: Tensor, parts: list[Tensor], bias: Tensor | None) -> Tensor:
+    """As a tensor core: sums in float32, rounded once."""
+    values, where = parts
+    weight = values.new_zeros(*values.shape[:2], 4).scatter(2, where, values).flatten(1)
+    return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(
+        x.dtype
+    )
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> played24.Machine:
+    made = played24.play(monkeypatch.setattr, tmp_path)
+    monkeypatch.setattr(options, "no_gpu", lambda: False)
+    right = backends24.Path(backends24._separately(played24.two_values), rounded)
+    wrong = backends24.Path(right.pack, lambda x, parts, bias: rounded(x, parts, bias) * 1.1)
+    monkeypatch.setattr(
+        backends24,
+        "PATHS",
+        {"compressed": right, "broken": wrong, "cusparselt_fp8": backends24.CUSPARSELT_FP8},
+    )
+    return made
+
+
+def test_the_weight_of_the_products_is_2_of_4_both_ways() -> None:
+    weight = backends24.transposable(16, 24, CPU).float()
+    for groups in (weight.reshape(-1, 4), weight.T.reshape(-1, 4)):
+        assert set((groups != 0).sum(1).tolist()) == {2}
+
+
+def test_gemm(gpu: played24.Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--shapes",
+        "32x64",
+        "32x32",
+        "--tokens",
+        "16",
+        "40",
+        "--rounds",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert bench.main(["gemm", *words]) == 0
+    rows = written(tmp_path / "out", "gemm", printed := capsys.readouterr().out)
+    assert [
+        (row["shape"], row["tokens"])
+        for row in rows
+        if row["path"] == "compressed" and row["speedup"] > 0
+    ] == [(shape, tokens) for shape in ("32 to 64", "64 to 32", "32 to 32") for tokens in (16, 40)]
+    assert [row.get("wrong") for row in rows if row["path"] == "broken"] == ["WRONG results"] * 6
+    assert "broken:\n\nWRONG results, at all sizes" in printed
+    dense = next(row for row in rows if row["path"] == "dense")
+    assert dense["tflops"] == pytest.approx(2 * 16 * 32 * 64 / dense["ms"] / 1e9, rel=1e-3)
+    assert (tmp_path / "out" / "gemm_cpu.png").exists()
+
+
+def test_layer_by_products(
+    gpu: played24.Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer.Arm, "dtype", torch.bfloat16)
+    words = ["--shapes", "32x64", "--tokens", "16", "--rounds", "2", "--out", str(tmp_path / "out")]
+    assert bench.main(["layer", *words]) == 0
+    rows = json.loads((tmp_path / "out" / "layer_cpu.json").read_text())["rows"]
+    assert [(row["arm"], row["path"]) for row in rows if row["accumulate"] == 4] == [
+        ("dense", "dense"), ("masked", "dense"), *((arm, "compressed") for arm in layer.ARMS if arm not in ("masked", "2:4, FP8")),
+        ("2:4, FP8", "cusparselt_fp8"),
+    ]  # fmt: skip
+    assert (tmp_path / "out" / "layer_cpu.png").exists()
+    monkeypatch.setattr(backends24, "PATHS", {"broken": backends24.PATHS["broken"]})
+    rows = layer.measure(32, 64, 16, 1, 1, CPU)
+    assert {row["arm"] for row in rows if "broken: WRONG results" in row.get("wrong", "")} == set(
+        layer.ARMS
+    ) - {
+        "masked",
+        "2:4, FP8",
+    }
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", layer.ARMS)
+def test_a_step_of_a_layer(name: str, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward for every micro-batch, the projection once."""
+    recipe, options, _ = layer.ARMS[name]
+    arm = layer.Arm(recipe, options, False, 32, 64, 16, accumulate, CPU)
+    calls: list[str] = []
+
+    def counted(name: str, call: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda *args: (calls.append(name), call(*args))[1]
+
+    monkeypatch.setattr(arm, "forward", counted("forward", arm.forward))
+    monkeypatch.setattr(arm.handle, "refresh", counted("project", arm.handle.refresh))
+    handle = arm.x.register_hook(lambda grad: calls.append("backward"))
+    arm()
+    handle.remove()
+    assert calls == ["forward", "backward"] * accumulate + ["project"]
+    assert arm.x.grad is None
+    groups = arm.handle.sparse[0].weight.reshape(-1, 4)
+    assert int((groups != 0).sum(1).max()) == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_layer_on_a_cpu_has_masks_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--shapes",
+        "32x64",
+        "--tokens",
+        "16",
+        "--rounds",
+        "1",
+        "--accumulate",
+        "2",
+        "--out",
+        str(tmp_path),
+    ]
+    assert bench.main(["layer", *words]) == 0
+    rows = written(tmp_path, "layer", capsys.readouterr().out)
+    assert [row["arm"] for row in rows] == ["dense", *(arm for arm in layer.ARMS if arm != "2:4")]
+    assert {row["path"] for row in rows} == {"dense"}
+
+
+@pytest.mark.slow
+def test_infer(gpu: played24.Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--models",
+        "gpt_tiny",
+        "vit_small_32",
+        "--batches",
+        "1",
+        "3",
+        "--rounds",
+        "1",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert bench.main(["infer", *words]) == 0
+    rows = written(tmp_path / "out", "infer", printed := capsys.readouterr().out)
+    found = [
+        (row["model"], row["batch"], row["layers"]) for row in rows if row["arm"] == "compressed"
+    ]
+    assert found == [
+        (m, b, n) for m, n in (("gpt_tiny", "8 of 8"), ("vit_small_32", "4 of 4")) for b in (1, 3)
+    ]
+    assert "broken: WRONG results" in printed
+
+
+@pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
+def test_infer_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--models", "tiny", "--patterns", "1:4", "3:7", "--tokens", "1", "9", "--rounds", "2"]
+    threads = torch.get_num_threads()
+    out = tmp_path / "out"
+    assert (
+        bench.main(["infer", "--device", "cpu", *words, "--threads", "1", "--out", str(out)]) == 0
+    )
+    assert torch.get_num_threads() == threads
+    rows = json.loads((out / "infer_1_threads_cpu.json").read_text())["rows"]
+    assert (out / "infer_1_threads_cpu.md").read_text() in capsys.readouterr().out
+    sizes = [(p, t) for p in ("1:4", "3:7") for t in (1, 9)]
+    arms = ("torch", "onednn", "packed")
+    assert [(r["pattern"], r["tokens"], r["arm"]) for r in rows] == [
+        (*s, a) for s in sizes for a in arms
+    ]
+    assert all("wrong" not in row and row["ms"] > 0 for row in rows)
+    assert all(row["layers"].endswith(" of 5") for row in rows if row["arm"] == "packed")
+
+
+@pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
+@pytest.mark.parametrize(("name", "inputs"), [("gpt2", (5, 1)), ("gpt2_prompt", (1, 5))])
+def test_infer_of_a_small_gpt2(
+    name: str, inputs: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    small = partial(infer_cpu.Decoder, n_layer=2, n_embd=32, n_head=2)
+    monkeypatch.setattr(infer_cpu, "Decoder", small)
+    x, model = infer_cpu.example(name, 5), infer_cpu.network(name)
+    assert x.shape == inputs
+    assert model(x).shape == (inputs[0], 1, 50257)
+    rows = infer_cpu.measure(name, Pattern(1, 4), 5, 2)
+    assert [row["arm"] for row in rows] == ["torch", "onednn", "packed"]
+    assert not any("wrong" in row for row in rows)
+    assert rows[-1]["layers"].endswith("of 9")  # four a block, and the tied head
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
+def test_infer_of_images_on_a_cpu(tmp_path: Path) -> None:
+    words = ["--models", "resnet18", "--patterns", "1:8", "--tokens", "2", "--rounds", "1"]
+    out = tmp_path / "out"
+    assert bench.main(["infer", "--device", "cpu", *words, "--out", str(out)]) == 0
+    (file,) = out.glob("infer_*.json")
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["arm"] for row in rows] == ["torch", "onednn", "packed"]
+    assert all("wrong" not in row and row["ms"] > 0 for row in rows)
+    assert rows[-1]["layers"].endswith(" of 21")
+    assert "resnet18 1:8, 2 images" in file.with_suffix(".md").read_text()
+
+
+def test_a_compressed_network_computes_what_the_masked_one_does(gpu: played24.Machine) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    twin, done = infer.compressed(model, ["0", "2"], "compressed")
+    assert done == 2
+    for i in (0, 2):
+        model[i].weight.data = hard_threshold(model[i].weight, "2:4")
+    x = torch.randn(5, 3, 32)
+    torch.testing.assert_close(twin(x), model(x))
+
+
+# --- train ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "--models",
+        "gpt_tiny",
+        "vit_small_32",
+        "--device",
+        "cpu",
+        "--rounds",
+        "1",
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path),
+    ]
+    assert bench.main(["train", *words, "trainer.batch_size=4", "trainer.threads=1"]) == 0
+    rows = written(tmp_path, "train", capsys.readouterr().out)
+    assert [(row["model"], row["arm"]) for row in rows] == [
+        (m, a) for m in ("gpt_tiny", "vit_small_32") for a in options.TRAINING_ARMS
+    ]
+    items = {"gpt_tiny": 4 * 64, "vit_small_32": 4}
+    for row in rows:
+        assert row["items_per_second"] == pytest.approx(
+            1e3 * items[row["model"]] / row["ms"], rel=1e-3
+        )
+        sparse = {"gpt_tiny": 8, "vit_small_32": 4}[row["model"]]
+        assert row.get("layers", "") in {
+            "masked": [f"0 of {sparse}"],
+            "accelerated": [f"{count} of {sparse}" for count in range(sparse + 1)],
+        }.get(row["arm"], [""])
+
+
+def test_the_bare_loop_takes_the_same_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    monkeypatch.setattr(train, "build", lambda config: made.append(build(config)) or made[-1])
+    networks.random_text(tmp_path)
+    words = [
+        *configs.NETWORKS["gpt_tiny"],
+        "recipe=dense",
+        "trainer.device=cpu",
+        "trainer.threads=1",
+        "trainer.batch_size=4",
+    ]
+    config = configs.composed(tmp_path, [*words, "trainer.accumulate=2"])
+    (ours, about), (bare, _) = train.ours(config, 1), train.bare(config, 1)
+    assert (about["items"], about["peak"], "layers" in about) == (256, None, False)
+    assert about["flops"] > 0
+    before = [p.detach().clone() for p in made[0].model.parameters()]
+    ours()
+    bare()
+    for old, one, other in zip(before, *(parts.model.parameters() for parts in made), strict=True):
+        assert not torch.equal(old, one)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in configs.NETWORKS if name not in ("gpt_tiny", "vit_small_32")]
+)
+def test_the_large_networks_are_what_their_names_say(name: str, tmp_path: Path) -> None:
+    millions = {
+        "gpt_512": 19,
+        "gpt2": 124,
+        "gpt2_medium": 355,
+        "gpt2_large": 774,
+        # embeddings, positions, and twelve matrices of 4096 x 4096 in each of two blocks
+        "gpt_4096": 445,
+        "vit_large": 304,
+        "vit_huge": 632,
+        "resnet18": 11.7,
+    }[name]
+    config = configs.composed(tmp_path, ["recipe=dense", *configs.NETWORKS[name]])
+    keys = config.dataset.values()
+    inputs = (
+        {"shape": (3, keys["side"], keys["side"]), "classes": 1000}
+        if "side" in keys
+        else {"vocabulary": keys["vocabulary"], "context": keys["context"]}
+    )
+    with torch.device("meta"):
+        model = models.build(config.model.mapping(), inputs)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)

@@ -1,0 +1,269 @@
+"""What ``nmrun doctor`` says, with GPUs and libraries that are not there played by others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nmrun.fast import backends24
+from nmrun.fast.kernels import cusparselt
+from nmrun.lab.bench import doctor
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, major: int, minor: int = 0) -> None:
+    about = SimpleNamespace(name="Test GPU", major=major, minor=minor, total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+
+
+def test_the_weight_of_the_test_is_2_of_4_both_ways():
+    weight = backends24.transposable(16, 24, "cpu").float()
+    for groups in (weight.reshape(-1, 4), weight.T.reshape(-1, 4)):
+        assert set((groups != 0).sum(1).tolist()) == {2}
+
+
+def exact(weight: Tensor) -> backends24.Product:
+    return lambda x: (x.double() @ weight.double().t()).bfloat16()
+
+
+def path(product: Callable[[Tensor], backends24.Product]) -> backends24.Path:
+    return backends24.Path(
+        lambda weight, other: ([weight], []), lambda x, parts, bias: product(parts[0])(x)
+    )
+
+
+def test_the_verdict_on_a_product():
+    calls: list[int] = []
+
+    def changing(weight: Tensor) -> backends24.Product:
+        def product(x: Tensor) -> Tensor:
+            calls.append(0)
+            out = exact(weight)(x)
+            out[0, 0] += (len(calls) == 3) * out[0, 0].abs() / 128
+            return out
+
+        return product
+
+    def refusing(weight: Tensor) -> backends24.Product:
+        raise RuntimeError("not on this machine\nand a stack")
+
+    assert backends24.verdict(path(exact), "cpu") == "right"
+    assert backends24.verdict(path(changing), "cpu").startswith("results CHANGE")
+    assert backends24.verdict(path(refusing), "cpu") == "not on this machine"
+    assert backends24.verdict(path(lambda weight: exact(weight.roll(1, 0))), "cpu").startswith(
+        "WRONG"
+    )
+    assert backends24.verdict(path(lambda weight: exact(weight * 1.02)), "cpu").startswith("WRONG")
+    assert backends24.verdict(
+        path(lambda weight: lambda x: exact(weight)(x).t()), "cpu"
+    ).startswith("WRONG")
+
+
+def test_what_packs_for_ampere_is_not_tried_elsewhere(monkeypatch: pytest.MonkeyPatch):
+    def pack(weight: Tensor, **kwargs: Any) -> Any:
+        packed.append(kwargs["algorithm"])
+        return weight, weight, weight, weight, weight
+
+    packed: list[str] = []
+    monkeypatch.setattr(torch, "_sparse_semi_structured_tile", pack)
+    monkeypatch.setattr(torch, "_sparse_semi_structured_mm", lambda packed, meta, x: packed @ x)
+    gpu(monkeypatch, 9)
+    assert backends24.verdict(backends24.ONE_PASS, "cpu").startswith(
+        "not tried: it writes the layout of compute capability 8.x"
+    )
+    assert packed == []
+    gpu(monkeypatch, 8)
+    assert backends24.verdict(backends24.ONE_PASS, "cpu") == "right"
+    assert packed == ["largest_abs_values_greedy"]  # by default it would compare signed values
+
+
+def test_what_prunes_both_ways_is_for_weights_that_are_2_of_4_both_ways(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """It would drop a part of what a row-wise mask keeps, without a word."""
+    gpu(monkeypatch, 8)
+    monkeypatch.setattr(
+        torch, "_sparse_semi_structured_tile", lambda *args, **options: pytest.fail("it was pruned")
+    )
+    weight = backends24.transposable(16, 32, "cpu")
+    for other in (None, weight.clone()):
+        with pytest.raises(NotImplementedError, match="one weight for both products"):
+            backends24.ONE_PASS.pack(weight, other)
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [((0, 8, 0), "0.8.0 (/lib/libcusparseLt.so.0)"), (None, "not loaded")]
+)
+def test_cusparselt(version: Any, said: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        doctor, "loaded_cusparselt", lambda: version and (version, "/lib/libcusparseLt.so.0")
+    )
+    assert doctor.cusparselt().startswith(said)
+
+
+def test_the_loaded_version_is_the_one_torch_knows():
+    found = doctor.loaded_cusparselt()
+    number = (
+        torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
+    )
+    if not number:
+        pytest.skip("this torch has no cuSPARSELt")
+    assert found is not None
+    major, minor, patch = found[0]
+    assert number == 1000 * major + 100 * minor + patch
+
+
+def test_only_right_paths_are_timed(monkeypatch: pytest.MonkeyPatch):
+    gpu(monkeypatch, 9)
+    monkeypatch.setattr(doctor, "SHAPES", ((8, 16),))
+    monkeypatch.setattr(doctor, "TOKENS", 4)
+    monkeypatch.setattr(
+        backends24, "PATHS", {"good": path(exact), "bad": path(lambda weight: exact(-weight))}
+    )
+    monkeypatch.setattr(
+        backends24, "verdict", lambda path, made=backends24.verdict: made(path, "cpu")
+    )
+    monkeypatch.setattr(
+        backends24,
+        "transposable",
+        lambda *shape, made=backends24.transposable: made(*shape[:2], "cpu"),
+    )
+    monkeypatch.setattr(
+        torch,
+        "randn",
+        lambda *size, made=torch.randn, **options: made(*size, **{**options, "device": "cpu"}),
+    )
+    times = iter([3.0, 2.0])
+    monkeypatch.setattr(backends24, "milliseconds", lambda call: [call(), next(times)][1])
+    assert list(doctor.accelerated()) == [
+        ("2:4 products", "good: right"),
+        ("2:4 products", "bad: WRONG results: not to be used here"),
+        ("2:4 speed", "8 to 16, 4 tokens, bfloat16: dense 3.000 ms, good 2.000 ms (1.50x)"),
+    ]
+
+
+def test_gpus_without_sparse_tensor_cores_and_none(monkeypatch: pytest.MonkeyPatch):
+    gpu(monkeypatch, 7, 5)
+    assert [words for _, words in doctor.accelerated()] == [
+        "none: this GPU has no sparse tensor cores; masks train anywhere"
+    ]
+    monkeypatch.setattr(doctor, "driver", lambda: "999.1")
+    assert list(doctor.gpus()) == [
+        ("GPU", "Test GPU, compute capability 7.5, 80 GiB"),
+        ("driver", "999.1"),
+    ]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert [words[:5] for _, words in doctor.accelerated()] == ["none:"]
+    assert list(doctor.gpus()) == [("GPU", "none"), ("driver", "999.1")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [True, False])
+def test_the_whole_of_it_on_a_cpu(
+    compiler: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from nmrun.kernels import compiled as c_library
+    from nmrun.kernels import cpu
+
+    if not compiler:
+        monkeypatch.setattr(c_library, "find_compiler", lambda: None)
+        monkeypatch.setattr(cpu, "load", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(
+        backends24, "bandwidth", lambda measure=backends24.bandwidth: measure(1 << 16)
+    )
+    assert doctor.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line[:15].strip() for line in lines]
+    assert names[:6] == ["nmrun", "python", "torch", "GPU", "driver", "cuSPARSELt"]
+    about, speed = lines[names.index("CPU projection") : names.index("data folder")]
+    assert compiler or "plain torch (no working C compiler)" in about
+    assert " GB/s; a copy takes " in speed
+
+
+def test_what_cusparselt_is_asked_to_multiply(monkeypatch: pytest.MonkeyPatch):
+    """Played: the compressed operand, the dense one filled up to 16 tokens, bias, algorithm."""
+    seen: list[tuple[Any, ...]] = []
+
+    def multiply(
+        packed: Tensor,
+        x: Tensor,
+        bias: Tensor | None = None,
+        algorithm: int = 0,
+    ) -> Tensor:
+        seen.append((*x.shape, algorithm))
+        product = x.double() @ packed.double().t()
+        return (product if bias is None else product + bias.double()).bfloat16()
+
+    monkeypatch.setattr(torch, "_cslt_compress", lambda weight: weight.clone())
+    monkeypatch.setattr(cusparselt, "multiply", multiply)
+    weight = backends24.transposable(32, 64, "cpu")
+    x, dz, bias = (torch.randn(*size, dtype=torch.bfloat16) for size in ((37, 64), (37, 32), (32,)))
+    parts, parts_t = backends24.CUSPARSELT.pack(weight, weight)
+    torch.testing.assert_close(
+        backends24.named("cusparselt:3").multiply(x, parts, bias),
+        torch.nn.functional.linear(x.double(), weight.double(), bias.double()).bfloat16(),
+    )
+    torch.testing.assert_close(
+        backends24.CUSPARSELT.multiply(dz, parts_t, None),
+        (dz.double() @ weight.double()).bfloat16(),
+    )
+    assert seen == [(48, 64, 3), (48, 32, 0)]
+
+
+def test_the_fastest_algorithm_that_is_right(monkeypatch: pytest.MonkeyPatch):
+    """Five of a library, played: one is refused, the fastest is wrong, the next is not the same
+    every time.
+    """
+    calls, wrong, restless, right, slow = [0], 1, 2, 3, 4
+
+    def multiply(packed: Tensor, x: Tensor, bias: Tensor | None = None, algorithm: int = 0):
+        calls[0] += 1
+        if algorithm == 0:
+            raise RuntimeError("cuSPARSELt's MatmulPlanInit: not supported")
+        off = (algorithm == wrong) * 1.0 + (algorithm == restless) * 1e-3 * calls[0]
+        return (x.float() @ packed.float().t()).add_(off).bfloat16()
+
+    times = {wrong: 1.0, restless: 2.0, right: 3.0, slow: 4.0}
+
+    def milliseconds(call: Any, repeats: int = 20) -> float:
+        call()  # the one that is refused refuses
+        return times[call.__defaults__[0].multiply.keywords["algorithm"]]
+
+    monkeypatch.setattr(torch, "_cslt_compress", lambda weight: weight.clone())
+    monkeypatch.setattr(cusparselt, "multiply", multiply)
+    monkeypatch.setattr(cusparselt, "algorithms", lambda packed, x: 5)
+    monkeypatch.setattr(backends24, "milliseconds", milliseconds)
+    weight, x = backends24.transposable(16, 32, "cpu"), torch.randn(16, 32).bfloat16()
+    parts, _ = backends24.CUSPARSELT.pack(weight, None)
+    expected = x.float() @ weight.float().t()
+    found = backends24.fastest("cusparselt", x, parts, None, expected)
+    assert found == ("cusparselt:3", 3.0)
+    with pytest.raises(ValueError, match="WRONG results"):
+        backends24.fastest("cusparselt", x, parts, None, expected + 5)
+
+
+def test_cutlass_packs_what_torch_can_unpack():
+    from torch.sparse._semi_structured_conversions import sparse_semi_structured_to_dense_cutlass
+
+    weight = backends24.transposable(32, 128, "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        # which asks for a GPU
+        patch.setattr(backends24.Cutlass, "_validate_device_dim_dtype_shape", lambda weight: None)
+        (packed, meta), (packed_t, meta_t) = backends24.CUTLASS.pack(
+            weight.repeat(4, 1), weight.repeat(4, 1)
+        )
+    assert packed.shape == (128, 64)
+    assert torch.equal(sparse_semi_structured_to_dense_cutlass(packed, meta), weight.repeat(4, 1))
+    assert torch.equal(
+        sparse_semi_structured_to_dense_cutlass(packed_t, meta_t), weight.repeat(4, 1).t()
+    )

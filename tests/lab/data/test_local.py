@@ -1,0 +1,126 @@
+"""Arrays that are kept for the next run, and two processes that find them cut off."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nmrun.lab.data import local
+
+# says that it has seen the damage, and goes on when it is told to
+SLOW = """
+import sys, time
+from pathlib import Path
+import numpy as np
+from nmrun.lab.data import local
+place, hold = Path(sys.argv[1]), local.locks.hold
+
+def seen(folder):
+    (place / "seen").touch()
+    while not (place / "go").exists():
+        time.sleep(0.01)
+    return hold(folder)
+
+local.locks.hold = seen
+def make():
+    (place / "made again").touch()
+    return {"values": np.arange(1000)}
+assert local.cached("what", [], make)["values"].tolist() == list(range(1000))
+"""
+
+
+def test_who_finds_it_cut_off_late_leaves_what_another_has_made_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NMRUN_CACHE", str(tmp_path / "cache"))
+
+    def arrays() -> list[int]:
+        return local.cached("what", [], lambda: {"values": np.arange(1000)})["values"].tolist()
+
+    arrays()
+    (file,) = (tmp_path / "cache").rglob("values.npy")
+    file.write_bytes(file.read_bytes()[:500])
+    slow = subprocess.Popen([sys.executable, "-c", SLOW, str(tmp_path)])
+    until = time.monotonic() + 60
+    while not (tmp_path / "seen").exists():
+        assert slow.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert arrays() == list(range(1000))
+    made = file.stat().st_ino
+    (tmp_path / "go").touch()
+    assert slow.wait(60) == 0
+    assert not (tmp_path / "made again").exists()
+    assert file.stat().st_ino == made
+    assert os.listdir(tmp_path / "cache") == [file.parent.name]
+    assert sorted(os.listdir(file.parent)) == ["arrays.json", file.name]
+
+
+READ = """
+import sys
+import numpy as np
+from nmrun.lab.data import local
+def make():
+    print("made")
+    return arrays()
+def arrays():
+    return {"train": np.arange(5000), "test": np.ones(2000), "labels": np.zeros(2000)}
+found = local.cached("what", [], make)
+for name, array in arrays().items():
+    assert (found[name] == array).all(), name
+"""
+
+
+def flipped(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def lost(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data[:4096] + bytes(4096) + data[8192:])
+
+
+DAMAGES = {
+    "an array gone": ("test.npy", Path.unlink),
+    "another gone": ("labels.npy", Path.unlink),
+    "a bit": ("train.npy", flipped),
+    "a bit of a label": ("labels.npy", flipped),
+    "a page": ("train.npy", lost),
+    "cut off": ("test.npy", lambda file: file.write_bytes(file.read_bytes()[:-8])),
+    "an array of another": (
+        "test.npy",
+        lambda f: f.write_bytes((f.parent / "labels.npy").read_bytes()),
+    ),
+    "no list": ("arrays.json", Path.unlink),
+    "an empty list": ("arrays.json", lambda file: file.write_text("{}")),
+    "another list": ("arrays.json", lambda file: file.write_text('{"test": 1}')),
+    "no JSON": ("arrays.json", lambda file: file.write_text("{")),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_other_arrays_than_were_made_are_made_again(kind: str, tmp_path: Path) -> None:
+    def again() -> str:
+        return subprocess.run(
+            [sys.executable, "-c", READ],
+            env={**os.environ, "NMRUN_CACHE": str(tmp_path)},
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+
+    assert again() == "made\n"
+    assert again() == ""
+    name, damage = DAMAGES[kind]
+    (file,) = tmp_path.rglob(name)
+    damage(file)
+    assert again() == "made\n"
+    assert again() == ""

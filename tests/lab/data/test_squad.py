@@ -1,0 +1,372 @@
+"""Questions on texts: files of SQuAD, windows of long texts, the best span by brute force, and
+scores by hand and by another implementation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import config
+from torch import Tensor, nn
+
+from nmrun.errors import ConfigError
+from nmrun.lab import tasks
+from nmrun.lab.data import generated_questions, squad
+from nmrun.lab.tasks.answers import Question, exact, f1, normal, scores
+from nmrun.lab.tasks.pairs import Words
+from nmrun.lab.tasks.reading import LONGEST, Reading, best_spans
+from nmrun.lab.tasks.windows import NOWHERE, windows
+from nmrun.lab.train import flops, runner
+from nmrun.lab.words.identity import run_folder
+
+TEXT = "Rosa Parks was born in Tuskegee, Alabama, in 1913. She refused to give up her seat in 1955."
+
+
+def asked(*answers: str, text: str = TEXT, key: str = "q") -> dict[str, Any]:
+    found = [{"text": answer, "answer_start": text.index(answer)} for answer in answers]
+    return {"id": key, "question": "Who or where? ", "answers": found}
+
+
+def article(*questions: dict[str, Any], text: str = TEXT) -> dict[str, Any]:
+    return {"title": "a", "paragraphs": [{"context": text, "qas": list(questions)}]}
+
+
+def write(folder: Path, name: str, *articles: dict[str, Any]) -> Path:
+    (folder / "squad").mkdir(exist_ok=True, parents=True)
+    path = folder / "squad" / f"{name}.json"
+    path.write_text(json.dumps({"version": "x", "data": articles}), encoding="utf-8")
+    return path
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def test_a_file_in_the_official_layout(tmp_path: Path) -> None:
+    none = {**asked(key="n"), "is_impossible": True, "plausible_answers": [{"text": "x"}]}
+    path = write(tmp_path, "dev-v2.0", article(asked("Tuskegee", "Alabama"), none))
+    assert squad.read(path) == [
+        [
+            Question("q", "Who or where?", TEXT, (("Tuskegee", 23), ("Alabama", 33))),
+            Question("n", "Who or where?", TEXT, ()),
+        ]
+    ]
+
+
+def test_articles_are_held_out_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
+    every = [
+        article(
+            *(asked("1955", text=f"{i} {TEXT}", key=f"{i}-{j}") for j in range(3)),
+            text=f"{i} {TEXT}",
+        )
+        for i in range(10)
+    ]
+    write(tmp_path, "train-v1.1", *every)
+    write(tmp_path, "dev-v1.1", article(asked("1913", key="d")))
+    found = squad.load("v1.1", held_out=0.2)
+    of = {name: {q.key.partition("-")[0] for q in some} for name, some in found.items()}
+    assert (len(of["train"]), len(of["val"]), of["test"]) == (8, 2, {"d"})
+    assert not of["train"] & of["val"]
+    assert (len(found["train"]), len(found["val"])) == (24, 6)
+    assert squad.load("v1.1", held_out=0.2, limit=4)["train"] == found["train"][:4]
+    assert squad.load("v1.1", held_out=0.2, split_seed=1)["val"] != found["val"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        ("{", "no file of SQuAD: JSONDecodeError"),
+        ('{"data": [{"title": "a"}]}', "no file of SQuAD: KeyError 'paragraphs'"),
+        ('{"data": []}', "it has no questions"),
+        (
+            json.dumps(
+                {"data": [article({**asked(), "answers": [{"text": "Rosa", "answer_start": 1}]})]}
+            ),
+            "question q: its text has no 'Rosa' at 1",
+        ),
+    ],
+)
+def test_a_broken_file_costs_one_line(tmp_path: Path, broken: str, says: str) -> None:
+    path = tmp_path / "train-v1.1.json"
+    path.write_text(broken)
+    with pytest.raises(ConfigError) as caught:
+        squad.read(path)
+    assert f"{path}: " in str(caught.value)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_files_say_where_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"squad/train-v1.1.json in .*rajpurkar"):
+        squad.load("v1.1")
+    write(tmp_path, "train-v1.1", article(asked("1913")))
+    write(tmp_path, "dev-v1.1", article(asked("1913")))
+    with pytest.raises(ConfigError, match="of 1 articles for training that leaves 0"):
+        squad.load("v1.1")
+
+
+def test_real_articles() -> None:
+    path = Path(os.environ.get("NMRUN_DATA", "nowhere")) / "squad" / "dev-v2.0-five-articles.json"
+    if not path.exists():
+        pytest.skip("SQuAD's articles are not here")
+    questions = [question for one in squad.read(path) for question in one]
+    assert len(questions) == 1407
+    first = [q.answers[0][0] if q.answers else "" for q in questions]
+    assert scores(first, questions)["exact_match"] == 1.0
+    for window in windows(questions[:200], Words(8192, 128), 32):
+        of = questions[window.row]
+        start, end = window.span(of)
+        if start:
+            said = of.text[window.begins[start] : window.ends[end]]
+            assert of.answers[0][0] in said  # an answer can begin within a word
+
+
+# --- windows --------------------------------------------------------------------------------------
+
+
+def test_windows_cover_the_text_and_find_the_answer() -> None:
+    text = " ".join(f"w{i}" for i in range(50))
+    questions = [
+        Question("a", "where is it?", text, (("w17 w18", text.index("w17")),)),
+        Question("b", "what?", text, ()),
+    ]
+    found = windows(questions, Words(256, 20), 6)
+    for row, question in enumerate(questions):
+        own = [window for window in found if window.row == row]
+        words = [
+            [question.text[a:b] for a, b in zip(w.begins, w.ends, strict=True) if a != NOWHERE]
+            for w in own
+        ]
+        assert all(len(w.tokens) <= 20 for w in own)
+        assert all(left[-6:] == right[:6] for left, right in itertools.pairwise(words))
+        assert words[0] + [word for some in words[1:] for word in some[6:]] == text.split()
+        spans = [window.span(question) for window in own]
+        holding = ["w17" in some and "w18" in some for some in words]
+        assert [span != (0, 0) for span in spans] == (
+            holding if question.answers else [False] * len(own)
+        )
+        for window, (start, end) in zip(own, spans, strict=True):
+            if start:
+                assert text[window.begins[start] : window.ends[end]] == "w17 w18"
+    assert any(window.span(questions[0]) == (0, 0) for window in found if window.row == 0)
+
+
+def test_a_question_that_leaves_no_room() -> None:
+    with pytest.raises(ConfigError, match=r"the question q leaves room for 3 .* dataset.stride=4"):
+        windows([Question("q", "one two", TEXT, ())], Words(64, 8), 4)
+
+
+def test_byte_pairs_of_hugging_face_find_the_answer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from nmrun.lab.tasks.pairs import Pretrained
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        [TEXT],
+        trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<end>"]),
+    )
+    own = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", model_max_length=64)
+    own.save_pretrained(tmp_path)
+    tokenizer = Pretrained(str(tmp_path), 40)
+    assert tokenizer.padding == own.eos_token_id  # GPT-2's has no token for padding
+    text = f"Ünïcode first. {TEXT}"
+    question = Question("q", "Where?", text, (("Tuskegee, Alabama", text.index("Tuskegee")),))
+    found = windows([question], tokenizer, 16)
+    spans = [(window, *window.span(question)) for window in found]
+    holding = [(w, start, end) for w, start, end in spans if start]
+    assert 0 < len(holding) < len(found)
+    for window, start, end in holding:
+        assert text[window.begins[start] : window.ends[end]].strip() == "Tuskegee, Alabama"
+
+
+# --- scores ---------------------------------------------------------------------------------------
+
+
+def test_scores_by_hand() -> None:
+    assert normal("The  U.S. Army's an, a 2nd-Brigade!") == ["us", "armys", "2ndbrigade"]
+    assert exact("The cat!", "a cat") == 1.0
+    assert exact("cat", "cats") == 0.0
+    # the words green, tea against green, old, tea: p = 1, r = 2 / 3
+    assert f1("green tea", "the green old tea") == pytest.approx(0.8)
+    assert f1("green green tea", "green tea tea") == pytest.approx(2 / 3)  # words count as often
+    assert (f1("", ""), f1("", "tea"), f1("the", ""), f1("the", "tea")) == (1.0, 0.0, 1.0, 0.0)
+    questions = [
+        Question("1", "", "", (("green tea", 0), ("tea", 0))),
+        Question("2", "", "", (("Paris", 0),)),
+        Question("3", "", "", ()),
+        Question("4", "", "", ()),
+    ]
+    assert scores(["tea", "in Paris", "", "Rome"], questions) == pytest.approx(
+        {
+            "f1": (1 + 2 / 3 + 1 + 0) / 4,
+            "exact_match": 0.5,
+            "f1_answered": (1 + 2 / 3) / 2,
+            "exact_match_answered": 0.5,
+            "f1_unanswered": 0.5,
+            "exact_match_unanswered": 0.5,
+        }
+    )
+    assert set(scores(["tea", "x"], questions[:2])) == {"f1", "exact_match"}
+
+
+def test_scores_by_another_implementation() -> None:
+    text = pytest.importorskip("torchmetrics.functional.text")
+    words = ["the", "Cat", "cat,", "a", "dog", "Dog's", "an", "hour", "2"]
+    generator = torch.Generator().manual_seed(0)
+
+    def answer() -> str:
+        length = int(torch.randint(1, 5, (), generator=generator))
+        return " ".join(
+            words[int(i)] for i in torch.randint(len(words), (length,), generator=generator)
+        ) + " x" * int(torch.randint(2, (), generator=generator))
+
+    questions = [
+        Question(str(i), "", "", tuple((f"y {answer()}", 0) for _ in range(3))) for i in range(60)
+    ]
+    given = [f"y {answer()}" if i % 3 else questions[i].answers[1][0] for i in range(60)]
+    theirs = text.squad(
+        [{"id": q.key, "prediction_text": one} for q, one in zip(questions, given, strict=True)],
+        [
+            {"id": q.key, "answers": {"text": [a for a, _ in q.answers], "answer_start": [0] * 3}}
+            for q in questions
+        ],
+    )
+    ours = scores(given, questions)
+    assert ours["f1"] == pytest.approx(float(theirs["f1"]) / 100)
+    assert ours["exact_match"] == pytest.approx(float(theirs["exact_match"]) / 100)
+
+
+# --- the task -------------------------------------------------------------------------------------
+
+
+def test_the_best_span_by_brute_force() -> None:
+    said = torch.randn(5, 50, 2, generator=torch.Generator().manual_seed(0))
+    of_text = torch.rand(5, 50, generator=torch.Generator().manual_seed(1)) < 0.7
+    of_text[4] = False
+    best, start, end = best_spans(said, of_text)
+    for row in range(4):
+        every = {
+            (i, j): float(said[row, i, 0] + said[row, j, 1])
+            for i in range(50)
+            for j in range(i, min(50, i + LONGEST))
+            if of_text[row, i] and of_text[row, j]
+        }
+        wanted = max(every, key=every.__getitem__)
+        assert (int(start[row]), int(end[row])) == wanted
+        assert float(best[row]) == pytest.approx(every[wanted])
+    assert best[4] == -torch.inf
+
+
+class Knows(nn.Module):
+    """Points where it is told to: ``spans`` by the tokens of a window."""
+
+    def __init__(self, spans: dict[tuple[int, ...], tuple[int, int]]) -> None:
+        super().__init__()
+        self.spans = spans
+
+    def forward(self, tokens: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
+        said = torch.zeros(*tokens.shape, 2)
+        for row, (own, inside) in enumerate(zip(tokens, mask, strict=True)):
+            start, end = self.spans[tuple(own[inside].tolist())]
+            said[row, start, 0] = said[row, end, 1] = 9.0
+        return said
+
+
+def reading(size: int = 300) -> Reading:
+    splits = generated_questions.load(size)
+    return Reading(splits, Words(512, 24), 8, batch_size=16, seed=0)
+
+
+def test_who_knows_the_spans_is_right_and_who_says_none_is_for_questions_without() -> None:
+    task = reading()
+    own = task.windows["val"]
+    assert len(own) > len(task.questions["val"])  # some texts are several windows
+    knows = {tuple(w.tokens.tolist()): w.span(task.questions["val"][w.row]) for w in own}
+    right = task.evaluate(Knows(knows), "val")
+    assert right["f1"] == right["exact_match"] == 1.0
+    none = task.evaluate(Knows(dict.fromkeys(knows, (0, 0))), "val")
+    share = sum(not q.answers for q in task.questions["val"]) / len(task.questions["val"])
+    assert 0.1 < share < 0.3
+    assert none["f1"] == none["exact_match"] == pytest.approx(share)
+    assert (none["f1_unanswered"], none["f1_answered"]) == (1.0, 0.0)
+    assert right["loss"] < none["loss"]
+
+
+def test_the_loss_is_the_mean_of_both_ends_cross_entropies() -> None:
+    task = reading()
+    (batch,) = task.micro_batches(0, 0, 1)
+    tokens, mask, _, spans = batch
+    torch.manual_seed(0)
+    said = torch.randn(*tokens.shape, 2)
+    found = task.loss(lambda *_: said, batch)
+    by_hand = []
+    for row, (start, end) in enumerate(spans.tolist()):
+        length = int(mask[row].sum())
+        for side, place in ((0, start), (1, end)):
+            column = said[row, :length, side]
+            by_hand.append(column.logsumexp(0) - column[place])
+    torch.testing.assert_close(found, torch.stack(by_hand).mean())
+
+
+def test_shares_of_an_evaluation_make_the_whole() -> None:
+    task, torch_model = reading(), nn.Embedding(512, 2)
+    model = lambda tokens, mask, segments: torch_model(tokens)  # noqa: E731
+    whole = task.metrics_of("test", [task.tally(model, "test")])
+    tallies = [task.tally(model, "test", rank, 3) for rank in range(3)]
+    assert task.metrics_of("test", tallies) == pytest.approx(whole)
+
+
+def test_batches_are_of_the_seed_and_the_epoch() -> None:
+    one, two = reading(), reading()
+    for epoch, index in ((0, 0), (1, 3)):
+        first, again = one.micro_batches(epoch, index, 2), two.micro_batches(epoch, index, 2)
+        assert len(first) == 2
+        for a, b in zip(first, again, strict=True):
+            assert all(map(torch.equal, a, b))
+        (part,) = one.micro_batches(epoch, index, 2, range(1, 2))
+        assert all(map(torch.equal, part, first[1]))
+    assert not torch.equal(one.micro_batches(0, 0, 1)[0][3], one.micro_batches(1, 0, 1)[0][3])
+    with pytest.raises(ConfigError, match="there are only"):
+        Reading(generated_questions.load(300), Words(512, 64), 8, batch_size=10_000, seed=0)
+
+
+def test_generated_questions_have_their_answers() -> None:
+    splits = generated_questions.load(300)
+    texts = [question.text for some in splits.values() for question in some]
+    assert len(set(texts)) == len(texts) == 700
+    for question in itertools.chain(*splits.values()):
+        for answer, place in question.answers:
+            assert question.text[place : place + len(answer)] == answer
+            who = question.question.split()[2]
+            assert (
+                f"{who} {'lives in' if 'live' in question.question else 'likes'} {answer}."
+                in question.text
+            )
+
+
+def test_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flops, "COMPUTED", 0)  # as for large networks: counted without values
+    made = config(
+        tmp_path,
+        *("dataset=generated_questions", "dataset.size=300", "model=gpt_reader"),
+        *("model.layers=1", "model.heads=2", "model.width=16", "model.context=64"),
+        *("recipe=s_ste", "sparsity=2:4", "optimizer=adamw", "trainer.epochs=1"),
+        *("trainer.batch_size=32", 'model.include=["h[.][0-9]+[.]mlp[.].*"]'),
+    )
+    built = tasks.build(made, torch.device("cpu"))
+    assert built.inputs == {"vocabulary": 256, "max_length": 64}
+    metrics = runner.run(made, run_folder(made))["metrics"]["final"]
+    assert {"test/f1", "test/exact_match", "test/f1_answered", "eval/f1"} <= set(metrics)

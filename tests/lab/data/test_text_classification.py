@@ -1,0 +1,334 @@
+"""Classification of texts: metrics, batches, tokens, and whole runs on the generated task."""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import config, rows
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.errors import ConfigError
+from nmrun.lab.data import generated_text
+from nmrun.lab.models import text_encoder
+from nmrun.lab.tasks.pairs import Words
+from nmrun.lab.tasks.text_classification import TextClassification, scores
+from nmrun.lab.train import runner
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words.identity import run_folder
+
+TEXTS = [
+    ("a",),
+    ("b c",),
+    ("d e f g",),
+    ("h i",),
+    ("j k l",),
+    ("m n o p q",),
+    ("r",),
+    ("s t",),
+    ("u v w",),
+]
+LABELS = [0, 1, 1, 0, 1, 0, 0, 1, 1]
+
+
+def task(classes: int = 2, **options: Any) -> TextClassification:
+    labels = [label / 4 for label in LABELS] if classes == 1 else LABELS
+    splits = dict.fromkeys(("train", "val", "test"), (TEXTS, labels))
+    metrics = ("spearman", "pearson") if classes == 1 else ("accuracy", "f1")
+    return TextClassification(
+        splits, Words(64, 16), classes, metrics, **{"batch_size": 4, "seed": 3, **options}
+    )
+
+
+def tiny(task: TextClassification) -> text_encoder.TextEncoder:
+    torch.manual_seed(0)
+    return text_encoder.build(**task.inputs, layers=2, heads=2, width=8, dropout=0.0)
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def test_metrics_of_classes_from_the_table_of_errors():
+    generator = torch.Generator().manual_seed(0)
+    guess, truth = torch.randint(2, (2, 200), generator=generator)
+    pairs = list(zip(guess.tolist(), truth.tolist(), strict=True))
+    tp, fp, fn, tn = (pairs.count(pair) for pair in ((1, 1), (1, 0), (0, 1), (0, 0)))
+    found = scores(("accuracy", "f1", "matthews"), guess, truth)
+    assert found["accuracy"] == pytest.approx((tp + tn) / 200)
+    assert found["f1"] == pytest.approx(2 * tp / (2 * tp + fp + fn))
+    bottom = math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn))
+    assert found["matthews"] == pytest.approx((tp * tn - fp * fn) / bottom)
+
+
+def pearson(x: list[float], y: list[float]) -> float:
+    mx, my = sum(x) / len(x), sum(y) / len(y)
+    above = sum((a - mx) * (b - my) for a, b in zip(x, y, strict=True))
+    return above / math.sqrt(sum((a - mx) ** 2 for a in x) * sum((b - my) ** 2 for b in y))
+
+
+def test_correlations_of_scores_with_ties():
+    guess = torch.tensor([0.1, 0.4, 0.4, 2.0, 8.0, -1.0])
+    truth = torch.tensor([0.0, 1.5, 0.5, 0.5, 5.0, 1.0])
+    found = scores(("pearson", "spearman"), guess, truth)
+    assert found["pearson"] == pytest.approx(pearson(guess.tolist(), truth.tolist()))
+
+    def ranks(values: list[float]) -> list[float]:  # ties share the mean of their places
+        return [
+            sum(v < value for v in values) + (sum(v == value for v in values) + 1) / 2
+            for value in values
+        ]
+
+    assert found["spearman"] == pytest.approx(pearson(ranks(guess.tolist()), ranks(truth.tolist())))
+
+
+def test_metrics_that_are_undefined_are_zero():
+    same, labels = torch.zeros(5, dtype=torch.int64), torch.tensor([0, 1, 1, 0, 1])
+    assert scores(("f1", "matthews"), same, labels) == {"f1": 0.0, "matthews": 0.0}
+    assert scores(("pearson", "spearman"), same.float(), labels.float()) == {
+        "pearson": 0.0,
+        "spearman": 0.0,
+    }
+
+
+# --- tokens and batches ---------------------------------------------------------------------------
+
+
+def number(word: str) -> int:
+    return 3 + zlib.crc32(word.encode()) % 61
+
+
+def test_words_are_hashed_and_pairs_are_marked():
+    tokens, segments, starts = Words(64, 16).encode([("Isn't it",), ("a b", "C!")])
+    assert starts.tolist() == [0, 6, 13]
+    assert tokens.tolist()[:6] == [1, *map(number, ["isn", "'", "t", "it"]), 2]
+    assert tokens.tolist()[6:] == [1, number("a"), number("b"), 2, number("c"), number("!"), 2]
+    assert segments.tolist() == [0] * 6 + [0, 0, 0, 0, 1, 1, 1]
+
+
+def test_long_pairs_lose_the_end_of_the_longer_text():
+    tokens, segments, _ = Words(64, 8).encode([("a b c d e f g", "h i"), ("a", "h i j k l m")])
+    assert tokens[:8].tolist() == [1, *map(number, "abc"), 2, *map(number, "hi"), 2]
+    assert tokens[8:].tolist() == [1, number("a"), 2, *map(number, "hijk"), 2]
+    assert segments.tolist() == [0] * 5 + [1] * 3 + [0] * 3 + [1] * 5
+
+
+def test_a_batch_is_padded_to_its_longest_text():
+    made = task()
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(3 * 1_000_003 + 1)).tolist()
+    for index in range(2):
+        tokens, mask, segments, labels = made.micro_batches(1, index, 1)[0]
+        chosen = order[4 * index : 4 * index + 4]
+        expected = [[1, *map(number, TEXTS[row][0].split()), 2] for row in chosen]
+        assert tokens.shape == (4, max(map(len, expected)))
+        for row, text in enumerate(expected):
+            assert tokens[row].tolist() == text + [0] * (tokens.shape[1] - len(text))
+            assert mask[row].tolist() == [True] * len(text) + [False] * (
+                tokens.shape[1] - len(text)
+            )
+        assert labels.tolist() == [LABELS[row] for row in chosen]
+        assert not segments.any()
+
+
+def test_batches_depend_on_seed_epoch_and_index_alone():
+    one, other = task(), task()
+    for place in ((0, 0), (5, 1), (2, 0)):
+        one.micro_batches(*place, 1)
+    for a, b in zip(one.micro_batches(0, 1, 1)[0], other.micro_batches(0, 1, 1)[0], strict=True):
+        assert torch.equal(a, b)
+    orders = [
+        made._permutation(epoch).tolist() for made, epoch in ((one, 0), (one, 1), (task(seed=4), 0))
+    ]
+    assert len({tuple(order) for order in orders}) == 3
+    assert all(sorted(order) == list(range(9)) for order in orders)
+
+
+def test_micro_batches_make_up_the_batch():
+    made, model = task(), tiny(task())
+    (whole,), parts = made.micro_batches(0, 0, 1), made.micro_batches(0, 0, 3)
+    assert torch.cat([part[3] for part in parts]).tolist() == whole[3].tolist()
+    means = sum(made.loss(model, part).item() * made.size(part) for part in parts) / made.size(
+        whole
+    )
+    assert means == pytest.approx(made.loss(model, whole).item(), rel=1e-5)
+
+
+def test_padding_changes_no_answer():
+    made = task()
+    model = tiny(made).eval()
+    tokens, mask, segments, _ = made.micro_batches(0, 0, 1)[0]
+    together = model(tokens, mask, segments)
+    for row in range(4):
+        n = int(mask[row].sum())
+        alone = model(
+            tokens[row : row + 1, :n], mask[row : row + 1, :n], segments[row : row + 1, :n]
+        )
+        torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-6)
+
+
+def test_an_example_has_the_length_of_a_batch():
+    made = task()
+    longest = [made.micro_batches(0, index, 1)[0][0].shape[1] for index in range(2)]
+    assert made.example()[0].shape == (2, round(sum(longest) / 2))
+
+
+class ByFirstWord(nn.Module):
+    """The logit of class 1 (or the score) from the number of the first word, and the number of
+    tokens.
+    """
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.classes = classes
+
+    def forward(self, tokens: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
+        score = (tokens[:, 1] / 16 - mask.sum(1) / 2)[:, None]
+        return score if self.classes == 1 else torch.cat([torch.zeros_like(score), score], 1)
+
+
+def by_first_word(text: str) -> float:
+    words = text.split()
+    return number(words[0]) / 16 - (len(words) + 2) / 2
+
+
+def test_evaluation_of_classes_one_by_one():
+    found = task().evaluate(ByFirstWord(2), "val")
+    answers = [by_first_word(text) for (text,) in TEXTS]
+    chances = [1 / (1 + math.exp(-score)) for score in answers]
+    loss = (
+        -sum(math.log(p if label else 1 - p) for p, label in zip(chances, LABELS, strict=True)) / 9
+    )
+    right = sum((score > 0) == label for score, label in zip(answers, LABELS, strict=True)) / 9
+    assert found["loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["accuracy"] == pytest.approx(right)
+    assert 0 < right < 1
+
+
+def test_scores_are_fitted_by_squares():
+    made = task(classes=1)
+    answers, labels = [by_first_word(text) for (text,) in TEXTS], [label / 4 for label in LABELS]
+    squares = [(a - b) ** 2 for a, b in zip(answers, labels, strict=True)]
+    found = made.evaluate(ByFirstWord(1), "test")
+    assert found["loss"] == pytest.approx(sum(squares) / 9, rel=1e-5)
+    assert found["pearson"] == pytest.approx(pearson(answers, labels), rel=1e-4)
+    chosen = made._permutation(0)[:4].tolist()
+    (batch,) = made.micro_batches(0, 0, 1)
+    assert float(made.loss(ByFirstWord(1), batch)) == pytest.approx(
+        sum(squares[row] for row in chosen) / 4, rel=1e-5
+    )
+    assert made.metric == "spearman"
+
+
+def test_what_cannot_be_is_said():
+    with pytest.raises(ConfigError, match=r"batch_size=10: there are only 9 training texts"):
+        task(batch_size=10)
+    with pytest.raises(ConfigError, match=r"label_smoothing=0\.1 is for classes"):
+        task(classes=1, label_smoothing=0.1)
+    with pytest.raises(ConfigError, match=r"width=10 cannot be split into model\.heads=4"):
+        text_encoder.build(64, 16, 2, width=10)
+
+
+# --- the generated task and the small encoder -----------------------------------------------------
+
+
+def test_generated_sentences_are_labelled_by_their_words():
+    splits = generated_text.load(400)
+    sets = [{text for (text,) in texts} for texts, _ in splits.values()]
+    assert [len(texts) for texts in sets] == [400, 500, 500]
+    assert len(set.union(*sets)) == 1400
+    for texts, labels in splits.values():
+        assert 0.4 < sum(labels) / len(labels) < 0.6
+        for (text,), label in zip(texts, labels, strict=True):
+            verdicts = re.findall(
+                rf"(not )?\b({'|'.join(generated_text.GOOD)}|{'|'.join(generated_text.BAD)})\b",
+                text,
+            )
+            votes = [(word in generated_text.GOOD) != bool(turned) for turned, word in verdicts]
+            assert len(votes) in (1, 3)
+            assert label == (sum(votes) > len(votes) / 2)
+    assert generated_text.load(400, split_seed=1)["test"] != splits["test"]
+
+
+def test_attention_and_feed_forward_layers_are_sparse():
+    model = tiny(task())
+    optimizer = nmrun.optim.AdamW(model.parameters())
+    handle = nmrun.sparsify(model, optimizer, "ste", "2:4", exclude="head")
+    names = (
+        "self_attn.in_proj_weight",
+        "self_attn.out_proj.weight",
+        "linear1.weight",
+        "linear2.weight",
+    )
+    assert {w.name for w in handle.sparse} == {
+        f"encoder.layers.{layer}.{name}" for layer in (0, 1) for name in names
+    }
+    model.eval()
+    tokens, mask, segments, _ = task().micro_batches(0, 0, 1)[0]
+    with torch.no_grad():
+        # torch's fused path reads the weights past the modules
+        fast = model(tokens, mask, segments)
+    torch.testing.assert_close(fast, model(tokens, mask, segments).detach(), rtol=1e-5, atol=1e-6)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()  # by which the weights stay
+    handle.finalize()
+    torch.testing.assert_close(fast, model(tokens, mask, segments).detach(), rtol=1e-5, atol=1e-6)
+
+
+SMALL = (
+    "dataset=generated_text",
+    "dataset.size=200",
+    "model=text_encoder",
+    "model.width=16",
+    "model.heads=2",
+)
+
+
+@pytest.mark.parametrize("recipe", ["dense", "step", "asp"])
+def test_a_run_that_was_cut_off_ends_with_the_same_bits(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    overrides = (*SMALL, f"recipe={recipe}", "trainer.accumulate=2")
+    alone, cut = config(tmp_path / "alone", *overrides), config(tmp_path / "cut", *overrides)
+    assert runner.run(alone, run_folder(alone))["status"] == "finished"
+    original = Loop.train_step
+
+    def dying(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        if loop.step == 7:
+            raise KeyboardInterrupt
+        original(loop, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "train_step", dying)
+        assert runner.run(cut, run_folder(cut))["status"] == "interrupted"
+    assert runner.run(cut, run_folder(cut))["status"] == "finished"
+    for name in ("model.safetensors", "best.safetensors"):
+        assert (run_folder(cut) / name).read_bytes() == (run_folder(alone) / name).read_bytes()
+    assert rows(run_folder(cut)) == rows(run_folder(alone))
+
+
+@pytest.mark.slow
+def test_the_small_encoder_learns(tmp_path: Path):
+    overrides = (
+        "dataset=generated_text",
+        "model=text_encoder",
+        "model.layers=1",
+        "recipe=sr_ste",
+        "optimizer.lr=3e-3",
+    )
+    made = config(
+        tmp_path, *overrides, "trainer.limit_batches=75", "trainer.epochs=2", "trainer.eval_every=2"
+    )
+    result = runner.run(made, run_folder(made))
+    assert result["metrics"]["final"]["test/accuracy"] > 0.65
+    assert all(layer["holds"] for layer in result["sparsity"]["layers"])
+
+
+def test_a_model_for_images_is_refused(tmp_path: Path):
+    made = config(tmp_path, "dataset=generated_text", "model=mlp")
+    with pytest.raises(ConfigError, match="mlp is made from shape and classes"):
+        runner.run(made, run_folder(made))

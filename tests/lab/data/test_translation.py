@@ -1,0 +1,682 @@
+"""Translation through fairseq: batches, loss, beam search, BLEU, its data on disk; against fairseq
+itself, formulas and brute force.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import sys
+import warnings
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from runs import config, rows
+from torch import nn
+
+from nmrun.errors import ConfigError
+from nmrun.lab import models, tasks
+from nmrun.lab.data import cli, prepare
+from nmrun.lab.data.copy_reverse import Vocabulary
+from nmrun.lab.data.translation import detokenizer
+from nmrun.lab.tasks.fairseq_import import fairseq
+from nmrun.lab.tasks.sentences import Corpus
+from nmrun.lab.tasks.translation import Translation, corpus_bleu
+from nmrun.lab.train import runner
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.schedules import inverse_sqrt_factor
+from nmrun.lab.words.identity import run_folder
+
+pytest.importorskip("sacrebleu", reason="needs nmrun[translation]")
+SMALL = ("model.width=16", "model.ffn=16", "model.layers=1", "model.heads=2")
+RUN = ("dataset=copy_reverse", "model=fairseq_transformer", *SMALL, "dataset.size=200", "dataset.val_size=8", "dataset.test_size=8",
+       "dataset.max_tokens=128", "dataset.beam=2", "trainer.label_smoothing=0.1", "trainer.accumulate=2")  # fmt: skip
+
+
+def surroundings() -> tuple[Any, ...]:
+    store, root = ConfigStore.instance().repo, logging.getLogger()
+    names = {
+        group: sorted(nodes) if isinstance(nodes, dict) else nodes for group, nodes in store.items()
+    }
+    hydra = GlobalHydra.instance().is_initialized(), id(GlobalHydra.instance())
+    return (
+        names,
+        root.level,
+        list(root.handlers),
+        root.manager.disable,
+        list(warnings.filters),
+        hydra,
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What surrounds fairseq before and after its import, which all other tests rely on."""
+    assert "fairseq" not in sys.modules  # neither the data sets nor the tasks import it
+    before = surroundings()
+    fairseq("models.transformer")
+    assert "fairseq.models.transformer" in sys.modules
+    return before, surroundings()
+
+
+def corpora(number: int = 300, seed: int = 0, words: int = 20) -> tuple[Corpus, Corpus, Vocabulary]:
+    """Random sentences whose sides have lengths of their own."""
+    random = np.random.default_rng(seed)
+    vocabulary = Vocabulary([f"w{i}" for i in range(words)])
+    sides = [
+        [[*random.integers(4, 4 + words, random.integers(1, 9)).tolist(), 2] for _ in range(number)]
+        for _ in range(2)
+    ]
+    return Corpus.of(sides[0]), Corpus.of(sides[1]), vocabulary
+
+
+def translation(max_tokens: int = 64, seed: int = 0, **options: Any) -> Translation:
+    source, target, vocabulary = corpora()
+    few, some, _ = corpora(8, seed=1)
+    references = {split: ["w1 w2"] * 8 for split in ("val", "test")}
+    splits = {"train": (source, target), "val": (few, some), "test": (few, some)}
+    return Translation(
+        splits, vocabulary, vocabulary, references, " ".join, max_tokens, seed, **options
+    )
+
+
+def transformer(task: Translation, **options: Any) -> nn.Module:
+    small = {"width": 16, "ffn": 32, "layers": 2, "heads": 2, "share_embeddings": "auto"}
+    undropped = {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
+    torch.manual_seed(0)
+    return models.build(
+        {"name": "fairseq_transformer", **small, **undropped, **options}, task.inputs
+    )
+
+
+def sentence(corpus: Corpus, row: int) -> list[int]:
+    return corpus.tokens[corpus.starts[row] : corpus.starts[row + 1]].tolist()
+
+
+def decoded(batch: tuple[torch.Tensor, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The pairs in a batch, read from source and from target with its places, without the task's
+    own code.
+    """
+    source, previous, where, target = (tensor.numpy() for tensor in batch)
+    sides: dict[int, list[int]] = {}
+    for place, token in zip(where, target, strict=True):
+        sides.setdefault(place // previous.shape[1], []).append(int(token))
+    return [
+        (tuple(int(t) for t in line if t != 1), tuple(sides[row]))
+        for row, line in enumerate(source)
+    ]
+
+
+# --- the import -----------------------------------------------------------------------------------
+
+
+def test_importing_fairseq_changes_neither_hydra_nor_logging(
+    imported: tuple[tuple[Any, ...], tuple[Any, ...]],
+) -> None:
+    before, after = imported
+    assert before == after
+    assert "config.yaml" not in after[0]
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def test_an_epoch_has_each_sentence_once_in_batches_of_at_most_max_tokens() -> None:
+    task = translation(max_tokens=64)
+    source, target = task.splits["train"]
+    wanted = sorted(
+        (tuple(sentence(source, row)), tuple(sentence(target, row))) for row in range(300)
+    )
+    orders, together = [], []
+    for epoch in (0, 1):
+        batches = [
+            task.micro_batches(epoch, index, 1)[0] for index in range(task.batches_per_epoch)
+        ]
+        for tokens, previous, _, following in batches:
+            assert max(tokens.numel(), previous.numel()) <= 64
+            assert task.size((tokens, previous, following)) == len(following)
+        found = [pair for batch in batches for pair in decoded(batch)]
+        assert sorted(found) == wanted
+        orders.append(found)
+        together.append({frozenset(decoded(batch)) for batch in batches})
+    assert orders[0] != orders[1]
+    assert together[0] != together[1]
+    # batches are of sentences of about the same length: little padding
+    padding = sum(int((batch[0] == 1).sum()) for batch in batches) / sum(
+        batch[0].numel() for batch in batches
+    )
+    assert padding < 0.1
+
+
+def test_batches_are_a_function_of_seed_and_epoch_alone() -> None:
+    first, second, other = translation(seed=3), translation(seed=3), translation(seed=4)
+    second.micro_batches(7, 2, 1)
+    for index in (4, 0):
+        (a,), (b,), (c,) = (task.micro_batches(5, index, 1) for task in (first, second, other))
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert decoded(a) != decoded(c)
+
+
+def test_batches_are_those_of_fairseqs_collater() -> None:
+    task = translation()
+    batch = task._batch("train", np.arange(12))
+    collate = fairseq("data.language_pair_dataset").collate
+    samples = [
+        {"id": i, "source": torch.tensor(s), "target": torch.tensor(t)}
+        for i, (s, t) in enumerate(decoded(batch))
+    ]
+    theirs = collate(samples, pad_idx=1, eos_idx=2)
+    order = theirs["id"]
+    assert torch.equal(theirs["net_input"]["src_tokens"], batch[0][order])
+    assert torch.equal(theirs["net_input"]["prev_output_tokens"], batch[1][order])
+    target = (
+        torch.full_like(batch[1], 1).flatten().index_copy(0, batch[2], batch[3]).view_as(batch[1])
+    )
+    assert torch.equal(theirs["target"], target[order])
+    assert task.size(batch) == theirs["ntokens"]
+
+
+def test_parts_of_a_batch_make_up_the_whole() -> None:
+    task = translation(label_smoothing=0.1)
+    model = transformer(task)
+    (whole,) = task.micro_batches(0, 2, 1)
+    parts = task.micro_batches(0, 2, 3)
+    assert [pair for part in parts for pair in decoded(part)] == decoded(whole)
+    mean = sum(task.loss(model, part).item() * task.size(part) for part in parts) / task.size(whole)
+    assert mean == pytest.approx(task.loss(model, whole).item(), rel=1e-5)
+    assert len(task.micro_batches(0, 2, 1000)) == len(decoded(whole))
+
+
+def test_a_sentence_that_fits_into_no_batch() -> None:
+    with pytest.raises(
+        ConfigError, match="max_tokens=8: the longest training sentence has 9 tokens"
+    ):
+        translation(max_tokens=8)
+
+
+# --- model and loss -------------------------------------------------------------------------------
+
+
+def test_the_loss_is_fairseqs_label_smoothed_cross_entropy() -> None:
+    task = translation(label_smoothing=0.2)
+    model = transformer(task)
+    (batch,) = task.micro_batches(0, 0, 1)
+    source, previous, where, following = batch
+    target = (
+        torch.full_like(previous, 1).flatten().index_copy(0, where, following).view_as(previous)
+    )
+    sample = {"net_input": {"src_tokens": source, "src_lengths": None, "prev_output_tokens": previous}, "target": target,
+              "ntokens": len(following)}  # fmt: skip
+    criterion = fairseq(
+        "criterions.label_smoothed_cross_entropy"
+    ).LabelSmoothedCrossEntropyCriterion
+    theirs, size, _ = criterion(Namespace(target_dictionary=task.target), False, 0.2)(model, sample)
+    ours = task.loss(model, batch).detach()
+    assert float(ours) == pytest.approx(theirs.item() / size, rel=1e-5)
+
+    logits = model(source, None, previous)[
+        0
+    ].double()  # by hand: 0.8 on the right token, 0.2 evenly on all others
+    total = 0.0
+    for row, column in zip(*np.nonzero(target.numpy() != 1), strict=True):
+        log_p = logits[row, column] - logits[row, column].exp().sum().log()
+        q = torch.full_like(log_p, 0.2 / (len(log_p) - 1))
+        q[target[row, column]] = 0.8
+        total -= (q * log_p).sum().item()
+    assert float(ours) == pytest.approx(total / len(following), rel=1e-5)
+
+
+def test_the_model_computes_what_fairseqs_own_does() -> None:
+    task = translation()
+    ours = transformer(task, share_embeddings="decoder")
+    base = fairseq("models.transformer").TransformerModelBase
+    theirs = base.build_model(
+        ours.cfg, Namespace(source_dictionary=task.source, target_dictionary=task.target)
+    )
+    theirs.load_state_dict(ours.state_dict())
+    source, previous, where, _ = task._batch("train", np.arange(12))
+    assert (source == 1).any()
+    assert (previous == 1).any()
+    for mode in (True, False):
+        mine, wanted = (
+            ours.train(mode)(source, None, previous, where)[0],
+            theirs.train(mode)(source, None, previous)[0],
+        )
+        torch.testing.assert_close(mine, wanted.flatten(0, 1)[where], rtol=1e-4, atol=1e-5)
+    # no value is ever looked at
+    logits = ours.to("meta")(*(tensor.to("meta") for tensor in (source, source, previous)))[0]
+    assert logits.shape == (*previous.shape, len(task.target))
+
+
+def test_embeddings_are_shared_as_asked_and_stay_dense() -> None:
+    task = translation()
+    tied = transformer(task)  # one dictionary: auto means all
+    assert (
+        tied.encoder.embed_tokens.weight
+        is tied.decoder.embed_tokens.weight
+        is tied.decoder.output_projection.weight
+    )
+    apart = transformer(task, share_embeddings="none")
+    assert (
+        len(
+            {
+                id(w)
+                for w in (
+                    apart.encoder.embed_tokens.weight,
+                    apart.decoder.embed_tokens.weight,
+                    apart.decoder.output_projection.weight,
+                )
+            }
+        )
+        == 3
+    )
+    task.inputs = {"source": task.source, "target": Vocabulary(["other"])}
+    half = transformer(task)
+    assert (
+        half.decoder.embed_tokens.weight
+        is half.decoder.output_projection.weight
+        is not half.encoder.embed_tokens.weight
+    )
+    with pytest.raises(ConfigError, match="all needs one dictionary"):
+        transformer(task, share_embeddings="all")
+    with pytest.raises(ConfigError, match=r"model\.width=18 is not a multiple of 2 "):
+        transformer(task, width=18)
+
+
+# --- beam search and BLEU -------------------------------------------------------------------------
+
+
+def rigged(table: torch.Tensor, vocabulary: Vocabulary) -> nn.Module:
+    """A model that gives the next token the probabilities ``table[previous token]``, whatever the
+    source says.
+    """
+    from fairseq.models import FairseqDecoder, FairseqEncoder, FairseqEncoderDecoderModel
+
+    class Encoder(FairseqEncoder):
+        def forward(self, src_tokens: Any, src_lengths: Any = None, **_: Any) -> Any:
+            return {"encoder_out": [src_tokens]}
+
+        def reorder_encoder_out(self, encoder_out: Any, new_order: Any) -> Any:
+            return {"encoder_out": [encoder_out["encoder_out"][0].index_select(0, new_order)]}
+
+    class Decoder(FairseqDecoder):
+        def forward(self, prev_output_tokens: Any, encoder_out: Any = None, **_: Any) -> Any:
+            return table.log()[prev_output_tokens], {"attn": [None]}
+
+        def max_positions(self) -> int:
+            return 100
+
+    class Model(FairseqEncoderDecoderModel):
+        def forward(self, source: Any, lengths: Any, previous: Any, where: Any) -> Any:
+            return table.log()[previous].flatten(0, 1)[where], {}
+
+    return Model(Encoder(vocabulary), Decoder(vocabulary)).eval()
+
+
+def test_beam_search_finds_what_greedy_search_does_not() -> None:
+    vocabulary = Vocabulary(["a", "b", "c"])
+    a, b, c, end = 4, 5, 6, 2
+    table = torch.full((7, 7), 1e-9)
+    table[end, [a, b]] = torch.tensor([0.6, 0.4])  # a sentence begins: a looks better ...
+    table[a, [a, b, c, end]] = torch.tensor([0.15, 0.15, 0.1, 0.6])
+    # ... but b is followed by almost sure things, which counts if length is made up for
+    table[b, [c, end]] = torch.tensor([0.9, 0.1])
+    table[c, [a, end]] = torch.tensor([0.1, 0.9])
+    corpus = Corpus.of([[a, b, end], [c, end]])
+
+    def best(penalty: float) -> list[str]:
+        found = {}
+        for length in range(6):
+            for words in itertools.product((a, b, c), repeat=length):
+                path = [end, *words, end]
+                score = (
+                    sum(math.log(table[x, y]) for x, y in itertools.pairwise(path))
+                    / (length + 1) ** penalty
+                )
+                found[score] = [vocabulary.symbols[word] for word in words]
+        return found[max(found)]
+
+    splits = dict.fromkeys(("train", "val"), (corpus, corpus))
+    model, references = rigged(table, vocabulary), {"val": ["b c", "b c"]}
+    assert best(0.0) == ["a"]
+    assert best(1.0) == ["b", "c"]
+    for beam, penalty, wanted in ((5, 0.0, ["a"]), (1, 1.0, ["a"]), (3, 1.0, ["b", "c"])):
+        task = Translation(
+            splits,
+            vocabulary,
+            vocabulary,
+            references,
+            " ".join,
+            64,
+            0,
+            beam=beam,
+            length_penalty=penalty,
+        )
+        source = task.micro_batches(0, 0, 1)[0][0]
+        assert list(task._translated(task._generator(model), source)) == [wanted] * len(source)
+    metrics = task.evaluate(model, "val")
+    steps = [(end, a), (a, b), (b, end), (end, c), (c, end)]
+    wanted_loss = -sum(math.log(table[step]) for step in steps) / 5
+    assert metrics["loss"] == pytest.approx(wanted_loss, rel=1e-4)
+    assert metrics["perplexity"] == pytest.approx(math.exp(wanted_loss), rel=1e-3)
+
+
+def test_translations_are_matched_with_the_references_of_their_sentences() -> None:
+    """A model that only copies: BLEU is 100 if and only if each translation meets its own
+    reference.
+    """
+    source, _, vocabulary = corpora(40)
+    task = translation()
+    plain = [
+        " ".join(vocabulary.symbols[token] for token in sentence(source, row)[:-1])
+        for row in range(40)
+    ]
+    task.splits = {"train": task.splits["train"], "val": (source, source)}
+    task.references = {"val": plain}
+
+    def copying(generator: Any, tokens: torch.Tensor) -> Any:
+        return ([vocabulary.symbols[t] for t in line.tolist() if t > 3] for line in tokens)
+
+    task._translated = copying  # type: ignore[method-assign, assignment]
+    assert task.evaluate(transformer(task).eval(), "val")["bleu"] == pytest.approx(100)
+    task.references = {"val": plain[::-1]}
+    assert task.evaluate(transformer(task).eval(), "val")["bleu"] < 50
+    assert "tok:13a" in task.notes["bleu"]
+    assert "version:" in task.notes["bleu"]
+
+
+def test_bleu_is_sacrebleus() -> None:
+    import sacrebleu
+
+    bleu, signature = corpus_bleu(["a b c d e"], ["a b c d f"])
+    # Papineni et al. 2002, equation 2
+    assert bleu == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25)
+    short, _ = corpus_bleu(["a b c d"], ["a b c d e f"])
+    assert short == pytest.approx(100 * math.exp(1 - 6 / 4))  # the brevity penalty
+    texts = (
+        ["The cat, it's said, sat on the mat.", "Nobody knows (really)!"],
+        ["The cat sat on the mat, it's said.", "Nobody really knows!"],
+    )
+    assert corpus_bleu(*texts)[0] == pytest.approx(
+        sacrebleu.corpus_bleu(texts[0], [texts[1]]).score
+    )
+    assert signature.startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp")
+
+
+def test_symbols_become_plain_text() -> None:
+    assert detokenizer("none")(["a", "b"]) == "a b"
+    assert detokenizer("sentencepiece")(["▁A", "▁ca", "t", "."]) == "A cat."
+    assert detokenizer("subword_nmt")(["A", "ca@@", "t", "s@@"]) == "A cat s"
+    pytest.importorskip("sacremoses")
+    assert (
+        detokenizer("subword_nmt", "en")(["It", "&apos;s", "a", "c@@", "at", ",", "no", "?"])
+        == "It's a cat, no?"
+    )
+
+
+# --- data on disk ---------------------------------------------------------------------------------
+
+GERMAN = [
+    "ein Hund läuft .",
+    "eine Katze schläft .",
+    "ein Hund schläft .",
+    "zwei Hunde laufen schnell .",
+]
+ENGLISH = ["a dog runs .", "a cat sleeps .", "a dog sleeps .", "two dogs run fast ."]
+
+
+def written(folder: Path, german: list[str] = GERMAN, english: list[str] = ENGLISH) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in ("train", "valid", "test", "val", "test_2016_flickr"):
+        (folder / f"{split}.de").write_text(
+            "".join(f"{line}\n" for line in german), encoding="utf-8"
+        )
+        (folder / f"{split}.en").write_text(
+            "".join(f"{line}\n" for line in english), encoding="utf-8"
+        )
+    return folder
+
+
+def preprocessed(tmp_path: Path, *options: str) -> Path:
+    """A folder that fairseq's own program has written."""
+    raw = written(tmp_path / "raw")
+    words = ["-s", "de", "-t", "en", "--destdir", str(tmp_path / "bin"), "--workers", "1", *options]
+    for split in ("train", "valid", "test"):
+        words += [f"--{split}pref", str(raw / split)]
+    parser = fairseq("options").get_preprocessing_parser()
+    from fairseq_cli import preprocess
+
+    root, warned = logging.getLogger(), logging.root.manager.disable
+    handlers = list(root.handlers)
+    logging.disable(logging.CRITICAL)
+    try:
+        preprocess.main(parser.parse_args(words))
+    finally:
+        logging.disable(warned)
+        root.handlers[:] = handlers
+    return tmp_path / "bin"
+
+
+def built(tmp_path: Path, *overrides: str) -> Translation:
+    task = tasks.build(
+        config(tmp_path, "model=fairseq_transformer", *overrides), torch.device("cpu")
+    )
+    assert isinstance(task, Translation)
+    return task
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--dataset-impl", "cached", "--joined-dictionary"), ("--dataset-impl", "raw")]
+)
+def test_folders_of_fairseq_preprocess_are_read_as_they_are(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    folder = preprocessed(tmp_path, *options)
+    task = built(tmp_path, "dataset=fairseq", f"dataset.path={folder}")
+    for side, lines in ((0, GERMAN), (1, ENGLISH)):
+        corpus, dictionary = task.splits["train"][side], (task.source, task.target)[side]
+        found = [
+            " ".join(dictionary.symbols[token] for token in sentence(corpus, row))
+            for row in range(4)
+        ]
+        assert found == [f"{line} </s>" for line in lines]
+    assert task.references["test"] == ENGLISH
+    assert (task.source == task.target) == bool(options[2:])
+
+
+def test_what_is_wrong_with_a_folder_is_one_line(tmp_path: Path) -> None:
+    folder = preprocessed(tmp_path)
+
+    def complaint(*overrides: str) -> str:
+        with pytest.raises(ConfigError) as error:
+            built(tmp_path, "dataset=fairseq", f"dataset.path={folder}", *overrides)
+        assert len(error.value.problems) == 1
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert complaint(f"dataset.path={tmp_path}/none") == (
+        f"dataset.path={tmp_path}/none: there is no such folder; fairseq-preprocess or nmrun prepare makes one"
+    )
+    assert "no <split>.<source>-<target>.<language>" in complaint(f"dataset.path={tmp_path}")
+    assert "test2.de-en.de.idx" in complaint("dataset.test=test2")
+    assert "dict.fr.txt: there is no such file" in complaint(
+        "dataset.source=fr", "dataset.target=en"
+    )
+    (folder / "test.de-en.en.txt").write_text("one line\n")
+    assert "it has 1 lines for 4 sentences" in complaint()
+    (folder / "test.de-en.en.txt").unlink()
+
+    for suffix in ("bin", "idx"):  # a test text with one sentence less on one side
+        shorter = preprocessed_side(tmp_path / "short", ENGLISH[:3]) / f"test.de-en.en.{suffix}"
+        shorter.replace(folder / shorter.name)
+    assert (
+        complaint() == "test: 4 source sentences, but 3 target sentences; it takes as many of both"
+    )
+    dictionary = folder / "dict.en.txt"
+    dictionary.write_text("".join(dictionary.read_text().splitlines(keepends=True)[:5]))
+    assert complaint().startswith("train: sentence ")
+    assert "of the target has the token" in complaint()
+    assert "outside its dictionary of 9 tokens" in complaint()
+    dictionary.write_text("no count\n")
+    assert "dict.en.txt: not a dictionary of fairseq" in complaint()
+    (folder / "train.de-en.de.bin").write_bytes(b"")
+    dictionary.write_text("a 1\n")
+    assert (
+        complaint()
+        == f"{folder}/train.de-en.de: not a binarised text of fairseq: the .bin is empty"
+    )
+
+
+def preprocessed_side(tmp_path: Path, lines: list[str]) -> Path:
+    """The test text of a folder in which both sides have these lines."""
+    vocabulary = fairseq("data").Dictionary()
+    for word in sorted({word for line in lines for word in line.split()}):
+        vocabulary.add_symbol(word)
+    tmp_path.mkdir(exist_ok=True)
+    prepare._binarise([line.split() for line in lines], vocabulary, tmp_path / "test.de-en.en")
+    return tmp_path
+
+
+def test_prepared_text_comes_back_and_only_once_is_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sentencepiece")
+    written(tmp_path / "multi30k", [*GERMAN, "", "nur hier"], [*ENGLISH, "only here", " "])
+    monkeypatch.setenv("NMRUN_DATA", str(tmp_path))
+    monkeypatch.setenv("NMRUN_CACHE", str(tmp_path / "cache"))
+    wanted = ("dataset=multi30k", "dataset.vocabulary=48", "dataset.max_tokens=256")
+    task = built(tmp_path, *wanted)
+    assert task.references["val"] == [*ENGLISH, "only here", " "]  # the raw text, as it is
+    # training pairs with an empty side are left out
+    for side, lines in (
+        (0, GERMAN),
+        (1, ENGLISH),
+    ):
+        corpus = task.splits["train"][side]
+        assert [
+            task.detokenize([task.target.symbols[t] for t in sentence(corpus, row)[:-1]])
+            for row in range(len(corpus))
+        ] == lines
+    assert task.source == task.target
+    monkeypatch.setattr("nmrun.lab.data.multi30k.prepare", None)
+    assert len(built(tmp_path, *wanted).splits["train"][0]) == 4
+    monkeypatch.setenv("NMRUN_DATA", str(tmp_path / "elsewhere"))
+    with pytest.raises(
+        ConfigError,
+        match=r"multi30k/train.de: there is no such file, nor with .gz .*github.com/multi30k/dataset",
+    ):
+        built(tmp_path, *wanted)
+
+
+def test_prepare_writes_a_whole_folder_or_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sentencepiece")
+    raw, to = written(tmp_path / "raw"), tmp_path / "to" / "here"
+    words = [
+        "parallel",
+        *(
+            word
+            for split in ("train", "valid", "test")
+            for word in (f"--{split}", str(raw / split))
+        ),
+    ]
+    assert (
+        cli.prepare(
+            [*words, "--to", str(to), "--vocabulary", "40", "--separate", "--longest", "20"]
+        )
+        == 0
+    )
+    task = built(
+        tmp_path, "dataset=fairseq", f"dataset.path={to}", "dataset.subwords=sentencepiece"
+    )
+    assert task.references["test"] == ENGLISH
+    assert task.source != task.target
+    assert max(task.splits["train"][0].lengths) <= 21
+    assert str(to) in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="it is there already"):
+        cli.prepare([*words, "--to", str(to)])
+    elsewhere = [*words, "--to", str(tmp_path / "else")]
+    with pytest.raises(ConfigError, match="vocabulary=8000: sentencepiece cannot learn it"):
+        cli.prepare(elsewhere)
+    (raw / "valid.en").write_text("one\ntwo\n")
+    with pytest.raises(
+        ConfigError,
+        match=r"valid.de and .*valid.en: 4 and 2 lines; line i of one has to translate line i of the other",
+    ):
+        cli.prepare(elsewhere)
+    (raw / "valid.en").unlink()
+    with pytest.raises(ConfigError, match=r"valid\.en: there is no such file, nor with \.gz"):
+        cli.prepare(elsewhere)
+    (raw / "valid.en.gz").write_bytes(b"not compressed")
+    with pytest.raises(ConfigError, match=r"valid\.en\.gz: damaged"):
+        cli.prepare(elsewhere)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["raw", "to"]
+    assert [path.name for path in to.parent.iterdir()] == ["here"]
+
+
+# --- whole runs -----------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_ends_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (
+        *RUN,
+        "recipe=step",
+        "recipe.switch=0.5",
+        "schedule=inverse_sqrt",
+        "schedule.warmup_steps=4",
+    )
+    found = []
+    for name in ("alone", "cut"):
+        made = config(tmp_path / name, *options)
+        folder = run_folder(made)
+        if name == "cut":
+            step, calls = Loop.train_step, itertools.count(1)
+
+            def dying(
+                self: Loop, *args: Any, step: Any = step, calls: Any = calls, **kwargs: Any
+            ) -> None:
+                if next(calls) == 8:
+                    raise KeyboardInterrupt
+                step(self, *args, **kwargs)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(Loop, "train_step", dying)
+                assert runner.run(made, folder)["status"] == "interrupted"
+        result = runner.run(made, folder)
+        assert result["status"] == "finished", result
+        assert "tok:13a" in result["notes"]["bleu"]
+        found.append(((folder / "model.safetensors").read_bytes(), result["metrics"], rows(folder)))
+    assert found[0][:2] == found[1][:2]
+    assert all(layer["holds"] for layer in result["sparsity"]["layers"])
+    assert {left["name"] for left in result["sparsity"]["left_dense"]} == {
+        "encoder.embed_tokens.weight",
+        "decoder.embed_tokens.weight",
+        "decoder.output_projection.weight",
+    }
+
+
+def test_inverse_sqrt_is_fairseqs_schedule() -> None:
+    module = fairseq("optim.lr_scheduler.inverse_square_root_schedule")
+    lrs: list[float] = []
+    optimizer = Namespace(set_lr=lrs.append)
+    options = module.InverseSquareRootLRScheduleConfig(
+        warmup_updates=7, warmup_init_lr=1e-5, lr=[2e-3]
+    )
+    theirs = module.InverseSquareRootSchedule.__new__(module.InverseSquareRootSchedule)
+    theirs.optimizer, theirs.cfg = optimizer, options
+    module.FairseqLRScheduler.__init__ = lambda self, *_: None
+    module.InverseSquareRootSchedule.__init__(theirs, options, optimizer)
+    factor = inverse_sqrt_factor(7, 1e-5 / 2e-3)
+    for step in range(1, 40):
+        assert 2e-3 * factor(step) == pytest.approx(theirs.step_update(step), rel=1e-9)
+    assert 2e-3 * factor(0) == pytest.approx(lrs[0])

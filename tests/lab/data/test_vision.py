@@ -1,0 +1,873 @@
+"""Images from the disk: what is read, how it is split, cached, streamed and resumed, and what is
+said of data that are not right.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import io
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import tarfile
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from PIL.JpegImagePlugin import JpegImageFile
+from runs import config, rows
+from torch import Tensor, nn
+from torchvision.transforms import RandomResizedCrop
+
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab import tasks
+from nmrun.lab.data import image_folder, images, local, splits
+from nmrun.lab.tasks.augment import generator
+from nmrun.lab.tasks.image_stream import ImageStream
+from nmrun.lab.train import build, checkpoint, plan, runner
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words.identity import identity, run_folder
+
+CPU = torch.device("cpu")
+UNPACKS = pytest.mark.skipif(
+    not hasattr(tarfile, "data_filter"), reason="Python 3.11.4 unpacks safely, and newer ones"
+)
+COUNTS = {"train": 12, "val": 4}
+
+
+@pytest.fixture(autouse=True)
+def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NMRUN_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("NMRUN_CACHE", str(tmp_path / "cache"))
+
+
+def picture(split: str, label: int, number: int, shape: tuple[int, int] = (8, 8)) -> np.ndarray:
+    """Random pixels whose mean depends on the class."""
+    random = np.random.default_rng([len(split), label, number])
+    return (random.integers(0, 100, (*shape, 3)) + 60 * label).astype(np.uint8)
+
+
+def make_folder(
+    place: Path, shape: tuple[int, int] = (8, 8), splits: dict[str, int] = COUNTS
+) -> Path:
+    for split, count in splits.items():
+        for label, name in enumerate(("ant", "bee", "cat")):
+            folder = place / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                Image.fromarray(picture(split, label, number, shape)).save(
+                    folder / f"{number:02}.png"
+                )
+    return place
+
+
+# --- image folders --------------------------------------------------------------------------------
+
+
+def test_a_folder_is_read_pixel_by_pixel(tmp_path: Path) -> None:
+    loaded = image_folder.load("image_folder", make_folder(tmp_path / "some"), size=8)
+    assert loaded.classes == ["ant", "bee", "cat"]
+    assert set(loaded.splits) == {"train", "val"}
+    for split, count in COUNTS.items():
+        pixels, labels = loaded.splits[split]
+        assert labels.tolist() == [0] * count + [1] * count + [2] * count
+        for row, image in enumerate(pixels):
+            assert np.array_equal(
+                image.permute(1, 2, 0).numpy(), picture(split, row // count, row % count)
+            )
+
+
+@UNPACKS
+def test_an_archive_holds_the_same_as_the_folder(tmp_path: Path) -> None:
+    place = make_folder(tmp_path / "some")
+    with tarfile.open(tmp_path / "some.tar.xz", "w:xz") as tar:
+        tar.add(place, "some")
+    one, other = (
+        image_folder.load("image_folder", path, size=8)
+        for path in (place, tmp_path / "some.tar.xz")
+    )
+    assert one.classes == other.classes
+    for split in COUNTS:
+        assert all(
+            torch.equal(a, b) for a, b in zip(one.splits[split], other.splits[split], strict=True)
+        )
+
+
+def test_images_are_decoded_once_unless_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, decoded, original = make_folder(tmp_path / "some"), [], image_folder.decode
+    monkeypatch.setattr(
+        image_folder, "decode", lambda path, size: decoded.append(path) or original(path, size)
+    )
+    first = image_folder.load("image_folder", place, size=8)
+    assert len(decoded) == 48
+    again = image_folder.load("image_folder", place, size=8)
+    assert len(decoded) == 48
+    assert torch.equal(first.splits["train"][0], again.splits["train"][0])
+    Image.fromarray(255 - picture("train", 0, 0)).save(place / "train" / "ant" / "00.png")
+    changed = image_folder.load("image_folder", place, size=8)
+    assert len(decoded) == 96
+    assert torch.equal(changed.splits["train"][0][0], 255 - first.splits["train"][0][0])
+    assert image_folder.load("image_folder", place, size=4).splits["val"][0].shape == (12, 3, 4, 4)
+
+
+@pytest.mark.parametrize("left", [0, 40, 100_000])
+def test_kept_arrays_that_are_cut_off_are_made_again(left: int, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 256, (40, 100, 50), np.uint8)
+    for _ in range(2):
+        kept = local.cached("what", [], lambda: {"values": values})
+        assert np.array_equal(kept["values"], values)
+        (file,) = local.cache_folder().rglob("*.npy")
+        file.write_bytes(file.read_bytes()[:left])
+
+
+def test_other_sizes_are_scaled_and_the_middle_is_taken(tmp_path: Path) -> None:
+    wide = np.zeros((16, 48, 3), np.uint8)
+    wide[:, 8:40] = (10, 20, 30)  # the middle square, and what is near enough to be mixed into it
+    wide[:8, 8:40] = (200, 100, 50)
+    Image.fromarray(wide).save(tmp_path / "wide.png")
+    out = image_folder.decode(str(tmp_path / "wide.png"), 4)
+    assert out.shape == (4, 4, 3)
+    assert np.array_equal(out[0], [[200, 100, 50]] * 4)
+    assert np.array_equal(out[3], [[10, 20, 30]] * 4)
+    Image.fromarray(np.full((4, 4), 9, np.uint8)).save(tmp_path / "grey.png")
+    assert np.array_equal(image_folder.decode(str(tmp_path / "grey.png"), 4), np.full((4, 4, 3), 9))
+
+
+def dataset_config(tmp_path: Path, name: str, *overrides: str) -> Any:
+    return config(tmp_path / "out", f"dataset={name}", *overrides)
+
+
+def folder_config(tmp_path: Path, *overrides: str) -> Any:
+    return dataset_config(
+        tmp_path,
+        "image_folder",
+        "dataset.path=some",
+        "dataset.resolution=8",
+        "trainer.batch_size=8",
+        *overrides,
+    )
+
+
+def test_a_folder_without_splits_is_split_evenly(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data", splits={"some": 20})
+    task = tasks.build(folder_config(tmp_path), CPU)
+    sizes = {name: torch.bincount(labels).tolist() for name, (_, labels) in task.splits.items()}  # type: ignore[attr-defined]
+    assert sizes == {"test": [2] * 3, "val": [2] * 3, "train": [16] * 3}
+    every = torch.cat([pixels for pixels, _ in task.splits.values()])  # type: ignore[attr-defined]
+    assert len(every.flatten(1).unique(dim=0)) == 60  # no image twice
+
+
+@pytest.mark.parametrize(
+    ("splits", "test"), [({"train": 20, "val": 4}, 12), ({"train": 20, "val": 4, "test": 5}, 15)]
+)
+def test_val_is_for_testing_unless_there_is_a_test_folder(
+    splits: dict[str, int], test: int, tmp_path: Path
+) -> None:
+    make_folder(tmp_path / "data" / "some", splits=splits)
+    made = folder_config(tmp_path)
+    parts = build.build(made)
+    counts = {name: len(labels) for name, (_, labels) in parts.task.splits.items()}  # type: ignore[attr-defined]
+    assert counts == {
+        "test": test,
+        "val": 6 if test == 12 else 12,
+        "train": 54 if test == 12 else 60,
+    }
+    said = f"images of 3x8x8 in 3 classes ({counts['train']} train, {counts['val']} val, {test} test) from {tmp_path}/data/some"
+    assert f"  {said}" in plan.lines(made, parts)
+
+
+@UNPACKS
+def test_what_is_wrong_with_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def complaint(**options: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            tasks.build(folder_config(tmp_path), CPU)
+        (problem,) = caught.value.problems
+        assert "\n" not in problem
+        assert not list((tmp_path / "cache").glob("*")), "something half-done is left"
+        return problem
+
+    assert "there is no some in " in complaint()
+    place = make_folder(tmp_path / "data" / "some")
+    (place / "train" / "empty").mkdir()
+    assert "train: Found no valid file for the classes empty" in complaint()
+    (place / "train" / "empty").rmdir()
+    shutil.move(place / "val" / "bee", tmp_path / "bee")
+    assert "train and val have not the same classes, for instance bee" in complaint()
+    shutil.move(tmp_path / "bee", place / "val" / "bee")
+    damaged = place / "val" / "cat" / "01.png"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[: len(whole) // 2])
+    assert f"{damaged} is damaged, or not an image (" in complaint()
+    damaged.write_bytes(whole)
+    monkeypatch.setattr(os, "sysconf", lambda name: 32)
+    assert (
+        "dataset.resolution=8 do not fit into memory; dataset=imagenet reads as it trains"
+        in complaint()
+    )
+    shutil.rmtree(place)
+    place.write_bytes(b"not an archive")
+    assert "some is damaged, or not a tar archive" in complaint()
+    with tarfile.open(place, "w") as tar:
+        tar.add(make_folder(tmp_path / "whole"), "some")
+        link = tarfile.TarInfo("some/train/dog")
+        link.type, link.linkname = tarfile.SYMTYPE, "dog"  # to itself
+        tar.addfile(link)
+    assert "some is damaged, or not a tar archive (" in complaint()
+
+
+@UNPACKS
+def test_an_archive_that_grows_is_not_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "data" / "some.tar.xz"
+    place.parent.mkdir()
+    zeros = 300_000
+    with tarfile.open(place, "w:xz") as tar:
+        for number in range(3):
+            member = tarfile.TarInfo(f"some/ant/{number}.png")
+            member.size = zeros
+            tar.addfile(member, io.BytesIO(bytes(zeros)))
+    most = image_folder.MOST_TIMES * place.stat().st_size
+    assert most < zeros
+    monkeypatch.setattr(image_folder, "SPARE_BYTES", zeros)  # for one of them
+    unpacked: list[str] = []
+    original = tarfile.TarFile._extract_one  # type: ignore[attr-defined]
+
+    def extracting(tar: Any, member: tarfile.TarInfo, *rest: Any, **more: Any) -> None:
+        unpacked.append(member.name)
+        original(tar, member, *rest, **more)
+
+    monkeypatch.setattr(tarfile.TarFile, "_extract_one", extracting)
+    with pytest.raises(ConfigError, match=f"it holds more than {most + zeros:,} bytes"):
+        image_folder.load("image_folder", place, 8)
+    assert unpacked == ["some/ant/0.png"]
+
+
+@UNPACKS
+def test_a_full_disk_is_not_taken_for_a_damaged_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    place = tmp_path / "some.tar"
+    with tarfile.open(place, "w") as tar:
+        tar.add(make_folder(tmp_path / "whole"), "some")
+    monkeypatch.setattr(tarfile.TarFile, "makefile", full)
+    with pytest.raises(ConfigError, match=r"some\.tar is unpacked in .*, where no space is left: "):
+        image_folder.load("image_folder", place, 8)
+
+
+def test_a_python_that_cannot_unpack_safely_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    place = tmp_path / "data" / "some.tar.xz"
+    place.parent.mkdir()
+    place.write_bytes(b"an archive")
+    with pytest.raises(ConfigError, match=r"unpack it into a folder, or take Python 3\.11\.4"):
+        image_folder.load("image_folder", place, 8)
+
+
+# --- splits ---------------------------------------------------------------------------------------
+
+
+def numbered(count: int, classes: int, first: int = 0) -> tuple[Tensor, Tensor]:
+    return torch.arange(first, first + count), torch.arange(count) % classes
+
+
+NONE: dict[str, Any] = {"train_size": None, "val_size": None, "test_size": None}
+
+
+def test_splits_are_balanced_disjoint_and_nested() -> None:
+    pool, test = numbered(500, 5), numbered(100, 5, first=1000)
+    whole = splits.split(pool, test, 5, split_seed=0, **NONE)
+    assert {name: torch.bincount(labels).tolist() for name, (_, labels) in whole.items()} == {
+        "train": [90] * 5, "val": [10] * 5, "test": [20] * 5,
+    }  # fmt: skip
+    assert sorted(torch.cat([whole["train"][0], whole["val"][0]]).tolist()) == list(range(500))
+    assert sorted(whole["test"][0].tolist()) == list(range(1000, 1100))
+    smaller = splits.split(pool, test, 5, split_seed=0, train_size=52, val_size=None, test_size=7)
+    assert torch.bincount(smaller["train"][1]).tolist() == [11, 11, 10, 10, 10]
+    assert torch.bincount(smaller["test"][1]).tolist() == [2, 2, 1, 1, 1]
+    assert torch.equal(smaller["val"][0], whole["val"][0])
+    larger = splits.split(
+        pool, test, 5, split_seed=0, train_size=100, val_size=None, test_size=None
+    )
+    assert (
+        {*smaller["train"][0].tolist()}
+        < {*larger["train"][0].tolist()}
+        < {*whole["train"][0].tolist()}
+    )
+    for name, (numbers, labels) in larger.items():
+        assert torch.equal(labels, (numbers - (1000 if name == "test" else 0)) % 5)
+    other = splits.split(pool, test, 5, split_seed=1, **NONE)
+    assert {*other["val"][0].tolist()} != {*whole["val"][0].tolist()}
+
+
+def test_sizes_that_the_data_do_not_have() -> None:
+    labels = torch.tensor([0] * 30 + [1] * 4)
+    pool = (torch.arange(34), labels)
+    with pytest.raises(
+        ConfigError, match=r"dataset.train_size=20: 10 images of class 1, of which there are 4"
+    ):
+        splits.split(pool, pool, 2, split_seed=0, **{**NONE, "train_size": 20})
+    with pytest.raises(
+        ConfigError, match=r"dataset.train_size: no image is left for it of the 8 that there are"
+    ):
+        splits.split(numbered(8, 2), pool, 2, split_seed=0, **{**NONE, "val_size": 8})
+
+
+@pytest.mark.parametrize("dataset", ["image_folder", "imagenet"])
+def test_what_the_signature_says_makes_the_networks_input(dataset: str, tmp_path: Path) -> None:
+    """With PIL and NumPy alone, as somebody does it who has no nmrun."""
+    place = make_folder(tmp_path / "data" / "some", (32, 64))
+    task: Any = (
+        stream(tmp_path, "dataset.workers=0", "dataset.resolution=14")
+        if dataset == "imagenet"
+        else tasks.build(folder_config(tmp_path), CPU)
+    )
+    told = json.loads(json.dumps(task.signature))
+    assert told["classes"] == ["ant", "bee", "cat"]
+    given, size = told["input"], told["input"]["resize"]
+    assert given["range"] == [0, 255]
+    prepared = []
+    files = sorted((place / "val").rglob("*.png"))
+    for file in files:
+        with Image.open(file) as opened:
+            image = opened.convert(given["colours"])
+        scale = size["shorter_side"] / min(image.size)
+        image = image.resize(
+            (round(scale * image.width), round(scale * image.height)), Image.Resampling.BILINEAR
+        )
+        left, top = ((side - size["crop"]) // 2 for side in image.size)
+        image = image.crop((left, top, left + size["crop"], top + size["crop"]))
+        pixels = np.asarray(image, np.float32).transpose(2, 0, 1)
+        mean, std = (np.float32(given[key])[:, None, None] for key in ("mean", "std"))
+        prepared.append((pixels - mean) / std)
+        assert list(prepared[-1].shape) == given["shape"]
+    found = torch.cat([images for images, _, _ in task._evaluated("test")])
+    assert len(found) == len(files)
+    inside = np.s_[..., 1:-1, 1:-1]  # what lies beyond the cut is mixed into its border, or not
+    near = [np.abs(np.stack(prepared) - image.numpy())[inside].max((1, 2, 3)) for image in found]
+    assert sorted(int(gaps.argmin()) for gaps in near) == list(range(len(files)))
+    assert max(gaps.min() for gaps in near) < 1e-5
+
+
+# --- torchvision's data sets ----------------------------------------------------------------------
+
+
+def fake_cifar(root: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
+    """The files of CIFAR-10 with ten images each, whose checksums nobody looks at."""
+    from torchvision import datasets
+
+    folder = root / "cifar-10-batches-py"
+    folder.mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 3072), np.uint8)
+    for number, (name, _) in enumerate([*datasets.CIFAR10.train_list, *datasets.CIFAR10.test_list]):
+        content = {"data": pixels[10 * number : 10 * number + 10], "labels": list(range(10))}
+        (folder / name).write_bytes(pickle.dumps(content))
+    (folder / "batches.meta").write_bytes(
+        pickle.dumps({"label_names": [f"class {number}" for number in range(10)]})
+    )
+    for part in ("train_list", "test_list"):
+        monkeypatch.setattr(
+            datasets.CIFAR10, part, [[name, None] for name, _ in getattr(datasets.CIFAR10, part)]
+        )
+    monkeypatch.setitem(datasets.CIFAR10.meta, "md5", None)
+    return pixels.reshape(60, 3, 32, 32)
+
+
+@pytest.mark.parametrize("folder", ["", "cifar10"])
+def test_cifar_as_torchvision_stores_it(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels = fake_cifar(tmp_path / "data" / folder, monkeypatch)
+    made = dataset_config(tmp_path, "cifar10", "dataset.val_size=10", "trainer.batch_size=8")
+    task = tasks.build(made, CPU)
+    assert task.inputs == {"shape": (3, 32, 32), "classes": 10}
+    every = torch.cat([task.splits[split][0] for split in ("train", "val")])  # type: ignore[attr-defined]
+    assert {image.numpy().tobytes() for image in every} == {
+        image.tobytes() for image in pixels[:50]
+    }
+    found, labels = task.splits["test"]  # type: ignore[attr-defined]
+    for image, label in zip(found, labels, strict=True):
+        assert np.array_equal(image.numpy(), pixels[50 + int(label)])
+    assert task.signature["classes"] == [f"class {number}" for number in range(10)]
+
+
+def test_fashion_mnist_as_torchvision_stores_it(tmp_path: Path) -> None:
+    raw = tmp_path / "data" / "fashion_mnist" / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 28, 28), np.uint8)
+    for name, part in (("train", slice(0, 30)), ("t10k", slice(30, 40))):
+        count = len(pixels[part]).to_bytes(4, "big")
+        side = (28).to_bytes(4, "big")
+        labels = (np.arange(len(pixels[part])) % 10).astype(np.uint8)
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(
+            b"\0\0\x08\x03" + count + side + side + pixels[part].tobytes()
+        )
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(b"\0\0\x08\x01" + count + labels.tobytes())
+    (train, labels), (test, _), names, _ = images.read("fashion_mnist")
+    assert train.shape == (30, 1, 28, 28)
+    assert np.array_equal(train[:, 0].numpy(), pixels[:30])
+    assert np.array_equal(test[:, 0].numpy(), pixels[30:])
+    assert labels.tolist() == [number % 10 for number in range(30)]
+    assert names[0] == "T-shirt/top"
+
+
+@UNPACKS
+def test_cifar_from_its_archive_of_images(tmp_path: Path) -> None:
+    place = make_folder(tmp_path / "cifar10-jpeg", (32, 32), {"train": 12, "test": 4})
+    (tmp_path / "data" / "cifar10").mkdir(parents=True)
+    with tarfile.open(tmp_path / "data" / "cifar10" / "cifar10-jpeg.tar.xz", "w:xz") as tar:
+        tar.add(place, "cifar10-jpeg")
+    (train, labels), (test, _), names, found = images.read("cifar10")
+    assert found.name == "cifar10-jpeg.tar.xz"
+    assert train.shape == (36, 3, 32, 32)
+    assert np.array_equal(test[4].permute(1, 2, 0).numpy(), picture("test", 1, 0, (32, 32)))
+    assert torch.bincount(labels).tolist() == [12] * 3
+    assert names == ["ant", "bee", "cat"]
+
+
+def test_without_data_and_network_it_is_said_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(*_: Any, **__: Any) -> Any:
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr(urllib.request, "urlopen", offline)
+    with pytest.raises(ConfigError) as caught:
+        tasks.build(dataset_config(tmp_path, "cifar100"), CPU)
+    (problem,) = caught.value.problems
+    assert problem == (
+        f"dataset=cifar100: there is no cifar100/cifar-100-python and no cifar-100-python in {tmp_path}/data (NMRUN_DATA), "
+        "and its download failed (<urlopen error no network>)"
+    )
+    assert not list((tmp_path / "data").iterdir())
+
+
+def test_damaged_files_of_torchvision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cifar(tmp_path / "data", monkeypatch)
+    (tmp_path / "data" / "cifar-10-batches-py" / "data_batch_3").unlink()
+    with pytest.raises(
+        ConfigError,
+        match=r"cifar-10-batches-py: Dataset not found or corrupted; remove it, and it is downloaded anew",
+    ):
+        tasks.build(dataset_config(tmp_path, "cifar10"), CPU)
+
+
+def test_a_truncated_file_of_fashion_mnist(tmp_path: Path) -> None:
+    raw = tmp_path / "data" / "FashionMNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (raw / f"{name}-ubyte").write_bytes(b"\0\0\x08\x01" + (5).to_bytes(4, "big") + b"\0\0")
+    with pytest.raises(
+        ConfigError, match=r"data/FashionMNIST: .*; remove it, and it is downloaded anew"
+    ) as caught:
+        images.read("fashion_mnist")
+    assert "\n" not in caught.value.problems[0]
+
+
+def test_a_download_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = []
+
+    def torchvision(name: str, root: Path, train: bool, download: bool = False) -> Any:
+        if download:
+            (root / "cifar-100-python").mkdir()
+            (root / "cifar-100-python" / "train").write_text("all of it")
+            (root / "cifar-100-python.tar.gz").write_text("all of it, compressed")
+        assert (root / "cifar-100-python" / "train").read_text() == "all of it"
+        places.append(root)
+        return numbered(4, 2), ["a", "b"]
+
+    monkeypatch.setattr(images, "_of_torchvision", torchvision)
+    _, _, _, place = images.read("cifar100")
+    assert place == tmp_path / "data" / "cifar100" / "cifar-100-python"
+    assert places[1:] == [place.parent] * 2
+    assert [path.relative_to(tmp_path / "data") for path in sorted((tmp_path / "data").rglob("*"))] == [
+        Path("cifar100"), Path("cifar100/cifar-100-python"), Path("cifar100/cifar-100-python/train"),
+    ]  # fmt: skip
+
+
+REAL = Path(os.environ.get("NMRUN_DATA", "~/.cache/nmrun")).expanduser()
+
+
+@pytest.mark.minutes
+@pytest.mark.skipif(not (REAL / "cifar10").is_dir(), reason="CIFAR-10 is not in NMRUN_DATA")
+def test_the_real_cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NMRUN_DATA", str(REAL))
+    task = tasks.build(dataset_config(tmp_path, "cifar10"), CPU)
+    counts = {name: torch.bincount(labels).tolist() for name, (_, labels) in task.splits.items()}  # type: ignore[attr-defined]
+    assert counts == {"train": [4500] * 10, "val": [500] * 10, "test": [1000] * 10}
+    known = (
+        torch.tensor([0.4914, 0.4822, 0.4465]) * 255,
+        torch.tensor([0.2470, 0.2435, 0.2616]) * 255,
+    )
+    for found, published in zip((task.normalise.mean, task.normalise.std), known, strict=True):  # type: ignore[attr-defined]
+        assert torch.allclose(found.flatten(), published, atol=0.5)
+
+
+# --- training -------------------------------------------------------------------------------------
+
+ALL = (
+    "dataset.crop_padding=1", "dataset.flip=true", "dataset.randaugment=1", "dataset.erasing=0.3", "dataset.mixup=0.2",
+    "dataset.cutmix=1.0", "trainer.accumulate=2", "trainer.label_smoothing=0.1", "recipe=step", "recipe.switch=0.5",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dataset", ["image_folder", "imagenet"])
+def test_a_run_cut_off_ends_with_the_same_bits(
+    dataset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_folder(tmp_path / "data" / "some", (10, 12))
+    options = [
+        option for option in ALL if dataset == "image_folder" or "crop_padding" not in option
+    ]
+    options += [
+        "dataset.path=some",
+        "dataset.resolution=8",
+        "dataset.val_size=6",
+        "trainer.batch_size=10",
+        "trainer.limit_batches=2",
+    ]
+    options += ["dataset.workers=0"] if dataset == "imagenet" else []
+    alone, broken = (
+        config(tmp_path / name, f"dataset={dataset}", *options) for name in ("alone", "broken")
+    )
+    assert runner.run(alone, run_folder(alone))["status"] == "finished"
+    original, calls = Loop.train_step, []
+
+    def dying(self: Loop, *args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) in (4, 7):
+            raise KeyboardInterrupt
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Loop, "train_step", dying)
+    statuses = [runner.run(broken, run_folder(broken))["status"] for _ in range(3)]
+    assert statuses == ["interrupted", "interrupted", "finished"]
+    assert rows(run_folder(alone)) == rows(run_folder(broken))
+    for name in ("model.safetensors", "best.safetensors"):
+        assert (run_folder(alone) / name).read_bytes() == (run_folder(broken) / name).read_bytes()
+
+
+class Nothing(nn.Module):
+    """The same probability for all classes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros(len(x), 3)
+
+
+class Brightness(nn.Module):
+    """Tells the three classes of ``picture`` by their mean."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean((1, 2, 3), keepdim=False)[:, None]
+        return -(mean - torch.tensor([-1.0, 0.0, 1.0])).abs()
+
+
+@pytest.mark.parametrize("dataset", ["image_folder", "imagenet"])
+def test_evaluation_is_over_all_images_in_the_middle(dataset: str, tmp_path: Path) -> None:
+    make_folder(tmp_path / "data" / "some")
+    options = [
+        "dataset.path=some",
+        "dataset.resolution=8",
+        "dataset.val_size=9",
+        "trainer.batch_size=5",
+    ]
+    task = tasks.build(dataset_config(tmp_path, dataset, *options), CPU)
+    found = task.evaluate(Brightness().eval(), "test")
+    assert found["accuracy"] == 1.0
+    wrong = task.evaluate(Nothing().eval(), "val")
+    assert wrong["loss"] == pytest.approx(np.log(3))
+    assert wrong["accuracy"] == pytest.approx(1 / 3)
+
+
+# --- images that are read while training ----------------------------------------------------------
+
+
+def stream(tmp_path: Path, *overrides: str) -> ImageStream:
+    options = (
+        "dataset.path=some",
+        "dataset.resolution=8",
+        "dataset.val_size=6",
+        "trainer.batch_size=5",
+        *overrides,
+    )
+    task = tasks.build(dataset_config(tmp_path, "imagenet", *options), CPU)
+    assert isinstance(task, ImageStream)
+    return task
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_goes_on_anywhere(workers: int, tmp_path: Path) -> None:
+    make_folder(tmp_path / "data" / "some", (10, 12))
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    task = stream(tmp_path, f"dataset.workers={workers}", "trainer.limit_batches=3")
+    in_order = {
+        (epoch, index): task.micro_batches(epoch, index, 1)[0]
+        for epoch in range(3)
+        for index in range(3)
+    }
+    assert torch.equal(state, torch.get_rng_state())
+    fresh = stream(tmp_path, "dataset.workers=0", "trainer.limit_batches=3")
+    for place in ((1, 2), (2, 0), (0, 1)):
+        torch.manual_seed(5)
+        again = [torch.cat(parts) for parts in zip(*fresh.micro_batches(*place, 2), strict=True)]
+        assert all(
+            torch.equal(one, other) for one, other in zip(in_order[place], again, strict=True)
+        )
+    assert not torch.equal(in_order[0, 0][0], in_order[1, 0][0])
+    other = stream(tmp_path, "seed=1", "dataset.workers=0")
+    assert not torch.equal(other.micro_batches(0, 0, 1)[0][0], in_order[0, 0][0])
+
+
+@pytest.mark.slow
+def test_a_signal_to_all_processes_ends_a_run_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As timeout(1), systemd and Slurm send it: to those that read images too."""
+    make_folder(tmp_path / "data" / "some")
+    options = (
+        *("recipe=step", "dataset=imagenet", "dataset.path=some", "dataset.resolution=8"),
+        *("dataset.val_size=6", "trainer.batch_size=5", "dataset.workers=2"),
+    )
+    made, alone = (config(tmp_path / name, *options) for name in ("cut", "alone"))
+    original, readers = Loop.train_step, list[Any]()
+    before = multiprocessing.active_children()  # of other tests
+
+    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        if loop.step == 4:
+            readers.extend(set(multiprocessing.active_children()) - set(before))
+            everyone = [str(process.pid) for process in readers] + [str(os.getpid())]
+            subprocess.run(["kill", "-TERM", *everyone], check=True)
+        original(loop, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "train_step", signalled)
+        result = runner.run(made, run_folder(made))
+    assert (result["status"], result.get("signal")) == ("interrupted", signal.SIGTERM)
+    assert len(readers) == 2
+    assert not any(process.is_alive() for process in readers)
+    state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+    assert state is not None
+    assert state["loop"]["step"] == 5
+    for each in (made, alone):
+        assert runner.run(each, run_folder(each))["status"] == "finished"
+    assert rows(run_folder(made)) == rows(run_folder(alone))
+    for name in ("model.safetensors", "best.safetensors"):
+        assert (run_folder(made) / name).read_bytes() == (run_folder(alone) / name).read_bytes()
+
+
+def test_a_reader_goes_when_the_training_tells_it(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data" / "some")
+    task = stream(tmp_path, "dataset.workers=1")
+    before = multiprocessing.active_children()  # of other tests
+    task.micro_batches(0, 0, 1)
+    (reader,) = set(multiprocessing.active_children()) - set(before)
+    assert reader.pid is not None
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM):
+        subprocess.run(["kill", f"-{int(number)}", str(reader.pid)], check=True)
+    reader.join(0.3)
+    assert reader.is_alive()
+    reader.terminate()
+    reader.join(10)
+    assert reader.exitcode == 0
+
+
+def test_readers_go_with_the_task(tmp_path: Path) -> None:
+    """Without a collection of garbage, in which torch waits five seconds for each of them."""
+    make_folder(tmp_path / "data" / "some")
+    task = stream(tmp_path, "dataset.workers=2")
+    before = multiprocessing.active_children()  # of other tests
+    task.micro_batches(0, 0, 1)
+    readers = set(multiprocessing.active_children()) - set(before)
+    assert len(readers) == 2
+    gc.disable()
+    try:
+        del task
+        for reader in readers:
+            reader.join(10)
+        assert not any(reader.is_alive() for reader in readers)
+    finally:
+        gc.enable()
+
+
+def test_each_epoch_of_a_stream_has_every_image_once(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data" / "some")
+    task = stream(tmp_path, "dataset.workers=0", "trainer.limit_batches=null")
+    assert task.batches_per_epoch == 6
+    keys = task.ahead.keys(0, 2, [*range(5)])
+    read = [next(keys) for _ in range(4 + 6)]
+    rows_of_two = [row for batch in read[4:] for _, row in batch]
+    assert sorted(rows_of_two) == sorted(task.splits["train"][0].tolist())
+    assert {epoch for batch in read[:4] for epoch, _ in batch} == {0}
+    assert {epoch for batch in read[4:] for epoch, _ in batch} == {1}
+
+
+def test_another_part_of_an_image_in_every_epoch(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data" / "some", (30, 30))
+    task = stream(tmp_path, "dataset.workers=0", "dataset.resolution=30")
+    parts = [task.files[epoch, 3][0] for epoch in range(20)]
+    assert len({part.numpy().tobytes() for part in parts}) > 15
+    assert torch.equal(parts[7], task.files[7, 3][0])
+    assert not torch.equal(
+        parts[7], stream(tmp_path, "seed=1", "dataset.resolution=30").files[7, 3][0]
+    )
+    whole = stream(
+        tmp_path, "dataset.resolution=30", "dataset.crop_scale=1.0", "dataset.flip=false"
+    ).files
+    assert np.array_equal(whole[7, 3][0].numpy(), picture("train", 0, 3, (30, 30)))
+
+
+def test_a_part_of_an_image_is_that_of_torchvision(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data" / "some", (50, 40))
+    files = stream(tmp_path, "dataset.resolution=16", "dataset.flip=false", "seed=3").files
+    for epoch in range(30):
+        image = Image.fromarray(picture("train", 0, 5, (50, 40)))
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.set_state(generator(3, epoch, 5, 1).get_state())
+            usual = RandomResizedCrop(16)(image)
+        assert np.abs(files[epoch, 5][0].numpy().astype(int) - np.array(usual)).max() <= 1
+
+
+def test_every_second_image_of_a_stream_is_mirrored(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data" / "some", (20, 20))
+    task, plain = (
+        stream(tmp_path, "dataset.resolution=10", f"dataset.flip={flip}").files
+        for flip in ("true", "false")
+    )
+    mirrored = 0
+    for epoch in range(200):
+        image, as_it_is = task[epoch, 2][0], plain[epoch, 2][0]
+        turned = torch.equal(image, as_it_is.flip(1))
+        assert turned or torch.equal(image, as_it_is)
+        mirrored += turned
+    assert 65 <= mirrored <= 135  # five standard deviations
+
+
+def test_a_batch_of_a_stream_is_its_images_normalised(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data" / "some", (20, 20))
+    task = stream(tmp_path, "dataset.resolution=10", "dataset.workers=0")
+    keys = next(task.ahead.keys(1, 2, [*range(5)]))
+    found, labels = task.micro_batches(1, 2, 1)[0]
+    images = torch.stack([task.files[key][0] for key in keys]).double() / 255
+    expected = (images - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+    assert torch.allclose(found.double(), expected.permute(0, 3, 1, 2), atol=1e-5)
+    names = [task.files.paths[row].decode().split("/")[-2] for _, row in keys]
+    assert [["ant", "bee", "cat"][label] for label in labels.tolist()] == names
+
+
+@pytest.mark.parametrize("shape", [(400, 330), (333, 1201)])
+def test_parts_of_a_large_jpeg_are_where_they_should_be(
+    shape: tuple[int, int], tmp_path: Path, monkeypatch: Any
+) -> None:
+    make_folder(tmp_path / "data" / "some")
+    row, column = np.meshgrid(
+        np.linspace(0, 255, shape[0]), np.linspace(0, 255, shape[1]), indexing="ij"
+    )
+    # red says where a pixel is from, from top to bottom, green from left to right
+    path = tmp_path / "ramps.jpg"
+    Image.fromarray(np.stack([row, column, row], 2).round().astype(np.uint8)).save(
+        path, quality=100, subsampling=0
+    )
+    files = stream(tmp_path, "dataset.resolution=16", "dataset.flip=false").files
+    files.paths = np.array([str(path).encode()])
+    reduced, boxes, draft, parameters = [], [], JpegImageFile.draft, RandomResizedCrop.get_params
+
+    def watched_draft(image: Any, *asked: Any) -> Any:
+        found = draft(image, *asked)
+        reduced.append(image.size != shape[::-1])
+        _, _, tall, wide = boxes[-1]
+        assert (
+            not reduced[-1]
+            or min(tall * image.height / shape[0], wide * image.width / shape[1]) >= 2 * 16
+        )
+        return found
+
+    def watched_parameters(*given: Any) -> Any:
+        boxes.append(parameters(*given))
+        return boxes[-1]
+
+    monkeypatch.setattr(JpegImageFile, "draft", watched_draft)
+    monkeypatch.setattr(RandomResizedCrop, "get_params", watched_parameters)
+    for epoch in range(20):
+        # at the borders the filter sees one side only
+        found = files[epoch, 0][0].double()[1:-1, 1:-1]
+        top, left, tall, wide = boxes[-1]
+        centres = (torch.arange(1, 15) + 0.5) / 16
+        for channel, (begin, length, whole) in enumerate(
+            ((top, tall, shape[0]), (left, wide, shape[1]))
+        ):
+            expected = (begin + length * centres - 0.5) / (whole - 1) * 255
+            # a quarter of a pixel, and JPEG's own errors
+            near = 0.25 * length / 16 / (whole - 1) * 255 + 1.5
+            assert ((found[..., channel].mean(1 - channel) - expected).abs() < near).all()
+    assert any(reduced)
+
+
+def test_evaluated_images_are_scaled_and_cut_as_usual(tmp_path: Path) -> None:
+    from torchvision import transforms
+
+    place = make_folder(tmp_path / "data" / "some", (30, 40))
+    task = stream(tmp_path, "dataset.workers=0", "dataset.resolution=14")
+    usual = transforms.Compose([
+        transforms.Resize(16), transforms.CenterCrop(14), transforms.ToTensor(),
+        transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    ])  # fmt: skip
+    files = sorted((place / "val").rglob("*.png"))
+    expected = torch.stack([usual(Image.open(file)) for file in files])
+    images, truths, counts = zip(*task._evaluated("test"), strict=True)
+    assert all(counts)
+    found, labels = torch.cat(images), torch.cat(truths)
+    assert len(found) == len(files) == 12
+    for image, label in zip(found, labels, strict=True):
+        near = (expected - image).abs().amax((1, 2, 3)) < 1e-5
+        assert ["ant", "bee", "cat"][int(label)] == files[int(near.nonzero())].parent.name
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_image_ends_a_stream_with_its_name(workers: int, tmp_path: Path) -> None:
+    place = make_folder(tmp_path / "data" / "some")
+    for damaged in (place / "train").rglob("*.png"):
+        damaged.write_bytes(damaged.read_bytes()[:60])
+    with pytest.raises(RunError, match=r"train/.*\.png is damaged, or not an image") as caught:
+        stream(tmp_path, f"dataset.workers={workers}").micro_batches(0, 0, 1)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_stream_needs_train_and_val(tmp_path: Path) -> None:
+    make_folder(tmp_path / "data" / "some", splits={"train": 4})
+    with pytest.raises(ConfigError, match=r"there is no .*train with a .*val beside it"):
+        stream(tmp_path)
+
+
+def test_the_number_of_workers_makes_no_other_run(tmp_path: Path) -> None:
+    one, two, other = (dataset_config(tmp_path, "imagenet", option) for option in
+                       ("dataset.workers=1", "dataset.workers=2", "dataset.resolution=64"))  # fmt: skip
+    assert identity(one) == identity(two) != identity(other)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "dataset.train_size=0", "dataset.val_size=-1", "dataset.test_size=x", "dataset.crop_padding=-1", "dataset.flip=2",
+        "dataset.randaugment=-1", "dataset.randaugment_magnitude=31", "dataset.erasing=1.5", "dataset.mixup=-1", "dataset.cutmix=no",
+    ],
+)  # fmt: skip
+def test_values_that_are_refused(wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{wrong.partition('=')[0]}=.*: it takes "):
+        dataset_config(tmp_path, "cifar10", wrong)

@@ -1,0 +1,413 @@
+"""Proof of N:M and plain weights: counted by brute force, loaded into models that know nothing of
+sparsity.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from reference import top
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from verbs import verb
+
+import nmrun
+from nmrun.errors import RunError
+from nmrun.lab.export.cli import main
+from nmrun.lab.runs import run_folder
+from nmrun.lab.train.replicated import Replicated
+from nmrun.sparsity import check_nm
+from nmrun.sparsity.check import layer_report
+
+TOTAL = 8
+OPTIONS: dict[str, dict[str, Any]] = {
+    "asp": {"prune_at": 0.5},
+    "step": {"switch": 0.5},
+    "maskllm": {"dense": 0.25},
+}
+
+
+def groups_of(weight: Tensor, m: int, dim: int) -> Iterator[tuple[list[int | slice], int]]:
+    """Each group as an index, with the number of its non-zeros, one after the other."""
+    dim = dim % weight.dim()
+    sizes = [
+        range(0, size, m) if axis == dim else range(size) for axis, size in enumerate(weight.shape)
+    ]
+    for place in product(*sizes):
+        index: list[int | slice] = [
+            slice(i, i + m) if axis == dim else i for axis, i in enumerate(place)
+        ]
+        yield index, sum(value != 0 for value in weight[tuple(index)].tolist())
+
+
+def net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(8, 8, 2),
+        nn.BatchNorm2d(8),
+        nn.Tanh(),
+        nn.Conv2d(8, 16, 2, groups=2),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    )
+
+
+def trained(recipe: str, steps: int, **options: Any) -> tuple[nn.Sequential, nmrun.Handle]:
+    model = net()
+    optimizer = nmrun.optim.AdamW(model.parameters(), lr=0.05)
+    handle = nmrun.sparsify(
+        model, optimizer, recipe, "2:4", TOTAL, **OPTIONS.get(recipe, {}), **options
+    )
+    for _ in range(steps):
+        model(torch.randn(4, 8, 3, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval(), handle
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", ["1:2", "2:4", "3:4", "1:8", "4:8"])
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((8,), 0), ((3, 16), 1), ((16, 3), 0), ((2, 8, 3, 2), 1), ((2, 3, 8), -1)]
+)
+def test_a_tensor_holds_exactly_if_no_group_has_more(
+    shape: tuple[int, ...], dim: int, pattern: str
+) -> None:
+    n, m = map(int, pattern.split(":"))
+    generator, seen = torch.Generator().manual_seed(0), set()
+    for density in (0.05, 0.1, 0.3, 0.5, 0.7, 1.0) * 6:
+        weight = torch.randn(shape, generator=generator) * (
+            torch.rand(shape, generator=generator) < density
+        )
+        counts = list(groups_of(weight, m, dim))
+        wrong = [(index, count) for index, count in counts if count > n]
+        seen.add(bool(wrong))
+        report = layer_report("w", weight, nmrun.Pattern(n, m), dim)
+        assert (report["holds"], report["nonzeros"]) == (
+            not wrong,
+            sum(count for _, count in counts),
+        )
+        if not wrong:
+            assert check_nm(weight, pattern, dim) == ["tensor"]
+            continue
+        with pytest.raises(ValueError, match=f"^tensor is not {pattern}: ") as raised:
+            check_nm(weight, pattern, dim)
+        count, size, place = re.findall(
+            r"(\d+) of (\d+) weights at \[(.*)\] are non-zero$", str(raised.value)
+        )[0]
+        index = [
+            slice(int(i.split("-")[0]), int(i.split("-")[1]) + 1) if "-" in i else int(i)
+            for i in place.split(", ")
+        ]
+        assert (index, int(count), int(size)) == (*wrong[0], m)
+    assert seen == {False, True}
+
+
+def test_zeros_and_what_is_not_a_number() -> None:
+    assert check_nm(torch.tensor([[0.0, -0.0, 1.0, -0.0]]), "1:4")
+    for value in (torch.nan, torch.inf, 1e-45):
+        with pytest.raises(ValueError, match="2 of 4 weights"):
+            check_nm(torch.tensor([[0.0, value, 1.0, -0.0]]), "1:4")
+    with pytest.raises(ValueError, match="1:4 needs dimension 1 to be a multiple of 4; it is 6"):
+        check_nm(torch.zeros(4, 6), "1:4")
+    with pytest.raises(ValueError, match="5:4 is not an N:M pattern"):
+        check_nm(torch.zeros(4, 4), "5:4")
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def test_of_a_plain_model_every_weight_that_could_hold_is_checked() -> None:
+    model = net()
+    with torch.no_grad():
+        model[0].weight[:, [0, 1, 4, 5]] = 0.0
+        model[3].weight[:, :3] = 0.0
+    with pytest.raises(
+        ValueError, match=r"^5.weight is not 2:4: 4 of 4 weights at \[0, 0-3\] are non-zero$"
+    ):
+        check_nm(model, "2:4")
+    assert check_nm(model, "2:4", exclude="5") == ["0.weight", "3.weight"]
+    assert check_nm(model, "2:4", include=["0", "3"]) == ["0.weight", "3.weight"]
+    assert check_nm(model, "2:4", overrides={"3": "1:4", "5": "dense"}) == ["0.weight", "3.weight"]
+    # 3 has four inputs
+    assert check_nm(model, "2:8", overrides={"0": "4:8", "5": "8:8"}) == [
+        "0.weight",
+        "5.weight",
+    ]
+    with pytest.raises(ValueError, match=r"^0.weight is not 1:4"):
+        check_nm(model, "2:4", overrides={"0": "1:4", "5": "dense"})
+    with pytest.raises(
+        ValueError, match="no weight of this model could hold 1:64: nothing to check"
+    ):
+        check_nm(model, "1:64")
+    with pytest.raises(ValueError, match="exclude: 'head' matches no layer"):
+        check_nm(model, "2:4", exclude="head")
+
+
+def test_of_a_sparse_model_the_weights_in_use_are_checked() -> None:
+    """It is a plain model: check_nm is told the same overrides that sparsify was."""
+    ratios = {"0": "1:8", "5": "dense"}
+    model, handle = trained("asp", 2, overrides=ratios)
+    with pytest.raises(ValueError, match=r"^0.weight is not 1:8"):  # the dense phase
+        check_nm(model, "2:4", overrides=ratios)
+    model, handle = trained("asp", 6, overrides=ratios)
+    for finished in (False, True):
+        if finished:
+            handle.finalize()
+        assert check_nm(model, "2:4", overrides=ratios) == ["0.weight", "3.weight"]
+        assert check_nm(model, "3:4", overrides=ratios) == ["0.weight", "3.weight"]
+        with pytest.raises(ValueError, match=r"^3.weight is not 1:4"):
+            check_nm(model, "1:4", overrides=ratios)
+        # it does not know what was dense by choice
+        with pytest.raises(ValueError, match=r"^5.weight is not 2:4"):
+            check_nm(model, "2:4")
+
+
+@pytest.mark.parametrize("steps", [0, 3, TOTAL])
+@pytest.mark.parametrize(
+    "recipe", ["sr_ste", "s_ste", "asp", "step", "bi_mask", "lbc", "maskllm", "mdgf_linear"]
+)
+def test_the_final_state_is_what_finalize_leaves_under_plain_names(recipe: str, steps: int) -> None:
+    """In every phase, and the model trains on untouched. Without a step, or in an unfinished phase,
+    finalize leaves nothing.
+    """
+    model, handle = trained(recipe, steps, exclude="5")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    plain, x = net(1).eval(), torch.randn(2, 8, 3, 3)
+    final = Replicated(model, handle._optimizer, handle).final_state_dict()
+    assert list(final) == sorted(plain.state_dict())
+    check_nm(final["0.weight"], "2:4")
+    check_nm(final["3.weight"], "2:4")
+    assert not any(
+        (t[t == 0]).signbit().any() for name, t in final.items() if name in ("0.weight", "3.weight")
+    )
+    plain.load_state_dict(final)
+    if handle.is_sparse:
+        assert torch.equal(plain(x), model(x))
+        assert all(torch.equal(tensor, final[name]) for name, tensor in model.state_dict().items())
+    for tensor in final.values():
+        tensor.zero_()
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    if steps == 0 or not handle.is_sparse:
+        with pytest.raises(
+            RunError, match="never stepped" if steps == 0 else "dense phase|is not 2:4"
+        ):
+            handle.finalize()
+        assert len(handle.sparse) == 2
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        return
+    handle.finalize()
+    assert sorted(model.state_dict()) == list(final)
+    assert all(
+        torch.equal(tensor, model.state_dict()[name]) for name, tensor in plain.state_dict().items()
+    )
+    assert not any(
+        (t[t == 0]).signbit().any()
+        for name, t in model.state_dict().items()
+        if name in ("0.weight", "3.weight")
+    )
+
+
+def test_the_final_state_of_a_dense_phase_is_pruned_by_magnitude() -> None:
+    layer = nn.Linear(16, 8)
+    optimizer = nmrun.optim.Adam(layer.parameters())
+    handle = nmrun.sparsify(layer, optimizer, "step", "2:4", TOTAL)
+    optimizer.step()  # without a gradient
+    wanted = layer.weight.detach() * top(layer.weight.detach(), 2, 4)
+    assert handle.phase == "dense"
+    assert torch.equal(Replicated(layer, optimizer, handle).final_state_dict()["weight"], wanted)
+    with pytest.raises(
+        RunError, match=r"training ended in a dense phase of step, after step 1 of total_steps=8"
+    ):
+        handle.finalize()
+    handle.finalize(layer)
+    assert torch.equal(layer.weight, wanted)
+
+
+def test_a_model_that_is_one_layer_and_one_that_is_attention() -> None:
+    """Names without a module in front, and weights that are not called ``weight``."""
+    for model in (nn.Linear(8, 4), nn.MultiheadAttention(8, 2, kdim=4, vdim=12)):
+        objects, keys = dict(model.named_parameters()), list(model.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        handle = nmrun.sparsify(model, optimizer, "ste", "1:4")
+        assert {w.name for w in handle.sparse} == {key for key in keys if key.endswith("weight")}
+        assert list(model.state_dict()) == keys
+        assert list(Replicated(model, optimizer, handle).final_state_dict()) == sorted(keys)
+        check_nm(model, "1:4")
+        optimizer.step()
+        handle.finalize()
+        assert list(model.state_dict()) == keys
+        assert all(p is objects[name] for name, p in model.named_parameters())
+        check_nm(model, "1:4")
+
+
+# --- a model in training is exported as it is -----------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "s_ste", "step", "bi_mask"])
+def test_torch_exports_the_live_model(recipe: str) -> None:
+    """Its weights are the projected ones, and it trains on."""
+    model, handle = trained(recipe, TOTAL - 1, exclude="5")
+    assert handle.is_sparse
+    x = torch.randn(2, 8, 3, 3)
+    exported = torch.export.export(model, (x,))
+    torch.testing.assert_close(exported.module()(x), model(x), rtol=0, atol=0)
+    assert sorted(exported.state_dict) == sorted(model.state_dict())
+    for name in ("0.weight", "3.weight"):
+        check_nm(exported.state_dict[name].detach(), "2:4")
+    model.train()(torch.randn(4, 8, 3, 3)).square().mean().backward()
+    handle._optimizer.step()
+    handle.finalize()
+
+
+def test_onnx_takes_the_live_model(tmp_path: Path) -> None:
+    onnx, runtime = (
+        pytest.importorskip("onnx", reason="needs nmrun[onnx]"),
+        pytest.importorskip("onnxruntime"),
+    )
+    pytest.importorskip("onnxscript")
+    model, _ = trained("sr_ste", TOTAL - 1, exclude="5")
+    x, place = torch.randn(2, 8, 3, 3), tmp_path / "live.onnx"
+    torch.onnx.export(
+        model, (x,), str(place), dynamo=True, verbose=False, input_names=["x"], external_data=False
+    )
+    session = runtime.InferenceSession(str(place), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(found), model(x).detach(), rtol=1e-4, atol=1e-5)
+    stored = {
+        t.name: torch.tensor(onnx.numpy_helper.to_array(t))
+        for t in onnx.load(str(place)).graph.initializer
+    }
+    convolutions = [t for t in stored.values() if t.dim() == 4]
+    assert len(convolutions) == 2
+    for weight in convolutions:
+        check_nm(weight, "2:4")
+        assert weight.any()
+
+
+# --- nmrun export ---------------------------------------------------------------------------------
+
+
+def folder(place: Path, status: str = "finished", **changes: Tensor) -> Path:
+    """A run folder, as far as the verb reads it: two sparse layers, one of them grouped along
+    dimension 0 at a ratio of its own.
+    """
+    a, b = torch.tensor([[1.0, 0, 0, 2, 0, 3, 4, 0]] * 4), torch.zeros(16, 2)
+    b[[0, 15]] = 5.0  # along the other dimension no 1:8
+    layers = [
+        {"name": "a", "pattern": "2:4", "dim": 1, "holds": True},
+        {"name": "b", "pattern": "1:8", "dim": 0, "holds": True},
+    ]
+    result = {"status": status, "id": "0123456789", "config": {"recipe": {"name": "ste"}}}
+    place.mkdir()
+    (place / "result.json").write_text(
+        json.dumps({**result, "sparsity": {"pattern": "2:4", "layers": layers}})
+    )
+    save_file({"a": a, "b": b, "bias": torch.ones(3), **changes}, place / "model.safetensors")
+    return place
+
+
+def test_a_finished_run_is_copied_with_what_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, to = folder(tmp_path / "run"), tmp_path / "deep" / "to"
+    assert main([str(run), "--to", str(to)]) == 0
+    assert capsys.readouterr().out == f"{to / 'model.safetensors'}: 2:4 holds in 2 layers\n"
+    assert sorted(load_file(to / "model.safetensors")) == ["a", "b", "bias"]
+    assert (to / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes()
+    about = json.loads((to / "sparsity.json").read_text())
+    assert (about["pattern"], about["recipe"], about["id"]) == (
+        "2:4",
+        {"name": "ste"},
+        "0123456789",
+    )
+    assert [(layer["name"], layer["pattern"], layer["dim"]) for layer in about["layers"]] == [
+        ("a", "2:4", 1),
+        ("b", "1:8", 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"a": torch.ones(4, 8)}, "is not 2:4"),  # whatever result.json says
+        ({"b": torch.ones(16, 2)}, "is not 1:8"),
+        (
+            {"b": torch.eye(16)[:, :2] + torch.eye(16)[:, 1:3]},
+            "is not 1:8",
+        ),  # two of a column's first eight
+    ],
+)
+def test_what_does_not_hold_is_not_copied(
+    changes: dict[str, Tensor], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        verb("export", str(folder(tmp_path / "run", **changes)), "--to", str(tmp_path / "to")) == 1
+    )
+    assert re.search(said, capsys.readouterr().err)
+    assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("model.safetensors", struct.pack("<f", 2.0)),
+        ("metrics.jsonl", b"0.5"),
+        ("result.json", b"0.5"),
+    ],
+)
+def test_what_was_changed_is_not_copied(
+    name: str, kept: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One bit of a kept weight, whose pattern holds as before, or one of a metric."""
+    run, export = folder(tmp_path / "run"), lambda: verb("export", str(run), "--to", str(to))
+    to = tmp_path / "to"
+    assert export() == 0
+    assert "kept no hashes" in capsys.readouterr().err
+    (run / "metrics.jsonl").write_text('{"step": 1, "eval/accuracy": 0.5}\n')
+    result = json.loads((run / "result.json").read_text()) | {
+        "metrics": {"final": {"eval/accuracy": 0.5}, "best": {}}
+    }
+    (run / "result.json").write_text(json.dumps(run_folder.sealed(result, run)))
+    assert export() == 0
+    assert capsys.readouterr().err == ""
+    shutil.rmtree(to)
+    data = bytearray((run / name).read_bytes())
+    at = data.index(kept) + len(kept) - 1
+    data[at] ^= 1
+    (run / name).write_bytes(data)
+    assert export() == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"nmrun: {run / name}: it was changed: its SHA-256 is another; remove it"
+    )
+    assert not to.exists()
+
+
+def test_only_finished_runs_are_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed, bare, garbled = (
+        folder(tmp_path / name, "failed" if name == "failed" else "finished")
+        for name in ("failed", "b", "g")
+    )
+    (garbled / "result.json").write_text("{")
+    assert verb("export", str(garbled), "--to", str(tmp_path / "to")) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"nmrun: {garbled / 'result.json'}: it is damaged")
+    (bare / "model.safetensors").unlink()
+    for run in (failed, bare, tmp_path / "nothing"):
+        assert verb("export", str(run), "--to", str(tmp_path / "to")) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"nmrun: {run} holds no finished run")
+    assert not (tmp_path / "to").exists()

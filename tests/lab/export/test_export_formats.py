@@ -1,0 +1,671 @@
+"""Exports in every format: decoded and recomputed here, or loaded by libraries that know nothing of
+nmrun.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs import config
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from verbs import verb
+
+import nmrun
+from nmrun.fast import packed
+from nmrun.lab import models, tasks
+from nmrun.lab.data import digits
+from nmrun.lab.export import cli
+from nmrun.lab.export import packed as export_packed
+from nmrun.lab.train import runner
+from nmrun.lab.words.identity import run_folder
+from nmrun.patterns import Pattern
+from nmrun.sparsity import nm_mask
+
+LAST = "model.packed.safetensors"
+
+
+def sparse(
+    shape: tuple[int, ...], pattern: str, dim: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(7))
+    return torch.where(nm_mask(weight, pattern, dim, pad=True), weight, 0.0).to(dtype)
+
+
+def finished(
+    place: Path, state: dict[str, Tensor], layers: list[dict[str, Any]], run_config: dict[str, Any]
+) -> Path:
+    place.mkdir()
+    result = {
+        "status": "finished",
+        "id": "0123456789",
+        "config": {"recipe": {"name": "ste"}, **run_config},
+        "sparsity": {"pattern": "2:4", "layers": layers},
+    }
+    (place / "result.json").write_text(json.dumps(result))
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in state.items()},
+        place / "model.safetensors",
+    )
+    return place
+
+
+def small(place: Path) -> Path:
+    state = {
+        "a.weight": sparse((8, 16), "2:4", 1),
+        "b.weight": sparse((10, 3), "1:4", 0),
+        "a.bias": torch.randn(8),
+    }
+    layers = [
+        {"name": "a.weight", "pattern": "2:4", "dim": 1},
+        {"name": "b.weight", "pattern": "1:4", "dim": 0},
+    ]
+    return finished(place, state, layers, {})
+
+
+def run_of(place: Path, model: nn.Module, run_config: dict[str, Any], **options: Any) -> Path:
+    """A run that ended with this model at 2:4, which itself stays as it is in training: its
+    parameters are 2:4.
+    """
+    handle = nmrun.sparsify(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "ste", "2:4", 8, **options
+    )
+    model.eval()
+    return finished(place, model.state_dict(), handle.report()["layers"], run_config)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.numpy(force=True).tobytes() == b.numpy(force=True).tobytes()
+    )
+
+
+def refused(
+    run: Path, to: Path, capsys: pytest.CaptureFixture[str], *words: str, status: int = 1
+) -> str:
+    before = sorted(to.parent.iterdir())
+    assert verb("export", str(run), "--to", str(to), *words) == status
+    # these results have no hashes, which is said before
+    lines = [line for line in capsys.readouterr().err.splitlines() if "no hashes" not in line]
+    (line,) = lines
+    assert sorted(to.parent.iterdir()) == before
+    return line
+
+
+# --- packed ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "pattern", ["2:4", "1:4", "3:4", "1:8", "4:8", "1:16", "3:5", "2:2", "1:1"]
+)
+@pytest.mark.parametrize(
+    ("shape", "dim"), [((6, 16), 1), ((6, 18), 1), ((11, 3), 0), ((2, 10, 3, 3), 1), ((4, 3), 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_packed_comes_back_with_the_same_bits(
+    pattern: str, shape: tuple[int, ...], dim: int, dtype: torch.dtype
+) -> None:
+    weight, ratio = sparse(shape, pattern, dim, dtype), Pattern.parse(pattern)
+    values, places = packed.pack(weight, ratio, dim)
+    assert same_bits(packed.unpack(values, places, ratio, dim, list(shape)), weight)
+    groups = weight.numel() // shape[dim] * -(-shape[dim] // ratio.m)
+    assert values.numel() == groups * ratio.n
+    width = len(bin(ratio.m - 1)) - 2 if ratio.m > 1 else 0
+    assert places.numel() == -(-groups * min(ratio.m, ratio.n * width) // 8)
+
+
+def test_the_documented_layout_is_read_by_hand() -> None:
+    weight = torch.tensor([[0.0, 5, 0, 6, 7, 8, 0, 0, 0, 0, 0, 9]])
+    values, places = packed.pack(weight, Pattern(2, 4), 1)
+    bits = int.from_bytes(places.numpy().tobytes(), "little")
+    positions = [bits >> 2 * i & 3 for i in range(6)]
+    assert positions == [1, 3, 0, 1, 0, 3]
+    assert values.tolist() == [[5, 6], [7, 8], [0, 9]]
+    # 4 bits rather than 3 x 2
+    _, mask = packed.pack(torch.tensor([[1.0, 0, 2, 3], [0, 4, 5, 6]]), Pattern(3, 4), 1)
+    assert mask.tolist() == [0b1110_1101]
+
+
+def test_the_packed_file_has_what_the_run_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, to = small(tmp_path / "run"), tmp_path / "to"
+    assert cli.main([str(run), "--to", str(to), "--format", "packed"]) == 0
+    assert capsys.readouterr().out.startswith(f"{to / LAST}: 2:4 in 2 layers, ")
+    state, back = load_file(run / "model.safetensors"), packed.load(to)
+    assert list(back) == sorted(state)
+    assert all(same_bits(back[name], state[name]) for name in state)
+    assert json.loads((to / "sparsity.json").read_text())["layers"][1]["dim"] == 0
+    with safe_open(to / LAST, "pt") as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert stored["a.weight.places"].numel() == 8 * 16 // 4 * 2 * 2 // 8
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    place = tmp_path_factory.mktemp("packed")
+    assert (
+        cli.main([str(small(place / "run")), "--to", str(place / "to"), "--format", "packed"]) == 0
+    )
+    return (place / "to" / LAST).read_bytes()
+
+
+def test_a_changed_byte_of_a_tensor_shows(whole: bytes, tmp_path: Path) -> None:
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    for at in range(begin, len(whole), 7):
+        (tmp_path / LAST).write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r"^[^\n]*it was changed: the SHA-256 of [^\n]*$"):
+            packed.load(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
+def test_a_file_that_was_cut_off(share: float, whole: bytes, tmp_path: Path) -> None:
+    (tmp_path / LAST).write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(ValueError, match=r"^[^\n]*cannot be read: [^\n]*$"):
+        packed.load(tmp_path / LAST)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"2:4", b"1:4"), (b"a.weight.places", b"a.weight.plaxes"), (b"[8, 16]", b"[4, 32]")],
+)
+def test_a_changed_header(old: bytes, new: bytes, whole: bytes, tmp_path: Path) -> None:
+    (tmp_path / LAST).write_bytes(whole.replace(old, new, 1))
+    with pytest.raises(ValueError, match=r"was changed|not those of its header"):
+        packed.load(tmp_path)
+
+
+def test_other_files(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / LAST)
+    with pytest.raises(ValueError, match="is no packed file of nmrun"):
+        packed.load(tmp_path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        packed.load(tmp_path / "nothing")
+
+
+# --- what is refused leaves nothing ---------------------------------------------------------------
+
+
+def test_a_damaged_model_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = small(tmp_path / "run")
+    data = (run / "model.safetensors").read_bytes()
+    for size in (len(data) // 2, 4, 0):
+        (run / "model.safetensors").write_bytes(data[:size])
+        assert "is damaged or cut off" in refused(run, tmp_path / "to", capsys)
+
+
+def test_a_dense_run_and_a_run_without_a_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = finished(tmp_path / "dense", {"a": torch.ones(2, 4)}, [], {})
+    assert "is a dense run" in refused(dense, tmp_path / "to", capsys)
+    run = small(tmp_path / "run")
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({**result, "sparsity": {}}))
+    assert "does not say which layers are sparse" in refused(run, tmp_path / "to", capsys)
+    result["sparsity"]["layers"][0]["name"] = "gone"
+    (run / "result.json").write_text(json.dumps(result))
+    assert "has no gone" in refused(run, tmp_path / "to", capsys)
+
+
+def test_where_it_cannot_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = small(tmp_path / "run")
+    (tmp_path / "file").write_text("mine")
+    assert "is a file" in refused(run, tmp_path / "file", capsys)
+    assert "the run's own folder" in refused(run, run, capsys)
+    assert verb("export", str(run), "--to", "/proc/to") == 1
+    assert "nmrun: --to /proc/to: /proc cannot be written to (" in capsys.readouterr().err
+    assert "needs a CUDA GPU" in refused(
+        run, tmp_path / "to", capsys, "--format", "semi_structured"
+    )
+
+
+def test_a_failure_half_way_leaves_what_was_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    run, to = small(tmp_path / "run"), tmp_path / "to"
+    to.mkdir()
+    (to / "sparsity.json").write_text("older")
+    (to / "notes.txt").write_text("mine")
+    monkeypatch.setattr(export_packed, "write_about", full)  # when the weights are written already
+    assert "No space left" in refused(run, to, capsys, "--format", "packed")
+    assert (
+        verb("export", str(run), "--to", str(tmp_path / "deep" / "er"), "--format", "packed") == 1
+    )
+    assert not (tmp_path / "deep").exists()
+    assert {path.name: path.read_text() for path in to.iterdir()} == {
+        "sparsity.json": "older",
+        "notes.txt": "mine",
+    }
+    monkeypatch.undo()
+    assert cli.main([str(run), "--to", str(to), "--format", "packed"]) == 0
+    assert sorted(path.name for path in to.iterdir()) == [LAST, "notes.txt", "sparsity.json"]
+    assert "older" not in (to / "sparsity.json").read_text()
+
+
+# --- others load it -------------------------------------------------------------------------------
+
+ALONE = """
+import sys
+sys.modules["nmrun"] = None
+import torch, torchvision
+from safetensors.torch import load_file
+model = torchvision.models.resnet18(num_classes=10).eval()
+model.load_state_dict(load_file(sys.argv[1]))
+images = torch.arange(2 * 3 * 32 * 32).view(2, 3, 32, 32).sin()
+torch.set_num_threads(1)
+with torch.no_grad():
+    torch.save(model(images), sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+def test_torchvision_loads_the_weights_without_nmrun(tmp_path: Path) -> None:
+    from torchvision.models import resnet18
+
+    torch.manual_seed(0)
+    model, threads = resnet18(num_classes=10), torch.get_num_threads()
+    run = run_of(tmp_path / "run", model, {})
+    assert cli.main([str(run), "--to", str(tmp_path / "to")]) == 0
+    file = tmp_path / "to" / "model.safetensors"
+    weights = load_file(file)
+    zeros = {
+        name: tensor[tensor == 0]
+        for name, tensor in weights.items()
+        if tensor.dim() > 1 and name != "conv1.weight"
+    }
+    assert all(
+        len(zero) >= weights[name].numel() // 2 and not zero.signbit().any()
+        for name, zero in zeros.items()
+    )
+    subprocess.run(
+        [sys.executable, "-c", ALONE, str(file), str(tmp_path / "logits.pt")],
+        check=True,
+        timeout=300,
+    )
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            expected = model(torch.arange(2 * 3 * 32 * 32).view(2, 3, 32, 32).sin())
+    finally:
+        torch.set_num_threads(threads)
+    assert same_bits(torch.load(tmp_path / "logits.pt"), expected)
+
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "it", "was", "good", "bad", "##ly"]
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
+    torch.manual_seed(5)
+    made = transformers.BertConfig(
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    transformers.BertModel(made).save_pretrained(tmp_path / "bert")
+    (tmp_path / "bert" / "vocab.txt").write_text("\n".join(WORDS) + "\n")
+    about = {"tokenizer_class": "BertTokenizer", "model_max_length": 32}
+    (tmp_path / "bert" / "tokenizer_config.json").write_text(json.dumps(about))
+    return tmp_path / "bert"
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+def test_transformers_loads_an_encoder(
+    pooling: str, bert: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import transformers
+
+    options = {
+        "name": "hf_encoder",
+        "pretrained": str(bert),
+        "pooling": pooling,
+        "dropout": 0.1,
+        "include": None,
+        "exclude": [],
+    }
+    model = models.build(options, {"vocabulary": len(WORDS), "max_length": 16, "classes": 3})
+    run = run_of(
+        tmp_path / "run",
+        model,
+        {"model": options, "dataset": {"tokenizer": str(bert)}},
+        exclude=[".*pooler.*|head"],
+    )
+    to = tmp_path / "to"
+    assert cli.main([str(run), "--to", str(to), "--format", "hf"]) == 0, capsys.readouterr().err
+    tokenizer = transformers.AutoTokenizer.from_pretrained(to)
+    texts = tokenizer(["it was good", "badly"], padding=True, return_tensors="pt")
+    assert texts["input_ids"].shape == (2, 5)
+    with torch.no_grad():
+        expected = model(
+            texts["input_ids"], texts["attention_mask"].bool(), texts["token_type_ids"]
+        )
+        if pooling == "cls":
+            found = transformers.AutoModelForSequenceClassification.from_pretrained(to)(
+                **texts
+            ).logits
+        else:
+            head, states = (
+                load_file(to / "head.safetensors"),
+                transformers.AutoModel.from_pretrained(to)(**texts)[0],
+            )
+            kept = texts["attention_mask"][:, :, None].float()
+            found = nn.functional.linear(
+                (states * kept).sum(1) / kept.sum(1), head["weight"], head["bias"]
+            )
+    assert same_bits(found, expected)
+    weights = load_file(to / "model.safetensors")
+    lines = json.loads((to / "sparsity.json").read_text())["layers"]
+    assert len(lines) == 6
+    for line in lines:
+        assert int((weights[line["name"]].view(-1, 4) != 0).sum(1).max()) == 2
+
+
+def test_transformers_loads_a_gpt2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
+    torch.manual_seed(1)
+    made = transformers.GPT2Config(
+        vocab_size=31,
+        n_positions=16,
+        n_embd=12,
+        n_layer=2,
+        n_head=3,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    theirs = transformers.GPT2LMHeadModel(made).eval()
+    theirs.save_pretrained(tmp_path / "gpt2")
+    options = {
+        "name": "hf_gpt2",
+        "pretrained": str(tmp_path / "gpt2"),
+        "dropout": 0.1,
+        "include": None,
+        "exclude": ["lm_head"],
+    }
+    model = models.build(options, {"vocabulary": 31, "context": 16})
+    run = run_of(
+        tmp_path / "run",
+        model,
+        {"model": options, "dataset": {"tokenizer": "byte"}},
+        exclude=["lm_head"],
+    )
+    to, tokens = tmp_path / "to", torch.randint(31, (3, 16))
+    assert cli.main([str(run), "--to", str(to), "--format", "hf"]) == 0, capsys.readouterr().err
+    assert "without a tokenizer" in capsys.readouterr().out
+    # their network, with our masked weights put in by hand
+    for block, own in zip(theirs.transformer.h, model.h, strict=True):
+        for layer, ours in (
+            (block.attn.c_attn, own.attn.c_attn), (block.attn.c_proj, own.attn.c_proj),
+            (block.mlp.c_fc, own.mlp.c_fc), (block.mlp.c_proj, own.mlp.c_proj),
+        ):  # fmt: skip
+            layer.weight.data.copy_(ours.weight.data.T)
+    with torch.no_grad():
+        found = transformers.AutoModelForCausalLM.from_pretrained(to)(tokens).logits
+        assert same_bits(found, theirs(tokens).logits)
+        torch.testing.assert_close(found, model(tokens), rtol=1e-4, atol=1e-5)
+    lines = json.loads((to / "sparsity.json").read_text())["layers"]
+    assert {line["dim"] for line in lines} == {0}
+    weights = load_file(to / "model.safetensors")
+    assert (
+        max(int((weights[line["name"]].T.reshape(-1, 4) != 0).sum(1).max()) for line in lines) == 2
+    )
+
+
+def test_models_that_are_not_hugging_faces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"a": sparse((4, 8), "2:4", 1)}
+    run = finished(
+        tmp_path / "run",
+        state,
+        [{"name": "a", "pattern": "2:4", "dim": 1}],
+        {"model": {"name": "mlp"}},
+    )
+    assert "model=mlp is no network of Hugging Face" in refused(
+        run, tmp_path / "to", capsys, "--format", "hf"
+    )
+
+
+@pytest.mark.parametrize("options", [(), ("model.bias=false", "model.activation=relu2")])
+def test_transformers_loads_a_gpt_of_ours(options: tuple[str, ...], tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
+    model, run = a_gpt(tmp_path, *options)
+    to = tmp_path / "to"
+    assert cli.main([str(run), "--to", str(to), "--format", "hf"]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(to).eval()
+    assert type(theirs) is transformers.GPT2LMHeadModel
+    tokens = torch.randint(256, (3, 24))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=0, atol=1e-5)
+    lines = json.loads((to / "sparsity.json").read_text())["layers"]
+    weights = load_file(to / "model.safetensors")
+    assert len(lines) == 4
+    for line in lines:
+        assert line["dim"] == 0
+        assert int((weights[line["name"]].T.reshape(-1, 4) != 0).sum(1).max()) == 2
+
+
+def a_gpt(place: Path, *options: str) -> tuple[nn.Module, Path]:
+    """A GPT whose norms and biases are not those of the start, and a run that ended with it."""
+    made = config(
+        place,
+        *("model=gpt_tiny", "model.layers=1", "model.width=16", "model.heads=2"),
+        *("dataset=stdlib_text", "dataset.context=24", *options),
+    )
+    model = models.build(made.model.mapping(), {"vocabulary": 256, "context": 24})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return model, run_of(place / "run", model, made.plain, exclude=["lm_head"])
+
+
+@pytest.mark.parametrize("form", ["hf", "onnx"])
+def test_pruned_activations_are_refused(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for package in ("transformers", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    _, run = a_gpt(tmp_path, "model.activation=relu2", "trainer.activations=2:4")
+    line = refused(run, tmp_path / "to", capsys, "--format", form)
+    assert "trainer.activations=2:4: its activations are pruned" in line
+
+
+# --- onnx -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_onnx_computes_the_same_with_zeros_where_tensorrt_looks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    onnx, runtime = (
+        pytest.importorskip("onnx", reason="needs nmrun[onnx]"),
+        pytest.importorskip("onnxruntime"),
+    )
+    pytest.importorskip("onnxscript")
+    made = config(tmp_path, "model=vit_tiny", "model.layers=1", "model.heads=2", "model.width=16")
+    model = models.build(made.model.mapping(), {"shape": (1, 8, 8), "classes": 10})
+    with torch.no_grad():
+        model.heads.head.weight.normal_()  # zero at the start
+    run = run_of(tmp_path / "run", model, made.plain, exclude=["conv_proj"])
+    to = tmp_path / "to"
+    assert cli.main([str(run), "--to", str(to), "--format", "onnx"]) == 0, capsys.readouterr().err
+    images = torch.randn(5, 1, 8, 8)
+    session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
+    (found,) = session.run(["logits"], {"images": images.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), model(images), rtol=1e-4, atol=1e-5)
+    graph = onnx.load(to / "model.onnx").graph
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    lines = json.loads((to / "sparsity.json").read_text())["layers"]
+    assert len(lines) == 7
+    for line in lines:
+        (node,) = [node for node in graph.node if line["name"] in node.input]
+        weight = torch.from_numpy(stored[line["name"]].copy())
+        weight = weight.T if node.op_type == "MatMul" else weight
+        assert node.op_type in ("MatMul", "Gemm")
+        assert int((weight.reshape(-1, 4) != 0).sum(1).max()) == 2
+        assert line["tensorrt"] is True
+
+
+@pytest.mark.slow
+def test_onnxruntime_alone_is_as_accurate_by_what_the_file_says(tmp_path: Path) -> None:
+    pytest.importorskip("onnx", reason="needs nmrun[onnx]")
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    made = config(
+        tmp_path,
+        *("recipe=ste", "model=mlp", "model.hidden=[32,32]", "optimizer.lr=0.01"),
+        *("trainer.epochs=2", "trainer.limit_batches=null"),
+    )
+    result, to = runner.run(made, run_folder(made)), tmp_path / "to"
+    assert cli.main([str(run_folder(made)), "--to", str(to), "--format", "onnx"]) == 0
+
+    session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
+    told = {
+        key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()
+    }
+    given = told["input"]
+    # the test images as their files have them: whole numbers from 0 to 16, whatever they are scaled to
+    images, labels = digits.load()["test"]
+    levels, raw = np.unique(images.numpy(), return_inverse=True)
+    assert given["range"] == [0, len(levels) - 1] == [0, 16]
+    mean, std = (np.float32(given[key])[:, None, None] for key in ("mean", "std"))
+    (logits,) = session.run(
+        None, {"images": (raw.reshape(-1, *given["shape"]).astype(np.float32) - mean) / std}
+    )
+    names = np.array(told["classes"])[logits.argmax(1)]
+    accuracy = result["metrics"]["final"]["test/accuracy"]
+    assert np.mean(names == labels.numpy().astype(str)) == pytest.approx(accuracy, abs=1e-9)
+    assert accuracy > 0.5  # of ten classes
+    beside = json.loads((to / "sparsity.json").read_text())
+    assert told == {key: value for key, value in beside.items() if key != "layers"}
+
+
+def test_folded_and_transposed_weights_are_found_in_the_graph() -> None:
+    onnx = pytest.importorskip("onnx", reason="needs nmrun[onnx]")
+    from nmrun.lab.export.finished import Finished, Layer
+    from nmrun.lab.export.onnx_graph import _located
+
+    conv, linear = sparse((2, 8, 1, 1), "2:4", 1), sparse((6, 8), "2:4", 1)
+    folded = conv * torch.tensor([-1.0, 2.0])[:, None, None, None]
+    tensors = [
+        onnx.numpy_helper.from_array(folded.numpy(), "c"),
+        onnx.numpy_helper.from_array(linear.T.numpy().copy(), "val_3"),
+    ]
+    nodes = [
+        onnx.helper.make_node("Conv", ["x", "c"], ["y"]),
+        onnx.helper.make_node("MatMul", ["z", "val_3"], ["u"]),
+    ]
+    graph = onnx.helper.make_graph(nodes, "g", [], [], tensors)
+    layers = [Layer("c", Pattern(2, 4), 1), Layer("l", Pattern(2, 4), 1)]
+    lines = _located(
+        graph, Finished(Path(), {}, {"c": conv, "l": linear}, layers), onnx.numpy_helper
+    )
+    assert [(line["name"], line["dim"], line["tensorrt"]) for line in lines] == [
+        ("c", 1, True),
+        ("l", 0, True),
+    ]
+    assert list(graph.node[1].input) == ["z", "l"]
+    stored = torch.from_numpy(onnx.numpy_helper.to_array(graph.initializer[0]).copy())
+    assert folded.signbit()[folded == 0].any()
+    assert not stored.signbit()[stored == 0].any()
+    dense = onnx.numpy_helper.from_array(torch.ones(2, 8, 1, 1).numpy(), "c")
+    with pytest.raises(ValueError, match="c is not 2:4 in the graph"):
+        _located(
+            onnx.helper.make_graph(nodes[:1], "g", [], [], [dense]),
+            Finished(Path(), {}, {"c": conv}, layers[:1]),
+            onnx.numpy_helper,
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("model.bias=false", "model.activation=relu2")])
+def test_onnx_of_a_gpt(options: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="needs nmrun[onnx]")
+    runtime = pytest.importorskip("onnxruntime")
+    onnx = pytest.importorskip("onnx")
+    model, run = a_gpt(tmp_path, *options)
+    to = tmp_path / "to"
+    assert cli.main([str(run), "--to", str(to), "--format", "onnx"]) == 0
+    session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
+    for shape in ((1, 1), (1, 24), (5, 7)):
+        tokens = torch.randint(256, shape)
+        (found,) = session.run(["logits"], {"tokens": tokens.numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(found), model(tokens), rtol=0, atol=1e-5)
+    lines = json.loads((to / "sparsity.json").read_text())["layers"]
+    assert len(lines) == 4
+    stored = {
+        tensor.name: onnx.numpy_helper.to_array(tensor)
+        for tensor in onnx.load(to / "model.onnx").graph.initializer
+    }
+    for line in lines:
+        weight = np.moveaxis(stored[line["name"]], line["dim"], -1)
+        assert int((weight.reshape(-1, 4) != 0).sum(1).max()) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mlp", "small_conv"])
+def test_onnx_of_small_networks(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="needs nmrun[onnx]")
+    runtime = pytest.importorskip("onnxruntime")
+    made = config(tmp_path, f"model={name}")
+    model = models.build(made.model.mapping(), {"shape": (1, 8, 8), "classes": 10})
+    run = run_of(tmp_path / "run", model, made.plain, exclude=["stem", "head"])
+    to, images = tmp_path / "to", torch.randn(5, 1, 8, 8)
+    assert cli.main([str(run), "--to", str(to), "--format", "onnx"]) == 0
+    session = runtime.InferenceSession(str(to / "model.onnx"), providers=["CPUExecutionProvider"])
+    (found,) = session.run(["logits"], {"images": images.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(found), model(images), rtol=0, atol=1e-5)
+
+
+def test_onnx_is_for_images_and_gpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnxscript", reason="needs nmrun[onnx]")
+    made = config(tmp_path, "model=text_encoder", "dataset=generated_text")
+    model = models.build(made.model.mapping(), tasks.build(made, torch.device("cpu")).inputs)
+    run = run_of(tmp_path / "run", model, made.plain)
+    line = refused(run, tmp_path / "to", capsys, "--format", "onnx")
+    assert "--format onnx takes models for images and GPT; model=text_encoder is made from" in line
+
+
+# --- semi-structured, with the GPU played by the CPU ----------------------------------------------
+
+
+def test_semi_structured_keeps_what_is_right_and_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nmrun.lab.export import semi_structured
+
+    monkeypatch.setattr(semi_structured, "TOKENS", 8)
+    weight = sparse((32, 64), "2:4", 1, torch.bfloat16)
+    times = iter([2.0, 1.0, 1.0, 2.0])
+    monkeypatch.setattr(semi_structured, "milliseconds", lambda call: next(times))
+    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda dense: dense.clone())
+    compressed, told = semi_structured.best(weight)
+    assert compressed is not None
+    assert told == "faster: 1.000 ms with 8 tokens, dense 2.000 ms"
+    assert semi_structured.best(weight)[0] is None  # slower
+    monkeypatch.setattr(torch.sparse, "to_sparse_semi_structured", lambda dense: dense.roll(1, 0))
+    assert semi_structured.best(weight) == (
+        None,
+        "dense, since the compressed product is not to be used here: WRONG results",
+    )
+    monkeypatch.undo()
+    monkeypatch.setattr(semi_structured, "TOKENS", 8)
+    found, told = semi_structured.best(weight)  # torch's own, which takes no tensor of a CPU
+    assert found is None
+    assert told.startswith("dense, since ")

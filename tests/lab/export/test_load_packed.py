@@ -1,0 +1,171 @@
+"""nmrun.load_packed: what an export wrote, straight into packed layers; a damaged file or one of
+another model changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.errors import ConfigError
+from nmrun.fast import packed
+from nmrun.fast.kernels import cpu_products
+from nmrun.fast.packed_convolution import PackedConvolution
+from nmrun.fast.packed_linear import PackedLinear
+from nmrun.kernels import compiled
+from nmrun.lab.export import cli
+
+PACKED = (PackedLinear, PackedConvolution)
+pytestmark = pytest.mark.skipif(not cpu_products.available(), reason="no C compiler works here")
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True)
+    return nn.Sequential(nn.Linear(18, 32), nn.TransformerEncoder(layer, 1), nn.Linear(32, 5))
+
+
+def images() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 16, 10))
+
+
+def exported(place: Path, model: nn.Module, **options: Any) -> tuple[Path, nn.Module]:
+    """A packed export of a run that ended with this model, and the model, dense."""
+    dense = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = nmrun.sparsify(model, optimizer, "ste", "2:4", 8, **options)
+    run = place / "run"
+    run.mkdir(parents=True)
+    result = {
+        "status": "finished",
+        "id": "0123456789",
+        "config": {"recipe": {"name": "ste"}},
+        "sparsity": {"pattern": "2:4", "layers": handle.report()["layers"]},
+    }
+    (run / "result.json").write_text(json.dumps(result))
+    state = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
+    save_file(state, run / "model.safetensors")
+    assert cli.main([str(run), "--to", str(place / "to"), "--format", "packed"]) == 0
+    dense.load_state_dict(model.state_dict())
+    return place / "to", dense.eval()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], dict[str, Any], int]] = {
+    "encoder": (
+        encoder,
+        lambda: torch.randn(3, 7, 18),
+        {"pad": True, "overrides": {".*linear1": "1:8"}},
+        7,
+    ),
+    "images": (images, lambda: torch.randn(3, 4, 6, 6), {}, 2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_model_computes_what_the_run_did(tmp_path: Path, name: str, device: str) -> None:
+    make, sample, options, layers = MODELS[name]
+    path, dense = exported(tmp_path, make(), **options)
+    x = sample()
+    with torch.device(device):
+        empty = make()
+    model = nmrun.load_packed(path, empty)
+    assert model is empty
+    assert sum(isinstance(module, PACKED) for module in model.modules()) == layers
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), dense(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_of_hugging_face_with_tied_weights(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    torch.manual_seed(0)
+    path, dense = exported(tmp_path, transformers.GPT2LMHeadModel(config), exclude="lm_head")
+    model = nmrun.load_packed(path, transformers.GPT2LMHeadModel(config))
+    assert sum(isinstance(module, PackedLinear) for module in model.modules()) == 2 * 4
+    prompt = torch.randint(97, (2, 5))
+    words = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 96}
+    assert torch.equal(model.generate(prompt, **words), dense.generate(prompt, **words))
+
+
+def test_the_values_are_cast_as_load_state_dict_would(tmp_path: Path) -> None:
+    path, dense = exported(tmp_path, images())
+    model = nmrun.load_packed(path, images().bfloat16())
+    assert torch.equal(model[0].weight, dense[0].weight.bfloat16())  # packed ones are float32
+    assert torch.equal(model[3].dense(), dense[3].weight.bfloat16())
+
+
+def changed(path: Path, change: Callable[[dict[str, Tensor], dict[str, Any]], None]) -> None:
+    """Write a file anew whose hashes fit."""
+    file = path / packed.FILE
+    with safe_open(file, "pt") as opened:
+        header = json.loads(opened.metadata()["packed"])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    change(tensors, header)
+    header["sha256"] = {name: packed.sha256_of(tensor) for name, tensor in tensors.items()}
+    text = json.dumps(header)
+    digest = packed.hashlib.sha256(text.encode()).hexdigest()
+    save_file(tensors, file, {"packed": text, "sha256": digest})
+
+
+def _short(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    tensors["3.weight.values"] = tensors["3.weight.values"][:-1].clone()
+
+
+def _shape(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    next(line for line in header["layers"] if line["name"] == "3.weight")["shape"] = [20, 64]
+
+
+def _renamed(tensors: dict[str, Tensor], header: dict[str, Any]) -> None:
+    tensors["4.bias"] = tensors.pop("3.bias")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-9]), "cannot be read"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-4] + b"\x01\x02\x03\x04"), "SHA-256 of"),
+        (lambda file: file.unlink(), "cannot be read"),
+        (lambda file: changed(file.parent, _short), "3.weight.values is"),
+        (lambda file: changed(file.parent, _shape), "another model: 3.weight is [20, 64] there, [10, 128] here"),
+        (lambda file: changed(file.parent, _renamed), "another model: the file has no 3.bias"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_changes_nothing(
+    tmp_path: Path, damage: Callable[[Path], Any], said: str
+) -> None:
+    path, _ = exported(tmp_path, images())
+    damage(path / packed.FILE)
+    model = images()
+    before, layers = copy.deepcopy(model.state_dict()), list(model)
+    with pytest.raises(ConfigError) as error:
+        nmrun.load_packed(path, model)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+    assert list(model) == layers
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_another_model_and_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, _ = exported(tmp_path, images())
+    with pytest.raises(ConfigError, match=r"the file is of another model: "):
+        nmrun.load_packed(path, encoder())
+    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    cpu_products._library.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="packed layers need a C compiler"):
+            nmrun.load_packed(path, images())
+    finally:
+        cpu_products._library.cache_clear()

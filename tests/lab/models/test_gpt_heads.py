@@ -1,0 +1,120 @@
+"""GPT-2 with new heads: what they see, and how a pre-trained run is fine-tuned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import nmrun
+from nmrun.errors import ConfigError
+from nmrun.lab import tasks
+from nmrun.lab.models import gpt_heads
+from nmrun.lab.models.gpt import GPT
+from nmrun.lab.train import flops, runner, start
+from nmrun.lab.words.identity import run_folder
+
+SIZE: dict[str, Any] = {"layers": 2, "heads": 2, "width": 8, "dropout": 0.0, "bias": True}
+NETWORK = ("model.layers=2", "model.heads=4", "model.width=64", "model.context=64")
+TEXTS = (
+    "dataset=generated_text",
+    "dataset.size=200",
+    "dataset.vocabulary=256",
+    "model=gpt_classifier",
+    *NETWORK,
+)
+MLP = 'model.include=["h[.][0-9]+[.]mlp[.].*"]'
+
+
+def test_heads_see_what_the_language_model_sees() -> None:
+    torch.manual_seed(0)
+    language = GPT(19, 12, 2, 2, 8)
+    classifier = gpt_heads.classifier(19, 9, 3, **SIZE, context=12, embeddings=None)
+    reader = gpt_heads.reader(19, 9, **SIZE, context=12, embeddings=None)
+    body = {k: v for k, v in language.state_dict().items() if not k.startswith("lm_head")}
+    for model in (classifier, reader):
+        lost = model.load_state_dict(body, strict=False)
+        assert all(name.startswith("head.") for name in lost.missing_keys)
+        assert not lost.unexpected_keys
+    seen = []
+    language.lm_head.register_forward_hook(lambda module, given, out: seen.append(given[0]))
+    tokens = torch.tensor([[4, 7, 1, 9, 0, 0], [3, 3, 8, 2, 5, 6]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1] * 6]).bool()
+    language(tokens)
+    last = torch.stack([seen[0][0, 3], seen[0][1, 5]])
+    torch.testing.assert_close(
+        classifier(tokens, mask, tokens * 0), last @ classifier.head.weight.T
+    )
+    alone = classifier(tokens[:1, :4], mask[:1, :4], tokens[:1, :4] * 0)
+    torch.testing.assert_close(alone[0], classifier(tokens, mask, tokens * 0)[0])
+    expected = seen[0] @ reader.head.weight.T + reader.head.bias
+    torch.testing.assert_close(reader(tokens, mask, tokens * 0), expected)
+
+
+def test_more_positions_or_tokens_than_the_network_has() -> None:
+    with pytest.raises(ConfigError, match=r"dataset.max_length=16: .* model.context=12 positions"):
+        gpt_heads.reader(19, 16, **SIZE, context=12, embeddings=None)
+    with pytest.raises(ConfigError, match=r"model\.embeddings=18: the data have 19 tokens"):
+        gpt_heads.classifier(19, 8, 2, **SIZE, context=12, embeddings=18)
+    padded = gpt_heads.classifier(19, 8, 2, **SIZE, context=12, embeddings=32)
+    assert padded.wte.num_embeddings == 32
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of S-STE on text: its weights are 2:4."""
+    made = runs.config(
+        tmp_path_factory.mktemp("pretrained"),
+        *("dataset=stdlib_text", "model=gpt_tiny", "recipe=s_ste", "optimizer=adamw", MLP),
+    )
+    runner.run(made, run_folder(made))
+    return run_folder(made)
+
+
+def network(folder: Path, *words: str) -> nn.Module:
+    made = runs.config(folder, *words)
+    torch.manual_seed(made.seed)
+    return start.network(made, tasks.build(made, torch.device("cpu")))
+
+
+@pytest.mark.slow
+def test_a_pre_trained_run_gets_a_new_head(pretrained: Path, tmp_path: Path) -> None:
+    theirs = load_file(pretrained / "model.safetensors")
+    begun = network(tmp_path, *TEXTS, f"init={pretrained}").state_dict()
+    fresh = network(tmp_path, *TEXTS).state_dict()
+    assert begun.keys() == {*theirs, "head.weight"} - {"lm_head.weight"}
+    for name, tensor in begun.items():
+        assert torch.equal(tensor, fresh[name] if name == "head.weight" else theirs[name])
+    with pytest.raises(ConfigError, match=r"is another network than this run's: h\.0"):
+        network(tmp_path, *TEXTS, "model.width=32", f"init={pretrained}")
+
+
+def test_s_ste_goes_on_with_the_weights_that_it_left(pretrained: Path, tmp_path: Path) -> None:
+    """A 2:4 weight is its own soft threshold: t is 0, and so the scale is 1."""
+    model = network(tmp_path, *TEXTS, f"init={pretrained}")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    handle = nmrun.sparsify(model, optimizer, "s_ste", "2:4", include=r"h\.\d+\.mlp\..*")
+    for weight in handle.sparse:
+        assert weight["scale"] == 1.0
+        assert torch.equal(weight.weight, before[weight.name])
+        assert (weight.weight == 0).double().mean() >= 0.5
+
+
+def test_a_fine_tuned_run_keeps_its_head(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flops, "COMPUTED", 0)  # as for large networks: counted without values
+    made = runs.config(tmp_path, *TEXTS, "recipe=dense", f"init={pretrained}")
+    folder = run_folder(made)
+    result = runner.run(made, folder)
+    assert {"test/accuracy", "test/loss"} <= set(result["metrics"]["final"])
+    again = network(tmp_path, *TEXTS, f"init={folder}").state_dict()
+    theirs = load_file(folder / "model.safetensors")
+    assert all(torch.equal(again[name], theirs[name]) for name in theirs)
+    assert again.keys() == theirs.keys()

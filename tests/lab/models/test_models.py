@@ -1,0 +1,245 @@
+"""Networks for images: the parameters of the papers, the layers that are sparse, and the sizes of
+images they take.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from runs import config
+from torch import Tensor, nn
+
+from nmrun.errors import ConfigError
+from nmrun.lab import models
+from nmrun.lab.train import build
+from nmrun.patterns import Pattern
+from nmrun.sparsity.select import candidates, select
+
+# parameters with 1,000 classes, as published by torchvision and timm, and sparse layers of all that
+# are eligible at 2:4
+IMAGENET = {
+    "resnet18": (11_689_512, 19),
+    "resnet34": (21_797_672, 35),
+    "resnet50": (25_557_032, 52),
+    "densenet121": (7_978_856, 119),
+    "vgg16_bn": (138_365_992, 14),
+    "mobilenet_v2": (3_504_872, 34),
+    "vit_tiny": (5_717_416, 24),
+    "vit_small": (22_050_664, 24),
+    "vit_base": (86_567_656, 24),
+    "deit_tiny": (5_717_416, 24),
+    "deit_small": (22_050_664, 24),
+    "swin_v2_t": (28_351_570, 24),
+    "swin_v2_b": (87_930_848, 48),
+}
+
+
+def options(name: str, **changed: Any) -> dict[str, Any]:
+    plain: Any = OmegaConf.to_container(
+        OmegaConf.create((files("nmrun.conf") / "model" / f"{name}.yaml").read_text())
+    )
+    return {**plain, **changed}
+
+
+def built(name: str, side: int, classes: int, channels: int = 3, **changed: Any) -> nn.Module:
+    with torch.device("meta"):
+        return models.build(
+            options(name, **changed), {"shape": (channels, side, side), "classes": classes}
+        )
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", IMAGENET)
+def test_for_imagenet(name: str) -> None:
+    count, sparse_layers = IMAGENET[name]
+    model, chosen = built(name, 224, 1000), options(name)
+    assert parameters(model) == count
+    assert model(torch.zeros(2, 3, 224, 224, device="meta")).shape == (2, 1000)
+    sparse, dense = select(model, Pattern(2, 4), chosen["include"], chosen["exclude"])
+    assert len(sparse) == sparse_layers
+    first, *_, last = [candidate.name for candidate in candidates(model)]
+    assert {first, last} <= {left.name for left in dense}
+
+
+@pytest.mark.parametrize("side", [28, 32, 64])
+@pytest.mark.parametrize("name", [*IMAGENET, "resnet20"])
+def test_for_small_images(name: str, side: int) -> None:
+    if name == "vgg16_bn" and side == 28:
+        with pytest.raises(
+            ConfigError, match="vgg16_bn takes images of 32 pixels or more; these have 28"
+        ):
+            built(name, side, 10)
+        return
+    channels, chosen = (1 if side == 28 else 3), options(name)
+    model = built(name, side, 10, channels)
+    assert model(torch.zeros(2, channels, side, side, device="meta")).shape == (2, 10)
+    sparse, dense = select(model, Pattern(2, 4), chosen["include"], chosen["exclude"])
+    first, *_, last = [candidate.name for candidate in candidates(model)]
+    assert {first, last} <= {left.name for left in dense}
+    assert len(sparse) >= 12
+
+
+@pytest.mark.parametrize(("name", "million"), [("resnet20", 0.27), ("resnet32", 0.46)])
+def test_resnets_of_cifar_by_the_table_of_the_paper(name: str, million: float) -> None:
+    blocks = {"resnet20": 3, "resnet32": 5}[name]
+    convolutions = [(3, 16)]
+    for before, width in ((16, 16), (16, 32), (32, 64)):
+        convolutions += [(before, width), (width, width)] + [(width, width)] * (2 * blocks - 2)
+    by_hand = sum(9 * a * b + 2 * b for a, b in convolutions) + 64 * 10 + 10
+    assert round(by_hand / 1e6, 2) == million
+    model = built(name, 32, 10)
+    assert parameters(model) == by_hand
+    assert sum(isinstance(m, nn.Conv2d | nn.Linear) for m in model.modules()) == int(name[6:])
+
+
+def test_the_shortcut_without_parameters_takes_every_second_pixel() -> None:
+    from nmrun.lab.models.resnet import PaddedShortcut
+
+    x = torch.randn(2, 4, 6, 6)
+    out = PaddedShortcut()(x)
+    assert out.shape == (2, 8, 3, 3)
+    assert torch.equal(out[:, 2:6], x[:, :, ::2, ::2])
+    assert not out[:, :2].any()
+    assert not out[:, 6:].any()
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "small", "large"),
+    [
+        ("resnet18", "layer4", (4, 4), (1, 1)),
+        ("densenet121", "features.denseblock1", (32, 32), (8, 8)),
+        ("mobilenet_v2", "features.18", (4, 4), (1, 1)),
+        ("swin_v2_t", "features.0", (16, 16), (8, 8)),  # (B, H, W, C)
+    ],
+)
+def test_forms_differ_in_the_resolution_of_the_maps(
+    name: str, module: str, small: Any, large: Any
+) -> None:
+    for form, expected in (("auto", small), ("cifar", small), ("imagenet", large)):
+        model, seen = built(name, 32, 10, form=form), []
+        model.get_submodule(module).register_forward_hook(
+            lambda m, i, out, seen=seen: seen.append(tuple(out.shape))
+        )
+        model(torch.zeros(2, 3, 32, 32, device="meta"))
+        shape = seen[0][1:3] if name == "swin_v2_t" else seen[0][2:]
+        assert shape == expected, form
+    assert parameters(built(name, 128, 10)) == parameters(built(name, 128, 10, form="imagenet"))
+
+
+def test_depthwise_convolutions_cannot_be_sparse() -> None:
+    model, chosen = built("mobilenet_v2", 32, 10), options("mobilenet_v2")
+    modules = dict(model.named_modules())
+    depthwise = {
+        f"{name}.weight" for name, m in modules.items() if isinstance(m, nn.Conv2d) and m.groups > 1
+    }
+    for pattern in ("2:4", "1:4", "1:16"):
+        _, dense = select(model, Pattern.parse(pattern), chosen["include"], chosen["exclude"])
+        assert depthwise <= {left.name for left in dense}
+    assert len(depthwise) == 17
+
+
+def test_separate_projections_attend_as_the_fused_ones() -> None:
+    from nmrun.lab.models.vit import Attention
+
+    torch.manual_seed(0)
+    fused = nn.MultiheadAttention(24, 3, batch_first=True)
+    nn.init.normal_(fused.in_proj_bias)
+    x = torch.randn(2, 5, 24)
+    expected, _ = fused(x, x, x, need_weights=False)
+    out, nothing = Attention(fused)(x, x, x, need_weights=False)
+    assert torch.allclose(out, expected, atol=1e-6)
+    assert nothing is None
+
+
+def test_queries_and_keys_can_be_chosen(tmp_path: Path) -> None:
+    tiny = ("model=vit_tiny", "model.layers=2", "model.width=24", "recipe=sr_ste")
+    parts = build.build(config(tmp_path, *tiny, r"model.include=['.*\.(query|key)']"))
+    assert [weight.name.split(".", 3)[3] for weight in parts.handle.sparse] == [
+        f"self_attention.{name}.weight" for _ in range(2) for name in ("query", "key")
+    ]
+    feed_forward = build.build(config(tmp_path, *tiny))
+    assert [weight.name.split(".", 3)[3] for weight in feed_forward.handle.sparse] == [
+        "mlp.0.weight",
+        "mlp.3.weight",
+    ] * 2
+
+
+def test_stochastic_depth_leaves_out_whole_branches_and_more_of_later_layers() -> None:
+    sizes = {"layers": 3, "heads": 1, "width": 8, "patch": 4}
+    model = models.build(
+        options("deit_tiny", **sizes, stochastic_depth=0.9), {"shape": (3, 8, 8), "classes": 2}
+    )
+    blocks: Any = model.encoder.layers  # type: ignore[union-attr]
+    x, unchanged = torch.randn(400, 5, 8), []
+    model.train()
+    for block in blocks:
+        same: Tensor = (block(x) == x).flatten(1).all(1)  # both branches were left out
+        unchanged.append(int(same.sum()))
+    assert unchanged[0] == 0
+    assert abs(unchanged[1] - 400 * 0.45**2) < 4 * 8.1
+    assert abs(unchanged[2] - 400 * 0.9**2) < 4 * 7.9
+    model.eval()
+    assert not any((block(x) == x).flatten(1).all(1).any() for block in blocks)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("resnet20", {"depth": 18}, "model.depth=18: these networks have 6n"),
+        ("vit_tiny", {"patch": 5}, "model.patch=5: images of 32x32"),
+        ("vit_tiny", {"heads": 5}, "model.width=192 cannot be split into model.heads=5"),
+    ],
+)
+def test_sizes_that_do_not_divide(name: str, changed: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        built(name, 32, 10, **changed)
+
+
+def test_timm_networks() -> None:
+    pytest.importorskip("timm")
+    chosen = options("timm", name_in_timm="vit_tiny_patch16_224")
+    model = built("timm", 224, 1000, name_in_timm="vit_tiny_patch16_224")
+    assert parameters(model) == 5_717_416
+    sparse, dense = select(model, Pattern(2, 4), chosen["include"], chosen["exclude"])
+    assert [left.name for left in dense] == [
+        "cls_token",
+        "pos_embed",
+        "patch_embed.proj.weight",
+        "head.weight",
+    ]
+    assert len(sparse) == 12 * 4
+    small = built("timm", 32, 10, 1, name_in_timm="vit_tiny_patch16_224", options={"patch_size": 4})
+    assert small(torch.zeros(2, 1, 32, 32, device="meta")).shape == (2, 10)
+    convolutional = built("timm", 32, 10, name_in_timm="resnet18")
+    assert parameters(convolutional) == 11_689_512 - 513 * 990
+    with pytest.raises(
+        ConfigError, match=r"model.name_in_timm=resnet1: timm has no such model; it has .*resnet1"
+    ):
+        built("timm", 32, 10, name_in_timm="resnet1")
+    with pytest.raises(ConfigError, match=r"with model.options=.*nonsense"):
+        built("timm", 32, 10, name_in_timm="resnet18", options={"nonsense": 1})
+
+
+def test_without_timm_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "timm", None)
+    with pytest.raises(ConfigError, match=r"pip install 'nmrun\[timm\]'"):
+        built("timm", 32, 10)
+    assert importlib.util.find_spec("nmrun.lab.models.timm_models") is not None
+
+
+def test_every_model_file_has_its_builder() -> None:
+    names = {
+        path.name.removesuffix(".yaml")
+        for path in (files("nmrun.conf") / "model").iterdir()
+        if path.name.endswith(".yaml")
+    }
+    assert {*IMAGENET, "resnet20", "resnet32", "timm"} <= names & set(models.MODELS)

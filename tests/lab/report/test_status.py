@@ -1,0 +1,327 @@
+"""``nmrun status`` on folders made by hand, and on a real sweep that fails, runs and is killed
+while it is watched.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from nmrun.errors import ConfigError
+from nmrun.lab.report import status
+from nmrun.lab.runs.locks import NAME
+from nmrun.lab.words import sweep
+
+Place = Callable[..., Path]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """A run folder in ``outputs`` of the current folder, as a run leaves it; without a status, as a
+    kill leaves it.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def call(
+        name: str,
+        state: str | None = None,
+        command: str | None = "nmrun recipe=ste",
+        steps: int = 0,
+        **more: Any,
+    ) -> Path:
+        output_dir = more.pop("output_dir", "outputs")
+        folder = Path(output_dir) / "digits" / "small_conv" / "ste" / "2of4" / name
+        folder.mkdir(parents=True)
+        config = {"output_dir": output_dir, "seed": 0}
+        head = f"# {command}\n" if command else ""
+        (folder / "config.yaml").write_text(head + yaml.safe_dump(config))
+        if state:
+            result = {
+                "status": state,
+                "config": config,
+                "environment": {"command": "nmrun -m all of it"},
+                **more,
+            }
+            (folder / "result.json").write_text(json.dumps(result))
+        if steps:
+            rows = "".join(json.dumps({"step": step}) + "\n" for step in range(10, steps + 1, 10))
+            # a kill in the middle of a line
+            (folder / "metrics.jsonl").write_text(rows + '{"step": 99')
+        return folder
+
+    return call
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert status.main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def locked(folder: Path) -> subprocess.Popen[str]:
+    """A live process that works in the folder."""
+    code = f"import fcntl, os, sys; fcntl.flock(os.open({str(folder / NAME)!r}, os.O_CREAT), fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def test_every_state(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    place("s0-a", "finished")
+    place("s1-b", "finished")
+    place("s2-c", "failed", "nmrun recipe=ste seed=2", steps=30, error="step 34: the loss is nan")
+    place("s3-d", "interrupted", None, signal=2)
+    killed = place("s4-e", steps=20, command="nmrun recipe=ste 'sparsity.overrides={inner.1: 1:8}'")
+    running = place("s5-f", "finished", steps=40)  # once more, with force
+    begins = running.with_name("s6-g")
+    begins.mkdir()
+    running.with_name("s7-h").mkdir()  # nothing ever happened there
+    (files := killed / "wandb" / "files").mkdir(parents=True)
+    (files / "config.yaml").write_text("a: 1\n")  # no run of its own
+    alive = [locked(running), locked(begins)]
+    try:
+        lines = told(capsys).splitlines()
+    finally:
+        for process in alive:
+            process.communicate()
+    here = "outputs/digits/small_conv/ste/2of4"
+    assert lines == [
+        "runs in outputs: 2 finished, 2 running, 1 interrupted, 1 failed, 1 killed",
+        f"running, step 40: {here}/s5-f",
+        f"running: {here}/s6-g",
+        f"interrupted: {here}/s3-d",
+        "  nmrun -m all of it",
+        f"failed, step 30: {here}/s2-c",
+        "  step 34: the loss is nan",
+        "  nmrun recipe=ste seed=2",
+        f"killed, step 20: {here}/s4-e",
+        "  nmrun recipe=ste 'sparsity.overrides={inner.1: 1:8}'",
+    ]
+    assert (
+        told(capsys).splitlines()[0]
+        == "runs in outputs: 3 finished, 1 interrupted, 1 failed, 1 killed"
+    )
+    data = json.loads(told(capsys, "--json"))
+    assert data["runs"] == {"finished": 3, "interrupted": 1, "failed": 1, "killed": 1}
+    assert [(run["state"], run["step"]) for run in data["unfinished"]] == [
+        ("failed", 30),
+        ("interrupted", None),
+        ("killed", 20),
+    ]
+    assert told(capsys, str(killed)).splitlines()[1] == f"killed, step 20: {killed}"
+
+
+@pytest.mark.parametrize("state", [None, "failed"])
+def test_the_command_fits_the_folder_it_is_asked_from(
+    state: str | None,
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Run by a shell that has ``nmrun`` say where it is and with what it was called."""
+    home = tmp_path / "it's here"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    place(
+        "s0-a",
+        state,
+        "nmrun recipe=ste output_dir=deep/out 'track.project=a b'",
+        output_dir="deep/out",
+    )
+
+    def shell() -> list[str]:
+        line = (
+            told(capsys, "--json", str(home))
+            if (home / "deep").exists()
+            else told(capsys, "--json", str(tmp_path))
+        )
+        (run,) = json.loads(line)["unfinished"]
+        script = f'nmrun() {{ pwd; printf "%s\\n" "$@"; }}; {run["command"]}'
+        return subprocess.run(
+            ["bash", "-c", script], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+
+    words = ["recipe=ste", "output_dir=deep/out", "track.project=a b"]
+    assert shell() == [str(home), *words]
+    monkeypatch.chdir(home / "deep")
+    assert shell() == [str(home), *words]
+    monkeypatch.chdir("/")
+    assert shell() == [str(home), *words]
+    (home / "deep").rename(tmp_path / "moved")
+    assert shell() == ["/", "recipe=ste", "track.project=a b", f"output_dir={tmp_path}/moved/out"]
+    (tmp_path / "moved").rename(tmp_path / "it's moved")
+    *_, word = shell()
+    assert OverridesParser.create().parse_override(word).value() == f"{tmp_path}/it's moved/out"
+
+
+def test_sweeps(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 5_000_000.0
+    monkeypatch.setattr(sweep.time, "time", lambda: now)
+    folders = [Path("outputs/.sweeps") / name for name in ("1-first", "2-second", "3-third")]
+    for folder, statuses in zip(
+        folders, (["finished"] * 2, ["skipped", "finished", "failed"], ["finished"]), strict=True
+    ):
+        folder.mkdir(parents=True)
+        head = {
+            "begun": now - 600,
+            "jobs": 8,
+            "command": f"nmrun -m {folder.name}",
+            "output_dir": "outputs",
+        }
+        (folder / "sweep.json").write_text(json.dumps(head))
+        jobs = [
+            {"status": one, "seconds": 120, "ended": now - 60, "overrides": []} for one in statuses
+        ]
+        (folder / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
+    cut = "sweep 3-third, cut off: 1 of 8 jobs done (1 finished); 9 min"
+    assert told(capsys).splitlines() == [cut, "  nmrun -m 3-third", "runs in outputs: none yet"]
+    monkeypatch.chdir("outputs")
+    assert told(capsys, ".").splitlines()[:2] == [cut, "  cd .. && nmrun -m 3-third"]
+    monkeypatch.chdir("..")
+    alive = [locked(folder) for folder in folders[:2]]
+    try:
+        lines = told(capsys).splitlines()
+    finally:
+        for process in alive:
+            process.communicate()
+    assert lines == [
+        "sweep 1-first, running: 2 of 8 jobs done (2 finished); 10 min so far, 12 min left",
+        "sweep 2-second, running: 3 of 8 jobs done (1 finished, 1 skipped, 1 failed); 10 min so far, 10 min left",
+        "runs in outputs: none yet",
+    ]
+    done = [{"status": "finished", "seconds": 1, "ended": now - 540, "overrides": []}] * 8
+    (folders[2] / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in done))
+    assert (
+        told(capsys).splitlines()[0] == "sweep 3-third, ended: 8 of 8 jobs done (8 finished); 1 min"
+    )
+
+
+def test_watching_ends_with_what_runs(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = locked(place("s0-a", steps=20))
+    looks: list[float] = []
+
+    def next_look(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            holder.kill()
+            holder.wait()
+
+    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=next_look))
+    out = told(capsys, "--watch")
+    assert looks == [status.PAUSE] * 3
+    assert "1 killed" in out
+    assert "running" not in out, "the last look alone is left on the screen"
+    assert "killed, step 20: outputs" in out
+
+
+def test_asking_is_not_in_the_way(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = place("s0-a")
+    told(capsys)
+    handle = os.open(folder, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # would raise
+    os.close(handle)
+
+
+def test_a_run_folder_that_stands_alone(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        place("s0-a").joinpath("config.yaml").rename(Path(folder) / "config.yaml")
+        assert told(capsys, folder).splitlines()[1:] == [f"killed: {folder}", "  nmrun recipe=ste"]
+
+
+def test_where_there_is_nothing(tmp_path: Path, nmrun_cli) -> None:
+    for words, said in (((), "outputs: no such folder"), (("empty",), "empty: no runs in it")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        done = nmrun_cli("status", *words)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"nmrun: {said}\n")
+    with pytest.raises(ConfigError):
+        status.main([str(tmp_path / "nowhere")])
+
+
+@pytest.mark.slow
+def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> None:
+    words = "-m recipe=ste optimizer.lr=1e25,1e-3 seed=0,3 zip=optimizer.lr,seed trainer.limit_batches=1 trainer.epochs=3000 track=local"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "nmrun", *words.split()], cwd=tmp_path, stdout=subprocess.DEVNULL
+    )
+    deadline = time.time() + 60
+    while time.time() < deadline and not list(
+        tmp_path.glob("outputs/digits/*/*/*/s3-*/checkpoint.pt")
+    ):
+        assert process.poll() is None
+        time.sleep(0.05)
+    watched = json.loads(nmrun_cli("status", "--json").stdout)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert watched["runs"] == {"running": 1, "failed": 1}
+    assert [(one["running"], one["jobs"], one["done"]) for one in watched["sweeps"]] == [
+        (True, 2, {"failed": 1})
+    ]
+    assert watched["sweeps"][0]["left"] > 0
+    light = "import sys; from nmrun.lab import cli; status = cli.main(); print('torch' in sys.modules); sys.exit(status)"
+    done = subprocess.run(
+        [sys.executable, "-c", light, "status"], cwd=tmp_path, capture_output=True, text=True
+    )
+    lines = done.stdout.splitlines()
+    assert (done.returncode, done.stderr, lines[-1]) == (0, "", "False")
+    assert "cut off: 1 of 2 jobs done (1 failed)" in lines[0]
+    assert lines[1:3] == [f"  nmrun {words}", "runs in outputs: 1 failed, 1 killed"]
+    (failed,) = [i for i, line in enumerate(lines) if line.startswith("failed")]
+    assert "loss is nan" in lines[failed + 1]
+    (killed,) = [i for i, line in enumerate(lines) if line.startswith("killed, step")]
+    repeat = shlex.split(lines[killed + 1])
+    assert repeat[0] == "nmrun"
+    planned = nmrun_cli(*repeat[1:], "dry=true")
+    assert planned.returncode == 0
+    folder = tmp_path / lines[killed].partition(": ")[2]
+    saved = (folder / "checkpoint.pt").stat().st_mtime_ns
+    again = subprocess.Popen(  # it goes on in the same folder
+        [sys.executable, "-m", "nmrun", *repeat[1:]],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert again.stdout is not None
+    for line in again.stdout:
+        if "goes on at step" in line:
+            break
+    else:
+        pytest.fail("it began again")
+    # until it trains: before, a shell's background job ignores the signal
+    while (folder / "checkpoint.pt").stat().st_mtime_ns == saved:
+        assert again.poll() is None
+        time.sleep(0.05)
+    again.send_signal(signal.SIGINT)
+    again.communicate()
+    assert json.loads((folder / "result.json").read_text())["status"] == "interrupted"
+    assert "runs in outputs: 1 interrupted, 1 failed" in nmrun_cli("status").stdout
+
+
+def test_a_command_that_cannot_be_read_is_told_as_it_stands(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a folder that was moved."""
+    place("s0", command="nmrun recipe=ste output_dir='out")
+    Path("outputs").rename("moved")
+    assert "  nmrun recipe=ste output_dir='out" in told(capsys, "moved").splitlines()

@@ -1,0 +1,135 @@
+"""``nmrun table --verify`` takes runs as they finished and no others; cells of a table are texts."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from verbs import verb
+
+from nmrun.errors import RunError
+from nmrun.lab.api.result import Result
+from nmrun.lab.runs import run_folder
+from nmrun.lab.runs.run_folder import SEALED, WEIGHTS
+
+
+@pytest.fixture
+def sealed(write):
+    """A run with files, bound to its result."""
+
+    def call(*arguments: object, **other: object) -> Path:
+        folder: Path = write(*arguments, **other)
+        for name in (*WEIGHTS, "metrics.jsonl"):
+            (folder / name).write_bytes(name.encode() * 3)
+        result = json.loads((folder / "result.json").read_text())
+        (folder / "result.json").write_text(json.dumps(run_folder.sealed(result, folder), indent=2))
+        return folder
+
+    return call
+
+
+@pytest.mark.parametrize("name", [*SEALED[1:], "result.json"])
+def test_a_flipped_bit_never_passes(name: str, sealed, table) -> None:
+    folder = sealed("ste", "2:4", 0, 0.8746)
+    sealed("ste", "2:4", 1, 0.8746)
+    assert table("--verify")[0] == 0
+    data = bytearray((folder / name).read_bytes())
+    data[data.index(b"0.8746") + 2 if name == "result.json" else 7] ^= 1
+    (folder / name).write_bytes(data)
+    status, out, err = table("--verify")
+    assert (status, out) == (1, "")
+    assert err.startswith(f"nmrun: {folder / name}: it was changed: its SHA-256 is another; ")
+    assert err.count("\n") == 1
+    status, out, err = table()  # it did not ask: what counts is there are the results
+    assert status == 0
+    left_out = f"nmrun: left out: {folder / name}: it was changed: its SHA-256 is another\n"
+    assert err == (left_out if name == "result.json" else "")
+    assert ("(1)" if name == "result.json" else "(2)") in out
+
+
+@pytest.mark.parametrize("words", ["compare RUN RUN", "rerun RUN --yes"])
+def test_a_changed_result_is_neither_compared_nor_repeated(
+    words: str, sealed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = sealed("ste", "2:4", 0, 0.8746)
+    text = (folder / "result.json").read_text()
+    (folder / "result.json").write_text(text.replace("0.8746", "0.9746"))
+    assert verb(*words.replace("RUN", str(folder)).split()) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"nmrun: {folder / 'result.json'}: it was changed: its SHA-256 is")
+    assert err.count("\n") == 1
+
+
+def test_a_run_in_the_folder_of_another_is_left_out(sealed, table) -> None:
+    other = sealed("ste", "2:4", 0, 0.8)
+    sealed("ste", "2:4", 1, 0.9)
+    other.rename(other.with_name("s0-0123456789"))
+    status, out, err = table()
+    assert (status, "90.0 (1)" in out) == (0, True)
+    assert "it is of another run, whose id is" in err
+
+
+def test_changed_rows_are_not_drawn(sealed, tmp_path: Path, capsys) -> None:
+    folder = sealed("ste", "2:4", 0, 0.8)
+    rows = [{"step": step, "eval/accuracy": 0.1 * step} for step in (1, 2, 3)]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    result = json.loads((folder / "result.json").read_text())
+    result = {key: value for key, value in result.items() if key not in ("files", "sha256")}
+    (folder / "result.json").write_text(
+        json.dumps(run_folder.sealed(result | {"metric": "accuracy"}, folder))
+    )
+    words = ("plot", str(tmp_path), "--kind", "curves", "--out", str(tmp_path / "a.svg"))
+    assert verb(*words) == 0
+    assert capsys.readouterr().err == ""
+    data = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(data.replace("0.1", "0.9"))
+    assert verb(*words) == 2
+    assert f"{folder / 'metrics.jsonl'}: it was changed" in capsys.readouterr().err
+    found = Result("finished", {}, {}, folder)
+    with pytest.raises(RunError, match=r"metrics\.jsonl: it was changed"):
+        found.history()
+
+
+def test_runs_without_hashes_are_counted(sealed, write, table) -> None:
+    sealed("ste", "2:4", 2, 0.5)
+    write("asp", "2:4", 0, status="failed")
+    earlier = [write("ste", "2:4", seed, 0.5) / "model.safetensors" for seed in range(2)]
+    for path in earlier:
+        path.touch()
+    status, out, err = table("--verify")
+    assert (status, "50.0 +- 0.0 (3)" in out) == (0, True)
+    line = "runs finished by an earlier nmrun, which kept no hashes; not verified: 2"
+    assert err == f"nmrun: {line}\n"
+    earlier[1].unlink()
+    status, out, err = table("--verify")
+    assert (status, out) == (1, "")
+    assert err.startswith(f"nmrun: {earlier[1]}: it is missing")
+
+
+@pytest.mark.parametrize("name", ["=cmd|'/c calc'!A1", "+1+1", "-a", "@SUM(A1)", "\tx"])
+def test_csv_has_no_formulas(name: str, write, table) -> None:
+    write(name, "2:4", 0, 0.5)
+    (line,) = csv.DictReader(io.StringIO(table("--format", "csv")[1]))
+    assert line["recipe"] == f"'{name}"
+    assert float(line["mean"]) == 0.5
+
+
+def test_csv_leaves_numbers_and_dashes(write, table) -> None:
+    write("ste", "2:4", 0, -0.5, optimizer__lr=-1e-3)
+    text = table("--format", "csv", "--rows", "optimizer.lr")[1]
+    (line,) = csv.DictReader(io.StringIO(text))
+    assert (line["optimizer.lr"], line["mean"]) == ("-0.001", "-0.5")
+
+
+def test_markdown_cells_are_texts(write, table) -> None:
+    name = "a|b\nc](http://x) <img src=x> \x1b[31m"
+    write(name, "2:4", 0, 0.5)
+    out = table()[1]
+    assert "\x1b" not in out
+    (line,) = [line for line in out.splitlines() if "http" in line]
+    assert line.startswith("| a\\|b c]\\(http://x) \\<img src=x>  [31m")
+    assert line.replace("\\|", "").count("|") == 3

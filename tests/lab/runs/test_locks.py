@@ -1,0 +1,158 @@
+"""One process at a time has a run folder, also where it is deleted beside it, and where the file
+system has no locks.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nmrun.lab.runs import locks
+
+HOLDER = """
+import errno, fcntl, os, sys, time
+from pathlib import Path
+from nmrun.lab.runs import locks
+if sys.argv[2] == "none":
+    def none(*_): raise OSError(errno.ENOLCK, "No locks available")
+    flock, fcntl.flock = fcntl.flock, lambda file, kind: (
+        none() if os.fstat(file).st_ino == os.stat(sys.argv[1] + "/.lock").st_ino else flock(file, kind))
+with locks.hold(Path(sys.argv[1])) as ours:
+    child = os.fork()  # as a data loader's, which does not end with its parent
+    if child:
+        print(ours, child, flush=True)
+    time.sleep(60)
+"""
+
+
+def without_locks(folder: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a file system without them; the folder for temporary files is on another."""
+    flock = fcntl.flock
+
+    def refused(file: int, kind: int) -> None:
+        if (folder / ".lock").exists() and os.path.samestat(
+            os.fstat(file), (folder / ".lock").stat()
+        ):
+            raise OSError(number, os.strerror(number))
+        flock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+
+
+@pytest.fixture(params=["flock", "none"])
+def kind(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "none":
+        without_locks(tmp_path, errno.ENOLCK, monkeypatch)
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.mktemp("temporary")
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return folder
+
+
+def test_after_a_kill_the_folder_is_free_at_once(
+    kind: str, tmp_path: Path, temporary: Path
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path), kind], stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        ours, child = holder.stdout.readline().split()
+        assert ours == "True"
+        assert locks.held(tmp_path)
+        assert locks.holder(tmp_path) == f"process {holder.pid} on {os.uname().nodename}"
+        with locks.hold(tmp_path) as again:
+            assert not again
+        holder.kill()
+        holder.wait()
+        try:
+            assert not locks.held(tmp_path)
+            with locks.hold(tmp_path) as again:
+                assert again
+        finally:
+            os.kill(int(child), signal.SIGKILL)
+    assert [*tmp_path.iterdir(), *temporary.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EIO]
+)
+def test_without_locks_of_the_file_system(
+    number: int, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_locks(tmp_path, number, monkeypatch)
+    with locks.hold(tmp_path) as ours, locks.hold(tmp_path) as again:
+        assert (ours, again, locks.held(tmp_path)) == (True, False, True)
+    assert not locks.held(tmp_path)
+    assert [*tmp_path.iterdir(), *temporary.iterdir()] == []
+
+
+def test_one_who_waits_while_the_folder_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may get the lock of a file that has no name any more, and that keeps nobody out."""
+    folder, asides, flock = tmp_path / "run", tmp_path / "deleted", fcntl.flock
+    folder.mkdir()
+
+    def late(file: int, kind: int) -> None:
+        if folder.exists() and not asides.exists():  # between its open and its flock
+            folder.rename(asides)
+        flock(file, kind)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locks.hold(folder) as ours:
+        assert not ours
+    shutil.rmtree(asides)
+    folder.mkdir()
+    asides.mkdir()
+    with locks.hold(folder) as first, locks.hold(folder) as second:
+        assert (first, second) == (True, False)
+
+
+def test_who_deletes_the_folder_leaves_the_next_one_s_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with locks.hold(folder) as ours:
+        assert ours
+        folder.rename(tmp_path / "deleted")
+        folder.mkdir()
+        other = locks.hold(folder)
+        assert other.__enter__()
+    assert locks.held(folder)
+    other.__exit__(None, None, None)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_lease_of_an_earlier_nmrun_keeps_nobody_out(tmp_path: Path) -> None:
+    (tmp_path / ".lease").write_text('{"host": "node7", "pid": 1, "boot": "another"}')
+    assert not locks.held(tmp_path)
+    with locks.hold(tmp_path) as ours:
+        assert ours
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that says nothing locks as well as one that does."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with locks.hold(tmp_path) as ours, locks.hold(tmp_path) as again:
+        assert (ours, again, locks.holder(tmp_path)) == (True, False, "")
+    monkeypatch.setattr(os, "open", full)
+    with pytest.raises(OSError, match="No space left"), locks.hold(tmp_path):
+        pass

@@ -1,0 +1,227 @@
+"""What binds a finished run to its files notices every change of them, and every reader asks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nmrun.errors import RunError
+from nmrun.lab.runs.run_folder import RunFolder, sealed
+
+RESULT: dict[str, Any] = {
+    "status": "finished",
+    "id": "0123456789",
+    "metrics": {"final": {"test/accuracy": 0.8746, "test/loss": 1e-7}, "best": {"epoch": 3}},
+    "config": {
+        **{group: {"name": group} for group in ("dataset", "model", "recipe", "optimizer")},
+        **{"schedule": {"name": "constant"}, "sparsity": {"n": 2, "m": 4}},
+        "trainer": {"note": "Größe", "none": None, "list": [1, 1.0, True]},
+        "seed": 2**64,
+    },
+}
+CONTENT = {
+    "config.yaml": b"seed: 0\n",
+    "metrics.jsonl": b'{"step": 1}\n{"step": 2}\n',
+    "model.safetensors": bytes(range(256)),
+    "run.log": b"not bound",
+}
+CHANGED = "it was changed: its SHA-256 is another"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    place = tmp_path / "s0-0123456789"
+    place.mkdir()
+    for name, content in CONTENT.items():
+        (place / name).write_bytes(content)
+    (place / "result.json").write_text(json.dumps(sealed(RESULT, place), indent=2))
+    return place
+
+
+def broken(folder: Path, contents: bool = True) -> dict[str, str]:
+    return RunFolder(folder).broken(contents)
+
+
+def test_sizes_and_hashes_are_those_of_the_files(folder: Path) -> None:
+    result = json.loads((folder / "result.json").read_text())
+    bound = {name: data for name, data in CONTENT.items() if name != "run.log"}
+    assert result["files"] == {
+        name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, data in bound.items()
+    }
+    assert {**RESULT, "files": result["files"], "sha256": result["sha256"]} == result
+    assert broken(folder) == {}
+    assert RunFolder(folder).result == result
+    assert RunFolder(folder).rows() == [{"step": 1}, {"step": 2}]
+    (folder / "run.log").write_bytes(b"more")
+    assert broken(folder) == {}
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "model.safetensors"])
+def test_a_flipped_bit_of_a_file(name: str, folder: Path) -> None:
+    data = CONTENT[name]
+    for at in range(len(data)):
+        flipped = data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :]
+        (folder / name).write_bytes(flipped)
+        assert broken(folder) == {name: CHANGED}
+        with pytest.raises(RunError, match=f"{name}: {CHANGED}"):
+            RunFolder(folder).checked(name)
+    assert broken(folder, contents=False) == {}  # a look at the size only
+    (folder / name).write_bytes(data + b"x")
+    size = f"it was changed: it has {len(data) + 1} bytes and had {len(data)}"
+    assert broken(folder, contents=False) == {name: size}
+    (folder / name).unlink()
+    assert broken(folder, contents=False) == {name: "it is missing"}
+    (folder / name).mkdir()
+    assert name in broken(folder)
+
+
+def test_a_flipped_bit_of_the_result(folder: Path) -> None:
+    path, chance, read = folder / "result.json", random.Random(0), 0
+    data = path.read_bytes()
+    whole = json.loads(data)
+    for _ in range(400):
+        at = chance.randrange(len(data))
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
+        try:
+            result = json.loads(path.read_text())
+        except ValueError:
+            result = None
+        if result == whole and repr(result) == repr(whole):
+            continue  # a space
+        read += result is not None
+        assert list(broken(folder)) == ["result.json"]
+        assert RunFolder(folder).result == {}
+    assert read > 100
+
+
+def test_a_result_without_hashes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "result.json").write_text(json.dumps(RESULT))
+    there = RunFolder(folder)
+    assert not there.is_sealed
+    assert there.finished() == RESULT
+    assert there.broken(contents=True) == {}
+    assert there.checked("model.safetensors").name == "model.safetensors"
+    for _ in range(2):
+        there.tell_unverified()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"nmrun: {folder}: finished by an earlier nmrun")
+    (folder / "model.safetensors").unlink()
+    assert RunFolder(folder).broken() == {"model.safetensors": "it is missing"}
+    assert RunFolder(folder).finished() is None
+
+
+def test_a_run_in_the_folder_of_another(folder: Path) -> None:
+    other = folder.rename(folder.with_name("s1-aaaaaaaaaa"))
+    there = RunFolder(other)
+    assert (there.result, there.is_of_another) == ({}, True)
+    assert there.broken() == {"result.json": "it is of another run, whose id is 0123456789"}
+    own = other.rename(other.with_name("my best run"))  # a name that says nothing
+    assert RunFolder(own).finished() is not None
+    link = own.with_name("s0-0123456789")
+    link.symlink_to(own)
+    assert RunFolder(link).finished() is not None
+
+
+def test_weights_that_came_later_are_not_the_runs(folder: Path) -> None:
+    (folder / "best.safetensors").write_bytes(CONTENT["model.safetensors"])
+    with pytest.raises(RunError, match=r"best\.safetensors: it is not of this run"):
+        RunFolder(folder).checked("best.safetensors")
+
+
+def resealed(folder: Path, **changes: Any) -> None:
+    result = {**RESULT, "files": {}, **changes}
+    text = json.dumps(result, sort_keys=True, separators=(",", ":"))
+    result["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def deep(levels: int) -> str:
+    return '{"a":' * levels + "1" + "}" * levels
+
+
+def laughs(folder: Path) -> None:
+    lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x]"]
+    lines += [f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
+    (folder / "config.yaml").write_text("\n".join(lines))
+    (folder / "result.json").unlink()
+
+
+# what somebody else may have put there: no reader waits, or stumbles
+ODD: dict[str, Callable[[Path], object]] = {
+    "a pipe": lambda f: [(f / "result.json").unlink(), os.mkfifo(f / "result.json")],
+    "a pipe as config": lambda f: [
+        *[(f / name).unlink() for name in ("config.yaml", "result.json")],
+        os.mkfifo(f / "config.yaml"),
+    ],
+    "a device": lambda f: [
+        (f / "result.json").unlink(),
+        (f / "result.json").symlink_to("/dev/zero"),
+    ],
+    "a list of a device": lambda f: resealed(f, files={"/dev/zero": {"bytes": 0, "sha256": ""}}),
+    "weights on a device": lambda f: [
+        (f / "model.safetensors").unlink(),
+        (f / "model.safetensors").symlink_to("/dev/zero"),
+        resealed(f, files={"model.safetensors": {"bytes": 0, "sha256": ""}}),
+    ],
+    "nested a little": lambda f: (f / "result.json").write_text(deep(100)),
+    "nested": lambda f: (f / "result.json").write_text(deep(100_000)),
+    "aliases": laughs,
+    "an alias of itself": lambda f: [
+        (f / "result.json").unlink(),
+        (f / "config.yaml").write_text("sparsity: &a {n: *a}"),
+    ],
+    "a list": lambda f: (f / "result.json").write_text("[]"),
+    "a number": lambda f: (f / "result.json").write_text("1" * 10_000),
+    "no status": lambda f: (f / "result.json").write_text("{}"),
+    "a list for a status": lambda f: resealed(f, status=["finished"]),
+    "a text for the environment": lambda f: resealed(f, environment="x"),
+    "a list for the command": lambda f: resealed(f, environment={"command": []}),
+    "a text for a metric": lambda f: resealed(f, metrics={"final": {"a": "x"}, "best": {}}),
+    "no metrics": lambda f: resealed(f, metrics={}),
+    "no place": lambda f: resealed(f, config=RESULT["config"] | {"output_dir": None}),
+    "a place with a zero": lambda f: resealed(f, config=RESULT["config"] | {"output_dir": "a\0b"}),
+    "a dictionary for a seed": lambda f: resealed(f, config=RESULT["config"] | {"seed": {}}),
+    "a list for a name": lambda f: resealed(f, config=RESULT["config"] | {"model": {"name": []}}),
+    "half a character": lambda f: resealed(f, status="failed", error="\ud800"),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_files(
+    kind: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from verbs import verb
+
+    ODD[kind](folder)
+    place = tmp_path / "out" / "digits" / "mlp" / "ste" / "2of4" / folder.name
+    place.parent.mkdir(parents=True)
+    folder.rename(place)
+    there, beside = str(place), str(tmp_path / "beside")
+    for words in (
+        ("status", str(tmp_path)),
+        ("table", str(tmp_path)),
+        ("table", str(tmp_path), "--verify"),
+        ("report", str(tmp_path), "--to", str(tmp_path / "report.html")),
+        ("compare", there, there),
+        ("rerun", there, "--yes"),
+        ("rm", str(tmp_path), "--filter", "recipe=nosuch", "--yes"),
+        ("export", there, "--to", beside),
+        ("ratios", there),
+        ("prune", there),
+        ("init=" + there, "debug=fast", f"output_dir={beside}"),
+    ):
+        status = verb(*words)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        assert "\x1b" not in out + err
+        assert status in (0, 1, 2)
+        assert status or words[0] in ("status", "table", "report", "compare"), words
+        (out + err).encode()

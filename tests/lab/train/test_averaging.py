@@ -1,0 +1,98 @@
+"""Averaging the weights of the last epochs: against means taken by hand, through sparse layers and
+interruptions.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import config
+from safetensors.torch import load_file
+from torch import nn
+
+import nmrun
+from nmrun.lab.train import runner
+from nmrun.lab.train.averaging import Average
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words.identity import run_folder
+from nmrun.sparsity import nm_mask
+
+STEPS_AN_EPOCH, EPOCHS, LAST = 3, 4, 2
+
+
+@pytest.mark.parametrize("recipe", ["dense", "sr_ste"])
+def test_the_final_weights_are_the_mean_of_the_last_epochs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    seen: list[dict[str, torch.Tensor]] = []
+    step = Loop.train_step
+
+    def watched(self: Loop, *args: Any, **kwargs: Any) -> None:
+        step(self, *args, **kwargs)
+        if self.step % STEPS_AN_EPOCH == 0:
+            dense = {weight.name: weight.dense for weight in self.handle.sparse}
+            plain = dict(self.model.named_parameters())
+            seen.append({name: tensor.detach().clone() for name, tensor in (plain | dense).items()})
+
+    monkeypatch.setattr(Loop, "train_step", watched)
+    made = config(
+        tmp_path, f"recipe={recipe}", f"trainer.average={LAST}", f"trainer.epochs={EPOCHS}"
+    )
+    assert runner.run(made, run_folder(made))["status"] == "finished"
+    final = load_file(run_folder(made) / "model.safetensors")
+    assert len(seen) == EPOCHS
+    assert final.keys() == seen[0].keys()
+    for name, tensor in final.items():
+        mean = (seen[-2][name].double() + seen[-1][name].double()) / 2
+        if recipe != "dense" and name.startswith("inner") and name.endswith("weight"):
+            mean = mean * nm_mask(mean, "2:4", dim=1)
+        torch.testing.assert_close(tensor.double(), mean, rtol=1e-5, atol=1e-7)
+    assert any(not torch.equal(seen[-1][name], final[name]) for name in final)
+
+
+def test_an_interrupted_run_has_the_same_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for name, cut in (("alone", 0), ("cut", 11)):  # in the last epoch, when one was added already
+        made = config(tmp_path / name, "recipe=step", "recipe.switch=0.5", "trainer.average=2")
+        step = Loop.train_step
+
+        def dying(self: Loop, *args: Any, cut: int = cut, step: Any = step, **kwargs: Any) -> None:
+            if self.step == cut - 1:
+                raise KeyboardInterrupt
+            step(self, *args, **kwargs)
+
+        if cut:
+            with monkeypatch.context() as patch:
+                patch.setattr(Loop, "train_step", dying)
+                assert runner.run(made, run_folder(made))["status"] == "interrupted"
+        assert runner.run(made, run_folder(made))["status"] == "finished"
+        found.append((run_folder(made) / "model.safetensors").read_bytes())
+    assert found[0] == found[1]
+
+
+def test_running_statistics_are_averaged_and_one_epoch_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    handle = nmrun.sparsify(model, torch.optim.SGD(model.parameters(), 0.1), "dense")
+    average, single = Average(model, handle, 2), Average(model, handle, 1)
+    for value in (1.0, 2.0, 6.0):
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.fill_(value)
+        left = {1.0: 2, 2.0: 1, 6.0: 0}[value]
+        average.add(left)
+        single.add(left)
+    single.apply()
+    assert float(model[1].running_mean[0]) == 6.0
+    average.apply()
+    assert {
+        float(value)
+        for t in model.state_dict().values()
+        if t.is_floating_point()
+        for value in t.flatten()
+    } == {4.0}
+    assert int(model[1].num_batches_tracked) == 0

@@ -1,0 +1,151 @@
+"""Checkpoints through kills and power cuts; damage is in ``test_faults``, whole runs are in
+``test_resume``.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs import config
+
+from nmrun import ranks
+from nmrun.lab.train import checkpoint, runner
+from nmrun.lab.words.identity import run_folder
+
+
+def test_a_kill_between_the_link_and_its_name(tmp_path: Path) -> None:
+    """The link that is left is the checkpoint itself."""
+    checkpoint.save_next(tmp_path, {"step": 1})
+    os.link(tmp_path / "checkpoint.pt", tmp_path / "checkpoint.previous.pt.partial")
+    checkpoint.save_next(tmp_path, {"step": 2})
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint.previous.pt", "checkpoint.pt"]
+    assert checkpoint.load(tmp_path / "checkpoint.pt") == {"step": 2}
+    assert checkpoint.load(tmp_path / "checkpoint.previous.pt") == {"step": 1}
+
+
+def test_rows_are_on_disk_before_the_checkpoint_that_counts_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = config(tmp_path, "recipe=ste")
+    synced, checked = dict[int, int](), []
+    fsync, replace = os.fsync, os.replace
+
+    def noting(handle: int) -> None:
+        fsync(handle)
+        synced[os.fstat(handle).st_ino] = os.fstat(handle).st_size
+
+    def checking(source: Any, to: Any) -> None:
+        if Path(to).name == "checkpoint.pt":
+            rows = (run_folder(made) / "metrics.jsonl").stat()
+            checked.append(synced.get(rows.st_ino) == rows.st_size > 0)
+        replace(source, to)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(os, "replace", checking)
+    assert runner.run(made, run_folder(made))["status"] == "finished"
+    assert checked == [True] * 4
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoint.save_next(tmp_path, {"step": step, "tensor": torch.arange(4)})
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(path.read_bytes()[:-40])
+    state, said = checkpoint.load_last(tmp_path)
+    assert state is not None
+    assert state["step"] == 1
+    assert said[0].startswith("checkpoint.pt is damaged (")
+    assert said[1:] == ["going on from checkpoint.previous.pt, the one before it"]
+    # from here on it is the last one: the next is saved beside it, not beside the damaged one
+    checkpoint.save_next(tmp_path, {"step": 3})
+    assert checkpoint.load(tmp_path / "checkpoint.previous.pt")["step"] == 1  # type: ignore[index]
+    for name in ("checkpoint.pt", "checkpoint.previous.pt"):
+        (tmp_path / name).write_bytes(b"nothing")
+    state, said = checkpoint.load_last(tmp_path)
+    assert state is None
+    assert [line.partition(" (")[0] for line in said] == [
+        "checkpoint.pt is damaged",
+        "checkpoint.previous.pt is damaged",
+        "starting over",
+    ]
+    assert checkpoint.load_last(tmp_path / "nowhere") == (None, [])
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1, 2**32 + 5, 3**32 + 1, 2**63 + 9, 2**64 - 1])
+def test_every_seed_is_given_to_every_generator_as_far_as_it_takes_it(seed: int) -> None:
+    checkpoint.seed_everything(seed)
+    assert random.random() == random.Random(seed).random()
+    assert np.random.random() == np.random.RandomState(seed % 2**32).random_sample()
+    alone = torch.Generator().manual_seed(seed % 2**63)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=alone))
+
+
+@pytest.mark.parametrize(("devices", "restored"), [(2, True), (1, False), (0, False)])
+def test_generators_of_gpus_come_back_where_there_are_as_many(
+    devices: int, restored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [torch.tensor([1]), torch.tensor([2])]
+    set_again: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", set_again.append)
+    state = checkpoint.random_state()
+    assert state["cuda"] == states
+    checkpoint.restore_random_state(state)
+    assert set_again == ([states] if restored else [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert checkpoint.random_state()["cuda"] == []
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_rank_that_does_not_lead_has_what_the_leader_found(
+    damaged: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader has put the checkpoint that is whole in its place, when it is read."""
+    for step in (1, 2):
+        checkpoint.save_next(tmp_path, {"step": step, "tensor": torch.arange(step)})
+    if damaged:
+        (tmp_path / "checkpoint.pt").write_bytes(b"nothing")
+    sent: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "world", lambda: 2)
+        patch.setattr(ranks, "from_leader", lambda value: sent.append(value) or value)
+        ours, said = checkpoint.load_last(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "world", lambda: 2)
+        patch.setattr(ranks, "leads", lambda: False)
+        patch.setattr(ranks, "from_leader", lambda _: sent.pop(0))
+        theirs, said_there = checkpoint.load_last(tmp_path)
+    assert ours is not None
+    assert theirs is not None
+    assert ours["step"] == theirs["step"] == (1 if damaged else 2)
+    assert torch.equal(theirs["tensor"], torch.arange(theirs["step"]))
+    assert said == said_there
+    assert sent == []
+
+
+@pytest.mark.parametrize(("takes", "most"), [(0.5, 100), (30.0, 20)])
+def test_checkpoints_by_time_take_one_percent_at_most(
+    takes: float, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of a second, a checkpoint every ten minutes, or less often where it takes long."""
+    now = [0.0]
+    monkeypatch.setattr(checkpoint.time, "perf_counter", lambda: now[0])
+    clock, saved = checkpoint.Clock(600.0), 0
+    while now[0] < 60_000:
+        now[0] += 1
+        if clock.due():
+            with clock.saving():
+                now[0] += takes
+            saved += 1
+    assert clock.spent == takes * saved
+    assert most - 2 < saved <= most
+    assert clock.spent < 0.011 * now[0]
+    assert not checkpoint.Clock(None).due()

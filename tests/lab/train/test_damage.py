@@ -1,0 +1,209 @@
+"""Every kind of damage to every file of a run: what comes out is right, or it is said aloud."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import config, rows
+from verbs import verb
+
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab.runs.run_folder import RESULT, SEALED
+from nmrun.lab.train import runner
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words.identity import run_folder
+from nmrun.lab.words.schema import Config
+
+
+class Planted:
+    """A pickle that writes a file where it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("planted"),)
+
+
+def flipped(part: float) -> Callable[[bytes], bytes]:
+    def flip(data: bytes) -> bytes:
+        at = int(part * len(data))
+        return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+
+    return flip
+
+
+def middle(content: bytes) -> Callable[[bytes], bytes]:
+    def put(data: bytes) -> bytes:
+        at = len(data) // 2
+        return data[:at] + content + data[at + len(content) :]
+
+    return put
+
+
+CONTENTS: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "first byte gone": lambda data: data[1:],
+    "last bytes gone": lambda data: data[:-3],
+    "cut in half": lambda data: data[: len(data) // 2],
+    "second half alone": lambda data: data[len(data) // 2 :],
+    "halves swapped": lambda data: data[len(data) // 2 :] + data[: len(data) // 2],
+    "twice": lambda data: data + data,
+    "zeros behind": lambda data: data + bytes(512),
+    "zeros": lambda data: bytes(len(data)),
+    "ones": lambda data: b"\xff" * len(data),
+    "zeros in the middle": middle(bytes(48)),
+    "not UTF-8": middle(b"\xff\xfe\xfd"),
+    "text in the middle": middle(b"was something else"),
+    "a bit, early": flipped(0.1),
+    "a bit, in the middle": flipped(0.5),
+    "a bit, late": flipped(0.9),
+    "text": lambda data: b"nothing of nmrun\n",
+    "an empty object": lambda data: b"{}\n",
+    "a pickle": lambda data: pickle.dumps(Planted()),
+}
+KINDS = [*CONTENTS, "missing", "a folder", "a dangling link", "a link to itself"]
+INTERRUPTED = ("checkpoint.pt", "checkpoint.pt checkpoint.previous.pt", "metrics.jsonl")
+FINISHED = (RESULT, *SEALED)
+
+
+def damage(path: Path, kind: str) -> None:
+    data = path.read_bytes()
+    if kind in CONTENTS:
+        changed = CONTENTS[kind](data)
+        assert changed != data
+        path.write_bytes(changed)
+        return
+    path.unlink()
+    if kind == "a folder":
+        path.mkdir()
+    elif kind == "a dangling link":
+        path.symlink_to("nowhere")
+    elif kind == "a link to itself":
+        path.symlink_to(path.name)
+
+
+def made(root: Path) -> Config:
+    """Four steps, a checkpoint and a row after each."""
+    network = (
+        "model=mlp",
+        "model.hidden=[16,16]",
+        "trainer.limit_batches=1",
+        "trainer.log_every=1",
+        "trainer.evaluate=both",
+    )
+    return config(root / "out", "recipe=sr_ste", "sparsity='2:4'", *network)
+
+
+def outcome(folder: Path) -> Any:
+    result = json.loads((folder / "result.json").read_text())
+    weights = [(folder / f"{name}.safetensors").read_bytes() for name in ("model", "best")]
+    return weights, rows(folder), result["metrics"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Below it a finished run."""
+    root = tmp_path_factory.mktemp("whole")
+    assert runner.run(made(root), run_folder(made(root)))["status"] == "finished"
+    return root
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Below it a run that was killed in its last step."""
+    root = tmp_path_factory.mktemp("interrupted")
+    original = Loop.train_step
+
+    def dying(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        if loop.step == 3:
+            raise KeyboardInterrupt  # nothing is saved: the loop itself ends as by a kill
+        original(loop, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "train_step", dying)
+        assert runner.run(made(root), run_folder(made(root)))["status"] == "interrupted"
+    (run_folder(made(root)) / "result.json").unlink()
+    return root
+
+
+def copied(source: Path, to: Path) -> tuple[Config, Path]:
+    shutil.copytree(source / "out", to / "out")
+    return made(to), run_folder(made(to))
+
+
+def again(made: Config, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    """The status of the same command, and all that it says."""
+    capsys.readouterr()
+    try:
+        status = runner.run(made, folder)["status"]
+    except (ConfigError, RunError) as error:
+        status = f"refused: {error}"
+    return status, "".join([status, *capsys.readouterr()])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("names", INTERRUPTED)
+def test_of_an_interrupted_run(
+    names: str,
+    kind: str,
+    interrupted: Path,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made, folder = copied(interrupted, tmp_path)
+    for name in names.split():
+        damage(folder / name, kind)
+    status, said = again(made, folder, capsys)
+    right = status == "finished" and outcome(folder) == outcome(run_folder_of(whole))
+    assert right or names.split()[0] in said
+    # a checkpoint costs steps at most; what lies in a folder of its name is not removed
+    assert right or names == "metrics.jsonl" or kind == "a folder"
+    assert not (tmp_path / "planted").exists()
+
+
+def run_folder_of(root: Path) -> Path:
+    return run_folder(made(root))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", FINISHED)
+def test_of_a_finished_run(
+    name: str,
+    kind: str,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made, folder = copied(whole, tmp_path)
+    size = (folder / name).stat().st_size
+    damage(folder / name, kind)
+    for words in (("table", "out", "--verify"), ("export", str(folder), "--to", "exported")):
+        assert verb(*words) != 0
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("nmrun: ")
+        assert name in err or (name == RESULT and "run" in err)
+    assert sorted(os.listdir()) == ["out"]
+    seen = name == RESULT or not (folder / name).is_file() or (folder / name).stat().st_size != size
+    status, said = again(made, folder, capsys)
+    if seen and status == "finished":
+        assert outcome(folder) == outcome(run_folder_of(whole))
+        assert verb("table", "out", "--verify") == 0
+    elif seen:  # it cannot be made again from what is left
+        assert name in said
+    else:  # of the same size: whoever uses the file has its hash checked
+        assert status == "skipped"
+
+
+def test_there_are_many() -> None:
+    assert len(KINDS) * (len(INTERRUPTED) + len(FINISHED)) >= 120

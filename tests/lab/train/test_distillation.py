@@ -1,0 +1,310 @@
+"""A teacher's term in the loss: against the formula in probabilities, for the tasks that have
+logits, and in whole runs.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import config, rows, stopping
+from torch import Tensor, nn
+
+from nmrun.errors import ConfigError
+from nmrun.lab.tasks.base import Task
+from nmrun.lab.tasks.categorical import Categorical
+from nmrun.lab.train import build, runner
+from nmrun.lab.train.distillation import Distilled, divergence
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words import early
+from nmrun.lab.words.identity import identity, run_folder
+from nmrun.lab.words.schema import Config
+
+
+def by_hand(logits: Tensor, taught: Tensor, temperature: float) -> float:
+    """T^2 * KL, item by item, from the definition."""
+    total = 0.0
+    ours, theirs = logits.reshape(-1, logits.shape[-1]), taught.reshape(-1, taught.shape[-1])
+    for z, v in zip(ours.tolist(), theirs.tolist(), strict=True):
+        p = [math.exp(x / temperature) for x in v]
+        q = [math.exp(x / temperature) for x in z]
+        p, q = [x / sum(p) for x in p], [x / sum(q) for x in q]
+        total += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    return temperature**2 * total / len(ours)
+
+
+@pytest.mark.parametrize("shape", [(6, 5), (2, 3, 7)])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
+def test_the_formula(shape: tuple[int, ...], temperature: float) -> None:
+    torch.manual_seed(0)
+    logits, taught = 3 * torch.randn(shape), 3 * torch.randn(shape)
+    found = divergence(logits, taught, temperature)
+    assert float(found) == pytest.approx(by_hand(logits, taught, temperature), rel=1e-4)
+    assert float(divergence(taught, taught, temperature)) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_the_gradient_is_hintons() -> None:
+    """dC/dz_i = T (q_i - p_i) for T^2 times the cross entropy with soft targets (equation 2)."""
+    torch.manual_seed(1)
+    logits, taught = torch.randn(4, requires_grad=True), torch.randn(4)
+    divergence(logits[None], taught[None], 3.0).backward()
+    wanted = 3.0 * ((logits.detach() / 3).softmax(0) - (taught / 3).softmax(0))
+    torch.testing.assert_close(logits.grad, wanted)
+
+
+class Points(Categorical):
+    """Cross entropy of eight points."""
+
+    def logits(self, model: Any, batch: tuple[Tensor, ...]) -> Tensor:
+        found: Tensor = model(batch[0])
+        return found
+
+    def loss_of(self, logits: Tensor, batch: tuple[Tensor, ...]) -> Tensor:
+        return nn.functional.cross_entropy(logits, batch[1])
+
+    def micro_batches(self, *where: Any) -> Any: ...
+    def size(self, batch: tuple[Tensor, ...]) -> int:
+        return len(batch[1])
+
+    def example(self) -> Any: ...
+
+
+def test_the_sum_of_both_and_who_learns() -> None:
+    torch.manual_seed(2)
+    student, teacher = nn.Linear(3, 4), nn.Linear(3, 4)
+    batch = (torch.randn(8, 3), torch.randint(4, (8,)))
+    loss = Distilled(Points(), teacher, 0.3, 2.0)(student, batch)
+    with torch.no_grad():
+        own = nn.functional.cross_entropy(student(batch[0]), batch[1])
+        wanted = 0.7 * float(own) + 0.3 * by_hand(student(batch[0]), teacher(batch[0]), 2.0)
+    assert loss.item() == pytest.approx(wanted, rel=1e-5)
+    loss.backward()
+    assert student.weight.grad is not None
+    assert teacher.weight.grad is None
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished dense run."""
+    made = config(tmp_path_factory.mktemp("teacher"), "recipe=dense")
+    assert runner.run(made, run_folder(made))["status"] == "finished"
+    return run_folder(made)
+
+
+def taught(out: Path, teacher: Path, *overrides: str) -> Config:
+    return config(out, "recipe=sr_ste", f"trainer.distill='{teacher}'", *overrides)
+
+
+def test_the_teacher_is_the_finished_run(tmp_path: Path, teacher: Path) -> None:
+    """Its weights, frozen; another start than the student's; evaluated without dropout."""
+    from safetensors.torch import load_file
+
+    made = taught(tmp_path, teacher, "seed=1")
+    parts = build.build(made)
+    assert isinstance(parts.loss, Distilled)
+    found = parts.loss.teacher.state_dict()
+    for name, tensor in load_file(teacher / "model.safetensors").items():
+        assert torch.equal(found[name], tensor)
+    assert not parts.loss.teacher.training
+    assert not any(p.requires_grad for p in parts.loss.teacher.parameters())
+
+
+def test_start_is_the_model_as_it_begins(tmp_path: Path) -> None:
+    """Dense, and untouched by what the optimizer does."""
+    made = config(tmp_path, "recipe=sr_ste", "trainer.distill=start")
+    plain = build.build(config(tmp_path, "recipe=dense"))
+    parts = build.build(made)
+    assert isinstance(parts.loss, Distilled)
+    run_loop(made, parts)
+    teacher = parts.loss.teacher.state_dict()
+    for name, tensor in plain.model.state_dict().items():
+        assert torch.equal(teacher[name], tensor)
+    assert not torch.equal(parts.model.state_dict()["stem.weight"], teacher["stem.weight"])
+
+
+def run_loop(made: Config, parts: build.Parts) -> None:
+    from nmrun.lab.train.steps import Steps
+
+    steps = Steps(made, parts)
+    parts.model.train()
+    for step in range(3):
+        steps.train_step(0, step, measure_flips=False)
+
+
+def test_accumulation_gives_the_same_loss(tmp_path: Path, teacher: Path) -> None:
+    """The term is a mean over items, like the loss beside it."""
+    losses = []
+    for accumulate in (1, 2):
+        made = taught(tmp_path, teacher, f"trainer.accumulate={accumulate}")
+        parts = build.build(made)
+        from nmrun.lab.train.steps import Steps
+
+        steps = Steps(made, parts)
+        steps.train_step(0, 0, measure_flips=False)
+        losses.append(float(steps.losses[0]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_weight_0_is_the_run_without_a_teacher(tmp_path: Path, teacher: Path) -> None:
+    plain, without = (
+        config(tmp_path / "a", "recipe=sr_ste"),
+        taught(tmp_path / "b", teacher, "trainer.distill_weight=0"),
+    )
+    for made in (plain, without):
+        assert runner.run(made, run_folder(made))["status"] == "finished"
+    first, second = rows(run_folder(plain)), rows(run_folder(without))
+    for a, b in zip(first, second, strict=True):
+        assert a.get("train/loss") == b.get("train/loss")
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "dense", "step"])
+@pytest.mark.parametrize("by", ["start", "finished"])
+def test_a_resumed_run_ends_like_an_uninterrupted_one(
+    tmp_path: Path, teacher: Path, recipe: str, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distill = "start" if by == "start" else f"'{teacher}'"
+    made = [
+        config(tmp_path / name, f"recipe={recipe}", f"trainer.distill={distill}")
+        for name in ("alone", "cut")
+    ]
+    alone, cut = map(run_folder, made)
+    assert runner.run(made[0], alone)["status"] == "finished"
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "train", stopping(Loop.train, 7))
+        assert runner.run(made[1], cut)["status"] == "interrupted"
+    assert runner.run(made[1], cut)["status"] == "finished"
+    name = "model.safetensors"
+    assert (alone / name).read_bytes() == (cut / name).read_bytes()
+    assert rows(alone) == rows(cut)
+
+
+def test_the_teacher_counts(tmp_path: Path, teacher: Path) -> None:
+    """A dense forward pass for every item that is trained on; inference has no teacher."""
+    plain, made = config(tmp_path / "a", "recipe=sr_ste"), taught(tmp_path / "b", teacher)
+    found = []
+    for each in (plain, made):
+        assert runner.run(each, run_folder(each))["status"] == "finished"
+        found.append(json.loads((run_folder(each) / "result.json").read_text())["flops"])
+    forward = build.build(plain).cost.forward
+    items = 12 * 32
+    for kind in ("training_arithmetic", "training_hardware"):
+        assert found[1][kind] - found[0][kind] == items * forward
+    for kind in ("training_dense", "inference_arithmetic", "inference_hardware"):
+        assert found[1][kind] == found[0][kind]
+
+
+def test_a_budget_in_flops_buys_fewer_steps_with_a_teacher(tmp_path: Path, teacher: Path) -> None:
+    budget = ("trainer.budget=flops:dense",)
+    plain = build.build(config(tmp_path, "recipe=sr_ste", *budget))
+    with_teacher = build.build(taught(tmp_path, teacher, *budget))
+    wanted = plain.cost.dense / with_teacher.cost.training(with_teacher.handle.recipe)
+    assert with_teacher.total_steps == round(12 * wanted)
+    assert with_teacher.total_steps < plain.total_steps
+
+
+def test_a_language_model_learns_from_one(tmp_path: Path) -> None:
+    language = (
+        *("dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny", "model.layers=1"),
+        *("model.width=32", "model.heads=2", "trainer.limit_evaluation=4"),
+    )
+    dense = config(tmp_path, "recipe=dense", *language)
+    assert runner.run(dense, run_folder(dense))["status"] == "finished"
+    made = taught(tmp_path, run_folder(dense), "trainer.distill_weight=1", *language)
+    assert runner.run(made, run_folder(made))["status"] == "finished"
+    losses = [row["train/loss"] for row in rows(run_folder(made)) if "train/loss" in row]
+    assert losses[-1] < losses[0]
+
+
+# --- what is refused, and what a run is called ----------------------------------------------------
+
+
+class Sums(Task):
+    """Not categorical."""
+
+    inputs: dict[str, Any] = {}
+
+    def micro_batches(self, *where: Any) -> Any: ...
+    def size(self, batch: Any) -> int: ...
+    def loss(self, model: Any, batch: Any) -> Any: ...
+    def example(self) -> Any: ...
+
+
+def test_what_cannot_be_taught(tmp_path: Path, teacher: Path) -> None:
+    from nmrun.lab.train.distillation import loss_of
+
+    model = nn.Linear(2, 2)
+    made = taught(tmp_path, teacher)
+    scores = Points()
+    scores.inputs = {"classes": 1}
+    for task in (Sums(), scores):
+        with pytest.raises(ConfigError, match="compares distributions over classes or tokens"):
+            loss_of(made, task, model)
+    for overrides, said in (
+        (("model.channels=[8,8,12]",), "is another network than this run's"),
+        (("trainer.distributed=fsdp",), "keeps a whole teacher in every process"),
+        ((f"trainer.distill='{tmp_path}'",), "no finished run is there"),
+    ):
+        with pytest.raises(ConfigError, match=said) as raised:
+            build.build(taught(tmp_path, teacher, *overrides))
+        assert "\n" not in str(raised.value)
+
+
+def test_other_classes(tmp_path: Path, teacher: Path) -> None:
+    from nmrun.lab.models.small_conv import SmallConv
+    from nmrun.lab.train.distillation import loss_of
+
+    made = taught(tmp_path, teacher)
+    points = Points()
+    points.inputs = {"classes": 7}
+    with pytest.raises(ConfigError, match=r"head.bias is \(10,\) there and \(7,\) here"):
+        loss_of(made, points, SmallConv((1, 8, 8), 7, [8, 8, 8]))
+
+
+def test_a_teacher_s_place_is_no_part_of_the_id(
+    tmp_path: Path, teacher: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = [shutil.copytree(teacher, tmp_path / name) for name in ("here", "start")]
+    assert len({identity(taught(tmp_path, place)) for place in (teacher, *places)}) == 1
+    result = json.loads((places[0] / "result.json").read_text())
+    (places[0] / "result.json").write_text(json.dumps({**result, "id": "another"}))
+    assert identity(taught(tmp_path, places[0])) != identity(taught(tmp_path, teacher))
+    monkeypatch.chdir(tmp_path)  # "start" is no folder, even if there is one
+    begins = identity(config(tmp_path, "recipe=sr_ste", "trainer.distill=start"))
+    assert begins != identity(taught(tmp_path, teacher))
+
+
+def test_a_damaged_teacher(tmp_path: Path, teacher: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(teacher, copy)
+    (copy / "model.safetensors").write_bytes(b"no")
+    with pytest.raises(ConfigError, match="no finished run is there"):
+        build.build(taught(tmp_path, copy))
+
+
+def test_told_before_torch_is_there(tmp_path: Path, teacher: Path) -> None:
+    def said(*overrides: str) -> list[str]:
+        made = config(tmp_path, "recipe=sr_ste", *overrides)
+        return [line for line in early.problems(made.plain) if "distill" in line]
+
+    assert said(f"trainer.distill='{teacher}'") == []
+    assert said("trainer.distill=nowhere") == ["trainer.distill=nowhere: no finished run is there"]
+    assert "begins with random weights" in said("trainer.distill=start")[0]
+
+
+def test_the_same_run_without_a_teacher(tmp_path: Path) -> None:
+    """Its weight and temperature are then no part of the id; with one they are."""
+    plain = identity(config(tmp_path))
+    assert identity(config(tmp_path, "trainer.distill_weight=0.3")) == plain
+    with_teacher = [
+        identity(config(tmp_path, "trainer.distill=start", *more))
+        for more in ((), ("trainer.distill_weight=0.3",), ("trainer.distill_temperature=4",))
+    ]
+    assert len({plain, *with_teacher}) == 4

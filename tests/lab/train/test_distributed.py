@@ -1,0 +1,159 @@
+"""Two processes train what one trains: same recipes, same steps, one run folder."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import preloaded
+import pytest
+import torch
+import two_killed
+import two_ranks
+from played24 import play
+from runs import RECIPES, TINY, config, rows
+from safetensors.torch import load_file
+
+from nmrun.lab import cli
+from nmrun.lab.train import checkpoint
+from nmrun.lab.words.identity import run_folder
+
+pytestmark = pytest.mark.slow
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("together")
+    done = preloaded.torchrun(two_ranks.__file__, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_processes_train_the_weights_of_one(
+    recipe: str, together: Path, tmp_path: Path
+) -> None:
+    alone = Path(two_ranks.run(str(tmp_path), recipe))
+    other = together / alone.relative_to(tmp_path)
+    expected, weights = (
+        load_file(alone / "model.safetensors"),
+        load_file(other / "model.safetensors"),
+    )
+    assert expected.keys() == weights.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-3, atol=1e-5)
+    for one, two in zip(rows(alone), rows(other), strict=True):
+        assert one.keys() == two.keys()
+        assert one.get("train/loss", 0.0) == pytest.approx(two.get("train/loss", 0.0), rel=1e-4)
+    assert json.loads((other / "result.json").read_text())["environment"]["ranks"] == 2
+    assert sorted(p.name for p in other.iterdir()) == sorted(p.name for p in alone.iterdir())
+
+
+def test_two_processes_take_the_same_2_4_products(
+    together: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play(monkeypatch.setattr, tmp_path)
+    alone = Path(two_ranks.run(str(tmp_path), "ste", *two_ranks.ACCELERATED))
+    other = together / alone.relative_to(tmp_path)
+    for folder in (alone, other):
+        assert "N:M products in 2 of 2 sparse layers" in (folder / "run.log").read_text()
+    expected, weights = (
+        load_file(alone / "model.safetensors"),
+        load_file(other / "model.safetensors"),
+    )
+    for name, weight in expected.items():
+        torch.testing.assert_close(weights[name], weight, rtol=2e-2, atol=2e-3)
+
+
+def test_a_signal_stops_both_and_one_process_goes_on(tmp_path: Path, nmrun_cli: Any) -> None:
+    overrides = [
+        *TINY,
+        "recipe=step",
+        "recipe.switch=0.5",
+        "trainer.epochs=100",
+        f"output_dir={tmp_path}",
+    ]
+    made = config(tmp_path, "recipe=step", "recipe.switch=0.5", "trainer.epochs=100")
+    process = subprocess.Popen(
+        [*TORCHRUN, "-m", "nmrun", *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = run_folder(made) / "metrics.jsonl"
+    while process.poll() is None and (
+        not metrics.exists() or metrics.read_bytes().count(b"\n") < 20
+    ):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate()
+    assert said.count("interrupted at step") == 1
+    result = json.loads((run_folder(made) / "result.json").read_text())
+    assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
+    state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+    assert state is not None
+    assert f"interrupted at step {state['loop']['step']} of 300" in said
+    assert len(state["random"]) == 2
+    assert not torch.equal(state["random"][0]["torch"], state["random"][1]["torch"])
+    alone = nmrun_cli(*overrides)
+    assert alone.returncode == 0
+    assert f"goes on at step {state['loop']['step']} of 300" in alone.stdout
+
+
+@pytest.mark.parametrize("distributed", ["ddp", "fsdp"])
+def test_two_processes_are_killed_within_an_epoch(distributed: str, tmp_path: Path) -> None:
+    """Their checkpoints are by the first one's clock; the two clocks differ."""
+    folders = [tmp_path / name for name in ("alone", "killed")]
+    for folder in folders:
+        folder.mkdir()
+    words = [two_killed.__file__, distributed]
+    assert preloaded.torchrun(*words, folders[0], 0).returncode == 0
+    assert preloaded.torchrun(*words, folders[1], 7).returncode == 1
+    (rows_of_killed,) = folders[1].rglob("metrics.jsonl")
+    assert not (rows_of_killed.parent / "result.json").exists()
+    done = preloaded.torchrun(*words, folders[1], 0)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "goes on at step 6 of 12" in done.stdout
+    alone, killed = (next(folder.rglob("model.safetensors")).parent for folder in folders)
+    for name in ("model.safetensors", "best.safetensors"):
+        assert (alone / name).read_bytes() == (killed / name).read_bytes()
+    assert rows(alone) == rows(killed)
+
+
+def test_a_sweep_in_two_processes(tmp_path: Path) -> None:
+    swept = ("recipe=dense,ste,sr_ste", "optimizer.lr=1e-3,1e30")
+    nmrun = Path(cli.__file__).with_name("__main__.py")
+    done = preloaded.torchrun(nmrun, "-m", *TINY, *swept, f"output_dir={tmp_path}")
+    assert done.returncode == 1
+    assert done.stdout.count("sweep of 6: 3 finished, 3 not done") == 1
+    assert len(list(tmp_path.rglob("model.safetensors"))) == 3
+    assert len(list((tmp_path / ".sweeps").iterdir())) == 1
+
+
+def test_a_rank_that_fails_alone_ends_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import sys\n"
+        "from nmrun import ranks; from nmrun.lab import cli\n"
+        "from nmrun.lab.train.loop import Loop\n"
+        "step = Loop.train_step\n"
+        "def broken(loop, *args, **kwargs):\n"
+        "    if ranks.rank() == 1 and loop.step == 5:\n"
+        "        raise ValueError('a broken disk')\n"
+        "    step(loop, *args, **kwargs)\n"
+        "Loop.train_step = broken\n"
+        "sys.exit(cli.main())\n"
+    )
+    words = [*TINY, "recipe=ste", f"output_dir={tmp_path}"]
+    done = preloaded.torchrun(script, *words)
+    assert done.returncode == 1
+    assert "ValueError: a broken disk" in done.stderr
+    (folder,) = (path.parent for path in tmp_path.rglob("checkpoint.pt"))
+    assert not list(folder.glob("*.partial"))

@@ -1,0 +1,141 @@
+"""By which weights a run is evaluated, against a plain copy of the model that holds them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from reference import mask_of
+from runs import config
+from safetensors.torch import load_file
+
+from nmrun.errors import ConfigError
+from nmrun.lab import tasks
+from nmrun.lab.signals import Signals
+from nmrun.lab.tasks.vision import Classification
+from nmrun.lab.train import start
+from nmrun.lab.train.build import build
+from nmrun.lab.train.console import Console
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.train.runner import run
+from nmrun.lab.words.identity import identity
+
+LONG = ("recipe=sr_ste", "recipe.decay=0.1", "optimizer.lr=0.02", "trainer.evaluate=both")
+
+
+@pytest.mark.parametrize("mode", ["sparse", "dense", "both"])
+def test_metrics_are_of_the_weights_that_were_asked_for(mode: str, tmp_path: Path) -> None:
+    asked = config(tmp_path, *LONG[:3], f"trainer.evaluate={mode}")
+    parts = build(asked)
+    loop = Loop(asked, parts, Console(None))
+    assert loop.train(tmp_path, None, Signals())
+    twin = copy.deepcopy(parts.model).eval()
+    with torch.no_grad():
+        of_sparse = parts.task.evaluate(twin, "val")
+        for weight in parts.handle.sparse:
+            twin.get_parameter(weight.name).copy_(weight.dense)
+        of_dense = parts.task.evaluate(twin, "val")
+    assert of_sparse["loss"] != of_dense["loss"]
+    row = loop.evaluation.row(1, Signals())
+    wanted = of_dense if mode == "dense" else of_sparse
+    assert {key: row[f"eval/{key}"] for key in wanted} == pytest.approx(wanted)
+    beside = {key.removeprefix("eval/dense/"): v for key, v in row.items() if "dense/" in key}
+    assert beside == pytest.approx(of_dense if mode == "both" else {})
+    assert bool(loop.evaluation.best) == (
+        mode != "dense"
+    )  # best.safetensors is N:M, and was not evaluated
+
+
+@pytest.mark.parametrize("recipe", ["dense", "asp", "sr_ste", "t_sr_ste"])
+def test_a_result_has_both(recipe: str, tmp_path: Path) -> None:
+    done = run(config(tmp_path, f"recipe={recipe}", *LONG[2:]), tmp_path / recipe)
+    assert done["status"] == "finished", done
+    final = done["metrics"]["final"]
+    plain = {key for key in final if "dense/" not in key}
+    assert {key.replace("/", "/dense/") for key in plain} == set(final) - plain
+    same = all(final[key] == final[key.replace("/", "/dense/")] for key in plain)
+    assert same == (recipe in ("dense", "asp"))  # ASP's pruned weights are 0 themselves
+
+
+def test_a_result_of_dense_weights_alone(tmp_path: Path) -> None:
+    both = run(config(tmp_path, *LONG), tmp_path / "both")["metrics"]
+    alone = run(config(tmp_path, *LONG, "trainer.evaluate=dense"), tmp_path / "dense")["metrics"]
+    assert alone["best"] == {}
+    assert both["best"]
+    assert alone["final"] == {
+        key.replace("dense/", ""): value for key, value in both["final"].items() if "dense/" in key
+    }
+
+
+def test_without_the_test_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not looked at, with no weights; what is trained is the same."""
+    whole = run(config(tmp_path, *LONG), tmp_path / "whole")
+    splits: set[str] = set()
+    evaluate = Classification.evaluate
+
+    def noted(task: Classification, model: torch.nn.Module, split: str) -> dict[str, float]:
+        splits.add(split)
+        return evaluate(task, model, split)
+
+    monkeypatch.setattr(Classification, "evaluate", noted)
+    done = run(config(tmp_path, *LONG, "trainer.test=false"), tmp_path / "without")
+    assert splits == {"val"}
+    for found in ("final", "best"):
+        assert done["metrics"][found] == {
+            key: value
+            for key, value in whole["metrics"][found].items()
+            if not key.startswith("test/")
+        }
+    assert done["id"] != whole["id"]
+    weights, others = (
+        load_file(tmp_path / of / "model.safetensors") for of in ("whole", "without")
+    )
+    assert all(torch.equal(weights[name], others[name]) for name in weights)
+
+
+def test_a_run_keeps_its_dense_weights_and_another_begins_with_them(tmp_path: Path) -> None:
+    done = run(config(tmp_path, "recipe=ste", "trainer.evaluate=both"), tmp_path / "ste")
+    final, dense = (load_file(tmp_path / f"ste/{name}.safetensors") for name in ("model", "dense"))
+    assert list(final) == list(dense)
+    layers = {layer["name"]: layer["dim"] for layer in done["sparsity"]["layers"]}
+    assert layers
+    for name, weight in dense.items():
+        if name in layers:
+            assert weight.count_nonzero() > 1.5 * final[name].count_nonzero(), name
+            last = weight.movedim(layers[name], -1)  # N:M is what STE's forward pass makes of it
+            weight = torch.where(mask_of(last), last, 0.0).movedim(-1, layers[name])
+        assert torch.equal(final[name], weight), name
+    begins = config(tmp_path, "recipe=dense", f"init={tmp_path}/ste/dense.safetensors")
+    model = start.network(begins, tasks.build(begins, torch.device("cpu")))
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, dense[name])
+
+
+def test_which_weights_a_run_begins_with_is_part_of_its_id(tmp_path: Path) -> None:
+    run(config(tmp_path, "recipe=ste", "trainer.evaluate=both"), tmp_path / "ste")
+    ids = [
+        identity(config(tmp_path, "recipe=dense", f"init={tmp_path}/ste{file}"))
+        for file in ("", "/model.safetensors", "/best.safetensors", "/dense.safetensors")
+    ]
+    assert ids[0] == ids[1]
+    assert len(set(ids)) == 3
+    (tmp_path / "ste").rename(tmp_path / "moved")
+    moved = f"init={tmp_path}/moved/dense.safetensors"
+    assert identity(config(tmp_path, "recipe=dense", moved)) == ids[3]
+
+
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        ("dense.safetensors", "the run has none: trainer.evaluate=dense and both keep it"),
+        ("other.safetensors", "a run's weights are model.safetensors, best.safetensors and dense"),
+        ("no/dense.safetensors", "no finished run is there"),
+    ],
+)
+def test_weights_that_are_not_there_are_refused(file: str, why: str, tmp_path: Path) -> None:
+    run(config(tmp_path, "recipe=ste"), tmp_path / "ste")
+    asked = config(tmp_path, "recipe=dense", f"init={tmp_path}/ste/{file}")
+    with pytest.raises(ConfigError, match=f"init=.*{file}: {why}"):
+        start.network(asked, tasks.build(asked, torch.device("cpu")))

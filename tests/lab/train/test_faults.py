@@ -1,0 +1,238 @@
+"""What the machine does to a run: damaged files, a full disk, memory that runs out."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import TINY, config
+
+from nmrun.fast.kernels import cpu_products
+from nmrun.lab.tasks.vision import Classification
+from nmrun.lab.train import checkpoint, runner
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words.identity import run_folder
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return (
+            isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        )
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict)
+            and one.keys() == other.keys()
+            and all(same(one[key], other[key]) for key in one)
+        )
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
+    state = {
+        "weights": {"w": torch.randn(50, 7)},
+        "random": checkpoint.random_state(),
+        "loop": {"step": 3, "best": {"a": 0.5}},
+    }
+    path = tmp_path / "checkpoint.pt"
+    checkpoint.save(path, state)
+    assert same(checkpoint.load(path), state)
+    data, chance, noticed = path.read_bytes(), random.Random(0), 0
+    for _ in range(300):
+        at = chance.randrange(len(data))
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :])
+        try:
+            assert same(checkpoint.load(path), state)  # a flag or a date, of no consequence
+        except ValueError:
+            noticed += 1
+    assert noticed > 200
+    for length in range(0, len(data) - 1, 97):
+        path.write_bytes(data[:length])
+        with pytest.raises(ValueError, match=r"."):
+            checkpoint.load(path)
+
+
+def test_the_checkpoint_before_the_last_is_kept(tmp_path: Path) -> None:
+    for step in range(3):
+        checkpoint.save_next(tmp_path, {"step": step})
+        (tmp_path / "checkpoint.previous.pt.partial").write_bytes(b"left by a kill")
+    assert checkpoint.load(tmp_path / "checkpoint.pt") == {"step": 2}
+    assert checkpoint.load(tmp_path / "checkpoint.previous.pt") == {"step": 1}
+
+
+def test_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    test_the_checkpoint_before_the_last_is_kept(tmp_path)
+
+
+# --- a full disk ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_file_that_does_not_fit(tmp_path: Path, nmrun_cli: Any) -> None:
+    """The kernel refuses to write more than 100 kB into one file; the checkpoint is larger."""
+    words = (*TINY, "model.channels=[16,32,32]", f"output_dir={tmp_path}")
+    command = [sys.executable, "-m", "nmrun", *words]
+    limited = ["bash", "-c", 'ulimit -f 100; trap "" XFSZ; exec "$@"', "bash", *command]
+    done = subprocess.run(limited, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "failed: OSError: [Errno 27] File too large" in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout
+    (result,) = tmp_path.rglob("result.json")
+    assert json.loads(result.read_text())["status"] == "failed"
+    assert sorted(p.name for p in result.parent.iterdir()) == [
+        "config.yaml",
+        "metrics.jsonl",
+        "result.json",
+        "run.log",
+    ]
+    assert nmrun_cli(*words).returncode == 0
+
+
+def test_a_disk_that_is_full_from_some_step_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, original, full = config(tmp_path), Loop.train_step, []
+
+    def step(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        full.extend([True] if loop.step == 8 else [])
+
+    def fsync(_: int) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    opened = Path.open
+
+    def appending(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if full and "a" in mode:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, mode, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "train_step", step)
+        patch.setattr(os, "fsync", fsync)
+        patch.setattr(Path, "open", appending)
+        result = runner.run(made, run_folder(made))
+    assert result["status"] == "failed"
+    assert "No space left on device" in capsys.readouterr().err
+    assert not list(run_folder(made).glob("*.partial"))
+    state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+    assert state is not None
+    assert state["loop"]["step"] == 6
+    assert runner.run(made, run_folder(made))["status"] == "finished"
+
+
+# --- memory that runs out -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_memory(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From step 8 on, more than 8 images at once are too many; the sizes of the micro-batches that
+    were tried.
+    """
+    loss, tried = Classification.loss, []
+
+    def limited(task: Classification, model: Any, batch: Any) -> torch.Tensor:
+        # two images: the example that FLOPs are counted with
+        tried.extend([len(batch[0])] if len(batch[0]) > 2 else [])
+        if tried.count(32) > 7 and len(batch[0]) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        return loss(task, model, batch)
+
+    monkeypatch.setattr(Classification, "loss", limited)
+    return tried
+
+
+def test_without_memory_a_run_fails_and_says_what_to_try(
+    small_memory: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(tmp_path)
+    result = runner.run(made, run_folder(made))
+    assert result["status"] == "failed"
+    assert result["error"] == (
+        "step 8: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.). Try trainer.accumulate=2 or trainer.on_oom=halve"
+    )
+
+
+def test_micro_batches_are_halved_until_they_fit(
+    small_memory: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(tmp_path, "trainer.on_oom=halve")
+    result = runner.run(made, run_folder(made))
+    assert result["status"] == "finished"
+    said = capsys.readouterr().out
+    assert (
+        "step 8: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.); on with trainer.accumulate=2"
+        in said
+    )
+    assert "step 7: out of memory" in said  # from the checkpoint of step 6
+    assert small_memory[:8] == [32] * 8
+    assert small_memory[8:10] == [16, 8]  # step 7 again, at 2 and at 4 parts
+    assert small_memory[9:] == [8] * 4 * 6
+    steps = [
+        json.loads(line)["step"]
+        for line in (run_folder(made) / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert steps == sorted(steps)
+
+
+def test_the_pass_before_training_is_halved_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pass that looks at the sizes of layers takes micro-batches as long as those of training;
+    what lies in the folder from before ``force=true`` is not gone on with."""
+    loss, tried = Classification.loss, []
+
+    def limited(task: Classification, model: Any, batch: Any) -> torch.Tensor:
+        tried.extend([len(batch[0])] if len(batch[0]) > 2 else [])
+        if len(batch[0]) > 8:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+        return loss(task, model, batch)
+
+    looks = ("trainer.acceleration=force",) if cpu_products.available() else ()
+    monkeypatch.setattr("nmrun.fast.probe_cpu.SMALLEST", 1)
+    made = config(tmp_path, *looks)
+    assert runner.run(made, run_folder(made))["status"] == "finished"
+    monkeypatch.setattr(Classification, "loss", limited)
+    failing = config(tmp_path, *looks, "force=true")
+    assert runner.run(failing, run_folder(failing))["error"] == (
+        "before training: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.). "
+        "Try trainer.accumulate=2 or trainer.on_oom=halve"
+    )
+    assert tried == [32]
+    tried.clear(), capsys.readouterr()
+    made = config(tmp_path, *looks, "trainer.on_oom=halve", "force=true")
+    assert runner.run(made, run_folder(made))["status"] == "finished"
+    said = capsys.readouterr().out
+    assert "  before training: out of memory (CUDA out of memory. Tried" in said
+    assert "on with trainer.accumulate=4" in said
+    assert "goes on at step" not in said
+    assert tried[:3] == [32, 16, 8]
+    assert set(tried[3:]) == {8}
+
+
+def test_a_batch_of_one_image_cannot_be_halved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(Loop, "train_step", never)
+    made = config(tmp_path, "trainer.on_oom=halve")
+    result = runner.run(made, run_folder(made))
+    assert result["status"] == "failed"
+    assert "accumulate=32" in capsys.readouterr().out

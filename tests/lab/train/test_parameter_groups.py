@@ -1,0 +1,101 @@
+"""Which parameters decay, and by how much a step moves them, against closed forms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from runs import config
+from torch import nn
+from torchvision.models.swin_transformer import SwinTransformerBlockV2
+
+from nmrun.lab import models
+from nmrun.lab.train.parameter_groups import is_matrix, optimizer
+
+GPT = {"vocabulary": 20, "context": 8}
+IMAGES = {"shape": (1, 8, 8), "classes": 10}
+
+
+def made(folder: Path, model: str, *options: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    name, *sizes = model.split(",")
+    asked = config(
+        folder,
+        f"model={name}",
+        *(f"model.{size}" for size in sizes),
+        "optimizer=adamw",
+        "optimizer.lr=0.1",
+        "optimizer.weight_decay=0.5",
+        *options,
+    )
+    torch.manual_seed(0)
+    inputs = GPT if name.startswith("gpt") else IMAGES
+    network = models.build(asked.model.mapping(), inputs)
+    return network, optimizer(asked.optimizer, network)
+
+
+def decayed(network: nn.Module, by: torch.optim.Optimizer) -> dict[str, float]:
+    """What a step with gradients of 0 multiplies each parameter by: AdamW's 1 - lr * decay."""
+    for parameter in network.parameters():
+        nn.init.ones_(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+    by.step()
+    return {name: float(p.detach().flatten()[0]) for name, p in network.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("model", "spared"),
+    [
+        # nanoGPT's configure_optimizers: tensors of two dimensions or more decay, wte and wpe too
+        ("gpt_tiny,layers=1", ("bias", "ln_1.weight", "ln_2.weight", "ln_f.weight")),
+        # timm for DeiT: no bias, no norm, neither class token nor position table
+        (
+            "vit_tiny,layers=1",
+            ("bias", "ln.weight", "ln_1.weight", "ln_2.weight", "class_token", "pos_embedding"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("asked", ["null", "matrices"])
+def test_transformers_decay_as_in_their_literature(
+    model: str, spared: tuple[str, ...], asked: str, tmp_path: Path
+) -> None:
+    left = decayed(*made(tmp_path, model, f"optimizer.decay={asked}"))
+    for name, value in left.items():
+        assert value == pytest.approx(1.0 if name.endswith(spared) else 1 - 0.1 * 0.5), name
+    assert {name for name in left if name.endswith(spared)}
+    assert {name for name in left if not name.endswith(spared)}
+
+
+def test_swin_v2_spares_the_networks_of_its_position_biases() -> None:
+    """microsoft/Swin-Transformer: no_weight_decay_keywords, and whatever has one dimension."""
+    network = SwinTransformerBlockV2(8, 1, [4, 4], [0, 0])
+    decay = {name for name, parameter in network.named_parameters() if is_matrix(name, parameter)}
+    assert decay == {"attn.qkv.weight", "attn.proj.weight", "mlp.0.weight", "mlp.3.weight"}
+    assert any("cpb_mlp" in name for name, _ in network.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "asked"), [("small_conv", "null"), ("resnet20", "null"), ("gpt_tiny,layers=1", "all")]
+)
+def test_all_parameters_decay(model: str, asked: str, tmp_path: Path) -> None:
+    network, by = made(tmp_path, model, f"optimizer.decay={asked}")
+    assert len(by.param_groups) == 1
+    assert list(by.param_groups[0]["params"]) == list(network.parameters())
+    assert list(decayed(network, by).values()) == pytest.approx(
+        [0.95] * len(list(network.parameters()))
+    )
+
+
+@pytest.mark.parametrize("decay", ["all", "matrices"])
+def test_a_rate_for_the_head_goes_with_either(decay: str, tmp_path: Path) -> None:
+    network, by = made(tmp_path, "small_conv", f"optimizer.decay={decay}", "optimizer.head_lr=0.3")
+    rates = {
+        id(p): (group["lr"], group["weight_decay"])
+        for group in by.param_groups
+        for p in group["params"]
+    }
+    assert len(rates) == sum(len(g["params"]) for g in by.param_groups)
+    for name, p in network.named_parameters():
+        matrix = name.endswith("weight") and p.dim() > 1
+        wanted = (0.3 if name.startswith("head") else 0.1, 0.5 if matrix or decay == "all" else 0.0)
+        assert rates[id(p)] == wanted, name

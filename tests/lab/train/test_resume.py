@@ -1,0 +1,618 @@
+"""A run that is cut off anywhere and started again ends with the same bits as one left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import preloaded
+import pytest
+import torch
+from runs import RECIPES, TINY, config, rows
+from torch import nn
+
+from nmrun.lab import models
+from nmrun.lab.models.small_conv import SmallConv
+from nmrun.lab.tasks.vision import Classification
+from nmrun.lab.train import checkpoint, last_files, runner, steps
+from nmrun.lab.train.evaluation import Evaluation
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words.identity import run_folder
+from nmrun.lab.words.schema import Config
+
+# 12 steps, checkpoints after 3, 6, 9 and 12; STEP switches and ASP prunes after step 7
+SWITCH = {
+    "step": ("recipe.switch=0.58",),
+    "asp": ("recipe.prune_at=0.58",),
+    "sr_ste": ("optimizer=sgd", "optimizer.lr=0.05"),
+}
+EVERYTHING = (
+    "trainer.accumulate=2",
+    "trainer.clip=1.0",
+    "schedule=cosine",
+    "schedule.warmup=0.2",
+    "optimizer.weight_decay=0.01",
+)
+
+
+class Killed(BaseException):
+    """Stands for the end of the process: nothing catches it."""
+
+
+class Noisy(SmallConv):
+    """Running statistics and random numbers, both of which have to survive."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.head = nn.Sequential(nn.BatchNorm1d(self.head.in_features), nn.Dropout(0.2), self.head)
+
+
+@pytest.fixture(autouse=True)
+def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model of these tests has batch normalisation and dropout."""
+
+    def build(options: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
+        return Noisy(**inputs, channels=options["channels"])
+
+    monkeypatch.setattr(models, "build", build)
+
+
+def make(folder: Path, recipe: str, *overrides: str) -> Config:
+    return config(
+        folder,
+        f"recipe={recipe}",
+        "model.exclude=[stem,head.*]",
+        *EVERYTHING,
+        *SWITCH.get(recipe, ()),
+        *overrides,
+    )
+
+
+def outcome(made: Config) -> tuple[bytes, bytes, list[dict[str, Any]], dict[str, Any], list[str]]:
+    """Run to the end; all that must not depend on interruptions."""
+    result = runner.run(made, run_folder(made))
+    assert result["status"] == "finished", result
+    folder = run_folder(made)
+    weights = (
+        (folder / "model.safetensors").read_bytes(),
+        (folder / "best.safetensors").read_bytes(),
+    )
+    return *weights, rows(folder), result["metrics"], result["events"]
+
+
+_alone: dict[tuple[str, ...], Any] = {}
+
+
+def left_alone(tmp_path: Path, *arguments: str) -> Any:
+    if arguments not in _alone:
+        _alone[arguments] = outcome(make(tmp_path / "alone", *arguments))
+    return _alone[arguments]
+
+
+def cut(
+    monkeypatch: pytest.MonkeyPatch,
+    made: Config,
+    owner: Any,
+    name: str,
+    call: int,
+    before: bool = False,
+) -> None:
+    """Run until the given call of a function, and die right before or after it."""
+    original, calls = getattr(owner, name), 0
+
+    def dying(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if before and calls == call:
+            raise Killed
+        value = original(*args, **kwargs)
+        if calls == call:
+            raise Killed
+        return value
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, dying)
+        with pytest.raises(Killed):
+            runner.run(made, run_folder(made))
+    assert not (run_folder(made) / "result.json").exists()
+
+
+def cuts() -> Iterator[Any]:
+    """All pairs of a recipe and a step. By default two steps of a recipe, of the first and of the
+    last three, and all where a phase changes.
+    """
+    for i, recipe in enumerate(RECIPES):
+        for j, step in enumerate((2, 5, 7, 8, 11, 12)):
+            default = recipe in ("asp", "step") or (i + j) % 3 == 0
+            yield pytest.param(recipe, step, marks=() if default else pytest.mark.minutes)
+
+
+@pytest.mark.parametrize(("recipe", "step"), list(cuts()))
+def test_killed_after_a_step(
+    recipe: str, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(tmp_path, recipe)
+    cut(monkeypatch, made, Loop, "train_step", step)
+    assert outcome(made) == left_alone(tmp_path, recipe)
+
+
+def test_killed_where_rows_are_further_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a long run a checkpoint lies between two rows: here after step 6, with rows at 4 and 8."""
+    monkeypatch.setattr(steps, "MOST_ROWS", 4)
+    alone = outcome(make(tmp_path / "alone", "step"))
+    assert [row["step"] for row in alone[2] if "train/loss" in row] == [4, 8, 12]
+    made = make(tmp_path, "step")
+    cut(monkeypatch, made, Loop, "train_step", 7)
+    assert outcome(made) == alone
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpoints_within_an_epoch(
+    recipe: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One after each step loses no step to a kill, and changes no bit."""
+    alone, made = left_alone(tmp_path, recipe), make(tmp_path, recipe)
+    monkeypatch.setattr(checkpoint.Clock, "due", lambda _: True)
+    cut(monkeypatch, made, Loop, "train_step", 6)
+    cut(monkeypatch, made, Loop, "train_step", 6)
+    assert outcome(made) == alone
+    said = capsys.readouterr().out
+    assert "goes on at step 5 of 12" in said
+    assert "goes on at step 10 of 12" in said
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [(Loop, "train_step", 8), (Evaluation, "evaluate", 1), (Evaluation, "evaluate", 2)],
+)
+def test_killed_with_evaluations_and_a_length_in_steps(
+    owner: Any, name: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """11 steps, evaluations after 5, 10 and 11."""
+    by_steps = ("step", "trainer.eval_every=5steps", "trainer.steps=11")
+    alone, made = left_alone(tmp_path, *by_steps), make(tmp_path, *by_steps)
+    assert [row["step"] for row in alone[2] if "eval/loss" in row] == [5, 10, 11]
+    cut(monkeypatch, made, owner, name, call)
+    assert outcome(made) == alone
+
+
+@pytest.mark.parametrize("recipe", ["asp", "step"])
+def test_killed_again_and_again(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(tmp_path, recipe)
+    for _ in range(3):
+        cut(monkeypatch, made, Loop, "train_step", 4)  # three steps forward, one back
+    assert outcome(made) == left_alone(tmp_path, recipe)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "before"),
+    [
+        (os, "replace", 3, True),  # the checkpoint is written, not yet in place
+        (os, "replace", 3, False),
+        (checkpoint, "save", 4, False),  # trained to the end, not evaluated
+        (Evaluation, "evaluate", 5, False),
+        (last_files, "save_weights", 1, False),
+    ],
+)
+def test_killed_at_an_awkward_moment(
+    owner: Any, name: str, call: int, before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(tmp_path, "step")
+    cut(monkeypatch, made, owner, name, call, before)
+    assert outcome(made) == left_alone(tmp_path, "step")
+
+
+def test_killed_while_writing_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(tmp_path, "ste")
+    cut(monkeypatch, made, Loop, "train_step", 8)
+    metrics = run_folder(made) / "metrics.jsonl"
+    metrics.write_text(metrics.read_text() + '{"step": 8, "epo')
+    assert outcome(made) == left_alone(tmp_path, "ste")
+
+
+@pytest.mark.parametrize("step", [5, 8])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_between_epochs_too(
+    number: signal.Signals, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, original = make(tmp_path, "step"), Loop.train_step
+
+    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        if loop.step == step:
+            os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "train_step", signalled)
+        result = runner.run(made, run_folder(made))
+    assert (result["status"], result["signal"]) == ("interrupted", number)
+    state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+    assert state is not None
+    assert state["loop"]["step"] == step
+    assert outcome(made) == left_alone(tmp_path, "step")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "step"),
+    [
+        (Classification, "evaluate", 1, 3),
+        (Classification, "evaluate", 4, 12),  # of the last step
+        (Classification, "evaluate", 5, 12),  # of the final weights, which are the best here
+        (last_files, "save_weights", 1, 12),
+        (last_files, "save_weights", 2, 12),
+    ],
+)
+def test_a_signal_stops_evaluations_and_the_last_files(
+    owner: Any, name: str, call: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was trained is saved, the row of the step that was evaluated is not lost."""
+    made, original, calls = make(tmp_path, "step"), getattr(owner, name), 0
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        torch.rand(1)  # an evaluation may draw
+        if calls == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+            pytest.fail("went on")
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, signalled)
+        result = runner.run(made, run_folder(made))
+    assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
+    state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+    assert state is not None
+    assert state["loop"]["step"] == step
+    with monkeypatch.context() as patch:
+        calls = -1000
+        patch.setattr(owner, name, signalled)
+        assert outcome(made) == drawing_alone(tmp_path, patch, owner, name)
+
+
+def drawing_alone(tmp_path: Path, patch: pytest.MonkeyPatch, owner: Any, name: str) -> Any:
+    """Left alone, where a function draws random numbers."""
+    key = ("step", str(owner), name)
+    if key not in _alone:
+        _alone[key] = outcome(make(tmp_path / "alone", "step"))
+    return _alone[key]
+
+
+def test_a_signal_comes_while_an_error_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that reads data was told first, and its end is an error here."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Terminated.")
+
+    made = make(tmp_path, "ste")
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "train_step", broken)
+        result = runner.run(made, run_folder(made))
+    assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
+    assert "error" not in result
+    assert outcome(made) == left_alone(tmp_path, "ste")
+
+
+def test_a_launcher_s_handler_is_called_when_all_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """submitit's, for instance, which puts the job into the queue again and exits; others return."""
+    made, original, saved = make(tmp_path, "step"), Loop.train_step, []
+
+    def handler(number: int, frame: Any) -> None:
+        state = checkpoint.load(run_folder(made) / "checkpoint.pt")
+        saved.append((number, state and state["loop"]["step"]))
+        if number == signal.SIGUSR2:
+            sys.exit(-1)
+
+    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        if loop.step in (5, 8) and not any(step == loop.step for _, step in saved):
+            os.kill(os.getpid(), {5: signal.SIGTERM, 8: signal.SIGUSR2}[loop.step])
+
+    former = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    try:
+        with monkeypatch.context() as patch, pytest.raises(SystemExit):
+            patch.setattr(Loop, "train_step", signalled)
+            runner.run(made, run_folder(made))
+    finally:
+        for number, before in former.items():
+            signal.signal(number, before)
+    assert saved == [(signal.SIGTERM, 5), (signal.SIGUSR2, 8)]
+    assert outcome(made) == left_alone(tmp_path, "step")
+
+
+def test_a_signal_that_is_sent_twice_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """timeout(1) sends it to the process and to its group."""
+    made, original = make(tmp_path, "ste"), Loop.train_step
+
+    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        for _ in range(2 * (loop.step == 5)):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "train_step", signalled)
+        assert runner.run(made, run_folder(made))["signal"] == signal.SIGTERM
+    assert outcome(made) == left_alone(tmp_path, "ste")
+
+
+def test_a_process_that_a_run_has_forked_ends_as_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of a data set of one's own, which ends its processes by SIGTERM."""
+    original, codes = Loop.train_step, list[int]()
+
+    def forking(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        if loop.step == 5:
+            ready, told = os.pipe()
+            child = os.fork()
+            if not child:
+                os.write(told, b".")  # Python forgets a signal that comes while it forks
+                time.sleep(60)
+                os._exit(0)
+            os.read(ready, 1)
+            os.kill(child, signal.SIGTERM)
+            codes.append(os.waitpid(child, 0)[1])
+
+    made, alone = make(tmp_path, "ste"), left_alone(tmp_path, "ste")
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "train_step", forking)
+        assert outcome(made) == alone
+    assert codes == [signal.SIGTERM]
+
+
+# --- damaged rows ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ((1, b'{"step": 3, "epo'), "metrics.jsonl: 1 of 4 rows are lost (damaged: line 2)"),
+        ((0, b"\0" * 40), "metrics.jsonl: 1 of 4 rows are lost (damaged: line 1)"),
+        ((3, None), "metrics.jsonl: 1 of 4 rows are lost"),
+        ((1, "a digit"), "metrics.jsonl: not the 4 rows that were logged; it was changed"),
+        ((9, b"\xff\xfe{"), ""),  # behind the checkpoint, where nothing counts
+    ],
+)
+def test_a_damaged_row_is_lost_aloud_and_blocks_nothing(
+    damage: tuple[int, Any],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = make(tmp_path, "ste")
+    cut(monkeypatch, made, Loop, "train_step", 8)  # the checkpoint is of step 6
+    metrics = run_folder(made) / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 3, 4, 6]
+    number, content = damage
+    if content == "a digit":
+        lines[number] = lines[number].replace(b'"epoch": 1', b'"epoch": 3')
+    elif content is None:
+        del lines[number]
+    else:
+        lines[number : number + 1] = [content]
+    metrics.write_bytes(b"\n".join(lines) + b"\n")
+    capsys.readouterr()
+    result = runner.run(made, run_folder(made))
+    assert result["status"] == "finished"
+    told = [line.strip() for line in capsys.readouterr().out.splitlines() if "jsonl" in line]
+    assert told == ([said] if said else [])
+    alone = left_alone(tmp_path, "ste")
+    assert result["events"] == [*told, *alone[4]]
+    kept = rows(run_folder(made))
+    assert len(kept) == len(alone[2]) - ("lost" in said)
+    assert result["metrics"] == alone[3]
+
+
+def test_loss_scaling_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(tmp_path, "sr_ste", "trainer.precision=fp16")
+    cut(monkeypatch, made, Loop, "train_step", 8)
+    assert outcome(made) == left_alone(tmp_path, "sr_ste", "trainer.precision=fp16")
+
+
+def test_random_state_of_all_generators(tmp_path: Path) -> None:
+    import numpy as np
+
+    checkpoint.seed_everything(3)
+    draw = lambda: (random.gauss(0, 1), float(np.random.normal()), float(torch.rand(())))  # noqa: E731
+    draw()
+    checkpoint.save(tmp_path / "state.pt", {"random": checkpoint.random_state()})
+    expected = [draw() for _ in range(3)]
+    checkpoint.seed_everything(4)
+    state = checkpoint.load(tmp_path / "state.pt")
+    assert state is not None
+    checkpoint.restore_random_state(state["random"])
+    assert [draw() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "cut", "one bit"])
+@pytest.mark.parametrize("both", [False, True])
+def test_a_damaged_checkpoint_costs_a_line_and_the_steps_since_the_one_before(
+    damage: str,
+    both: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    made = make(tmp_path, "ste")
+    cut(monkeypatch, made, Loop, "train_step", 8)
+    for name in ("checkpoint.pt", "checkpoint.previous.pt")[: 1 + both]:
+        path = run_folder(made) / name
+        data = path.read_bytes()
+        with zipfile.ZipFile(path) as records:  # not between two records, where nothing is
+            largest = max(records.infolist(), key=lambda record: record.file_size)
+            content = records.read(largest)
+        at = data.index(content) + len(content) // 2
+        flipped = data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+        path.write_bytes(
+            {"empty": b"", "text": b"not a checkpoint", "cut": data[:2000], "one bit": flipped}[
+                damage
+            ]
+        )
+    capsys.readouterr()
+    assert outcome(made) == left_alone(tmp_path, "ste")
+    said = capsys.readouterr().out
+    assert "checkpoint.pt is damaged (" in said
+    assert ("starting over" if both else "going on from checkpoint.previous.pt") in said
+    assert ("goes on at step 3 of 12" in said) != both
+    assert not list(run_folder(made).glob("*previous*"))
+
+
+def test_resume_false_starts_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make(tmp_path, "ste")
+    cut(monkeypatch, made, Loop, "train_step", 8)
+    capsys.readouterr()
+    assert outcome(make(tmp_path, "ste", "resume=false")) == left_alone(tmp_path, "ste")
+    assert "goes on at" not in capsys.readouterr().out
+
+
+def test_a_checkpoint_of_another_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With its rows beside it nothing but its id shows that it is another seed's."""
+    made, other = make(tmp_path, "ste"), make(tmp_path, "ste", "seed=1")
+    for each in (made, other):
+        cut(monkeypatch, each, Loop, "train_step", 8)
+    for name in ("checkpoint.pt", "checkpoint.previous.pt", "metrics.jsonl"):
+        shutil.copy(run_folder(other) / name, run_folder(made) / name)
+    result = runner.run(made, run_folder(made))
+    ids = [folder.name.partition("-")[2] for folder in map(run_folder, (made, other))]
+    assert result["status"] == "failed"
+    assert all(part in result["error"] for part in (*ids, "force=true"))
+    assert "Traceback" not in capsys.readouterr().err
+    assert outcome(make(tmp_path, "ste", "force=true")) == left_alone(tmp_path, "ste")
+
+
+def test_a_checkpoint_of_before_there_were_ids_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make(tmp_path, "ste")
+    cut(monkeypatch, made, Loop, "train_step", 8)
+    path = run_folder(made) / "checkpoint.pt"
+    state = checkpoint.load(path)
+    assert state is not None
+    assert state.pop("id") == run_folder(made).name.partition("-")[2]
+    checkpoint.save(path, state)
+    assert outcome(made) == left_alone(tmp_path, "ste")
+    assert "goes on at step 6 of 12" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [(), ("resume=false",)])
+def test_a_run_that_begins_anew_says_so(
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where it was killed before its first checkpoint, and nobody has asked for it."""
+    made, told = make(tmp_path, "ste", *words), "begins anew: it ended before its first checkpoint"
+    cut(monkeypatch, made, Loop, "train_step", 2)
+    assert told not in capsys.readouterr().out
+    assert outcome(made) == left_alone(tmp_path, "ste")
+    assert capsys.readouterr().out.count(told) == (not words)
+
+
+def test_what_safetensors_leaves_of_a_killed_file_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for call in (2, 8):  # it begins anew, it is resumed
+        made = make(tmp_path, "ste", f"seed={call}")
+        cut(monkeypatch, made, Loop, "train_step", call)
+        (run_folder(made) / ".tmpa1B2c3").write_bytes(bytes(100))
+        outcome(made)
+        assert not list(run_folder(made).glob(".tmp*"))
+
+
+@pytest.mark.slow
+def test_an_epoch_of_a_language_model_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nmrun_cli: Any
+) -> None:
+    """SIGKILL in the only epoch, behind a checkpoint that the clock has asked for."""
+    monkeypatch.undo()  # the process knows nothing of the noisy model
+    overrides = (
+        *("recipe=step", "dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny"),
+        *("model.layers=1", "model.heads=2", "model.width=32", "trainer.epochs=1"),
+        *("trainer.limit_batches=600", "trainer.limit_evaluation=20"),
+        "trainer.checkpoint_every=0.01s",
+    )
+    made = config(tmp_path, *overrides)
+    words = [word for word in TINY if "channels" not in word and "epoch" not in word]
+    words = [word for word in words if "limit" not in word] + list(overrides)
+    finished = config(tmp_path / "alone", *overrides, "trainer.checkpoint_every=1")
+    result = runner.run(finished, run_folder(finished))
+    assert result["status"] == "finished", result
+    process = preloaded.started((*words, f"output_dir={tmp_path}"), tmp_path)
+    while process.is_alive() and not (run_folder(made) / "checkpoint.pt").exists():
+        time.sleep(0.002)
+    process.kill()
+    process.join()
+    assert not (run_folder(made) / "result.json").exists()
+    again = nmrun_cli(*words, f"output_dir={tmp_path}")
+    assert again.returncode == 0
+    assert "  goes on at step " in again.stdout
+    for name in ("model.safetensors", "best.safetensors"):
+        one, other = (run_folder(each) / name for each in (made, finished))
+        assert one.read_bytes() == other.read_bytes()
+    assert rows(run_folder(made)) == rows(run_folder(finished))
+    ended = json.loads((run_folder(made) / "result.json").read_text())
+    assert 0 < ended["checkpoint_seconds"] < ended["seconds"]
+    assert ended["metrics"] == result["metrics"]
+
+
+@pytest.mark.slow
+def test_killed_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nmrun_cli: Any) -> None:
+    """SIGKILL at two random moments of a process that runs the command line, then the same command
+    to its end.
+    """
+    monkeypatch.undo()  # the process knows nothing of the noisy model
+    overrides = ("recipe=step", "recipe.switch=0.5", "trainer.epochs=30", "trainer.limit_batches=5")
+    alone = config(tmp_path / "alone", *overrides)
+    expected = outcome(alone)
+    made = config(tmp_path, *overrides)
+    words = (*TINY, *overrides, f"output_dir={tmp_path}")
+    chance = random.Random(0)
+    metrics = run_folder(made) / "metrics.jsonl"
+    reached = 0
+    for _ in range(2):
+        process = preloaded.started(words, tmp_path)
+        reached += chance.randrange(10, 40)  # of 90 rows
+        while process.is_alive() and (
+            not metrics.exists() or metrics.read_bytes().count(b"\n") < reached
+        ):
+            time.sleep(0.002)
+        process.kill()
+        process.join()
+    assert not (run_folder(made) / "result.json").exists()
+    assert nmrun_cli(*words).returncode == 0
+    assert json.loads((run_folder(made) / "result.json").read_text())["status"] == "finished"
+    assert (run_folder(made) / "model.safetensors").read_bytes() == expected[0]
+    assert (run_folder(made) / "best.safetensors").read_bytes() == expected[1]
+    assert rows(run_folder(made)) == expected[2]

@@ -1,0 +1,628 @@
+"""A run folder holds what it should, whatever happened to the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from runs import RECIPES, config, rows
+from safetensors.torch import load_file
+from sklearn.datasets import load_digits
+from torch.nn import functional
+
+from nmrun import sparsify
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab import models
+from nmrun.lab.data import digits
+from nmrun.lab.models.small_conv import SmallConv
+from nmrun.lab.runs.locks import NAME
+from nmrun.lab.runs.run_folder import sealed
+from nmrun.lab.tasks.vision import Classification
+from nmrun.lab.train import build, flops, last_files, plan, runner
+from nmrun.lab.train.console import Console
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words.identity import identity, run_folder, title
+from nmrun.lab.words.schema import Config
+from nmrun.recipes.asp import ASP
+from nmrun.sparsity import check_nm
+
+FILES = {
+    "config.yaml",
+    "run.log",
+    "metrics.jsonl",
+    "checkpoint.pt",
+    "model.safetensors",
+    "best.safetensors",
+    "result.json",
+}
+
+
+def run(made: Config, sweep: str | None = None) -> dict[str, Any]:
+    return runner.run(made, run_folder(made), sweep)
+
+
+# --- a finished run -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_folder_of_a_finished_run(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(tmp_path, f"recipe={recipe}", "sparsity='1:4'")
+    folder = run_folder(made)
+    returned = run(made)
+    shown = capsys.readouterr().out
+    assert {path.name for path in folder.iterdir()} == FILES
+    result = json.loads((folder / "result.json").read_text())
+    assert returned == {**result, "folder": str(folder)}
+    assert (result["status"], result["id"], result["config"]) == (
+        "finished",
+        identity(made),
+        made.plain,
+    )
+    assert OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")) == made.plain
+    names = {"eval/accuracy", "eval/loss", "test/accuracy", "test/loss"}
+    assert set(result["metrics"]["final"]) == names
+    assert set(result["metrics"]["best"]) == {*names, "epoch", "step", "candidates"}
+    assert {"commit", "dirty", "python", "torch", "device", "command"} <= set(result["environment"])
+    assert os.uname().nodename not in json.dumps(result["environment"])
+    assert result["seconds"] > 0
+    last = rows(folder)[-1]
+    assert last["step"] == 12
+    assert last["eval/accuracy"] == result["metrics"]["final"]["eval/accuracy"]
+
+    weights = load_file(folder / "model.safetensors")
+    assert set(weights) == set(SmallConv((1, 8, 8), 10, [8, 8, 8]).state_dict())
+    layers = result["sparsity"]["layers"]
+    assert [layer["name"] for layer in layers] == (
+        [] if recipe == "dense" else ["inner.0.weight", "inner.1.weight"]
+    )
+    for layer in layers:
+        check_nm(weights[layer["name"]], "1:4")
+        assert layer["holds"]
+        assert (
+            layer["nonzeros"] == int(weights[layer["name"]].count_nonzero()) <= layer["numel"] // 4
+        )
+        zeros = weights[layer["name"]][weights[layer["name"]] == 0]
+        assert not zeros.signbit().any()
+    assert all(
+        reason in shown
+        for reason in (() if recipe == "dense" else ("excluded", "2 x inner.*.weight"))
+    )
+    assert str(folder) in shown
+    assert (folder / "run.log").read_text() == f"{title(made)}\n{shown}"
+
+
+@pytest.mark.parametrize("recipe", ["s_ste", "step"])
+def test_saved_weights_give_the_metrics_that_were_told(recipe: str, tmp_path: Path) -> None:
+    """Rebuilt by hand: a plain model, the saved weights, the test images."""
+    made = config(tmp_path, f"recipe={recipe}", "trainer.epochs=8")
+    metrics = run(made)["metrics"]
+    images, labels = digits.load()["test"]
+    for file, told in (("model", metrics["final"]), ("best", metrics["best"])):
+        model = SmallConv((1, 8, 8), 10, [8, 8, 8])
+        model.load_state_dict(load_file(run_folder(made) / f"{file}.safetensors"))
+        with torch.no_grad():
+            logits = model(images)
+        assert told["test/accuracy"] == pytest.approx(
+            float((logits.argmax(1) == labels).double().mean())
+        )
+        assert told["test/loss"] == pytest.approx(
+            float(functional.cross_entropy(logits, labels)), rel=1e-5
+        )
+
+
+def test_a_finished_run_is_not_touched_and_force_repeats_it(tmp_path: Path) -> None:
+    made = config(tmp_path, "recipe=ste")
+    folder = run_folder(made)
+    first = run(made)
+    before = (folder / "model.safetensors").stat()
+    assert run(made) == {**first, "status": "skipped"}
+    assert (folder / "model.safetensors").stat() == before
+    again = run(config(tmp_path, "recipe=ste", "force=true"))
+    assert again["metrics"] == first["metrics"]
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert "goes on" not in (folder / "run.log").read_text()
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(tmp_path: Path) -> None:
+    weights = []
+    for place, seed in (("a", 0), ("b", 0), ("c", 1)):
+        made = config(tmp_path / place, f"seed={seed}")
+        run(made)
+        weights.append((run_folder(made) / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != weights[2]
+
+
+def test_in_a_sweep_the_screen_has_less_and_the_log_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(tmp_path, "recipe=ste")
+    run(made, "some-sweep")
+    shown, log = capsys.readouterr().out, (run_folder(made) / "run.log").read_text()
+    assert "excluded" not in shown
+    assert "excluded" in log
+    assert set(shown.splitlines()) < set(log.splitlines())
+
+
+def test_a_dry_run_tells_the_plan_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(tmp_path / "out", "sparsity='2:8'", "dry=true", "model=small_conv")
+    assert run(made)["status"] == "planned"
+    assert not (tmp_path / "out").exists()
+    shown = capsys.readouterr().out
+    assert "  sparse  inner.1.weight  64x64x3x3  2:8\n" in shown
+    total = 320 + 18_496 + 36_928 + 2_570
+    kept = total - 0.75 * (64 * 32 * 9 + 64 * 64 * 9)
+    assert f"density {kept / total:.1%} of {total:,} parameters" in shown
+    forward = 2 * (64 * 32 * 9 + 16 * 64 * 32 * 9 * 4 + 16 * 64 * 64 * 9 + 2560)
+    assert f"{forward / 1e6:.3g}M dense" in shown
+
+
+# --- runs that do not finish ----------------------------------------------------------------------
+
+
+def test_a_failure_is_told_in_a_line_and_kept_in_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("first line\nsecond line")
+
+    monkeypatch.setattr(Classification, "evaluate", broken)
+    made = config(tmp_path, "recipe=ste")
+    result = run(made)
+    captured = capsys.readouterr()
+    assert (result["status"], result["error"]) == ("failed", "ZeroDivisionError: first line")
+    assert json.loads((run_folder(made) / "result.json").read_text())["error"] == result["error"]
+    assert "Traceback" in (run_folder(made) / "run.log").read_text()
+    assert "Traceback" not in captured.out + captured.err
+    assert "nmrun: failed: ZeroDivisionError: first line" in captured.err
+    monkeypatch.undo()
+    assert run(made)["status"] == "finished"
+
+
+def test_a_run_that_diverges_fails_early(tmp_path: Path) -> None:
+    made = config(tmp_path, "recipe=ste", "optimizer=sgd", "optimizer.lr=1e30")
+    result = run(made)
+    assert result["status"] == "failed"
+    assert result["error"].startswith("step 2: the loss is ")
+    assert result["environment"]["torch"] == torch.__version__.partition("+")[0]
+
+
+def test_a_run_whose_last_step_diverges_fails(tmp_path: Path) -> None:
+    made = config(tmp_path, "recipe=dense", "optimizer.lr=1e30", "trainer.limit_batches=1",
+                  "trainer.epochs=1")  # fmt: skip
+    result = run(made)
+    assert result["status"] == "failed"
+    assert result["error"].startswith("step 1: eval/loss is ")
+    assert "Try a lower optimizer.lr (it was 1e+30)" in result["error"]
+    assert not (run_folder(made) / "model.safetensors").exists()
+
+
+def test_a_weight_that_is_not_finite_is_never_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though no loss tells: the evaluation does not see it."""
+    original = Loop.train_step
+
+    def last(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        if loop.step == 12:
+            dict(loop.model.named_parameters())["head.bias"].data[3] = math.inf
+
+    monkeypatch.setattr(Loop, "train_step", last)
+    monkeypatch.setattr(Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": 0.5})
+    made = config(tmp_path, "recipe=dense")
+    result = run(made)
+    assert result["status"] == "failed"
+    assert result["error"].startswith(
+        "step 12: the last update broke the weights; the first non-finite value is parameter head.bias."
+    )
+    assert not (run_folder(made) / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "status", "best"),
+    [
+        ([math.nan, 0.2, 0.4, 0.3], "finished", 3),
+        ([0.2, math.nan, 0.1, 0.1], "finished", 1),
+        ([0.2, 0.3, 0.1, math.nan], "failed", 2),
+    ],
+)
+def test_nan_is_never_the_best_nor_the_last(
+    accuracies: list[float],
+    status: str,
+    best: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = iter([*accuracies, accuracies[-1], *[0.5] * 3])
+    monkeypatch.setattr(
+        Classification, "evaluate", lambda *_: {"loss": 1.0, "accuracy": next(told)}
+    )
+    result = run(config(tmp_path, "recipe=ste"))
+    assert (result["status"], result["metrics"]["best"]["epoch"]) == (status, best)
+
+
+# --- a run that is given again --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "best.safetensors", "config.yaml"])
+@pytest.mark.parametrize("shorter", [False, True])
+def test_a_finished_run_whose_file_is_gone_is_made_whole(
+    name: str, shorter: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(tmp_path, "recipe=ste")
+    folder, first = run_folder(made), run(made)
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[:-1]) if shorter else (folder / name).unlink()
+    capsys.readouterr()
+    again = run(made)
+    said = capsys.readouterr().out
+    size = f"changed: it has {len(data) - 1} bytes and had {len(data)}"
+    assert f"finished before, but {name}: it {f'was {size}' if shorter else 'is missing'}" in said
+    assert "goes on at step 12 of 12" in said
+    assert (folder / name).read_bytes() == data
+    assert again["status"] == "finished"
+    assert again["metrics"] == first["metrics"]
+    assert again["files"] == first["files"]
+
+
+def test_a_result_that_was_changed_is_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(tmp_path, "recipe=ste")
+    path, first = run_folder(made) / "result.json", run(made)
+    accuracy = f'"test/accuracy": {first["metrics"]["final"]["test/accuracy"]}'
+    assert accuracy in path.read_text()
+    path.write_text(path.read_text().replace(accuracy, '"test/accuracy": 0.99'))
+    again = run(made)
+    assert "result.json: it was changed" in capsys.readouterr().out
+    assert (again["status"], again["metrics"]) == ("finished", first["metrics"])
+
+
+def test_rows_of_a_finished_run_cannot_be_made_again_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(tmp_path, "recipe=ste")
+    folder, first = run_folder(made), run(made)
+    before = (folder / "result.json").read_bytes()
+    (folder / "metrics.jsonl").unlink()
+    again = run(made)
+    line = "metrics.jsonl of this finished run: it is missing; force=true makes all anew"
+    assert (again["status"], again["error"]) == ("failed", line)
+    assert capsys.readouterr().err == f"nmrun: {line}: {folder}\n"
+    assert (folder / "result.json").read_bytes() == before
+    assert not (folder / "metrics.jsonl").exists()
+    forced = run(config(tmp_path, "recipe=ste", "force=true"))
+    assert (forced["status"], forced["metrics"]) == ("finished", first["metrics"])
+
+
+def test_a_run_of_an_earlier_version_is_skipped_if_its_weights_are_there(tmp_path: Path) -> None:
+    made = config(tmp_path, "recipe=ste")
+    run(made)
+    folder = run_folder(made)
+    result = json.loads((folder / "result.json").read_text())
+    del result["files"], result["sha256"]
+    (folder / "result.json").write_text(json.dumps(result))
+    assert run(made)["status"] == "skipped"
+    (folder / "model.safetensors").unlink()
+    assert run(made)["status"] == "finished"
+
+
+def test_a_forced_run_that_was_cut_off_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, forced = (config(tmp_path, "recipe=ste", *words) for words in ((), ("force=true",)))
+    original = Loop.train_step
+
+    def signalled(loop: Loop, *args: Any, **kwargs: Any) -> None:
+        original(loop, *args, **kwargs)
+        if loop.step == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def went_on(made: Config) -> bool:
+        capsys.readouterr()
+        run(made)
+        return "goes on at step 8" in capsys.readouterr().out
+
+    def cut(made: Config) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(Loop, "train_step", signalled)
+            return went_on(made)
+
+    assert not cut(plain)
+    assert not cut(forced)  # what was begun without it is done anew
+    assert went_on(forced)
+    assert not cut(forced)  # it had finished
+    (run_folder(forced) / "result.json").unlink()  # as after a kill
+    assert went_on(forced)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("model.exclude=[stem,haed]",), "haed"),
+        (("model.include=[head]", "model.channels=[6,6,6]"), "can be 2:4 sparse"),
+        (("trainer.batch_size=5000",), "training images"),
+        (("dataset.val_fraction=1e-9",), "leave no image for val"),
+        (("dataset.val_fraction=0.6", "dataset.test_fraction=0.5"), "are more than all images"),
+        (("recipe.name=step", "optimizer.betas=[0.9,0.99999999999]"), "10,000,000 at most"),
+        *([] if torch.cuda.is_available() else [(("trainer.device=cuda",), "no CUDA device")]),
+    ],
+)
+def test_what_only_the_built_model_shows_is_still_a_configuration_error(
+    overrides: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    made = config(tmp_path / "out", "recipe=ste")
+    for override in overrides:
+        key, _, value = override.partition("=")
+        OmegaConf.update(
+            plain := OmegaConf.create(made.plain), key, OmegaConf.create(f"x: {value}").x
+        )
+        made = Config(OmegaConf.to_container(plain), made.pattern)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        run(made)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unwritable_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    made = config(tmp_path / "file2")
+    made.plain["output_dir"] = str(tmp_path / "file")
+    with pytest.raises(ConfigError, match="output_dir="):
+        run(made)
+
+
+def test_control_c_before_training_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(plan, "lines", interrupted)
+    result = run(config(tmp_path))
+    assert (result["status"], result["signal"]) == ("interrupted", 2)
+
+
+def test_a_signal_before_training_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("went on")
+
+    monkeypatch.setattr(plan, "lines", told)
+    result = run(config(tmp_path))
+    assert (result["status"], result["signal"]) == ("interrupted", signal.SIGTERM)
+
+
+def test_a_second_signal_acts_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), 2)
+        os.kill(os.getpid(), 2)
+        pytest.fail("went on after the second one")
+
+    monkeypatch.setattr(Loop, "train_step", twice)
+    # a shell starts what runs in the background with it ignored
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = run(config(tmp_path))
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert (result["status"], result["signal"]) == ("interrupted", 2)
+
+
+def test_a_signal_that_comes_too_late_still_stops_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = sealed
+
+    def late(*arguments: Any) -> dict[str, Any]:
+        os.kill(os.getpid(), 15)
+        monkeypatch.undo()
+        return original(*arguments)
+
+    monkeypatch.setattr("nmrun.lab.runs.run_folder.sealed", late)
+    made = config(tmp_path, "recipe=ste")
+    result = run(made)
+    assert (result["status"], result["signal"]) == ("interrupted", 15)
+    assert json.loads((run_folder(made) / "result.json").read_text())["status"] == "finished"
+
+
+def test_two_processes_do_not_share_a_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(tmp_path)
+    folder = run_folder(made)
+    folder.mkdir(parents=True)
+    file = str(folder / NAME)
+    holder = f"import fcntl, os, sys; fcntl.flock(os.open({file!r}, os.O_CREAT), fcntl.LOCK_EX); print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", holder], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        assert run(made)["status"] == "running"
+        assert capsys.readouterr().err.count("\n") == 1
+        assert [path.name for path in folder.iterdir()] == [NAME]
+        with contextlib.suppress(ValueError):
+            other.communicate()
+    assert run(made)["status"] == "finished"
+
+
+def test_a_checkpoint_of_another_model_is_not_forced_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise RunError("stopped after training")
+
+    made = config(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(last_files, "save_weights", interrupted)
+        run(made)
+    monkeypatch.setattr(
+        models, "build", lambda config, inputs: SmallConv(**inputs, channels=[4, 4, 4, 4])
+    )
+    result = run(made)
+    assert result["status"] == "failed"
+    assert "force=true starts over" in result["error"]
+
+
+def test_a_checkpoint_of_an_older_version_is_told_in_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of before, when the model had the dense weights, under parametrizations."""
+
+    def interrupted(*_: Any) -> None:
+        raise RunError("stopped after training")
+
+    made = config(tmp_path, "recipe=ste")
+    with monkeypatch.context() as patch:
+        patch.setattr(last_files, "save_weights", interrupted)
+        run(made)
+    path = run_folder(made) / "checkpoint.pt"
+    state = torch.load(path, weights_only=True)
+    weight = state["model"].pop("inner.0.weight")
+    state["model"]["inner.0.parametrizations.weight.original"] = weight
+    torch.save(state, path)
+    result = run(made)
+    assert result["status"] == "failed"
+    assert result["error"].startswith("checkpoint.pt is of an older nmrun")
+    assert result["error"].endswith("; force=true starts over")
+    assert run(config(tmp_path, "recipe=ste", "force=true"))["status"] == "finished"
+
+
+def test_a_run_that_ends_before_its_weights_are_sparse_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ASP, "after_step", lambda *_: None)  # never prunes
+    made = config(tmp_path, "recipe=asp")
+    result = run(made)
+    assert result["status"] == "failed"
+    assert result["error"].startswith(
+        "training ended in a dense phase of asp, after step 12 of total_steps=12"
+    )
+    assert not (run_folder(made) / "model.safetensors").exists()
+
+
+# --- data, models, cost ---------------------------------------------------------------------------
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    pixels, labels = load_digits(return_X_y=True)
+    images, classes = digits._read()
+    assert torch.equal(images.view(-1, 64), torch.tensor(pixels, dtype=torch.float32))
+    assert torch.equal(classes, torch.tensor(labels))
+
+
+def test_splits_are_disjoint_complete_and_alike_in_every_class() -> None:
+    splits = digits.load()
+    images = {
+        name: {tuple(row.flatten().tolist()) for row in rows} for name, (rows, _) in splits.items()
+    }
+    sizes = {name: len(labels) for name, (_, labels) in splits.items()}
+    assert sum(sizes.values()) == 1797
+    assert len(images["train"] | images["val"] | images["test"]) == sum(map(len, images.values()))
+    for name, fraction in (("val", 0.15), ("test", 0.2)):
+        per_class = torch.bincount(splits[name][1]).double() / sum(
+            torch.bincount(labels) for _, labels in splits.values()
+        )
+        assert per_class.numel() == 10
+        assert (per_class - fraction).abs().max() < 0.01
+    train = splits["train"][0]
+    assert (abs(float(train.mean())), float(train.std())) == pytest.approx((0, 1), abs=1e-5)
+    assert not torch.equal(digits.load(1)["test"][0], splits["test"][0])
+
+
+def test_an_epoch_is_a_permutation_that_depends_on_seed_and_epoch_alone() -> None:
+    images = torch.arange(100.0).view(100, 1, 1, 1)
+    splits = {name: (images, images.view(-1).long()) for name in ("train", "val", "test")}
+
+    def order(seed: int, epoch: int) -> list[int]:
+        task = Classification(splits, 100, batch_size=20, seed=seed)
+        torch.manual_seed(epoch)  # the global generator must not matter
+        task.micro_batches(epoch + 5, 3, 1)  # nor what was asked before
+        return [
+            int(label)
+            for index in range(5)
+            for batch in task.micro_batches(epoch, index, 3)
+            for label in batch[1]
+        ]
+
+    assert sorted(order(0, 0)) == list(range(100))
+    assert order(0, 0) == order(0, 0)
+    different = [order(seed, epoch) for seed in (0, 1, 2, 2**31) for epoch in (0, 1, 2)]
+    assert len({tuple(o) for o in different}) == 12
+    assert Classification(splits, 100, batch_size=30, seed=0).batches_per_epoch == 3
+
+
+@pytest.mark.parametrize("name", ["small_conv", "mlp", "resnet18"])
+def test_models_classify_and_name_their_layers_for_the_configs(name: str, tmp_path: Path) -> None:
+    made = config(tmp_path, f"model={name}", "recipe=sr_ste")
+    parts = build.build(made)
+    logits = parts.model(torch.zeros(2, *parts.task.inputs["shape"]))  # type: ignore[attr-defined]
+    assert logits.shape == (2, 10)
+    assert parts.handle.sparse
+    assert {left.reason for left in parts.handle.left_dense} == {"excluded"}
+
+
+def test_flops_of_a_perceptron_by_hand(tmp_path: Path) -> None:
+    made = config(
+        tmp_path, "model=mlp", "model.hidden=[32,16]", "model.exclude=[head]", "sparsity='1:4'"
+    )
+    parts = build.build(made)
+    before = torch.get_rng_state()
+    cost = flops.count(parts.model, parts.task, parts.handle.sparse)
+    products = [64 * 32, 32 * 16, 16 * 10]
+    assert cost.forward == 2 * sum(products)
+    assert cost.forward_sparse == 2 * (products[0] / 4 + products[1] / 4 + products[2])
+    # no gradient of the images
+    assert cost.backward == 2 * (products[0] + 2 * products[1] + 2 * products[2])
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(p.grad is None for p in parts.model.parameters())
+
+
+def test_what_a_recipe_does_before_the_first_step_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ASP's search for permutations of a trained model does: here 100 seconds of a clock."""
+    clock = [5.0]
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        clock[0] += 100.0
+        return sparsify(*args, **options)
+
+    monkeypatch.setattr(build, "sparsify", slowly)
+    monkeypatch.setattr(build.time, "perf_counter", lambda: clock[0])
+    parts = build.build(config(tmp_path, "recipe=asp", "recipe.prune_at=0"))
+    monkeypatch.undo()
+    assert parts.attached_in == 100.0
+    assert Loop(config(tmp_path, "recipe=asp"), parts, Console(None)).seconds == 100.0
+
+
+@pytest.mark.parametrize("recipe", ["dense", "ste", "step"])
+def test_nothing_is_chosen_by_the_test_split(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is looked at after the last step alone; the best weights are those of the best validation."""
+    asked: list[str] = []
+
+    def evaluate(self: Classification, model: Any, split: str) -> dict[str, float]:
+        asked.append(split)
+        falls = 1 - asked.count("test") / 10
+        rises = asked.count("val") / 10
+        return {"loss": 1.0, "accuracy": rises if split == "val" else falls}
+
+    monkeypatch.setattr(Classification, "evaluate", evaluate)
+    result = run(config(tmp_path, f"recipe={recipe}"))
+    assert asked == ["val"] * 4 + ["test"]  # the last weights are the best
+    assert result["metrics"]["best"]["epoch"] == 4
+    assert result["metrics"]["best"]["eval/accuracy"] == pytest.approx(0.4)

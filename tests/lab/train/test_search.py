@@ -1,0 +1,363 @@
+"""Layer-wise ratios under a budget: against all possible assignments, and the verb whose printed
+command has to train.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import random
+import shlex
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from runs import config
+from torch import nn
+from verbs import verb
+
+import nmrun
+from nmrun.errors import ConfigError
+from nmrun.fast import probe_cpu
+from nmrun.fast.times import Times
+from nmrun.lab.train import ratio_search, runner
+from nmrun.lab.train.ratio_costs import flops_by_layer, times_by_layer
+from nmrun.lab.train.ratio_search import best_choice, search_ratios
+from nmrun.lab.train.ratios import main
+from nmrun.lab.words.identity import run_folder
+from nmrun.sparsity.weight import LIVE
+
+M = 16
+CHOICES = (16, 8, 4, 2, 1)
+WIDTHS = [(16, 48, 32, 16, 10), (64, 16, 64, 48, 10), (32, 32, 32, 32, 10)]
+
+
+def network(widths: tuple[int, ...], seed: int) -> nn.Sequential:
+    """Linear layers whose weights are more and less concentrated in a few large ones."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+    for layer in net:
+        nn.init.normal_(layer.weight)
+        layer.weight.data *= torch.rand_like(layer.weight) ** float(3 * torch.rand(()))
+    return net
+
+
+def kept_shares(layer: nn.Linear) -> dict[int, float]:
+    """For each N the share of squared weights in the N largest of every 16, group by group."""
+    squares = [
+        sorted((w**2 for w in group), reverse=True)
+        for group in layer.weight.detach().reshape(-1, M).tolist()
+    ]
+    total = sum(map(sum, squares))
+    return {n: sum(sum(group[:n]) for group in squares) / total for n in CHOICES}
+
+
+def tables(net: nn.Sequential, kind: str, seed: int) -> list[dict[int, float]]:
+    """What each layer costs by N: its kept weights, something in proportion to N, or made-up times,
+    which fall and rise with N and are dense's here and there.
+    """
+    if kind == "weights":
+        return [{n: layer.weight.numel() * n / M for n in CHOICES} for layer in net]
+    if kind == "own":
+        return [{n: (1.0 + 3 * i) * n / M for n in CHOICES} for i, _ in enumerate(net)]
+    draw = random.Random(seed)
+    dense = [draw.uniform(0.2, 3.0) for _ in net]
+    return [{n: t * (1.0 if n == M else min(1.0, draw.uniform(0.3, 1.3))) for n in CHOICES}
+            for t in dense]  # fmt: skip
+
+
+def assignments(
+    net: nn.Sequential, costs: list[dict[int, float]]
+) -> Iterator[tuple[tuple[int, ...], float, float]]:
+    """Every choice of N for every layer, its cost as a share of dense and the sum of kept shares."""
+    shares = [kept_shares(layer) for layer in net]
+    dense = sum(cost[M] for cost in costs)
+    for ns in itertools.product(CHOICES, repeat=len(net)):
+        cost = sum(cost[n] for cost, n in zip(costs, ns, strict=True)) / dense
+        yield ns, cost, sum(share[n] for share, n in zip(shares, ns, strict=True))
+
+
+CASES = [(widths, seed, kind) for widths in WIDTHS for seed in range(2)
+         for kind in ("weights", "own", "times")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("widths", "seed", "kind"), CASES)
+def test_no_choice_within_the_budget_keeps_more(widths, seed, kind):
+    """At budgets in even steps, and at those that some choice uses up."""
+    net = network(widths, seed)
+    costs = tables(net, kind, seed)
+    every = {ns: (cost, kept) for ns, cost, kept in assignments(net, costs)}
+    least = min(cost for cost, _ in every.values())
+    exact = sorted(cost for cost, _ in every.values() if cost < 1)[:: len(every) // 20]
+    given = None if kind == "weights" else {str(i): cost for i, cost in enumerate(costs)}
+    for budget in [*torch.linspace(least, 0.99, 20, dtype=torch.float64).tolist(), *exact]:
+        found = search_ratios(net, budget, costs=given)
+        cost, kept = every[tuple(found.ratios[str(i)].n for i in range(len(net)))]
+        assert cost <= budget + 1e-8
+        assert kept == pytest.approx(max(k for c, k in every.values() if c <= budget), abs=1e-6)
+        assert found.used == pytest.approx(cost, abs=1e-12)
+        assert {ratio.m for ratio in found.ratios.values()} == {M}
+        assert sum(found.kept.values()) == pytest.approx(kept, abs=1e-6)
+
+
+def test_a_list_that_grows_too_long_is_thinned_by_little(monkeypatch):
+    """Ten layers, 59,049 choices and 300 entries: as good as with ten of 300 parts less to spend."""
+    monkeypatch.setattr(ratio_search, "LONGEST", 300)
+    draw = random.Random(0)
+    costs = [[1.0, draw.uniform(0.3, 0.9), draw.uniform(0.1, 0.3)] for _ in range(10)]
+    gains = [[1.0, draw.uniform(0.7, 1.0), draw.uniform(0.2, 0.7)] for _ in range(10)]
+    cost, gain = (
+        functools.reduce(np.add.outer, map(np.array, side)).ravel() for side in (costs, gains)
+    )
+    for most in (2.5, 4.0, 6.0, 8.5):
+        chosen = best_choice(costs, gains, most)
+        spent = sum(own[at] for own, at in zip(costs, chosen, strict=True))
+        gained = sum(own[at] for own, at in zip(gains, chosen, strict=True))
+        assert spent <= most
+        assert gained >= gain[cost <= most * (1 - 10 / 300)].max()
+
+
+def test_layers_without_a_cost_stay_dense():
+    net = network(WIDTHS[0], 0)
+    found = search_ratios(
+        net, 0.5, costs={"1": dict(zip(CHOICES, (2.0, 3.0, 1.0, 3.0, 3.0), strict=True))}
+    )
+    assert {name: ratio.n for name, ratio in found.ratios.items()} == {
+        "0": 16,
+        "1": 4,
+        "2": 16,
+        "3": 16,
+    }
+    assert found.used == 0.5
+    weights = [layer.weight.numel() for layer in net]
+    assert found.density == pytest.approx(1 - 0.75 * weights[1] / sum(weights))
+
+
+def test_the_density_is_that_of_the_model_that_is_pruned_so():
+    net = network((64, 96, 32, 10), 0)
+    found = search_ratios(net, 0.3)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    handle = nmrun.sparsify(
+        net,
+        optimizer,
+        "ste",
+        "1:2",
+        overrides={k: "dense" if r.n == r.m else r for k, r in found.ratios.items()},
+    )
+    optimizer.step()  # without gradients, so nothing moves
+    handle.finalize()
+    zeros = [int((layer.weight == 0).sum()) for layer in net]
+    weights = [layer.weight.numel() for layer in net]
+    assert 1 - sum(zeros) / sum(weights) == pytest.approx(found.density)
+    assert found.density == found.used
+
+
+def test_a_module_with_several_weights_has_one_ratio_and_the_cost_of_them_all():
+    torch.manual_seed(0)
+    net = nn.ModuleDict(
+        {"attention": nn.MultiheadAttention(32, 2, kdim=16, vdim=16), "out": nn.Linear(32, 32)}
+    )
+    with torch.no_grad():
+        net["attention"].q_proj_weight[:, ::4] *= 30
+    found = search_ratios(net, 0.5, m=8)
+    cost = {"attention": 32 * 32 + 2 * 32 * 16, "attention.out_proj": 32 * 32, "out": 32 * 32}
+    assert set(found.ratios) == set(cost)
+    assert len(set(found.ratios.values())) > 1
+    assert found.density == pytest.approx(
+        sum(c * found.ratios[k].density for k, c in cost.items()) / sum(cost.values())
+    )
+
+
+def test_what_is_left_out_stays_out_and_what_cannot_be_had_is_said():
+    net = network((16, 48, 32, 10), 0)
+    assert list(search_ratios(net, 0.25, exclude="1").ratios) == ["0", "2"]
+    assert list(search_ratios(net, 0.25, include=["0", "2"], exclude="2").ratios) == ["0"]
+    # 16 and 48 inputs hold no group of 32
+    assert list(search_ratios(net, 0.25, m=32).ratios) == ["2"]
+    for budget in (1.0, 0.01, -1.0):
+        with pytest.raises(ConfigError, match=r"with M = 16 it is from 0.0625 to below 1"):
+            search_ratios(net, budget)
+    times = {
+        "0": dict(zip(CHOICES, (4.0, 4.0, 3.0, 2.0, 2.5), strict=True)),
+        "1": dict.fromkeys(CHOICES, 1.0),
+    }
+    with pytest.raises(ConfigError, match=r"budget 0.5: with M = 16 it is from 0.6 to below 1"):
+        search_ratios(net, 0.5, costs=times)
+    with pytest.raises(ConfigError, match="no ratio with M = 16 costs less than dense"):
+        search_ratios(net, 0.5, costs={"1": times["1"]})
+    with pytest.raises(ValueError, match="power of two"):
+        search_ratios(net, 0.5, m=12)
+    with pytest.raises(ConfigError, match="no layer of this model can hold groups of 64"):
+        search_ratios(net, 0.5, m=64)
+
+
+def test_flops_are_those_of_the_products(tmp_path):
+    """A 3x3 convolution: two operations for each kept weight and position. Digits have 8x8 pixels, and
+    4x4 after the first pooling.
+    """
+    parts = nmrun.lab.train.build.build(
+        config(tmp_path, "recipe=dense", "model.channels=[16,32,32]")
+    )
+    found = flops_by_layer(parts.model, ["inner.0", "inner.1"], parts.task, 4)
+    dense = {"inner.0": 2 * 16 * 32 * 9 * 8 * 8, "inner.1": 2 * 32 * 32 * 9 * 4 * 4}
+    assert found == {k: {4: flops, 2: flops / 2, 1: flops / 4} for k, flops in dense.items()}
+    # nothing was made sparse for it
+    assert not any(id(p) in LIVE for p in parts.model.parameters())
+
+
+# --- measured times, here made up -----------------------------------------------------------------
+
+# 1.1 million parameters: smaller networks are left alone
+WIDE = ("model=mlp", "model.hidden=[1024,1024,64]", "trainer.epochs=1", "trainer.limit_batches=1")
+
+
+def played(monkeypatch: pytest.MonkeyPatch, onednn: float | None = None) -> None:
+    """Times in place of measured ones: each dense product takes 4 ms, a sparse one N/2, packing 2,
+    the weight gradient of the kept entries 1; oneDNN, if it is there, the given time for each."""
+
+    def probe(shape):
+        found = {"dense": Times(0.0, 4.0, 4.0, 4.0), "onednn": Times(wrong="there is none")}
+        if onednn is not None:
+            found["onednn"] = Times(0.0, onednn, onednn, onednn)
+        if shape.pattern is not None:
+            n = shape.pattern.n
+            found["packed"] = Times(2.0, n / 2, n / 2, 1.0)
+        return found
+
+    monkeypatch.setattr(probe_cpu, "probe", probe)
+
+
+@pytest.mark.parametrize(
+    ("words", "onednn", "dense", "sparse"),
+    [
+        # two products of N/2, the packing, and the dense weight gradient
+        (("recipe=step",), None, 12.0, {8: 12.0, 4: 10.0, 2: 8.0, 1: 7.0}),
+        (("recipe=step", "trainer.accumulate=2"), None, 12.0, {8: 12.0, 4: 9.0, 2: 7.0, 1: 6.0}),
+        # SLoPe masks the gradients of pruned weights, unless their norm is asked for
+        (("recipe=slope",), None, 12.0, {8: 12.0, 4: 7.0, 2: 5.0, 1: 4.0}),
+        (("recipe=slope", "trainer.clip=1"), None, 12.0, {8: 12.0, 4: 10.0, 2: 8.0, 1: 7.0}),
+        # what beats torch's 8 ms of both products with the weight need not beat oneDNN's 5
+        (("recipe=step",), 2.5, 7.5, {8: 7.5, 4: 7.5, 2: 6.5, 1: 5.5}),
+    ],
+)
+def test_times_are_those_of_the_products_that_would_run(
+    words, onednn, dense, sparse, tmp_path, monkeypatch
+):
+    played(monkeypatch, onednn)
+
+    def config_of(ratio):
+        return config(tmp_path, *WIDE, "trainer.batch_size=64", *words, f"sparsity='{ratio}'")
+
+    found = times_by_layer(config_of, M)
+    assert found.costs == {"inner.0": {16: dense, **sparse}}
+    assert list(found.left) == ["inner.1"]
+    assert found.left["inner.1"].startswith("its products are too small to gain (1024 to 64,")
+    assert not list(tmp_path.iterdir())
+
+
+# --- the verb -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A dense run that is not what ``nmrun`` does by default."""
+    words = (
+        "model=mlp",
+        "model.hidden=[64,32,64,16]",
+        "model.exclude=[head]",
+        "optimizer=adamw",
+        "optimizer.lr=3e-5",
+    )
+    made = config(
+        tmp_path_factory.mktemp("runs"), "recipe=dense", *words, "schedule=cosine", "seed=3"
+    )
+    assert runner.run(made, run_folder(made))["status"] == "finished"
+    return run_folder(made)
+
+
+@pytest.mark.parametrize(
+    "options", [("--budget", "0.2"), ("--budget", "0.5", "--m", "8", "--cost", "flops")]
+)
+def test_the_printed_command_trains_with_the_proposed_ratios(
+    trained, options, nmrun_cli, tmp_path, capsys
+):
+    assert main([str(trained), *options]) == 0
+    *table, used, command = capsys.readouterr().out.splitlines()
+    proposed = {line.split()[0]: line.split()[1] for line in table}
+    assert set(proposed) == {"stem", "inner.0", "inner.1", "inner.2"}
+    assert float(used.split()[1]) <= float(options[1]) + 5e-4
+    program, *words = shlex.split(command)
+    assert program == "nmrun"
+
+    assert {"recipe=step", "seed=3"} < set(words)
+    done = nmrun_cli(*words, "track=local", "output_dir=out")
+    assert done.returncode == 0, done.stderr
+    (file,) = tmp_path.rglob("result.json")
+    result = json.loads(file.read_text())
+    dense = json.loads((trained / "result.json").read_text())["config"]
+    for group in ("dataset", "model", "optimizer", "schedule", "trainer"):
+        assert result["config"][group] == dense[group]
+    layers = {
+        layer["name"].removesuffix(".weight"): layer["pattern"]
+        for layer in result["sparsity"]["layers"]
+    }
+    left = {
+        layer["name"].removesuffix(".weight"): layer["reason"]
+        for layer in result["sparsity"]["left_dense"]
+    }
+    m = dict(zip(options[::2], options[1::2], strict=True)).get("--m", "16")
+    assert layers == {name: ratio for name, ratio in proposed.items() if ratio != f"{m}:{m}"}
+    assert left.pop("head") == "excluded"
+    assert left == {
+        name: "dense by overrides" for name, ratio in proposed.items() if ratio == f"{m}:{m}"
+    }
+
+
+def test_a_budget_of_time(tmp_path, monkeypatch, capsys):
+    """12 ms dense; 10, 8 and 7 with 4:16, 2:16 and 1:16."""
+    played(monkeypatch)
+    made = config(tmp_path, "recipe=dense", *WIDE, "trainer.batch_size=64")
+    assert runner.run(made, run_folder(made))["status"] == "finished"
+    words = [str(run_folder(made)), "--cost", "time", "--budget"]
+    capsys.readouterr()
+    assert main([*words, "0.8"]) == 0
+    head, inner, small, used, command = map(str.split, capsys.readouterr().out.splitlines())
+    assert head == ["layer", "ratio", "dense", "sparse"]
+    assert (small[:4], inner[:6]) == (
+        ["inner.1", "16:16", "stays", "dense,"],
+        ["inner.0", "2:16", "12.000", "ms", "8.000", "ms"],
+    )
+    assert " ".join(used) == "time 0.667 of dense, budget 0.8 (8 of 12 ms for a micro-batch)"
+    assert (
+        shlex.split(" ".join(command))[-1] == "sparsity.overrides={inner.0: 2:16, inner.1: dense}"
+    )
+    assert verb("ratios", *words, "0.5") == 2
+    told = "budget 0.5: with M = 16 it is from 0.5834 to below 1"
+    assert capsys.readouterr().err == f"nmrun: {told}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ("/nowhere",),
+            "/nowhere holds no finished run: there is no config.yaml",
+        ),
+        (
+            ("RUN", "--budget", "1"),
+            "--budget 1: a share of dense, above 0 and below 1",
+        ),
+        (("RUN", "--budget", "0.05"), "budget 0.05: with M = 16 it is from 0.0625 to below 1"),
+        (
+            ("RUN", "--cost", "time"),
+            "no layer's time is measured: small networks are left alone",
+        ),
+        (("RUN", "--m", "12"), "--m 12: a power of two, 2 or more, since N is halved"),
+        (("RUN", "--m", "128"), "no layer of this model can hold groups of 128"),
+    ],
+)
+def test_a_mistake_gets_a_line(trained, options, said, capsys):
+    assert verb("ratios", *(str(trained) if word == "RUN" else word for word in options)) == 2
+    assert capsys.readouterr().err == f"nmrun: {said}\n"

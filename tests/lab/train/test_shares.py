@@ -1,0 +1,366 @@
+"""Ranks share the work on the data: each prepares, decodes and evaluates its part, and together
+they find what one finds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import preloaded
+import pytest
+import torch
+import two_evaluate
+from runs import config
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from nmrun import ranks
+from nmrun.lab import tasks
+from nmrun.lab.tasks import augment
+from nmrun.lab.tasks.augment import Augment
+from nmrun.lab.tasks.base import Adopted, Task, turns
+from nmrun.lab.tasks.image_stream import ImageStream, _Files
+from nmrun.lab.tasks.sentences import Corpus
+from nmrun.lab.tasks.vision import Classification
+
+WORLD = 4
+ALL = Augment(crop_padding=1, flip=True, randaugment=2, erasing=0.5)
+MIXED = Augment(crop_padding=1, flip=True, randaugment=1, erasing=0.5, mixup=0.8, cutmix=1.0)
+
+
+def pictures(options: Augment | None = None, batch_size: int = 24) -> Classification:
+    random = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (60, 3, 6, 6), dtype=torch.uint8, generator=random)
+    return Classification(
+        dict.fromkeys(("train", "val", "test"), (pixels, torch.arange(60) % 5)),
+        5,
+        batch_size,
+        3,
+        augment=options,
+    )
+
+
+def stream(place: Path, *overrides: str) -> ImageStream:
+    two_evaluate.folder(place)
+    options = (
+        *two_evaluate.STREAM,
+        f"dataset.path={place / 'some'}",
+        "trainer.batch_size=8",
+        *overrides,
+    )
+    task = tasks.build(config(place, *options), torch.device("cpu"))
+    assert isinstance(task, ImageStream)
+    return task
+
+
+def made(kind: str, place: Path) -> Task:
+    return {
+        "images": pictures,
+        "augmented": lambda: pictures(ALL),
+        "mixed": lambda: pictures(MIXED),
+        "stream": lambda: stream(place, "dataset.randaugment=1"),
+        "mixed stream": lambda: stream(place, "dataset.mixup=0.8", "dataset.erasing=0.9"),
+        "language": lambda: two_evaluate.text(100, accumulate=1),
+        "sentences": lambda: two_evaluate.sentences(30, 2),
+        "translation": lambda: two_evaluate.translation(50, max_tokens=40),
+    }[kind]()
+
+
+KINDS = (
+    "images",
+    "augmented",
+    "mixed",
+    "stream",
+    "mixed stream",
+    "language",
+    "sentences",
+    "translation",
+)
+
+
+# --- training batches -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_share_is_to_the_bit_what_it_is_in_the_whole(kind: str, tmp_path: Path) -> None:
+    task = made(kind, tmp_path)
+    for parts in (1, 2, 3, 5, 8, 100):
+        for epoch, index in ((0, 0), (1, 1)):
+            whole = task.micro_batches(epoch, index, parts)
+            assert task.sizes(epoch, index, parts) == [task.size(batch) for batch in whole]
+            assert 0 < len(whole) <= parts
+            for begin in range(len(whole)):
+                for end in (begin + 1, len(whole)):
+                    share = task.micro_batches(epoch, index, parts, range(begin, end))
+                    for one, other in zip(share, whole[begin:end], strict=True):
+                        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert task.micro_batches(0, 0, 2, range(2, 2)) == []
+
+
+@pytest.mark.parametrize(("options", "extra"), [(ALL, 0), (MIXED, 1)])
+def test_images_of_others_are_neither_augmented_nor_normalised(
+    options: Augment, extra: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With mixup or cutmix, an image is mixed with the one before it, which may be another rank's."""
+    task, seen = pictures(options), dict[str, int]()
+
+    def count(name: str, work: Any) -> Any:
+        def watched(pixels: Tensor, *args: Any) -> Any:
+            seen[name] = seen.get(name, 0) + len(pixels)
+            return work(pixels, *args)
+
+        return watched
+
+    steps = ("crop_and_flip", "rand_augment", "erase")
+    for name in steps:
+        monkeypatch.setattr(augment, name, count(name, getattr(augment, name)))
+    task.normalise = count("normalise", task.normalise)
+    for rank in range(WORLD):
+        seen.clear()
+        (images, _), (others, _) = task.micro_batches(
+            0, 1, 2 * WORLD, range(2 * rank, 2 * rank + 2)
+        )
+        assert len(images) + len(others) == 24 / WORLD
+        for name in (*steps, "normalise"):
+            assert seen[name] == (24 / WORLD + extra) * (
+                options.randaugment if name == "rand_augment" else 1
+            )
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_images_of_others_are_not_decoded(
+    extra: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, keys, read = (
+        stream(tmp_path, f"dataset.mixup={extra}.0"),
+        list[tuple[int, int]](),
+        _Files.__getitem__,
+    )
+    monkeypatch.setattr(
+        _Files, "__getitem__", lambda files, key: keys.append(key) or read(files, key)
+    )
+    task.sizes(0, 0, WORLD)
+    assert not keys
+    everyones = []
+    for rank in range(WORLD):
+        keys.clear()
+        for epoch, index in ((0, 0), (0, 1), (0, 2), (1, 0)):  # on and on, without a new start
+            task.micro_batches(epoch, index, WORLD, range(rank, rank + 1))
+        assert len(keys) == 4 * (8 / WORLD + extra)
+        everyones += [row for epoch, row in keys if epoch == 0]
+    assert len(set(everyones)) == 24  # an epoch
+
+
+def test_windows_sentences_and_translations_of_others_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Watched:
+        """A text that knows how many of its tokens were read."""
+
+        def __init__(self, tokens: Any) -> None:
+            self.tokens, self.read = tokens, 0
+
+        def __len__(self) -> int:
+            return len(self.tokens)
+
+        def __getitem__(self, places: Any) -> Any:
+            self.read += places.numel() if isinstance(places, Tensor) else places.size
+            return self.tokens[places]
+
+    language = two_evaluate.text(100)
+    language.batch_size = 8
+    language.splits = {**language.splits, "train": Watched(language.splits["train"])}  # type: ignore[dict-item]
+    language.micro_batches(0, 0, WORLD, range(1, 2))
+    assert language.splits["train"].read == 8 / WORLD * (5 + 1)  # type: ignore[attr-defined]
+
+    texts = two_evaluate.sentences(30, 2)
+    watched = Watched(texts.splits["train"].tokens)
+    object.__setattr__(texts.splits["train"], "tokens", watched)
+    (batch,) = texts.micro_batches(0, 0, WORLD, range(2, 3))
+    assert batch[0].shape[0] == 8 / WORLD
+    assert watched.read == batch[0].numel()
+
+    translation, padded, rows = (
+        two_evaluate.translation(50, max_tokens=40),
+        Corpus.padded,
+        list[int](),
+    )
+    monkeypatch.setattr(
+        Corpus,
+        "padded",
+        lambda corpus, some, *args, **more: (
+            rows.append(len(some)) or padded(corpus, some, *args, **more)
+        ),
+    )
+    whole = len(translation._pieces(0, 0, 1)[0])
+    for rank in range(WORLD):
+        translation.micro_batches(0, 0, WORLD, range(rank, rank + 1))
+        assert rows[-2] == rows[-1] <= -(-whole // WORLD)
+    assert sum(rows) == 2 * whole  # source and target
+
+
+@pytest.mark.parametrize(
+    ("cores", "here", "asked", "workers"),
+    [(16, 4, "null", 4), (2, 4, "null", 1), (16, 4, "3", 3), (16, 1, "null", 16)],
+)
+def test_ranks_of_a_machine_share_its_cores(
+    cores: int, here: int, asked: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(here))
+    assert stream(tmp_path, f"dataset.workers={asked}").ahead.workers == workers
+
+
+@pytest.mark.parametrize(("count", "parts"), [(8, 2), (7, 2), (3, 1), (1, 2), (0, 2)])
+def test_each_micro_batch_is_one_ranks(
+    count: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for rank in range(WORLD):
+        monkeypatch.setenv("RANK", str(rank))
+        found.append(ranks.share(count, parts))
+    assert [number for share in found for number in share] == list(range(count))
+    assert all(len(share) <= parts for share in found)
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 8])
+def test_ranks_take_turns_and_pass_as_often(count: int) -> None:
+    for world in (1, 2, 3, 8, 10):
+        found = [turns(count, rank, world) for rank in range(world)]
+        assert {len(mine) for mine in found} == {-(-count // world)}
+        assert sorted(number for mine in found for number, counts in mine if counts) == list(
+            range(count)
+        )
+        assert all(0 <= number < count for mine in found for number, _ in mine)
+
+
+def check(task: Task, model: nn.Module, split: str = "test") -> None:
+    """However many ranks there are, they find what one finds, in as many passes each."""
+    wanted = task.evaluate(model.eval(), split)
+    for world in (2, 3, 11):
+        seen, tallies, counts = two_evaluate.passes(model), [], set()
+        for rank in range(world):
+            seen.clear()
+            tallies.append(task.tally(model, split, rank, world))
+            counts.add(len(seen))
+        found = task.metrics_of(split, tallies)
+        assert len(counts) == 1
+        assert found == {
+            key: pytest.approx(value, rel=1e-12, abs=0) for key, value in wanted.items()
+        }
+        exact = {"accuracy", "f1", "matthews", "spearman", "pearson"} & {*found}
+        assert {key: found[key] for key in exact} == {key: wanted[key] for key in exact}
+
+
+@pytest.mark.parametrize("case", two_evaluate.CASES)
+def test_shares_of_an_evaluation_add_up(case: str) -> None:
+    task, model = two_evaluate.CASES[case]
+    check(task(), model())
+
+
+def test_shares_of_a_streams_evaluation_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, keys, read = stream(tmp_path, "trainer.batch_size=3"), list[Any](), _Files.__getitem__
+    torch.manual_seed(0)
+    check(task, nn.Sequential(nn.Flatten(), nn.Linear(192, 2)))  # 8 images
+    monkeypatch.setattr(
+        _Files, "__getitem__", lambda files, key: keys.append(key) or read(files, key)
+    )
+    task.tally(nn.Flatten(), "test", 0, 3)
+    assert len(keys) == 3
+
+
+# --- two processes --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process finds, and each of two."""
+    place = tmp_path_factory.mktemp("shares")
+    two_evaluate.folder(place / "whole")
+    two_evaluate.folder(place / "damaged")
+    (place / "damaged" / "some" / "train" / "bee" / "07.png").write_bytes(b"none")
+    for count in (1, 2):
+        done = preloaded.torchrun(two_evaluate.__file__, place, processes=count)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return {
+        name: json.loads((place / f"found{name}.json").read_text())
+        for name in ("0of1", "0of2", "1of2")
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*two_evaluate.CASES, "shards", "shards, 1 batch", "translation"])
+def test_two_processes_find_the_metrics_of_one(case: str, found: dict[str, Any]) -> None:
+    if case not in found["0of1"]:
+        pytest.skip("needs nmrun[translation]")
+    alone, one, other = (found[name][case] for name in ("0of1", "0of2", "1of2"))
+    assert one == other
+    assert one["passes"] >= 1
+    assert one["passes"] <= alone["passes"] / 2 + 1 or case == "translation"
+    tolerance = 1e-6 if case.startswith("shards") else 1e-12  # sums of losses, in double precision
+    assert one["metrics"] == {
+        key: pytest.approx(value, rel=tolerance) for key, value in alone["metrics"].items()
+    }
+    for key in {"accuracy", "f1", "matthews", "spearman", "pearson", "bleu"} & {*alone["metrics"]}:
+        assert one["metrics"][key] == alone["metrics"][key]
+    assert one.get("notes") == alone.get("notes")
+
+
+def test_a_rank_that_cannot_read_its_part_ends_the_run_of_all(found: dict[str, Any]) -> None:
+    for name in found:
+        assert (
+            found[name]["broken text"]
+            == "the test text has the token 7, outside the vocabulary of 7"
+        )
+        assert found[name]["damaged"]["status"] == "failed"
+        assert "bee/07.png is damaged, or not an image" in found[name]["damaged"]["error"]
+
+
+def test_two_processes_decode_half_each(found: dict[str, Any]) -> None:
+    alone, one, other = (found[name]["stream"] for name in ("0of1", "0of2", "1of2"))
+    assert [run["trained"] for run in (alone, one, other)] == [18, 9, 9]
+    assert alone["status"] == one["status"] == "finished"
+
+
+def test_all_ranks_evaluate_with_the_running_statistics_that_are_saved(
+    found: dict[str, Any], tmp_path: Path
+) -> None:
+    """Two processes evaluate together what one process finds with the weights they have saved."""
+    run = found["0of2"]["stream"]
+    assert run["metrics"] == found["1of2"]["stream"]["metrics"]
+    task = stream(tmp_path, "trainer.batch_size=6")
+    model = two_evaluate.Normed((3, 8, 8), 2)
+    model.load_state_dict(load_file(Path(run["folder"]) / "model.safetensors"))
+    for split, prefix in (("val", "eval"), ("test", "test")):
+        wanted = task.evaluate(model.eval(), split)
+        assert run["metrics"]["final"][f"{prefix}/accuracy"] == wanted["accuracy"]
+        assert run["metrics"]["final"][f"{prefix}/loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+
+
+def test_a_task_that_knows_no_ranks_is_evaluated_on_each(found: dict[str, Any]) -> None:
+    alone, one, other = (found[name]["own"] for name in ("0of1", "0of2", "1of2"))
+    assert alone["status"] == one["status"] == "finished"
+    assert (
+        alone["evaluations"] == one["evaluations"] == other["evaluations"] == 2
+    )  # validation, test
+    assert one["metrics"]["final"]["eval/loss"] == pytest.approx(
+        alone["metrics"]["final"]["eval/loss"], rel=1e-4
+    )
+
+
+def test_an_own_tasks_micro_batches_are_cut_from_the_whole() -> None:
+    own = Adopted(two_evaluate.Plain())
+    whole = own.micro_batches(0, 1, 4)
+    assert own.sizes(0, 1, 4) == [3, 3, 3, 1]
+    (third,) = own.micro_batches(0, 1, 4, range(2, 3))
+    assert all(np.array_equal(a, b) for a, b in zip(third, whole[2], strict=True))
+    assert (own.about, own.batches_of, dict(own.notes)) == ("", "", {})

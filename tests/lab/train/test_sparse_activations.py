@@ -1,0 +1,204 @@
+"""Runs whose activations are N:M: the schedule, the metrics, resumption, other recipes, mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import config, rows, stopping
+from torch import Tensor
+
+from nmrun.errors import ConfigError
+from nmrun.lab.train import build, runner
+from nmrun.lab.train.loop import Loop
+from nmrun.lab.words import early
+from nmrun.lab.words.identity import identity, run_folder
+from nmrun.lab.words.schema import Config
+from nmrun.sparsity import activations as mathematics
+
+GPT = (
+    *("dataset=stdlib_text", "dataset.context=16", "model=gpt_tiny", "model.width=16"),
+    *("model.heads=2", "model.activation=relu2", "optimizer=adamw", "trainer.limit_evaluation=8"),
+)
+
+
+def make(folder: Path, *overrides: str) -> Config:
+    """12 steps, evaluated after 3, 6, 9 and 12."""
+    return config(folder, *GPT, "recipe=dense", *overrides)
+
+
+def train(made: Config) -> tuple[Path, dict[str, Any]]:
+    result = runner.run(made, run_folder(made))
+    assert result["status"] == "finished", result
+    return Path(result["folder"]), result
+
+
+def test_the_steps_of_a_run(tmp_path: Path) -> None:
+    """Sparse from step 4 to step 9; what is best is one of the dense end; weights as by hand."""
+    made = make(
+        tmp_path,
+        "trainer.activations=1:8",
+        "trainer.activations_dense_start=0.25",
+        "trainer.activations_dense_end=0.25",
+    )
+    parts = build.build(made)
+    assert [parts.activations.sparse_at(step) for step in range(12)] == [
+        *[False] * 3,
+        *[True] * 6,
+        *[False] * 3,
+    ]
+    folder, result = train(made)
+    evaluated = [row for row in rows(folder) if "eval/loss" in row]
+    assert all(0.2 < row["eval/activation_zeros"] < 0.9 for row in evaluated)
+    assert all(0.2 < row["eval/activation_kept"] < 0.95 for row in evaluated)
+    assert result["metrics"]["best"]["candidates"] == 2  # after steps 3 and 12
+    assert "eval/activation_zeros" in result["metrics"]["final"]
+
+
+def test_a_dense_start_has_the_bits_of_a_dense_run(tmp_path: Path) -> None:
+    dense = rows(train(make(tmp_path))[0])
+    pruned = rows(
+        train(make(tmp_path, "trainer.activations=1:8", "trainer.activations_dense_start=0.5"))[0]
+    )
+    losses, others = (
+        [r["train/loss"] for r in each if "train/loss" in r] for each in (dense, pruned)
+    )
+    assert losses[:3] == others[:3]
+    assert losses[3:] != others[3:]
+    (first, *_), (other, *_) = ([r for r in each if "eval/loss" in r] for each in (dense, pruned))
+    assert first.items() < other.items()
+    assert other.keys() - first.keys() == {"eval/activation_kept"}
+
+
+def test_usual_activations_have_no_such_metrics(tmp_path: Path) -> None:
+    folder, result = train(make(tmp_path, "model.activation=gelu"))
+    assert not [key for row in rows(folder) for key in row if "activation" in key]
+    assert "activation" not in json.dumps(result["metrics"])
+
+
+@pytest.mark.parametrize("stop", [4, 9])
+def test_a_resumed_run_ends_with_the_same_bits(
+    stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = (
+        *("recipe=s_ste", "trainer.activations=2:4", "trainer.activations_dense_end=0.25"),
+        *("trainer.mvue=2:4", "trainer.accumulate=2"),
+    )
+    whole, stopped = make(tmp_path / "whole", *options), make(tmp_path / "stopped", *options)
+    expected, _ = train(whole)
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "train", stopping(Loop.train, stop))
+        assert runner.run(stopped, run_folder(stopped))["status"] == "interrupted"
+    found, _ = train(stopped)
+    for name in ("model.safetensors", "best.safetensors"):
+        assert (found / name).read_bytes() == (expected / name).read_bytes()
+    assert rows(found) == rows(expected)
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "step", "asp", "t_sr_ste", "bi_mask"])
+def test_beside_sparse_weights(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every pass prunes its activations, and the weights hold their pattern in the end."""
+    seen = []
+    kept = mathematics.hard_threshold
+
+    def watched(x: Tensor, pattern: Any) -> Tensor:
+        seen.append(pattern)
+        return kept(x, pattern)
+
+    monkeypatch.setattr(mathematics, "hard_threshold", watched)
+    _, result = train(
+        make(tmp_path, f"recipe={recipe}", "sparsity='2:4'", "trainer.activations=8:2:8")
+    )
+    assert len(seen) >= 24
+    assert {str(pattern) for pattern in seen} == {"8:2:8"}
+    assert all(layer["holds"] for layer in result["sparsity"]["layers"])
+
+
+def test_a_vision_transformer_and_texts(tmp_path: Path) -> None:
+    for words in (
+        ("dataset=digits", "model=vit_tiny", "model.layers=1", "model.heads=2", "model.width=16"),
+        ("dataset=generated_text", "model=text_encoder", "model.width=16"),
+    ):
+        made = config(
+            tmp_path, *words, "model.activation=relu2", "trainer.activations=2:4", "recipe=ste"
+        )
+        _, result = train(made)
+        assert 0 < result["metrics"]["final"]["eval/activation_kept"] < 1
+
+
+def test_a_run_without_is_the_run_that_it_was(tmp_path: Path) -> None:
+    """Keys that change nothing are no part of the id."""
+    first = make(tmp_path, "model.activation=gelu")
+    plain = {group: dict(v) if isinstance(v, dict) else v for group, v in first.plain.items()}
+    for group, keys in (
+        ("model", ["activation"]),
+        ("trainer", ["activations", "activations_dense_start", "activations_dense_end"]),
+    ):
+        for key in keys:
+            del plain[group][key]
+    assert identity(Config(plain, None)) == identity(first)
+    assert identity(make(tmp_path, "trainer.activations_dense_end=0.5")) == identity(make(tmp_path))
+    some = [
+        make(tmp_path, "trainer.activations=2:4", f"trainer.activations_dense_end={x}")
+        for x in (0, 0.5)
+    ]
+    assert len({identity(each) for each in (first, make(tmp_path), *some)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("model.activation=gelu",), "it goes with model.activation=relu2"),
+        (
+            ("trainer.activations_dense_start=0.5", "trainer.activations_dense_end=0.5"),
+            "less than 1",
+        ),
+    ],
+)
+def test_mistakes_that_show_before_torch(
+    words: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    made = make(tmp_path, "trainer.activations=2:4", *words)
+    (found,) = early.problems(made.plain)
+    assert message in found
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("trainer.activations=2:6",),
+            "h.0.mlp.activation has 64 features, which 6 does not divide",
+        ),
+        (("model.activation=gelu", "trainer.activations=2:4"), "this model has none"),
+    ],
+)
+def test_mistakes_that_the_model_shows(
+    words: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    made = make(tmp_path, *words)
+    with pytest.raises(ConfigError, match=message):
+        runner.run(made, run_folder(made))
+    assert not run_folder(made).exists()
+
+
+def test_the_plan_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make(
+        tmp_path, "trainer.activations=2:4", "trainer.activations_dense_end=0.25", "dry=true"
+    )
+    runner.run(made, run_folder(made))
+    assert "activations 2:4 of 2 squared ReLUs, steps 1 to 9" in capsys.readouterr().out
+
+
+def test_diagnosed_steps_see_the_same_activations(tmp_path: Path) -> None:
+    folder, _ = train(
+        make(tmp_path, "recipe=ste", "trainer.activations=2:4", "trainer.diagnose_every=6")
+    )
+    row = next(row for row in rows(folder) if "diagnose/descent_actual" in row)
+    assert torch.tensor([v for k, v in row.items() if k.startswith("diagnose/")]).isfinite().all()

@@ -1,0 +1,336 @@
+"""metrics.jsonl is always whole and never repeats; W&B is there when it can be, and never in the
+way.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import wandb
+from runs import config, rows
+
+from nmrun.lab.train import loggers, runner
+from nmrun.lab.train.loggers import weights_and_biases
+from nmrun.lab.train.track import Tracker
+from nmrun.lab.words.identity import identity, run_folder
+
+KNOWN: dict[str, Any] = {
+    "dataset": {"name": "digits"},
+    "model": {"name": "mlp"},
+    "recipe": {"name": "step"},
+    "sparsity": {"n": 2, "m": 8},
+    "seed": 3,
+    "output_dir": "outputs",
+}
+LOCAL = {**KNOWN, "track": {"name": "local", "tags": [], "also": []}}
+WANDB = {
+    **KNOWN,
+    "track": {
+        **{"name": "wandb", "project": "nmrun", "entity": None, "mode": "auto", "group": None},
+        **{"tags": ["mine"], "also": [], "notes": "a note"},
+        **{"git": False, "console": False, "system": False},
+    },
+    "answer": 42,
+}
+
+
+def tracker(folder: Path, chosen: dict[str, Any], step: int = 0) -> tuple[Tracker, list[str]]:
+    said: list[str] = []
+    return Tracker(folder, chosen, "0123456789", "some-sweep", step, said.append), said
+
+
+def test_rows_are_strict_json(tmp_path: Path) -> None:
+    made, _ = tracker(tmp_path, LOCAL)
+    made.log({"step": 1, "epoch": 1, "train/loss": 0.1})
+    made.log({"step": 2, "epoch": 1, "train/loss": math.nan, "eval/loss": math.inf})
+    made.finish({}, 0)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    refuse = lambda word: pytest.fail(f"{word} is not JSON")  # noqa: E731
+    read = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert [abs(row.pop("time") - time.time()) < 60 for row in read] == [True, True]
+    assert read == [
+        {"step": 1, "epoch": 1, "train/loss": 0.1},
+        {"step": 2, "epoch": 1, "train/loss": None, "eval/loss": None},
+    ]
+
+
+def test_a_resumed_run_goes_on_after_its_checkpoint(tmp_path: Path) -> None:
+    first, _ = tracker(tmp_path, LOCAL)
+    for step in (1, 2, 3, 4):
+        first.log({"step": step, "x": 1 / 3})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "x": 0.3')  # killed in the middle of a row
+    second, _ = tracker(tmp_path, LOCAL, step=2)
+    second.log({"step": 3, "x": 7})
+    assert rows(tmp_path) == [{"step": 1, "x": 1 / 3}, {"step": 2, "x": 1 / 3}, {"step": 3, "x": 7}]
+    tracker(tmp_path, LOCAL, step=0)
+    assert rows(tmp_path) == []
+
+
+def offline_runs(folder: Path) -> list[bytes]:
+    wandb.teardown()  # its service writes the files in its own time
+    return [path.read_bytes() for path in folder.glob("wandb/offline-run-*/run-*.wandb")]
+
+
+@pytest.mark.slow
+def test_wandb_is_offline_for_who_is_not_logged_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One W&B run a run, with the identity as id, the whole config, every row, and the result as
+    summary. No question asked.
+    """
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("nobody is there to answer"))
+    made = config(tmp_path, "track=wandb", "recipe=step", "seed=3")
+    result = runner.run(made, run_folder(made), "some-sweep")
+    assert result["status"] == "finished"
+    (run,) = offline_runs(run_folder(made))
+    assert identity(made).encode() in run
+    assert b"some-sweep" in run
+    assert b'"label_smoothing":0' in run
+    for key in set().union(*rows(run_folder(made))):
+        assert key.encode() in run, key
+    assert f"{result['metrics']['final']['test/accuracy']:.6f}"[:6].encode() in run
+    assert not [p for p in run_folder(made).rglob("*") if ":" in p.name or " " in p.name]
+
+
+@pytest.mark.parametrize(("mode", "told"), [("auto", False), ("offline", True), ("online", True)])
+def test_who_asked_for_wandb_is_told_how_an_offline_run_is_uploaded(
+    mode: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    made, said = tracker(tmp_path, {**WANDB, "track": {**WANDB["track"], "mode": mode}})
+    made.log({"step": 1, "loss": 1.0})
+    made.finish({}, 0)
+    commands = [line.split("; ")[1] for line in said if "wandb sync" in line]
+    assert len(commands) == told
+    for command in commands:
+        folder = shlex.split(command)[2]
+        assert list((tmp_path / folder).glob("run-*.wandb"))
+
+
+def test_an_offline_run_that_goes_on_is_one_run_with_its_history(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    first, _ = tracker(tmp_path, WANDB)
+    first.log({"step": 1, "before": 1.0})
+    first.log({"step": 2, "lost": 1.0})
+    first.finish({}, 1)
+    second, said = tracker(tmp_path, WANDB, step=1)
+    second.log({"step": 2, "after": 1.0})
+    second.finish({"closing": "word"}, 0)
+    (run,) = offline_runs(tmp_path)
+    assert all(key in run for key in (b"before", b"after", b"closing", b"answer"))
+    assert b"lost" not in run
+    assert said == []
+
+
+def test_a_missing_wandb_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    made = config(tmp_path, "track=wandb", "recipe=ste")
+    assert runner.run(made, run_folder(made))["status"] == "finished"
+    assert capsys.readouterr().out.count("W&B is off for this run") == 1
+    assert len(rows(run_folder(made))) == 8  # steps 2, 3, 4, 6, 8, 9, 10, 12
+
+
+def test_a_wandb_that_breaks_on_the_way_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise OSError("disk full\nand more")
+
+    monkeypatch.setattr(wandb.Run, "log", broken)
+    made, said = tracker(tmp_path, WANDB)
+    made.log({"step": 1})
+    made.log({"step": 2})
+    made.finish({}, 0)
+    wandb.finish()
+    assert said == ["W&B is off for this run (OSError: disk full); metrics.jsonl has everything"]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2]
+
+
+def test_nobody_waits_for_wandb_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that come before it has begun reach it in their order, and the summary comes last."""
+    came, begins = list[Any](), threading.Event()
+
+    class Run:
+        summary = SimpleNamespace(update=came.append)
+
+        def log(self, row: dict[str, Any], step: int) -> None:
+            came.append((step, row["x"]))
+
+        def finish(self, exit_code: int) -> None:
+            came.append(exit_code)
+
+    def init(**_: Any) -> Run:
+        assert begins.wait(60)
+        return Run()
+
+    monkeypatch.setattr(wandb, "init", init)
+    made, said = tracker(tmp_path, WANDB)
+    for step in range(1, 6):
+        made.log({"step": step, "x": step / 2})
+    assert came == []
+    assert len(rows(tmp_path)) == 5
+    begins.set()
+    made.finish({"status": "finished"}, 0)
+    assert came == [*((step, step / 2) for step in range(1, 6)), {"status": "finished"}, 0]
+    assert said == []
+
+
+def test_an_unreachable_server_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens there
+        monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        monkeypatch.setattr(weights_and_biases, "INIT_TIMEOUT", 1.0)
+        monkeypatch.setattr(weights_and_biases, "_unreachable", False)
+        for number in (0, 1):
+            folder = tmp_path / f"a/b/{number}"
+            folder.mkdir(parents=True)
+            made, said = tracker(folder, WANDB)
+            made.log({"step": 1, "something": 1.0})
+            made.finish({}, 0)
+            assert len(said) == (number == 0)
+            (run,) = offline_runs(folder)
+            assert b"something" in run
+
+
+@pytest.mark.parametrize(
+    ("environment", "netrc", "expected"),
+    [
+        ({}, None, False),
+        ({"WANDB_API_KEY": "key"}, None, True),
+        ({}, "machine api.wandb.ai login user password key", True),
+        ({}, "machine example.org login user password key", False),
+        (
+            {"WANDB_BASE_URL": "https://example.org"},
+            "machine example.org login user password key",
+            True,
+        ),
+        ({}, "not a netrc", False),
+    ],
+)
+def test_who_is_logged_in(
+    environment: dict[str, str],
+    netrc: str | None,
+    expected: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    path = tmp_path / "netrc"
+    monkeypatch.setenv("NETRC", str(path))
+    if netrc is not None:
+        path.write_text(netrc)
+        path.chmod(0o600)
+    assert weights_and_biases.logged_in() is expected
+
+
+# --- other loggers --------------------------------------------------------------------------------
+
+
+def test_what_a_run_is_called(tmp_path: Path) -> None:
+    run = loggers.Run(tmp_path, WANDB, "0123456789", None, [], lambda _: None)
+    assert run.name == "step 2:8 digits mlp s3"
+    assert run.tags == ["step", "digits", "mlp", "2:8", "mine"]
+    dense = {**WANDB, "sparsity": {"n": None, "m": None}, "recipe": {"name": "dense"}}
+    run = loggers.Run(tmp_path, dense, "0123456789", None, [], lambda _: None)
+    assert run.name == "dense digits mlp s3"
+
+
+def test_what_wandb_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name, tags and group; the switches; and a summary without nesting."""
+    asked: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
+    run = SimpleNamespace(
+        summary=SimpleNamespace(update=summary.update),
+        log=lambda row, step: None,
+        finish=lambda exit_code: None,
+    )
+    monkeypatch.setattr(wandb, "init", lambda **given: asked.update(given) or run)
+    made = config(tmp_path, "track=wandb", "track.tags=[mine]", "track.git=true", "recipe=ste")
+    done = runner.run(made, run_folder(made), "some-sweep")
+    assert asked["name"] == "ste 2:4 digits small_conv s0"
+    assert asked["tags"] == ["ste", "digits", "small_conv", "2:4", "mine"]
+    assert asked["group"] == "some-sweep"
+    settings = asked["settings"]
+    assert (settings.disable_git, settings.console, settings.x_disable_stats) == (
+        False,
+        "off",
+        True,
+    )
+    assert summary["test/accuracy"] == done["metrics"]["final"]["test/accuracy"]
+    assert summary["best/epoch"] == done["metrics"]["best"]["epoch"]
+    assert summary["status"] == "finished"
+    assert not any(isinstance(value, dict | list) for value in summary.values())
+
+
+def test_tensorboard_has_every_number_at_its_step(tmp_path: Path) -> None:
+    """Read by TensorBoard itself; a resumed run's history is there once."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    chosen = {**LOCAL, "track": {"name": "local", "tags": [], "also": ["tensorboard"]}}
+    first, _ = tracker(tmp_path, chosen)
+    for step in (1, 2, 3):
+        first.log({"step": step, "epoch": 1, "train/loss": step / 4, "gone": None})
+    first.finish({}, 1)
+    second, said = tracker(tmp_path, chosen, step=2)
+    second.log({"step": 3, "epoch": 1, "train/loss": 8.0})
+    second.finish({"test/accuracy": 0.5}, 0)
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 8.0),
+    ]
+    assert "gone" not in events.Tags()["scalars"]
+    assert said == []
+
+
+def test_mlflow_has_one_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracking = pytest.importorskip("mlflow.tracking")
+    place = f"sqlite:///{tmp_path / 'some.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
+    chosen = {**KNOWN, "track": {"name": "mlflow", "tags": [], "also": [], "project": "mine"}}
+    first, _ = tracker(tmp_path, chosen)
+    first.log({"step": 1, "epoch": 1, "train/loss": 0.25})
+    first.finish({}, 1)
+    second, said = tracker(tmp_path, chosen, step=1)
+    second.log({"step": 2, "epoch": 1, "train/loss": 0.5})
+    second.finish({"test/accuracy": 0.75, "status": "finished"}, 0)
+    assert said == []
+    client = tracking.MlflowClient(place)
+    experiment = client.get_experiment_by_name("mine").experiment_id
+    (run,) = client.search_runs([experiment])
+    assert (run.info.run_name, run.info.status) == ("step 2:8 digits mlp s3", "FINISHED")
+    history = client.get_metric_history(run.info.run_id, "train/loss")
+    assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.5)]
+    assert run.data.metrics["final/test/accuracy"] == 0.75
+    assert run.data.params["sparsity.m"] == "8"

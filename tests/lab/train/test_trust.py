@@ -1,0 +1,138 @@
+"""Weights of a finished run are taken by others as the run left them, or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import config
+from verbs import verb
+
+from nmrun.lab.runs.run_folder import sealed
+from nmrun.lab.train import jobs, runner
+from nmrun.lab.words.identity import run_folder
+
+NETWORK = ("model=mlp", "model.hidden=[16,16]", "trainer.limit_batches=1", "trainer.epochs=1")
+OF_EARLIER = "finished by an earlier nmrun, which kept no hashes: not verified"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run at 2:4, and beside it one with another seed."""
+    root = tmp_path_factory.mktemp("finished")
+    for seed in (0, 1):
+        made = config(root / "out", "recipe=sr_ste", "sparsity='2:4'", *NETWORK, f"seed={seed}")
+        assert runner.run(made, run_folder(made))["status"] == "finished"
+    return root
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished / "out", tmp_path / "out")
+    (folder,) = (tmp_path / "out").glob("*/*/*/*/s0-*")
+    return folder
+
+
+def commands(folder: Path, to: Path) -> dict[str, list[str]]:
+    network = [*NETWORK, "trainer.device=cpu", "trainer.threads=1", f"output_dir={to}"]
+    return {
+        "init": [f"init={folder}", "recipe=dense", *network],
+        "init of the best": [f"init={folder}/best.safetensors", "recipe=dense", *network],
+        "distill": [f"trainer.distill={folder}", "recipe=dense", *network],
+        "masks": [
+            *("recipe=maskllm", "recipe.dense=0.0", "optimizer=adamw"),
+            *("sparsity=2:4", f"recipe.masks={folder}", *network),
+        ],
+        "prune": [
+            "prune",
+            str(folder),
+            "method=magnitude",
+            "samples=16",
+            f"output_dir={to}",
+            "sparsity=1:4",
+        ],
+        "ratios": ["ratios", str(folder)],
+        "export": ["export", str(folder), "--to", str(to)],
+    }
+
+
+KINDS = tuple(commands(Path(), Path()))
+
+
+def changed(path: Path) -> None:
+    """The last weight, -30 times; of the same size."""
+    data = bytearray(path.read_bytes())
+    data[-2:] = bytes([data[-2] ^ 0x7F, data[-1] ^ 0x80])
+    path.write_bytes(data)
+
+
+def unsealed(run: Path) -> dict[str, Any]:
+    """As an earlier nmrun left it."""
+    result = json.loads((run / "result.json").read_text())
+    result = {key: value for key, value in result.items() if key not in ("files", "sha256")}
+    (run / "result.json").write_text(json.dumps(result))
+    return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_changed_weights_are_taken_nowhere(
+    kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "best.safetensors" if "best" in kind else "model.safetensors"
+    changed(run / name)
+    assert verb(*commands(run, tmp_path / "to")[kind]) in (1, 2)
+    err = capsys.readouterr().err
+    assert f"{run / name}: it was changed: its SHA-256 is another" in err
+    assert "Traceback" not in err
+    assert not list((tmp_path / "to").rglob("result.json")) or kind == "masks"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_runs_without_hashes_are_taken_with_a_line(
+    kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unsealed(run)
+    assert verb(*commands(run, tmp_path / "to")[kind]) == 0
+    assert f"nmrun: {run}: {OF_EARLIER}\n" in capsys.readouterr().err
+
+
+def test_a_skip_says_that_there_are_no_hashes(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = config(tmp_path / "out", "recipe=sr_ste", "sparsity='2:4'", *NETWORK, "seed=0")
+    assert jobs.one(made)["status"] == "skipped"
+    assert OF_EARLIER not in capsys.readouterr().out
+    unsealed(run)
+    assert jobs.one(made)["status"] == "skipped"
+    assert OF_EARLIER in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("of", ["another seed", "another recipe", "another id"])
+def test_another_runs_files_in_this_folder(
+    of: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "out"
+    words = ["recipe=sr_ste", "sparsity='2:4'", *NETWORK]
+    (other,) = root.glob("*/*/*/*/s1-*")
+    if of == "another seed":
+        shutil.copytree(other, run, dirs_exist_ok=True)
+        made = config(root, *words, "seed=0")
+    elif of == "another recipe":
+        words[0] = "recipe=ste"
+        made = config(root, *words, "seed=0")
+        shutil.copytree(run, run_folder(made))
+    else:
+        made = config(root, *words, "seed=0")
+        result = sealed(unsealed(run) | {"id": "0123456789"}, run)
+        (run / "result.json").write_text(json.dumps(result))
+    folder = run_folder(made)
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    ended = runner.run(made, folder)
+    assert ended["status"] == "failed"
+    assert "result.json: it is of another run, whose id is" in ended["error"]
+    assert capsys.readouterr().err.count("\n") == 1
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    assert runner.run(config(root, *words, "seed=0", "force=true"), folder)["status"] == "finished"

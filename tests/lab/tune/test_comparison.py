@@ -1,0 +1,525 @@
+"""A comparison from nothing to its table: equal trials, seeds with what was found, and what stops it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import shutil
+import signal
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from runs import TINY
+
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab.api.reports import table
+from nmrun.lab.report.collect import collect
+from nmrun.lab.runs import locks
+from nmrun.lab.train import jobs, last_files
+from nmrun.lab.tune import comparison, outcome, plan, progress
+from nmrun.lab.tune.cli import main
+from nmrun.lab.tune.progress import Progress
+from nmrun.lab.tune.study import Study, Trial, ended
+from nmrun.lab.words import command_line, schema
+from nmrun.lab.words.composing import composed, composing
+from nmrun.lab.words.identity import run_folder
+from nmrun.ranges import among
+
+pytestmark = pytest.mark.slow
+
+SWEEP = [
+    *(word for word in TINY if not word.startswith("sparsity")),
+    *("recipe=dense,sr_ste", "sparsity=1:4,1:8", "seed=0,1", "trainer.epochs=1"),
+]
+PLACE = Path("outputs/.tune/try")
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def tune(*words: str) -> int:
+    return main(["try", "--trials", "3", *SWEEP, *words])
+
+
+def studies(place: Path = PLACE) -> dict[str, Study]:
+    found = {}
+    for file in sorted(place.rglob("study.json")):
+        space = dict.fromkeys(json.loads(file.read_text())["space"], among())
+        found[file.parent.name] = Study(file.parent, space, {}, ended(file.parent, space))
+    return found
+
+
+def trials(place: Path = PLACE) -> dict[str, list[Trial]]:
+    return {name: study.trials() for name, study in studies(place).items() if study.trials()}
+
+
+def cells_here() -> list[plan.Cell]:
+    asked = command_line.options(SWEEP)
+    asked.multirun = True
+    return plan.cells(PLACE.absolute(), jobs.checked(asked)[0], {})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of the comparison, which tests leave as it is, and what was printed."""
+    return trained(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def trained_dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(tmp_path_factory.mktemp("dense"), "recipe=dense")[0]
+
+
+@pytest.fixture
+def dense(trained_dense: Path, _here: None) -> None:
+    """In the current folder, a comparison of dense alone."""
+    shutil.copytree(trained_dense, Path(), dirs_exist_ok=True)
+
+
+def trained(folder: Path, *words: str) -> tuple[Path, str]:
+    with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert tune(*words) == 0
+    return folder, printed.getvalue()
+
+
+def test_every_cell_gets_the_same_trials_and_its_seeds_have_the_best(whole, monkeypatch):
+    monkeypatch.chdir(whole[0])
+    found = trials()
+    assert found.keys() == {"dense", "sr_ste-1-4", "sr_ste-1-8"}  # dense has no ratio
+    assert {len(lines) for lines in found.values()} == {3}
+    runs = collect(["outputs"])
+    assert len(runs) == 6
+    assert set(runs["seed"]) == {0, 1}
+    for cell, tried in found.items():
+        repeats = studies()[cell].repeats()
+        assert sorted(again.seed for again in repeats) == [1001, 1001, 1002, 1002]
+        finalists = sorted(tried, key=lambda trial: -trial.value)[:2]
+
+        def mean(trial, repeats=repeats):
+            own = [again.value for again in repeats if again.params == trial.params]
+            return (trial.value + sum(own)) / 3
+
+        best = max(finalists, key=mean)
+        name, _, ratio = cell.partition("-")
+        mine = runs[
+            (runs["recipe"] == name) & (runs["sparsity"] == (ratio.replace("-", ":") or name))
+        ]
+        for key, value in best.params.items():
+            assert set(mine[key]) == {value}
+        files = [json.loads(f.read_text()) for f in PLACE.glob(f"{cell}/runs/**/result.json")]
+        (of_trial,) = [
+            result
+            for result in files
+            if result["config"]["seed"] == 1000
+            and all(schema.flatten(result["config"])[k] == v for k, v in best.params.items())
+        ]
+        assert of_trial["metrics"]["final"]["eval/accuracy"] == best.value
+    printed = whole[1]
+    assert "each cell tuned before by 3 trials by validation accuracy, the best two" in printed
+    assert set(pd.read_csv(PLACE / "trials.csv")["cell"]) == {"dense", "sr_ste 1:4", "sr_ste 1:8"}
+    assert re.search(r"sr_ste 1:8\s+\| 3\s+\| validation accuracy", printed)
+
+
+def test_trials_leave_the_test_split_alone(whole):
+    def tested(place: str) -> dict[Path, bool]:
+        return {
+            file: any("test/" in key for key in json.loads(file.read_text())["metrics"]["final"])
+            for file in whole[0].glob(place)
+        }
+
+    tuning = tested(f"{PLACE}/*/runs/**/result.json")
+    assert len(tuning) == 3 * (3 + 4)
+    assert not any(tuning.values())
+    seeds = tested("outputs/digits/**/result.json")
+    assert len(seeds) == 3 * 2
+    assert all(seeds.values())
+
+
+def test_the_command_of_each_run_asks_for_it(whole, monkeypatch):
+    """With its settings, seed and folder, for trials, their repeats and the seeds."""
+    monkeypatch.chdir(whole[0])
+    files = sorted(Path("outputs").rglob("result.json"))
+    assert len(files) == 3 * (3 + 4 + 2)
+    for file in files:
+        nmrun, *words = shlex.split(json.loads(file.read_text())["environment"]["command"])
+        assert nmrun == "nmrun"
+        with composing():
+            asked = schema.check(composed(words, {}))
+        assert run_folder(asked).absolute() == file.parent.absolute()
+
+
+def test_its_csv_has_every_cell_of_the_table(whole, monkeypatch):
+    monkeypatch.chdir(whole[0])
+    keys = ["recipe", "sparsity", "mean", "sd", "n"]
+    pd.testing.assert_frame_equal(table(PLACE / "runs.csv")[keys], table("outputs")[keys])
+    assert str(Path.cwd()) not in (PLACE / "runs.csv").read_text()
+
+
+def test_each_line_says_how_far_it_is(whole):
+    lines = [line for line in whole[1].splitlines() if line[:1] == "["]
+    assert [line.split()[0] for line in lines] == [f"[{k + 1}/27]" for k in range(27)]
+    assert [bool(re.search(r" \(\d+ (s|min) left\)$", line)) for line in lines] == [True] * 26 + [
+        False
+    ]
+
+
+def test_what_is_ahead_is_counted_for_all_processes(whole, tmp_path, monkeypatch):
+    """Of a cell's 3 trials, 4 repeats and 2 seeds, those that have not ended, and the time that
+    they take at the pace of those that ended since the beginning.
+    """
+    shutil.copytree(whole[0], tmp_path, dirs_exist_ok=True)
+    cells = cells_here()
+    assert Progress(cells, 3).ahead() == 0
+    assert Progress(cells, 5).ahead() == 3 * (2 + 4 + 2)
+    files = sorted(Path("outputs").glob("digits/*/sr_ste/*/*/result.json"))
+    assert len(files) == 4
+    whole_result = files[0].read_text()
+    hashes = ("files", "sha256")  # which finished runs alone have
+    bare = {key: value for key, value in json.loads(whole_result).items() if key not in hashes}
+    for status, ahead in (("interrupted", 1), ("failed", 0)):
+        files[0].write_text(json.dumps({**bare, "status": status}))
+        assert Progress(cells, 3).ahead() == ahead
+    files[0].write_text(whole_result)
+    assert Progress(cells, 3).ahead() == 0
+    repeats = sorted((cells[1].folder / "runs").glob("*/*/*/*/s100[12]-*/result.json"))
+    hidden = [file.rename(file.with_name("hidden")) for file in repeats[1:]]
+    assert len(hidden) == 3
+    assert Progress(cells, 3).ahead() == 3 + 2  # its seeds may get other settings
+    (cells[1].folder / "trials.jsonl").unlink()
+    assert Progress(cells, 3).ahead() == 3 + 4 + 2
+
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    far = Progress(cells, 3)
+    clock[0] += 800
+    assert far.line("told") == "[18/27] told"  # nothing has ended since, so who knows
+    listed = cells[1].folder / "trials.jsonl"
+    shutil.copy(whole[0] / listed.relative_to(tmp_path), listed)
+    assert far.line("told") == "[22/27] told (17 min left)"  # 4 took 800 seconds, 5 are left
+    for file in hidden:
+        file.rename(file.with_name("result.json"))
+    assert far.line("told") == "[27/27] told"
+
+
+def test_given_again_it_does_nothing_and_prints_the_table(whole, capsys, monkeypatch):
+    monkeypatch.chdir(whole[0])
+    first = whole[1].splitlines()
+    monkeypatch.setattr(jobs, "one", None)
+    assert tune() == 0
+    again = capsys.readouterr().out.splitlines()
+    assert again == [line for line in first if line[:1] != "["]
+
+
+def test_a_dry_one_says_what_it_would_do_and_writes_nothing(capsys):
+    assert tune("dry=true") == 0
+    *cells, total, folder = capsys.readouterr().out.splitlines()
+    rate = "optimizer.lr 0.0002 to 0.005 (log)"
+    decay = "recipe.decay 1e-06 to 0.01 (log)"
+    assert [line.strip() for line in cells] == [
+        f"dense       {rate}", f"sr_ste 1:4  {rate}; {decay}", f"sr_ste 1:8  {rate}; {decay}"
+    ]  # fmt: skip
+    # the best two again with two seeds, and the seeds 0 and 1
+    runs = 3 * 3 + 3 * 2 * 2 + 3 * 2
+    assert total.endswith(
+        f"3 cells, in each 3 trials and 4 repeats of the best; 6 runs of seeds: {runs} runs"
+    )
+    assert folder.strip() == str(PLACE.absolute())
+    assert not list(Path().iterdir())
+
+
+def test_other_swept_keys_have_tables_of_their_own(capsys):
+    assert main([
+        "other", "--trials", "1", *TINY, "recipe=dense,step", "trainer.epochs=1,2", "seed=0,1",
+        "--over", "recipe.switch=0.5,0.6",
+    ]) == 0  # fmt: skip
+    said = capsys.readouterr().out
+    tables = re.findall(r"trainer\.epochs=(\d)\n\n.*\n.*accuracy on the test split", said)
+    assert tables == ["1", "2"]
+    assert said.count("| step   |") == 2
+    place = PLACE.with_name("other")
+    assert (place / "table.md").read_text() in said
+    runs = pd.read_csv(place / "runs.csv")
+    assert sorted(zip(runs["tuned.cell"], runs["seed"], strict=True)) == [
+        (f"{cell} {epochs}", seed) for cell in ("dense", "step 2:4") for epochs in (1, 2) for seed in (0, 1)
+    ]  # fmt: skip
+    assert {f"{n} {e}" for n, e in zip(runs["recipe"], runs["trainer.epochs"], strict=True)} == {
+        "dense 1", "dense 2", "step 1", "step 2"
+    }  # fmt: skip
+
+
+def test_a_data_set_without_a_test_split_is_shown_on_its_validation_split():
+    alike = {"model": "m", "optimizer": "adam", "recipe": "ste", "sparsity": "2:4", "seed": 0,
+             "status": "finished", "metric": "accuracy", "folder": "f"}  # fmt: skip
+    runs = pd.DataFrame([
+        {**alike, "dataset": "a", "test/accuracy": 0.5, "eval/accuracy": 0.6},
+        {**alike, "dataset": "b", "eval/accuracy": 0.7},
+    ])  # fmt: skip
+    said = outcome.text(outcome.Outcome(runs, pd.DataFrame(), [], [], [], []))
+    assert re.findall(r"on the (\w+) split", said) == ["test", "validation"]
+    assert re.findall(r"\| ste +\| ([\d.]+) ", said) == ["50.0", "70.0"]
+
+
+def test_settings_of_a_recipe_are_cells_and_rows(capsys):
+    words = ["recipe=step", "recipe.window=full,partial", "seed=0", "trainer.epochs=1"]
+    assert main(["window", "--trials", "1", *TINY, *words]) == 0
+    said = capsys.readouterr().out
+    place = PLACE.with_name("window")
+    assert trials(place).keys() == {"step-2-4-full", "step-2-4-partial"}
+    rows = [line.split("|")[1:3] for line in said.splitlines() if line.startswith("|")]
+    assert {tuple(cell.strip() for cell in row) for row in rows} >= {
+        ("recipe", "recipe.window"), ("step", "full"), ("step", "partial")
+    }  # fmt: skip
+
+
+def test_rows_of_other_cells_stay(dense):
+    assert tune("recipe=ste", "sparsity=1:4") == 0
+    runs, tried = (pd.read_csv(PLACE / name) for name in ("runs.csv", "trials.csv"))
+    assert [*runs["tuned.cell"]] == ["dense"] * 2 + ["ste 1:4"] * 2
+    assert [*tried["cell"]] == ["dense"] * 7 + ["ste 1:4"] * 7
+    assert set(table(PLACE / "runs.csv")["recipe"]) == {"dense", "ste"}
+    # its own lines are written anew, and those of others are as they were
+    assert tune("recipe=dense") == 0
+    again = pd.read_csv(PLACE / "runs.csv")
+    assert [*again["tuned.cell"]] == ["ste 1:4"] * 2 + ["dense"] * 2
+    by_id = [frame.set_index("id").sort_index(axis=1).sort_index() for frame in (again, runs)]
+    pd.testing.assert_frame_equal(*by_id, check_dtype=False)
+
+
+def test_cut_off_anywhere_it_ends_with_the_same(whole, monkeypatch):
+    expected, runs = trials(whole[0] / PLACE), table(whole[0] / PLACE / "runs.csv")
+    do, left = jobs.one, [0]
+
+    def stopping(*args, **kwargs):
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return do(*args, **kwargs)
+
+    monkeypatch.setattr(jobs, "one", stopping)
+    stops = 0
+    while stops < 40:
+        left[0] = 2  # two runs in each sitting
+        try:
+            tune("output_dir=cut")
+            break
+        except KeyboardInterrupt:
+            stops += 1
+    assert stops == 13  # 27 runs
+    cut = trials(Path("cut/.tune/try"))
+    values = {cell: [(t.params, t.value) for t in tried] for cell, tried in cut.items()}
+    assert values == {c: [(t.params, t.value) for t in tried] for c, tried in expected.items()}
+    pd.testing.assert_frame_equal(table("cut/.tune/try/runs.csv"), runs)
+
+
+def test_a_cell_that_another_process_has_is_left_to_it(capsys):
+    cells = cells_here()
+    cells[1].folder.mkdir(parents=True)
+    with locks.hold(cells[1].folder):
+        assert tune() == 0
+    said = capsys.readouterr().out
+    assert f"at work in other processes: {cells[1].name}; the same command goes on" in said
+    assert trials().keys() == {cells[0].folder.name, cells[2].folder.name}
+
+
+def test_a_cell_that_another_process_leaves_is_taken_in_the_end(capsys, monkeypatch):
+    cells = cells_here()
+    cells[1].folder.mkdir(parents=True)
+    with contextlib.ExitStack() as other:
+        other.enter_context(locks.hold(cells[1].folder))
+        run = comparison.run
+
+        def leaving(cell, *rest):
+            done = run(cell, *rest)
+            if cell.name == cells[2].name:
+                other.close()
+            return done
+
+        monkeypatch.setattr(comparison, "run", leaving)
+        assert tune() == 0
+    assert "at work in other processes" not in capsys.readouterr().out
+    assert trials().keys() == {cell.folder.name for cell in cells}
+
+
+@pytest.mark.parametrize(
+    ("number", "ends"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_a_signal_ends_it_with_a_line(number, ends, capsys, monkeypatch):
+    def cut_off(config, **_):
+        return {"status": "interrupted", "signal": int(number)}
+
+    monkeypatch.setattr(jobs, "one", cut_off)
+    with pytest.raises(ends):
+        tune()
+    assert capsys.readouterr().out.endswith("\ninterrupted; the same command goes on\n")
+    assert not trials()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trainer.epochs=3"], "was tuned with trainer.epochs=2, and now 3 is asked for"),
+        (
+            ["--over", "optimizer.lr=interval(0.1,0.2)"],
+            r"was looked for in optimizer.lr=0.0002 to 0.005 \(log\), and now 0.1 to 0.2",
+        ),
+    ],
+)
+def test_other_trials_under_the_same_name_are_refused(words, said):
+    tune("trainer.epochs=2", "recipe=dense")
+    before = {file: file.read_bytes() for file in PLACE.rglob("*.json*")}
+    with pytest.raises(ConfigError, match=said):
+        tune("trainer.epochs=2", "recipe=dense", *words)
+    assert before == {file: file.read_bytes() for file in PLACE.rglob("*.json*")}
+
+
+def test_more_trials_go_on_from_those_that_are_there(dense):
+    three = trials()["dense"]
+    assert main(["try", "--trials", "5", *SWEEP, "recipe=dense"]) == 0
+    five = trials()["dense"]
+    assert five[:3] == three
+    assert len(five) == 5
+
+
+def test_a_recipe_of_which_all_trials_fail_is_named(capsys):
+    failing = ["recipe=dense", "seed=0", "--over", "optimizer.lr=interval(1e30,2e30)"]
+    assert tune(*failing) == 1
+    assert "failed: dense" in capsys.readouterr().out
+
+
+def test_a_full_disk_is_no_trial_that_failed(monkeypatch, dense):
+    three, asked = trials()["dense"], ["try", "--trials", "4", *SWEEP, "recipe=dense"]
+    with monkeypatch.context() as patch:
+
+        def full(path: Path, weights: dict) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(last_files, "save_weights", full)
+        with pytest.raises(RunError, match=r"No space left on device; no trial is lost"):
+            main(asked)
+    assert trials()["dense"] == three
+    assert main(asked) == 0
+    four = trials()["dense"]
+    assert [one.value is None for one in four] == [False] * 4
+
+
+def test_trials_leave_no_checkpoints(dense):
+    assert len([*PLACE.rglob("model.safetensors")]) > 3
+    assert not [*PLACE.rglob("checkpoint*")]
+    of_seeds = [path.parent for path in Path("outputs/digits").rglob("result.json")]
+    assert of_seeds
+    assert all((folder / "checkpoint.pt").exists() for folder in of_seeds)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["recipe=dense", "seed=0"], "the first word is a name"),
+        (["a/b", "seed=0"], "the first word is a name"),
+        (["try", "--trials", "0", "seed=0"], "--trials 0: it takes a whole number"),
+        (["try", "recipe=stpe"], "no such recipe; did you mean step"),
+        (["try", "recipe=dense", "--over", "recipe.decay=1,2"], "no run of this comparison has"),
+        (["try"], "required: words"),
+        (
+            ["try", "recipe=sr_ste", "recipe.decay=1e-4,1e-3"],
+            r"recipe.decay has several values, and is searched in 1e-06 to 0.01 \(log\); give it one",
+        ),
+        (["try", "recipe=ste", "seed=0,1001"], "seed=1001: the seeds 1000 to 1002 are those of"),
+    ],
+)
+def test_a_mistake_gets_a_line_before_anything_runs(argv, said):
+    with pytest.raises(ConfigError, match=said):
+        main([*argv, *TINY] if len(argv) > 1 else argv)
+    assert not list(Path().rglob("result.json"))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"space": 3, "settings": {}, "identity": ""}'])
+def test_a_record_that_is_not_whole_gets_a_line(text, dense):
+    file = PLACE / "dense" / "study.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=r"study.json is not whole; remove .*dense to tune anew"):
+        tune("recipe=dense")
+
+
+def changed(file: Path, was: str, now: str) -> None:
+    text = file.read_text()
+    assert was in text
+    file.write_text(text.replace(was, now, 1))
+
+
+@pytest.mark.parametrize("now", ["106.3", "NaN", '"a text"', "null"])
+def test_no_file_but_the_runs_own_results_decides(now, dense, capsys):
+    """A value that was written into the list counts for nothing; a result that was changed is no
+    result, and its run is done again with the same bits.
+    """
+    before, table_before = trials(), (PLACE / "runs.csv").read_text()
+    changed(PLACE / "dense/trials.jsonl", '{"params"', f'{{"value": {now}, "params"')
+    assert trials() == before
+    worst = min(before["dense"], key=lambda trial: trial.value)
+    (file,) = [
+        file
+        for file in (PLACE / "dense/runs").glob("*/*/*/*/s1000-*/result.json")
+        if json.loads(file.read_text())["config"]["optimizer"]["lr"] == worst.params["optimizer.lr"]
+    ]
+    changed(file, f'"eval/accuracy": {worst.value!r}', f'"eval/accuracy": {now}')
+    assert tune("recipe=dense") == 0
+    assert [(t.params, t.value) for t in trials()["dense"]] == [
+        (t.params, t.value) for t in before["dense"]
+    ]
+    pd.testing.assert_frame_equal(
+        pd.read_csv(PLACE / "runs.csv").drop(columns="tuned.seconds"),
+        pd.read_csv(io.StringIO(table_before)).drop(columns="tuned.seconds"),
+    )
+
+
+@pytest.mark.parametrize(
+    "damage", ["{", '{"params": {"optimizer.lr": 0.001', "[1]", '{"value": 1}']
+)
+def test_a_damaged_line_is_said_and_nothing_is_done_again(damage, dense, capsys, monkeypatch):
+    before = trials()
+    file = PLACE / "dense/trials.jsonl"
+    first, _, third = file.read_text().splitlines()
+    file.write_text(f"{first}\n{damage}\n{third}\n")
+    ran = []
+    do = jobs.one
+    monkeypatch.setattr(jobs, "one", lambda *a, **k: ran.append(do(*a, **k)) or ran[-1])
+    assert tune("recipe=dense") == 0
+    assert {one["status"] for one in ran} == {"skipped"}
+    assert trials() == before
+    said = [line for line in capsys.readouterr().out.splitlines() if "is damaged" in line]
+    assert len(said) == 1
+    assert "trials.jsonl: line 2 is damaged" in said[0]
+
+
+def test_a_file_of_runs_that_is_damaged_gets_a_line(dense):
+    (PLACE / "runs.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RunError, match=r"runs.csv is damaged: .*; remove it"):
+        tune("recipe=dense")
+
+
+def test_a_best_value_at_the_end_of_its_range_is_said(capsys):
+    """Of two learning rates that hardly train, the higher one trains more."""
+    asked = ["--over", "optimizer.lr=tag(log,interval(1e-5,1e-4))", "optimizer.lr=1e-4"]
+    assert tune("recipe=dense", "seed=0", *asked) == 0
+    said = capsys.readouterr().out
+    assert "best at the upper end of optimizer.lr 1e-05 to 0.0001 (log): dense;" in said
+    assert "--over 'optimizer.lr=tag(log,interval(1e-05,0.0005))'" in said
+
+
+def test_a_dry_one_says_how_long_by_runs_that_there_are(dense, capsys):
+    seconds = [json.loads(f.read_text())["seconds"] for f in Path("outputs").rglob("result.json")]
+    assert len(seconds) == 9
+    mean = sum(seconds) / 9
+    cells = cells_here()
+    # dense is done; of the two other cells nothing is known but what its runs took
+    assert progress.expected(cells, 3) == pytest.approx(2 * 9 * mean)
+    assert progress.expected(cells[:1], 5) == pytest.approx((2 + 4 + 2) * mean)
+    assert tune("dry=true") == 0
+    assert "  about " in capsys.readouterr().out
+    assert tune("dry=true", "trainer.epochs=2") == 0  # of other epochs there are none
+    assert "about" not in capsys.readouterr().out

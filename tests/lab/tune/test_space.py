@@ -1,0 +1,98 @@
+"""Where settings are looked for: what recipes declare, and what the command says."""
+
+from __future__ import annotations
+
+import pytest
+from hydra import compose
+
+from nmrun.errors import ConfigError
+from nmrun.lab.tune import space
+from nmrun.lab.words import recipe_fields, schema, source
+from nmrun.lab.words.composing import composing
+from nmrun.ranges import among, between, log
+from nmrun.recipes import RECIPES
+
+source.register()
+
+
+def config(*words: str) -> schema.Config:
+    with composing():
+        return schema.check(compose("nmrun", list(words)))
+
+
+def test_a_recipe_is_tuned_over_the_learning_rate_and_what_its_class_declares():
+    assert space.of(config("recipe=dense", "optimizer.lr=0.01"), {}) == {
+        "optimizer.lr": log(0.002, 0.05)
+    }
+    assert space.of(config("recipe=sr_ste"), {}).keys() == {"optimizer.lr", "recipe.decay"}
+    assert space.of(config("recipe=step"), {})["recipe.switch"].values[0] == "auto"
+    assert space.of(config("recipe=mdgf_exponential"), {}).keys() == {
+        *("optimizer.lr", "recipe.dense", "recipe.final")
+    }
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_recipes_declare_is_allowed(name):
+    """Both ends, or every value, are in the setting's own range; so is the default in the space."""
+    for field in recipe_fields.fields(RECIPES[name]).values():
+        if field.search is None:
+            continue
+        for value in field.search.values or (field.search.low, field.search.high):
+            assert field.check.holds(value)
+        ends = field.search.low <= field.default if not field.search.values else True
+        assert ends
+        assert not field.search.values or field.default in field.search.values
+
+
+def test_the_command_wins_where_the_run_has_the_key():
+    given = space.read(
+        [
+            *("optimizer.lr=tag(log,interval(1e-4,1e-2))", "recipe.decay=interval(0,1)"),
+            "trainer.clip=0.5,1,2",
+        ]
+    )
+    assert given == {
+        "optimizer.lr": log(1e-4, 1e-2),
+        "recipe.decay": between(0.0, 1.0),
+        "trainer.clip": among(0.5, 1, 2),
+    }
+    assert space.of(config("recipe=sr_ste"), given) == given
+    assert "recipe.decay" not in space.of(config("recipe=ste"), given)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("optimizer.lr=0.1", "it takes an interval or several values"),
+        ("optimizer.lr=interval(1,0.1)", "no such interval"),
+        ("optimizer.lr=tag(log,interval(0,0.1))", "no such interval"),
+        ("optimizer.lr", "cannot be read as key=value"),
+    ],
+)
+def test_a_range_that_is_none_gets_a_line(word, said):
+    with pytest.raises(ConfigError, match=said):
+        space.read([word])
+
+
+def test_what_is_found_is_written_as_overrides():
+    found = {"optimizer.lr": 2e-5, "recipe.switch": "auto", "recipe.decay": 0.0}
+    words = space.words(found)
+    read = config("recipe=sr_ste", *(w for w in words if "switch" not in w))
+    assert (read.optimizer.lr, read.recipe.options["decay"]) == (2e-5, 0.0)
+    assert config("recipe=step", words[0], words[1]).recipe.options["switch"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("value", "search", "end"),
+    [
+        (0.00477, log(0.0002, 0.005), "upper"),
+        (0.00021, log(0.0002, 0.005), "lower"),
+        (0.001, log(0.0002, 0.005), ""),
+        (0.004, log(0.0002, 0.005), ""),
+        (0.004, between(0.0, 1.0), "lower"),
+        (0.96, between(0.0, 1.0), "upper"),
+        ("auto", among("auto", 0.2), ""),
+    ],
+)
+def test_what_lies_at_the_end_of_a_range(value, search, end):
+    assert space.at_edge(value, search) == end

@@ -1,0 +1,90 @@
+"""Whatever is typed wrong: one line that says what is meant, status 2, at once, nothing written."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import bad_inputs
+import pytest
+
+from nmrun.lab import models
+from nmrun.lab.keys.data_groups import (
+    ANSWERED,
+    FRAMES,
+    IMAGES,
+    INSTANCES,
+    PAIRS,
+    QUESTIONS,
+    RUNNING_TEXT,
+    TEXTS,
+)
+from nmrun.lab.keys.models import MODELS
+from nmrun.lab.words import early
+from nmrun.registry import find
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All lines answered by one process without a GPU and without data."""
+    places = {"NMRUN_DATA": "/nowhere", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, bad_inputs.__file__],
+        cwd=tmp_path_factory.mktemp("typed"), capture_output=True, text=True, timeout=300, env={**os.environ, **places},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("line", bad_inputs.EVERY)
+def test_a_mistake_gets_one_line(line: str, answers: dict[str, Any]) -> None:
+    answer = answers[line]
+    assert answer["status"] == 2
+    assert answer["printed"] == ""
+    assert answer["said"].startswith("nmrun: ")
+    assert answer["said"].count("\n") == 1
+    assert bad_inputs.EVERY[line] in answer["said"]
+    assert answer["imported"] == []
+    assert answer["left"] == ["file.txt"]
+
+
+# the arguments of each builder that the data give
+GIVEN = {
+    IMAGES: {"shape", "classes"},
+    TEXTS: {"vocabulary", "classes"},
+    RUNNING_TEXT: {"vocabulary", "context"},
+    QUESTIONS: {"vocabulary", "max_length"},
+    ANSWERED: {"vocabulary", "max_length"},
+    INSTANCES: {"categories"},
+    FRAMES: set(),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if "fairseq" not in name])
+def test_what_a_model_takes_is_what_its_builder_asks_for(name: str) -> None:
+    asked = set(inspect.signature(find("model.name", name, models.MODELS)).parameters)
+    fitting = [data for data, given in GIVEN.items() if given <= asked]
+    assert MODELS[name].data in fitting
+    assert all(MODELS[name].data == PAIRS for name in MODELS if "fairseq" in name)
+
+
+def test_a_logger_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early, "LOGGERS", {"tensorboard": "no_such_package", "mlflow": "json"})
+    chosen = {"name": "local", "also": ["tensorboard", "mlflow"]}
+    assert list(early._no_logger(chosen)) == [
+        "track=tensorboard is not installed: pip install 'nmrun[tensorboard]'"
+    ]
+
+
+def test_a_folder_of_ones_own_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("")
+    assert list(early._unknown_package("recipe", "mine.Recipe")) == []
+    assert list(early._unknown_package("recipe", "yours.Recipe")) == [
+        "recipe._target_=yours.Recipe cannot be imported: there is no module yours"
+    ]

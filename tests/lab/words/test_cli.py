@@ -1,0 +1,433 @@
+"""The command line as a person meets it: real processes."""
+
+from __future__ import annotations
+
+import getpass
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_module
+from PIL import Image
+from runs import TINY
+from verbs import verb
+
+from nmrun.errors import ConfigError, RunError
+from nmrun.lab import cli, verbs
+from nmrun.lab.train import jobs
+from nmrun.lab.words import source
+
+HEAVY = ("torch", "wandb", "pandas", "sklearn", "fairseq", "matplotlib")
+PROBE = f"""
+import sys
+from nmrun.lab.cli import main
+status = 0
+try:
+    status = main()
+except SystemExit as stop:
+    status = stop.code or 0
+print("HEAVY", [name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+sys.exit(status)
+"""
+
+MISTAKES = {  # one for each way to find it; bad_inputs.py has all of them
+    "recipe=stpe": ["recipe=stpe", "did you mean step?", "sr_ste"],
+    "sparsity=1:128": ["1:128", "no layer", "32, 64 inputs"],
+    "tabel": ["tabel", "did you mean table?"],
+    "-m recipe=ste,sr_ste recipe.decay=0,1": ["recipe.decay", "no such key with"],
+}
+
+
+def probe(tmp_path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROBE, *arguments],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_costs_one_helpful_line_and_no_torch(tmp_path, line):
+    done = probe(tmp_path, *line.split())
+    said = [text for text in done.stderr.splitlines() if not text.startswith("HEAVY")]
+    assert done.returncode == 2
+    assert len(said) == 1
+    assert said[0].startswith("nmrun: ")
+    assert all(part in said[0] for part in MISTAKES[line]), said[0]
+    assert "HEAVY []" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_mistakes_are_told_at_once(tmp_path):
+    done = probe(tmp_path, "recipe=stpe", "sparsity=5:4", "optimizer.lr=abc", "foo=1")
+    assert done.returncode == 2
+    for part in ("did you mean step?", "5:4", "optimizer.lr=abc", "foo"):
+        assert part in done.stderr
+    assert done.stderr.count("nmrun: ") == 4
+
+
+@pytest.mark.parametrize("line", ["--help", "--cfg job", "-sc query=bash"])
+def test_help_config_and_completion_stay_light(tmp_path, line):
+    env = {"COMP_LINE": "nmrun sparsity=2:", "COMP_POINT": "17"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, *line.split()],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **env},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "HEAVY []" in done.stderr
+    if line == "--help":
+        for part in ("step", "2:4", "small_conv", "nmrun -m", "Examples"):
+            assert part in done.stdout
+    if line.startswith("-sc"):
+        assert "sparsity=2:4" in done.stdout
+        assert "sparsity=2:8" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("ratio", "n", "m"), [("3:16", 3, 16), ("7:32", 7, 32), ("2:8", 2, 8), ("dense", None, None)]
+)
+def test_any_ratio_composes(ratio, n, m):
+    from hydra import compose, initialize_config_module
+
+    import nmrun.lab.train.jobs  # noqa: F401  (registers the source of ratios)
+
+    with initialize_config_module("nmrun.conf", version_base="1.3"):
+        composed = compose("nmrun", [f"sparsity={ratio}"])
+    assert (composed.sparsity.n, composed.sparsity.m) == (n, m)
+
+
+def test_a_run_its_folder_and_the_second_time(tmp_path, nmrun_cli):
+    line = ("recipe=step", "sparsity=2:8", "debug=fast", "output_dir=out")
+    first = nmrun_cli(*line)
+    assert first.returncode == 0, first.stderr
+    (folder,) = [path.parent for path in tmp_path.rglob("result.json")]
+    assert folder.parent == tmp_path / "out" / "digits" / "small_conv" / "step" / "2of8"
+    assert folder.name.startswith("s0-")
+    result = json.loads((folder / "result.json").read_text())
+    assert result["status"] == "finished"
+    assert result["sparsity"]["pattern"] == "2:8"
+    assert all(
+        layer["holds"] and layer["nonzeros"] == layer["numel"] // 4
+        for layer in result["sparsity"]["layers"]
+    )
+    assert {left["name"] for left in result["sparsity"]["left_dense"]} == {
+        "stem.weight",
+        "head.weight",
+    }
+    for name in ("config.yaml", "run.log", "metrics.jsonl", "checkpoint.pt", "model.safetensors"):
+        assert (folder / name).stat().st_size > 0
+    assert "STEP freezes the second moment" in first.stdout
+    assert str(folder.relative_to(tmp_path)) in first.stdout
+
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    second = probe(tmp_path, *line)
+    assert second.returncode == 0
+    assert "finished already" in second.stdout
+    assert "HEAVY []" in second.stderr
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+
+    export = nmrun_cli("export", str(folder), "--to", "model")
+    assert export.returncode == 0, export.stderr
+    assert "2:8 holds in 2 layers" in export.stdout
+
+
+@pytest.mark.slow
+def test_a_sweep_goes_on_past_a_failure_and_does_only_what_is_missing(tmp_path, nmrun_cli):
+    # a learning rate that overflows fails, its neighbours do not
+    line = (
+        "-m",
+        "recipe=ste",
+        "optimizer.lr=1e-3,1e25",
+        "seed=0,1",
+        "debug=fast",
+        "output_dir=out",
+    )
+    done = nmrun_cli(*line)
+    assert done.returncode == 1
+    assert "sweep of 4: 2 finished, 2 not done" in done.stdout
+    assert "the first non-finite value is" in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    again = nmrun_cli(*line)
+    assert "sweep of 4: 2 skipped, 2 not done" in again.stdout
+    table = nmrun_cli("table", "out", "--rows", "recipe,optimizer.lr")
+    assert table.returncode == 0
+    assert "2 failed" in table.stdout
+    assert "(2)" in table.stdout
+
+
+def test_the_dense_run_of_a_sweep_is_done_once(tmp_path, nmrun_cli):
+    done = nmrun_cli("-m", "recipe=dense", "sparsity=2:4,1:8,dense", "debug=fast", "output_dir=out")
+    assert done.returncode == 0, done.stderr
+    assert "sweep of 3: 1 finished, 2 skipped" in done.stdout
+    assert len(list(tmp_path.rglob("result.json"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "left_out"),
+    [
+        ("recipe=dense sparsity=2:4", "sparsity=2:4"),
+        ("recipe=dense sparsity=1:8 sparsity.pad=true seed=1", "sparsity=1:8 sparsity.pad=true"),
+        ("recipe=dense", None),
+        ("recipe=dense sparsity=dense", None),
+        ("recipe=ste sparsity=2:4", None),
+    ],
+)
+def test_a_ratio_beside_the_dense_recipe_is_told(words, left_out, nmrun_cli):
+    done = nmrun_cli(*words.split(), "--cfg", "job")
+    assert done.returncode == 0
+    expected = f"nmrun: recipe=dense has no ratio: {left_out} changes nothing\n"
+    assert done.stderr == ("" if left_out is None else expected)
+
+
+def test_the_command_of_a_dense_job_of_a_sweep_has_no_ratio(tmp_path, nmrun_cli):
+    words = ("-m", "recipe=dense,ste", "sparsity=2:4", "debug=fast", "output_dir=out")
+    done = nmrun_cli(*words)
+    assert done.returncode == 0, done.stderr
+    assert "changes nothing" not in done.stdout + done.stderr
+    found = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
+    commands = {one["config"]["recipe"]["name"]: one["environment"]["command"] for one in found}
+    assert commands == {
+        "dense": "nmrun recipe=dense debug=fast output_dir=out",
+        "ste": "nmrun recipe=ste sparsity=2:4 debug=fast output_dir=out",
+    }
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, nmrun_cli):
+    done = nmrun_cli("recipe=step", "sparsity=2:8", "dry=true")
+    assert done.returncode == 0, done.stderr
+    for part in ("inner.0.weight", "stem.weight", "excluded", "FLOPs an item"):
+        assert part in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_the_same_command_goes_on(tmp_path):
+    line = [
+        sys.executable,
+        "-m",
+        "nmrun",
+        "recipe=step",
+        "sparsity=2:8",
+        "trainer.epochs=400",
+        "track=local",
+        "output_dir=out",
+    ]
+    process = subprocess.Popen(
+        line, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.time() + 60
+    while time.time() < deadline and not list(tmp_path.rglob("checkpoint.pt")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGINT
+    assert "the same command goes on" in said
+    assert "Traceback" not in said
+    (result,) = list(tmp_path.rglob("result.json"))
+    assert json.loads(result.read_text())["status"] == "interrupted"
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_the_group_stops_a_sweep_in_order(
+    number: signal.Signals, tmp_path: Path, nmrun_cli
+) -> None:
+    """With processes that read images, as a scheduler sends it."""
+    random = np.random.default_rng(0)
+    for split, count in (("train", 12), ("val", 4)):
+        for name in ("ant", "bee", "cat"):
+            (folder := tmp_path / "data" / "some" / split / name).mkdir(parents=True)
+            for image in range(count):
+                pixels = random.integers(0, 255, (8, 8, 3)).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / f"{image:02}.png")
+    words = [
+        *("-m", "recipe=ste", "seed=0,1", "dataset=imagenet", "dataset.path=some", "model=small_conv"),
+        *("dataset.resolution=8", "dataset.val_size=6", "dataset.workers=2", "output_dir=out"),
+        *("trainer.batch_size=5", "trainer.epochs=60", "trainer.log_every=1", "track=local"),
+    ]  # fmt: skip
+    places = {"NMRUN_DATA": str(tmp_path / "data"), "NMRUN_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "nmrun", *words]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env={**os.environ, **places},
+    )  # fmt: skip
+    while not any(len(path.read_text()) > 2000 for path in tmp_path.rglob("metrics.jsonl")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "failed" not in err
+    assert "sweep of 2: 1 not done, 1 not reached" in out
+    (result,) = tmp_path.rglob("result.json")
+    assert json.loads(result.read_text())["status"] == "interrupted"
+    again = nmrun_cli(*words, **places)
+    assert again.returncode == 0
+    assert "goes on at step" in again.stdout
+    assert "sweep of 2: 2 finished" in again.stdout
+
+
+def test_several_seeds_in_one_job(tmp_path: Path) -> None:
+    words = [*TINY, "recipe=ste", "trainer.epochs=1", f"output_dir={tmp_path}", "seeds=[3,5]"]
+    source.register()
+    with initialize_config_module("nmrun.conf", version_base="1.3"):
+        outcome = jobs._outcomes_of(compose("nmrun", words), None)
+        again = jobs._outcomes_of(compose("nmrun", words), None)
+    assert sorted(
+        p.name.partition("-")[0] for p in tmp_path.glob("digits/small_conv/ste/2of4/*")
+    ) == ["s3", "s5"]
+    results = [json.loads(p.read_text()) for p in sorted(tmp_path.rglob("result.json"))]
+    assert (outcome["status"], again["status"]) == ("finished", "skipped")
+    assert [result["config"]["seed"] for result in results] == [3, 5]
+    assert "seeds" not in results[0]["config"]
+
+
+@pytest.mark.parametrize("seeds", ["[]", "[1,1]", "[-1]", "3", "[a]"])
+def test_seeds_that_are_none(nmrun_cli, seeds: str) -> None:
+    done = nmrun_cli(f"seeds={seeds}")
+    assert done.returncode == 2
+    assert "null or a list of different whole numbers" in done.stderr
+
+
+def test_help_is_what_hydra_would_say(tmp_path: Path) -> None:
+    """It is put together without Hydra, which is not even imported."""
+    code = "import sys; from nmrun.lab import cli; cli.main(); print([m for m in ('hydra', 'omegaconf') if m in sys.modules], file=sys.stderr)"
+    quick = subprocess.run(
+        [sys.executable, "-c", code, "--help"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    code = "from nmrun.lab.train import jobs; jobs._hydra(['--help'], [])"
+    whole = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert quick.stderr == "[]\n"
+    assert quick.stdout == whole.stdout
+    assert "recipe: asp" in quick.stdout
+
+
+def test_a_verb_that_raises_gets_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Status 2 for a mistake, 1 for work that failed."""
+    for error, status in ((ConfigError(["no", "never"]), 2), (RunError("it broke\n  here"), 1)):
+
+        def fails(argv: list[str], error: Exception = error) -> int:
+            raise error
+
+        monkeypatch.setattr("nmrun.lab.report.status.main", fails)
+        assert verb("status") == status
+    assert capsys.readouterr().err == "nmrun: no\nnmrun: never\nnmrun: it broke here\n"
+
+
+# --- what the machine lacks -----------------------------------------------------------------------
+
+
+def shell(folder: Path, line: str) -> subprocess.CompletedProcess[str]:
+    command = line.replace("nmrun", f"{sys.executable} -m nmrun")
+    environment = {key: value for key, value in os.environ.items() if key not in NAMES}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=environment
+    )
+
+
+NAMES = ("USER", "LOGNAME", "LNAME", "USERNAME")
+RUN = "nmrun recipe=ste debug=fast output_dir=out"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [">&-", "2>&-", "> /dev/full"])
+def test_a_run_needs_no_reader(where: str, tmp_path: Path) -> None:
+    done = shell(tmp_path, f"{RUN} {where}")
+    assert (done.returncode, done.stderr) == (0, "")
+    (result,) = tmp_path.rglob("result.json")
+    assert json.loads(result.read_text())["status"] == "finished"
+    assert "test 0." in (result.parent / "run.log").read_text()
+
+
+def test_a_table_that_cannot_be_written_is_told(tmp_path: Path, write) -> None:
+    write("ste", "2:4", 0, 0.5)
+    done = shell(tmp_path, "nmrun table outputs > /dev/full")
+    assert done.returncode == 2
+    assert done.stderr == "nmrun: No space left on device\n"
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    done = shell(tmp_path, f"mkdir gone && cd gone && rmdir ../gone && {RUN}")
+    line = "nmrun: the current folder does not exist any more; change to another\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    done = shell(tmp_path, f"nmrun recipe=ste debug=fast output_dir={'x' * 300}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("nmrun: output_dir=xxx")
+    assert "File name too long" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_what_takes_a_moment_is_told_until_the_next_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    shown = []
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        with verbs.ends_quietly():
+            verbs.waiting("loading torch")
+            shown.append(stream.getvalue())
+            print("an epoch")
+        shown.append(stream.getvalue())
+    # a terminal's line is wiped from its beginning; a file has the words that stay alone
+    assert shown == ["loading torch ...", "loading torch ...\r\x1b[Kan epoch\n", "", "an epoch\n"]
+
+
+def test_python_m_nmrun_is_the_command(tmp_path: Path) -> None:
+    said = [
+        subprocess.run(
+            [sys.executable, *start, "recipe=stpe"], cwd=tmp_path, capture_output=True, text=True
+        )
+        for start in (
+            ("-m", "nmrun"),
+            ("-c", "import sys, nmrun.lab.cli; sys.exit(nmrun.lab.cli.main())"),
+        )
+    ]
+    assert said[0].stderr.startswith("nmrun: recipe=stpe: ")
+    assert (said[0].returncode, said[0].stderr) == (2, said[1].stderr)
+
+
+def test_a_user_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that is started with a number: torch asks for the name."""
+    for name in NAMES:
+        monkeypatch.setenv(name, "to be restored")
+        del os.environ[name]
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    with pytest.raises(KeyError):
+        getpass.getuser()
+    monkeypatch.setattr(sys, "argv", ["nmrun", "--version"])
+    assert cli.main() == 0
+    assert getpass.getuser() == "uid54321"
+
+
+def test_too_little_memory_for_torch(tmp_path: Path) -> None:
+    done = shell(tmp_path, f"ulimit -v 1000000; {RUN}")
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,664 @@
+"""Experiments: every file composes at every scale, the published figures have their place, and one
+smoke goes from nothing to the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from verbs import verb
+
+from nmrun.errors import ConfigError
+from nmrun.lab import cli
+from nmrun.lab.report import cli as report
+from nmrun.lab.report.experiments import KINDS
+from nmrun.lab.train.schedules import scheduled
+from nmrun.lab.words import experiment, identity, plugins, precheck, recipe_fields, schema, source
+from nmrun.lab.words.composing import Done
+from nmrun.recipes import RECIPES
+
+source.register()
+COMPOSED: Done = {}  # as the sweeps of one command line share them
+NAMES = experiment.names()
+EMBEDDED = (
+    *("digits", "generated_motion", "generated_shapes", "generated_text", "generated_questions"),
+    *("stdlib_text", "copy_reverse"),
+)
+EVERY = list(itertools.product(NAMES, experiment.SCALES))
+OF_THE_PAPERS = {
+    *(
+        "step_cifar10",
+        "step_cifar100",
+        "step_aggressive",
+        "step_layerwise",
+        "step_dominosearch",
+        "step_glue",
+        "step_wmt",
+        "step_gpt2",
+        "step_autoswitch",
+        "step_second_moment",
+    ),
+    *(
+        "sr_ste_resnet",
+        "sr_ste_sad",
+        "sr_ste_detection",
+        "sr_ste_flow",
+        "asp_imagenet",
+        "lbc_resnet",
+        "lbc_candidates",
+    ),
+    *("s_ste_wmt", "s_ste_deit", "s_ste_gpt2", "s_ste_flips", "s_ste_continuity", "s_ste_ablation"),
+    *("s_ste_scale", "s_ste_threshold", "s_ste_mvue", "s_ste_glue", "s_ste_squad"),
+    "t_sr_ste_decay",
+    *("gradient_flow_vit", "gradient_flow_transformer", "gradient_flow_isoflops"),
+    *("gradient_flow_densify", "gradient_flow_matrices", "gradient_flow_swin", "gradient_flow_t5"),
+    *("equal_time", "activations"),
+    *("compare_language", "compare_images", "compare_translation", "compare_finetuning"),
+    *("as_they_come_images", "as_they_come_language", "step_long"),
+}
+OWN = """
+title: Own
+source: nobody
+sweep: [recipe=dense seed=0, "recipe=ste,sr_ste sparsity=2:4 seed=0"]
+scales: {smoke: trainer.epochs=2 trainer.limit_batches=3}
+report: {metric: test/accuracy, baseline: dense, figures: [curves eval/accuracy]}
+paper: {source: "page 3 of a book", values: {ste: {"2:4": 77.10}, nowhere: {"2:4": 1, "1:8": 2}}}
+"""
+
+
+@functools.cache
+def made(name: str, scale: str) -> list[schema.Config]:
+    return experiment.configs(experiment.load(name), scale, done=COMPOSED)
+
+
+def label(config: schema.Config, key: str) -> str:
+    """A config's value as tables show it."""
+    if key == "sparsity":
+        return str(config.pattern) if config.pattern else "dense"
+    value = (
+        config.plain[key]
+        if "." not in key
+        else config.plain[key.partition(".")[0]].get(key.partition(".")[2], "-")
+    )
+    return str(value["name"] if isinstance(value, dict) else value)
+
+
+# --- the files ------------------------------------------------------------------------------------
+
+
+def test_there_is_a_file_for_each_table_and_figure():
+    assert set(NAMES) == OF_THE_PAPERS
+
+
+def test_the_page_names_each_of_them_and_no_other():
+    page = (Path(__file__).parents[3] / "docs" / "experiments.md").read_text()
+    named = re.findall(r"`([a-z]+(?:_[a-z0-9]+)*)`", page)
+    families = {name.partition("_")[0] for name in NAMES}
+    rows = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+    assert set(NAMES) == {name for name in NAMES if f"`{name}`" in rows}
+    assert {name for name in named if name.partition("_")[0] in families} <= {*NAMES, "sr_ste"}
+
+
+@pytest.mark.parametrize(("name", "scale"), EVERY)
+def test_every_job_is_accepted(name, scale, monkeypatch):
+    monkeypatch.setattr(plugins, "HERE", ())  # as on a machine with the data and a GPU
+    sweeps = experiment.expand([f"experiment={name}", f"scale={scale}"], multirun=True)
+    looks = [precheck.look(words, multirun=True, done=COMPOSED) for words in sweeps]
+    assert [problem for found in looks for problem in found.problems] == []
+    jobs = sum(found.jobs or 0 for found in looks)
+    assert 2 <= jobs <= (24 if scale == "smoke" else 440)
+    for words in sweeps if scale == "smoke" else []:
+        values = dict(word.split("=", 1) for word in words)
+        assert values["dataset"] in EMBEDDED
+        assert int(values.get("trainer.epochs", 12)) <= 12
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if experiment.load(name).paper])
+def test_published_figures_have_their_place_in_the_sweep(name):
+    asked = experiment.load(name)
+    there = {
+        tuple(
+            " ".join(label(config, key) for key in keys.split(","))
+            for keys in (asked.rows, asked.cols)
+        )
+        for config in made(name, "paper")
+    }
+    for row, cells in asked.paper.items():
+        for column, printed in cells.items():
+            assert (row, column) in there
+            assert 0 < float(printed) < 100
+    assert asked.paper_source
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize(("name", "scale"), EVERY)
+def test_rows_and_columns_are_keys_of_the_runs(name, scale):
+    asked, configs = experiment.load(name), made(name, scale)
+    for key in {*asked.rows.split(","), *asked.cols.split(",")} - {"metric", "dataset.task"}:
+        assert any(label(config, key) != "-" for config in configs), key
+    assert ("metric" in asked.cols.split(",")) or "," not in (asked.metric or "")
+    assert len({identity.run_folder(config) for config in configs}) == len(configs)
+
+
+@pytest.mark.minutes
+def test_what_is_measured_while_training_is_no_run_of_another_experiment():
+    """How often a run is looked into is not part of its identity: shared with an experiment that
+    does not, nothing would be logged.
+    """
+    every = [config for name, scale in EVERY for config in made(name, scale)]
+    measured = {identity.run_folder(config) for config in every if config.trainer.diagnose_every}
+    assert measured
+    assert not measured & {
+        identity.run_folder(config) for config in every if not config.trainer.diagnose_every
+    }
+
+
+def test_smokes_share_runs():
+    folders = [
+        {identity.run_folder(config) for config in made(name, "smoke")}
+        for name in ("step_cifar10", "step_cifar100", "s_ste_deit")
+    ]
+    assert folders[0] == folders[1]
+    assert not folders[0] & folders[2]
+
+
+def test_a_sweep_for_each_scale(tmp_path):
+    each = OWN.replace("sweep: [", "sweep: {smoke: recipe=ste seed=0, small: [").replace(
+        '2:4 seed=0"]', '2:4 seed=0"]}'
+    )
+    (tmp_path / "own.yaml").write_text(
+        each.replace("scales: {smoke:", "scales: {small: trainer.epochs=3, smoke:")
+    )
+    asked = experiment.load(str(tmp_path / "own.yaml"))
+    assert asked.overrides("smoke") == [
+        ["recipe=ste", "seed=0", "trainer.epochs=2", "trainer.limit_batches=3"]
+    ]
+    assert [words[-1] for words in asked.overrides("small")] == ["trainer.epochs=3"] * 2
+    (tmp_path / "own.yaml").write_text(each)  # a sweep of a scale that is not there
+    with pytest.raises(ConfigError, match="sweep: one for each of smoke, or one for all"):
+        experiment.load(str(tmp_path / "own.yaml"))
+
+
+def test_s_ste_gpt2_is_the_authors_pre_training():
+    """thu-ml/2by4-pretrain-acc-examples: config/train_gpt2.py, train.py, README."""
+    every = made("s_ste_gpt2", "paper")
+    for config in every:
+        assert config.trainer.batch_size == 8 * 8 * 8
+        assert config.trainer.epochs * config.trainer.limit_batches == 300_000
+        assert config.optimizer.decay == "matrices"
+        assert config.optimizer.lr * config.schedule.final == pytest.approx(1e-5, rel=1e-3)
+        assert config.model.bias is False
+        assert config.trainer.evaluate == "both"
+    of_masks = [c for c in every if c.recipe.name == "t_sr_ste"]
+    assert {(c.model.name, c.recipe.options["decay"]) for c in of_masks} == {
+        ("gpt2", 6e-5),
+        ("gpt2_medium", 2e-4),
+        ("gpt2_large", 6e-5),
+    }
+    assert {c.recipe.options["dense_end"] for c in of_masks} == {0.0, 0.1667}
+    assert {c.trainer.mvue for c in of_masks} == {"2:4"}
+    assert len(every) == 3 * (2 + 2 + 1)
+
+
+@pytest.mark.parametrize("name", ["s_ste_glue", "s_ste_squad"])
+def test_what_is_fine_tuned_is_what_the_other_experiments_leave(name):
+    """The folders that init names, and networks of the same size."""
+    for scale, before in (("paper", "s_ste_gpt2"), ("small", "step_gpt2")):
+        left = {str(identity.run_folder(c)): c for c in made(before, scale)}
+        for config in made(name, scale):
+            weights = identity.weights_in(config.init)
+            of = left[str(weights.parent)]
+            assert weights.name == "model.safetensors" or of.trainer.evaluate == "both"
+            if scale == "paper":
+                own, theirs = config.model.mapping(), of.model.mapping()
+                same = ("layers", "heads", "width", "bias")
+                assert [own[key] for key in same] == [theirs[key] for key in same]
+                assert own["embeddings"] == of.dataset.mapping()["vocabulary"]
+                assert own["context"] == of.dataset.mapping()["context"]
+                soft = config.recipe.name == "s_ste"
+                assert (config.trainer.mvue, config.trainer.fp8) == (
+                    ("2:4", True) if soft else (None, False)
+                )
+    pairs = {(left_by(c.init), c.recipe.name) for c in made(name, "paper")}
+    of_dense = {("sr_ste dense", "dense"), ("t_sr_ste dense", "dense")}
+    table_6 = {("dense", "dense"), ("t_sr_ste", "dense"), ("s_ste", "s_ste"), *of_dense}
+    assert pairs == table_6 | {("s_ste", "ste"), ("sr_ste", "s_ste"), ("sr_ste", "ste")}
+
+
+def test_detectors_begin_with_the_classifiers_of_the_other_experiment():
+    left = {str(identity.run_folder(config)): config for config in made("sr_ste_resnet", "paper")}
+    pairs = []
+    for config in made("sr_ste_detection", "paper"):
+        of = left[config.init]
+        assert of.model.name == config.model.mapping()["backbone"]
+        pairs.append((str(config.pattern), str(of.pattern), config.recipe.name, of.recipe.name))
+    assert sorted(pairs) == sorted(
+        [("None", "None", "dense", "dense")]
+        + [(ratio, ratio, "sr_ste", "sr_ste") for ratio in ("2:4", "2:8")]
+    )
+
+
+def left_by(init: str) -> str:
+    weights = identity.weights_in(init)
+    return weights.parts[-4] + " dense" * (weights.name == "dense.safetensors")
+
+
+def test_s_ste_continuity_is_the_beginning_of_that_pre_training():
+    whole = made("s_ste_gpt2", "paper")[0]
+    long = scheduled(whole.schedule.mapping(), 1.0, 300_000)
+    for config in made("s_ste_continuity", "paper"):
+        factor = scheduled(config.schedule.mapping(), 1.0, 6000)
+        assert [factor(step) for step in range(6000)] == pytest.approx(
+            [long(step) for step in range(6000)], rel=3e-4
+        )
+        assert config.trainer.batch_size == whole.trainer.batch_size
+        assert (config.model.bias, config.optimizer.decay) == (False, "matrices")
+
+
+def test_the_ablations_of_s_ste_differ_from_its_runs_in_one_thing():
+    """Tables 1 and 2 and figure 4 have S-STE itself among their runs: that of s_ste_wmt."""
+    own = {identity.run_folder(c) for c in made("s_ste_wmt", "paper") if c.recipe.name == "s_ste"}
+    for name in ("s_ste_scale", "s_ste_threshold", "s_ste_flips"):
+        every = [c for c in made(name, "paper") if c.recipe.name == "s_ste"]
+        assert own <= {identity.run_folder(c) for c in every}
+        for config in every:
+            given = {"gamma": 0.0, "fit": "mse", "beta": None, "interval": None}
+            changed = [key for key, value in given.items() if config.recipe.options[key] != value]
+            assert len(changed) <= 1
+    (unscaled,) = [
+        c for c in made("s_ste_ablation", "paper") if c.recipe.options.get("beta") is not None
+    ]
+    assert unscaled.recipe.options["beta"] == 1.0
+    assert (unscaled.trainer.mvue, unscaled.trainer.fp8) == (None, False)
+
+
+def test_s_ste_mvue_is_the_beginning_of_the_pre_training():
+    """The table's caption: GPT-2 774M, 4,000 steps."""
+    whole = made("s_ste_gpt2", "paper")[0]
+    long = scheduled(whole.schedule.mapping(), 1.0, 300_000)
+    every = made("s_ste_mvue", "paper")
+    for config in every:
+        factor = scheduled(config.schedule.mapping(), 1.0, 4000)
+        assert config.trainer.epochs * config.trainer.limit_batches == 4000
+        assert [factor(s) for s in range(4000)] == pytest.approx(
+            [long(s) for s in range(4000)], 1e-4
+        )
+        assert (config.model.name, config.trainer.batch_size) == ("gpt2_large", 512)
+    found = {(c.trainer.mvue, c.trainer.input_gradient) for c in every if c.recipe.name == "s_ste"}
+    assert found == {(a, b) for a in (None, "2:4") for b in ("exact", "mvue")}
+
+
+def test_activations_begin_with_a_thousand_dense_steps_and_end_with_a_dense_fifth():
+    every = made("activations", "paper")
+    pruned = [c.trainer for c in every if c.trainer.activations]
+    assert {round(t.activations_dense_start * 300_000, -1) for t in pruned} == {990}
+    assert {t.activations_dense_end for t in pruned} == {0.0, 0.2}
+    assert {(c.recipe.name, c.trainer.activations) for c in every} == {
+        (recipe, pattern) for recipe in ("dense", "s_ste") for pattern in (None, "2:4", "64:2:8")
+    }
+
+
+# at paper scale: facebookresearch/deit; zyxxmu/LBC; aojunzz/NM-sparsity; vit_base_training.yaml of progressive_gradient_flow_nm
+PUBLISHED_SETTINGS = {
+    "s_ste_deit": {
+        "trainer.epochs": 300, "trainer.batch_size": 1024, "optimizer.lr": 5e-4 * 1024 / 512, "optimizer.weight_decay": 0.05,
+        "schedule.warmup": pytest.approx(5 / 300, rel=0.01), "schedule.final": pytest.approx(1e-5 / 1e-3), "trainer.label_smoothing": 0.1,
+        "dataset.mixup": 0.8, "dataset.cutmix": 1.0, "dataset.erasing": 0.25,
+    },
+    "lbc_resnet": {
+        "trainer.epochs": 120, "trainer.batch_size": 256, "optimizer.lr": 0.1, "optimizer.momentum": 0.9, "optimizer.weight_decay": 1e-4,
+        "optimizer.decay": "matrices", "trainer.label_smoothing": 0.1, "schedule.warmup": pytest.approx(5 / 120, rel=0.01),
+    },
+    "sr_ste_resnet": {
+        "trainer.epochs": 120, "trainer.batch_size": 256, "optimizer.lr": 0.1, "optimizer.momentum": 0.9, "optimizer.weight_decay": 5e-5,
+        "schedule.warmup": pytest.approx(5 / 120, rel=0.01),
+    },
+    "gradient_flow_vit": {
+        "trainer.epochs": 350, "trainer.batch_size": 4096, "optimizer.lr": 1e-3, "optimizer.weight_decay": 0.01, "trainer.clip": 1.0,
+        "schedule.warmup": pytest.approx(15 / 350, rel=0.01), "schedule.final": pytest.approx(1e-7 / 1e-3), "dataset.mixup": 0.5,
+        "dataset.randaugment_magnitude": 15, "model.dropout": 0.1, "model.stochastic_depth": 0.1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "settings"), PUBLISHED_SETTINGS.items())
+def test_settings_at_paper_scale_are_those_of_the_authors_code(name, settings):
+    for config in made(name, "paper"):
+        flat = schema.flatten(config.plain)
+        assert {key: flat[key] for key in settings} == settings
+
+
+def test_step_on_glue_has_both_windows():
+    windows = {
+        c.recipe.options["window"] for c in made("step_glue", "paper") if c.recipe.name == "step"
+    }
+    assert windows == {"full", "partial"}
+
+
+def test_asp_on_imagenet_trains_twice():
+    for config in made("asp_imagenet", "paper"):
+        factor = scheduled(config.schedule.mapping(), 1.0, 1000)
+        if config.recipe.name == "asp":
+            assert config.recipe.options["prune_at"] == 0.5
+            assert factor(499) < 1e-4  # the dense training is over
+            assert [factor(s) for s in range(500)] == [factor(s) for s in range(500, 1000)]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("compare_")])
+def test_comparisons_differ_in_recipe_and_ratio_alone(name):
+    """Nothing that is not swept differs between the recipes: what does is for nmrun tune to find."""
+    for config in itertools.chain(*(made(name, scale) for scale in experiment.SCALES)):
+        declared = recipe_fields.fields(RECIPES[config.recipe.name])
+        assert config.recipe.options == {key: field.default for key, field in declared.items()}
+    for scale in experiment.SCALES:
+        alike: dict[str, set[str]] = {}
+        for config in made(name, scale):
+            own = {
+                key: value
+                for key, value in schema.flatten(config.plain).items()
+                if not key.startswith(("recipe.", "sparsity.", "seed"))
+            }
+            alike.setdefault(config.recipe.name, set()).add(json.dumps(own, sort_keys=True))
+        # what a recipe has at most: dense has all but ratios, STEP has no SGD
+        assert all(settings <= alike["dense"] for settings in alike.values())
+
+
+def test_gradient_flow_has_the_phases_of_the_authors_code():
+    """vit_base_training.yaml and swin_v2_base_training.yaml."""
+    found = {
+        (c.recipe.name, c.recipe.options.get("tau"), c.recipe.options.get("dense"))
+        for c in made("gradient_flow_vit", "paper")
+    }
+    assert {("mdgf_exponential", 1e-4, 0.0), ("mdgf_linear", 8e-4, 0.0)} <= found
+    assert {dense for name, _, dense in found if "gf" in name} == {0.0}
+    assert {c.optimizer.decay for c in made("gradient_flow_vit", "paper")} == {"matrices"}
+
+
+# --- overrides ------------------------------------------------------------------------------------
+
+
+def test_the_scale_wins_over_the_sweep_and_the_command_line_over_both():
+    asked = experiment.load("step_cifar10")
+    assert "seed=0,1,2" in asked.overrides("small")[0]
+    assert "seed=0,1" in asked.overrides("smoke")[0]
+    words = asked.overrides("smoke", ["seed=7", "+recipe=ste", "optimizer.lr=1"])[0]
+    assert [word for word in words if word.startswith("seed")] == ["seed=7"]
+    assert [word for word in words if "recipe" in word] == ["+recipe=ste"]
+    assert "optimizer.lr=1" in words
+
+
+def test_small_is_the_default_and_several_run_one_after_the_other():
+    both = experiment.expand(["experiment=step_cifar10,step_glue", "seed=5"], multirun=True)
+    assert both == experiment.load("step_cifar10").overrides("small", ["seed=5"]) + experiment.load(
+        "step_glue"
+    ).overrides("small", ["seed=5"])
+    assert experiment.expand(["recipe=ste"], multirun=False) == [["recipe=ste"]]
+
+
+@pytest.mark.parametrize(
+    ("line", "starts"),
+    [
+        (
+            "-m experiment=step_cifar100 scale=smal",
+            "scale=smal: no such scale; did you mean small?",
+        ),
+        (
+            "-m experiment=step_cifar11",
+            "experiment=step_cifar11: no such experiment; did you mean step_cifar1",
+        ),
+        ("experiment=step_cifar10 scale=smoke", "experiment=step_cifar10 is a sweep: add -m"),
+        ("scale=smoke", "scale=smoke: of which experiment?"),
+        (
+            "-m experiment=step_cifar10 optimizer.lrr=1",
+            "optimizer.lrr: no such key; did you mean optimizer.lr?",
+        ),
+        ("-m experiment=nowhere.yaml", "experiment=nowhere.yaml: No such file"),
+        (
+            "table --experiment step_cifar",
+            "experiment=step_cifar: no such experiment; did you mean step_cifar10?",
+        ),
+        (
+            "table --experiment step_cifar10 --scale tiny",
+            "scale=tiny: no such scale (there are smoke, small, paper)",
+        ),
+        (
+            "table --experiment step_cifar10 --scale smoke",
+            "experiment=step_cifar10 scale=smoke: none of its 16 runs is finished; nmrun -m",
+        ),
+    ],
+)
+def test_mistakes_get_one_line(line, starts, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["nmrun", *line.split()])
+    assert cli.main() == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"nmrun: {starts}")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("title: Own", "tilte: Own", "without title"),
+        ("report: {", "report: {colums: recipe, ", "report.colums: no such key"),
+        ("{smoke:", "{huge:", "scales: they are called smoke, small, paper"),
+        ("[curves", "[curve", "report.figures: curve: no such kind; did you mean curves?"),
+        ("title: Own", "title: [", "not YAML"),
+    ],
+)
+def test_a_file_that_is_no_experiment(old, new, says, tmp_path):
+    (tmp_path / "own.yaml").write_text(OWN.replace(old, new))
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        experiment.load(str(tmp_path / "own.yaml"))
+
+
+# --- from nothing to the table --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory) -> Path:
+    """A folder with an experiment of one's own whose three runs are made: the command line in a
+    process of its own, as users do.
+    """
+    import preloaded
+
+    folder = tmp_path_factory.mktemp("swept")
+    (folder / "own.yaml").write_text(OWN)
+    line = ("-m", "experiment=own.yaml", "scale=smoke", "track=local", "trainer.threads=1")
+    done = preloaded.run(line, folder, 300, dict(os.environ))
+    assert done.returncode == 0, done.stderr
+    assert [f"[{i}/3]" in done.stdout for i in (1, 2, 3)] == [True] * 3
+    assert "sweep of 3: 3 finished" in done.stdout
+    return folder
+
+
+def show(swept: Path, monkeypatch, capsys, *options: str) -> tuple[int, str, str]:
+    monkeypatch.chdir(swept)
+    status = report.table(
+        [
+            "--experiment",
+            "own.yaml",
+            "--scale",
+            "smoke",
+            "track=local",
+            "trainer.threads=1",
+            *options,
+        ]
+    )
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_the_folders_are_those_that_the_table_looks_for(swept, monkeypatch):
+    monkeypatch.chdir(swept)
+    expected = {
+        str(identity.run_folder(c))
+        for c in experiment.configs(experiment.load("own.yaml"), "smoke", ["trainer.threads=1"])
+    }
+    assert {str(path.parent) for path in Path("outputs").rglob("result.json")} == expected
+
+
+def test_our_figures_and_the_papers(swept, monkeypatch, capsys):
+    status, out, err = show(swept, monkeypatch, capsys)
+    assert (status, err) == (0, "")
+    assert "(paper): page 3 of a book" in out
+    lines = [
+        [cell.strip(" *") for cell in line.strip("|").split("|")]
+        for line in out.splitlines()
+        if line.startswith("| ")
+    ]
+    table = lines[: [line[0] for line in lines].index("recipe", 1)]
+    results = [json.loads(path.read_text()) for path in (swept / "outputs").rglob("result.json")]
+    ours = {
+        r["config"]["recipe"]["name"]: f"{100 * r['metrics']['final']['test/accuracy']:.1f} (1)"
+        for r in results
+    }
+    assert table[:4] == [
+        ["recipe", "2:4"],
+        ["dense", ours["dense"]],
+        ["ste", ours["ste"]],
+        ["ste (paper)", "77.1"],
+    ]
+    assert table[4:] == [["sr_ste", ours["sr_ste"]], ["nowhere (paper)", "1"]]
+    assert "Difference to dense" in out
+
+
+def test_a_run_that_is_not_there_is_seen(swept, monkeypatch, capsys):
+    out = show(swept, monkeypatch, capsys, "seed=0,1")[1]
+    assert out.count("missing (1)") == 3
+
+
+def test_an_unknown_metric_is_one_line(swept, monkeypatch, capsys):
+    monkeypatch.chdir(swept)
+    (swept / "other.yaml").write_text(OWN.replace("test/accuracy", "test/acuracy"))
+    assert verb("table", "--experiment", "other.yaml", "--scale", "smoke", "trainer.threads=1") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "nmrun: no metric 'test/acuracy' in these runs; did you mean test/accuracy?"
+    )
+
+
+def test_means_and_shares_of_what_was_logged(swept, monkeypatch, capsys):
+    out = show(
+        swept,
+        monkeypatch,
+        capsys,
+        "--cols",
+        "metric",
+        "--metric",
+        "mean/train/loss,positive/sparsity/pruned_norm",
+        "--format",
+        "csv",
+    )[1]
+    (folder,) = (
+        path.parent
+        for path in (swept / "outputs").rglob("result.json")
+        if path.parts[-4] == "sr_ste"
+    )
+    losses = [
+        row["train/loss"]
+        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        if "train/loss" in row
+    ]
+    cells = {tuple(line.split(",")[2:4]): line.split(",")[5] for line in out.splitlines()}
+    assert float(cells["sr_ste", "mean/train/loss"]) == pytest.approx(sum(losses) / len(losses))
+    assert float(cells["sr_ste", "positive/sparsity/pruned_norm"]) == 1.0
+    assert set(KINDS) == {"mean", "positive"}
+
+
+def test_one_page_with_tables_and_figures(swept, monkeypatch, capsys):
+    status, out, _ = show(
+        swept,
+        monkeypatch,
+        capsys,
+        "--format",
+        "html",
+        "--out",
+        "pages/tables.html",
+        "--figures",
+        "pictures",
+    )
+    page = (swept / "pages" / "tables.html").read_text()
+    assert status == 0
+    assert page.count("<table>") == 2
+    assert page.count("<svg") == 1
+    assert "http:" not in page
+    assert "https:" not in page
+    (picture,) = (swept / "pictures").iterdir()
+    assert picture.name == "own-smoke-1-curves.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(out.split()) == ["pages/tables.html", "pictures/own-smoke-1-curves.png"]
+
+
+def test_what_is_unfinished_is_left_out_of_a_page_and_named(swept, monkeypatch, capsys):
+    monkeypatch.chdir(swept)
+    assert (
+        report.table(
+            ["--experiment", "own.yaml,step_cifar10", "--scale", "smoke", "trainer.threads=1"]
+        )
+        == 0
+    )
+    out, err = capsys.readouterr()
+    assert out.startswith("# Own (nobody), scale smoke")
+    assert err.startswith(
+        "nmrun: left out: experiment=step_cifar10 scale=smoke: none of its 16 runs is finished"
+    )
+
+
+def test_make_takes_dashes_for_underscores():
+    if shutil.which("make") is None:
+        pytest.skip("there is no make")
+    import subprocess
+
+    root = Path(__file__).parents[3]
+    said = subprocess.run(
+        ["make", "-n", "table-step-cifar10", "SCALE=paper"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+    ).stdout
+    assert "nmrun -m experiment=step_cifar10 scale=paper" in said
+    assert "nmrun table --experiment step_cifar10 --scale paper" in said
+
+
+def smoke(name: str, folder: Path, nmrun_cli, *overrides: str) -> None:
+    """From nothing to the table and its figures, as make does it."""
+    overrides = ("track=local", f"output_dir={folder}", *overrides)
+    done = nmrun_cli("-m", f"experiment={name}", "scale=smoke", *overrides, timeout=3600)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    table = nmrun_cli(
+        "table",
+        "--experiment",
+        name,
+        "--scale",
+        "smoke",
+        *overrides,
+        "--figures",
+        str(folder / "figures"),
+    )
+    assert table.returncode == 0, table.stderr
+    assert "missing" not in table.stdout
+    # a dense run has no masks that flip
+    assert table.stdout.count("no value") == (name == "s_ste_continuity")
+    drawn = {path.name.split("-")[2] for path in (folder / "figures").glob(f"{name}-*")}
+    assert drawn == {str(i + 1) for i in range(len(experiment.load(name).figures))}
+
+
+@pytest.mark.slow
+def test_a_smoke_from_nothing_to_the_table(tmp_path, nmrun_cli):
+    smoke("sr_ste_sad", tmp_path / "runs", nmrun_cli, "seed=0", "trainer.epochs=2")
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("name", NAMES)
+def test_every_smoke(name, nmrun_cli, tmp_path_factory):
+    """All in one folder, so that shared runs are made once."""
+    if "dataset=copy_reverse" in experiment.load(name).overrides("smoke")[0]:
+        pytest.importorskip("fairseq")
+    smoke(name, tmp_path_factory.getbasetemp() / "smokes", nmrun_cli)

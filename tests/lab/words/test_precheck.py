@@ -1,0 +1,164 @@
+"""The command line, looked at before anything begins: each job of a sweep, Hydra's own options,
+folders and classes of one's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_schema import composed
+
+from nmrun.errors import ConfigError
+from nmrun.lab.words import command_line, early, precheck, schema
+from nmrun.lab.words.composing import Done
+
+COMPOSED: Done = {}  # as the sweeps of one command line share them
+
+
+@pytest.mark.parametrize(
+    ("line", "starts"),
+    [
+        ("recipe=step sparsity=3:16 seed=4", []),
+        ("-m recipe=asp,step seed=range(3) sparsity=2:4,dense", []),
+        ("-m recipe=glob(*ste)", []),
+        ("recpie=step", ["recpie: no such key; did you mean recipe?"]),
+        ("recipe=stpe optimizer=sgd", ["recipe=stpe: no such recipe; did you mean step?"]),
+        ("recipe=stpe recipe.anything=1", ["recipe=stpe: no such recipe; did you mean step?"]),
+        ("optimizer.lrr=1 model.chanels=[8,8]", ["optimizer.lrr: no such key; did you mean optimizer.lr?", "model.chanels: no such"]),
+        ("lr=1", ["lr: no such key; did you mean optimizer.lr?"]),
+        ("debug=null", ["debug=null: no such debug (there are fast)"]),
+        ("debug=fst", ["debug=fst: no such debug; did you mean fast?"]),
+        ("seed=1 seed", ["seed: cannot be read as key=value"]),
+        ("model.exclude=[a", ["model.exclude=[a: cannot be read as key=value; quote what is special"]),
+        ("+seed=1", ["+seed=1: seed is there already; write it without +"]),
+        ("+foo.bar=1", ["foo: no such key"]),
+        ("~model", ["model: missing"]),
+        ("output_dir=???", ["Missing mandatory value: output_dir"]),
+        ("output_dir=${nope}", ["Interpolation key 'nope' not found"]),
+        ("seed=1,2", ["seed=1,2: several values make a sweep; add -m"]),
+        ("-m recipe=glob(q*)", ["recipe=glob(q*): matches nothing (there are asp, "]),
+        ("-m optimizer.lr=interval(1,2)", ["optimizer.lr=interval(1,2): a sweep takes single values"]),
+        ("-m recipe=asp,step optimizer=adam,sgd", ["recipe=step freezes Adam's second moment, which sgd has not"]),
+        ("-m recipe=ste,sr_ste recipe.decay=0,1", ["recipe.decay: no such key with recipe=ste"]),
+        ("-m recipe=step,spet seed=0,-1 trainer.epochs=0", ["recipe=spet: no such", "seed=-1: it takes", "trainer.epochs=0: it"]),
+        ("-m sparsity=2:4,1:128", ["sparsity=1:128: model small_conv has no"]),
+        ("-m sparsity=2:4,4:2", ["sparsity=4:2: 4:2 is not an N:M pattern"]),
+    ],
+)  # fmt: skip
+def test_a_command_line(line: str, starts: list[str]) -> None:
+    multirun, words = line.startswith("-m "), line.removeprefix("-m ").split()
+    found = precheck.look(words, multirun, done=COMPOSED)
+    assert len(found.problems) == len(starts), found.problems
+    assert all(any(problem.startswith(start) for problem in found.problems) for start in starts), (
+        found.problems
+    )
+    assert all("\n" not in problem for problem in found.problems)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"recipe": ["asp", "dense"], "sparsity": ["2:4", "dense", "1:8"], "seed": ["0", "3"]},
+        {"model": ["mlp", "small_conv"], "model.exclude": ["[a]", "b"], "trainer.epochs": ["3"]},
+        {"debug": ["fast"], "track": ["wandb", "local"], "trainer.epochs": ["5", "7"]},
+        {"debug": ["fast"], "trainer.log_every": ["2", "3"], "sparsity": ["1:4", "2:4"]},
+    ],
+)
+def test_each_job_of_a_sweep_is_looked_at_as_hydra_composes_it(
+    axes: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        schema, "problems", lambda plain, unsure: seen.append(copy.deepcopy(plain)) or []
+    )
+    monkeypatch.setattr(early, "problems", lambda plain, here: [])
+    found = precheck.look(
+        [f"{key}={','.join(values)}" for key, values in axes.items()], multirun=True
+    )
+    jobs = [
+        [f"{key}={value}" for key, value in zip(axes, job, strict=True)]
+        for job in product(*axes.values())
+    ]
+    wanted = [composed(*[word.replace("2:4", "'2:4'") for word in job]) for job in jobs]
+    assert (found.problems, found.jobs) == ([], len(jobs))
+    assert sorted(json.dumps(one, sort_keys=True) for one in seen) == sorted(
+        json.dumps(one, sort_keys=True) for one in wanted
+    )
+
+
+def test_options_that_are_none() -> None:
+    for words, said in {
+        ("--multirn", "seed=1"): "--multirn: no such option; did you mean --multirun?",
+        ("--seed=3",): "--seed=3: no such option (keys are written without dashes: seed=3)",
+        (
+            "--config-path",
+            "x",
+        ): "--config-path: not for nmrun; --config-dir adds a folder of configs",
+        ("--config-name=x",): "--config-name: not for nmrun",
+        ("--cfg",): "argument --cfg/-c: expected one argument",
+    }.items():
+        with pytest.raises(ConfigError) as raised:
+            command_line.options(list(words))
+        assert raised.value.problems[0].startswith(said)
+    assert command_line.options(["seed=1", "-m", "recipe=ste"]).overrides == [
+        "seed=1",
+        "recipe=ste",
+    ]
+
+
+def test_a_folder_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe's hyperparameters in a file of one's own, and an overlay that several groups and
+    keys of the command line meet.
+    """
+    nowhere = tmp_path / "nowhere"
+    assert precheck.look([], config_dir=str(nowhere)).problems == [
+        f"--config-dir {nowhere}: no such folder"
+    ]
+    for name, text in {
+        "recipe/mine": "name: ste_periodic\ninterval: 3\ngradient: sts\n",
+        "debug/slow": "# @package _global_\ndefaults:\n  - override /track: local\ntrainer:\n  epochs: 99\n  eval_every: 9\n",
+    }.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / f"{name}.yaml").write_text(text)
+    (problem,) = precheck.look(["recipe=mine"], config_dir=str(tmp_path)).problems
+    assert problem == "recipe.gradient=sts: it takes one of ste, masked; did you mean ste?"
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        schema, "problems", lambda plain, unsure: seen.append(copy.deepcopy(plain)) or []
+    )
+    (tmp_path / "recipe/tagged.yaml").write_text("name: !!python/object/apply:os.abort []\n")
+    (problem,) = precheck.look(["recipe=tagged"], config_dir=str(tmp_path)).problems
+    assert "os.abort" in problem
+    assert "tagged.yaml" in problem
+    assert "\n" not in problem
+    words = ["debug=fast,slow", "track=wandb,local", "trainer.epochs=5,7"]
+    assert precheck.look(words, True, str(tmp_path)).problems == []
+    told = {
+        (
+            c["track"]["name"],
+            *(c["trainer"][key] for key in ("epochs", "eval_every", "limit_batches")),
+        )
+        for c in seen
+    }
+    assert told == {
+        (track, epochs, *rest)
+        for track in ("wandb", "local")
+        for epochs in (5, 7)
+        for rest in ((1, 3), (9, None))
+    }
+
+
+def test_a_class_of_ones_own_has_keys_of_its_own() -> None:
+    words = command_line.own_recipe(["recipe._target_=runs.Mine", "recipe.strength=3", "seed=2"])
+    assert precheck.look(words).problems == []
+    (problem,) = precheck.look([*words, "optimizer.strength=3"]).problems
+    assert problem.startswith("optimizer.strength: no such key")
+    assert command_line.own_recipe(["recipe=ste", "recipe.strength=3"]) == [
+        "recipe=ste",
+        "recipe.strength=3",
+    ]

@@ -1,0 +1,104 @@
+"""What ``nmrun help`` says of the config's keys: all of them, with the defaults that Hydra composes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+from hydra import compose
+from omegaconf import OmegaConf
+from verbs import verb
+
+import nmrun.lab.train.jobs  # noqa: F401  (registers the source of ratios and recipes)
+from nmrun.errors import ConfigError
+from nmrun.lab.cli import VERBS
+from nmrun.lab.words import explain, reference
+from nmrun.lab.words.composing import composing
+
+OPTIONS = [option for group in ("", *reference.GROUPS) for option in reference.options(group)]
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: f"{option.group}={option.name}")
+def test_every_key_is_there_with_its_meaning_and_its_default(option):
+    words = [f"{option.group}={option.name}"] if option.name else []
+    words += ["sparsity=dense"] if option.group == "sparsity" else []
+    with composing(None):
+        composed = compose("nmrun", words)
+    group = composed[option.group] if option.group else composed
+    plain = OmegaConf.to_container(group, resolve=False)
+    if not option.group:
+        plain = {key: value for key, value in plain.items() if not isinstance(value, dict)}
+    # YAML 1.1 reads 1e-05 as a text, and Hydra as the number
+    read = {
+        key.name.rpartition(".")[2]: yaml.safe_load(
+            re.sub(r"(?<![\d.])(\d+)e-", r"\1.0e-", key.default)
+        )
+        for key in option.keys
+    }
+    assert read == {key: value for key, value in plain.items() if key != "name"}
+    assert option.about
+    assert all(key.meaning for key in option.keys)
+
+
+def test_a_key_means_different_things_with_different_options():
+    text = explain.about("recipe.decay")
+    assert text.startswith("recipe.decay\n")
+    assert "of sr_ste: the paper's lambda_w" in text
+    assert "takes a number at least 0; nmrun tune tries 1e-06 to 0.01 (log); default 0.0002" in (
+        " ".join(text.split())
+    )
+    assert "of step: SR-STE's lambda in phase two" in text
+    assert "default 0.0 (gpt2" in explain.about("model.dropout").replace("\n    ", " ")
+
+
+def test_a_group_lists_its_options_and_an_option_its_keys():
+    names = re.findall(r"^schedule=(\w+):", explain.about("schedule"), re.M)
+    assert names == ["constant", "cosine", "inverse_sqrt", "linear"]
+    text = explain.about("recipe=step")
+    for part in ("arXiv", "When to use", "Cost", "recipe.t_max", "recipe.eps_mode"):
+        assert part in text
+    assert "``" not in text
+    assert "trainer.epochs" in explain.about("trainer")
+
+
+@pytest.mark.parametrize(
+    ("topic", "hint"),
+    [
+        ("recipe.dcay", "did you mean recipe.decay?"),
+        ("epochs", "did you mean trainer.epochs?"),
+        ("decay", "did you mean recipe.decay or optimizer.decay?"),
+        ("recipe=stpe", "did you mean step?"),
+        ("trainer=fast", "no such trainer"),
+        ("nothing.like=it", "no such key, group or option"),
+    ],
+)
+def test_other_words_get_one_line(topic, hint, capsys):
+    with pytest.raises(ConfigError, match=hint.replace("?", r"\?")):
+        explain.about(topic)
+    assert verb("help", topic) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_help_imports_no_torch():
+    code = (
+        "import sys\nfrom nmrun.lab import cli\nfor topic in sys.argv[1:]:\n"
+        "  sys.argv = ['nmrun', 'help', topic]\n"
+        "  try:\n    status = cli.main()\n  except SystemExit as end:\n    status = end.code\n"
+        "  print('PROBE', topic, status, 'torch' in sys.modules)"
+    )
+    topics = ["recipe.decay", "model", "table", "bench", "export", "status"]
+    done = subprocess.run([sys.executable, "-c", code, *topics], capture_output=True, text=True)
+    found = [line for line in done.stdout.splitlines() if line.startswith("PROBE")]
+    assert found == [f"PROBE {topic} 0 False" for topic in topics], done.stderr
+    assert len(done.stdout.splitlines()) > 2 * len(topics)
+
+
+def test_help_of_every_verb_is_its_own(capsys):
+    for name in VERBS:
+        with contextlib.suppress(SystemExit):  # argparse exits; bench has a text of its own
+            assert verb("help", name) == 0
+        assert capsys.readouterr().out.startswith(f"usage: nmrun {name}")

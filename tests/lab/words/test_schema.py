@@ -1,0 +1,450 @@
+"""What a config may hold: every value, key and combination that is refused, with what is allowed,
+and all at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from nmrun.errors import ConfigError
+from nmrun.lab.keys.data_groups import Context, OwnDataset
+from nmrun.lab.keys.datasets import Digits
+from nmrun.lab.keys.groups import Adam, Run, Trainer
+from nmrun.lab.keys.models import OwnModel
+from nmrun.lab.words import schema, source
+from nmrun.recipes import RECIPES
+from nmrun.registry import did_you_mean
+
+source.register()
+NO_NUMBER, NO_SHARE = (
+    [-1, "one", None, True, float("nan"), float("inf"), [1]],
+    [-0.1, 1.0, 2, "half", None, False, float("nan")],
+)
+NO_COUNT, NO_FLAG = [0, -1, 1.0, 1.5, "one", None, True, [1]], ["yes", 0, 1, None]
+# which options a key is of: values that are right, and wrong ones
+VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
+    "": {
+        "seed": ([0, 7, 10**9], [-1, 1.5, "one", None, True]),
+        "init": ([None, "out/a", "out/b"], ["", 3, True]),
+        "output_dir": (["out", "a/b"], ["", 3, None]),
+        "resume": ([True, False], NO_FLAG),
+        "force": ([True, False], NO_FLAG),
+        "dry": ([True, False], NO_FLAG),
+        "sparsity.overrides": (
+            [None, {"inner.1": "1:8"}, {"inner.*": "dense"}],
+            ["1:8", ["1:8"], {"inner.1": "8:1"}, {"inner.1": 68}, {"(": "1:8"}],
+        ),
+        "dataset.split_seed": ([0, 1], [-1, 0.5, None]),
+        "dataset.val_fraction": ([0.1, 0.5], [0, 0.51, "0.1", None]),
+        "dataset.test_fraction": ([0.1, 0.5], [0.0, 1, True]),
+        "model.channels": ([[8, 8], [8, 16, 8]], [[8], [], 8, [8, 0], [8, 8.0], [8, True], None]),
+        "model.include": ([None, "inner.*", ["inner.0"]], ["(", ["a", "["], 5, [5]]),
+        "model.exclude": (["stem", [], ["stem", "head"]], ["*", [None], 1.0]),
+        "trainer.epochs": ([1, 30], NO_COUNT),
+        "trainer.budget": (
+            [None, "flops:dense", "flops:1e9", "flops:2e9", "seconds:60"],
+            ["1e9", "flops:", "flops:0", "flops:inf", "flops:nan", "seconds:", "seconds:0", "seconds:-1", "seconds:nan", "minutes:3", 5],
+        ),
+        "trainer.batch_size": ([1, 100], NO_COUNT),
+        "trainer.accumulate": ([1, 2], NO_COUNT),
+        "trainer.clip": ([None, 0.5, 2.0], [0, -1, "off", True, float("inf")]),
+        "trainer.precision": (["auto", "fp32", "bf16", "fp16"], ["fp8", None, 32]),
+        "trainer.device": (["auto", "cpu", "cuda"], ["gpu", 0]),
+        "trainer.compile": ([True, False, "reduce-overhead", "max-autotune"], NO_FLAG),
+        "trainer.acceleration": (["auto", "off", "force", "cusparselt", "cutlass", "one_pass"], ["fast", True, None]),
+        "trainer.input_gradient": (["exact", "transposable", "double_prune", "mvue"], ["dense", True, None]),
+        "trainer.label_smoothing": ([0.0, 0.1], NO_SHARE),
+        "trainer.mvue": ([None, "2:4", "1:4"], ["4:2", 124, "two", True]),
+        "trainer.fp8": ([True, False], NO_FLAG),
+        "trainer.evaluate": (["sparse", "dense", "both"], ["mask", None, True]),
+        "trainer.test": ([True, False], NO_FLAG),
+        "trainer.eval_every": ([1, 5, "1steps", "200steps"], [*NO_COUNT, "0steps", "2.5steps", "steps", "200", "2epochs"]),
+        "trainer.steps": ([None, 1, 500], [0, 1.5, "all"]),
+        "trainer.log_every": ([1, 5], NO_COUNT),
+        "trainer.diagnose_every": ([None, 1, 5], [0, 1.5, "never"]),
+        "trainer.checkpoint_every": (
+            ["10min", "30s", "2h", "0.5h", 1, 5],
+            [*NO_COUNT, "0s", "10", "10m", "-1s", "1e3s", "min"],
+        ),
+        "trainer.limit_batches": ([None, 1, 5], [0, 1.5, "all"]),
+        "trainer.limit_evaluation": ([None, 1, 500], [0, 1.5, "all"]),
+        "trainer.threads": ([None, 1, 5], [0, 1.5, "all"]),
+        "track.mode": (["auto", "online", "offline"], ["of", None]),
+        "track.project": (["nmrun", "mine"], ["", None, 1]),
+        "optimizer.lr": ([1e-3, 1], [0, *NO_NUMBER]),
+        "optimizer.weight_decay": ([0.0, 0.1, 1], NO_NUMBER),
+        "optimizer.betas": ([[0.9, 0.999], [0, 0.5]], [[0.9], [0.9, 1.0], [0.9, -0.1], 0.9, [0.9, "b"], [0.9, 0.9, 0.9]]),
+        "optimizer.eps": ([1e-8, 1e-6], [0, *NO_NUMBER]),
+        "schedule.warmup": ([0.0, 0.1], NO_SHARE),
+        "schedule.cycles": ([1, 2], NO_COUNT),
+        "schedule.final": ([0.0, 0.1, 1], [-0.1, 1.1, None]),
+        "recipe.window": (["full", "partial"], ["half", None, 10]),
+        "recipe.threshold": ([None, 2e-3, 1], [0, -1, "eps", True]),
+        "recipe.switch": (["auto", "auto_geometric", "variance_ratio", "gradient_norm", 0.25], [0, 1, 1.0, 0.0, "atuo", None, True]),
+        "recipe.t_min": ([0.0, 0.2, 0.5], [-0.1, 1.1, None]),
+        "recipe.t_max": ([0.5, 0.9, 1], [-0.1, 1.1, "auto"]),
+        "recipe.eps_mode": (["inside", "outside", "floor"], ["in", True, None]),
+        "recipe.bias_correction": ([True, False], NO_FLAG),
+        "recipe.second_moment": (["frozen", "live"], ["dead", True, None]),
+        "recipe.decay": ([0.0, 0.1, 2], ["none", -1, None, True, [0.1]]),
+    },
+    "optimizer=adamw": {"optimizer.decay": (["all", "matrices"], ["norms", True, 0.1])},
+    "model=gpt_tiny,dataset=shakespeare": {"model.bias": ([True, False], NO_FLAG)},
+    "model=mlp": {"model.hidden": ([[8, 8], [64, 16, 8]], [[8], [8, "8"], 8, None])},
+    "optimizer=sgd,recipe=asp": {
+        "optimizer.momentum": ([0.0, 0.9], NO_SHARE), "optimizer.nesterov": ([True, False], NO_FLAG), "recipe.prune_at": ([0, 0.5], NO_SHARE),
+    },
+    "recipe=ste_periodic": {"recipe.interval": ([1, 5], NO_COUNT), "recipe.gradient": (["ste", "masked"], ["mask", None])},
+    "recipe=bi_mask": {"recipe.candidates": ([1, 5], NO_COUNT)},
+    "recipe=t_sr_ste": {"recipe.dense_end": ([0.0, 0.2], NO_SHARE), "recipe.decay": (["auto", 0.1], ["outo", -1])},
+    "recipe=mdgf_linear": {
+        "recipe.tau": ([None, 0.1, 2], [0, -1, "auto", float("nan")]), "recipe.dense": ([0.0, 0.3], NO_SHARE),
+        "recipe.final": ([0.1, 0.3], [0, 1.1, None]), "recipe.grad_mode": (["scaled", "ste"], ["scale", None]),
+    },
+    "recipe=sdgf_geometric": {"recipe.frames": ([1, 2, 4], NO_COUNT), "recipe.densify": ([True, False], NO_FLAG)},
+    "recipe=s_ste": {
+        "recipe.gamma": ([0.0, 0.5], NO_SHARE), "recipe.fit": (["mse", "l1"], ["l2", None]),
+        "recipe.beta": ([None, 1, 2.5], [0, -1, "fit"]), "recipe.interval": ([None, 1, 100], [0, 1.5, "auto"]),
+    },
+    "recipe=decay_mask": {"recipe.grad_mode": (["scaled", "ste"], ["masks", None])},
+    "recipe=lbc": {"recipe.t_i": ([0.0, 0.2], NO_SHARE), "recipe.t_f": ([0.4, 0.9], [0.0, 1.0, None])},
+    "recipe=maskllm": {
+        "recipe.kappa": ([[1, 2], [2, 1.0]], [[0, 1], [1], 1, [1, "b"]]), "recipe.temperature": ([[1, 2], [2, 1]], [[1, -1], "hot"]),
+        "recipe.prior": ([0, 3.5], NO_NUMBER), "recipe.reg": ([0.0, 1], NO_NUMBER), "recipe.lr_mult": ([0.5, 3], [0, *NO_NUMBER]),
+        "recipe.masks": ([None, "some/run"], [3, ""]),
+    },
+}  # fmt: skip
+EACH = [(options, key) for options, keys in VALUES.items() for key in keys]
+
+
+@functools.cache
+def composed(*options: str) -> dict[str, Any]:
+    with initialize_config_module("nmrun.conf", version_base="1.3"):
+        return schema.resolve(compose("nmrun", list(options)))
+
+
+def changed(options: str, **values: Any) -> dict[str, Any]:
+    """The config with these options of groups (joined by commas), then these values, set whatever
+    the config is.
+    """
+    plain = copy.deepcopy(composed(*options.split(",") if options else ()))
+    for key, value in values.items():
+        group, _, leaf = key.rpartition(".")
+        (plain[group] if group else plain)[leaf] = value
+    return plain
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("options", "key"), EACH)
+def test_values(options: str, key: str) -> None:
+    """A right one is no problem; a wrong one is one problem that names it, with what is allowed,
+    and nothing follows from it.
+    """
+    right, wrong = VALUES[options][key]
+    for value in right:
+        assert schema.problems(changed(options, **{key: value})) == []
+    for value in wrong:
+        (problem,) = schema.problems(changed(options, **{key: value}))
+        shown = str(value).replace(" ", "")
+        shown = {"None": "null", "True": "true", "False": "false"}.get(shown, shown)
+        assert problem.startswith(f"{key}={shown}: it takes ")
+        assert "\n" not in problem
+
+
+CONF = Path(str(files("nmrun.conf")))
+KINDS = [
+    (group, name)
+    for group in (*schema.NAMED, "sparsity", "trainer")
+    for name in sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    if name != "custom"
+]
+
+
+def ranges(group: str, name: str) -> dict[str, Any]:
+    return dict(schema._ranges(group, {"name": name}))
+
+
+@pytest.mark.parametrize(("group", "name"), KINDS)
+def test_each_file_has_the_keys_of_its_class(group: str, name: str) -> None:
+    """The file has the defaults and the class the ranges, so that neither can have a key alone."""
+    keys = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+    assert set(keys) - {"name"} == set(ranges(group, name)) - {"name"}
+
+
+def test_every_key_has_a_range() -> None:
+    """But for names, the ratio, which is checked as a pattern, and two labels."""
+    free = {
+        f"{group}.{key}"
+        for group, name in KINDS
+        for key, allowed in ranges(group, name).items()
+        if allowed is None
+    }
+    labels = {"sparsity.n", "sparsity.m", "track.entity", "track.group"}
+    assert free == labels | {f"{group}.name" for group in schema.KINDS}
+
+
+def test_every_kind_has_a_file() -> None:
+    for group in schema.NAMED:
+        there = {path.stem for path in (CONF / group).glob("*.yaml")}
+        assert there | (set(RECIPES) if group == "recipe" else set()) == set(
+            schema.options_of(group)
+        )
+
+
+def test_no_class_states_a_default() -> None:
+    kinds = {kind for group in schema.KINDS.values() for kind in group.values()} | {
+        Run,
+        *schema.UNNAMED.values(),
+    }
+    for kind in kinds:
+        assert all(
+            key.default is key.default_factory is dataclasses.MISSING
+            for key in dataclasses.fields(kind)
+        )
+
+
+@pytest.mark.parametrize(
+    ("n", "m"), [(5, 4), (0, 4), (-1, 4), (None, 4), (2, None), ("two", 4), (2.0, 4), (True, 4)]
+)
+def test_a_ratio_given_as_numbers(n: Any, m: Any) -> None:
+    (problem,) = schema.problems(changed("", **{"sparsity.n": n, "sparsity.m": m}))
+    assert problem.startswith(f"sparsity={n}:{m}: ")
+    assert "is not an N:M pattern" in problem
+
+
+def test_all_problems_at_once() -> None:
+    plain = changed(
+        "",
+        seed=-1,
+        sede=1,
+        **{"optimizer.lr": "abc", "optimizer.lrr": 1, "model.name": "smal_conv", "sparsity.m": 1},
+    )
+    del plain["trainer"]["epochs"], plain["schedule"], plain["dry"]
+    wanted = [
+        "sede: no such key; did you mean seed?",
+        "dry: missing",
+        "model.name=smal_conv: no such model; did you mean small_conv?",
+    ]
+    wanted += [
+        "optimizer.lrr: no such key; did you mean optimizer.lr?",
+        "schedule: missing",
+        "trainer.epochs: missing",
+    ]
+    wanted += [
+        "seed=-1: it takes a whole number, 0 or more",
+        "optimizer.lr=abc: it takes a number above 0",
+        "sparsity=2:1: ",
+    ]
+    with pytest.raises(ConfigError) as raised:
+        schema.check(OmegaConf.create(plain))
+    assert len(raised.value.problems) == len(wanted)
+    assert all(
+        any(problem.startswith(start) for problem in raised.value.problems) for start in wanted
+    )
+    assert str(raised.value).splitlines() == raised.value.problems
+
+
+def test_the_nearest_match() -> None:
+    """Swapped letters beat what differs in fewer places otherwise; nothing is proposed for what is
+    like nothing.
+    """
+    options = ["ste", "step", "sr_ste", "s_ste", "t_sr_ste", "dense", "decay_mask"]
+    meant = {
+        "stpe": "step",
+        "set": "ste",
+        "sr-ste": "sr_ste",
+        "dens": "dense",
+        "decaymask": "decay_mask",
+        "tsrste": "t_sr_ste",
+    }
+    assert {word: did_you_mean(word, options) for word in meant} == {
+        word: f"; did you mean {best}?" for word, best in meant.items()
+    }
+    assert did_you_mean("banana", options) == did_you_mean("step", []) == ""
+
+
+# --- combinations ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "said"),
+    [
+        (
+            "optimizer=sgd",
+            {},
+            "recipe=step freezes Adam's second moment, which sgd has not: use optimizer=adam or adamw",
+        ),
+        ("", {"recipe.t_min": 0.6}, "recipe.t_min=0.6 is above recipe.t_max=0.5"),
+        ("recipe=lbc", {"recipe.t_i": 0.7}, "recipe.t_i=0.7 is above recipe.t_f=0.5"),
+        (
+            "recipe=mdgf_linear",
+            {"recipe.dense": 0.5, "recipe.final": 0.6},
+            "recipe.dense=0.5 and recipe.final=0.6 are fractions of",
+        ),
+        (
+            "recipe=sr_ste",
+            {"recipe.decay": "auto"},
+            "recipe.decay=auto: it takes a number at least 0",
+        ),
+        (
+            "recipe=sdgf_stepwise,sparsity=3:8",
+            {},
+            "recipe=sdgf_stepwise sparsity=3:8: stepwise structure decay halves M",
+        ),
+        (
+            "recipe=sdgf_geometric,sparsity=1:16",
+            {},
+            "recipe=sdgf_geometric sparsity=1:16: its first pattern, 8:128, does not",
+        ),
+        (
+            "recipe=asp,optimizer=sgd",
+            {"optimizer.nesterov": True, "optimizer.momentum": 0},
+            "optimizer.nesterov=true needs",
+        ),
+        (
+            "",
+            {"trainer.accumulate": 3},
+            "trainer.batch_size=64 cannot be split into trainer.accumulate=3 equal micro-batches",
+        ),
+        (
+            "sparsity=1:128",
+            {},
+            "sparsity=1:128: model small_conv has no layer whose inputs are a multiple of 128",
+        ),
+        (
+            "model=mlp,sparsity=1:16",
+            {"model.hidden": [24, 8, 16]},
+            "sparsity=1:16: model mlp has no layer whose inputs are a",
+        ),
+        ("recipe=custom", {}, "recipe=custom needs recipe._target_=package.Class"),
+        (
+            "recipe=custom",
+            {"recipe._target_": "a.B", "recipe.name": "a/b"},
+            "recipe.name=a/b: it names a folder",
+        ),
+        (
+            "recipe=custom",
+            {"recipe._target_": "a.B", "recipe.name": ".."},
+            "recipe.name=..: it names a folder",
+        ),
+        (
+            "",
+            {"output_dir": f"{__file__}/below"},
+            f"output_dir={__file__}/below: {__file__} is not a folder",
+        ),
+    ],
+)
+def test_what_does_not_go_together(options: str, values: dict[str, Any], said: str) -> None:
+    (problem,) = schema.problems(changed(options, **values))
+    assert problem.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [
+        (
+            "sparsity=dense,optimizer=sgd",
+            {"recipe.t_min": 0.9},
+        ),  # the dense run: what the recipe says does not matter
+        ("recipe=dense,sparsity=1:128,optimizer=sgd", {}),
+        ("model=mlp,sparsity=1:16", {"model.hidden": [24, 16, 8]}),  # one layer that fits is enough
+        ("sparsity=1:128", {"sparsity.overrides": {"inner.1": "1:8"}}),
+        ("recipe=sdgf_stepwise,sparsity=1:16", {}),
+        ("recipe=sdgf_geometric,sparsity=1:16", {"recipe.frames": 2}),
+        (
+            "recipe=custom",
+            {"recipe._target_": "a.B", "recipe.decay": "what it likes", "recipe.t_min": "none"},
+        ),
+        ("trainer=default", {"trainer.accumulate": 4}),
+    ],
+)
+def test_what_does(options: str, values: dict[str, Any]) -> None:
+    assert schema.problems(changed(options, **values)) == []
+
+
+@pytest.mark.parametrize("unsure", ["recipe", "optimizer"])
+def test_nothing_is_concluded_from_what_stands_in(unsure: str) -> None:
+    assert schema.problems(changed("optimizer=sgd"), [unsure]) == []
+
+
+def test_equal_values_get_one_form() -> None:
+    given = {
+        "optimizer.lr": 1,
+        "optimizer.betas": [0, 0.5],
+        "model.exclude": "stem",
+        "trainer.mvue": "2of4",
+        "trainer.clip": 2,
+    }
+    given |= {
+        "trainer.budget": "flops:1e9",
+        "sparsity.overrides": {"inner.1": "1of8"},
+        "recipe.decay": 0,
+        "seed": 3,
+    }
+    wanted = {
+        "optimizer.lr": 1.0,
+        "optimizer.betas": [0.0, 0.5],
+        "model.exclude": ["stem"],
+        "trainer.mvue": "2:4",
+        "trainer.clip": 2.0,
+    }
+    wanted |= {
+        "trainer.budget": "flops:1000000000.0",
+        "sparsity.overrides": {"inner.1": "1:8"},
+        "recipe.decay": 0.0,
+        "seed": 3,
+    }
+    config = schema.check(OmegaConf.create(changed("", **given)))
+    assert {
+        key: repr(value) for key, value in schema.flatten(config.plain).items() if key in wanted
+    } == {key: repr(value) for key, value in wanted.items()}
+    assert (str(config.pattern), config.is_dense, config.optimizer.lr, config.seed) == (
+        "2:4",
+        False,
+        1.0,
+        3,
+    )
+    with pytest.raises(AttributeError, match="optimiser"):
+        config.optimiser  # noqa: B018
+
+
+def test_groups_are_typed() -> None:
+    config = schema.check(OmegaConf.create(changed("recipe=sr_ste")))
+    assert isinstance(config.trainer, Trainer)
+    assert isinstance(config.optimizer, Adam)
+    assert (config.trainer.epochs, config.optimizer.betas, config.seed) == (12, [0.9, 0.999], 0)
+    assert (config.recipe.name, config.recipe.target, config.recipe.options) == (
+        "sr_ste",
+        None,
+        {"decay": 2e-4},
+    )
+    assert config.dataset.as_kind(Digits).val_fraction == 0.15
+    assert config.model.mapping() == config.plain["model"]
+    with pytest.raises(ConfigError, match=r"dataset\.context: missing"):
+        config.dataset.as_kind(Context)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.trainer.epochs = 3  # type: ignore[misc]
+
+
+def test_what_is_the_user_s_own_stays_a_mapping() -> None:
+    own = {"dataset": {"name": "mine", "_target_": "a.b", "context": 7, "extra": [1]}}
+    own["model"] = {"name": "net", "_target_": "c.d", "include": None, "exclude": [], "wide": True}
+    config = schema.check(OmegaConf.create({**changed(""), **own}))
+    assert isinstance(config.dataset, OwnDataset)
+    assert (config.dataset.target, config.dataset.options) == ("a.b", {"context": 7, "extra": [1]})
+    assert config.dataset.as_kind(Context).context == 7
+    assert isinstance(config.model, OwnModel)
+    assert config.model.options == {"wide": True}
+    assert config.model.mapping() == own["model"]

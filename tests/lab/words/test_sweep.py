@@ -1,0 +1,559 @@
+"""Sweeps: what is recorded of them and guessed from it, keys that go together, and output that
+nobody reads to its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra._internal.core_plugins import basic_launcher, basic_sweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.plugins.sweeper import Sweeper
+from omegaconf import OmegaConf
+
+from nmrun.errors import ConfigError
+from nmrun.lab import cli, verbs
+from nmrun.lab.runs import locks
+from nmrun.lab.train import jobs
+from nmrun.lab.words import experiment, sweep, sweep_end
+from nmrun.lab.words.sweeper import NMSweeper
+
+NOW = 1_000_000.0
+
+
+def record(
+    folder: Path, begun: float, jobs: int | None, done: list[tuple[str, float]]
+) -> sweep.Record:
+    head = {"begun": begun, "jobs": jobs, "command": "nmrun -m", "output_dir": "out"}
+    (folder / "sweep.json").write_text(json.dumps(head))
+    lines = [
+        {"status": status, "seconds": seconds, "ended": begun + 9, "overrides": []}
+        for status, seconds in done
+    ]
+    (folder / "jobs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return sweep.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("begun", "jobs", "done", "left"),
+    [
+        (
+            NOW - 100,
+            10,
+            [
+                ("finished", 10),
+                ("skipped", 0.1),
+                ("failed", 20),
+                ("skipped", 0.1),
+                ("skipped", 0.1),
+            ],
+            15 * 5,
+        ),
+        (
+            NOW - 50,
+            12,
+            [("finished", 40)] * 4,
+            50 / 4 * 8,
+        ),  # several at a time: one each 12.5 s, though it takes 40
+        (NOW - 41, 12, [("finished", 40)], 40 * 11),
+        (NOW - 50, 4, [("finished", 12)] * 4, 0),
+        (NOW - 50, 10, [], None),
+        (NOW - 50, 10, [("skipped", 0.1), ("refused", 0.1), ("planned", 3)], None),
+        (NOW - 50, None, [("finished", 10)], None),
+        (NOW + 500, 10, [("finished", 10)], None),  # the clock was set back
+    ],
+)
+def test_the_time_left(
+    begun: float,
+    jobs: int | None,
+    done: Any,
+    left: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sweep.time, "time", lambda: NOW)
+    assert record(tmp_path, begun, jobs, done).left() == (
+        left if left is None else pytest.approx(left)
+    )
+
+
+def test_a_record_that_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep.time, "time", lambda: NOW)
+    record(tmp_path, NOW - 100, 4, [("finished", 10)])
+    with (tmp_path / "jobs.jsonl").open("a") as file:
+        file.write('{"status": "fini')
+    assert sweep.title(tmp_path, 2, ["seed=1"]) == "[2/4] seed=1 (30 s left)"
+    assert sweep.summary(tmp_path) == ("sweep of 4: 1 finished, 3 not reached; 2 min", 1)
+    (tmp_path / "sweep.json").write_text('{"begun')
+    assert sweep.title(tmp_path, 2, ["seed=1"]) == "[2/?] seed=1"
+    assert sweep.summary(tmp_path / "nowhere") == ("sweep of 0: nothing done", 0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.4, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min"),
+        (720, "12 min"),
+        (3570, "1 h 0 min"),
+        (12_000, "3 h 20 min"),
+    ],
+)
+def test_times_in_words(seconds: float, said: str) -> None:
+    assert sweep.span(seconds) == said
+
+
+@pytest.mark.slow
+def test_a_zipped_sweep_does_only_what_is_missing_and_tells_the_time(
+    nmrun_cli, tmp_path: Path
+) -> None:
+    assert nmrun_cli("recipe=ste", "debug=fast", "sparsity=2:4", "seed=0").returncode == 0
+    done = nmrun_cli(
+        "-m", "recipe=ste", "debug=fast", "sparsity=2:4,1:4,1:8", "seed=0,1,2", "zip=sparsity,seed"
+    )
+    *_, last, table = done.stdout.splitlines()
+    assert table == "  nmrun table outputs/digits"
+    told = [
+        re.sub(r" \(\d+ s left\)$", " (?)", line)
+        for line in done.stdout.splitlines()
+        if line.startswith("[")
+    ]
+    jobs = [
+        f"[{i + 1}/3] recipe=ste debug=fast sparsity={ratio} seed={i}"
+        for i, ratio in enumerate(("2:4", "1:4", "1:8"))
+    ]
+    # nothing is guessed from the first, which was skipped
+    assert told == [
+        *jobs[:2],
+        f"{jobs[2]} (?)",
+    ]
+    assert re.fullmatch(r"sweep of 3: 2 finished, 1 skipped; \d+ s", last)
+    (record,) = (tmp_path / "outputs" / ".sweeps").glob("*/jobs.jsonl")
+    seconds = [json.loads(line)["seconds"] for line in record.read_text().splitlines()]
+    assert seconds[0] < seconds[1]  # the second loads torch
+    results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
+    wanted = {
+        f"nmrun recipe=ste debug=fast sparsity={ratio} seed={i}"
+        for i, ratio in enumerate(("2:4", "1:4", "1:8"))
+    }
+    assert {result["environment"]["command"] for result in results} == wanted
+
+
+# --- keys that go together ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """``nmrun -m ...`` up to the launcher: what that is given, call by call, as plain values;
+    nothing is trained.
+    """
+    got: list[list[dict[str, Any]]] = []
+
+    def launch(_: object, jobs: list[list[str]], initial_job_idx: int) -> list[object]:
+        parsed = [[OverridesParser.create().parse_override(word) for word in job] for job in jobs]
+        got.append([{one.key_or_group: one.value() for one in job} for job in parsed])
+        return []
+
+    def call(*words: str) -> list[list[dict[str, Any]]]:
+        got.clear()
+        monkeypatch.setattr(sys, "argv", ["nmrun", "-m", *words, "output_dir=out"])
+        cli.main()
+        return [
+            [{key: value for key, value in job.items() if key != "output_dir"} for job in jobs]
+            for jobs in got
+        ]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(basic_launcher.BasicLauncher, "launch", launch)
+    return call
+
+
+def test_zipped_keys_are_one_axis_of_the_product(launches) -> None:
+    ratios, rates, seeds = ["2:4", "1:4", "1:8"], [1e-3, 3e-3, 1e-3], [0, 1]
+    words = (
+        "recipe=ste",
+        "sparsity=2:4,1:4,1:8",
+        "optimizer.lr=1e-3,3e-3,1e-3",
+        "zip=optimizer.lr,sparsity",
+        "seed=0,1",
+    )
+    (jobs,) = launches(*words)
+    assert jobs == [
+        {"recipe": "ste", "sparsity": ratio, "optimizer.lr": rate, "seed": seed}
+        for (ratio, rate), seed in itertools.product(zip(ratios, rates, strict=True), seeds)
+    ]
+
+
+def test_two_zips_ranges_lists_and_texts(launches) -> None:
+    words = ("seed=range(3)", "model.exclude=[stem],[stem,head],[]", "zip=seed,model.exclude")
+    (jobs,) = launches(*words, "recipe=step,sr_ste", "optimizer=adam,sgd", "zip=recipe,optimizer")
+    seeds = list(zip([0, 1, 2], [["stem"], ["stem", "head"], []], strict=True))
+    # the product of these two has step with sgd, which is refused
+    pairs = [
+        ("step", "adam"),
+        ("sr_ste", "sgd"),
+    ]
+    wanted = [
+        {"seed": seed, "model.exclude": names, "recipe": recipe, "optimizer": optimizer}
+        for (seed, names), (recipe, optimizer) in itertools.product(seeds, pairs)
+    ]
+    assert sorted(map(_sortable, jobs)) == sorted(map(_sortable, wanted))
+
+
+def _sortable(job: dict[str, Any]) -> str:
+    return json.dumps(job, sort_keys=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("sparsity=2:4,1:4 seed=0,1,2 zip=sparsity,seed", "have as many values each, and have: sparsity 2, seed 3"),
+        ("sparsity=2:4,1:4 seed=0,1 zip=sparsity,sede", "zip=sparsity,sede: sede has no list of values here, as in sede=a,b; did you mean"),
+        ("sparsity=2:4,1:4 seed=0 zip=sparsity,seed", "seed has no list of values here"),
+        ("recipe=glob(*ste) seed=0,1 zip=recipe,seed", "recipe has no list of values here"),
+        ("optimizer.lr=interval(1,2) seed=0,1 zip=optimizer.lr,seed", "optimizer.lr has no list of values here"),
+        ("seed=0,1 sparsity=2:4,1:4 recipe=ste,asp zip=seed,sparsity zip=recipe,seed", "zip: seed is zipped twice"),
+        ("seed=0,1 sparsity=2:4,1:4 zip=seed", "zip=seed: it takes two keys or more"),
+        ("seed=0,1 zip=", "zip=: it takes two keys or more"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_zipped(
+    line: str, said: str, launches, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert launches(*line.split()) == []
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("nmrun: zip")
+    assert said in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_zipping_is_for_sweeps(nmrun_cli) -> None:
+    done = nmrun_cli("recipe=ste,asp", "seed=0,1", "zip=recipe,seed")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "nmrun: zip=recipe,seed: several values make a sweep; add -m\n",
+    )
+
+
+def test_a_word_that_cannot_be_read_is_told_as_ever(
+    launches, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launches("seed=0,1", "recipe=[a,b", "zip=seed,recipe") == []
+    assert capsys.readouterr().err.startswith("nmrun: recipe=[a,b: cannot be read as key=value")
+
+
+EXPERIMENT = """
+title: two
+source: none
+sweep:
+  - recipe=ste sparsity=2:4,1:4 optimizer.lr=1e-3,3e-3 zip=sparsity,optimizer.lr
+  - recipe=dense {extra}
+scales:
+  smoke: seed=0,1 debug=fast
+"""
+
+
+def test_an_experiment_may_zip(launches, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra=""))
+    (jobs,) = launches("experiment=own.yaml", "scale=smoke")  # both sweeps in one launch
+    assert [
+        (job["recipe"], job.get("sparsity"), job.get("optimizer.lr"), job["seed"]) for job in jobs
+    ] == [
+        *(
+            ("ste", "2:4", 1e-3, 0),
+            ("ste", "2:4", 1e-3, 1),
+            ("ste", "1:4", 3e-3, 0),
+            ("ste", "1:4", 3e-3, 1),
+        ),
+        *(("dense", None, None, 0), ("dense", None, None, 1)),
+    ]
+    made = experiment.configs(experiment.load("own.yaml"), "smoke")
+    assert [(c.recipe.name, str(c.pattern), c.optimizer.lr, c.seed) for c in made][:4] == [
+        *(
+            ("ste", "2:4", 1e-3, 0),
+            ("ste", "2:4", 1e-3, 1),
+            ("ste", "1:4", 3e-3, 0),
+            ("ste", "1:4", 3e-3, 1),
+        ),
+    ]
+    with pytest.raises(ConfigError, match=r"optimizer\.lr has no list of values"):
+        experiment.expand(["experiment=own.yaml", "scale=smoke", "optimizer.lr=1"], multirun=True)
+
+
+def test_sweeps_for_different_launchers_are_launched_apart(
+    launches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra="hydra.launcher={}"))
+    before: list[str] = []
+    hydra = jobs._hydra
+    monkeypatch.setattr(
+        jobs, "_hydra", lambda *words: (before.append(os.environ[jobs.BEFORE]), hydra(*words))
+    )
+    assert [len(jobs) for jobs in launches("experiment=own.yaml", "scale=smoke")] == [2, 2, 2]
+    assert before == ["0", "2", "4"]
+
+
+@pytest.mark.parametrize(
+    ("word", "as_typed"),
+    [
+        (r"sparsity=2\:4", "sparsity=2:4"),
+        (
+            r"sparsity.overrides={inner.1:1\:8,head:dense}",
+            "sparsity.overrides={inner.1:1:8,head:dense}",
+        ),
+        (r"sparsity.overrides={a\:b:1\:8}", r"sparsity.overrides={a\:b:1:8}"),
+        (
+            r"sparsity.overrides={a1\:2b:1\:8}",
+            r"sparsity.overrides={a1\:2b:1\:8}",
+        ),  # there it matters
+        (r"track.project=a\(b\)", r"track.project=a\(b\)"),
+    ],
+)
+def test_overrides_as_one_types_them(word: str, as_typed: str) -> None:
+    assert sweep.typed(word) == as_typed
+
+
+# --- runs that others are at work on ---------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_that_another_process_has_is_left_to_it(nmrun_cli, tmp_path: Path) -> None:
+    words = ("recipe=ste", "debug=fast", "output_dir=out")
+    assert nmrun_cli(*words, "seed=1").returncode == 0
+    (there,) = (path.parent for path in tmp_path.rglob("result.json"))
+    (there / "result.json").unlink()
+    with locks.hold(there):
+        alone = nmrun_cli(*words, "seed=1")
+        done = nmrun_cli("-m", *words, "seed=0,1")
+    who = f"process {os.getpid()} on {os.uname().nodename} is at work on this very run"
+    assert (alone.returncode, alone.stderr) == (1, f"nmrun: {who}: {there.relative_to(tmp_path)}\n")
+    assert done.returncode == 0
+    last = done.stdout.splitlines()[-2]  # then the command for the table
+    assert re.fullmatch(r"sweep of 2: 1 finished, 1 running in another process; \d+ s", last)
+
+
+def test_what_matters_most_of_several_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    for first, second, most in (
+        ("finished", "running", "running"),
+        ("running", "failed", "failed"),
+        ("failed", "running", "failed"),
+        ("running", "interrupted", "interrupted"),
+        ("skipped", "finished", "finished"),
+    ):
+        ends = iter([{"status": first}, {"status": second}])
+        monkeypatch.setattr(jobs, "_outcome", lambda *_, ends=ends: next(ends))
+        assert jobs._outcomes_of(OmegaConf.create({"seed": 0, "seeds": [0, 1]}), None) == {
+            "status": most
+        }
+
+
+# --- locks and pipes ------------------------------------------------------------------------------
+
+
+def test_asking_for_a_lock_keeps_nobody_from_it(tmp_path: Path) -> None:
+    with locks.hold(tmp_path) as ours, locks.hold(tmp_path) as again:
+        assert (ours, again, locks.held(tmp_path)) == (True, False, True)
+    assert not locks.held(tmp_path)
+    assert not locks.held(tmp_path / "nowhere")
+    # another process, in the middle of held()
+    asking = os.open(tmp_path / locks.NAME, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    assert not locks.held(tmp_path)
+    threading.Timer(0.03, os.close, [asking]).start()
+    with locks.hold(tmp_path) as ours:
+        assert ours
+
+
+def test_a_stream_of_somebody_else_s_need_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's, in its workers, returns None."""
+    said: list[str] = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=said.append, flush=lambda: None))
+    with verbs.ends_quietly():
+        assert sys.stdout.write("four") == 4
+    assert said == ["four"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    ["--version", "--help", "recipe=ste dry=true", "status out", "-m recipe=ste seed=0,1 dry=true"],
+)
+def test_a_reader_who_leaves_ends_it_quietly(line: str, tmp_path: Path, write) -> None:
+    write("ste", "2:4", 0, 0.5, root="out")
+    process = started(tmp_path, line)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(60) == 128 + 13
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+
+
+@pytest.mark.slow
+def test_a_run_whose_reader_left_goes_on_with_the_same_command(tmp_path: Path, nmrun_cli) -> None:
+    line = "recipe=ste trainer.limit_batches=1 trainer.epochs=30 track=local output_dir=out"
+    process = started(tmp_path, line)
+    assert process.stdout is not None
+    with contextlib.closing(process.stdout):
+        while "epoch 2/30" not in process.stdout.readline():
+            assert process.poll() is None
+    assert process.wait(60) == 128 + 13
+    assert process.stderr is not None
+    assert process.stderr.read() == ""
+    assert not list(tmp_path.rglob("result.json"))
+    again = nmrun_cli(*line.split())
+    assert again.returncode == 0
+    assert "goes on at step" in again.stdout
+
+
+def started(folder: Path, line: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "nmrun", *shlex.split(line)],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # a buffer is what is hard about it
+        env={key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"},
+    )  # fmt: skip
+
+
+# --- the sweeper ----------------------------------------------------------------------------------
+
+
+def test_the_sweeper_takes_zip_and_experiments_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the record of a command line that has expanded them."""
+    monkeypatch.delenv(sweep.SWEEP, raising=False)
+    (tmp_path / "own.yaml").write_text(EXPERIMENT.format(extra=""))
+    monkeypatch.chdir(tmp_path)
+
+    def jobs(*words: str, size: int | None = None) -> list[list[list[str]]]:
+        plugin = NMSweeper(size, {"seed": "3"})
+        plugin.hydra_context = SimpleNamespace(config_loader=None)  # type: ignore[assignment]
+        return plugin.split_arguments(
+            OverridesParser.create().parse_overrides(["seed=3", *words]), size
+        )
+
+    words = ("recipe=ste,asp", "trainer.epochs=1,2", "zip=recipe,trainer.epochs")
+    assert jobs(*words) == [
+        [["seed=3", "recipe=ste", "trainer.epochs=1"], ["seed=3", "recipe=asp", "trainer.epochs=2"]]
+    ]
+    assert jobs(*words, size=1) == [[job] for job in jobs(*words)[0]]
+    (all_at_once,) = jobs("experiment=own.yaml", "scale=smoke")
+    assert len(all_at_once) == 6
+    assert all_at_once[-1] == ["seed=1", "recipe=dense", "debug=fast"]
+
+
+def test_hydra_s_own_classes_are_left_alone() -> None:
+    assert Sweeper.validate_batch_is_legal.__module__ == "hydra.plugins.sweeper"
+    assert isinstance(vars(basic_sweeper.BasicSweeper)["split_arguments"], staticmethod)
+    assert basic_sweeper.BasicSweeper.split_arguments.__module__ == basic_sweeper.__name__
+
+
+def test_the_jobs_are_those_that_were_checked(launches, tmp_path: Path) -> None:
+    """The sweeper reads them from the record."""
+    (jobs,) = launches("recipe=ste", "sparsity=2:4,1:4", "seed=0,1", "zip=sparsity,seed")
+    (record,) = (tmp_path / "out" / ".sweeps").glob("*/sweep.json")
+    rows = [
+        ["recipe=ste", f"sparsity={ratio}", f"seed={seed}", "output_dir=out"]
+        for ratio, seed in (("2:4", 0), ("1:4", 1))
+    ]
+    assert sweep.read(record.parent).sweeps == rows
+    assert len(jobs) == 2
+
+
+# --- the end --------------------------------------------------------------------------------------
+
+
+def ended(folder: Path, jobs: list[str]) -> list[str]:
+    """What a sweep says whose jobs had these words."""
+    folder.mkdir()
+    sweep.begin(folder, len(jobs), "nmrun -m", "out")
+    for number, words in enumerate(jobs):
+        place = f"out/digits/small_conv/ste/2of4/s0-{number}"
+        sweep.add(folder, {"status": "finished", "folder": place}, words.split(), 1.0)
+    return sweep_end.lines(folder)
+
+
+def test_a_dry_sweep_is_a_list_of_its_runs_and_writes_nothing(tmp_path: Path, nmrun_cli) -> None:
+    fixed = ("sparsity=2:8", "trainer.epochs=4", "trainer.limit_batches=3", "track=local")
+    swept = ("recipe=dense,step", "optimizer.lr=0.01,0.02", "output_dir=a/b")
+    done = nmrun_cli("-m", *swept, *fixed, "dry=true")
+    assert done.returncode == 0, done.stderr
+    head, *rows, total = [re.split("  +", line) for line in done.stdout.splitlines()]
+    assert head == ["recipe", "ratio", "optimizer.lr", "steps", "FLOPs dense", "without the zeros"]
+    alone = nmrun_cli("recipe=step", *fixed, "dry=true").stdout
+    dense, without = re.findall(r"planned: (\S+) dense, (\S+) without", alone)[0]
+    assert rows == [
+        ["dense", "0.01", "12", dense],
+        ["dense", "0.02", "12", dense],
+        ["step", "2:8", "0.01", "12", dense, without],
+        ["step", "2:8", "0.02", "12", dense, without],
+    ]
+    assert total[0].startswith("sweep of 4: 4 planned")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_sweep_says_which_runs_there_cannot_be(tmp_path: Path, nmrun_cli) -> None:
+    """How many FLOPs an epoch has is known once the run is built."""
+    (tmp_path / "outputs").mkdir()
+    short = ("recipe=ste", "sparsity=2:8", "trainer.epochs=4", "trainer.limit_batches=3")
+    done = nmrun_cli("-m", "trainer.budget=null,flops:1000", *short, "track=local", "dry=true")
+    assert done.returncode == 1
+    head, ste, total, refused = done.stdout.splitlines()
+    assert head.split()[:3] == ["recipe", "ratio", "steps"]  # what was refused has no plan
+    assert ste.split()[:3] == ["ste", "2:8", "12"]
+    assert total.startswith("sweep of 2: 1 planned, 1 not done")
+    assert refused.startswith("  refused: trainer.budget=flops")
+    assert refused.endswith("epochs; it takes one epoch or more")
+    assert list(tmp_path.iterdir()) == [tmp_path / "outputs"]
+    assert not list((tmp_path / "outputs").iterdir())
+
+
+def test_a_sweep_ends_with_the_command_for_its_table(tmp_path: Path) -> None:
+    jobs = ["recipe=ste seed=0", "recipe=step seed=1"]
+    assert ended(tmp_path / "a", jobs) == ["  nmrun table out/digits"]
+    jobs = ["recipe=ste optimizer.lr=1", "recipe=ste optimizer.lr=2"]
+    assert ended(tmp_path / "b", jobs) == ["  nmrun table out/digits --rows recipe,optimizer.lr"]
+
+
+def test_lines_of_jobs_side_by_side_begin_with_the_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / f"20260101-000000-{os.getpid() + 1}"
+    own = tmp_path / f"20260101-000000-{os.getpid()}-2"
+    for folder in (other, own):
+        folder.mkdir()
+        sweep.begin(folder, 4, "nmrun -m", "out")
+    assert sweep.prefix(own, 2) == ""
+    assert sweep.prefix(other, 2) == "[2/4] "
+    with verbs.prefixed("[2/4] "):
+        assert not sys.stdout.isatty()
+        print("one\ntwo", end="")
+        print(" and a half\n\nthree")
+    assert capsys.readouterr().out == "[2/4] one\n[2/4] two and a half\n[2/4] \n[2/4] three\n"
+
+
+def test_a_job_s_line_has_what_tells_it_from_others(tmp_path):
+    """Words that all sweeps of the command have alike are said by the command."""
+    sweeps = [
+        ["recipe=dense", "seed=0,1", "sparsity='2:4'", "output_dir=o", "trainer.epochs=2"],
+        ["recipe=sr_ste", "seed=0,1", "sparsity='2:4'", "output_dir=o", "trainer.epochs=2"],
+    ]
+    sweep.begin(tmp_path, 4, "nmrun -m ...", "o", sweeps)
+    job = ["recipe=dense", "seed=1", "sparsity=2:4", "output_dir=o", "trainer.epochs=2"]
+    assert sweep.title(tmp_path, 2, job) == "[2/4] recipe=dense seed=1"
+    sweep.begin(tmp_path, 1, "nmrun -m ...", "o", [["recipe=dense", "seed=1"]])
+    assert sweep.title(tmp_path, 1, ["recipe=dense", "seed=1"]) == "[1/1] recipe=dense seed=1"

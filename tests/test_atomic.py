@@ -1,0 +1,87 @@
+"""Replacing a file: the old content or the new, in any order of events."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from nmrun import atomic
+
+
+def test_the_old_content_stays_until_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    atomic.write(path, "old")
+    with atomic.replaced(path) as partial:
+        partial.write_text("new")
+        assert path.read_text() == "old"
+        assert partial.parent == tmp_path  # a file system renames within itself alone
+    assert path.read_text() == "new"
+    assert os.listdir(tmp_path) == ["file.json"]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_error_leaves_the_old_content_and_nothing_else(tmp_path: Path, shared: bool) -> None:
+    path = tmp_path / "file.json"
+    atomic.write(path, b"old")
+    with pytest.raises(OSError, match="full"), atomic.replaced(path, shared) as partial:
+        partial.write_text("ne")
+        raise OSError("the disk is full")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["file.json"]
+
+
+def test_the_content_is_on_disk_before_it_has_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a file system may have done what came after an fsync, and not what came
+    before: a name without its content.
+    """
+    synced: dict[int, int] = {}
+    fsync, replace = os.fsync, os.replace
+
+    def noting(handle: int) -> None:
+        fsync(handle)
+        synced[os.fstat(handle).st_ino] = os.fstat(handle).st_size
+
+    def checking(source: Any, to: Any) -> None:
+        assert synced.get(os.stat(source).st_ino) == 5
+        replace(source, to)
+
+    monkeypatch.setattr(os, "fsync", noting)
+    monkeypatch.setattr(os, "replace", checking)
+    atomic.write(tmp_path / "file", "12345")
+    assert (tmp_path / "file").read_text() == "12345"
+    assert synced
+
+
+def test_two_processes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cache.json"
+    with atomic.replaced(path, shared=True) as one:
+        one.write_text("one")
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: -1)
+            with atomic.replaced(path, shared=True) as other:
+                other.write_text("other, and longer")
+        assert path.read_text() == "other, and longer"
+    assert path.read_text() == "one"
+    assert os.listdir(tmp_path) == ["cache.json"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="modes of POSIX")
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+def test_who_may_read_a_new_file_may_read_weights(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        (tmp_path / "plain").touch()
+        with atomic.replaced(tmp_path / "weights") as partial:
+            save_file({"weight": torch.ones(2)}, partial)  # makes a file for its owner alone
+    finally:
+        os.umask(before)
+    modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "weights")}
+    assert modes == {0o666 & ~umask}

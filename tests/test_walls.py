@@ -1,0 +1,63 @@
+"""The library stands by itself: what it loads, and the names that it holds in strings."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nmrun
+
+ROOT = Path(nmrun.__file__).parent
+LIBRARIES = ("hydra", "omegaconf", "pandas", "matplotlib", "sklearn", "rich", "wandb")
+BELOW = sorted(
+    path.relative_to(ROOT)
+    for path in ROOT.rglob("*.py")
+    if path.relative_to(ROOT).parts[0] not in ("lab", "conf", "__init__.py", "__main__.py")
+)
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules that a fresh Python has after some code."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; import sys; print('\\n'.join(sys.modules))"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return set(done.stdout.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import nmrun; nmrun.sparsify; nmrun.optim; nmrun.prune; nmrun.sparse_activations",
+        "import nmrun; nmrun.accelerate; nmrun.deploy; nmrun.load_packed",
+    ],
+)
+def test_the_library_loads_nothing_of_the_laboratory(code: str) -> None:
+    modules = loaded_by(code)
+    assert {name for name in modules if name.split(".")[0] in LIBRARIES} == set()
+    assert {name for name in modules if name.startswith("nmrun.lab")} == set()
+
+
+@pytest.mark.parametrize("path", BELOW, ids=str)
+def test_no_name_in_a_string_points_up(path: Path) -> None:
+    """A dotted name that is imported later is an arrow too, and import-linter does not see it."""
+    above = ("nmrun.lab",) if path.parts[0] == "fast" else ("nmrun.lab", "nmrun.fast")
+    tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+    docs = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    texts = [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+    ]
+    assert [text for text in texts if text.startswith(above)] == []
