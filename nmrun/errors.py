@@ -5,8 +5,11 @@ typed the command.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable
+from typing import TextIO
 
 
 class ConfigError(ValueError):
@@ -37,4 +40,22 @@ def refuse(problems: Iterable[str], status: int = 2) -> int:
 def tell(lines: Iterable[str]) -> None:
     """Print lines beside the results, for the person who typed the command."""
     for line in lines if leads() else []:
-        print(f"nmrun: {line}", file=sys.stderr)
+        print(folded(f"nmrun: {line}", sys.stderr), file=sys.stderr)
+
+
+def folded(text: str, stream: TextIO) -> str:
+    """Break lines at words where a terminal ends, and indent what follows; elsewhere a line stays
+    one line. What is longer than the terminal is wide, a path say, stays whole.
+    """
+    if not stream.isatty():
+        return text
+    width, lines = shutil.get_terminal_size().columns, list[str]()
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines += textwrap.wrap(
+            *(line, max(width, len(indent) + 1)),
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [""]
+    return "\n".join(lines)

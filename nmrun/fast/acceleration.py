@@ -10,6 +10,7 @@ oneDNN where that beats torch's default (``dense_cpu``). What was found is print
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -70,6 +71,7 @@ def accelerate(
     why_not: str = "",
     whole_gradients: bool = False,
     known: Mapping[str, Mapping[str, Times]] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> list[Choice]:
     """Let the sparse linear layers of ``handle``, and on a CPU its convolutions, train through N:M
     products where that is right and faster, and on a CPU all dense linear layers through oneDNN's
@@ -94,6 +96,7 @@ def accelerate(
             masks them, as clipping by norm does. Else such layers on a CPU may leave them zero.
         known: times by shape (``str(choice.shape)``) that are taken in place of measured ones, so
             that a run that goes on gets the paths that it had.
+        tell: is given what is timed next; of a large network that takes minutes.
 
     Returns:
         What each layer got, and why: the sparse ones, and the dense ones that were measured.
@@ -116,7 +119,10 @@ def accelerate(
     why_not = why_not or obstacle(device)
     seen = _seen([*dense, *([] if why_not else sparse)], sample)
 
+    layers, many = itertools.count(1), len(handle.sparse) + len(dense)
+
     def measured(shape: object) -> Mapping[str, Times]:
+        tell(f"timing products, layer {next(layers)} of {many}")
         return (known or {}).get(str(shape)) or ranks.from_leader(
             side.measured(shape, device) if side is not None and ranks.leads() else {}
         )

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
@@ -43,28 +44,38 @@ def files_of_the_command() -> Iterator[None]:
 STATUS = 128 + 13  # the status that shells give a program that SIGPIPE ended
 
 
+QUIET = 30.0  # seconds
 _waiting: list[Any] = []  # the stream of the line of waiting(), until something takes its place
 
 
 def waiting(text: str) -> None:
-    """Show on a terminal what takes a moment, until the next line takes its place."""
-    if isinstance(sys.stdout, _Stream) and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
-        sys.stdout.write(f"{text} ...")
-        sys.stdout.flush()
-        _waiting.append(sys.stdout)
+    """Show on a terminal what takes a moment, until the next line takes its place. Elsewhere it is a
+    line of its own, where there was none for ``QUIET`` seconds.
+    """
+    stream = sys.stdout
+    if not isinstance(stream, _Stream):
+        return
+    if stream.isatty() and os.environ.get("TERM") != "dumb":
+        stream.write(f"{text} ...")
+        stream.flush()
+        _waiting.append(stream)
+    elif time.monotonic() - stream.written >= QUIET:
+        print(f"{text} ...", flush=True)
 
 
-def _no_longer() -> None:
+def no_longer_waiting() -> None:
+    """Take away what :func:`waiting` shows."""
     while _waiting:
         _waiting.pop().write("\r\x1b[K")
 
 
 class _Stream:
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self._stream, self.written = stream, time.monotonic()
 
     def write(self, text: str) -> int:
-        _no_longer()
+        no_longer_waiting()
+        self.written = time.monotonic()
         with self._reader():
             # a replaced stream (a notebook's, pytest's) need not return how much it wrote
             self._stream.write(text)
@@ -129,5 +140,5 @@ def ends_quietly() -> Iterator[None]:
         try:
             yield
         finally:
-            _no_longer()
+            no_longer_waiting()
             sys.stdout.flush()

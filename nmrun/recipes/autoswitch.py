@@ -66,10 +66,7 @@ class AutoSwitch(Switch):
         said = super().prepare(beta2, eps, device)
         self.eps, self.rest, self.size = float(eps), 1 - float(beta2), self.size.to(device)
         if len(self.window) > self.last and not self.partial:
-            said.append(
-                f"STEP: AutoSwitch's window of {len(self.window)} steps is longer than t_max, step {self.last}: "
-                "t_max will decide (a smaller beta2 shortens the window, recipe.window=partial does not wait for it)"
-            )
+            said.append(f"STEP switches at step {self.last + 1} (t_max)")
         return said
 
     def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:

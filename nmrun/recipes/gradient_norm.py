@@ -43,8 +43,6 @@ class GradientNorm(Switch):
         return measure < CHANGE
 
     def said(self) -> str:
-        if not self.ready:
-            return f"{self.samples} of {len(self.window)} samples"
         return f"change of the gradient's norm {float(self.measure()):.3g}, threshold {CHANGE}"
 
     def metrics(self) -> dict[str, float]:

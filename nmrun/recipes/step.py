@@ -102,7 +102,7 @@ class STEP(Recipe):
             adam.freeze_second_moment(params, self.eps_mode, self.bias_correction)
         self.dense_forward = False
         does = "freezes" if self.second_moment == "frozen" else "keeps updating"
-        self.say(f"STEP {does} the second moment and starts learning masks ({why})")
+        self.say(f"STEP {does} the second moment and learns masks ({why})")
 
     def metrics(self) -> dict[str, float]:
         if self.dense_forward:

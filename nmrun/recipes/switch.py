@@ -65,7 +65,7 @@ class Switch:
         raise NotImplementedError
 
     def said(self) -> str:
-        """Measure and threshold in words."""
+        """Measure and threshold in words, once there are enough samples."""
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
@@ -88,7 +88,8 @@ class Switch:
     def fires(self, step: int) -> str:
         """The reason why phase two begins after this step, or an empty string."""
         if step > self.last:
-            return f"t > t_max = {self.last}; {self.said()}"
+            measured = f"; {self.said()}" if self.ready else ""
+            return f"t > t_max = {self.last}{measured}"
         # from t_min on, so that the measure of step t_min is known a step later
         if self.ready and step >= self.first:
             measure = self._known()

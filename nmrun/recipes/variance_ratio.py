@@ -39,8 +39,6 @@ class VarianceRatio(Switch):
         return measure > RATIO
 
     def said(self) -> str:
-        if not self.ready:
-            return f"{self.samples} of {len(self.window)} samples"
         return f"ratio of variances {float(self.measure()):.3g}, threshold {RATIO}"
 
     def metrics(self) -> dict[str, float]:

@@ -236,6 +236,22 @@ def test_measured_once_a_shape_and_remembered(
     assert [file.name for file in tmp_path.iterdir()] == ["probe24.json"]
 
 
+def test_each_layer_is_told_before_it_is_timed(machine: Machine) -> None:
+    _, handle = sparse(model := mlp())
+    said: list[tuple[list[int], int]] = []
+
+    def tell(text: str) -> None:
+        said.append(([int(word) for word in text.split() if word.isdigit()], machine.timed))
+
+    accelerate(handle, passing(model), tell=tell)
+    numbers, timed = zip(*said, strict=True)
+    total = len(said)
+    assert total >= 2
+    assert [number[0] for number in numbers] == list(range(1, total + 1))
+    assert {number[1] for number in numbers} == {len(handle.sparse)}
+    assert timed[0] == 0 < timed[-1]
+
+
 class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from nmrun.fast import acceleration
 from nmrun.fast.acceleration import Choice, accelerate
 from nmrun.fast.choice_activations import pack_activations
 from nmrun.fast.times import from_data
-from nmrun.lab import tasks
+from nmrun.lab import tasks, verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.groups import Trainer
 from nmrun.lab.tasks.base import Loss, Task
@@ -276,7 +276,10 @@ def _accelerated(
 
     mode, clips = trainer.acceleration, trainer.clip is not None
     known = from_data(times)
-    made = accelerate(handle, pass_once, mode, trainer.accumulate, why_not, clips, known)
+    made = accelerate(
+        *(handle, pass_once, mode, trainer.accumulate, why_not, clips, known),
+        tell=verbs.waiting,
+    )
     if device.type == "cpu" and not why_not:
         made += pack_activations(
             model, activations, pass_once, made, handle.sparse, mode, trainer.accumulate, known

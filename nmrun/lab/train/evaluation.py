@@ -32,6 +32,7 @@ class Evaluation:
         best_weights: the plain weights of that moment (this rank's parts of them).
         candidates: how many evaluations could have been the best.
         last: the metrics of the last evaluation, with their ``step``; empty before.
+        improved: whether the last evaluation is the best.
     """
 
     def __init__(self, steps: Steps, console: Console) -> None:
@@ -42,6 +43,7 @@ class Evaluation:
         self.best_weights: dict[str, Tensor] = {}
         self.candidates = 0
         self.last: dict[str, float] = {}
+        self.improved = False
 
     def row(self, epoch: int, signals: Signals) -> dict[str, float] | None:
         """Evaluate on the validation split, and keep the weights if they are the best so far.
@@ -79,9 +81,11 @@ class Evaluation:
             sparse &= self.trainer.evaluate != "dense"  # what is saved was not evaluated
         activations = self.steps.activations
         as_in_the_end = activations.sparse == activations.ends_sparse
+        self.improved = False
         if as_in_the_end and (sparse or not self.handle.sparse):
             self.candidates += 1
-            if self._is_best(row):
+            self.improved = self._is_best(row)
+            if self.improved:
                 scores = {key: value for key, value in row.items() if key.startswith("eval/")}
                 self.best = {**scores, "epoch": epoch, "step": self.steps.step}
                 self.best_weights = self.held.final_state_dict()

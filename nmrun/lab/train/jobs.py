@@ -88,6 +88,7 @@ def checked(asked: argparse.Namespace) -> tuple[list[list[str]], list[precheck.F
     if problems := list(dict.fromkeys(problem for found in looks for problem in found.problems)):
         raise ConfigError(problems)
     tell([] if asked.multirun else command_line.without_effect(asked.overrides))
+    verbs.no_longer_waiting()  # a launcher's processes would write behind it
     return sweeps, looks
 
 

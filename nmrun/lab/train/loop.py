@@ -113,7 +113,9 @@ class Loop(Steps):
                     tracker.log({"step": self.step, "epoch": due.epoch + 1, **row})
                 self.progress.row |= row
             if due.evaluate and not put_off:
-                self.console.detail(f"  {self.progress.epoch()}")
+                improved = self.evaluation.improved
+                line = self.progress.epoch(best=improved)
+                self.console.detail(f"  {line}", style="green" if improved else "")
             self.console.progress(self.progress.status)
 
             self.seconds = earlier + time.perf_counter() - began

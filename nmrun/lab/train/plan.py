@@ -54,20 +54,16 @@ def lines(config: Config, parts: Parts) -> list[str]:
     cost = parts.cost
     if handle.sparse or activations.pattern is not None:
         said.append(f"  density {kept / total:.1%} of {total:,} parameters")
-        said.append(
-            f"  FLOPs an item: inference {_short(cost.forward)} dense, {_short(cost.forward_sparse)} without the zeros, "
-            f"{_short(cost.forward_hardware)} on 2:4 tensor cores"
-        )
-        dense, arithmetic, hardware = map(_short, training(parts))
-        said.append(
-            f"  FLOPs of the training as planned: {dense} dense, {arithmetic} without the zeros, "
-            f"{hardware} on 2:4 tensor cores"
-        )
+        of_item = (cost.forward, cost.forward_sparse, cost.forward_hardware)
+        for what, flops in (("an inference", of_item), ("the training", training(parts))):
+            dense, arithmetic, hardware = map(_short, flops)
+            said.append(
+                f"  FLOPs of {what}: {dense} dense, {arithmetic} sparse, {hardware} on 2:4 tensor cores"
+            )
     else:
-        said.append(
-            f"  {total:,} parameters; FLOPs an item: inference {_short(cost.forward)}, training {_short(cost.dense)}"
-        )
-        said.append(f"  FLOPs of the training: {_short(training(parts)[0])}")
+        said.append(f"  {total:,} parameters")
+        inference, whole = _short(cost.forward), _short(training(parts)[0])
+        said.append(f"  FLOPs of an inference: {inference}; of the training: {whole}")
     return said + [f"  {line}" for line in acceleration.lines(parts.accelerated)]
 
 

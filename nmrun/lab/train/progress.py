@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nmrun import ranges
-from nmrun.lab.train.display import Fact, Status, plain
+from nmrun.lab.train.console import Fact, Status
 from nmrun.lab.train.steps import Steps
 
 
@@ -24,6 +24,7 @@ class Progress:
         self._began, self._begun = time.perf_counter(), steps.step
         self._sum: Tensor | float = 0.0
         self._count = 0
+        self._widths: dict[str, int] = {}  # of the figures in the lines of epochs so far
 
     def begin(self) -> None:
         """A sitting begins."""
@@ -39,28 +40,35 @@ class Progress:
         done, total = steps.step - self._begun, steps.total_steps
         left = elapsed / done * (total - steps.step) if done else None
         shown = [*facts(self.row, steps.task.metric), *_memory(steps.device)]
-        return Status(steps.step, total, self._head(), shown, elapsed, left)
+        return Status(steps.step, total, self._epoch(), self._phase(), shown, elapsed, left)
 
-    def epoch(self) -> str:
-        """The line of an evaluation, with the mean loss since the one before."""
+    def epoch(self, best: bool = False) -> str:
+        """The line of an evaluation, with the mean loss since the one before. Columns keep their
+        places from line to line. ``best``: none before was as good.
+        """
         row = self.row
         if self._count:
             row = row | {"train/loss": float(self._sum) / self._count}
         self._sum, self._count = 0.0, 0
-        head = self._head()
-        if ranges.steps(self.steps.trainer.eval_every):  # several lines of one epoch
-            head.insert(1, f"step {self.steps.step}/{self.steps.total_steps}")
         kept = ("train/loss", f"eval/{self.steps.task.metric}", "steps_per_second")
-        return plain(
-            head,
-            facts({key: row[key] for key in kept if key in row}, self.steps.task.metric),
-        )
+        cells = [f"epoch {self._epoch()}"]
+        if ranges.steps(self.steps.trainer.eval_every):  # several lines of one epoch
+            total = str(self.steps.total_steps)
+            cells.append(f"step {self.steps.step:{len(total)}}/{total}")
+        cells += [f"{self._phase():6}"] if self.steps.handle.sparse else []
+        shown = facts({key: row[key] for key in kept if key in row}, self.steps.task.metric)
+        for what, figure in shown:
+            width = self._widths[what] = max(self._widths.get(what, 0), len(figure))
+            cells.append(f"{what} {figure:>{width}}" if what else f"{figure:>{width}}")
+        return "  ".join([*cells, *["best"] * best])
 
-    def _head(self) -> list[str]:
-        steps, batches = self.steps, self.steps.task.batches_per_epoch
-        epoch, epochs = max(-(-steps.step // batches), 1), -(-steps.total_steps // batches)
-        phase = [steps.handle.phase] if steps.handle.sparse else []
-        return [f"epoch {epoch}/{epochs}", *phase]
+    def _epoch(self) -> str:
+        batches = self.steps.task.batches_per_epoch
+        epochs = -(-self.steps.total_steps // batches)
+        return f"{max(-(-self.steps.step // batches), 1):{len(str(epochs))}}/{epochs}"
+
+    def _phase(self) -> str:
+        return self.steps.handle.phase if self.steps.handle.sparse else ""
 
 
 def facts(row: Mapping[str, float], metric: str) -> list[Fact]:

@@ -121,7 +121,7 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
         metric, sparsity = result["metric"], result["sparsity"]
         layers = sparsity["layers"]
         held = sum(layer["holds"] for layer in layers)
-        pattern = f"; {sparsity['pattern']} holds in {held} of {len(layers)} sparse layers"
+        pattern = f"; {sparsity['pattern']} holds in {held} of {len(layers)} layers"
         told = f"{_both(final, metric)}{pattern if layers else ''}"
         console.say(f"  {metric}: {told}; {result['seconds']:.1f} s", style="bold green")
         if best:

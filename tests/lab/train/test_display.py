@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import re
 import sys
@@ -11,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console as Rich
 from runs import config, rows
+from terminal import Terminal
 
 from nmrun.lab import tasks
 from nmrun.lab.tasks.base import evaluating
+from nmrun.lab.train import console as console_of
 from nmrun.lab.train import plan, progress, runner
-from nmrun.lab.train.console import Console
-from nmrun.lab.train.display import Display, Evaluated, Status
+from nmrun.lab.train.console import Console, Status
 from nmrun.lab.words.identity import run_folder
 
 FACTS = [
@@ -30,47 +29,87 @@ FACTS = [
     ("", "3.46k items/s"),
     ("", "12.5 GB GPU"),
 ]
-STATUS = Status(190, 432, ["epoch 3/12", "dense"], FACTS, 12.4, 7325.0)
+NOW = Status(190, 432, "3/12", "dense", FACTS, 12.4, 7325.0)
+WIDTHS = (40, 60, 80, 120, 160)
 
 
-def drawn(display: Display, width: int) -> list[str]:
-    file = io.StringIO()
-    rich = Rich(
-        file=file, width=width, force_terminal=True, color_system="standard", no_color=False
-    )
-    rich.print(display)
-    return re.sub(r"\x1b\[[\d;]*m", "", file.getvalue()).rstrip("\n").split("\n")
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def make(width: int) -> Terminal:
+        made = Terminal(monkeypatch, width)
+        monkeypatch.setattr(sys, "stdout", made)
+        return made
+
+    return make
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
-def test_the_bar_stays_and_no_figure_is_cut(width: int) -> None:
-    display = Display(STATUS)
-    display.evaluated = Evaluated("validating", 34, 79)
-    first, *figures, last = drawn(display, width)
-    assert all(len(line) <= width for line in (first, *figures, last))
-    assert len(re.findall("[━╸╺]", first)) >= 10
-    assert " 44%" in first
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_bar_stays_and_no_figure_is_cut(width: int, terminal: Any) -> None:
+    """Whatever the terminal's width; figures have their places below each other."""
+    shown = terminal(width)
+    console = Console(None)
+    console.progress(lambda: NOW)
+    lines = shown.lines()
+    assert len(re.findall("[━╸╺]", "".join(lines))) >= 10
+    words = " ".join(" ".join(lines).split())
+    for word in (
+        "44%",
+        "190/432",
+        "2:02:05",
+        *(f"{what} {figure}".strip() for what, figure in FACTS),
+    ):
+        assert word in words
     if width >= 80:
-        assert "epoch 3/12  dense" in first
-        assert "190/432  0:12 < 2:02:05" in first
-    said = "  ".join(line.strip() for line in figures)
-    assert said == "  ".join(f"{label} {value}".strip() for label, value in FACTS)
-    assert last.strip().startswith("validating")
-    assert last.strip().endswith("34/79")
-    assert len(figures) == {40: 3, 60: 2, 80: 2, 120: 1, 200: 1}[width]
+        assert lines[0].startswith(" epoch 3/12  dense ━")
+        assert lines[0].endswith(" 44%  190/432  0:12 < 2:02:05")
+        assert len(lines) == {80: 3, 120: 2, 160: 2}[width]
+    if width == 80:
+        assert lines[2].index("3.46k items/s") == lines[1].index("val accuracy")
+    console.clear()
+    assert shown.lines() == [""]
 
 
-def test_colours_are_for_terminals_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def coloured() -> bool:
-        file = io.StringIO()
-        Rich(file=file, width=80, force_terminal=True).print(Display(STATUS))
-        return "\x1b[" in file.getvalue() and ";36m" in file.getvalue()
+def test_an_evaluation_has_a_bar_of_its_own(terminal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = terminal(80)
+    console = Console(None)
+    console.progress(lambda: NOW)
+    monkeypatch.setattr(console_of, "REFRESH", 0.0)
+    with console.evaluation("validating"):
+        evaluating.get()(34, 79)
+    assert evaluating.get() is None
+    assert re.fullmatch(" validating ━+╸?╺?━+ 34/79", shown.lines()[-1])
 
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert coloured()
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_lines_break_at_words(width: int, terminal: Any, tmp_path: Path) -> None:
+    """And only on a terminal; a path that is longer than a line stays whole."""
+    shown = terminal(width)
+    console = Console(tmp_path / "run.log")
+    sentence = (
+        "  masks only, nothing is accelerated: small networks are left alone by nmrun, always"
+    )
+    path = "outputs/" + 30 * "deep/"
+    console.say(sentence)
+    console.say(f"  {path}", style="yellow")
+    lines = shown.lines()
+    last = next(number for number, line in enumerate(lines) if "outputs/" in line)
+    assert [word for line in lines[:last] for word in line.split()] == sentence.split()
+    assert {line[:2] for line in lines[:last]} == {"  "}
+    assert shown.colour(last, "outputs/") == "brown"
+    assert "".join(lines[last:]).strip() == path
+    assert (tmp_path / "run.log").read_text() == f"{sentence}\n  {path}\n"
+
+
+def test_no_colours_where_they_are_not_wanted(
+    terminal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = terminal(80)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not coloured()
+    console = Console(None)
+    console.progress(lambda: NOW)
+    console.say("a line", style="red")
+    assert shown.lines() == ["a line"]
+    assert shown.colour(0, "a line") == "default"
 
 
 @pytest.mark.parametrize(
@@ -81,48 +120,41 @@ def test_speed_in_words(steps: float, said: str) -> None:
     assert progress.facts({"steps_per_second": steps}, "accuracy") == [("", said)]
 
 
-def test_the_display_is_for_terminals_and_the_log_is_plain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    live = Console(tmp_path / "run.log")
-    live.progress(lambda: STATUS)
-    live._drawn += 3600  # however long this machine takes
-    live.progress(lambda: pytest.fail("too soon after the last one to be drawn"))
-    live._drawn = 0.0
-    with live.evaluation("validating"):
-        evaluating.get()(3, 7)
-    assert evaluating.get() is None
-    live.say("a line", style="red")
-    shown = capsys.readouterr().out
-    assert "epoch 3/12" in shown
-    assert "3/7" in shown
-    assert "\x1b[31ma line" in shown
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+def test_no_terminal_no_display(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plain = Console(tmp_path / "run.log", brief=True)
-    plain.progress(lambda: pytest.fail("no terminal, no display"))
+    plain.progress(lambda: NOW)
     plain.detail("a detail", style="red")
     assert capsys.readouterr().out == ""
-    assert (tmp_path / "run.log").read_text() == "a line\na detail\n"
+    assert (tmp_path / "run.log").read_text() == "a detail\n"
 
 
 def test_an_epoch_s_line_has_its_mean_loss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of all its steps, wherever the rows of the log end."""
-    every = config(tmp_path / "every", "recipe=ste", "trainer.log_every=1")
+    """Of all its steps, wherever the rows of the log end. Each figure has its column, and the best
+    epoch so far is marked.
+    """
+    options = ("recipe=ste", "trainer.epochs=10", "optimizer.lr=0.02")
+    every = config(tmp_path / "every", *options, "trainer.log_every=1")
     runner.run(every, run_folder(every))
-    losses = [row["train/loss"] for row in rows(run_folder(every))]
-    means = [sum(losses[start : start + 3]) / 3 for start in range(0, 12, 3)]
+    found = rows(run_folder(every))
+    losses = [row["train/loss"] for row in found]
+    means = [sum(losses[start : start + 3]) / 3 for start in range(0, 30, 3)]
+    scores = [row["eval/accuracy"] for row in found if "eval/accuracy" in row]
     capsys.readouterr()
-    some = config(tmp_path / "some", "recipe=ste", "trainer.log_every=5")
+    some = config(tmp_path / "some", *options, "trainer.log_every=5")
     runner.run(some, run_folder(some))
     lines = [line for line in capsys.readouterr().out.splitlines() if "train loss" in line]
     for number, (line, mean) in enumerate(zip(lines, means, strict=True), 1):
-        assert line.startswith(f"  epoch {number}/4  sparse  train loss {mean:.4f}  val accuracy ")
-        assert len(line) < 80
+        assert line.startswith(
+            f"  epoch {number:2}/10  sparse  train loss {mean:.4f}  val accuracy "
+        )
+        assert len(line) <= 80
+    for figure in ("train loss", "val accuracy"):
+        assert len({line.index(figure) for line in lines}) == 1
+    best = [score > max(scores[:number], default=0) for number, score in enumerate(scores)]
+    assert [line.endswith("  best") for line in lines] == best
+    assert 1 < sum(best) < 10
 
 
 def test_alike_layers_are_one_line() -> None:

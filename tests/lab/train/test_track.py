@@ -314,7 +314,9 @@ def test_tensorboard_has_every_number_at_its_step(tmp_path: Path) -> None:
     assert said == []
 
 
-def test_mlflow_has_one_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_one_run_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tracking = pytest.importorskip("mlflow.tracking")
     place = f"sqlite:///{tmp_path / 'some.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", place)
@@ -326,6 +328,7 @@ def test_mlflow_has_one_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
     second.log({"step": 2, "epoch": 1, "train/loss": 0.5})
     second.finish({"test/accuracy": 0.75, "status": "finished"}, 0)
     assert said == []
+    assert not [line for line in capsys.readouterr().err.splitlines() if "INFO" in line]
     client = tracking.MlflowClient(place)
     experiment = client.get_experiment_by_name("mine").experiment_id
     (run,) = client.search_runs([experiment])

@@ -11,9 +11,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import terminal
 from hydra import compose, initialize_config_module
 from PIL import Image
 from runs import TINY
@@ -22,7 +24,7 @@ from verbs import verb
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import cli, verbs
 from nmrun.lab.train import jobs
-from nmrun.lab.words import source
+from nmrun.lab.words import command_line, source
 
 HEAVY = ("torch", "wandb", "pandas", "sklearn", "fairseq", "matplotlib")
 PROBE = f"""
@@ -208,7 +210,7 @@ def test_the_command_of_a_dense_job_of_a_sweep_has_no_ratio(tmp_path, nmrun_cli)
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path, nmrun_cli):
     done = nmrun_cli("recipe=step", "sparsity=2:8", "dry=true")
     assert done.returncode == 0, done.stderr
-    for part in ("inner.0.weight", "stem.weight", "excluded", "FLOPs an item"):
+    for part in ("inner.0.weight", "stem.weight", "excluded", "FLOPs of an inference"):
         assert part in done.stdout
     assert list(tmp_path.iterdir()) == []
 
@@ -398,6 +400,38 @@ def test_what_takes_a_moment_is_told_until_the_next_line(monkeypatch: pytest.Mon
         shown.append(stream.getvalue())
     # a terminal's line is wiped from its beginning; a file has the words that stay alone
     assert shown == ["loading torch ...", "loading torch ...\r\x1b[Kan epoch\n", "", "an epoch\n"]
+
+
+def test_a_silence_ends_with_a_line_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = [0.0]
+    monkeypatch.setattr(verbs, "time", SimpleNamespace(monotonic=lambda: times[-1]))
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    with verbs.ends_quietly():
+        for now, text in (
+            (29.0, "layer 1"),
+            (30.0, "layer 2"),
+            (31.0, "layer 3"),
+            (60.0, "layer 4"),
+        ):
+            times.append(now)
+            verbs.waiting(text)
+    assert stream.getvalue() == "layer 2 ...\nlayer 4 ...\n"
+
+
+def test_nothing_stays_on_the_line_where_a_launcher_s_processes_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = terminal.Terminal(monkeypatch, 80)
+    monkeypatch.setattr(sys, "stdout", shown)
+    with verbs.ends_quietly():
+        verbs.waiting("checking the settings")
+        assert shown.lines() == ["checking the settings ..."]
+        jobs.checked(command_line.options(["-m", "seed=0,1"]))
+        assert shown.lines() == [""]
+        assert shown.screen.cursor.x == 0
 
 
 def test_python_m_nmrun_is_the_command(tmp_path: Path) -> None:

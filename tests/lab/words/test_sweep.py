@@ -495,7 +495,7 @@ def test_a_dry_sweep_is_a_list_of_its_runs_and_writes_nothing(tmp_path: Path, nm
     head, *rows, total = [re.split("  +", line) for line in done.stdout.splitlines()]
     assert head == ["recipe", "ratio", "optimizer.lr", "steps", "FLOPs dense", "without the zeros"]
     alone = nmrun_cli("recipe=step", *fixed, "dry=true").stdout
-    dense, without = re.findall(r"planned: (\S+) dense, (\S+) without", alone)[0]
+    dense, without = re.findall(r"training: (\S+) dense, (\S+) sparse", alone)[0]
     assert rows == [
         ["dense", "0.01", "12", dense],
         ["dense", "0.02", "12", dense],

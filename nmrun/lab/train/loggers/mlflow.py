@@ -4,6 +4,7 @@ the output folder.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -54,6 +55,8 @@ def begin(run: Run) -> MLflow:
     """Begin a run, or take up the one of a resumed run, whose rows it has."""
     from mlflow.tracking import MlflowClient
 
+    for name in ("mlflow", "alembic"):  # which tell of the tables that they make
+        logging.getLogger(name).setLevel(logging.WARNING)
     track, output_dir = run.config["track"], Path(run.config["output_dir"]).absolute()
     place = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{output_dir / 'mlflow.db'}"
     client = MlflowClient(place)
