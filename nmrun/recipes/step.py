@@ -4,7 +4,7 @@ Phase one is ordinary dense Adam. At the switch its second moment v is frozen. P
 mask with STE, divides by the frozen preconditioner, and leaves all other parameters on live Adam.
 The switch is found by a rule (``nmrun.recipes.switches``; the paper's is AutoSwitch, algorithm 2)
 or fixed beforehand.
-When to use: Adam, high sparsity. Cost: phase one is dense plus one pass over the sparse weights for
+When to use: Adam, in runs far longer than AutoSwitch's window. Cost: phase one is dense plus one pass over the sparse weights for
 the rule's sample; phase two is STE's, and v needs no update.
 """
 
