@@ -128,7 +128,7 @@ SWITCHES = (
     "auto_geometric",
     "variance_ratio",
     "gradient_norm",
-)  # see nmrun.recipes.switches
+)  # see nmrun.recipes.switch
 
 
 def _is_switch(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 Phase one is ordinary dense Adam. At the switch its second moment v is frozen. Phase two learns the
 mask with STE, divides by the frozen preconditioner, and leaves all other parameters on live Adam.
-The switch is found by a rule (``nmrun.recipes.switches``; the paper's is AutoSwitch, algorithm 2)
+The switch is found by a rule (:mod:`nmrun.recipes.switch`; the paper's is AutoSwitch, algorithm 2)
 or fixed beforehand.
 When to use: Adam, in runs far longer than AutoSwitch's window. Cost: phase one is dense plus one pass over the sparse weights for
 the rule's sample; phase two is STE's, and v needs no update.
@@ -19,8 +19,8 @@ import torch
 from nmrun import optim
 from nmrun.patterns import Pattern
 from nmrun.ranges import FLAG, SWITCH, among, number, one_of
-from nmrun.recipes import switches
 from nmrun.recipes.base import Recipe
+from nmrun.recipes.switch import switch_of
 from nmrun.rule import Rule
 from nmrun.sparsity.weight import SparseWeight
 
@@ -32,8 +32,8 @@ class STEP(Recipe):
     """Masks learned from a frozen preconditioner.
 
     Args:
-        switch: ``auto`` or ``auto_geometric`` (:mod:`nmrun.recipes.autoswitch`), ``variance_ratio``
-            or ``gradient_norm`` (the modules of these names), or a fraction of all steps.
+        switch: ``auto`` or ``auto_geometric`` (:mod:`nmrun.recipes.switch`), ``variance_ratio``
+            or ``gradient_norm``, or a fraction of all steps.
         t_min: a rule fires after more than this fraction of all steps.
         t_max: and after this fraction in any case.
         window: AutoSwitch needs its window ``full``, or takes what there is (``partial``).
@@ -63,7 +63,7 @@ class STEP(Recipe):
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
         super().begin(pattern, total_steps)
         assert total_steps is not None
-        self.switching = switches.chosen(
+        self.switching = switch_of(
             self.switch, self.window, self.threshold, self.t_min, self.t_max, total_steps
         )
         # rules fire after t_max

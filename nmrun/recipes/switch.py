@@ -1,4 +1,8 @@
-"""When STEP's second phase begins: what all rules of the switch share."""
+"""When STEP's second phase begins: AutoSwitch, the two rules that the paper compares it with, and a
+fixed point (Lu et al. 2023, arXiv 2302.01172).
+
+:func:`switch_of` makes the one that ``recipe.switch`` names.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from nmrun.optim import Adam
+from nmrun.optim import Adam, second_moment
+from nmrun.registry import did_you_mean
+from nmrun.sparsity.shards import summed
 from nmrun.sparsity.weight import SparseWeight
+
+RATIO = 0.96  # of the variances, above which VarianceRatio has settled
+CHANGE = 0.5  # of the gradient's norm, below which GradientNorm has
 
 
 class Switch:
@@ -144,3 +153,225 @@ class Fixed(Switch):
 def steps_of(beta2: float) -> int:
     """``1 / (1 - beta2)``: over how many steps Adam's second moment averages."""
     return max(1, round(1 / (1 - beta2)))  # round, since 1 / (1 - 0.999) is 999.99...
+
+
+class AutoSwitch(Switch):
+    """The paper's rule: when Adam's second moment has settled enough to be frozen (arXiv 2302.01172,
+    algorithm 2).
+
+    With v_t Adam's second moment and d the number of sparse weights::
+
+        arithmetic   Z_t = (1/d) sum_i |v_t,i - v_t-1,i|
+        geometric    Z_t = exp((1/d) sum_i log |v_t,i - v_t-1,i|), over the changes that are not 0
+        settled      mean of the last 1 / (1 - beta2) samples Z < eps
+
+    eps is Adam's. That threshold is not scale-free: with gradients of rms above 3e-3 it is never
+    reached, below 1e-3 it always is (at beta2 = 0.999). A relative one, ours, is instead::
+
+        settled      mean of the last samples Z < threshold * (1 - beta2) * mean_i v_t,i
+
+    which the loss's scale leaves alone. At first v is smaller than it will be, so that the quotient
+    begins at ``1 / (1 - beta2)``; steady gradients bring it to about 1, growing ones keep it above.
+
+    Args:
+        geometric: the geometric mean of the changes, not the arithmetic one.
+        partial: average over the samples that there are; else all of the window have to be there.
+            The paper's text does not say which (as far as we know), the code at
+            huyz2023/2by4-pretrain takes those that there are.
+        threshold: the relative one (above 1, say 1.2); None: Adam's eps, as in the paper.
+        t_min, t_max, total_steps: see :class:`Switch`.
+    """
+
+    def __init__(
+        self,
+        geometric: bool,
+        partial: bool,
+        threshold: float | None,
+        t_min: float,
+        t_max: float,
+        total_steps: int,
+    ) -> None:
+        super().__init__(t_min, t_max, total_steps)
+        self.geometric, self.partial, self.threshold = geometric, partial, threshold
+        self.eps = float("nan")
+        # what the mean of samples is compared to: (1 - beta2) times that of v
+        self.size = torch.ones((), dtype=torch.float64)
+        self.rest = float("nan")  # 1 - beta2
+
+    @property
+    def ready(self) -> bool:
+        return self.samples >= (1 if self.partial else len(self.window))
+
+    def prepare(self, beta2: float, eps: float, device: torch.device) -> list[str]:
+        said = super().prepare(beta2, eps, device)
+        self.eps, self.rest, self.size = float(eps), 1 - float(beta2), self.size.to(device)
+        if len(self.window) > self.last and not self.partial:
+            said.append(f"STEP switches at step {self.last + 1} (t_max)")
+        return said
+
+    def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
+        parameters = [weight.parameter for weight in weights]
+        count = sum(weight.shape.numel() for weight in weights if weight.grad is not None)
+        if not count:
+            return
+        *sums, _ = second_moment.change(adam, parameters, logs=self.geometric)
+        total, logs, nonzero = summed(weights, torch.stack(sums)).unbind()
+        self.keep((logs / nonzero).exp().nan_to_num(0.0) if self.geometric else total / count)
+        if self.threshold is not None:
+            total = summed(weights, second_moment.total(adam, parameters))
+            self.size = self.rest * total / count
+
+    def measure(self) -> Tensor:
+        mean = self.window[: self.samples].mean()
+        return mean if self.threshold is None else mean / self.size
+
+    def has_settled(self, measure: float) -> bool:
+        return measure < (self.eps if self.threshold is None else self.threshold)
+
+    def said(self) -> str:
+        full, mean = min(self.samples, len(self.window)), self._mean()
+        said = f"mean change {mean:.2g} over {full} of {len(self.window)} samples, threshold "
+        if self.threshold is None:
+            return f"{said}eps = {self.eps:.0e}"
+        return f"{said}{self.threshold:g} times {float(self.size):.2g}, that of steady gradients"
+
+    def metrics(self) -> dict[str, float]:
+        """The last sample and the window's mean so far, and the relative one where that counts."""
+        if not self.samples:
+            return {}
+        found = {
+            "step/variance_change": float(self.window[(self.samples - 1) % len(self.window)]),
+            "step/variance_change_window": self._mean(),
+        }
+        if self.threshold is not None and self.size:  # 0 where all gradients were
+            found["step/variance_change_relative"] = self._mean() / float(self.size)
+        return found
+
+    def _mean(self) -> float:
+        return float(self.window.sum()) / max(1, min(self.samples, len(self.window)))
+
+    def state_dict(self) -> dict[str, Any]:
+        size = {} if self.threshold is None else {"size": self.size.clone()}
+        return {**super().state_dict(), **size}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "size" in state:
+            self.size = state["size"].to(self.window.device)
+        super().load_state_dict(state)
+
+
+class VarianceRatio(Switch):
+    """A switch by the norm of Adam's second moment, after 1-bit Adam (Tang et al. 2021, arXiv
+    2102.02888), one of the two rules that STEP's paper compares AutoSwitch with::
+
+        settled   ||v_t-D||_1 / ||v_t||_1 > 0.96,   D = 1 / (1 - beta2)
+
+    It looks at the sum over all weights alone: changes that cancel out are not seen, and a falling
+    variance counts as settled. Form and constant are as they are commonly reported; the paper's own
+    run of this rule could not be looked up. Clipped to t_min and t_max like AutoSwitch.
+
+    The window holds ``||v||_1`` of the steps t - D to t.
+    """
+
+    def length(self, beta2: float) -> int:
+        return steps_of(beta2) + 1
+
+    def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
+        self.keep(summed(weights, second_moment.total(adam, [w.parameter for w in weights])))
+
+    def measure(self) -> Tensor:
+        oldest, newest = self.samples % len(self.window), (self.samples - 1) % len(self.window)
+        return self.window[oldest] / self.window[newest]
+
+    def has_settled(self, measure: float) -> bool:
+        return measure > RATIO
+
+    def said(self) -> str:
+        return f"ratio of variances {float(self.measure()):.3g}, threshold {RATIO}"
+
+    def metrics(self) -> dict[str, float]:
+        """The ratio, once there is one."""
+        return {"step/variance_ratio": float(self.measure())} if self.ready else {}
+
+
+class GradientNorm(Switch):
+    """A switch by the norm of the gradient, after Accordion (Agarwal et al. 2021, arXiv 2010.16248),
+    one of the two rules that STEP's paper compares AutoSwitch with::
+
+        settled   | ||g_t-D|| - ||g_t|| | / ||g_t-D|| < 0.5,   D = 1 / (1 - beta2)
+
+    Condition and constant are those of its code (uw-mad-dash/Accordion), which compares, layer by
+    layer, gradients added up over an epoch with those ten epochs before. Here the norm is over all
+    sparse weights, of single steps, and D steps apart as in the rule by variances: STEP's own form
+    could not be looked up. Clipped to t_min and t_max like AutoSwitch.
+
+    The window holds ``||g||`` of the steps t - D to t.
+    """
+
+    def length(self, beta2: float) -> int:
+        return steps_of(beta2) + 1
+
+    def observe(self, weights: Sequence[SparseWeight], adam: Adam) -> None:
+        squares = [w.grad.double().square().sum() for w in weights if w.grad is not None]
+        if squares:
+            self.keep(summed(weights, torch.stack(squares).sum()).sqrt())
+
+    def measure(self) -> Tensor:
+        oldest, newest = self.samples % len(self.window), (self.samples - 1) % len(self.window)
+        return (self.window[oldest] - self.window[newest]).abs() / self.window[oldest]
+
+    def has_settled(self, measure: float) -> bool:
+        return measure < CHANGE
+
+    def said(self) -> str:
+        return f"change of the gradient's norm {float(self.measure()):.3g}, threshold {CHANGE}"
+
+    def metrics(self) -> dict[str, float]:
+        """The change, once there is one."""
+        return {"step/gradient_norm_change": float(self.measure())} if self.ready else {}
+
+
+OF_AUTOSWITCH = ("auto", "auto_geometric")
+OTHERS = {"variance_ratio": VarianceRatio, "gradient_norm": GradientNorm}
+
+
+def switch_of(
+    rule: str | float,
+    window: str,
+    threshold: float | None,
+    t_min: float,
+    t_max: float,
+    total_steps: int,
+) -> Switch:
+    """The switch of a run.
+
+    Args:
+        rule: a name, or the fraction of all steps at which to switch.
+        window, threshold: of AutoSwitch alone.
+        t_min, t_max, total_steps: see :class:`Switch`.
+
+    Raises:
+        ValueError: for an unknown rule, and for options that it does not have.
+    """
+    if rule in OF_AUTOSWITCH:
+        geometric, partial = rule == "auto_geometric", window == "partial"
+        return AutoSwitch(geometric, partial, threshold, t_min, t_max, total_steps)
+    if window != "full" or threshold is not None:
+        raise ValueError(
+            f"step: window and threshold are of switch=auto and auto_geometric, not of switch={rule}"
+        )
+    if rule in OTHERS:
+        return OTHERS[str(rule)](t_min, t_max, total_steps)
+    try:
+        fraction = float(rule)
+    except (TypeError, ValueError):
+        names = (*OF_AUTOSWITCH, *OTHERS)
+        raise ValueError(
+            f"step: switch={rule!r} is neither a fraction in (0, 1) nor one of {', '.join(names)}"
+            f"{did_you_mean(str(rule), names)}"
+        ) from None
+    if not 0 < fraction < 1:
+        raise ValueError(
+            f"step: switch={rule} must be a fraction of all steps between 0 and 1, both excluded"
+        )
+    return Fixed(fraction, total_steps)

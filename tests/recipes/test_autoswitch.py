@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import nmrun
-from nmrun.recipes.autoswitch import AutoSwitch
+from nmrun.recipes.switch import AutoSwitch
 from nmrun.step.handle import Handle
 
 TOTAL = 200
