@@ -6,11 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from nmrun.errors import RunError
+from nmrun.errors import ConfigError, RunError
 from nmrun.integrations.training import Training, end
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.step.handle import Handle
+from nmrun.step.sparsify import unwrapped
 
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -27,7 +28,8 @@ class NMCallback(TrainerCallback):
         trainer.train()
 
     Checkpoints are plain, and ``resume_from_checkpoint`` resumes with the same bits. With
-    ``load_best_model_at_end``, only models from sparse phases compete for the best.
+    ``load_best_model_at_end``, only models from sparse phases compete for the best. The recipe's
+    events are in the Trainer's log (``trainer.state.log_history``), under ``nmrun``.
 
     Args:
         recipe, pattern: as of :func:`nmrun.sparsify`.
@@ -50,7 +52,13 @@ class NMCallback(TrainerCallback):
         **options: Any,
     ) -> None:
         self.handle: Handle | None = None
-        self._training = Training(recipe, pattern, total_steps, options)
+        self._training = Training(
+            recipe,
+            pattern,
+            total_steps,
+            options,
+            'Trainer(..., optimizer_cls_and_kwargs=(nmrun.optim.AdamW, {"lr": args.learning_rate}))',
+        )
         self._step, self._was_sparse = 0, True
 
     def on_train_begin(
@@ -62,9 +70,28 @@ class NMCallback(TrainerCallback):
         optimizer: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Make the weights sparse. A checkpoint was loaded before."""
+        """Make the weights sparse. A checkpoint was loaded before.
+
+        Raises:
+            ConfigError: as :func:`nmrun.sparsify`, and for a checkpoint that has no state of the
+                optimizer.
+        """
         assert model is not None
-        self.handle = self._training.begin(model, optimizer, state.max_steps)
+        empty = not any(unwrapped(optimizer).state.values())
+        self.handle = self._training.begin(model, optimizer, state.max_steps, state.global_step)
+        if state.global_step and not self.handle.recipe.step:
+            resumed = f"the checkpoint of step {state.global_step}"
+            if empty:
+                self.handle.abandon()
+                raise ConfigError(
+                    f"{resumed} has no state of the optimizer (save_only_model), which has the "
+                    "dense weights and the recipe's clock: begin a new training with its model"
+                )
+            self.handle.warn(
+                f"{resumed} was saved without nmrun: the recipe begins here, with the first of "
+                f"{self.handle.recipe.total_steps or 'its'} steps"
+            )
+        self._log_events(state)
         self._step, self._was_sparse = self.handle.recipe.step, self.handle.is_sparse
 
     def on_step_end(
@@ -85,6 +112,14 @@ class NMCallback(TrainerCallback):
         if self.handle.is_sparse and not self._was_sparse:
             state.best_metric = state.best_model_checkpoint = state.best_global_step = None
         self._step, self._was_sparse = step, self.handle.is_sparse
+        self._log_events(state)
+
+    def _log_events(self, state: TrainerState) -> None:
+        assert self.handle is not None
+        for event in self.handle.pop_events():
+            state.log_history.append(
+                {"nmrun": event, "epoch": state.epoch, "step": state.global_step}  # type: ignore[dict-item]
+            )
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -55,7 +55,9 @@ class NMCallback(Callback):
         **options: Any,
     ) -> None:
         self.handle: Handle | None = None
-        self._training = Training(recipe, pattern, total_steps, options)
+        self._training = Training(
+            recipe, pattern, total_steps, options, "return it from configure_optimizers"
+        )
         self._optimizer, self._was_sparse = optimizer, True
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

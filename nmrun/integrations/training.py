@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from nmrun import recipes
-from nmrun.errors import RunError
+from nmrun.errors import ConfigError, RunError
 from nmrun.patterns import Pattern
 from nmrun.recipes.base import Recipe
 from nmrun.step.handle import Handle
-from nmrun.step.sparsify import sparsify
+from nmrun.step.sparsify import sparsify, unwrapped
 
 
 class Training:
@@ -22,6 +22,10 @@ class Training:
     Args:
         recipe, pattern, total_steps: as of :func:`nmrun.sparsify`.
         options: its other arguments, hyperparameters among them.
+        own_optimizer: how the stack is given an optimizer of nmrun's, for recipes that need one.
+
+    Attributes:
+        handle: of the last training that was begun.
 
     Raises:
         ConfigError: for an unknown recipe, pattern or value.
@@ -34,21 +38,46 @@ class Training:
         pattern: str | Pattern,
         total_steps: int | None,
         options: dict[str, Any],
+        own_optimizer: str,
     ) -> None:
+        self.handle: Handle | None = None
+        self.own_optimizer = own_optimizer
         self.pattern, self.recipe = Pattern.parse(pattern), recipe
         self.total_steps, self.options = total_steps, options
         own = inspect.signature(sparsify).parameters
         recipes.build(recipe, {k: v for k, v in options.items() if k not in own})
 
-    def begin(self, model: nn.Module, optimizer: Any, total_steps: int | None) -> Handle:
+    def begin(
+        self, model: nn.Module, optimizer: Any, total_steps: int | None, resumed: int = 0
+    ) -> Handle:
         """Make the weights sparse, as :func:`nmrun.sparsify` does.
+
+        A training of the same model that was cut off in this process is left first. Where its own
+        optimizer has loaded a checkpoint since, it goes on.
 
         Args:
             model, optimizer: those that train.
             total_steps: what the stack knows of it, where nothing else was asked for.
+            resumed: the step of the checkpoint that model and optimizer have loaded; 0 for none.
+
+        Raises:
+            ConfigError: as :func:`nmrun.sparsify`.
         """
+        last = self.handle
+        if last is not None and last.sparse and last.model is model:
+            if last.optimizer is unwrapped(optimizer) and last.recipe.step == resumed > 0:
+                return last
+            last.abandon()
         total = self.total_steps or total_steps
-        return sparsify(model, optimizer, self.recipe, self.pattern, total, **self.options)
+        try:
+            self.handle = sparsify(
+                model, optimizer, self.recipe, self.pattern, total, **self.options
+            )
+        except ValueError as error:
+            if "nmrun.optim." in str(error):
+                raise ConfigError(f"{error}: {self.own_optimizer}") from None
+            raise
+        return self.handle
 
 
 @torch.no_grad()

@@ -278,22 +278,26 @@ class Handle(Steps):
 
     @torch.no_grad()
     def abandon(self) -> None:
-        """Leave model and optimizer without an end: the weights are the dense ones from here on."""
+        """Leave model and optimizer without an end: the weights are the dense ones from here on,
+        or what was loaded into them since the last step.
+        """
         self._reshard()
         self._recover()
         for weight in self.sparse:
+            if weight.moved():
+                weight.forget_dense()
             weight.end_sparse()
         self._leave()
 
     def _leave(self) -> None:
         for weight in self.sparse:
-            weight.pop_state(self._optimizer)
+            weight.pop_state(self.optimizer)
             layer.uninstall(weight)
             LIVE.pop(id(weight.parameter), None)
         layer.restore_forward(self.by_onednn)
         for hook in self._hooks:
             hook.remove()
-        self._optimizer.param_groups[0].pop(KEY, None)
+        self.optimizer.param_groups[0].pop(KEY, None)
         self.sparse, self._hooks = [], []
 
     @contextlib.contextmanager

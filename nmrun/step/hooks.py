@@ -50,6 +50,7 @@ class Steps:
         sparse: the sparse weights.
 
     Attributes:
+        optimizer: the optimizer that steps the weights.
         recipe: the recipe, with its clock.
         sparse: the sparse weights.
         measure_flips: set True before ``optimizer.step()`` to measure this step's mask changes;
@@ -69,7 +70,7 @@ class Steps:
         self.measure_flips = False
         self.mask_metrics = MaskMetrics(recipe, sparse)
         self.followers: list[Callable[[str, int, Tensor], None]] = [self.mask_metrics.reorder]
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         self._measured: dict[str, float] = {}
         self._open = 0  # steps that have begun and not ended: two where one calls another
         self._skipped = False  # whether the present step changes nothing (loss scaling overflowed)
@@ -165,7 +166,7 @@ class Steps:
             weight.show_projected()
         self.recipe.step += 1
         if self.recipe.step - 1 == self.recipe.total_steps:
-            self._warn(
+            self.warn(
                 f"this is one more than total_steps={self.recipe.total_steps}, which the recipe "
                 "has laid out its run by: give sparsify the number of steps that are made"
             )
@@ -193,8 +194,12 @@ class Steps:
             logging.getLogger("nmrun").info(event)
         self._told = len(self.recipe.events)
 
-    def _warn(self, sentence: str) -> None:
-        """Note an event that nobody plans, and warn of it."""
+    def warn(self, sentence: str) -> None:
+        """Note an event that nobody plans, and warn of it.
+
+        Args:
+            sentence: what happened.
+        """
         self.recipe.say(sentence)
         warnings.warn(f"nmrun: {self.recipe.events[-1]}", stacklevel=2)
 
@@ -274,7 +279,7 @@ class Steps:
             self.recipe.say(said)
         else:
             self._has_warned = True
-            self._warn(said)
+            self.warn(said)
 
     def _differs(self, weight: SparseWeight) -> bool:
         """Say whether the parameter is not the projection of the dense weight."""

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import nmrun
 
 STEPS = 8
+OTHERS = ("compute_metrics", "optimizers", "optimizer_cls_and_kwargs")  # no TrainingArguments
 OPTIONS: dict[str, dict[str, Any]] = {
     "sr_ste": {"decay": 0.01},
     "s_ste": {},
@@ -47,7 +48,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 def trainer(folder: Path, callbacks: list[Any], **changes: Any) -> Trainer:
     """Eight steps of two micro-batches, with clipping and a linear decay of the learning rate."""
     model = changes.pop("model", None) or gpt2()
-    others = {k: changes.pop(k) for k in ("compute_metrics", "optimizers") if k in changes}
+    others = {k: changes.pop(k) for k in OTHERS if k in changes}
     options = {
         "max_steps": STEPS, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2,
         "learning_rate": 0.01, "max_grad_norm": 0.5, "save_strategy": "no", "report_to": "none",

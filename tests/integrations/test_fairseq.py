@@ -155,6 +155,33 @@ def test_a_dense_end_is_told(data: Path, tmp_path: Path) -> None:
     asp = ["--nm-recipe", "asp", "--nm-options", "total_steps=100"]
     done = fairseq("train", data, *TRAIN.split(), *ours, *asp)
     assert "nmrun: training ended in a dense phase of asp, after step 12" in done.stderr
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.minutes
+def test_only_sparse_models_compete_for_the_best(data: Path, tmp_path: Path) -> None:
+    """With 1 of 16 weights the loss is worse than it was before. A training that goes on with
+    sparse weights compares with the best of them."""
+    asked = ["--nm-recipe", "asp", "--nm-pattern", "1:16", "--nm-options", "prune_at=0.5"]
+    asked += ["--optimizer", "sgd", "--lr", "0.5", "--keep-best-checkpoints", "1"]
+    asked += ["--max-update", "24", "--save-interval-updates", "3", "--patience", "9"]
+    train(data, tmp_path, *asked)
+    best = saved(tmp_path, "checkpoint_best.pt")
+    names = best["last_optimizer_state"]["param_groups"][0]["nmrun"]["weights"]
+    losses = {}
+    for path in tmp_path.glob("checkpoint_*_*.pt"):
+        state = saved(tmp_path, path.name)
+        step = state["optimizer_history"][-1]["num_updates"]
+        losses[step] = state["extra_state"]["val_loss"]
+    assert min(losses, key=lambda step: losses[step]) < 12
+    (kept,) = tmp_path.glob("checkpoint.best_loss_*.pt")
+    for state in (best, saved(tmp_path, kept.name)):
+        for name in names:
+            assert int((state["model"][name].view(-1, 16) != 0).sum(1).max()) == 1
+    after = min(loss for step, loss in losses.items() if step >= 12)
+    assert best["extra_state"]["val_loss"] <= after
+    assert list(tmp_path.glob("dense_checkpoint.best_loss_*.pt"))
 
 
 def test_the_folder_is_printed() -> None:

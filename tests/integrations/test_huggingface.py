@@ -227,8 +227,123 @@ def test_mistakes_are_told_before_the_training(arguments: Any, error: Any, messa
 
 def test_step_names_the_optimizer_it_needs(tmp_path: Path) -> None:
     trainer = hf.trainer(tmp_path, [callback("step")])
-    with pytest.raises(ValueError, match=r"use nmrun\.optim\.AdamW, a drop-in"):
+    with pytest.raises(
+        ConfigError, match=r"use nmrun\.optim\.AdamW, a drop-in.*optimizer_cls_and_kwargs="
+    ) as e:
         trainer.train()
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("stop", [3, 6])
+def test_by_class_and_options_step_keeps_the_trainer_s_groups(stop: int, tmp_path: Path) -> None:
+    """As the page recommends. By the Trainer's own AdamW another recipe trains the same groups."""
+    chosen = {
+        "optimizer_cls_and_kwargs": (nmrun.optim.AdamW, {"lr": 0.01}),
+        "weight_decay": 0.1, "save_strategy": "steps", "save_steps": 3,
+    }  # fmt: skip
+    whole = hf.trainer(tmp_path / "whole", [callback("step")], **chosen)
+    whole.train()
+    stock = hf.trainer(tmp_path / "stock", [callback("sr_ste")], weight_decay=0.1)
+    stock.train()
+    groups = [
+        [(len(group["params"]), group["weight_decay"]) for group in each.optimizer.param_groups]
+        for each in (whole, stock)
+    ]
+    assert groups[0] == groups[1]
+    assert [decay for _, decay in groups[0]] == [0.1, 0.0]
+    again = hf.trainer(tmp_path / "again", [callback("step")], **chosen)
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{stop}"))
+    assert weights(again.model) == weights(whole.model)
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
+def test_a_checkpoint_without_the_optimizer_is_refused(recipe: str, tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
+    trained(tmp_path, recipe, **saving)
+    with pytest.raises(ConfigError, match=r"the checkpoint of step 3 has no state of") as e:
+        trained(tmp_path, recipe, str(tmp_path / "checkpoint-3"), **saving)
+    assert "\n" not in str(e.value)
+
+
+def test_a_checkpoint_of_a_dense_training_is_warned_of(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    hf.trainer(tmp_path, [], **saving).train()
+    with pytest.warns(UserWarning, match="the checkpoint of step 3 was saved without nmrun"):
+        trainer, _ = trained(tmp_path, "sr_ste", str(tmp_path / "checkpoint-3"), **saving)
+    nmrun.sparsity.check_nm(trainer.model, "2:4")
+
+
+class CutOff(TrainerCallback):
+    """Ends a training once as Ctrl-C does, or as a batch does that is too large for the memory."""
+
+    def __init__(self, error: BaseException, after: int) -> None:
+        self.error: BaseException | None = error
+        self.after = after
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.error is not None and state.global_step == self.after:
+            error, self.error = self.error, None
+            raise error
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
+@pytest.mark.parametrize("after", [0, 2, 5])
+def test_a_batch_size_that_was_too_large(recipe: str, after: int, tmp_path: Path) -> None:
+    """The second attempt starts with the dense weights that the first one left."""
+    dense: list[Any] = []
+
+    class Looks(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            found = [sparse.handle.recipe.step, sparse.handle.recipe.total_steps]
+            dense.append((*found, [w.dense.clone() for w in sparse.handle.sparse]))
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.last = [w.dense.clone() for w in sparse.handle.sparse]
+
+    sparse, looks = callback(recipe), Looks()
+    memory = CutOff(RuntimeError("CUDA out of memory."), after)
+    trainer = hf.trainer(
+        tmp_path, [sparse, looks, memory], auto_find_batch_size=True, max_steps=-1,
+        num_train_epochs=1, gradient_accumulation_steps=1,
+    )  # fmt: skip
+    train, lasts = trainer._inner_training_loop, []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        lasts.append(getattr(looks, "last", None))
+        return train(*args, **kwargs)
+
+    trainer._inner_training_loop = recorded
+    trainer.train()
+    assert [begun[0] for begun in dense] == [0, 0]
+    assert dense[1][1] == trainer.state.max_steps > dense[0][1]
+    for now, before in zip(dense[1][2], lasts[1], strict=True):
+        assert torch.equal(now, before)
+    assert sparse.handle.recipe.step == trainer.state.global_step
+    nmrun.sparsity.check_nm(trainer.model, "2:4")
+
+
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
+@pytest.mark.parametrize("from_checkpoint", [3, 6])
+def test_after_ctrl_c_a_training_goes_on_in_the_same_process(
+    recipe: str, from_checkpoint: int, tmp_path: Path
+) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    whole, _ = trained(tmp_path / "whole", recipe, **saving)
+    sparse = callback(recipe)
+    trainer = hf.trainer(
+        tmp_path / "again", [sparse, CutOff(KeyboardInterrupt(), 7)], **saving
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=str(tmp_path / "again" / f"checkpoint-{from_checkpoint}"))
+    assert weights(trainer.model) == weights(whole.model)
+
+
+def test_events_are_in_the_trainer_s_log(tmp_path: Path) -> None:
+    trainer, sparse = trained(tmp_path, "asp")
+    logged = [row for row in trainer.state.log_history if "nmrun" in row]
+    assert [(row["step"], "ASP pruned once" in row["nmrun"]) for row in logged] == [(4, True)]
+    assert sparse.handle.pop_events() == []
 
 
 @pytest.mark.slow

@@ -118,6 +118,57 @@ def test_a_checkpoint_is_plain_and_a_resumed_training_the_same(recipe: str, tmp_
         assert weights(again) == weights(module), epoch
 
 
+class CutOff(pl.Callback):
+    """Ends a training once, in its third epoch."""
+
+    cut = False
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.current_epoch == 2 and not self.cut:
+            self.cut = True
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("epoch", [None, 0, 1])
+@pytest.mark.parametrize("recipe", ["sr_ste", "asp"])
+def test_a_training_that_was_cut_off_goes_on_in_the_same_process(
+    recipe: str, epoch: int | None, tmp_path: Path
+) -> None:
+    """From a checkpoint with the bits of a run without a stop; without one it begins anew, with the
+    dense weights that it has."""
+    saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+    module, watch, cut = lit.Module(), callback(recipe), CutOff()
+    trainer = lit.trainer(tmp_path, [watch, cut, saves], enable_checkpointing=True)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, lit.loader())
+    assert watch.handle is not None
+    left = [weight.dense.clone() for weight in watch.handle.sparse]
+    again = lit.trainer(tmp_path, [watch])
+    if epoch is None:
+        plain = lit.Module()
+        plain.load_state_dict(module.state_dict())
+        for weight, dense in zip(watch.handle.sparse, left, strict=True):
+            plain.get_parameter(weight.name).data.copy_(dense)
+        lit.trainer(tmp_path, [callback(recipe)]).fit(plain, lit.loader())
+        again.fit(module, lit.loader())
+    else:
+        plain = lit.Module()
+        lit.trainer(tmp_path, [callback(recipe)]).fit(plain, lit.loader())
+        again.fit(module, lit.loader(), ckpt_path=tmp_path / f"epoch={epoch}.ckpt")
+    assert weights(module) == weights(plain)
+
+
+def test_step_names_the_optimizer_it_needs(tmp_path: Path) -> None:
+    class Stock(lit.Module):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    message = r"use nmrun\.optim\.AdamW, a drop-in.*: return it from configure_optimizers"
+    with pytest.raises(ConfigError, match=message) as e:
+        lit.trainer(tmp_path, [callback("step")]).fit(Stock(), lit.loader())
+    assert "\n" not in str(e.value)
+
+
 def test_only_sparse_models_compete_for_the_best(tmp_path: Path) -> None:
     """The metric is best in the first epoch, when ASP's weights are dense still."""
     best = ModelCheckpoint(tmp_path, monitor="epoch", save_top_k=1)

@@ -2,16 +2,18 @@
 
 fairseq has no hook that sees model and optimizer together before a checkpoint is loaded, so the
 options are added to its ``optimization`` group, and ``Trainer._build_optimizer`` is followed by the
-call. No annotation here is a text: fairseq reads the types of an option from the class.
+call; and none at the end, so fairseq-train's ``main`` is followed by the end of the recipe. No
+annotation here is a text: fairseq reads the types of an option from the class.
 """
 
 import ast
-import atexit
+import importlib
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from fairseq import options
+from fairseq import checkpoint_utils, options
 from fairseq.dataclass import configs
 from fairseq.dataclass.initialize import hydra_init
 from fairseq.optim import FairseqOptimizer, register_optimizer
@@ -19,7 +21,7 @@ from fairseq.optim.adam import FairseqAdam, FairseqAdamConfig
 from fairseq.trainer import Trainer
 
 from nmrun import optim
-from nmrun.errors import ConfigError, RunError, refuse
+from nmrun.errors import ConfigError, RunError, leads, refuse
 from nmrun.patterns import PatternError
 from nmrun.step.handle import Handle
 from nmrun.step.sparsify import sparsify
@@ -129,32 +131,74 @@ def begin(trainer: Trainer) -> Handle:
         raise
 
 
-def finish(handle: Handle) -> None:
-    """At the end of the process, say where the weights are not what was asked for.
+def compare_anew(trainer: Trainer, handle: Handle) -> None:
+    """Let only sparse models compete for the best: when the weights become sparse, the comparison
+    begins anew, and so does the count of early stopping.
 
     Args:
-        handle: of the training. Checkpoints were written before.
+        trainer: of the training. Files of ``--keep-best-checkpoints`` are renamed then, since
+            fairseq compares by their names.
+        handle: likewise.
     """
-    try:
-        handle.finalize()
-    except RunError as error:
-        refuse([str(error)])
+    was_sparse, folder = False, Path(trainer.cfg.checkpoint.save_dir)
+
+    def before(*_: Any) -> None:
+        nonlocal was_sparse
+        was_sparse = handle.is_sparse
+
+    def after(*_: Any) -> None:
+        if was_sparse or not handle.is_sparse:
+            return
+        for compared in (checkpoint_utils.save_checkpoint, command.should_stop_early):
+            vars(compared).pop("best", None)
+        for path in folder.glob("checkpoint.best_*.pt") if leads() else ():
+            path.rename(path.with_name(f"dense_{path.name}"))
+
+    handle.optimizer.register_step_pre_hook(before)
+    handle.optimizer.register_step_post_hook(after)
 
 
-build = Trainer._build_optimizer
+# fairseq-train, which may itself be the main program
+main_program: Any = sys.modules["__main__"]
+command: Any = (
+    main_program
+    if hasattr(main_program, "should_stop_early")
+    else importlib.import_module("fairseq_cli.train")
+)
+stock_build, stock_main = Trainer._build_optimizer, command.main
+begun: list[Handle] = []  # of the training of this process
 
 
 def build_and_begin(trainer: Trainer) -> None:
     """Take the place of ``Trainer._build_optimizer``, which it calls."""
     if not trainer.cfg.optimization.get("nm_recipe"):
-        build(trainer)
+        stock_build(trainer)
         return
     try:
         check(trainer.cfg)
-        build(trainer)
-        atexit.register(finish, begin(trainer))
+        stock_build(trainer)
+        begun.append(begin(trainer))
+        compare_anew(trainer, begun[-1])
     except (ConfigError, PatternError, TypeError) as error:
         sys.exit(refuse([str(error)]))
 
 
+def main(cfg: Any) -> None:
+    """Take the place of fairseq-train's ``main``, which it calls. Checkpoints are written then.
+
+    Args:
+        cfg: of fairseq.
+
+    Raises:
+        SystemExit: with a line and status 1, where the weights are not what was asked for.
+    """
+    stock_main(cfg)
+    for handle in begun:
+        try:
+            handle.finalize()
+        except RunError as error:
+            sys.exit(refuse([str(error)], 1))
+
+
 Trainer._build_optimizer = build_and_begin
+command.main = main
