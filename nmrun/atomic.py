@@ -27,8 +27,7 @@ def replaced(path: Path, shared: bool = False) -> Iterator[Path]:
         mode = partial.stat().st_mode  # what others may read of a new file here
         yield partial
         partial.chmod(mode)  # safetensors gives its files to their owner alone
-        with partial.open("r+b") as file:
-            os.fsync(file.fileno())
+        _sync(partial)
         os.replace(partial, path)
     except Exception:
         # a full disk: what could be written is of no use and takes the place of what is
@@ -46,3 +45,15 @@ def write(path: Path, content: bytes | str, shared: bool = False) -> None:
     """
     with replaced(path, shared) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def sync(folder: Path) -> None:
+    """Put the files of a folder on disk, before the folder takes its name."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            _sync(file)
+
+
+def _sync(path: Path) -> None:
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())

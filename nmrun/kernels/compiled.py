@@ -131,8 +131,11 @@ def _build(compiler: str, code: str, flags: Sequence[str], path: Path) -> None:
         subprocess.run(command, check=True, capture_output=True, timeout=60)
         # another process may be building the same: where the two files are of different builds,
         # the next to load builds again
-        atomic.write(path.with_suffix(".sha256"), _digest(built), shared=True)
+        noted = path.with_suffix(".sha256")
+        atomic.write(noted, _digest(built), shared=True)
         atomic.write(path, built.read_bytes(), shared=True)
+        for file in (noted, path):  # a umask may let others write
+            file.chmod(0o600)
 
 
 def _trusted(path: Path) -> bool:

@@ -411,6 +411,26 @@ def test_the_cache_is_used_and_knows_what_it_was_built_from(
     assert {path.parent for path in built} == {tmp_path / "nmrun" / "kernels"}
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o007, 0o000])
+def test_what_was_built_is_found_again_whatever_the_umask(
+    umask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, calls = tmp_path / "cc", tmp_path / "calls"
+    compiler.write_text(
+        f'#!/bin/bash\necho >> {calls}\nfor last; do :; done; echo no > "${{@: -2:1}}"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = os.umask(umask)
+    try:
+        for _ in range(3):
+            c_library.library("nm_parts", ("nm_parts",))
+    finally:
+        os.umask(before)
+    assert calls.read_text().count("\n") == 1
+
+
 def test_compiler_of_the_environment_comes_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

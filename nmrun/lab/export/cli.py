@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nmrun import atomic
 from nmrun.errors import ConfigError, RunError
+from nmrun.lab.runs import locks
 from nmrun.lab.runs.run_folder import RESULT
 from nmrun.lab.verbs import Parser
 
@@ -78,8 +80,8 @@ def main(argv: list[str]) -> int:
 def _whole(
     run: finished.Finished, to: Path, write: Callable[[finished.Finished, Path], list[str]]
 ) -> list[str]:
-    """Write into a folder beside ``to`` that becomes it by renaming; what ``to`` holds already is
-    replaced file by file.
+    """Write into a folder beside ``to`` that becomes it by renaming. What ``to`` holds already stays,
+    but for files of the same names: a kill may leave fewer files, and never those of two exports.
     """
     if to.exists() and not to.is_dir():
         raise ValueError(f"--to {to} is a file; name a folder")
@@ -87,18 +89,39 @@ def _whole(
     # where a failure leaves no empty folders
     root = next(parent for parent in place.parents if parent.is_dir())
     part = root / f".{place.name}-{os.getpid()}"
+    for left in root.glob(f".{place.name}-*"):
+        if (left / locks.NAME).is_file() and not locks.held(left):  # by a kill
+            shutil.rmtree(left, ignore_errors=True)
     try:
         part.mkdir()
     except OSError as error:
         raise ValueError(f"--to {to}: {root} cannot be written to ({error.strerror})") from None
     try:
-        first, *others = write(run, part)
-        if to.exists():
-            for file in part.iterdir():
-                os.replace(file, to / file.name)
-        else:
-            to.parent.mkdir(parents=True, exist_ok=True)
-            os.rename(part, to)
+        with locks.hold(part):
+            (new := part / "new").mkdir()
+            first, *others = write(run, new)
+            atomic.sync(new)
+            if to.exists():
+                _replace(to, new, part / "old")
+            else:
+                to.parent.mkdir(parents=True, exist_ok=True)
+                os.rename(new, to)
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return [f"{to}{os.sep}{first}", *others]
+
+
+def _replace(to: Path, new: Path, old: Path) -> None:
+    """Move the files of ``new`` to ``to``, those of the same names to ``old`` before."""
+    names = sorted(file.name for file in new.iterdir())
+    old.mkdir()
+    try:
+        for name in names:
+            if (to / name).exists():
+                os.rename(to / name, old / name)
+        for name in names:
+            os.rename(new / name, to / name)
+    except OSError:
+        for file in old.iterdir():
+            os.replace(file, to / file.name)
+        raise

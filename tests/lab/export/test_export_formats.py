@@ -4,7 +4,10 @@ nmrun.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 from verbs import verb
 
 import nmrun
+from nmrun.errors import RunError
 from nmrun.fast import packed
 from nmrun.lab import models, tasks
 from nmrun.lab.data import digits
@@ -254,6 +258,67 @@ def test_a_failure_half_way_leaves_what_was_there(
     assert cli.main([str(run), "--to", str(to), "--format", "packed"]) == 0
     assert sorted(path.name for path in to.iterdir()) == [LAST, "notes.txt", "sparsity.json"]
     assert "older" not in (to / "sparsity.json").read_text()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(5, "Input/output error")])
+def test_no_mix_of_two_exports(
+    error: type[BaseException] | OSError,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cut off before each of the renames: by a kill some files may be missing, by an error none."""
+    to, renaming = tmp_path / "to", os.rename
+    names = ("model.safetensors", "sparsity.json")
+
+    def content() -> tuple[bytes | None, ...]:
+        files = [to / name for name in names]
+        return tuple(file.read_bytes() if file.exists() else None for file in files)
+
+    def exported(run: Path, stop: int = -1) -> tuple[bytes | None, ...]:
+        left = itertools.count()
+
+        def rename(*words: Path) -> None:
+            if next(left) == stop:
+                raise error
+            renaming(*words)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "rename", rename)
+            with contextlib.suppress(KeyboardInterrupt, RunError):
+                cli.main([str(run), "--to", str(to)])
+        return content()
+
+    torch.manual_seed(0)
+    first = exported(one := small(tmp_path / "one"))
+    torch.manual_seed(1)
+    other = small(tmp_path / "other")
+    result = json.loads((other / "result.json").read_text())
+    (other / "result.json").write_text(json.dumps({**result, "id": "other"}))
+    second = exported(other)
+    assert None not in (*first, *second)
+    assert [a == b for a, b in zip(first, second, strict=True)] == [False, False]
+    for stop in range(5):
+        assert exported(one) == first
+        now = exported(other, stop)
+        assert {a for a, b in zip(now, second, strict=True) if a != b} <= {None, *first}
+        mixed = any(a == b for a, b in zip(now, first, strict=True)) and any(
+            a == b for a, b in zip(now, second, strict=True)
+        )
+        assert not mixed
+        assert now in (first, second) or isinstance(error, type)
+    assert exported(other) == second
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other", "to"]
+
+
+def test_an_export_is_on_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda f: (synced.add(os.fstat(f).st_ino), fsync(f)))
+    to = tmp_path / "to"
+    assert cli.main([str(small(tmp_path / "run")), "--to", str(to), "--format", "packed"]) == 0
+    assert {path.stat().st_ino for path in to.iterdir()} <= synced
 
 
 # --- others load it -------------------------------------------------------------------------------
