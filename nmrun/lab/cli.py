@@ -73,8 +73,10 @@ def _main(argv: list[str]) -> int:
             which = [word for word in argv[2:3] if argv[1] == "bench" and word[:1] != "-"]
             argv = [argv[1], *which, "--help"]  # each benchmark has options of its own
         elif not any(word.startswith("--hydra-help") for word in argv):
-            topics = [word.lstrip("+~") for word in argv if "=" in word]
-            return max([explain([_topic(word)]) for word in topics] or [explain([])])
+            asked, words = _help_parser().parse_known_args(argv[1:])
+            place = [] if asked.config_dir is None else ["--config-dir", asked.config_dir]
+            words = [word for word in (*asked.topic, *words) if "=" in word and word[:1] != "-"]
+            return explain([*place, *(_topic(word.lstrip("+~")) for word in words)])
     if argv and _is_verb(argv[0]):
         return int(find("verb", argv[0], VERBS)(argv[1:]))
     if argv == ["--version"]:
@@ -108,22 +110,27 @@ def _topic(word: str) -> str:
 
 def explain(argv: list[str]) -> int:
     """``nmrun help TOPIC``; returns the exit status."""
+    asked = _help_parser().parse_intermixed_args(argv)
+    if asked.topic and asked.topic[0] in VERBS:
+        return int(find("verb", asked.topic[0], VERBS)(["--help"]))
+    if not asked.topic:
+        from nmrun.lab.words import help
+
+        print(help.text(asked.config_dir))
+    for topic in asked.topic:
+        from nmrun.lab.words import explain
+
+        print(explain.about(topic, asked.config_dir))
+    return 0
+
+
+def _help_parser() -> verbs.Parser:
     parser = verbs.Parser(prog="nmrun help", description="What a word of the command line means.")
     parser.add_argument(
         "topic",
-        nargs="?",
-        help="a key (trainer.epochs), a group (trainer, recipe), one of its options (recipe=step) or a verb; "
+        nargs="*",
+        help="a key (trainer.epochs), a group (trainer, recipe), one of its options (recipe=step, step) or a verb; "
         "without it, what nmrun --help says",
     )
-    topic = parser.parse_args(argv).topic
-    if topic in VERBS:
-        return int(find("verb", topic, VERBS)(["--help"]))
-    if topic is None:
-        from nmrun.lab.words import help
-
-        print(help.text())
-    else:
-        from nmrun.lab.words import explain
-
-        print(explain.about(topic))
-    return 0
+    parser.add_argument("--config-dir", "-cd", help="a folder of more configs")
+    return parser

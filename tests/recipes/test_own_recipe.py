@@ -72,7 +72,7 @@ def test_it_is_short():
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_commands_are_accepted(number, module):
-    (text,) = blocks("bash")
+    text, _ = blocks("bash")
     words = shlex.split(text.splitlines()[number].partition("  #")[0])[1:]
     asked = command_line.options(words)
     found = precheck.look(command_line.own_recipe(asked.overrides), asked.multirun)
@@ -112,6 +112,27 @@ def test_all_three_ways_to_name_it_are_the_same_run(folder, nmrun_cli):
     assert (run / "model.safetensors").read_bytes() == bits
 
 
+def test_a_yaml_of_its_own_needs_no_name(folder, nmrun_cli):
+    """It is called as its class, in one run and in a sweep."""
+    (folder / "mine" / "recipe").mkdir(parents=True)
+    (text,) = blocks("yaml")
+    (folder / "mine" / "recipe" / "slow.yaml").write_text(text)
+    one = nmrun_cli("--config-dir", "mine", "recipe=slow", *QUICK)
+    assert one.returncode == 0, one.stderr
+    (path,) = folder.rglob("result.json")
+    result = json.loads(path.read_text())
+    assert result["config"]["recipe"] == {
+        "name": "saliency", "_target_": "saliency.Saliency", "beta": 0.999,
+    }  # fmt: skip
+    words = ("--config-dir", "mine", "recipe=slow,ste", "dry=true", *QUICK)
+    swept = nmrun_cli("-m", *words)
+    assert swept.returncode == 0, swept.stderr
+    assert "saliency" in swept.stdout
+    shown = nmrun_cli("help", "recipe=slow", "--config-dir", "mine").stdout
+    assert "recipe.beta" in shown
+    assert "default 0.999" in shown
+
+
 def test_a_registered_name_takes_part_in_sweeps_and_is_told_in_help(folder, nmrun_cli):
     path = install(folder)
     swept = nmrun_cli(
@@ -138,7 +159,7 @@ def test_a_registered_name_takes_part_in_sweeps_and_is_told_in_help(folder, nmru
         (("recipe._target_=saliency.Salience",), "recipe=saliency.Salience cannot be imported: "),
         (
             ("recipe._target_=salience.Saliency",),
-            "recipe._target_=salience.Saliency cannot be imported: there is no module salience",
+            "recipe._target_=salience.Saliency cannot be imported: there is no salience.py here",
         ),
         (
             ("recipe._target_=saliency.torch",),

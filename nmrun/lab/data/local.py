@@ -36,23 +36,31 @@ def cache_folder() -> Path:
     return Path(os.environ.get("NMRUN_CACHE", f"{HOME}/derived")).expanduser()
 
 
+def places(name: str) -> list[Path]:
+    """Where a file or folder of data can be: below ``NMRUN_DATA``, or else in the current folder."""
+    given = Path(name).expanduser()
+    return [data_folder() / given, given]
+
+
 def find(dataset: str, names: Iterable[str], how: str) -> Path:
-    """Find a file or folder below ``NMRUN_DATA`` (default ``~/.cache/nmrun``).
+    """Find a file or folder below ``NMRUN_DATA`` (default ``~/.cache/nmrun``) or in the current
+    folder.
 
     Args:
         dataset: its name, for the error.
-        names: places below it; the first that is there is taken.
+        names: what it may be called; the first that is there is taken.
         how: to get the data, for the error.
 
     Raises:
         ConfigError: if there is none.
     """
-    root, names = data_folder(), list(names)
-    for name in names:
-        if (root / name).exists():
-            return root / name
+    names = list(names)
+    for place in (place for name in names for place in places(name)):
+        if place.exists():
+            return place
     raise ConfigError(
-        f"dataset={dataset}: there is no {' and no '.join(names)} in {root} (NMRUN_DATA): {how}"
+        f"dataset={dataset}: there is no {' and no '.join(names)} in {data_folder()} (NMRUN_DATA) "
+        f"or in the current folder: {how}"
     )
 
 

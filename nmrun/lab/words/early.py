@@ -21,7 +21,7 @@ from nmrun.patterns import Pattern
 MOST = {"digits": 1797, "cifar10": 50_000, "cifar100": 50_000, "fashion_mnist": 60_000}
 # The keys of data sets that name a file or folder.
 PATHS = {"text": ("train", "val", "test"), "token_bin": ("folder",), "fairseq": ("path",)}
-# dataset.path, in NMRUN_DATA or anywhere, and what is in that folder
+# what is in the folder of dataset.path
 CLASSES = "a folder of images for each class, or train and val with such"
 INSTANCES = "folders of images and annotations/instances_<folder>.json (cocodataset.org)"
 IN_DATA = {"image_folder": CLASSES, "imagenet": CLASSES, "coco": INSTANCES}
@@ -82,7 +82,10 @@ def _unknown_package(group: str, target: Any) -> Iterator[str]:
     if target is None or (Path.cwd() / f"{package}.py").exists() or Path(package).is_dir():
         return
     if package not in sys.modules and importlib.util.find_spec(package) is None:
-        yield f"{group}._target_={target} cannot be imported: there is no module {package}"
+        yield (
+            f"{group}._target_={target} cannot be imported: there is no {package}.py here and no "
+            f"such package installed; PYTHONPATH=FOLDER lets nmrun look in another folder"
+        )
 
 
 def _no_logger(track: dict[str, Any]) -> Iterator[str]:
@@ -112,7 +115,7 @@ def _no_teacher(plain: dict[str, Any], here: bool) -> Iterator[str]:
 
 
 def _no_masks(recipe: dict[str, Any], here: bool) -> Iterator[str]:
-    place = recipe.get("masks") if recipe["name"] == "maskllm" else None
+    place = recipe.get("masks") if recipe.get("name") == "maskllm" else None
     if not here or place is None or Path(place).expanduser().is_file():
         return
     if why := RunFolder(Path(place).expanduser()).unfinished():
@@ -156,13 +159,12 @@ def _no_files(dataset: dict[str, Any]) -> Iterator[str]:
         if dataset[key] is not None and not Path(dataset[key]).expanduser().exists():
             yield f"dataset.{key}={dataset[key]}: there is no such file or folder"
     if name in IN_DATA:
-        from nmrun.lab.data.local import data_folder  # numpy
+        from nmrun.lab.data import local  # numpy
 
-        root = data_folder()
-        if not (root / dataset["path"]).exists():
+        if not any(place.exists() for place in local.places(dataset["path"])):
             yield (
-                f"dataset.path={dataset['path']}: there is no such folder, also not in {root} "
-                f"(NMRUN_DATA); it has {IN_DATA[name]}"
+                f"dataset.path={dataset['path']}: there is no such folder, neither in "
+                f"{local.data_folder()} (NMRUN_DATA) nor here; it has {IN_DATA[name]}"
             )
 
 

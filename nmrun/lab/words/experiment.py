@@ -14,14 +14,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
-from nmrun.lab.words import schema, source, zipped
+from nmrun.lab.words import schema, source, yaml_files, zipped
 from nmrun.lab.words.composing import Done, composed, composing
 from nmrun.lab.words.identity import run_folder
 from nmrun.registry import did_you_mean
@@ -127,13 +126,8 @@ def load(name: str) -> Experiment:
         raise ConfigError(
             f"experiment={name}: no such experiment{did_you_mean(name, names())} (there are {', '.join(names())})"
         )
-    try:
-        file = Path(name) if own else files("nmrun.conf") / "experiment" / f"{name}.yaml"
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"experiment={name}: {error.strerror}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"experiment={name}: not YAML: {' '.join(str(error).split())}") from None
+    file = Path(name) if own else files("nmrun.conf") / "experiment" / f"{name}.yaml"
+    content = yaml_files.read(file, f"experiment={name}")
     try:
         return _read(Path(name).stem, content)
     except (ValueError, TypeError, AttributeError, KeyError) as error:

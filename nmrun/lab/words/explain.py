@@ -13,20 +13,21 @@ from nmrun.lab.words.reference import Key, Option
 from nmrun.registry import did_you_mean
 
 
-def about(topic: str) -> str:
+def about(topic: str, config_dir: str | None = None) -> str:
     """What a topic means, which values it takes and what it is by default.
 
     Args:
         topic: a key (``trainer.epochs``, ``seed``), a group (``trainer``, ``recipe``) or an option
-            (``recipe=step``).
+            (``recipe=step``, ``step``).
+        config_dir: a folder of more configs.
 
     Raises:
         ConfigError: for any other word, with the nearest that there is.
     """
     group, equals, name = topic.partition("=")
     if group in reference.GROUPS:
-        options = reference.options(group)
-        if equals:
+        options = reference.options(group, config_dir)
+        if equals and group != "sparsity":  # any ratio is an option there
             return "\n".join(_option(_named(options, group, name)))
         return "\n".join(_option(options[0]) if not options[0].name else _list(options))
     group = topic.partition(".")[0] if "." in topic else ""
@@ -34,6 +35,14 @@ def about(topic: str) -> str:
         alike = reference.alike(topic, reference.options(group))
         if alike:
             return "\n".join([topic, *(line for meant in alike.items() for line in _key(*meant))])
+    named = [
+        option
+        for group in reference.GROUPS
+        for option in reference.options(group, config_dir)
+        if option.name == topic
+    ]
+    if named:
+        return "\n".join(line for option in named for line in _option(option))
     raise ConfigError(f"{topic}: no such key, group or option{_hint(topic)}")
 
 

@@ -8,30 +8,39 @@ from importlib.resources import files
 
 import yaml
 
+from nmrun.lab.words import yaml_files
 from nmrun.patterns import USUAL
 from nmrun.recipes import RECIPES, installed
 
 
-def text() -> str:
-    """Fill the template of ``conf/nmrun.yaml`` as Hydra does."""
+def text(config_dir: str | None = None) -> str:
+    """Fill the template of ``conf/nmrun.yaml`` as Hydra does.
+
+    Args:
+        config_dir: a folder of more configs.
+
+    Raises:
+        ConfigError: where there is no such folder.
+    """
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     config = yaml.load((files("nmrun.conf") / "nmrun.yaml").read_text(encoding="utf-8"), loader)
     parts = config["hydra"]["help"]
     template = parts["template"]
     for name in ("header", "footer"):
         template = template.replace(f"${{hydra.help.{name}}}", parts[name])
-    groups = "".join(f"{group}: {', '.join(options)}\n" for group, options in _groups())
+    groups = "".join(f"{group}: {', '.join(options)}\n" for group, options in _groups(config_dir))
     return string.Template(template).substitute(APP_CONFIG_GROUPS=groups)
 
 
-def _groups() -> Iterator[tuple[str, list[str]]]:
+def _groups(config_dir: str | None) -> Iterator[tuple[str, list[str]]]:
     """Yield each group with its options, in the order of names."""
     beside = {"sparsity": USUAL, "recipe": (*RECIPES, *installed())}  # options without a file
-    for folder in sorted(files("nmrun.conf").iterdir(), key=lambda folder: folder.name):
-        if folder.is_dir():
-            names = {file.name for file in folder.iterdir() if file.name.endswith(".yaml")}
-            options = {name.removesuffix(".yaml") for name in names} | {
-                *beside.get(folder.name, ())
-            }
-            if options:
-                yield folder.name, sorted(options)
+    found = {group: set(options) for group, options in beside.items()}
+    for folder in (place for place in files("nmrun.conf").iterdir() if place.is_dir()):
+        names = [file.name for file in folder.iterdir() if file.name.endswith(".yaml")]
+        found.setdefault(folder.name, set()).update(name.removesuffix(".yaml") for name in names)
+    for group, own in yaml_files.of_folder(config_dir).items():
+        found.setdefault(group, set()).update(file.stem for file in own)
+    for group in sorted(found):
+        if found[group] and group != "hydra":
+            yield group, sorted(found[group])

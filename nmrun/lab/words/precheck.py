@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.errors import ConfigError
-from nmrun.lab.words import command_line, early, plugins, schema, unknown
+from nmrun.lab.words import command_line, early, plugins, schema, unknown, yaml_files
 from nmrun.lab.words.composing import Done, composed, composing
 from nmrun.lab.words.source import GROUP as RATIO
 from nmrun.patterns import Pattern, PatternError
@@ -73,8 +73,14 @@ def look(
             _Look(words, multirun, findings, {} if done is None else done).check_jobs(multirun)
     except (HydraException, OmegaConfBaseException) as error:
         findings.problems.append(str(error).splitlines()[0])
-    except yaml.YAMLError as error:  # of a file in config_dir
-        findings.problems.append(" ".join(str(error).split()))
+    except yaml.YAMLError as error:  # of a file in config_dir, which it names
+        findings.problems.append(yaml_files.unreadable(error))
+    except OSError as error:
+        findings.problems.append(yaml_files.unreadable(error))
+    except UnicodeDecodeError as error:
+        findings.problems.append(
+            yaml_files.unreadable(error, f"a file in --config-dir {config_dir}")
+        )
     except ConfigError as error:
         findings.problems += error.problems
     findings.problems = list(dict.fromkeys(findings.problems))

@@ -11,9 +11,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from nmrun.lab.keys.groups import Run
-from nmrun.lab.words import recipe_fields, schema
+from nmrun.lab.words import recipe_fields, schema, yaml_files
 from nmrun.ranges import Check, Search, checks, shown
 from nmrun.recipes import RECIPES
 
@@ -60,25 +62,45 @@ class Option:
     more: str = ""
 
 
-def options(group: str) -> list[Option]:
-    """The options of a group that come with nmrun, those of recipes in their papers' order.
+def options(group: str, config_dir: str | None = None) -> list[Option]:
+    """The options of a group, first those that come with nmrun, recipes in their papers' order.
 
     Args:
         group: one of ``GROUPS``, or empty for the keys that are in no group.
+        config_dir: a folder of more configs.
+
+    Raises:
+        ConfigError: for a config of one's own that cannot be read.
     """
-    if group == "recipe":
-        return [_recipe(name, path) for name, path in RECIPES.items()]
+    conf = files("nmrun.conf")
     if group in ("", *schema.UNNAMED):
         place = {"": "nmrun", "sparsity": "sparsity/dense"}.get(group, f"{group}/default")
         ranges = checks(schema.UNNAMED[group] if group else Run)
-        return [_written(group, "", place, ranges)]
-    kinds = schema.KINDS[group]
-    return [_written(group, name, f"{group}/{name}", checks(kinds[name])) for name in sorted(kinds)]
+        return [_written(group, "", conf / f"{place}.yaml", ranges)]
+    if group == "recipe":
+        found = [_recipe(name, path) for name, path in RECIPES.items()]
+    else:
+        kinds = schema.KINDS[group]
+        found = [
+            _written(group, name, conf / group / f"{name}.yaml", checks(kinds[name]))
+            for name in sorted(kinds)
+        ]
+    return found + [_own(group, file) for file in yaml_files.of_folder(config_dir).get(group, ())]
 
 
-def _written(group: str, name: str, place: str, ranges: Mapping[str, Check | None]) -> Option:
-    """An option as its file in ``conf/`` has it."""
-    lines = (files("nmrun.conf") / f"{place}.yaml").read_text(encoding="utf-8").splitlines()
+def _own(group: str, file: Path) -> Option:
+    """An option of the user's own: of a class its keys are no business of ours."""
+    content = yaml_files.read(file, str(file))
+    given = content if isinstance(content, dict) else {}
+    known = schema.ranges(group, given)
+    return _written(group, file.stem, file, {str(key): known.get(key) for key in given})
+
+
+def _written(
+    group: str, name: str, file: Path | Traversable, ranges: Mapping[str, Check | None]
+) -> Option:
+    """An option as its file has it."""
+    lines = file.read_text(encoding="utf-8").splitlines()
     above: list[str] = []
     about, keys = "", []
     for number, line in enumerate(lines):
@@ -88,7 +110,7 @@ def _written(group: str, name: str, place: str, ranges: Mapping[str, Check | Non
         if number == len(above):
             about, above = " ".join(above), []  # the first lines are about the whole file
         found = LINE.match(line)
-        if found and found[1] in ranges and found[1] != "name":
+        if found and found[1] in ranges and found[1] not in ("name", "_target_"):
             dotted = f"{group}.{found[1]}".lstrip(".")
             meaning = found[3] or " ".join(above)
             keys.append(Key(dotted, meaning, _takes(ranges[found[1]]), found[2]))

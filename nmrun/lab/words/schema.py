@@ -53,7 +53,7 @@ def check(composed: DictConfig) -> Config:
         raise ConfigError(found)
     _convert(checks(Run), plain)
     for group in (*NAMED, *UNNAMED):
-        _convert(_ranges(group, plain[group]), plain[group])
+        _convert(ranges(group, plain[group]), plain[group])
     plain.pop("seeds", None)  # a run has one
     plain["optimizer"]["decay"] = _decayed(plain["optimizer"], plain["model"])
     plain["recipe"]["name"] = _recipe_name(plain["recipe"])
@@ -95,7 +95,7 @@ def problems(plain: dict[str, Any], unsure: Collection[str] = ()) -> list[str]:
             found[f"{group}: missing"] = group
             continue
         found |= _wrong_group(group, given)
-        values |= wrong_values(_ranges(group, given), given, f"{group}.")
+        values |= wrong_values(ranges(group, given), given, f"{group}.")
     found |= values
     bad = {*unsure, *found.values()}
 
@@ -110,7 +110,7 @@ def options_of(group: str) -> list[str]:
     return sorted({*RECIPES, "custom"} if group == "recipe" else KINDS[group])
 
 
-def _ranges(group: str, given: Mapping[str, Any]) -> Mapping[str, Check | None]:
+def ranges(group: str, given: Mapping[str, Any]) -> Mapping[str, Check | None]:
     """The keys of a group with their ranges.
 
     What has a ``_target_`` is the user's own, which knows its keys, and an unknown kind has none.
@@ -122,7 +122,8 @@ def _ranges(group: str, given: Mapping[str, Any]) -> Mapping[str, Check | None]:
     name = str(given.get("name"))
     if group == "recipe":
         return recipe_keys(name) if name in RECIPES else {}
-    return checks(KINDS[group][name]) if name in KINDS[group] else {}
+    kinds = KINDS.get(group, {})
+    return checks(kinds[name]) if name in kinds else {}
 
 
 def _convert(ranges: Mapping[str, Check | None], holder: dict[str, Any]) -> None:
@@ -154,7 +155,7 @@ def _wrong_group(group: str, given: dict[str, Any]) -> dict[str, str]:
         return {f"{group}.name: missing": group}
     if name not in (options := options_of(group)):
         return {no_option(f"{group}.name", group, shown(name), options): group}
-    keys = ("name", *(key for key in _ranges(group, given) if key != "name"))
+    keys = ("name", *(key for key in ranges(group, given) if key != "name"))
     return wrong_keys(group, keys, given)
 
 

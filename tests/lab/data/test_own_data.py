@@ -63,7 +63,7 @@ def test_it_is_tuned_and_each_run_s_command_asks_for_it(folder: Path, nmrun_cli)
         ("dataset._target_=tumours.biuld", "dataset._target_=tumours.biuld cannot be imported"),
         (
             "model._target_=nowhere.build",
-            "model._target_=nowhere.build cannot be imported: there is no module nowhere",
+            "model._target_=nowhere.build cannot be imported: there is no nowhere.py here",
         ),
         ("model._target_=build", "model._target_=build: it takes package.function"),
         ("dataset.name=a/b", "dataset.name=a/b: it names a folder"),

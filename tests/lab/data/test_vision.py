@@ -452,8 +452,8 @@ def test_without_data_and_network_it_is_said_in_a_line(
         tasks.build(dataset_config(tmp_path, "cifar100"), CPU)
     (problem,) = caught.value.problems
     assert problem == (
-        f"dataset=cifar100: there is no cifar100/cifar-100-python and no cifar-100-python in {tmp_path}/data (NMRUN_DATA), "
-        "and its download failed (<urlopen error no network>)"
+        f"dataset=cifar100: there is no cifar100/cifar-100-python and no cifar-100-python in {tmp_path}/data (NMRUN_DATA) "
+        "or in the current folder, and its download failed (<urlopen error no network>)"
     )
     assert not list((tmp_path / "data").iterdir())
 

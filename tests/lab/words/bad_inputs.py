@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -359,7 +358,7 @@ WORDS = {
 }
 
 VERBS = {
-    "table": "required: PATH",
+    "table": "outputs: no such folder",
     "table nowhere": "no such folder",
     "table . --foo": "unrecognized arguments",
     "table . --format word": "invalid choice",
@@ -367,7 +366,7 @@ VERBS = {
     "table .": "no run below",
     "table file.txt": "file.txt: it is a file",
     "table outputs --experiment step_aggressive": "outputs",
-    "plot": "required: PATH",
+    "plot": "outputs: no such folder",
     "plot nowhere": "no such folder",
     "plot . --kind pie": "invalid choice",
     "plot . --out x.gif": "suffix",
@@ -425,8 +424,37 @@ VERBS = {
     "rerun .": "no run",
 }
 
+# What lies in the current folder, and is there afterwards.
+FILES = {
+    "file.txt": b"",
+    "mine/recipe/flow.yaml": b"beta: [1,\ngamma: }",
+    "mine/recipe/tabs.yaml": b"beta:\n\t- 1",
+    "mine/recipe/twice.yaml": b"beta: 1\nbeta: 2",
+    "mine/recipe/bytes.yaml": b"\xff\xfe",
+    "mine/recipe/nothing.yaml": b"",
+    "mine/recipe/alist.yaml": b"- beta",
+    "mine/recipe/unnamed.yaml": b"beta: 1",
+    "mine/recipe/nowhere.yaml": b"_target_: nosuch.Mine",
+    "mine/recipe/other.yaml": b"defaults: [/model: nosuch]\nname: ste",
+}
+OWN = {
+    "--config-dir mine recipe=flow": "flow.yaml, line 2: not YAML",
+    "--config-dir mine recipe=tabs": "tabs.yaml, line 2: not YAML",
+    "--config-dir mine recipe=twice": "twice.yaml, line 2: not YAML",
+    "--config-dir mine recipe=bytes": "--config-dir mine: not a text in UTF-8",
+    "--config-dir mine recipe=nothing": "recipe.name: missing",
+    "--config-dir mine recipe=alist": "recipe: missing",
+    "--config-dir mine recipe=unnamed": "recipe.name: missing",
+    "--config-dir mine recipe=nowhere": "no nosuch.py here and no such package installed; PYTHONPATH=",
+    "--config-dir mine recipe=other": "model/nosuch",
+    "help recipe --config-dir mine": "bytes.yaml: not a text in UTF-8",
+    "help recipe=ste --config-dir nowhere": "--config-dir nowhere: no such folder",
+    "--config-dir nowhere --help": "--config-dir nowhere: no such folder",
+    "--help --config-dir": "expected one argument",
+}
+
 EVERY = {
-    **GROUPS, **KEYS, **VALUES, **RATIOS, **TOGETHER, **SWEEPS, **WORDS, **VERBS,
+    **GROUPS, **KEYS, **VALUES, **RATIOS, **TOGETHER, **SWEEPS, **WORDS, **VERBS, **OWN,
 }  # fmt: skip
 
 
@@ -436,7 +464,9 @@ def answer(line: str) -> dict[str, Any]:
 
     for made in Path().iterdir():  # what the line before left, which it was told
         shutil.rmtree(made) if made.is_dir() else made.unlink()
-    Path("file.txt").touch()
+    for name, content in FILES.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(content)
     out, err = io.StringIO(), io.StringIO()
     sys.argv = ["nmrun", *shlex.split(line)]
     began, before = time.perf_counter(), set(sys.modules)
@@ -454,7 +484,7 @@ def answer(line: str) -> dict[str, Any]:
         "printed": out.getvalue(),
         "seconds": time.perf_counter() - began,
         "imported": sorted(heavy & (set(sys.modules) - before)),
-        "left": sorted(os.listdir()),
+        "left": sorted(str(path) for path in Path().rglob("*") if path.is_file()),
     }
 
 

@@ -304,23 +304,28 @@ def test_seeds_that_are_none(nmrun_cli, seeds: str) -> None:
     assert "null or a list of different whole numbers" in done.stderr
 
 
-def test_help_is_what_hydra_would_say(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [[], ["--config-dir", "mine"], ["--config-dir=mine"]])
+def test_help_is_what_hydra_would_say(tmp_path: Path, flags: list[str]) -> None:
     """It is put together without Hydra, which is not even imported."""
+    for name in ("recipe/slow", "debug/slow", "hydra/job_logging/mine"):
+        (tmp_path / "mine" / name).parent.mkdir(parents=True)
+        (tmp_path / "mine" / f"{name}.yaml").write_text("name: ste\n")
     code = "import sys; from nmrun.lab import cli; cli.main(); print([m for m in ('hydra', 'omegaconf') if m in sys.modules], file=sys.stderr)"
     quick = subprocess.run(
-        [sys.executable, "-c", code, "--help"],
+        [sys.executable, "-c", code, *flags, "--help"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=60,
     )
-    code = "from nmrun.lab.train import jobs; jobs._hydra(['--help'], [])"
+    code = f"from nmrun.lab.train import jobs; jobs._hydra({[*flags, '--help']}, [])"
     whole = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
     assert quick.stderr == "[]\n"
     assert quick.stdout == whole.stdout
     assert "recipe: asp" in quick.stdout
+    assert ("slow" in quick.stdout) == bool(flags)
 
 
 def test_a_verb_that_raises_gets_one_line(

@@ -63,6 +63,31 @@ def test_a_group_lists_its_options_and_an_option_its_keys():
         assert part in text
     assert "``" not in text
     assert "trainer.epochs" in explain.about("trainer")
+    assert explain.about("sparsity=2:4") == explain.about("sparsity")
+
+
+@pytest.mark.parametrize(
+    "option", ["recipe=step", "dataset=digits", "model=mlp", "optimizer=sgd", "track=wandb"]
+)
+def test_the_name_of_an_option_alone_leads_to_it(option):
+    assert explain.about(option.partition("=")[2]) == explain.about(option)
+
+
+def test_options_of_ones_own_are_told(tmp_path):
+    for name, text in {
+        "recipe/mine": "# masks by chance\n_target_: mine.Mine\nrate: 0.3  # of what\n",
+        "recipe/often": "# anew at every step\nname: ste_periodic\ninterval: 1\n",
+    }.items():
+        (tmp_path / "recipe").mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    own = explain.about("recipe=mine", str(tmp_path)).splitlines()
+    assert [line.strip() for line in own] == [
+        "recipe=mine", "masks by chance", "recipe.rate", "of what", "default 0.3",
+    ]  # fmt: skip
+    assert "takes a whole number, 1 or more" in explain.about("recipe=often", str(tmp_path))
+    assert "recipe=mine: masks by chance" in explain.about("recipe", str(tmp_path))
+    with pytest.raises(ConfigError, match="did you mean mine"):
+        explain.about("recipe=mien", str(tmp_path))
 
 
 @pytest.mark.parametrize(

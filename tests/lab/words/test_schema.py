@@ -173,7 +173,7 @@ KINDS = [
 
 
 def ranges(group: str, name: str) -> dict[str, Any]:
-    return dict(schema._ranges(group, {"name": name}))
+    return dict(schema.ranges(group, {"name": name}))
 
 
 @pytest.mark.parametrize(("group", "name"), KINDS)
