@@ -1,14 +1,20 @@
-"""Classes and functions by name: built-in ones, or a user's own by the dotted path."""
+"""Classes and functions by name: built-in ones, those of installed packages by entry points, or a
+user's own by the dotted path.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 def find(kind: str, name: str, known: Mapping[str, str]) -> Any:
@@ -59,6 +65,20 @@ def imported(path: str, what: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{what} cannot be imported: {error}") from None
+
+
+@functools.cache
+def installed(group: str) -> dict[str, EntryPoint]:
+    """The entry points of a group, such as ``nmrun.recipes``, by name; none is imported."""
+    return {point.name: point for point in sorted(_entry_points().select(group=group))}
+
+
+@functools.cache
+def _entry_points() -> Any:
+    """Those of all groups, since each look goes through all installed packages."""
+    from importlib.metadata import entry_points
+
+    return entry_points()
 
 
 # what values are called elsewhere

@@ -36,19 +36,18 @@ def build(what: str, source: Path, to: Path) -> Path:
 def test_wheel_and_sdist_have_all_code_and_configs(tmp_path):
     pytest.importorskip("setuptools")
     source = tmp_path / "source"
-    ignored = (
-        shutil.ignore_patterns("__pycache__", "conf")
-        if (ROOT / "nmrun/conf").is_symlink()
-        else None
-    )
-    shutil.copytree(ROOT / "nmrun", source / "nmrun", ignore=ignored)
+    shutil.copytree(ROOT / "nmrun", source / "nmrun", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(source / "nmrun" / "conf", ignore_errors=True)  # a link to conf in some checkouts
     shutil.copytree(ROOT / "conf", source / "conf", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     wheel, sdist = build("wheel", source, tmp_path), build("sdist", source, tmp_path)
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
-    for folder, suffixes in (("nmrun", {".py", ".c", ".typed"}), ("conf", {".py", ".yaml"})):
+    for folder, suffixes in (
+        ("nmrun", {".py", ".c", ".typed", ".yaml"}),
+        ("conf", {".py", ".yaml"}),
+    ):
         for path in (source / folder).rglob("*"):
             if path.is_file() and path.suffix in suffixes:
                 name = str(path.relative_to(source))

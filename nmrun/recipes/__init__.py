@@ -11,7 +11,6 @@ import copy
 import functools
 import importlib
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from nmrun import registry
@@ -61,7 +60,8 @@ def installed() -> dict[str, str]:
     theirs to take.
     """
     found = {
-        point.name: point.value.replace(":", ".") for point in entry_points(group="nmrun.recipes")
+        name: point.value.replace(":", ".")
+        for name, point in registry.installed("nmrun.recipes").items()
     }
     return {name: path for name, path in sorted(found.items()) if name not in RECIPES}
 

@@ -199,8 +199,10 @@ def test_a_mistake_gets_a_line(module, monkeypatch, words, said):
 def test_a_name_of_nmruns_own_is_not_for_others_to_take(monkeypatch):
     from importlib.metadata import EntryPoint
 
-    points = [EntryPoint(name, "saliency:Saliency", "nmrun.recipes") for name in ("ste", "mine")]
-    monkeypatch.setattr(recipes, "entry_points", lambda group: points)
+    points = {
+        name: EntryPoint(name, "saliency:Saliency", "nmrun.recipes") for name in ("ste", "mine")
+    }
+    monkeypatch.setattr(recipes.registry, "installed", lambda group: points)
     assert recipes.installed.__wrapped__() == {"mine": "saliency.Saliency"}
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from nmrun.lab.keys import reader
 from nmrun.lab.keys.groups import Group, Named
-from nmrun.ranges import FLAG, SIDES, TEXT, number, whole
+from nmrun.ranges import FLAG, TEXT, number, whole
 
 Keys = TypeVar("Keys", bound=Group)
 SHARE = number(0, 0.5, open_low=True)
@@ -15,14 +15,16 @@ SHARE = number(0, 0.5, open_low=True)
 IMAGES, TEXTS = "images", "texts with labels"
 RUNNING_TEXT, PAIRS = "running text", "pairs of sentences"
 QUESTIONS, ANSWERED = "questions on texts", "texts with answers"
-INSTANCES, FRAMES = "images with instances", "pairs of frames with optical flow"
 
 
 @dataclass(frozen=True)
 class Dataset(Named):
-    """A data set. ``data`` is what is in it."""
+    """A data set. ``data`` is what is in it; ``within``, what is in the folder ``dataset.path`` in
+    NMRUN_DATA or anywhere, empty where the data set has no such key.
+    """
 
     data: ClassVar[str] = IMAGES
+    within: ClassVar[str] = ""
 
     def as_kind(self, kind: type[Keys]) -> Keys:
         """The keys of ``kind``, which a data set of the user's own may have as well.
@@ -82,21 +84,6 @@ class Augmented(Group):
     erasing: Annotated[float, number(0, 1)]
     mixup: Annotated[float, number(0)]
     cutmix: Annotated[float, number(0)]
-
-
-@dataclass(frozen=True)
-class Pictured(Seeded):
-    """Images with instances."""
-
-    flip: Annotated[bool, FLAG]
-
-
-@dataclass(frozen=True)
-class Moving(Seeded):
-    """Pairs of frames."""
-
-    crop: Annotated[list[int] | None, SIDES]
-    flip: Annotated[bool, FLAG]
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,6 @@ from typing import Annotated, Any, ClassVar
 from nmrun.lab.keys import reader
 from nmrun.lab.keys.data_groups import (
     ANSWERED,
-    FRAMES,
-    INSTANCES,
     PAIRS,
     QUESTIONS,
     SHARE,
@@ -19,14 +17,13 @@ from nmrun.lab.keys.data_groups import (
     Dataset,
     Encoded,
     Fractions,
-    Moving,
     OwnDataset,
-    Pictured,
     Seeded,
     Subset,
     Translated,
     Windowed,
 )
+from nmrun.lab.keys.installed import Kinds
 from nmrun.lab.keys.long_texts import (
     HubText,
     Shakespeare,
@@ -37,6 +34,8 @@ from nmrun.lab.keys.long_texts import (
     WikiText,
 )
 from nmrun.ranges import FLAG, OPTIONAL_TEXT, PATH, TEXT, number, one_of, whole
+
+CLASSES = "a folder of images for each class, or train and val with such"
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,8 @@ class Images(Augmented, Subset, Dataset):
 class ImageFolder(Images):
     """A folder of images."""
 
+    within: ClassVar[str] = CLASSES
+
     path: Annotated[str, PATH]
     resolution: Annotated[int, whole(1)]
 
@@ -63,65 +64,11 @@ class ImageFolder(Images):
 class ImageNet(Augmented, Subset, Dataset):
     """A large folder of images, which are read as they are needed."""
 
+    within: ClassVar[str] = CLASSES
+
     path: Annotated[str, PATH]
     resolution: Annotated[int, whole(1)]
     crop_scale: Annotated[float, number(0, 1, open_low=True)]
-    workers: Annotated[int | None, whole(0, optional=True)]
-
-
-@dataclass(frozen=True)
-class GeneratedShapes(Pictured, Dataset):
-    """Generated shapes."""
-
-    data: ClassVar[str] = INSTANCES
-
-    size: Annotated[int, whole(1)]
-    resolution: Annotated[int, whole(16)]
-
-
-@dataclass(frozen=True)
-class Coco(Pictured, Dataset):
-    """COCO, and data sets in its format."""
-
-    data: ClassVar[str] = INSTANCES
-
-    path: Annotated[str, PATH]
-    train: Annotated[str, PATH]
-    test: Annotated[str, PATH]
-    held_out: Annotated[float, SHARE]
-    limit: Annotated[int | None, whole(1, optional=True)]
-    workers: Annotated[int | None, whole(0, optional=True)]
-
-
-@dataclass(frozen=True)
-class GeneratedMotion(Moving, Dataset):
-    """Generated pairs of frames."""
-
-    data: ClassVar[str] = FRAMES
-
-    size: Annotated[int, whole(1)]
-    resolution: Annotated[int, whole(32)]
-
-
-@dataclass(frozen=True)
-class Sintel(Fractions, Moving, Dataset):
-    """Sintel."""
-
-    data: ClassVar[str] = FRAMES
-
-    path: Annotated[str | None, OPTIONAL_TEXT]
-    rendering: Annotated[str, one_of("clean", "final", "both")]
-    workers: Annotated[int | None, whole(0, optional=True)]
-
-
-@dataclass(frozen=True)
-class FlyingChairs(Moving, Dataset):
-    """FlyingChairs."""
-
-    data: ClassVar[str] = FRAMES
-
-    path: Annotated[str | None, OPTIONAL_TEXT]
-    held_out: Annotated[float, SHARE]
     workers: Annotated[int | None, whole(0, optional=True)]
 
 
@@ -216,16 +163,11 @@ class Fairseq(Translated, Dataset):
     moses: Annotated[bool, FLAG]
 
 
-DATASETS: dict[str, type[Dataset]] = {
+OWN: dict[str, type[Dataset]] = {
     "digits": Digits,
     **dict.fromkeys(("cifar10", "cifar100", "fashion_mnist"), Images),
     "image_folder": ImageFolder,
     "imagenet": ImageNet,
-    "generated_shapes": GeneratedShapes,
-    "coco": Coco,
-    "generated_motion": GeneratedMotion,
-    "sintel": Sintel,
-    "flying_chairs": FlyingChairs,
     "generated_text": GeneratedText,
     "glue": Glue,
     "glue_text": GlueText,
@@ -241,7 +183,8 @@ DATASETS: dict[str, type[Dataset]] = {
     "multi30k": Multi30k,
     "fairseq": Fairseq,
 }
-LONG_TEXTS = tuple(name for name, kind in DATASETS.items() if issubclass(kind, Strided))
+DATASETS = Kinds("dataset", OWN)
+LONG_TEXTS = tuple(name for name, kind in OWN.items() if issubclass(kind, Strided))
 
 
 def read(plain: Mapping[str, Any]) -> Dataset:

@@ -9,16 +9,15 @@ from typing import Annotated, Any, ClassVar
 from nmrun.lab.keys import reader
 from nmrun.lab.keys.data_groups import (
     ANSWERED,
-    FRAMES,
     IMAGES,
-    INSTANCES,
     PAIRS,
     QUESTIONS,
     RUNNING_TEXT,
     TEXTS,
 )
 from nmrun.lab.keys.groups import Group, Named
-from nmrun.ranges import EXPRESSIONS, FLAG, FRACTION, LEVELS, TEXT, WIDTHS, Check, one_of, whole
+from nmrun.lab.keys.installed import Kinds
+from nmrun.ranges import EXPRESSIONS, FLAG, FRACTION, TEXT, WIDTHS, Check, one_of, whole
 
 ARGUMENTS = Check(
     "null or keyword arguments such as {drop_path_rate: 0.1}",
@@ -96,31 +95,6 @@ class Swin(Torchvision):
     """Swin Transformers."""
 
     decays: ClassVar[str] = "matrices"  # Liu et al. 2022, in their code
-
-
-@dataclass(frozen=True)
-class MaskRCNN(Model):
-    """Mask R-CNN."""
-
-    data: ClassVar[str] = INSTANCES
-
-    backbone: Annotated[str, one_of("resnet18", "resnet34", "resnet50")]
-    width: Annotated[int, whole(1)]
-    min_size: Annotated[int, whole(1)]
-    max_size: Annotated[int, whole(1)]
-    anchors: Annotated[list[int], LEVELS]
-    regions: Annotated[int, whole(1)]
-    frozen_norms: Annotated[bool, FLAG]
-
-
-@dataclass(frozen=True)
-class Raft(Model):
-    """RAFT."""
-
-    data: ClassVar[str] = FRAMES
-
-    updates: Annotated[int, whole(1)]
-    evaluated_updates: Annotated[int, whole(1)]
 
 
 @dataclass(frozen=True)
@@ -239,7 +213,7 @@ VISION = [
     "mobilenet_v2",
 ]
 GPTS = ["gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"]
-MODELS: dict[str, type[Model]] = {
+OWN: dict[str, type[Model]] = {
     "small_conv": SmallConv,
     "small_conv_bn": SmallConv,
     "mlp": MLP,
@@ -248,8 +222,6 @@ MODELS: dict[str, type[Model]] = {
     **dict.fromkeys(("swin_v2_t", "swin_v2_b"), Swin),
     **dict.fromkeys(("vit_tiny", "vit_small", "vit_base", "deit_tiny", "deit_small"), ViT),
     "timm": Timm,
-    "mask_rcnn": MaskRCNN,
-    **dict.fromkeys(("raft_small", "raft_large"), Raft),
     "text_encoder": Activated,
     **dict.fromkeys(GPTS, GPT),
     "gpt_classifier": GPTClassifier,
@@ -260,7 +232,8 @@ MODELS: dict[str, type[Model]] = {
     "hf_t5": T5,
     **{f"fairseq_transformer{size}": FairseqTransformer for size in ("", "_iwslt", "_base")},
 }
-ACTIVATED = [name for name, kind in MODELS.items() if issubclass(kind, Activated)]
+MODELS = Kinds("model", OWN)
+ACTIVATED = [name for name, kind in OWN.items() if issubclass(kind, Activated)]
 
 
 def read(plain: Mapping[str, Any]) -> Model:

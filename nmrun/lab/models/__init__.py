@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from nmrun.errors import ConfigError
+from nmrun.lab.keys import installed
 from nmrun.registry import find
 
 MODELS = {
@@ -33,8 +34,6 @@ MODELS = {
         "nmrun.lab.models.vit.build",
     ),
     "timm": "nmrun.lab.models.timm_models.build",
-    "mask_rcnn": "nmrun.lab.models.mask_rcnn.build",
-    **dict.fromkeys(("raft_small", "raft_large"), "nmrun.lab.models.raft.build"),
     "text_encoder": "nmrun.lab.models.text_encoder.build",
     "hf_encoder": "nmrun.lab.models.hf_encoder.build",
     **dict.fromkeys(
@@ -70,7 +69,9 @@ def build(config: dict[str, Any], inputs: dict[str, Any]) -> nn.Module:
     """
     name, target = config["name"], config.get("_target_")
     builder = (
-        find("model._target_", target, {}) if target else find("model.name", str(name), MODELS)
+        find("model._target_", target, {})
+        if target
+        else installed.builder("model", str(name), MODELS)
     )
     parameters = inspect.signature(builder).parameters
     unasked = {"_target_", "include", "exclude"} | ({"name"} - set(parameters))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nmrun.errors import ConfigError
+from nmrun.lab.keys import installed
 from nmrun.lab.keys.data_groups import OwnDataset
 from nmrun.lab.tasks.base import Adopted, Task
 from nmrun.registry import find
@@ -20,11 +21,6 @@ DATASETS = {
     **dict.fromkeys(("cifar10", "cifar100", "fashion_mnist"), "nmrun.lab.data.images.build"),
     "image_folder": "nmrun.lab.data.image_folder.build",
     "imagenet": "nmrun.lab.data.imagenet.build",
-    "generated_shapes": "nmrun.lab.data.generated_shapes.build",
-    "coco": "nmrun.lab.data.coco.build",
-    "generated_motion": "nmrun.lab.data.generated_motion.build",
-    "sintel": "nmrun.lab.data.optical_flow.sintel",
-    "flying_chairs": "nmrun.lab.data.optical_flow.flying_chairs",
     "generated_text": "nmrun.lab.data.generated_text.build",
     "glue": "nmrun.lab.data.glue.build",
     "glue_text": "nmrun.lab.data.glue_text.build",
@@ -60,7 +56,7 @@ def build(config: Config, device: torch.device) -> Task:
     if isinstance(config.dataset, OwnDataset):
         task = _own(config.dataset.target, config, device)
     else:
-        task = find("dataset.name", config.dataset.name, DATASETS)(config, device)
+        task = installed.builder("dataset", config.dataset.name, DATASETS)(config, device)
     if not config.trainer.test:
         task.has_test = False
     return task

@@ -21,10 +21,6 @@ from nmrun.patterns import Pattern
 MOST = {"digits": 1797, "cifar10": 50_000, "cifar100": 50_000, "fashion_mnist": 60_000}
 # The keys of data sets that name a file or folder.
 PATHS = {"text": ("train", "val", "test"), "token_bin": ("folder",), "fairseq": ("path",)}
-# what is in the folder of dataset.path
-CLASSES = "a folder of images for each class, or train and val with such"
-INSTANCES = "folders of images and annotations/instances_<folder>.json (cocodataset.org)"
-IN_DATA = {"image_folder": CLASSES, "imagenet": CLASSES, "coco": INSTANCES}
 # The layers of the networks whose names are known without building: inputs, 0 where they depend on
 # the data.
 LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, int]]] = {
@@ -158,13 +154,13 @@ def _no_files(dataset: dict[str, Any]) -> Iterator[str]:
     for key in PATHS.get(name, ()):
         if dataset[key] is not None and not Path(dataset[key]).expanduser().exists():
             yield f"dataset.{key}={dataset[key]}: there is no such file or folder"
-    if name in IN_DATA:
+    if within := datasets.DATASETS[name].within:
         from nmrun.lab.data import local  # numpy
 
         if not any(place.exists() for place in local.places(dataset["path"])):
             yield (
                 f"dataset.path={dataset['path']}: there is no such folder, neither in "
-                f"{local.data_folder()} (NMRUN_DATA) nor here; it has {IN_DATA[name]}"
+                f"{local.data_folder()} (NMRUN_DATA) nor here; it has {within}"
             )
 
 

@@ -8,6 +8,7 @@ from importlib.resources import files
 
 import yaml
 
+from nmrun import registry
 from nmrun.lab.words import yaml_files
 from nmrun.patterns import USUAL
 from nmrun.recipes import RECIPES, installed
@@ -34,7 +35,10 @@ def text(config_dir: str | None = None) -> str:
 
 def _groups(config_dir: str | None) -> Iterator[tuple[str, list[str]]]:
     """Yield each group with its options, in the order of names."""
-    beside = {"sparsity": USUAL, "recipe": (*RECIPES, *installed())}  # options without a file
+    beside = {"sparsity": USUAL, "recipe": (*RECIPES, *installed())}  # options without a file here
+    beside |= {
+        group: tuple(registry.installed(f"nmrun.{group}s")) for group in ("dataset", "model")
+    }
     found = {group: set(options) for group, options in beside.items()}
     for folder in (place for place in files("nmrun.conf").iterdir() if place.is_dir()):
         names = [file.name for file in folder.iterdir() if file.name.endswith(".yaml")]

@@ -14,6 +14,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
+from nmrun.lab.keys import installed
 from nmrun.lab.keys.groups import Run
 from nmrun.lab.words import recipe_fields, schema, yaml_files
 from nmrun.ranges import Check, Search, checks, shown
@@ -82,10 +83,15 @@ def options(group: str, config_dir: str | None = None) -> list[Option]:
     else:
         kinds = schema.KINDS[group]
         found = [
-            _written(group, name, conf / group / f"{name}.yaml", checks(kinds[name]))
+            _written(group, name, _preset(group, name), checks(kinds[name]))
             for name in sorted(kinds)
         ]
     return found + [_own(group, file) for file in yaml_files.of_folder(config_dir).get(group, ())]
+
+
+def _preset(group: str, name: str) -> Traversable:
+    own = files("nmrun.conf") / group / f"{name}.yaml"
+    return own if own.is_file() else installed.preset(group, name)
 
 
 def _own(group: str, file: Path) -> Option:

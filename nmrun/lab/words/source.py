@@ -1,7 +1,7 @@
 """Config nodes without a file: a Hydra config source under ``nm://``.
 
-It serves ``sparsity=N:M`` for any ratio, the recipes of other installed packages, and the built-in
-recipes, by the hyperparameters of their classes (see ``nmrun.lab.words.recipe_fields``). Files named
+It serves ``sparsity=N:M`` for any ratio, the recipes, data sets and models of other installed
+packages, and the built-in recipes, by the hyperparameters of their classes (see ``nmrun.lab.words.recipe_fields``). Files named
 ``2:8.yaml`` cannot exist on Windows and could not cover every ratio.
 """
 
@@ -18,13 +18,14 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
+from nmrun.lab.keys.installed import GROUPS, points, preset
 from nmrun.lab.words import recipe_fields
 from nmrun.patterns import USUAL, Pattern, PatternError
 from nmrun.recipes import RECIPES, installed
 from nmrun.registry import find
 
 GROUP = "sparsity"
-SERVED = (GROUP, "recipe")
+SERVED = (GROUP, "recipe", *GROUPS)
 
 # Hydra instantiates only sweepers of the package hydra_plugins; see nmrun.lab.words.sweeper
 SWEEPER: dict[str, Any] = {
@@ -54,13 +55,15 @@ class RatioSource(ConfigSource):
 
     def is_config(self, config_path: str) -> bool:
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
-        return (group == GROUP and ":" in name) or (group == "recipe" and name in _recipes())
+        return (group == GROUP and ":" in name) or name in _names(group)
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Answer a config, as Hydra asks for it: ``sparsity/2:8`` or ``recipe/step``."""
+        """Answer a config, as Hydra asks for it: ``sparsity/2:8``, ``recipe/step``, ``model/mask_rcnn``."""
         group, _, name = config_path.removesuffix(".yaml").rpartition("/")
         try:
-            content = _recipe(name) if group == "recipe" else _ratio(name)
+            content = (
+                preset(group, name).read_text("utf-8") if group in GROUPS else _node(group, name)
+            )
         except PatternError as error:
             raise ConfigCompositionException(str(error)) from None
         header: dict[str, str | None] = {"package": group}
@@ -68,7 +71,7 @@ class RatioSource(ConfigSource):
         return ConfigResult(provider=self.provider, path=path, config=config, header=header)
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        """List the ratios or recipes, for Hydra's help and completion.
+        """List the options of a group, for Hydra's help and completion.
 
         Args:
             config_path: the group.
@@ -77,15 +80,20 @@ class RatioSource(ConfigSource):
         path = config_path.strip("/")
         if path == "":
             return list(SERVED) if results_filter in (None, ObjectType.GROUP) else []
-        served = {GROUP: list(USUAL), "recipe": _recipes()}.get(path, [])
+        served = list(USUAL) if path == GROUP else _names(path)
         return served if results_filter in (None, ObjectType.CONFIG) else []
 
 
-def _recipes() -> list[str]:
-    return [*RECIPES, *installed()]
+def _names(group: str) -> list[str]:
+    """The options of a group that have names of their own here."""
+    if group == "recipe":
+        return [*RECIPES, *installed()]
+    return list(points(group)) if group in GROUPS else []
 
 
-def _recipe(name: str) -> dict[str, Any]:
+def _node(group: str, name: str) -> dict[str, Any]:
+    if group == GROUP:
+        return _ratio(name)
     if name in installed():
         return {"name": name, "_target_": installed()[name]}
     return recipe_fields.node(name)

@@ -18,9 +18,7 @@ from nmrun.lab import tasks
 from nmrun.lab.data import (
     copy_reverse,
     digits,
-    generated_motion,
     generated_questions,
-    generated_shapes,
     generated_text,
     glue,
     images,
@@ -30,6 +28,8 @@ from nmrun.lab.data import (
 from nmrun.lab.keys.datasets import DATASETS, CopyReverse
 from nmrun.lab.tasks.answers import Question
 from nmrun.lab.words.identity import identity
+from nmrun.papers.detection import generated_shapes
+from nmrun.papers.flow import generated_motion
 
 Splits = dict[str, list[Any]]
 RANDOM = np.random.default_rng(0)

@@ -5,13 +5,16 @@ command.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 
 PAGE = Path(__file__).parents[3] / "docs/own-data-and-model.md"
+NAMES = ("tumours", "gated")
 
 
 def blocks(language: str) -> list[str]:
@@ -21,7 +24,7 @@ def blocks(language: str) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for code, config, group, name in zip(
-        blocks("python"), blocks("yaml"), ("dataset", "model"), ("tumours", "gated"), strict=True
+        blocks("python")[:2], blocks("yaml"), ("dataset", "model"), NAMES, strict=True
     ):
         (tmp_path / f"{name}.py").write_text(code)
         place = tmp_path / "mine" / group / f"{name}.yaml"
@@ -75,3 +78,65 @@ def test_mistakes_get_a_line(folder: Path, nmrun_cli, word: str, said: str) -> N
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
     assert not list(folder.rglob("*.json"))
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> dict[str, str]:
+    """The environment in which the page's package is installed: its modules, presets and metadata."""
+    package, metadata = tmp_path / "site" / "mypkg", tmp_path / "site" / "mypkg-1.0.dist-info"
+    package.mkdir(parents=True)
+    metadata.mkdir()
+    *builders, keys = blocks("python")
+    for name, code in zip((*NAMES, "keys"), (*builders, keys), strict=True):
+        (package / f"{name}.py").write_text(code.replace('options["split_seed"]', "split_seed"))
+    for group, name, preset in zip(("dataset", "model"), NAMES, blocks("yaml"), strict=True):
+        (package / "conf" / group).mkdir(parents=True)
+        text = re.sub(r"_target_: .*\n", "", preset)
+        (package / "conf" / group / f"{name}.yaml").write_text(text)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mypkg\nVersion: 1.0\n")
+    (points,) = blocks("toml")
+    groups = tomllib.loads(points)["project"]["entry-points"]
+    lines = [
+        f"[{group}]\n" + "".join(f"{name} = {place}\n" for name, place in names.items())
+        for group, names in groups.items()
+    ]
+    (metadata / "entry_points.txt").write_text("\n".join(lines))
+    path = filter(None, [str(package.parent), os.environ.get("PYTHONPATH", "")])
+    return {"PYTHONPATH": os.pathsep.join(path)}
+
+
+@pytest.mark.slow
+def test_an_installed_package_adds_names(
+    installed: dict[str, str], nmrun_cli, tmp_path: Path
+) -> None:
+    words = ("dataset=tumours", "model=gated", "recipe=step", "sparsity=2:8", "track=local")
+    done = nmrun_cli(*words, **installed)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.glob("outputs/tumours/gated/step/2of8/*/result.json")
+    result = json.loads(path.read_text())
+    assert result["metrics"]["final"]["test/accuracy"] > 0.9
+    assert result["config"]["model"] == {
+        "name": "gated", "width": 64, "include": None, "exclude": ["first", "last"]
+    }  # fmt: skip
+    for word, said in (
+        ("model.width=0", "model.width=0: it takes a whole number, 1 or more"),
+        ("model.depth=3", "model.depth: no such key"),
+        ("dataset=tumour", "dataset=tumour: no such dataset; did you mean tumours?"),
+        ("model=mask_rcnn", "model=mask_rcnn is for images with instances"),
+    ):
+        wrong = nmrun_cli(*words, word, **installed)
+        assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1), wrong.stderr
+        assert said in wrong.stderr
+    assert "width" in nmrun_cli("help", "model=gated", **installed).stdout
+    assert "tumours" in nmrun_cli("--help", **installed).stdout
+
+
+@pytest.mark.slow
+def test_a_package_that_is_broken_breaks_its_own_names_alone(
+    installed: dict[str, str], nmrun_cli, tmp_path: Path
+) -> None:
+    (tmp_path / "site" / "mypkg" / "keys.py").write_text("import nowhere\n")
+    assert nmrun_cli("--cfg", "job", **installed).returncode == 0
+    wrong = nmrun_cli("dataset=tumours", **installed)
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (2, 1), wrong.stderr
+    assert "dataset=tumours: mypkg.keys:TUMOURS cannot be imported" in wrong.stderr

@@ -16,17 +16,17 @@ import pytest
 from nmrun.lab import models
 from nmrun.lab.keys.data_groups import (
     ANSWERED,
-    FRAMES,
     IMAGES,
-    INSTANCES,
     PAIRS,
     QUESTIONS,
     RUNNING_TEXT,
     TEXTS,
 )
+from nmrun.lab.keys.installed import builder
 from nmrun.lab.keys.models import MODELS
 from nmrun.lab.words import early
-from nmrun.registry import find
+from nmrun.papers.detection.keys import INSTANCES
+from nmrun.papers.flow.keys import FRAMES
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ GIVEN = {
 
 @pytest.mark.parametrize("name", [name for name in MODELS if "fairseq" not in name])
 def test_what_a_model_takes_is_what_its_builder_asks_for(name: str) -> None:
-    asked = set(inspect.signature(find("model.name", name, models.MODELS)).parameters)
+    asked = set(inspect.signature(builder("model", name, models.MODELS)).parameters)
     fitting = [data for data, given in GIVEN.items() if given <= asked]
     assert MODELS[name].data in fitting
     assert all(MODELS[name].data == PAIRS for name in MODELS if "fairseq" in name)

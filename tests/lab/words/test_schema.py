@@ -163,11 +163,12 @@ def test_values(options: str, key: str) -> None:
         assert "\n" not in problem
 
 
-CONF = Path(str(files("nmrun.conf")))
+CONFS = [Path(str(files(package))) for package in ("nmrun.conf", "nmrun.papers.conf")]
 KINDS = [
     (group, name)
     for group in (*schema.NAMED, "sparsity", "trainer")
-    for name in sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    for conf in CONFS
+    for name in sorted(path.stem for path in (conf / group).glob("*.yaml"))
     if name != "custom"
 ]
 
@@ -179,7 +180,8 @@ def ranges(group: str, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("group", "name"), KINDS)
 def test_each_file_has_the_keys_of_its_class(group: str, name: str) -> None:
     """The file has the defaults and the class the ranges, so that neither can have a key alone."""
-    keys = yaml.safe_load((CONF / group / f"{name}.yaml").read_text())
+    (file,) = (path for conf in CONFS if (path := conf / group / f"{name}.yaml").exists())
+    keys = yaml.safe_load(file.read_text())
     assert set(keys) - {"name"} == set(ranges(group, name)) - {"name"}
 
 
@@ -197,7 +199,7 @@ def test_every_key_has_a_range() -> None:
 
 def test_every_kind_has_a_file() -> None:
     for group in schema.NAMED:
-        there = {path.stem for path in (CONF / group).glob("*.yaml")}
+        there = {path.stem for conf in CONFS for path in (conf / group).glob("*.yaml")}
         assert there | (set(RECIPES) if group == "recipe" else set()) == set(
             schema.options_of(group)
         )

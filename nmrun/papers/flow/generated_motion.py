@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nmrun.lab.keys.datasets import GeneratedMotion
-from nmrun.lab.tasks.flow import Flow
 from nmrun.lab.tasks.streamed import Split, in_order
+from nmrun.papers.flow.keys import GeneratedMotion
+from nmrun.papers.flow.task import Flow
 
 if TYPE_CHECKING:
     import torch

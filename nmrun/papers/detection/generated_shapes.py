@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nmrun.lab.keys.datasets import GeneratedShapes
-from nmrun.lab.tasks.instances import api, quiet
 from nmrun.lab.tasks.streamed import Split, in_order
+from nmrun.papers.detection.instances import api, quiet
+from nmrun.papers.detection.keys import GeneratedShapes
 
 if TYPE_CHECKING:
     import torch
 
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.tasks.detection import Detection
+    from nmrun.papers.detection.task import Detection
 
 KINDS = ("disc", "square", "triangle")
 HELD_OUT = 24  # images for validation, and as many for the test
@@ -50,7 +50,7 @@ class Shapes:
 
 def build(config: Config, device: torch.device) -> Detection:
     """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says."""
-    from nmrun.lab.tasks.detection import Detection
+    from nmrun.papers.detection.task import Detection
 
     options = config.dataset.as_kind(GeneratedShapes)
     splits = load(options.size, options.resolution, options.split_seed)

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
 from nmrun.lab.data import local
-from nmrun.lab.keys.datasets import Coco
-from nmrun.lab.tasks.instances import api, learned, quiet
 from nmrun.lab.tasks.streamed import Split
+from nmrun.papers.detection.instances import api, learned, quiet
+from nmrun.papers.detection.keys import Coco
 
 if TYPE_CHECKING:
     import torch
 
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.tasks.detection import Detection
-    from nmrun.lab.tasks.instances import Pictures
+    from nmrun.papers.detection.instances import Pictures
+    from nmrun.papers.detection.task import Detection
 
 HOW = (
     "dataset.path is a folder with folders of images and annotations/instances_<folder>.json"
@@ -35,7 +35,7 @@ HOW = (
 
 def build(config: Config, device: torch.device) -> Detection:
     """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says."""
-    from nmrun.lab.tasks.detection import Detection
+    from nmrun.papers.detection.task import Detection
 
     options = config.dataset.as_kind(Coco)
     splits = load(options)

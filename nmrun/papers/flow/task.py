@@ -12,11 +12,11 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 from nmrun import ranks
-from nmrun.lab.keys.data_groups import Moving
 from nmrun.lab.tasks.ahead import Key
 from nmrun.lab.tasks.augment import generator
 from nmrun.lab.tasks.base import Batch, Tally
 from nmrun.lab.tasks.streamed import Place, Streamed
+from nmrun.papers.flow.keys import Moving
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config

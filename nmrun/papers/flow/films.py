@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
 from nmrun.lab.data import local
-from nmrun.lab.keys.datasets import FlyingChairs, Sintel
-from nmrun.lab.tasks.flow import Flow
 from nmrun.lab.tasks.streamed import Split
+from nmrun.papers.flow.keys import FlyingChairs, Sintel
+from nmrun.papers.flow.task import Flow
 
 if TYPE_CHECKING:
     import torch

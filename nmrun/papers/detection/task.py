@@ -12,12 +12,12 @@ from torch.utils.data import Dataset
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.data_groups import Pictured
 from nmrun.lab.tasks.ahead import Key
 from nmrun.lab.tasks.augment import generator
 from nmrun.lab.tasks.base import Batch, Tally
-from nmrun.lab.tasks.instances import found, images_of, precision, targets
 from nmrun.lab.tasks.streamed import Place, Split, Streamed
+from nmrun.papers.detection.instances import found, images_of, precision, targets
+from nmrun.papers.detection.keys import Pictured
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -96,7 +96,7 @@ class Detection(Streamed):
 
     @torch.no_grad()
     def tally(self, model: nn.Module, split: str, rank: int = 0, world: int = 1) -> Tally:
-        """What was found, as :data:`nmrun.lab.tasks.instances.Found`."""
+        """What was found, as :data:`nmrun.papers.detection.instances.Found`."""
         said, ids = [], images_of(self.splits[split])
         for places, batch, counts in ranks.in_step(self.evaluated(split, rank, world)):
             detections = model(_images(batch))

@@ -1,0 +1,1 @@
+"""Images with instances (COCO), and Mask R-CNN: a table of SR-STE."""

@@ -1,0 +1,1 @@
+"""Pairs of frames with optical flow, and RAFT: a table of SR-STE."""
