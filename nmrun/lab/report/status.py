@@ -5,6 +5,7 @@ to repeat what did not finish.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.errors import ConfigError
+from nmrun.lab.report import settings
 from nmrun.lab.runs import jsonl, locks
 from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder
 from nmrun.lab.verbs import Parser
@@ -24,6 +26,9 @@ from nmrun.lab.words import sweep
 
 STATES = ("finished", "running", "interrupted", "failed", "killed", "damaged")
 PAUSE = 2.0  # seconds between two looks
+MOST = 20  # runs that are listed, without --all
+PROGRESS = ("epoch", "step", "validation", "left")  # columns
+UNTOLD = {"output_dir", "resume", "force", "dry"}  # settings that say nothing about a run
 DELETED = ".deleted-"  # how a folder begins that `nmrun rm` is about to delete, or was
 FILES = {CONFIG, RESULT, "checkpoint.pt"}  # one of them makes a folder a run's
 
@@ -89,12 +94,9 @@ def _run(folder: Path) -> Run:
 
 
 def _step(folder: Path) -> int | None:
-    """The last step in ``metrics.jsonl``, whose last line may be half written."""
-    with contextlib.suppress(OSError):
-        for row in reversed(jsonl.read(folder / METRICS)[0]):
-            if type(row.get("step")) is int:
-                return int(row["step"])
-    return None
+    """The last step in ``metrics.jsonl``."""
+    rows = jsonl.newest_first(folder / METRICS)
+    return next((int(row["step"]) for row in rows if type(row.get("step")) is int), None)
 
 
 def command(run: RunFolder) -> str | None:
@@ -166,6 +168,75 @@ def _block(run: Run) -> list[str]:
     return [run.title, *(f"  {line}" for line in (run.error, run.command) if line)]
 
 
+def _table(found: list[Run], path: Path) -> list[str]:
+    """A line for each run: what it is, with the settings in which these runs differ, and how far."""
+    rows = [_row(run, path) for run in found]
+    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "run"]
+    always = {"state", "recipe", "ratio", "seed", "epoch", "step", "validation", "left"}
+    shown = [
+        key
+        for key in sorted(columns, key=lambda key: (key in PROGRESS, key not in always))
+        if any(row.get(key) for row in rows)
+        and (key in always or len({row.get(key) for row in rows if "recipe" in row}) > 1)
+    ]
+    shown.append("run")
+    cells = [shown, *([row.get(key, "") for key in shown] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
+
+
+def _row(run: Run, path: Path) -> dict[str, str]:
+    """A run's cells by column: its state, all its settings, its progress, and its folder in ``path``."""
+    folder = Path(run.folder)
+    named: dict[str, str] = {}
+    with contextlib.suppress(ConfigError, AttributeError, KeyError, TypeError, ValueError):
+        named = settings.of(folder)
+    ratio = named.pop("sparsity", "")
+    named = {key: value for key, value in named.items() if key not in UNTOLD}
+    first = {"recipe": named.pop("recipe", ""), "ratio": ratio, "seed": named.pop("seed", "")}
+    last = _progress(folder, run.state == "running")
+    place = os.path.relpath(folder, path)
+    return {"state": run.state, **(first if ratio else {}), **named, **last, "run": place}
+
+
+def _progress(folder: Path, running: bool) -> dict[str, str]:
+    """How far a run is, by ``metrics.jsonl``: its epoch or step, the last evaluation, the time left."""
+    rows = jsonl.newest_first(folder / METRICS)
+    last = next((row for row in rows if type(row.get("step")) is int), None)
+    if last is None:
+        return {}
+    trainer = RunFolder(folder).config.get("trainer", {})
+    epochs, total, step, epoch = trainer.get("epochs"), trainer.get("steps"), *_place(last)
+    known = type(epochs) is int and not trainer.get("budget")
+    found = {"step": f"{step}/{total}" if type(total) is int else str(step)}
+    if type(total) is not int and epoch:
+        found["epoch"] = f"{epoch}/{epochs}" if known else str(epoch)
+    for row in itertools.chain([last], rows):
+        names = [key for key in row if key.startswith("eval/") and type(row[key]) in (int, float)]
+        if not names:
+            continue
+        name = next((key for key in names if key != "eval/loss"), names[0])
+        found["validation"] = f"{name.removeprefix('eval/')} {row[name]:.4f}"
+        done, of = _place(row)
+        # evaluations by epochs are at an epoch's end, which says how many steps it has
+        if known and type(total) is not int and of and type(trainer.get("eval_every")) is int:
+            total = epochs * done // of
+        break
+    speed = last.get("steps_per_second")
+    if running and isinstance(total, int) and isinstance(speed, int | float) and speed > 0:
+        found["left"] = sweep.span(max(total - step, 0) / speed)
+    return found
+
+
+def _place(row: dict[str, Any]) -> tuple[int, int]:
+    """The step and the epoch of a row; 0 where it does not say."""
+    step, epoch = (row.get(key) for key in ("step", "epoch"))
+    return (step if type(step) is int else 0), (epoch if type(epoch) is int else 0)
+
+
 def main(argv: list[str]) -> int:
     """Run ``nmrun status`` with these words; returns the exit status."""
     parser = Parser(prog="nmrun status", description=(__doc__ or "").partition(": ")[2])
@@ -181,12 +252,14 @@ def main(argv: list[str]) -> int:
     kind.add_argument(
         "--watch", action="store_true", help="follow what runs, until it ends or Ctrl-C"
     )
+    parser.add_argument("--all", action="store_true", help=f"list more than {MOST} runs")
     options = parser.parse_args(argv)
+    most = None if options.all else MOST
     if not options.path.is_dir():
         raise ConfigError(f"{options.path}: no such folder")
     if options.watch:
-        return _watch(options.path)
-    found = _lines(options.path)
+        return _watch(options.path, most)
+    found = _lines(options.path, most)
     if not found:
         raise ConfigError(f"{options.path}: no runs in it")
     print(json.dumps(_plain(options.path), indent=2) if options.json else "\n".join(found))
@@ -217,27 +290,45 @@ def _counts(found: list[Run]) -> dict[str, int]:
     return {state: count[state] for state in STATES if count[state]}
 
 
-def _lines(path: Path) -> list[str]:
-    """Sweeps, counts, and what is not finished; empty where there are no runs."""
+def _lines(path: Path, most: int | None) -> list[str]:
+    """Sweeps, counts, the runs, and how to repeat those that did not finish; empty where there are
+    no runs. Those that run come first, then the unfinished, then the latest.
+    """
     last, found = sweeps(path), runs(path)
     if not last and not found:
         return []
     lines = [line for folder, running in last for line in said(folder, running)]
     counts = ", ".join(f"{number} {state}" for state, number in _counts(found).items())
     lines.append(f"runs in {path}: {counts or 'none yet'}")
-    rest = [run for run in found if run.state != "finished"]
-    rest.sort(key=lambda run: STATES.index(run.state) if run.state in STATES else len(STATES))
+    if not found:
+        return lines
+    found.sort(key=_rank)
+    told = found[:most]
+    lines += _table(told, path)
+    if more := len(found) - len(told):
+        lines.append(f"and {more} more: nmrun status --all {shlex.quote(str(path))}")
+    rest = [run for run in told if run.state not in ("finished", "running")]
     return lines + [line for run in rest for line in _block(run)]
 
 
-def _watch(path: Path) -> int:
+def _rank(run: Run) -> tuple[int, float]:
+    """The place of a run in the list."""
+    order = ("running", *STATES[2:], "finished")
+    ended = 0.0
+    if run.state == "finished":
+        with contextlib.suppress(OSError):
+            ended = (Path(run.folder) / RESULT).stat().st_mtime
+    return order.index(run.state) if run.state in order else len(STATES) - 1, -ended
+
+
+def _watch(path: Path, most: int | None) -> int:
     """The same until nothing runs any more, at one place of the terminal."""
     from rich.live import Live
     from rich.text import Text
 
     with Live(auto_refresh=False) as shown:
         while True:
-            shown.update(Text("\n".join(_lines(path)) or "no runs yet"), refresh=True)
+            shown.update(Text("\n".join(_lines(path, most)) or "no runs yet"), refresh=True)
             at_work = any(run.state == "running" for run in runs(path))
             if not at_work and not any(running for _, running in sweeps(path)):
                 return 0

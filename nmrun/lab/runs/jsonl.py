@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +34,20 @@ def read(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
         elif line:
             damaged.append(number)
     return found, damaged
+
+
+def newest_first(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole objects of a file from its end on, each read when it is asked for; none where the
+    file cannot be read.
+    """
+    try:
+        lines = documents.read(path).split(b"\n")
+    except OSError:
+        return
+    for line in reversed(lines):
+        try:
+            value = documents.parsed(line) if line else None
+        except ValueError:  # half written
+            continue
+        if isinstance(value, dict):
+            yield value

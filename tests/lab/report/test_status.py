@@ -101,17 +101,23 @@ def test_every_state(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         for process in alive:
             process.communicate()
-    here = "outputs/digits/small_conv/ste/2of4"
+    here = "digits/small_conv/ste/2of4"
     assert lines == [
         "runs in outputs: 2 finished, 2 running, 1 interrupted, 1 failed, 1 killed",
-        f"running, step 40: {here}/s5-f",
-        f"running: {here}/s6-g",
-        f"interrupted: {here}/s3-d",
+        "state        step  run",
+        f"running      40    {here}/s5-f",
+        f"running            {here}/s6-g",
+        f"interrupted        {here}/s3-d",
+        f"failed       30    {here}/s2-c",
+        f"killed       20    {here}/s4-e",
+        f"finished           {here}/s1-b",
+        f"finished           {here}/s0-a",
+        f"interrupted: outputs/{here}/s3-d",
         "  nmrun -m all of it",
-        f"failed, step 30: {here}/s2-c",
+        f"failed, step 30: outputs/{here}/s2-c",
         "  step 34: the loss is nan",
         "  nmrun recipe=ste seed=2",
-        f"killed, step 20: {here}/s4-e",
+        f"killed, step 20: outputs/{here}/s4-e",
         "  nmrun recipe=ste 'sparsity.overrides={inner.1: 1:8}'",
     ]
     assert (
@@ -125,7 +131,70 @@ def test_every_state(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
         ("interrupted", None),
         ("killed", 20),
     ]
-    assert told(capsys, str(killed)).splitlines()[1] == f"killed, step 20: {killed}"
+    assert f"killed, step 20: {killed}" in told(capsys, str(killed)).splitlines()
+
+
+def run_with(
+    place: Place, name: str, state: str | None, rows: list[dict[str, Any]], **config: Any
+) -> Path:
+    """A run folder with the config and the rows of metrics of a real run."""
+    folder = place(name, state)
+    whole = {
+        "dataset": {"name": "digits"},
+        "model": {"name": "mlp"},
+        "recipe": {"name": "ste"},
+        "sparsity": {"n": 2, "m": 4},
+        "optimizer": {"name": "adam", "lr": config.get("lr", 0.001)},
+        "schedule": {"name": "constant"},
+        "trainer": {"epochs": 10, "steps": config.get("steps"), "budget": None, "eval_every": 1},
+        "track": {"name": "local"},
+        "seed": config.get("seed", 0),
+        "output_dir": "outputs",
+    }
+    (folder / "config.yaml").write_text("# nmrun recipe=ste\n" + yaml.safe_dump(whole))
+    if state:
+        (folder / "result.json").write_text(json.dumps({"status": state, "config": whole}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"st')
+    return folder
+
+
+def test_runs_are_listed_with_what_differs_and_how_far_they_are(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluated = {"step": 20, "epoch": 1, "eval/loss": 0.5, "eval/accuracy": 0.75}
+    on = {"step": 50, "epoch": 3, "steps_per_second": 2.5}
+    done = {"step": 200, "epoch": 10, "eval/loss": 0.1, "eval/accuracy": 0.9375}
+    run_with(place, "s0-a", "finished", [evaluated, done])
+    run_with(place, "s1-b", "finished", [evaluated, {**evaluated, "eval/accuracy": "no"}], seed=1)
+    alive = [
+        locked(run_with(place, "s2-c", None, [evaluated, on], seed=2, lr=0.1)),
+        locked(run_with(place, "s3-d", None, [on], seed=3, steps=100)),
+    ]
+    try:
+        _, head, *rows = told(capsys).splitlines()
+    finally:
+        for process in alive:
+            process.communicate()
+    columns = ["state", "recipe", "ratio", "seed", "optimizer.lr"]
+    assert head.split()[:5] == columns
+    assert not {"dataset", "model"} & set(head.split()), "what is the same in all"
+    cells = {row.split()[3]: row for row in rows}
+    assert [row.split()[0] for row in rows] == ["running", "running", "finished", "finished"]
+    assert "0.1" in cells["2"].split()
+    assert "3/10" in cells["2"].split()
+    assert "accuracy 0.7500" in cells["2"]
+    assert "60 s" in cells["2"] or "1 min" in cells["2"], "150 steps of 200 at 2.5 a second"
+    assert "50/100" in cells["3"].split()
+    assert "20 s" in cells["3"]
+    assert "accuracy 0.9375" in cells["0"]
+
+
+def test_many_runs_are_a_screenful(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(30):
+        run_with(place, f"s{number}-a", "finished", [], seed=number)
+    assert len(told(capsys).splitlines()) < 24
+    assert "nmrun status --all outputs" in told(capsys).splitlines()[-1]
+    assert len(told(capsys, "--all").splitlines()) == 32
 
 
 @pytest.mark.parametrize("state", [None, "failed"])
@@ -247,7 +316,7 @@ def test_asking_is_not_in_the_way(place: Place, capsys: pytest.CaptureFixture[st
 def test_a_run_folder_that_stands_alone(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         place("s0-a").joinpath("config.yaml").rename(Path(folder) / "config.yaml")
-        assert told(capsys, folder).splitlines()[1:] == [f"killed: {folder}", "  nmrun recipe=ste"]
+        assert told(capsys, folder).splitlines()[-2:] == [f"killed: {folder}", "  nmrun recipe=ste"]
 
 
 def test_where_there_is_nothing(tmp_path: Path, nmrun_cli) -> None:
@@ -287,7 +356,7 @@ def test_a_sweep_is_watched_killed_and_repeated(tmp_path: Path, nmrun_cli) -> No
     assert (done.returncode, done.stderr, lines[-1]) == (0, "", "False")
     assert "cut off: 1 of 2 jobs done (1 failed)" in lines[0]
     assert lines[1:3] == [f"  nmrun {words}", "runs in outputs: 1 failed, 1 killed"]
-    (failed,) = [i for i, line in enumerate(lines) if line.startswith("failed")]
+    (failed,) = [i for i, line in enumerate(lines) if line.startswith(("failed:", "failed,"))]
     assert "loss is nan" in lines[failed + 1]
     (killed,) = [i for i, line in enumerate(lines) if line.startswith("killed, step")]
     repeat = shlex.split(lines[killed + 1])
