@@ -11,12 +11,14 @@ import getpass
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 import nmrun
 from nmrun.errors import ConfigError, RunError, leads, refuse
 from nmrun.lab import verbs
 from nmrun.registry import find, nearest
 
+GROUPS = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule", "track")
 VERBS = {
     "table": "nmrun.lab.report.cli.table",
     "plot": "nmrun.lab.report.cli.plot",
@@ -77,7 +79,9 @@ def _main(argv: list[str]) -> int:
             place = [] if asked.config_dir is None else ["--config-dir", asked.config_dir]
             words = [word for word in (*asked.topic, *words) if "=" in word and word[:1] != "-"]
             return explain([*place, *(_topic(word.lstrip("+~")) for word in words)])
-    if argv and _is_verb(argv[0]):
+    if "query=" in "".join(argv[1:2]) and argv[0] in ("-sc", "--shell-completion"):
+        _complete_verbs()
+    if argv and _is_verb(argv[0], argv[1:]):
         return int(find("verb", argv[0], VERBS)(argv[1:]))
     if argv == ["--version"]:
         print(f"nmrun {nmrun.__version__}")
@@ -88,7 +92,14 @@ def _main(argv: list[str]) -> int:
     return jobs.main(argv)
 
 
-def _is_verb(word: str) -> bool:
+def _complete_verbs() -> None:
+    """Print the verbs that the first word may become; Hydra prints keys and options after them."""
+    words = os.environ.get("COMP_LINE", "").split(" ")
+    if len(words) == 2 and "=" not in words[1]:
+        print(" ".join(verb for verb in VERBS if verb.startswith(words[1])))
+
+
+def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
     """Whether a word is a verb, and no option or override.
 
     Raises:
@@ -97,6 +108,8 @@ def _is_verb(word: str) -> bool:
     if word in VERBS or "=" in word or word[:1] in "-~+":
         return word in VERBS
     meant = word.replace(":", "=", 1) if ":" in word else nearest(word, VERBS)
+    if word in GROUPS and following:
+        meant = f"{word}={following[0]}"
     hint = f"; did you mean {meant}?" if meant else ""
     known = f"{', '.join(VERBS)}; a run takes group=option and key=value"
     raise ConfigError(f"{word}: no such verb{hint} (there are {known})")

@@ -5,6 +5,7 @@ ratios, for every recipe.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -599,3 +600,15 @@ def test_a_run_that_is_cut_off_ends_the_same(
     from nmrun.lab.export import cli
 
     assert cli.main([str(run_folder(cut)), "--to", str(tmp_path / "copy")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [("2:2:8", "2:2:8: 2:8, the columns shared by 2 rows"), ("1:1", "1:1, which prunes nothing")],
+)
+def test_the_plan_says_what_an_unusual_ratio_means(ratio: str, said: str, tmp_path: Path) -> None:
+    own = config(tmp_path, f"sparsity='{ratio}'", "recipe=sr_ste")
+    many = replace(own, trainer=replace(own.trainer, threads=1000))
+    lines = plan.lines(many, build.build(own))
+    assert any(line.endswith(said) for line in lines)
+    assert any("trainer.threads=1000 on" in line for line in lines)

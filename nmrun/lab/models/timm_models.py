@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from nmrun.errors import ConfigError
@@ -45,4 +46,12 @@ def build(
         raise ConfigError(
             f"model.name_in_timm={name_in_timm} with model.options={options}: {error}"
         ) from None
-    return model
+    try:
+        with torch.no_grad():
+            model.eval()(torch.zeros(1, *shape))
+    except RuntimeError as error:
+        size = "x".join(map(str, shape))
+        raise ConfigError(
+            f"model.name_in_timm={name_in_timm} does not take images of {size}: {error}"
+        ) from None
+    return model.train()

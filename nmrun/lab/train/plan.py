@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -28,6 +29,10 @@ def lines(config: Config, parts: Parts) -> list[str]:
         f"  {many} of {parts.task.batches_per_epoch} batches of {parts.task.batches_of or trainer.batch_size}, "
         f"{parts.total_steps} steps{budget}, {parts.device.type} {parts.precision}"
     ]
+    if (trainer.threads or 0) > (cores := os.cpu_count() or 1):
+        said.append(
+            f"  trainer.threads={trainer.threads} on {cores} cores: more threads are slower"
+        )
     if parts.task.about:
         said.append(f"  {parts.task.about}")
     if trainer.distill is not None:
@@ -125,8 +130,13 @@ def _joined(names: Sequence[str]) -> str:
 
 
 def _held(weight: SparseWeight) -> str:
-    rest = weight.shape[weight.dim] % weight.pattern.m
-    return f"{weight.pattern}" + (f", the last group of {rest}" if rest else "")
+    pattern, rest = weight.pattern, weight.shape[weight.dim] % weight.pattern.m
+    said = str(pattern)
+    if pattern.v > 1:
+        said += f": {pattern.n}:{pattern.m}, the columns shared by {pattern.v} rows"
+    if pattern.n == pattern.m:
+        said += ", which prunes nothing"
+    return said + (f", the last group of {rest}" if rest else "")
 
 
 def _short(number: float) -> str:

@@ -15,8 +15,9 @@ from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.errors import HydraException
 
 from nmrun.errors import ConfigError
-from nmrun.lab.words import zipped
+from nmrun.lab.words import schema, unknown, zipped
 from nmrun.lab.words.hydra_quoting import quoting
+from nmrun.ranges import checks
 from nmrun.recipes import installed
 from nmrun.registry import did_you_mean
 
@@ -39,7 +40,7 @@ def options(argv: list[str]) -> argparse.Namespace:
         unknown = re.match(r"unrecognized arguments: (\S+)", message)
         if unknown is None:
             raise ConfigError(message)
-        bare = unknown[1].lstrip("-")
+        bare = as_key(unknown[1].lstrip("-"))
         hint = did_you_mean(unknown[1].partition("=")[0], parser._option_string_actions)
         raise ConfigError(
             f"{unknown[1]}: no such option{hint or f' (keys are written without dashes: {bare})'}"
@@ -47,12 +48,35 @@ def options(argv: list[str]) -> argparse.Namespace:
 
     parser.error = complain  # type: ignore[assignment, method-assign]
     parsed = parser.parse_intermixed_args(argv)
+    if twice := _twice(parsed.overrides):
+        raise ConfigError(twice)
     for name in ("config_path", "config_name", "experimental_rerun"):
         if getattr(parsed, name) is not None:
             raise ConfigError(
                 f"--{name.replace('_', '-')}: not for nmrun; --config-dir adds a folder of configs"
             )
     return parsed
+
+
+def as_key(word: str) -> str:
+    """How a word such as ``epochs`` is written, where one key is meant: ``trainer.epochs``."""
+    leaf, equals, value = word.partition("=")
+    meant = unknown.MEANT.get(leaf, leaf)
+    for group, kind in schema.UNNAMED.items():
+        if "." not in meant and meant in checks(kind):
+            meant = f"{group}.{meant}"
+    return f"{meant}{equals}{value}"
+
+
+def _twice(words: list[str]) -> str:
+    """The line for a key that is given twice, of which Hydra would take the last; else empty."""
+    given: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if equals and key in given and key != "zip":
+            return f"{key} is given twice, {given[key]} and {value}: leave one out"
+        given[key] = value
+    return ""
 
 
 def own_recipe(words: list[str]) -> list[str]:

@@ -31,6 +31,10 @@ def quoting(word: str) -> str:
     """
     key, equals, value = word.partition("=")
     if key != RATIOS:
+        if not key.strip() or key != key.strip() or value[:1] == " ":
+            return "; write key=value, without spaces around the ="
+        if value.rstrip()[-1:] == ",":
+            return "; it ends with a comma"
         return "; quote what is special in a value, as in 'key=\"(a)\"'" if equals else ""
     inner = value.strip("{} ")
     pairs = PAIR.findall(inner)

@@ -154,7 +154,11 @@ def _wrong_group(group: str, given: dict[str, Any]) -> dict[str, str]:
     if name is None:
         return {f"{group}.name: missing": group}
     if name not in (options := options_of(group)):
-        return {no_option(f"{group}.name", group, shown(name), options): group}
+        line = no_option(f"{group}.name", group, shown(name), options)
+        timms = (
+            "; timm's networks are named by model.name_in_timm" if "name_in_timm" in given else ""
+        )
+        return {line + timms: group}
     keys = ("name", *(key for key in ranges(group, given) if key != "name"))
     return wrong_keys(group, keys, given)
 

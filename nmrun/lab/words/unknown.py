@@ -94,9 +94,16 @@ def option(group: str, name: str, options: Iterable[str]) -> str:
         name: what is asked for.
         options: those that there are.
     """
+    if name.startswith("["):
+        listed_values = name.strip("[]").replace("'", "").replace('"', "").replace(" ", "")
+        return f"{group}={name}: several are written without brackets: {group}={listed_values}"
     if group == "recipe" and name in METHODS:
         how = f"nmrun prune RUN method={name}"
         return f"recipe={name}: it prunes a trained network, without training: {how}"
+    if group == "optimizer":
+        return (
+            f"{no_option(group, group, name, options)}; nmrun.sparsify takes any in your own loop"
+        )
     return no_option(group, group, name, options)
 
 

@@ -437,6 +437,18 @@ FILES = {
     "mine/recipe/nowhere.yaml": b"_target_: nosuch.Mine",
     "mine/recipe/other.yaml": b"defaults: [/model: nosuch]\nname: ste",
 }
+TOLD = {
+    "sparsity=2:4 sparsity=1:8": "sparsity is given twice, 2:4 and 1:8: leave one out",
+    "-m seed=0,1 sparsity=2:4 seed=2": "seed is given twice, 0,1 and 2: leave one out",
+    "recipe step": "did you mean recipe=step?",
+    "--epochs 3": "keys are written without dashes: trainer.epochs",
+    "--max_steps=3": "keys are written without dashes: trainer.steps=3",
+    "optimizer=lamb": "nmrun.sparsify takes any in your own loop",
+    "-m 'recipe=[step,sr_ste]'": "several are written without brackets: recipe=step,sr_ste",
+    "=3": "write key=value, without spaces around the =",
+    "'recipe = step'": "write key=value, without spaces around the =",
+    "model=timm model.name=vit_tinyy": "timm's networks are named by model.name_in_timm",
+}
 OWN = {
     "--config-dir mine recipe=flow": "flow.yaml, line 2: not YAML",
     "--config-dir mine recipe=tabs": "tabs.yaml, line 2: not YAML",
@@ -454,7 +466,7 @@ OWN = {
 }
 
 EVERY = {
-    **GROUPS, **KEYS, **VALUES, **RATIOS, **TOGETHER, **SWEEPS, **WORDS, **VERBS, **OWN,
+    **GROUPS, **KEYS, **VALUES, **RATIOS, **TOGETHER, **SWEEPS, **WORDS, **VERBS, **OWN, **TOLD,
 }  # fmt: skip
 
 
