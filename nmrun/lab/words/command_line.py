@@ -48,8 +48,6 @@ def options(argv: list[str]) -> argparse.Namespace:
 
     parser.error = complain  # type: ignore[assignment, method-assign]
     parsed = parser.parse_intermixed_args(argv)
-    if twice := _twice(parsed.overrides):
-        raise ConfigError(twice)
     for name in ("config_path", "config_name", "experimental_rerun"):
         if getattr(parsed, name) is not None:
             raise ConfigError(
@@ -68,15 +66,14 @@ def as_key(word: str) -> str:
     return f"{meant}{equals}{value}"
 
 
-def _twice(words: list[str]) -> str:
-    """The line for a key that is given twice, of which Hydra would take the last; else empty."""
+def refuse_twice(words: list[str]) -> None:
+    """Raise ConfigError for a key that was typed twice, of which Hydra would take the last."""
     given: dict[str, str] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if equals and key in given and key != "zip":
-            return f"{key} is given twice, {given[key]} and {value}: leave one out"
+            raise ConfigError(f"{key} is given twice, {given[key]} and {value}: leave one out")
         given[key] = value
-    return ""
 
 
 def own_recipe(words: list[str]) -> list[str]:
