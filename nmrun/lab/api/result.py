@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import RunError
-from nmrun.lab.runs.run_folder import RunFolder
+from nmrun.lab.runs.run_folder import METRICS, RunFolder
 from nmrun.patterns import written
 
 if TYPE_CHECKING:
@@ -45,6 +45,10 @@ class Result:
         """
         from nmrun.lab.report.frames import frame
 
+        if not (self.folder / METRICS).is_file():
+            raise RunError(
+                f"{self.folder / METRICS} is missing: nothing was logged there, or it was removed"
+            )
         return frame(RunFolder(self.folder).rows())
 
     def model(self) -> nn.Module:

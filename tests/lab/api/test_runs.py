@@ -124,7 +124,7 @@ def test_history_is_the_file() -> None:
         assert {key: value for key, value in row.items() if value == value} == json.loads(line)
     assert history["step"].dtype == "int64"
     (done.folder / "metrics.jsonl").unlink()
-    with pytest.raises(RunError, match="cannot be read"):
+    with pytest.raises(RunError, match="is missing"):
         done.history()
 
 
