@@ -323,10 +323,11 @@ def _rank(run: Run) -> tuple[int, float]:
 
 def _watch(path: Path, most: int | None) -> int:
     """The same until nothing runs any more, at one place of the terminal."""
+    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
-    with Live(auto_refresh=False) as shown:
+    with Live(console=Console(), auto_refresh=False) as shown:
         while True:
             shown.update(Text("\n".join(_lines(path, most)) or "no runs yet"), refresh=True)
             at_work = any(run.state == "running" for run in runs(path))

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from terminal import Terminal
 
 from nmrun.errors import ConfigError
 from nmrun.lab.report import status
@@ -303,6 +304,30 @@ def test_watching_ends_with_what_runs(
     assert "1 killed" in out
     assert "running" not in out, "the last look alone is left on the screen"
     assert "killed, step 20: outputs" in out
+
+
+def test_the_list_stays_at_one_place_of_the_terminal(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"step": 20, "epoch": 1, "eval/accuracy": 0.75}]
+    holder = locked(folder := run_with(place, "s0-a", None, rows))
+    terminal = Terminal(monkeypatch, width=120)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    shown: list[list[str]] = []
+
+    def next_look(seconds: float) -> None:
+        shown.append(terminal.lines())
+        row = {"step": 40, "epoch": 2, "eval/accuracy": 0.875}
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        if len(shown) == 2:
+            holder.communicate()
+
+    monkeypatch.setattr(status, "time", SimpleNamespace(sleep=next_look))
+    assert status.main(["--watch"]) == 0
+    assert [len(lines) for lines in shown] == [3, 3], shown
+    assert "1/10   accuracy 0.7500" in shown[0][2]
+    assert "2/10   accuracy 0.8750" in shown[1][2]
+    assert "running" not in "\n".join(terminal.lines())
 
 
 def test_asking_is_not_in_the_way(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
