@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +14,9 @@ from nmrun.lab.report import settings, status
 from nmrun.lab.runs.run_folder import RESULT, RunFolder
 from nmrun.lab.verbs import Parser
 from nmrun.lab.words import zipped
+
+# words of a command that import code of the user's own
+CODE = re.compile(r"_target_=|^--config-dir|^-cd")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,7 +29,9 @@ def main(argv: Sequence[str]) -> int:
         metavar="KEY=VALUE",
         help="overrides, such as seed=1; without one that matters, force=true repeats a finished run",
     )
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument(
+        "--yes", action="store_true", help="run also code that the folder names, without a question"
+    )
     options = parser.parse_intermixed_args(argv)
     there = RunFolder(options.run)
     if there.problem:
@@ -33,14 +40,22 @@ def main(argv: Sequence[str]) -> int:
     command = status.command(there)
     if command is None:
         raise ConfigError(f"{options.run}: its command is not known")
-    words = shlex.split(command)
+    words, place = shlex.split(command), None
     if words[0] == "cd":  # a folder, && and the command
-        os.chdir(words[1])
-        words = words[3:]
+        place, words = words[1], words[3:]
+    refuse_code(words, options.run)
     changed = {zipped.key(word) for word in options.changes}
     kept = [word for word in words[1:] if zipped.key(word) not in changed]
     words = [*kept, *options.changes]
-    print(shlex.join(["nmrun", *words]), flush=True)
+    elsewhere = place is not None and Path(place).resolve() != Path.cwd()
+    print(
+        (f"cd {shlex.quote(str(place))} && " if elsewhere else "") + shlex.join(["nmrun", *words]),
+        flush=True,
+    )
+    if any(CODE.search(word) for word in words) and not options.yes:
+        ask()
+    if elsewhere:
+        os.chdir(str(place))
     if words[:1] == ["prune"]:
         from nmrun.lab.train import pruning
 
@@ -48,3 +63,22 @@ def main(argv: Sequence[str]) -> int:
     from nmrun.lab.train import jobs
 
     return jobs.main(words)
+
+
+def refuse_code(words: Sequence[str], run: Path) -> None:
+    """Raise ConfigError for a setting of Hydra that can run any code, but for its launchers."""
+    for word in words:
+        key = word.lstrip("+~").partition("=")[0]
+        if key.startswith("hydra") and not key.startswith(("hydra/launcher", "hydra.launcher.")):
+            raise ConfigError(
+                f"{run}: its command has {word}, which can run any code; type it yourself"
+            )
+
+
+def ask() -> None:
+    """Ask whether to run code that the folder names; raise ConfigError without a yes."""
+    said = "the folder's command names code that it imports"
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{said}: add --yes if the folder is yours, or from whom you trust")
+    if input(f"{said}. Run it? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise ConfigError("not run")
