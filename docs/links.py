@@ -39,7 +39,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn the links to such files to where they are on the site."""
+    """Turn the links to such files to where they are on the site, and keep them out of the search."""
+    if page.file.src_uri.startswith(OUTSIDE):
+        page.meta["search"] = {"exclude": True}
     source = _source(page.file)
     here = os.path.dirname(page.file.src_uri)
 

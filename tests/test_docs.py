@@ -5,6 +5,7 @@ errors are printed so, their links lead to files that are there.
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -172,6 +173,10 @@ def test_the_site_is_built_strictly(tmp_path):
         )
     }
     assert hosts == set()  # a reader's browser asks nobody else
+    index = json.loads((tmp_path / "search/search_index.json").read_text())
+    found = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    assert "sweeps.html" in found
+    assert not any(place.startswith("files/") for place in found)  # dumps of benchmarks
 
 
 def test_the_reference_has_every_public_name():
