@@ -8,6 +8,8 @@ first; where nothing is to be saved, a signal acts at once.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
 import signal
 import threading
@@ -21,6 +23,23 @@ LAUNCHERS = signal.SIGUSR2  # submitit's; of no meaning where no launcher handle
 # Seconds within which a second SIGTERM is the first one's echo: ``timeout`` and ``torchrun`` send
 # it to the group and to the process.
 ECHO = 2.0
+
+
+@functools.cache
+def ends_with(parent: int) -> bool:
+    """Let SIGTERM reach this process when the process that started it ends, on Linux.
+
+    Args:
+        parent: the process that may have started this one.
+
+    Returns:
+        Whether it has: always what it was at the first call.
+    """
+    if os.getppid() != parent:
+        return False
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
+    return True
 
 
 class Signals:

@@ -27,6 +27,7 @@ from nmrun.errors import ConfigError, leads, refuse, tell
 from nmrun.lab import verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import OF_EARLIER, RunFolder
+from nmrun.lab.signals import ends_with
 from nmrun.lab.words import command_line, experiment, precheck, schema, source, sweep, sweep_end
 from nmrun.lab.words.composing import without_others_configs
 from nmrun.lab.words.identity import run_folder, title
@@ -34,6 +35,7 @@ from nmrun.lab.words.recorded import recorded
 from nmrun.lab.words.sweep import make_folder
 
 BEFORE = "NMRUN_BEFORE"  # tells job processes how many jobs were launched before this launch
+SWEEPER = "NMRUN_SWEEPER"  # tells job processes which process launched the sweep
 # Ends of runs, the one that matters most last.
 MATTERS = ("planned", "skipped", "finished", "running", "failed", "refused", "interrupted")
 
@@ -62,7 +64,7 @@ def main(argv: list[str]) -> int:
     counts = [found.jobs for found in looks]
     together = sweeps if _one_launch(sweeps) else []
     with recorded(looks, shlex.join(["nmrun", *argv]), together) as folder:
-        os.environ[sweep.SWEEP] = str(folder)
+        os.environ[sweep.SWEEP], os.environ[SWEEPER] = str(folder), str(os.getpid())
         status = _launch(
             flags, [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True))
         )
@@ -128,6 +130,7 @@ _outcomes: list[dict[str, Any]] = []
 @hydra.main(config_path="pkg://nmrun.conf", config_name="nmrun", version_base="1.3")
 def _job(composed: DictConfig) -> None:
     job = HydraConfig.get()
+    _end_with_sweep()
     folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [sweep.typed(word) for word in job.overrides.task]
     with verbs.ends_quietly(), without_others_configs():  # jobs may run in other processes
@@ -138,8 +141,18 @@ def _job(composed: DictConfig) -> None:
         else:
             outcome = _outcomes_of(composed, None, command_line.of_job(job, overrides))
     _outcomes.append(outcome)
+    _end_with_sweep()
     if folder and leads() and outcome["status"] == "interrupted":
         raise SystemExit(_exit_status(outcome))
+
+
+def _end_with_sweep() -> None:
+    """End a worker whose sweep's process has ended: it takes no other job, nor waits for one."""
+    sweeper = int(os.environ.get(SWEEPER, 0))
+    if ends_with(sweeper) and os.getppid() != sweeper:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(128 + signal.SIGTERM)
 
 
 def of_sweep(

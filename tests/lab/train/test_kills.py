@@ -4,9 +4,16 @@ over a larger one.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import preloaded
 import pytest
@@ -79,3 +86,56 @@ def test_a_kill_between_keeping_the_last_checkpoint_and_saving_the_next(
 def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ended with 2"):
         kills.finish(["recipe=nothing", f"output_dir={tmp_path}"])
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("hydra_plugins") is None,
+    reason="needs nmrun[launchers]",
+)
+def test_workers_of_a_sweep_end_with_it(tmp_path: Path) -> None:
+    """SIGTERM to the sweep's process alone: each worker saves its run, and none takes another job."""
+    command = [
+        *(sys.executable, "-m", "nmrun", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
+        *("recipe=ste", "sparsity=2:4", "seed=0,1,2,3", "trainer.epochs=500", "track=local"),
+        *("trainer.threads=1", "trainer.log_every=1"),
+    ]
+    with subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as sweep:
+        try:
+            until(lambda: len(rows_of(tmp_path)) == 2 and min(rows_of(tmp_path).values()) > 2)
+            sweep.terminate()
+            sweep.wait(30)
+            until(lambda: len(list(tmp_path.rglob("result.json"))) == 2)
+            until(lambda: not group_is_alive(sweep.pid))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(sweep.pid, signal.SIGKILL)
+    results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
+    assert [result["status"] for result in results] == ["interrupted"] * 2
+    assert len(list(tmp_path.rglob("config.yaml"))) == 2, "a worker took another job"
+
+
+def rows_of(place: Path) -> dict[Path, int]:
+    return {path: path.read_text().count("\n") for path in place.rglob("metrics.jsonl")}
+
+
+def group_is_alive(group: int) -> bool:
+    """Whether any process of a group is there that is no zombie."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state != "Z":
+                return True
+    return False
+
+
+def until(there: Any, seconds: float = 90) -> None:
+    end = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.1)
