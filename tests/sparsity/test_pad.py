@@ -466,7 +466,7 @@ def test_geometric_says_what_would_help() -> None:
         start("sdgf_geometric", "2:4", model, pad=False, exclude=())
     _, handle = start("sdgf_geometric", "2:4", nn.Linear(12, 4), pad=True, exclude=())
     # the dense phase is one step long
-    train(handle.sparse[0].module, handle._optimizer, range(2), 12)
+    train(handle.sparse[0].module, handle.optimizer, range(2), 12)
     assert set(counts(handle.sparse[0].weight, 8)) == {(4, 8), (4, 4)}
 
 

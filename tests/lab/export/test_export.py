@@ -185,7 +185,7 @@ def test_the_final_state_is_what_finalize_leaves_under_plain_names(recipe: str, 
     model, handle = trained(recipe, steps, exclude="5")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plain, x = net(1).eval(), torch.randn(2, 8, 3, 3)
-    final = Replicated(model, handle._optimizer, handle).final_state_dict()
+    final = Replicated(model, handle.optimizer, handle).final_state_dict()
     assert list(final) == sorted(plain.state_dict())
     check_nm(final["0.weight"], "2:4")
     check_nm(final["3.weight"], "2:4")
@@ -268,7 +268,7 @@ def test_torch_exports_the_live_model(recipe: str) -> None:
     for name in ("0.weight", "3.weight"):
         check_nm(exported.state_dict[name].detach(), "2:4")
     model.train()(torch.randn(4, 8, 3, 3)).square().mean().backward()
-    handle._optimizer.step()
+    handle.optimizer.step()
     handle.finalize()
 
 

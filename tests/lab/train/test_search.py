@@ -343,7 +343,7 @@ def test_a_budget_of_time(tmp_path, monkeypatch, capsys):
     [
         (
             ("/nowhere",),
-            "/nowhere holds no finished run: there is no config.yaml",
+            "/nowhere: no finished run is there",
         ),
         (
             ("RUN", "--budget", "1"),

@@ -19,6 +19,7 @@ from nmrun.errors import ConfigError
 from nmrun.lab import cli
 from nmrun.lab.report import cli as report
 from nmrun.lab.report.experiments import KINDS
+from nmrun.lab.runs.run_folder import weights_in
 from nmrun.lab.train.schedules import scheduled
 from nmrun.lab.words import experiment, identity, plugins, precheck, recipe_fields, schema, source
 from nmrun.lab.words.composing import Done
@@ -213,9 +214,9 @@ def test_what_is_fine_tuned_is_what_the_other_experiments_leave(name):
     for scale, before in (("paper", "s_ste_gpt2"), ("small", "step_gpt2")):
         left = {str(identity.run_folder(c)): c for c in made(before, scale)}
         for config in made(name, scale):
-            weights = identity.weights_in(config.init)
-            of = left[str(weights.parent)]
-            assert weights.name == "model.safetensors" or of.trainer.evaluate == "both"
+            folder, file = weights_in(config.init)
+            of = left[str(folder.path)]
+            assert file == "model.safetensors" or of.trainer.evaluate == "both"
             if scale == "paper":
                 own, theirs = config.model.mapping(), of.model.mapping()
                 same = ("layers", "heads", "width", "bias")
@@ -246,8 +247,8 @@ def test_detectors_begin_with_the_classifiers_of_the_other_experiment():
 
 
 def left_by(init: str) -> str:
-    weights = identity.weights_in(init)
-    return weights.parts[-4] + " dense" * (weights.name == "dense.safetensors")
+    folder, file = weights_in(init)
+    return folder.path.parts[-3] + " dense" * (file == "dense.safetensors")
 
 
 def test_s_ste_continuity_is_the_beginning_of_that_pre_training():
@@ -531,7 +532,7 @@ def test_our_figures_and_the_papers(swept, monkeypatch, capsys):
 
 def test_a_run_that_is_not_there_is_seen(swept, monkeypatch, capsys):
     out = show(swept, monkeypatch, capsys, "seed=0,1")[1]
-    assert out.count("missing (1)") == 3
+    assert out.count("(1, 1 missing)") == 3
 
 
 def test_an_unknown_metric_is_one_line(swept, monkeypatch, capsys):
