@@ -57,6 +57,10 @@ class Choice:
     times: Mapping[str, Times] = field(default_factory=dict)
     always_dense: bool = False
 
+    def __repr__(self) -> str:
+        kind = f"always dense, {self.path}" if self.always_dense and self.path else self.path
+        return f"Choice({self.name}: {kind or 'dense'}; {self.reason})"
+
     @property
     def is_sparse(self) -> bool:
         """Whether the layer is computed with its kept weights alone."""

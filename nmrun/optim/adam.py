@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nmrun.errors import ConfigError
 from nmrun.kernels.adam import OnePass
 from nmrun.kernels.layout import local
 from nmrun.kernels.operands import Update, decoupled
@@ -248,12 +249,12 @@ def freezable(optimizer: torch.optim.Optimizer, recipe: str) -> Adam:
         The optimizer.
 
     Raises:
-        ValueError: for another optimizer than :class:`Adam`; it says what to use instead.
+        ConfigError: for another optimizer than :class:`Adam`; it says what to use instead.
     """
     if isinstance(optimizer, Adam):
         return optimizer
     own = "AdamW" if isinstance(optimizer, torch.optim.AdamW) else "Adam or nmrun.optim.AdamW"
-    raise ValueError(
+    raise ConfigError(
         f"{recipe} freezes Adam's second moment, which {type(optimizer).__module__}.{type(optimizer).__name__} cannot: "
         f"use nmrun.optim.{own}, a drop-in with the same arguments"
     )

@@ -73,7 +73,7 @@ def sparsify(
             layer whose inputs are a multiple of M is sparse; ``handle.left_dense`` says why the
             others are not.
         exclude: likewise, of those that stay dense. ``"auto"`` leaves the first layer and the heads
-            dense.
+            dense, as the command line does by default; here the default is to leave none.
         overrides: other patterns for some layers, by such expressions:
             ``{"layer3\\..*": "1:8", "fc": "dense"}``. The first match counts, and more than
             ``exclude``.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import nmrun
 from nmrun.errors import ConfigError
 from nmrun.fast import acceleration, backends24, probe24, times
-from nmrun.fast.acceleration import accelerate
+from nmrun.fast.acceleration import Choice, accelerate
 from nmrun.fast.backends24 import MASKED
 from nmrun.fast.linear24 import Packed
 from nmrun.fast.times import Times
@@ -575,3 +575,8 @@ def test_times_come_back_from_the_disk(tmp_path: Path, monkeypatch: pytest.Monke
     assert times.recall("probe.json", "a GPU", "a shape", found.keys()) == found
     as_json = json.loads(json.dumps(times.as_data({"a shape": found})))
     assert times.from_data(as_json) == {"a shape": found}
+
+
+def test_a_choice_shows_what_a_layer_got_and_why() -> None:
+    assert repr(Choice("fc.weight", None, "too small")) == "Choice(fc.weight: dense; too small)"
+    assert repr(Choice("fc.weight", "packed", "1.7x")) == "Choice(fc.weight: packed; 1.7x)"

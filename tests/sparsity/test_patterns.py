@@ -64,3 +64,9 @@ def test_forms_for_people_and_paths() -> None:
 def test_reading_patterns_needs_no_torch() -> None:
     code = "import sys, nmrun.patterns, nmrun.errors; sys.exit('torch' in sys.modules or 'hydra' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_what_yaml_makes_of_a_ratio_is_told() -> None:
+    """YAML 1.1 reads 2:4 in base 60."""
+    with pytest.raises(PatternError, match="write it in quotes"):
+        Pattern.parse(124)  # type: ignore[arg-type]
