@@ -49,7 +49,6 @@ def main(argv: list[str]) -> int:
         ConfigError: with all that is wrong with it.
     """
     asked = command_line.options(argv)
-    command_line.refuse_twice(asked.overrides)
     flags = [word for word in argv if word not in asked.overrides]
     if asked.help or asked.hydra_help or asked.shell_completion:
         _hydra(flags, asked.overrides)

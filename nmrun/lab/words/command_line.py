@@ -66,16 +66,6 @@ def as_key(word: str) -> str:
     return f"{meant}{equals}{value}"
 
 
-def refuse_twice(words: list[str]) -> None:
-    """Raise ConfigError for a key that was typed twice, of which Hydra would take the last."""
-    given: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if equals and key in given and key != "zip":
-            raise ConfigError(f"{key} is given twice, {given[key]} and {value}: leave one out")
-        given[key] = value
-
-
 def own_recipe(words: list[str]) -> list[str]:
     """Let Hydra add the keys of a user's own recipe class, which are in none of its configs.
 

@@ -19,7 +19,7 @@ from played24 import play
 from runs import RECIPES, TINY, config, rows
 from safetensors.torch import load_file
 
-from nmrun.lab import cli
+import nmrun
 from nmrun.lab.train import checkpoint
 from nmrun.lab.words.identity import run_folder
 
@@ -129,8 +129,8 @@ def test_two_processes_are_killed_within_an_epoch(distributed: str, tmp_path: Pa
 
 def test_a_sweep_in_two_processes(tmp_path: Path) -> None:
     swept = ("recipe=dense,ste,sr_ste", "optimizer.lr=1e-3,1e30")
-    nmrun = Path(cli.__file__).with_name("__main__.py")
-    done = preloaded.torchrun(nmrun, "-m", *TINY, *swept, f"output_dir={tmp_path}")
+    program = Path(nmrun.__file__).with_name("__main__.py")
+    done = preloaded.torchrun(program, "-m", *TINY, *swept, f"output_dir={tmp_path}")
     assert done.returncode == 1
     assert done.stdout.count("sweep of 6: 3 finished, 3 not done") == 1
     assert len(list(tmp_path.rglob("model.safetensors"))) == 3

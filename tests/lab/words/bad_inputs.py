@@ -438,8 +438,6 @@ FILES = {
     "mine/recipe/other.yaml": b"defaults: [/model: nosuch]\nname: ste",
 }
 TOLD = {
-    "sparsity=2:4 sparsity=1:8": "sparsity is given twice, 2:4 and 1:8: leave one out",
-    "-m seed=0,1 sparsity=2:4 seed=2": "seed is given twice, 0,1 and 2: leave one out",
     "recipe step": "did you mean recipe=step?",
     "--epochs 3": "keys are written without dashes: trainer.epochs",
     "--max_steps=3": "keys are written without dashes: trainer.steps=3",
