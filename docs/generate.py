@@ -1,88 +1,92 @@
 """Write what the pages say of the config's keys, from where the keys are defined.
 
-``python docs/generate.py`` writes ``configs.md`` and the section on hyperparameters of every page
-about recipes.
+``python docs/generate.py`` writes the pages of ``configs/``, one for each group, and the section on
+hyperparameters of every page about recipes.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from nmrun.lab.words import reference
 from nmrun.lab.words.reference import Key, Option
 
 DOCS = Path(__file__).parent
-HEAD = """# Config keys
-
-Every key with its meaning, the values that it takes and its default: what `nmrun help KEY` says.
-`nmrun --cfg job` prints a whole config with its values.
+HEAD = """# {title}
 
 <!-- Written by docs/generate.py from conf/, nmrun/lab/keys/ and nmrun/recipes/. -->
 
+"""
+INDEX = """Every key with its meaning, the values that it takes and its default: what `nmrun help KEY` says.
+`nmrun --cfg job` prints a whole config with its values.
+
+| group | what it chooses |
+|---|---|
 """
 
 
 def pages() -> dict[Path, str]:
     """The text of every page that is written, or has a section that is."""
-    written = {DOCS / "configs.md": HEAD + "\n".join(_sections()).rstrip() + "\n"}
+    written = {DOCS / "configs" / f"{group}.md": _page(group) for group in reference.GROUPS}
+    written[DOCS / "configs/index.md"] = _index()
     recipes = {option.name: option for option in reference.options("recipe")}
     for path in sorted((DOCS / "recipes").glob("*.md")):
         text = path.read_text(encoding="utf-8")
         names = re.findall(r"^`recipe=(\w+)`", text, re.M)
         if names and "## Hyperparameters\n" in text:
-            lines = _table([recipes[name] for name in names])
+            lines = _keys([recipes[name] for name in names])
             before, _, after = text.partition("## Hyperparameters\n")
             rest = after[after.index("\n## ") :] if "\n## " in after else ""
             written[path] = f"{before}## Hyperparameters\n\n" + "\n".join(lines) + "\n" + rest
     return written
 
 
-def _sections() -> Iterator[str]:
-    yield from ("## In no group", "", *_table(reference.options("")), "")
-    for group in reference.GROUPS:
-        options = reference.options(group)
-        if not options[0].name:
-            yield from (f"## {group}", "", _sentence(options[0].about), "", *_table(options), "")
-            continue
-        yield from (f"## {group}", "", f"| `{group}=` | |", "|---|---|")
-        yield from (f"| `{option.name}` | {_cell(option.about)} |" for option in options)
-        yield ""
-        yield from (*_table(options), "")
+def _index() -> str:
+    """The page of all groups, with the keys that are in none."""
+    lines = [f"| [`{group}`]({group}.md) | {_chosen(group)} |" for group in reference.GROUPS]
+    own = ["", "## In no group", "", *_keys(reference.options(""))]
+    return HEAD.format(title="Config keys") + INDEX + "\n".join([*lines, *own]) + "\n"
 
 
-def _table(options: list[Option]) -> list[str]:
-    """A row for each meaning of each key."""
-    named = len(options) > 1
-    lines = [
-        "| key | of | meaning | takes | default |"
-        if named
-        else "| key | meaning | takes | default |",
-        "|---|---|---|---|---|" if named else "|---|---|---|---|",
-    ]
+def _chosen(group: str) -> str:
+    options = reference.options(group)
+    if not options[0].name:
+        return _sentence(options[0].about)
+    return ", ".join(f"`{option.name}`" for option in options)
+
+
+def _page(group: str) -> str:
+    options = reference.options(group)
+    if not options[0].name:
+        lines = [_sentence(options[0].about), "", *_keys(options)]
+    else:
+        lines = [f"- **`{group}={option.name}`**: {_cell(option.about)}" for option in options]
+        lines += ["", "## Keys", "", *_keys(options)]
+    return HEAD.format(title=group) + "\n".join(lines) + "\n"
+
+
+def _keys(options: list[Option]) -> list[str]:
+    """An item for each meaning of each key: a list is readable at any width, a table is not."""
     names = dict.fromkeys(key.name for option in options for key in option.keys)
-    for name in names:
-        for key, defaults in reference.alike(name, options).items():
-            lines.append(_row(key, defaults, len(options), named))
-    return lines if names else ["None."]
+    items = [
+        _item(key, defaults, len(options))
+        for name in names
+        for key, defaults in reference.alike(name, options).items()
+    ]
+    return items or ["None."]
 
 
-def _row(key: Key, defaults: dict[str, list[str]], count: int, named: bool) -> str:
-    holders = [name for alike in defaults.values() for name in alike]
-    of = "all" if len(holders) == count else ", ".join(f"`{name}`" for name in sorted(holders))
-    few = len(defaults) == 1
+def _item(key: Key, defaults: dict[str, list[str]], count: int) -> str:
+    holders = sorted(name for alike in defaults.values() for name in alike)
     shown = [
-        _code(value) if few else f"{_code(value)} ({', '.join(alike)})"
+        f"`{value}`" + (f" ({', '.join(alike)})" if len(defaults) > 1 else "")
         for value, alike in defaults.items()
     ]
-    cells = [f"`{key.name}`", *([of] if named else []), _cell(key.meaning), _cell(key.takes)]
-    return "| " + " | ".join([*cells, "; ".join(shown)]) + " |"
-
-
-def _code(value: str) -> str:
-    """A pipe in code ends the cell for GitHub, and stays escaped for Python-Markdown."""
-    return f"`{value}`" if "|" not in value else f"<code>{value.replace('|', '&#124;')}</code>"
+    of = f" ({', '.join(f'`{name}`' for name in holders)})" if len(holders) < count else ""
+    facts = [f"Takes {_cell(key.takes)}" if key.takes else "", f"default {', '.join(shown)}"]
+    meaning = _cell(key.meaning).rstrip(".")
+    return f"- **`{key.name}`**{of}: {meaning}. {_upper('; '.join(filter(None, facts)))}."
 
 
 def _cell(text: str) -> str:
@@ -96,8 +100,11 @@ def _cell(text: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    text = _cell(text)
-    return text[:1].upper() + text[1:] + "."
+    return _upper(_cell(text)) + "."
+
+
+def _upper(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 if __name__ == "__main__":
