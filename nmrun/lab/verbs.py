@@ -41,6 +41,17 @@ def files_of_the_command() -> Iterator[None]:
         raise ConfigError(": ".join(known) or str(error)) from None
 
 
+def agreed(verb: str, question: str) -> bool:
+    """Ask, and return whether the answer is yes.
+
+    Raises:
+        ConfigError: where there is nobody to ask.
+    """
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{verb}: {question} Nobody to ask here; --yes is the answer")
+    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
+
+
 STATUS = 128 + 13  # the status that shells give a program that SIGPIPE ended
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.report import settings, status
-from nmrun.lab.runs.run_folder import RESULT, RunFolder
-from nmrun.lab.verbs import Parser
-from nmrun.lab.words import zipped
+from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder
+from nmrun.lab.verbs import Parser, agreed
+from nmrun.lab.words import sweep, zipped
 
-# words of a command that import code of the user's own
-CODE = re.compile(r"_target_=|^--config-dir|^-cd")
+# what a plain override of a key has not: a class, an interpolation, a place for a config
+MARKS = ("_target_", "${", "@")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,48 +35,61 @@ def main(argv: Sequence[str]) -> int:
     if there.problem:
         raise RunError(f"{there.path / RESULT}: {there.problem}")
     settings.of(options.run)
+    if there.is_sealed:
+        there.checked(CONFIG)  # the command stands above it
     command = status.command(there)
     if command is None:
         raise ConfigError(f"{options.run}: its command is not known")
-    words, place = shlex.split(command), None
-    if words[0] == "cd":  # a folder, && and the command
-        place, words = words[1], words[3:]
-    refuse_code(words, options.run)
+    words, place = _split(command, options.run)
     changed = {zipped.key(word) for word in options.changes}
-    kept = [word for word in words[1:] if zipped.key(word) not in changed]
+    kept = [word for word in words if zipped.key(word) not in changed]
     words = [*kept, *options.changes]
-    elsewhere = place is not None and Path(place).resolve() != Path.cwd()
-    print(
-        (f"cd {shlex.quote(str(place))} && " if elsewhere else "") + shlex.join(["nmrun", *words]),
-        flush=True,
-    )
-    if any(CODE.search(word) for word in words) and not options.yes:
-        ask()
-    if elsewhere:
-        os.chdir(str(place))
+    where = f"cd {shlex.quote(place)} && " if place else ""
+    print(f"{where}{shlex.join(['nmrun', *words])}", flush=True)
+    if (code := _code(kept, options.run)) and not options.yes:
+        asked = f"{', '.join(code)} of {options.run} may run any code. Run it?"
+        if not agreed("rerun", asked):
+            print("nothing done")
+            return 0
+    os.chdir(place or ".")
     if words[:1] == ["prune"]:
         from nmrun.lab.train import pruning
 
-        return pruning.main(words[1:])
+        return pruning.main([*words[1:], *["--yes"] * options.yes])
     from nmrun.lab.train import jobs
 
     return jobs.main(words)
 
 
-def refuse_code(words: Sequence[str], run: Path) -> None:
-    """Raise ConfigError for a setting of Hydra that can run any code, but for its launchers."""
-    for word in words:
-        key = word.lstrip("+~").partition("=")[0]
-        if key.startswith("hydra") and not key.startswith(("hydra/launcher", "hydra.launcher.")):
-            raise ConfigError(
-                f"{run}: its command has {word}, which can run any code; type it yourself"
-            )
+def _split(command: str, run: Path) -> tuple[list[str], str]:
+    """The words after ``nmrun``, and the folder that is changed to before; empty where it is this
+    one."""
+    try:
+        words = shlex.split(command)
+        place = words[1] if words[0] == "cd" else ""  # a folder, && and the command
+        first, *rest = words[3:] if place else words
+    except (ValueError, IndexError):
+        raise ConfigError(f"{run}: its command cannot be read: {command}") from None
+    if first != "nmrun" or (place and not Path(place).is_dir()):
+        raise ConfigError(f"{run}: its command cannot be given here: {command}")
+    return rest, "" if place and Path(place).resolve() == Path.cwd() else place
 
 
-def ask() -> None:
-    """Ask whether to run code that the folder names; raise ConfigError without a yes."""
-    said = "the folder's command names code that it imports"
-    if not sys.stdin.isatty():
-        raise ConfigError(f"{said}: add --yes if the folder is yours, or from whom you trust")
-    if input(f"{said}. Run it? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise ConfigError("not run")
+def _code(words: Sequence[str], run: Path) -> list[str]:
+    """Those words of a folder's command by which any code may run: options, an experiment's file,
+    and what is no plain override.
+
+    Raises:
+        ConfigError: for keys of Hydra, which no run needs.
+    """
+    for word in filter(sweep.is_hydras, words):
+        raise ConfigError(
+            f"{run}: its command has {word}, and Hydra's keys can run any code; type it yourself"
+        )
+    return [
+        word
+        for word in words
+        if word.startswith("-")
+        or zipped.key(word) == "experiment"
+        or any(mark in word for mark in MARKS)
+    ]

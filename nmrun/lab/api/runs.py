@@ -71,7 +71,7 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
     found = outcome.get("metrics", {"final": {}, "best": {}})
     metrics = found["final"] | {f"best/{key}": value for key, value in found["best"].items()}
     folder = Path(outcome["folder"]).absolute()
-    return Result(outcome["status"], outcome.get("config", config.plain), metrics, folder)
+    return Result(outcome["status"], config.plain, metrics, folder)
 
 
 def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:

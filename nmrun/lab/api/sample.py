@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError, RunError
+from nmrun.lab.runs import consent
 from nmrun.lab.runs.run_folder import RESULT
 from nmrun.lab.verbs import Parser
 
@@ -18,8 +19,8 @@ def main(argv: Sequence[str]) -> int:
     """Print the prompt and what follows it; returns the exit status.
 
     Raises:
-        ConfigError: for a mistake in the options, a folder without a finished run, a run of another
-            task, data that are token numbers alone, and a prompt outside the vocabulary.
+        ConfigError: for a mistake in the options, a folder without a finished run, code that nobody
+            consents to, a run of another task, data that are token numbers alone, and a prompt outside the vocabulary.
         RunError: for weights that cannot be read, or whose logits are not finite.
     """
     parser = Parser(prog="nmrun sample", description=(__doc__ or "").partition(": ")[2])
@@ -31,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     add("--temperature", type=float, default=1.0, metavar="T", help=told)
     add("--top-k", type=int, metavar="K", help="choose among the K likeliest (default: all)")
     add("--seed", type=int, default=0, help="of the choices (default: 0)")
+    consent.option(parser)
     options = parser.parse_args(argv)
     if options.tokens < 1:
         parser.error(f"--tokens {options.tokens}: a whole number, 1 or more")
@@ -50,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     from nmrun.lab.tasks.language import LanguageModelling
 
     try:
-        run = finished.read(options.run)
+        run = finished.read(options.run, options.yes)
         model, task = finished.network(run)
         model.load_state_dict(run.state)
     except ConfigError:

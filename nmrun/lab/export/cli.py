@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from nmrun import atomic
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab.runs import locks
+from nmrun.lab.runs import consent, locks
 from nmrun.lab.runs.run_folder import RESULT
 from nmrun.lab.verbs import Parser
 
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
     written beside DIR first: it has all of them or none.
 
     Raises:
-        NoRun: for a folder without a finished run.
+        ConfigError: for a folder without a finished run, and code that nobody consents to.
         RunError: for a run that cannot be exported.
     """
     parser = Parser(
@@ -59,6 +59,7 @@ def main(argv: list[str]) -> int:
         default="safetensors",
         help="default: safetensors, zeros and all",
     )
+    consent.option(parser)
     options = parser.parse_args(argv)
     if not (options.run / RESULT).is_file():
         raise ConfigError(f"{options.run} holds no finished run: there is no {RESULT}")
@@ -67,9 +68,9 @@ def main(argv: list[str]) -> int:
     try:
         if options.to.resolve() == options.run.resolve():
             raise ValueError(f"--to {options.to} is the run's own folder; name another")
-        run = finished.load(options.run)
+        run = finished.load(options.run, options.yes)
         lines = _whole(run, options.to, importlib.import_module(FORMATS[options.format]).write)
-    except finished.NoRun:
+    except ConfigError:
         raise
     except (ValueError, OSError) as error:
         raise RunError(str(error)) from None

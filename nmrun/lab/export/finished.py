@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError
 from nmrun.lab import models, tasks
 from nmrun.lab.keys.config import Config
+from nmrun.lab.runs import consent
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder
 from nmrun.lab.tasks.base import Task
 from nmrun.patterns import Pattern
@@ -47,12 +48,14 @@ class Finished:
     Attributes:
         result: its ``result.json``.
         state: its final weights on the CPU, pruned ones +0.0.
+        trusted: whether the code that the run names may be imported.
     """
 
     folder: Path
     result: dict[str, Any]
     state: dict[str, Tensor]
     layers: list[Layer]
+    trusted: bool = False
 
     @property
     def pattern(self) -> str:
@@ -83,14 +86,14 @@ def write_about(about: dict[str, Any], folder: Path) -> None:
     (folder / "sparsity.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
-def load(folder: Path) -> Finished:
+def load(folder: Path, trusted: bool = False) -> Finished:
     """Read and check a sparse run, against the hashes of its files too.
 
     Raises:
         NoRun: if it is not finished.
         ValueError: if it is dense, damaged, changed, or not N:M after all.
     """
-    run = read(folder)
+    run = read(folder, trusted)
     if not run.layers:
         raise ValueError(
             f"{folder} is a dense run: no weight of it is N:M, and its model.safetensors is plain as it is"
@@ -98,7 +101,7 @@ def load(folder: Path) -> Finished:
     return run
 
 
-def read(folder: Path) -> Finished:
+def read(folder: Path, trusted: bool = False) -> Finished:
     """Read and check a run, sparse or dense, against the hashes of its files too.
 
     Raises:
@@ -142,7 +145,7 @@ def read(folder: Path) -> Finished:
         except ValueError as error:
             raise ValueError(f"{layer.name}: {str(error).removeprefix('tensor ')}") from None
         state[layer.name] = state[layer.name] + 0.0
-    return Finished(folder, result, state, layers)
+    return Finished(folder, result, state, layers, trusted)
 
 
 def refuse_pruned_activations(run: Finished) -> None:
@@ -157,7 +160,12 @@ def refuse_pruned_activations(run: Finished) -> None:
 
 def network(run: Finished) -> tuple[nn.Module, Task]:
     """The run's network, on the CPU and set to evaluation, and the run's task; its weights
-    (``run.state``) are still to be loaded."""
+    (``run.state``) are still to be loaded.
+
+    Raises:
+        ConfigError: where the run names code that nobody consents to.
+    """
+    consent.demand(run.folder, run.result["config"], run.trusted)
     config = Config(run.result["config"], None)
     task = tasks.build(config, torch.device("cpu"))
     return models.build(config.model.mapping(), task.inputs).cpu().eval(), task

@@ -11,6 +11,7 @@ import pandas as pd
 
 from nmrun.errors import ConfigError, RunError, tell
 from nmrun.lab.report.rows import read as from_csv
+from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, weights_in
 from nmrun.lab.words.identity import completed
 from nmrun.lab.words.schema import flatten
@@ -75,11 +76,10 @@ def _from_wandb(project: str) -> list[dict[str, Any]]:
     try:
         for run in wandb.Api(timeout=60).runs(project):
             try:
-                summary = _nested(_plain(run.summary))
-                rows.append(
-                    row({**summary, "config": _plain(run.config), "id": run.id}, Path(run.url))
-                )
-            except (KeyError, TypeError, AttributeError):
+                summary, config = (documents.plain(_plain(p)) for p in (run.summary, run.config))
+                known = {**_nested(summary), "config": config, "id": run.id}
+                rows.append(row(known, Path(run.url)))
+            except (KeyError, TypeError, AttributeError, ValueError):
                 others += 1
     except Exception as error:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 from nmrun import ranges
@@ -10,12 +11,13 @@ from nmrun import ranges
 # the labels of a row or of a column, one for each config key that it stands for
 Key = tuple[str, ...]
 
+BREAK = re.compile(r"\s*\n\s*")
 LONG = 8  # characters of a number
 
 
 def label(value: Any) -> str:
-    """A config value as a command line has it; ``-`` for a key that the run has not."""
-    return "-" if value != value else ranges.shown(value)
+    """A config value as a command line has it, on one line; ``-`` for a key that the run has not."""
+    return "-" if value != value else BREAK.sub(" ", ranges.shown(value))
 
 
 def short(label: str) -> str:

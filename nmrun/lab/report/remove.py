@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.report import settings, status
 from nmrun.lab.runs import locks
-from nmrun.lab.verbs import Parser
+from nmrun.lab.verbs import Parser, agreed
 from nmrun.registry import did_you_mean
 
 Files = dict[Path, tuple[int, int]]  # size and time of change of each
@@ -50,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     }
     print(*found, sep="\n")
     what = _amount(found.values())
-    if not options.yes and not _agreed(what):
+    if not options.yes and not agreed("rm", f"delete {what}?"):
         print("nothing deleted")
         return 0
     kept = {folder: _delete(folder, files) for folder, files in found.items()}
@@ -122,12 +121,6 @@ def _files(folder: Path) -> Files:
 def _amount(runs: Collection[Files]) -> str:
     size = sum(size for files in runs for size, _ in files.values())
     return f"{len(runs)} run{'' if len(runs) == 1 else 's'}, {size / 1e6:.1f} MB"
-
-
-def _agreed(what: str) -> bool:
-    if not sys.stdin.isatty():
-        raise ConfigError("rm: nobody to ask here; --yes deletes without")
-    return input(f"delete {what}? [y/N] ").strip().lower() in ("y", "yes")
 
 
 def _delete(folder: Path, listed: Files) -> str:

@@ -12,6 +12,7 @@ import pandas as pd
 from nmrun.errors import ConfigError
 from nmrun.lab.report import records
 from nmrun.lab.report.labels import label
+from nmrun.lab.runs import documents
 from nmrun.lab.words.identity import completed
 from nmrun.lab.words.schema import flatten
 
@@ -44,8 +45,8 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     """
     try:
         with Path(path).open(encoding="utf-8", newline="") as file:
-            head, *lines = list(csv.reader(file))
-    except (OSError, ValueError) as error:
+            head, *lines = ([documents.neutral(text) for text in line] for line in csv.reader(file))
+    except (OSError, ValueError, csv.Error) as error:
         raise ConfigError(f"{path}: no file of runs: {error}") from None
     if missing := sorted(NEEDED - set(head)):
         raise ConfigError(f"{path}: no file of runs: it has no column {missing[0]}")

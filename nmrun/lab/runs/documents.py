@@ -48,7 +48,7 @@ def parsed(text: bytes) -> Any:
     simple = simple and text.count(b"{") + text.count(b"[") < MOST_LEVELS
     try:
         value = json.loads(text.decode())
-        return value if simple else _plain(value)
+        return value if simple else plain(value)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -61,7 +61,7 @@ def read_json(path: Path) -> Any:
 def read_yaml(path: Path) -> Any:
     """The value of a YAML file, likewise."""
     try:
-        return _plain(yaml.safe_load(read(path).decode()))
+        return plain(yaml.safe_load(read(path).decode()))
     except RecursionError:
         raise ValueError("nested too deeply") from None
     except yaml.YAMLError as error:
@@ -74,8 +74,10 @@ def neutral(text: str) -> str:
     return CONTROL.sub(" ", text)
 
 
-def _plain(value: Any) -> Any:
-    """A copy with neutral texts, in which nothing stands twice."""
+def plain(value: Any) -> Any:
+    """A copy with :func:`neutral` texts, in which nothing stands twice; raises ValueError for what is
+    nested too deeply, or too large.
+    """
     left = MOST_VALUES
 
     def copied(value: Any, level: int) -> Any:

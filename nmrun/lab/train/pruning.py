@@ -19,7 +19,7 @@ from nmrun import oneshot
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import verbs
 from nmrun.lab.keys.config import Config
-from nmrun.lab.runs import locks
+from nmrun.lab.runs import consent, locks
 from nmrun.lab.runs.run_folder import FINAL, OF_EARLIER, RunFolder
 from nmrun.lab.words.identity import run_folder, title
 
@@ -49,10 +49,11 @@ def main(argv: Sequence[str]) -> int:
         "samples=N calibration samples of the training split (default 128); seed= chooses them",
     )
     parser.add_argument("--config-dir", help="a folder of more configs")
+    consent.option(parser)
     options = parser.parse_args(argv)
     from nmrun.lab.words import pruning
 
-    config = pruning.read(options.words, options.config_dir)
+    config = pruning.read(options.words, options.config_dir, options.yes)
     folder = run_folder(config)
     print(title(config), flush=True)
     there = RunFolder(folder)

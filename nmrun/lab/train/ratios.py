@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
+from nmrun.lab.runs import consent
 from nmrun.lab.runs.run_folder import FINAL, RunFolder
 from nmrun.lab.verbs import Parser
 from nmrun.patterns import Pattern
@@ -54,13 +55,16 @@ def main(argv: Sequence[str]) -> int:
         help="what the budget is of: the kept weights, the FLOPs of their products, or the time of the three products of "
         "a training step, measured on this machine at the run's batch (default weights)",
     )
+    consent.option(parser)
     options = parser.parse_args(argv)
     if options.m < 2 or options.m & (options.m - 1):
         raise ConfigError(f"--m {options.m}: a power of two, 2 or more, since N is halved")
     if not 0 < options.budget < 1:
         raise ConfigError(f"--budget {options.budget:g}: a share of dense, above 0 and below 1")
-    if why := RunFolder(options.run).unfinished():
+    there = RunFolder(options.run)
+    if why := there.unfinished():
         raise ConfigError(f"{options.run}: {why}")
+    consent.demand(options.run, there.result["config"], options.yes, ("recipe", *consent.BUILT))
     try:
         lines = _proposed(options.run, options.budget, options.m, options.cost)
     except ValueError as error:

@@ -18,7 +18,7 @@ from nmrun.lab.api.kept import kept
 from nmrun.lab.api.runs import raise_interrupt
 from nmrun.lab.keys.config import Config
 from nmrun.lab.report import names
-from nmrun.lab.runs import locks
+from nmrun.lab.runs import documents, locks
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.train import jobs
 from nmrun.lab.tune import space
@@ -55,7 +55,7 @@ def check(cell: Cell) -> None:
         atomic.write(file, json.dumps(mine, indent=1) + "\n", shared=True)
         return
     try:
-        read = json.loads(file.read_text(encoding="utf-8"))
+        read = documents.read_json(file)
         theirs = {part: dict(read[part]) for part in ("space", "settings")}
         alike = read["identity"] == mine["identity"] and read["space"] == mine["space"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -17,6 +17,7 @@ from nmrun import oneshot
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
 from nmrun.lab.keys.models import OwnModel, Timm
+from nmrun.lab.runs import consent
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.words import command_line, early, precheck, schema, source, unknown
 from nmrun.lab.words.composing import composing
@@ -32,13 +33,14 @@ STAND_IN = "ste"  # any recipe without conditions, where a config has to have on
 source.register()
 
 
-def read(words: Sequence[str], config_dir: str | None = None) -> Config:
+def read(words: Sequence[str], config_dir: str | None = None, trusted: bool = False) -> Config:
     """Read the words of the command.
 
     Args:
         words: at most one run folder; ``method=NAME``, ``method.KEY=VALUE`` and ``samples=N``; the
             others are overrides.
         config_dir: a folder of more configs, where no run is named.
+        trusted: whether the code that a run names may be imported.
 
     Returns:
         The config. Its recipe is the method, with its hyperparameters and ``samples``.
@@ -63,7 +65,7 @@ def read(words: Sequence[str], config_dir: str | None = None) -> Config:
     if not whole(1).holds(samples):
         raise ConfigError(f"samples={samples}: it takes {whole(1).allowed}")
     rest = [one for one in overrides if not _is_ours(one) and not _is_track(one)]
-    config = _of_run(Path(folders[0]), rest) if folders else _composed(rest, config_dir)
+    config = _of_run(Path(folders[0]), rest, trusted) if folders else _composed(rest, config_dir)
     if config.is_dense:
         raise ConfigError("sparsity=dense: nothing would be pruned")
     if config.dry:
@@ -103,12 +105,13 @@ def _composed(overrides: list[Override], config_dir: str | None) -> Config:
     return config
 
 
-def _of_run(folder: Path, overrides: list[Override]) -> Config:
+def _of_run(folder: Path, overrides: list[Override], trusted: bool) -> Config:
     """The config of a finished run, with changes, which begins with the run's weights."""
     there = RunFolder(folder)
     result = there.finished()
     if result is None:
         raise ConfigError(f"{folder}: {there.unfinished()}")
+    consent.demand(folder, result["config"], trusted)
     plain: dict[str, Any] = {**completed(result["config"]), "init": str(folder), "seeds": None}
     plain["recipe"] = {"name": STAND_IN}
     if plain["sparsity"]["n"] is None:

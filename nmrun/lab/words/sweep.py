@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 
 from nmrun import atomic
 from nmrun.errors import ConfigError
-from nmrun.lab.runs import jsonl
+from nmrun.lab.runs import documents, jsonl
 
 SWEEP = "NMRUN_SWEEP"  # told to job processes, and to the sweeper: the sweep's folder
 UNTRAINED = (
@@ -151,13 +151,13 @@ def read(folder: Path) -> Record:
     with contextlib.suppress(OSError):
         lines, _ = jsonl.read(folder / "jobs.jsonl")
     try:
-        head = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+        head = documents.read_json(folder / "sweep.json")
         begun, jobs, words = (
             float(head["begun"]),
-            head["jobs"],
+            None if head["jobs"] is None else int(head["jobs"]),
             (str(head["command"]), str(head["output_dir"])),
         )
-        sweeps = list(head.get("sweeps", []))
+        sweeps = [[str(word) for word in each] for each in head.get("sweeps", [])]
     except (OSError, ValueError, KeyError, TypeError):
         begun, jobs, words, sweeps = None, None, ("", ""), []
     return Record(
@@ -165,7 +165,20 @@ def read(folder: Path) -> Record:
         jobs,
         *words,
         sweeps,
-        [line for line in lines if "status" in line],
+        [{"overrides": [], **line} for line in lines if _is_end(line)],
+    )
+
+
+def _is_end(line: dict[str, Any]) -> bool:
+    """Whether a line is one that :func:`add` writes."""
+    texts, times = ("status", "folder", "error"), ("seconds", "ended")
+    words = line.get("overrides", [])
+    return (
+        isinstance(line.get("status"), str)
+        and all(isinstance(line.get(key), str | None) for key in texts)
+        and all(isinstance(line.get(key, 0.0), int | float) for key in times)
+        and isinstance(words, list)
+        and all(isinstance(word, str) for word in words)
     )
 
 
@@ -227,11 +240,8 @@ def summary(folder: Path) -> tuple[str, int]:
     lines = [f"sweep of {len(record.done) + missing}: {', '.join(parts) or 'nothing done'}{took}"]
     for line in bad:
         words = " ".join(line["overrides"])
-        lines.append(
-            f"  {line['status']}: {words}: {line['error'] or ''}  {line['folder'] or ''}".rstrip(
-                " :"
-            )
-        )
+        error, place = line.get("error") or "", line.get("folder") or ""
+        lines.append(f"  {line['status']}: {words}: {error}  {place}".rstrip(" :"))
     return "\n".join(lines), 1 if bad or missing else 0
 
 

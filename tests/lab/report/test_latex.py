@@ -56,6 +56,15 @@ def test_cells_names_caption_and_label(write, table) -> None:
     assert text.startswith("% needs \\usepackage{booktabs}")
 
 
+def test_names_with_empty_lines_stay_on_one(write, table) -> None:
+    write("ste", "1:8", 0, 0.7, dataset={"name": "dig\n\nits"}, optimizer__lr="a\n\nb")
+    text = table("--format", "latex", "--rows", "recipe,optimizer.lr")[1]
+    assert "on dig its" in caption(text)
+    assert "a b" in body(text)[1][1]
+    assert "\n\n" not in text.strip()
+    assert "\n\n" not in table("--rows", "recipe,optimizer.lr")[1].split("| ", 1)[1].strip()
+
+
 def test_a_baseline_makes_stars_and_no_second_table(write, table) -> None:
     comparison(write, seeds=5)
     text = table("--format", "latex", "--baseline", "dense")[1]

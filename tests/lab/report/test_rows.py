@@ -56,6 +56,22 @@ def test_another_file_gets_a_line(tmp_path, text, said):
         rows.read(tmp_path / "runs.csv")
 
 
+def test_names_of_a_file_are_no_commands_to_a_terminal(tmp_path, capsys):
+    file, odd = tmp_path / "runs.csv", {**RUN, "recipe": "a\x1b[2J", "model\x9b.x": "\x1b]0;b\x07"}
+    file.write_text(rows.written(pd.DataFrame([odd], dtype=object)))
+    assert verb("table", str(file)) == 0
+    assert verb("table", str(file), "--rows", "model\x9b.x") in (0, 2)
+    out, err = capsys.readouterr()
+    assert "a [2J" in out
+    assert not set("\x1b\x07\x9b") & set(out + err.replace("--rows model\x9b.x", ""))
+
+
+def test_a_file_with_a_zero_gets_a_line(tmp_path):
+    (tmp_path / "runs.csv").write_text("a,\0b\n1,2\n")
+    with pytest.raises(ConfigError, match=r"runs\.csv"):
+        rows.read(tmp_path / "runs.csv")
+
+
 def test_a_line_a_run_as_csv_gives_the_same_table(tmp_path, write, capsys):
     for seed in (0, 1, 2):
         write("dense", "dense", seed, 0.9 + seed / 100)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -96,7 +95,7 @@ def test_what_is_deleted(runs, words, gone: set[str], tmp_path: Path, capsys) ->
 def test_it_asks_first(runs, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("rm", str(tmp_path / "outputs"), "--failed")
     assert verb(*words) == 2
-    assert "--yes deletes without" in capsys.readouterr().err
+    assert "Nobody to ask here; --yes is the answer" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     answers = iter(["", "n", "y"])
     monkeypatch.setattr("builtins.input", lambda _: next(answers))
@@ -223,22 +222,3 @@ def test_help_stands_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert verb(*words) == 0
         assert said in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("+hydra.callbacks.x={_target_: os.system, command: id}", "which can run any code"),
-        ("hydra.run.dir=/tmp", "which can run any code"),
-        ("recipe._target_=evil.Mine", "names code that it imports: add --yes"),
-        ("--config-dir mine", "names code that it imports: add --yes"),
-    ],
-)
-def test_a_command_from_elsewhere_runs_no_code_unasked(
-    word: str, said: str, write: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write("ste", "2:4", 0, 0.9)
-    written = f"# nmrun recipe=ste {shlex.quote(word) if '{' in word else word}\nseed: 0\n"
-    (folder / "config.yaml").write_text(written)
-    assert verb("rerun", str(folder), "dry=true") in (1, 2)
-    assert said in capsys.readouterr().err

@@ -102,6 +102,34 @@ def test_a_record_that_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sweep.summary(tmp_path / "nowhere") == ("sweep of 0: nothing done", 0)
 
 
+ODD: list[dict[str, Any]] = [
+    *({key: value} for key in ("status", "folder", "error", "seconds", "ended", "overrides")
+      for value in ([1], {"a": []}, "\x1b[2J", 7, True, None)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_a_record_of_anybodys(odd: dict[str, Any], tmp_path: Path) -> None:
+    record(tmp_path, NOW, 4, [("finished", 10)])
+    (line,) = (tmp_path / "jobs.jsonl").read_text().splitlines()
+    (tmp_path / "jobs.jsonl").write_text(f"{line}\n{json.dumps({**json.loads(line), **odd})}\n")
+    head = {"begun": 1.0, "jobs": 2, "command": "nmrun -m\x1b[2J", "output_dir": "out\x1b[2J"}
+    (tmp_path / "sweep.json").write_text(json.dumps({**head, "sweeps": [["seed=1\x1b[2J"]]}))
+    read = sweep.read(tmp_path)
+    said = [sweep.title(tmp_path, 2, []), sweep.summary(tmp_path)[0], read.command, read.output_dir]
+    said += map(str, read.counts())
+    assert "\x1b" not in "".join([*said, *(word for words in read.sweeps for word in words)])
+    assert read.jobs == 2
+    assert isinstance(read.left(), float)
+
+
+@pytest.mark.parametrize("odd", [{"jobs": "x"}, {"begun": []}, {"sweeps": 3}, {"sweeps": [4]}])
+def test_a_head_of_anybodys(odd: dict[str, Any], tmp_path: Path) -> None:
+    head = {"begun": 1.0, "jobs": 2, "command": "nmrun -m", "output_dir": "out", **odd}
+    (tmp_path / "sweep.json").write_text(json.dumps(head))
+    assert sweep.summary(tmp_path) == ("sweep of 0: nothing done", 0)
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [

@@ -1,0 +1,157 @@
+"""A run folder may come from anybody: what it would have run is shown, and needs consent."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from verbs import verb
+
+from nmrun.errors import RunError
+from nmrun.lab.api.result import Result
+from nmrun.lab.runs.run_folder import sealed
+
+MODULE = """
+from pathlib import Path
+Path("imported").touch()
+def build(config, device):
+    Path("imported").touch()  # it may be imported by a test before
+    raise ValueError("built")
+"""
+
+
+@pytest.fixture
+def folder(write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A finished run, and beside it a module that says when it is imported."""
+    place: Path = write("ste", "2:4", 0, 0.5)
+    (tmp_path / "brought.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    return place
+
+
+def seal(folder: Path, command: str, **changes: Any) -> None:
+    (folder / "config.yaml").write_text(f"# {command}\nseed: 0\n")
+    save_file({"w": torch.zeros(4, 4)}, folder / "model.safetensors")
+    result = json.loads((folder / "result.json").read_text())
+    for key, value in changes.items():
+        result[key] = {**result[key], **value}
+    (folder / "result.json").write_text(json.dumps(sealed(result, folder)))
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "+hydra.callbacks.x={_target_: brought.build}",
+        "hydra/job_logging=none",
+        "hydra.run.dir=/tmp",
+        "hydra.searchpath=[file:///tmp]",
+        "hydra/launcher=joblib",
+        "hydra.launcher.setup=[id]",
+        "hydra.launcher._target_=brought.build",
+        "++hydra.sweeper.x={_target_: brought.build}",
+    ],
+)
+def test_keys_of_hydra_are_refused(word: str, folder: Path, capsys) -> None:
+    seal(folder, f"nmrun recipe=ste dry=true '{word}'")
+    assert verb("rerun", str(folder), "--yes") == 2
+    assert f"its command has {word}, and Hydra's keys" in capsys.readouterr().err
+    assert not Path("imported").exists()
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "model._target_=brought.build",
+        "+recipe._target_=os.system",
+        "+model={_target_: brought.build}",
+        "model=${oc.create:\"{'_targ\\x65t_': brought.build}\"}",
+        "+model@x=mlp",
+        "experiment=brought.yaml",
+        "--config-dir=.",
+        "-cd=.",
+        "-m",
+    ],
+)
+def test_code_needs_consent(
+    word: str, folder: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal(folder, f"nmrun recipe=ste dry=true {shlex.quote(word)}")
+    assert verb("rerun", str(folder)) == 2
+    out, err = capsys.readouterr()
+    assert word in shlex.split(out)
+    assert f"{word} of {folder} may run any code" in err
+    assert "--yes" in err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: "n")
+    assert verb("rerun", str(folder)) == 0
+    assert "nothing done" in capsys.readouterr().out
+    assert not Path("imported").exists()
+
+
+def test_what_the_user_adds_needs_none(folder: Path, capsys) -> None:
+    seal(folder, "nmrun recipe=ste dry=true trainer.epochs=3")
+    assert verb("rerun", str(folder), "recipe._target_=nowhere.Mine") == 2
+    assert "there is no nowhere.py here" in capsys.readouterr().err
+
+
+def test_the_folder_that_is_changed_to_is_shown(folder: Path, capsys) -> None:
+    command = "cd outputs && nmrun recipe=ste model._target_=brought.build"
+    seal(folder, "", environment={"command": command})
+    assert verb("rerun", str(folder)) == 2
+    assert capsys.readouterr().out == f"{command}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("cd nowhere && nmrun recipe=ste", "cannot be given here"),
+        ("sh -c id", "cannot be given here"),
+        ("cd outputs", "cannot be read"),
+        ("nmrun 'recipe=ste", "cannot be read"),
+    ],
+)
+def test_no_command_of_ours(command: str, said: str, folder: Path, capsys) -> None:
+    seal(folder, "", environment={"command": command})
+    assert verb("rerun", str(folder)) == 2
+    assert f"{folder}: its command {said}: {command}" in capsys.readouterr().err
+
+
+def test_another_command_above_the_config_is_refused(folder: Path, capsys) -> None:
+    seal(folder, "nmrun recipe=ste seed=0")
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("seed=0", "seed=7"))
+    assert verb("rerun", str(folder)) == 1
+    assert f"{folder / 'config.yaml'}: it was changed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", ["export RUN --to new --format onnx", "prune RUN", "ratios RUN", "sample RUN"]
+)
+@pytest.mark.parametrize("target", ["brought.build", "torch.hub.load", "nmrun.lab.cli.main"])
+def test_a_model_of_its_own_needs_consent(words: str, target: str, folder: Path, capsys) -> None:
+    own = {"name": "own", "_target_": target, "include": "auto", "exclude": None}
+    layers = {"pattern": "2:4", "layers": [{"name": "w"}]}
+    seal(folder, "nmrun", config={"model": own}, sparsity=layers)
+    assert verb(*words.replace("RUN", str(folder)).split()) == 2
+    assert f"the run imports {target}, which may do anything; --yes" in capsys.readouterr().err
+    with pytest.raises(RunError, match=target):
+        Result("finished", {"model": {"name": "mlp"}}, {}, folder).model()
+    assert not Path("imported").exists()
+
+
+@pytest.mark.parametrize("words", ["export RUN --to new --format onnx", "sample RUN"])
+def test_consent_imports(words: str, folder: Path, capsys) -> None:
+    layers = {"pattern": "2:4", "layers": [{"name": "w"}]}
+    data = {"name": "own", "_target_": "brought.build"}
+    seal(folder, "nmrun", config={"dataset": data}, sparsity=layers)
+    line = words.replace("RUN", str(folder)).split()
+    assert verb(*line) == 2
+    assert not Path("imported").exists()
+    assert verb(*line, "--yes") in (1, 2)
+    assert "the run imports" not in capsys.readouterr().err.splitlines()[-1]
+    assert Path("imported").exists()
