@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError
-from nmrun.lab.report import chosen, cli, figures, overall_table
+from nmrun.lab.report import cli, collect, plots
+from nmrun.lab.report.comparison import Query, compare, keys, lines
 from nmrun.lab.report.frames import of_runs, typed
-from nmrun.lab.report.records import of_cells
+from nmrun.lab.report.style import Layout
 from nmrun.lab.verbs import files_of_the_command
 from nmrun.registry import did_you_mean
 
@@ -41,7 +40,7 @@ def runs(path: Paths = "outputs", filter: Sequence[str] | str = ()) -> pd.DataFr
         ConfigError: where there is no run, or the filter leaves none.
     """
     with files_of_the_command():
-        return of_runs(chosen.filtered(chosen.collected(_texts(path)), _texts(filter)))
+        return of_runs(collect.filtered(collect.runs(_texts(path)), _texts(filter)))
 
 
 def table(
@@ -84,15 +83,14 @@ def table(
         ConfigError: as ``nmrun table`` does, whose options have the names of the arguments.
     """
     _known("test", test, cli.TESTS)
-    options = _options(path, rows, cols, metric, filter)
-    options.show, options.baseline, options.test = "mean", baseline, test
-    options.verify, options.digits = verify, None
+    query = Query(
+        keys(rows), keys(cols), keys(metric), _texts(filter),
+        baseline=baseline or "", test=test, overall=overall,
+    )  # fmt: skip
     with files_of_the_command():
-        if overall:
-            head, *lines = overall_table.lines(*overall_table.compared(options))
-        else:
-            head, *lines = of_cells(chosen.tables(options))
-    found = pd.DataFrame(lines, columns=head, dtype=object)
+        comparison = compare(collect.runs(_texts(path), strict=verify), query, intact=verify)
+    head, *cells = lines(comparison)
+    found = pd.DataFrame(cells, columns=head, dtype=object)
     found = typed(found.loc[:, ~found.columns.duplicated()])  # the metric is a label, too
     labels = head[: head.index("cells" if overall else "mean")]
     for key in map(str, labels):  # texts, those of numbers too
@@ -142,14 +140,11 @@ def plot(
             need several figures.
     """
     _known("kind", kind, cli.KINDS)
-    options = _options(path, rows, cols, metric, filter)
-    options.kind, options.title = kind, title
-    options.width, options.height = width, height
-    options.baseline = baseline
-    options.labels = ",".join(f"{name}={text}" for name, text in (labels or {}).items())
-    options.ylim, options.x = None if ylim is None else f"{ylim[0]},{ylim[1]}", x
+    query = Query(keys(rows), keys(cols), keys(metric), _texts(filter), baseline=baseline or "")
+    query, over = plots.along(x, kind, query)
+    layout = Layout(title, width, height, labels or {}, ylim, over)
     with files_of_the_command():
-        drawn = figures.figures(options)
+        drawn = plots.plot(collect.runs(_texts(path)), query, kind, layout)
     if len(drawn) > 1:
         raise ConfigError(
             f"these are {len(drawn)} figures, one for each data set and model; choose one by filter, "
@@ -158,19 +153,8 @@ def plot(
     return drawn[0]
 
 
-def _options(
-    path: Paths, rows: Keys, cols: Keys, metric: Keys, filter: Sequence[str] | str
-) -> argparse.Namespace:
-    """The options of a verb."""
-    keys: dict[str, Any] = {"rows": rows, "cols": cols, "metric": metric}
-    joined = {
-        name: given if given is None else ",".join(_texts(given)) for name, given in keys.items()
-    }
-    return argparse.Namespace(paths=_texts(path), filter=_texts(filter), **joined)
-
-
-def _texts(given: Paths) -> list[str]:
-    return [str(given)] if isinstance(given, str | Path) else [str(one) for one in given]
+def _texts(given: Paths) -> tuple[str, ...]:
+    return (str(given),) if isinstance(given, str | Path) else tuple(map(str, given))
 
 
 def _known(name: str, given: str, names: Sequence[str]) -> None:

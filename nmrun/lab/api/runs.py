@@ -56,15 +56,15 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
         KeyboardInterrupt: after SIGINT, once the checkpoint is saved.
         SystemExit: likewise after another signal.
     """
-    asked = words.asked(overrides, settings, multirun=False)
-    (own,), _ = jobs.checked(asked)
-    with composing(asked.config_dir):
+    typed, config_dir = words.asked(overrides, settings, multirun=False)
+    (own,), _ = jobs.checked(typed, multirun=False, config_dir=config_dir)
+    with composing(config_dir):
         job = compose("nmrun", own)
     if job.get("seeds") is not None:
         raise ConfigError(f"seeds={list(job.seeds)}: one run has one seed; see nmrun.sweep")
     config = schema.check(job)
     with kept():
-        outcome = jobs.one(config, command=command_line.typed(asked.config_dir, own))
+        outcome = jobs.one(config, command=command_line.typed(config_dir, own))
     raise_interrupt(outcome)
     if outcome["status"] not in ("finished", "skipped", "planned"):
         raise RunError(" ".join(f"{outcome['error']}: {outcome['folder']}".split()))
@@ -96,16 +96,16 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
         KeyboardInterrupt: after SIGINT, once the checkpoint is saved.
         SystemExit: likewise after another signal.
     """
-    asked = words.asked(overrides, {}, multirun=True)
-    for word in filter(record.is_hydras, asked.overrides):
+    typed, config_dir = words.asked(overrides, {}, multirun=True)
+    for word in filter(record.is_hydras, typed):
         raise ConfigError(f"{word}: Hydra's launchers are for the command line, nmrun -m")
-    sweeps, looks = jobs.checked(asked)
-    command = command_line.typed(asked.config_dir, ["-m", *asked.overrides])
+    sweeps, looks = jobs.checked(typed, multirun=True, config_dir=config_dir)
+    command = command_line.typed(config_dir, ["-m", *typed])
     folders = []
     with kept(), recorded(looks, command, []) as folder:
-        for number, (own, job) in enumerate(jobs_of(sweeps, asked.config_dir), 1):
+        for number, (own, job) in enumerate(jobs_of(sweeps, config_dir), 1):
             folders += _folders(job)
-            again = command_line.typed(asked.config_dir, own)
+            again = command_line.typed(config_dir, own)
             outcome = jobs.of_sweep(folder, number, job, own, again)
             raise_interrupt(outcome)
         print("\n".join([*sweep_end.planned(folder), record.summary(folder)[0]]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,13 +17,16 @@ from nmrun.lab.words.schema import flatten
 
 def asked(
     overrides: str | Sequence[str] | None, settings: Mapping[str, Any], multirun: bool
-) -> argparse.Namespace:
-    """What the words ask for, as :func:`nmrun.lab.words.command_line.options` gives it.
+) -> tuple[list[str], str | None]:
+    """What the words of a command line ask for.
 
     Args:
-        overrides: words of a command line; a text is split as a shell splits it.
+        overrides: a text is split as a shell splits it.
         settings: as of :func:`written`; they win over ``overrides``.
         multirun: whether several values of a key are a sweep.
+
+    Returns:
+        The overrides, and the folder of more configs.
 
     Raises:
         ConfigError: for an option of the command line other than ``--config-dir``, and for values
@@ -34,14 +36,12 @@ def asked(
         words = shlex.split(overrides) if isinstance(overrides, str) else list(overrides or [])
     except ValueError as error:
         raise ConfigError(f"{overrides}: {error}") from None
-    words += written(settings)
-    found = command_line.options(words)
+    options = command_line.options([*words, *written(settings)])
     taken = {"overrides", "config_dir"} | ({"multirun"} if multirun else set())
-    for name in (name for name, value in vars(found).items() if value and name not in taken):
+    for name in (name for name, value in vars(options).items() if value and name not in taken):
         hint = "; nmrun.sweep does several runs" if name == "multirun" else ""
         raise ConfigError(f"--{name.replace('_', '-')}: not for Python{hint}")
-    found.multirun = multirun
-    return found
+    return options.overrides, options.config_dir
 
 
 def written(settings: Mapping[str, Any]) -> list[str]:

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from nmrun.lab.report import names, settings
+from nmrun.lab.report import names, overall, settings
 from nmrun.lab.report.labels import words
 from nmrun.lab.report.numbers import places, printed, unit
+from nmrun.lab.report.overall import Overall
 from nmrun.lab.report.statistics import FEWEST, Difference, seeds_for_half
 from nmrun.lab.report.tables import Table
 from nmrun.lab.words import reference
 
 SPLITS = {"test": "on the test split", "eval": "on the validation split"}
+STAR = "*: p < 0.05"
 NOTHING_SHOWN = "so few seeds could not have shown any difference, however large"
 TESTS = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}
 STATISTICS = {"mean": "mean +- standard deviation", "median": "median", "best": "best"}
@@ -110,7 +112,7 @@ def comparison(table: Table) -> list[str]:
     few = ["no test for fewer than three seeds"] * any(gap.n < FEWEST for gap in gaps)
     if not tested:
         return [*notes, "no test: fewer than three seeds", *_line(across(table))]
-    star = " (*: p < 0.05)" if any(gap.significant for gap in gaps) else ""
+    star = f" ({STAR})" if any(gap.significant for gap in gaps) else ""
     least = smallest(table, ends=False)
     shown = f"these seeds show a difference of {least} four times in five (median)"
     count = f"{len(tested)} comparison{'s' * (len(tested) != 1)}"
@@ -235,3 +237,56 @@ def _chosen_from(table: Table) -> str:
 def _in(metric: str, difference: bool = False) -> str:
     name = unit(metric, difference)
     return f" in {name}" if name else ""
+
+
+# --- over all cells -------------------------------------------------------------------------------
+
+
+def over_all_cells(
+    rows: Sequence[Overall], tables: Sequence[Table], apart: Sequence[str]
+) -> list[str]:
+    """Of the rows over all cells; ``apart`` are the data sets that have a column."""
+    baseline = ", ".join(dict.fromkeys(" ".join(row) for t in tables for row in t.baseline))
+    metrics = ", ".join(dict.fromkeys(table.metric for table in tables))
+    first = (
+        f"Difference to {baseline} in {metrics} over all cells together, better is positive, in standard deviations "
+        "of a run over its seeds, with 95 % intervals" + " (number of cells)" * bool(apart)
+    )
+    notes = []
+    if least := sorted(each.mean.least for each in rows if each.mean.least is not None):
+        count, middle = len(least), statistics.median(least)
+        size = printed(middle, "", places(middle, "", middle / 5))
+        star = f" ({STAR})" if any(each.mean.significant for each in rows) else ""
+        notes += [
+            f"Welch's t-test, Holm's correction for {count} comparison{'s' * (count != 1)}{star}",
+            f"these seeds show a difference of {size} four times in five (median)",
+        ]
+    notes += _without(rows)
+    beware = ["not all rows have the same cells"] * (len({len(each.means) for each in rows}) > 1)
+    beware += _conditions(tables)
+    return [first, *("; ".join(line) for line in (notes, beware) if line)]
+
+
+def _without(rows: Sequence[Overall]) -> list[str]:
+    """Why rows have no interval or no test."""
+    every = [list(each.parts.values()) for each in rows]
+    fewest = min(len(part.gaps) for parts in every for part in parts)
+    notes = ["no test for fewer than three seeds of a data set"] if fewest < FEWEST else []
+    notes += ["no interval for fewer than two"] if fewest < 2 else []
+    if not all(map(overall.weighed, every)):
+        notes.append(
+            "no interval and no test where a column has no row but the two compared: the deviations have to be of other runs"
+        )
+    return notes
+
+
+def _conditions(tables: Sequence[Table]) -> list[str]:
+    """What to know of the runs when comparing them, and of which data sets."""
+    found: dict[str, list[str]] = {}
+    for table in tables:
+        for note in [*selection(table), *across(table), *unlike(table)]:
+            found.setdefault(note, []).append(table.shared.get("dataset", ""))
+    return [
+        note if len(data) == len(tables) else f"{note} ({', '.join(dict.fromkeys(data))})"
+        for note, data in found.items()
+    ]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
-from nmrun.lab.report import chosen, figures
 from nmrun.lab.verbs import Parser, files_of_the_command
+
+if TYPE_CHECKING:
+    from nmrun.lab.report.comparison import Query
 
 TESTS = ("t", "wilcoxon")
 OUTPUTS = "outputs"  # where runs are by default
@@ -76,7 +80,6 @@ def table(argv: Sequence[str]) -> int:
             raise ConfigError(f"--digits {options.digits}: a whole number, 0 to 12")
         if options.experiment:
             return _experiments(options)
-        options = _with_paths(options)
         _write(_content(options), options.out)
     return 0
 
@@ -95,28 +98,63 @@ def _format(options: argparse.Namespace) -> str:
 
 
 def _content(options: argparse.Namespace) -> str | bytes:
-    from nmrun.lab.report import records
+    from nmrun.lab.report import collect, records
 
     style = _format(options)
     if options.runs:
         from nmrun.lab.report.frames import of_runs
 
-        return records.written(records.of_runs(of_runs(chosen.runs(options))), style)
-    if options.overall:
-        from nmrun.lab.report import overall_table
-
-        rows, tables = overall_table.compared(options)
-        if style in RECORDS:
-            return records.written(overall_table.lines(rows, tables), style)
-        return overall_table.render(
-            rows, tables, style, figures.labels(options.labels), options.method
-        )
-    tables = chosen.tables(options)
-    if style in RECORDS:
-        return records.written(records.of_cells(tables), style)
+        runs = collect.filtered(collect.runs(_paths(options), options.verify), options.filter)
+        if options.verify:
+            collect.verify(runs)
+        return records.written(records.of_runs(of_runs(runs)), style)
+    query = _query(options, overall=options.overall)
+    from nmrun.lab.report.comparison import compare
     from nmrun.lab.report.formats import render
 
-    return render(tables, style, figures.labels(options.labels), options.method)
+    runs = collect.runs(_paths(options), strict=options.verify)
+    comparison = compare(runs, query, intact=options.verify)
+    return render(comparison, style, _names(options.labels), options.method)
+
+
+def _query(options: argparse.Namespace, **more: Any) -> Query:
+    """What the words ask for; a verb has not all of the options."""
+    from nmrun.lab.report.comparison import Query, keys
+
+    words = vars(options)
+    return Query(
+        rows=keys(options.rows),
+        cols=keys(options.cols),
+        metrics=keys(options.metric),
+        filter=tuple(options.filter),
+        statistic=words.get("show", "mean"),
+        digits=words.get("digits"),
+        baseline=options.baseline or "",
+        test=words.get("test", "t"),
+        **more,
+    )
+
+
+def _names(text: str | None) -> dict[str, str]:
+    """The user's names for labels: ``step=Ours,dense=Dense``."""
+    pairs = [part.partition("=") for part in (text or "").split(",") if part]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise ConfigError(f"--labels {name}: write NAME=TEXT, such as sr_ste=SR-STE")
+    return {name: written for name, _, written in pairs}
+
+
+def _limits(text: str | None) -> tuple[float, float] | None:
+    """The ends of an axis: ``90,100``."""
+    if not text:
+        return None
+    try:
+        ends = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--ylim {text}: write LOW,HIGH") from None
+    if len(ends) != 2:
+        raise ConfigError(f"--ylim {text}: write LOW,HIGH, such as 90,100")
+    return ends[0], ends[1]
 
 
 def _write(content: str | bytes, out: Path | None) -> None:
@@ -160,16 +198,25 @@ def plot(argv: Sequence[str]) -> int:
         help="a config key to draw the metric against, such as recipe.decay; of curves step (default), epoch or seconds",
     )
     with files_of_the_command():
-        options = _with_paths(parser.parse_args(argv))
+        options = parser.parse_args(argv)
+        paths = _paths(options)
         name = "plot.png" if options.kind == "ratio" else f"{options.kind}.png"
-        out = options.out or Path(
-            options.paths[0] if Path(options.paths[0]).is_dir() else ".", name
-        )
+        out = options.out or Path(paths[0] if Path(paths[0]).is_dir() else ".", name)
         if out.suffix not in SUFFIXES:
             raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
-        from nmrun.lab.report.style import save
+        from nmrun.lab.report import collect, plots
+        from nmrun.lab.report.style import Layout, save
 
-        drawn = figures.figures(options)
+        query, over = plots.along(options.x, options.kind, _query(options))
+        layout = Layout(
+            title=options.title,
+            width=options.width,
+            height=options.height,
+            labels=_names(options.labels),
+            ylim=_limits(options.ylim),
+            x=over,
+        )
+        drawn = plots.plot(collect.runs(paths), query, options.kind, layout)
         for i, figure in enumerate(drawn):
             target = out if len(drawn) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
             save(figure, target)
@@ -188,16 +235,19 @@ def report(argv: Sequence[str]) -> int:
     parser.add_argument("--to", type=Path, metavar="FILE", help="default PATH/report.html")
     _comparison(parser, "default dense, where it is there")
     with files_of_the_command():
-        options = _with_paths(parser.parse_args(argv))
-        if any(path.startswith("wandb://") for path in options.paths):
+        options = parser.parse_args(argv)
+        paths = _paths(options)
+        if any(path.startswith("wandb://") for path in paths):
             raise ConfigError(
                 "a report needs run folders: curves, errors and environments are not in W&B"
             )
-        from nmrun.lab.report import divided, html_report
+        from nmrun.lab.report import collect, html_report
+        from nmrun.lab.report.comparison import divide
 
-        target = options.to or Path(options.paths[0], "report.html")
-        parts = divided.parts(options)
-        html_report.write(options.paths, parts, target, options.baseline, options.test)
+        target = options.to or Path(paths[0], "report.html")
+        query = _query(options)
+        parts = divide(collect.runs(paths), replace(query, baseline=""))
+        html_report.write(paths, parts, target, query.baseline, query.test)
         sys.stdout.write(f"{target}\n")
     return 0
 
@@ -229,10 +279,8 @@ def _parser(verb: str, description: str) -> Parser:
     return parser
 
 
-def _with_paths(options: argparse.Namespace) -> argparse.Namespace:
-    """The options, with the folder of runs where none is named."""
-    options.paths = options.paths or [OUTPUTS]
-    return options
+def _paths(options: argparse.Namespace) -> list[str]:
+    return options.paths or [OUTPUTS]
 
 
 def _comparison(parser: Parser, which: str) -> None:
@@ -263,7 +311,9 @@ def _experiments(options: argparse.Namespace) -> int:
         raise ConfigError("--experiment: --runs, --overall and --format parquet are for folders")
     if style in RECORDS and len(every) > 1:
         raise ConfigError(f"--format {style} --experiment {options.experiment}: one at a time")
-    sections = experiments.sections(every, options)
+    sections = experiments.sections(
+        every, options.scale, options.paths, _query(options), options.verify
+    )
     text = experiments.render(sections, style, options.method)
     files = experiments.draw(sections, options.figures) if options.figures else []
     if options.out is not None:

@@ -10,14 +10,38 @@ from typing import Any
 import pandas as pd
 
 from nmrun.errors import ConfigError, RunError, tell
+from nmrun.lab.report import settings
+from nmrun.lab.report.labels import label
 from nmrun.lab.report.rows import read as from_csv
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, weights_in
 from nmrun.lab.words.identity import completed
 from nmrun.lab.words.schema import flatten
 from nmrun.patterns import written
+from nmrun.registry import did_you_mean
 
 WANDB = "wandb://"
+RATIO = ("sparsity", "sparsity.n", "sparsity.m", "sparsity.v")
+
+
+def runs(paths: Sequence[str], strict: bool = False) -> pd.DataFrame:
+    """The runs below some paths, as of :func:`collect`.
+
+    Raises:
+        ConfigError: where there is no such folder, or no run.
+        RunError: for results that were changed, where ``strict``.
+    """
+    for path in paths:
+        if path.startswith(WANDB) or (path.endswith(".csv") and Path(path).is_file()):
+            continue
+        if Path(path).is_file():
+            raise ConfigError(f"{path}: it is a file; name a folder of runs, or a CSV file of them")
+        if not Path(path).is_dir():
+            raise ConfigError(f"{path}: no such folder")
+    found = collect(paths, strict)
+    if found.empty:
+        raise ConfigError(f"no run below {', '.join(paths)} (a run's folder holds result.json)")
+    return found
 
 
 def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
@@ -164,3 +188,104 @@ def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
         **{f"best/{key}": value for key, value in result["metrics"]["best"].items()},
         **{f"flops/{key}": value for key, value in result.get("flops", {}).items()},
     }
+
+
+def names(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
+    """The metrics that runs have, and the keys of their settings and of what else there is."""
+    metrics = [column for column in runs.columns if "/" in column] + ["seconds"]
+    return metrics, [column for column in runs.columns if column not in metrics]
+
+
+def known(name: str, names: Sequence[str], what: str) -> None:
+    """Raise ConfigError for a name that the runs have not.
+
+    Args:
+        name: as it was given.
+        names: those that there are.
+        what: the word for them: ``key`` or ``metric``.
+    """
+    if name not in names:
+        by_leaf = [n for n in names if n.rpartition(".")[2] == name]
+        hint = f"; did you mean {' or '.join(by_leaf)}?" if by_leaf else did_you_mean(name, names)
+        family = [n for n in names if n.partition(".")[0] == name.partition(".")[0]] or [
+            n for n in names if "." not in n
+        ]
+        raise ConfigError(
+            f"no {what} {name!r} in these runs{hint} (there are {', '.join(sorted(family))})"
+        )
+
+
+def usual_metric(runs: pd.DataFrame) -> str:
+    """Name the metric of the runs' task on the test split, or on the validation split where there is
+    no other. Runs that did not finish do not say which it is.
+
+    Args:
+        runs: of one data set, as of :func:`collect`.
+    """
+    own = runs["metric"].dropna()
+    name = own.iloc[0] if len(own) else "accuracy"
+    tested = f"test/{name}" in runs and runs[f"test/{name}"].notna().any()
+    return f"eval/{name}" if len(own) and not tested and f"eval/{name}" in runs else f"test/{name}"
+
+
+def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
+    """Keep the runs whose keys have some values.
+
+    A run without such a key stays: an STE run has no ``recipe.switch`` to differ in, and dense
+    training, the reference, has no ratio.
+
+    Args:
+        runs: as of :func:`collect`.
+        conditions: ``KEY=VALUE`` each, such as ``optimizer.lr=0.001``, or several values with
+            commas between. All conditions must hold.
+
+    Returns:
+        The rows that are left.
+
+    Raises:
+        ConfigError: for a condition that is not ``KEY=VALUE``, an unknown key, or a value that no
+            run has that is left.
+    """
+    for condition in conditions:
+        if "=" not in condition:
+            raise ConfigError(
+                f"--filter {condition}: write KEY=VALUE, such as optimizer.lr=0.001 (folders come before --filter)"
+            )
+        key, values = settings.alternatives(condition)
+        known(key, names(runs)[1], "key")
+        labels = runs[key].map(label)
+        fitting = set[str]()
+        for value in values:
+            found = {t for t in set(labels) if settings.same(t, value.replace(" ", ""))}
+            if not found:
+                there = ", ".join(sorted(set(labels) - {"-"}))
+                raise ConfigError(f"--filter {key}={value} leaves no run; {key} is {there}")
+            fitting |= found
+        without = labels == "-" if key not in RATIO else runs["sparsity"] == "dense"
+        runs = runs[labels.isin(fitting) | without]
+    return runs
+
+
+def verify(runs: pd.DataFrame) -> None:
+    """Compare the files of the finished runs with the hashes in their results.
+
+    Runs that were finished before there were hashes pass, and are counted in a line on standard
+    error.
+
+    Raises:
+        ConfigError: for runs in W&B, which have no files here.
+        RunError: for files that are missing or were changed, all of them.
+    """
+    wrong, unsealed = [], 0
+    for folder in map(Path, runs["folder"][runs["status"] == "finished"]):
+        if not folder.is_dir():
+            raise ConfigError(f"--verify: {folder} is no folder here, so there is nothing to check")
+        there = RunFolder(folder)  # read anew
+        broken = there.broken(contents=True)
+        wrong += [f"{folder / name}: {problem}" for name, problem in broken.items()]
+        unsealed += there.is_finished and not there.is_sealed
+    if wrong:
+        raise RunError(f"{'; '.join(wrong)}; {REMEDY}")
+    if unsealed:
+        told = "finished by an earlier nmrun, which kept no hashes; not verified"
+        print(f"nmrun: runs {told}: {unsealed}", file=sys.stderr)

@@ -4,7 +4,6 @@ are missing included.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,11 +16,10 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError, tell
-from nmrun.lab.report import chosen, formats, history, pages, plots, records, style
-from nmrun.lab.report.collect import row
-from nmrun.lab.report.differences import compare
-from nmrun.lab.report.tables import Table
-from nmrun.lab.report.verify import verify
+from nmrun.lab.report import formats, history, pages, plots, style
+from nmrun.lab.report.collect import row, verify
+from nmrun.lab.report.comparison import Comparison, Query, compare, keys
+from nmrun.lab.report.tables import Table, against
 from nmrun.lab.runs.run_folder import RESULT, RunFolder
 from nmrun.lab.words.experiment import Experiment, configs
 from nmrun.lab.words.identity import run_folder
@@ -38,71 +36,67 @@ class Unfinished(ConfigError):
 
 @dataclass(frozen=True)
 class Section:
-    """An experiment as it is reported: its tables, and the runs and tables that its pictures are
-    of.
-    """
+    """An experiment as it is reported: its tables, and those that its pictures are of."""
 
     asked: Experiment
     scale: str
     tables: list[Table]
-    parts: list[tuple[pd.DataFrame, Table]]
+    drawn: list[Table]
 
 
-def sections(every: Sequence[Experiment], options: argparse.Namespace) -> list[Section]:
-    """Report experiments as the options of ``nmrun table`` ask for.
-
-    One of several of which there is nothing to show yet is left out, and that is said.
+def sections(
+    every: Sequence[Experiment],
+    scale: str,
+    overrides: Sequence[str],
+    query: Query,
+    intact: bool = False,
+) -> list[Section]:
+    """Report experiments. One of several of which there is nothing to show yet is left out, and
+    that is said.
 
     Args:
-        every: the experiments.
-        options: the parsed command line: ``scale`` and ``paths``, which are overrides here;
-            ``rows``, ``cols`` and ``metric``, which win over the experiment's own; ``filter``,
-            ``show``, ``verify``, ``baseline`` and ``test``.
+        overrides: win over those of the experiments.
+        query: its keys, metrics and baseline win over an experiment's own.
+        intact: refuse runs whose files changed after they finished.
 
     Raises:
         ConfigError: where there is nothing to show of any of them.
     """
-    found = []
+    shown = []
     for asked in every:
-        own = argparse.Namespace(**vars(options))
-        own.rows, own.cols, own.metric = (
-            options.rows or asked.rows,
-            options.cols or asked.cols,
-            options.metric or asked.metric,
+        own = replace(
+            query,
+            rows=query.rows or keys(asked.rows),
+            cols=query.cols or keys(asked.cols),
+            metrics=query.metrics or keys(asked.metric),
         )
         try:
-            collected = runs(asked, options.scale, options.paths, (own.metric or "").split(","))
+            collected = runs(asked, scale, overrides, own.metrics)
         except Unfinished as error:
             if len(every) == 1:
                 raise
             print(f"nmrun: left out: {error}", file=sys.stderr)
             continue
-        found.append(_section(asked, own, collected))
-    if not found:
-        raise ConfigError(
-            f"no run of any of these experiments is finished at scale={options.scale}"
-        )
-    return found
+        if intact:
+            verify(collected)
+        shown.append(_section(asked, scale, own, collected))
+    if not shown:
+        raise ConfigError(f"no run of any of these experiments is finished at scale={scale}")
+    return shown
 
 
-def _section(asked: Experiment, own: argparse.Namespace, collected: pd.DataFrame) -> Section:
-    if own.verify:
-        verify(collected)
-    own.rows, own.cols = (
-        ",".join(k for k in keys.split(",") if k in collected.columns)
-        for keys in (own.rows, own.cols)
+def _section(asked: Experiment, scale: str, query: Query, collected: pd.DataFrame) -> Section:
+    rows, cols = (
+        tuple(key for key in each if key in collected.columns) for each in (query.rows, query.cols)
     )
-    tables = [
-        with_paper(each, asked)
-        for _, each in chosen.parts(own, own.show, runs=collected, digits=own.digits)
-    ]
-    if own.baseline:
-        tables = [compare(each, own.baseline, own.test) for each in tables]
-    elif asked.baseline:
-        tables = [compared(each, asked.baseline, own.test) for each in tables]
-    if "metric" in own.cols:  # pictures are of one metric, and tell ratios apart
-        own.cols, own.metric = "sparsity", own.metric.split(",")[0]
-    return Section(asked, own.scale, tables, chosen.parts(own, runs=collected))
+    query = replace(query, rows=rows, cols=cols)
+    tables = [with_paper(table, asked) for table in compare(collected, query).tables]
+    if asked.baseline and not query.baseline:
+        tables = [compared(table, asked.baseline, query.test) for table in tables]
+    of_pictures = replace(query, statistic="mean", digits=None, baseline="")
+    if "metric" in cols:  # pictures are of one metric, and tell ratios apart
+        of_pictures = replace(of_pictures, cols=("sparsity",), metrics=query.metrics[:1])
+    return Section(asked, scale, tables, compare(collected, of_pictures).tables)
 
 
 def runs(
@@ -168,7 +162,7 @@ def with_paper(table: Table, asked: Experiment) -> Table:
 def compared(table: Table, baseline: str, test: str) -> Table:
     """With differences to the experiment's baseline, unless too little is finished for that."""
     with contextlib.suppress(ConfigError):
-        return compare(table, baseline, test)
+        return against(table, baseline, test)
     return table
 
 
@@ -182,7 +176,7 @@ def render(sections: Sequence[Section], style_: str, method: bool = False) -> st
         method: as of :func:`nmrun.lab.report.formats.render`.
     """
     if style_ in ("csv", "json"):
-        return str(records.written(records.of_cells(sections[0].tables), style_))
+        return str(formats.render(Comparison(sections[0].tables), style_))
     if style_ == "html":
         body = Markup("").join(map(_html, sections))
         return pages.document("page.html", title="nmrun: experiments", body=body)
@@ -193,7 +187,7 @@ def render(sections: Sequence[Section], style_: str, method: bool = False) -> st
         for s in sections
     ]
     return "\n".join(
-        f"{h}{n}{formats.render(s.tables, style_, method=method)}"
+        f"{h}{n}{formats.render(Comparison(s.tables), style_, method=method)!s}"
         for h, n, s in zip(heads, notes, sections, strict=True)
     )
 
@@ -221,8 +215,8 @@ def _figures(section: Section) -> Iterator[tuple[str, Figure]]:
     """Each picture with its kind; those for which nothing was logged are left out."""
     for said in section.asked.figures:
         kind, _, key = said.partition(" ")
-        for part, table in section.parts:
-            figure = plots.draw(kind, table, part, key)
+        for table in section.drawn:
+            figure = plots.draw(kind, table, key)
             if figure is not None:
                 yield kind, figure
 

@@ -1,24 +1,33 @@
-"""Tables to be read: Markdown, LaTeX and HTML. ``records`` has those for programs."""
+"""Comparisons written down: Markdown, LaTeX and HTML to be read, the formats of ``records`` for
+programs.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from nmrun.lab.report.captions import caption, comparison, method
+from nmrun.lab.report import captions, names, records
+from nmrun.lab.report.comparison import ALL, Comparison, lines
 from nmrun.lab.report.labels import Key, short, words
-from nmrun.lab.report.latex import latex
+from nmrun.lab.report.latex import environment, escape, latex
 from nmrun.lab.report.markdown import plain
 from nmrun.lab.report.markdown import table as aligned
 from nmrun.lab.report.numbers import interval, labelled, p_value, printed
+from nmrun.lab.report.overall import Mean, Overall, better, mean
 from nmrun.lab.report.pages import document, filled
 from nmrun.lab.report.statistics import Cell, shown
 from nmrun.lab.report.tables import Table
 from nmrun.lab.words.metric import higher_is_better
 
+READABLE = ("markdown", "latex", "html")
+METHOD = (
+    "The unit of a cell is the median over the other rows of its column; every cell counts alike. Seeds of one data set "
+    "are observations, and their spread is that of the data set. Tests are two-sided."
+)
 Line = tuple[list[str], list[tuple[str, bool]]]
 
 
@@ -36,28 +45,38 @@ class Grid:
 
 
 def render(
-    tables: Sequence[Table],
+    comparison: Comparison,
     style: str,
     labels: Mapping[str, str] | None = None,
     method: bool = False,
-) -> str:
-    """Write tables down.
+) -> str | bytes:
+    """Write a comparison down: its tables, or where it is over all cells, that.
 
     Args:
-        tables: of one metric.
-        style: ``markdown``, ``latex`` or ``html`` (one page).
+        style: ``markdown``, ``latex``, ``html`` (one page), or for programs ``csv``, ``json`` and
+            ``parquet``, which is bytes.
         labels: the user's names, for LaTeX.
         method: say in Markdown below each table how its numbers come about, as HTML always does.
 
     Returns:
         The text; ASCII, but for minus signs and the users' own names.
+
+    Raises:
+        ConfigError: for Parquet without pyarrow.
     """
+    if style not in READABLE:
+        return records.written(lines(comparison), style)
+    tables, title = comparison.tables, f"nmrun: {comparison.tables[0].metric}"
+    if comparison.overall:
+        drawn, title = [_over_all_cells(comparison)], "nmrun: all cells together"
+    else:
+        drawn = [grid for table in tables for grid in grids(table)]
+    if style == "latex" and comparison.overall:
+        return _latex(drawn[0], labels)
     if style == "latex":
         return "\n".join(latex(table, labels) for table in tables)
-    drawn = [grid for table in tables for grid in grids(table)]
     if style == "html":
-        body = Markup("").join(map(html_table, drawn))
-        return document("page.html", title=f"nmrun: {tables[0].metric}", body=body)
+        return document("page.html", title=title, body=Markup("").join(map(html_table, drawn)))
     return "\n".join(markdown(grid, method) for grid in drawn)
 
 
@@ -74,15 +93,15 @@ def grids(table: Table) -> list[Grid]:
     ]
     keys, values = len(table.row_keys), _with_paper(table, lines)
     if not table.baseline:
-        return [Grid(caption(table), keys, with_units, values, method(table))]
+        return [Grid(captions.caption(table), keys, with_units, values, captions.method(table))]
     compared = [
         (_labels(table, row, str), [_difference(table, row, column) for column in table.columns])
         for row in table.rows
         if row not in table.baseline
     ]
     return [
-        Grid(caption(table), keys, with_units, values),
-        Grid(comparison(table), keys, head, compared, method(table)),
+        Grid(captions.caption(table), keys, with_units, values),
+        Grid(captions.comparison(table), keys, head, compared, captions.method(table)),
     ]
 
 
@@ -168,3 +187,55 @@ def _difference(table: Table, row: Key, column: Key) -> tuple[str, bool]:
     error = (gap.spread or 0.0) / math.sqrt(gap.n)
     written = interval(gap.mean, gap.low, gap.high, metric, error, table.digits)
     return f"{written}{p_value(gap.p)}{'*' * gap.significant} ({gap.n})", False
+
+
+# --- over all cells -------------------------------------------------------------------------------
+
+
+def _over_all_cells(comparison: Comparison) -> Grid:
+    rows, tables = comparison.overall, comparison.tables
+    keys = tables[0].row_keys
+    every = list(dict.fromkeys(data for each in rows for data in each.parts))
+    apart = every if len(every) > 1 else []
+    written = [
+        (
+            [short(label) for label in each.row],
+            [
+                *((_part(each, data), False) for data in apart),
+                (_mean(each.mean) + p_value(each.mean.p) + "*" * each.mean.significant, False),
+                (f"{better(each.means)} of {len(each.means)}", False),
+            ],
+        )
+        for each in rows
+    ]
+    return Grid(
+        captions.over_all_cells(rows, tables, apart),
+        len(keys),
+        [*keys, *apart, ALL, "better in"],
+        written,
+        METHOD,
+    )
+
+
+def _part(each: Overall, data: str) -> str:
+    if data not in each.parts:
+        return "-"
+    part = each.parts[data]
+    return f"{_mean(mean([part]))} ({len(part.means)})"
+
+
+def _mean(found: Mean) -> str:
+    return interval(found.value, found.low, found.high, "", found.error)
+
+
+def _latex(drawn: Grid, labels: Mapping[str, str] | None) -> str:
+    def cell(text: str) -> str:
+        return escape(text).replace("*", "$^{*}$")
+
+    def label(text: str) -> str:
+        return escape(names.written(text, labels))
+
+    head = [label({"recipe": "Recipe"}.get(text, text)) for text in drawn.head]
+    body = [[*map(label, own), *(cell(text) for text, _ in cells)] for own, cells in drawn.lines]
+    caption = escape(". ".join(line[:1].upper() + line[1:] for line in drawn.caption))
+    return environment([drawn.method], f"{caption}.", "overall", [head, *body], drawn.keys)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from nmrun.errors import RunError, tell
 from nmrun.lab.report.labels import Key, label
@@ -37,18 +36,15 @@ class Curve:
 
 
 class History:
-    """The files of the finished runs of each cell of a table; each is read once.
-
-    Args:
-        table: the table.
-        runs: its runs. Those that lie elsewhere (in W&B) have no files.
+    """The files of the finished runs of each cell of a table; each is read once. Runs that lie
+    elsewhere (in W&B) have none.
     """
 
-    def __init__(self, table: Table, runs: pd.DataFrame) -> None:
+    def __init__(self, table: Table) -> None:
         self.table = table
         self.cells: dict[tuple[Key, Key], list[Run]] = {}
         self._rows: dict[str, list[dict[str, Any]]] = {}
-        for run in runs.to_dict("records"):
+        for run in table.runs.to_dict("records"):
             row, column = (
                 tuple(label(run[key]) for key in keys)
                 for keys in (table.row_keys, table.column_keys)

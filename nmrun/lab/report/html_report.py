@@ -22,12 +22,12 @@ from markupsafe import Markup
 
 from nmrun import atomic
 from nmrun.errors import ConfigError
-from nmrun.lab.report import chosen, formats, numbers, pages, plots, points, status, style
-from nmrun.lab.report.differences import compare
-from nmrun.lab.report.divided import Part
+from nmrun.lab.report import captions, formats, numbers, pages, plots, points, status, style
+from nmrun.lab.report.comparison import Part
 from nmrun.lab.report.formats import Grid, Line
 from nmrun.lab.report.history import result
 from nmrun.lab.report.labels import label, short
+from nmrun.lab.report.tables import against
 from nmrun.lab.runs.run_folder import RunFolder
 
 MOST = 200  # lines of a list; what is more is counted
@@ -37,7 +37,7 @@ OWN = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule")
 
 
 def write(
-    paths: Sequence[str], parts: Sequence[Part], target: Path, baseline: str | None, test: str
+    paths: Sequence[str], parts: Sequence[Part], target: Path, baseline: str, test: str
 ) -> None:
     """Write the report of the runs below ``paths``, whole or not at all.
 
@@ -45,14 +45,14 @@ def write(
         paths: as they were typed.
         parts: what is compared.
         target: the file.
-        baseline: the row that others are compared with; None: dense, where there is such a row.
+        baseline: the row that others are compared with; empty: dense, where there is such a row.
         test: ``t`` or ``wilcoxon``.
 
     Raises:
         ConfigError: for a baseline that no part has.
         OSError: where ``target`` cannot be written.
     """
-    runs = pd.concat([part.runs for part in parts])
+    runs = pd.concat([part.table.runs for part in parts])
     states = [run for path in paths for run in status.runs(Path(path))]
     counts = Counter(run.state for run in states)
     order = [*status.STATES, *sorted(set(counts) - set(status.STATES))]
@@ -82,21 +82,20 @@ def write(
     atomic.write(target, text, shared=True)
 
 
-def _sections(parts: Sequence[Part], baseline: str | None, test: str) -> list[dict[str, Any]]:
+def _sections(parts: Sequence[Part], baseline: str, test: str) -> list[dict[str, Any]]:
     """Title, tables and pictures of each part."""
     found, refused = [], []
     for number, part in enumerate(parts, 1):
         table = part.table
         try:
-            table = compare(table, baseline or "dense", test)
+            table = against(table, baseline or "dense", test)
         except ConfigError as error:
             refused.append(error)
         pictures = []
         for kind, about in plots.KINDS.items():
             if kind in ("ratio", "flops") and points.alone(table):
                 continue
-            logged = chosen.logged(part.runs, table)
-            figure = plots.draw(kind, part.table, part.runs, logged, style.Layout(title=""))
+            figure = plots.draw(kind, table, plots.logged(table), style.Layout(title=""))
             if figure is not None:
                 name = f"part-{number}-{kind}"
                 svg = style.embedded(figure, name)
@@ -104,17 +103,22 @@ def _sections(parts: Sequence[Part], baseline: str | None, test: str) -> list[di
                     {"id": name, "svg": svg, "about": f"{about.about}; {style.seeds(table)}"}
                 )
         tables = [formats.html_table(grid) for grid in formats.grids(table)]
-        found.append({"title": part.title, "tables": tables, "pictures": pictures})
+        found.append({"title": _title(part), "tables": tables, "pictures": pictures})
     if baseline and len(refused) == len(parts):
         raise refused[0]
     return found
+
+
+def _title(part: Part) -> str:
+    settings = [f"{key}={value}" for key, value in part.settings.items() if value != "-"]
+    return "; ".join(filter(None, [captions.title(part.table), ", ".join(settings)]))
 
 
 def _runs(parts: Sequence[Part], keys: Sequence[str], target: Path) -> list[dict[str, Any]]:
     """Every run with its settings, metric, folder and command."""
     found = []
     for part in parts:
-        for run in part.runs.to_dict("records"):
+        for run in part.table.runs.to_dict("records"):
             folder, seconds = Path(run["folder"]), run["seconds"]
             value = run.get(part.table.metric, math.nan)
             with contextlib.suppress(ValueError):  # another drive

@@ -18,10 +18,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nmrun.errors import ConfigError
-from nmrun.lab.report.differences import pairs, step
 from nmrun.lab.report.labels import Key
 from nmrun.lab.report.statistics import FEWEST, LEVEL, found_at, step_down
-from nmrun.lab.report.tables import Table
+from nmrun.lab.report.tables import Table, pairs, step
 from nmrun.lab.words.metric import higher_is_better
 
 
@@ -86,7 +85,7 @@ def of(tables: Sequence[Table], baseline: str) -> list[Overall]:
 
     Args:
         tables: one for each data set and model, with the same keys for rows.
-        baseline: as of :func:`nmrun.lab.report.differences.compare`.
+        baseline: as of :func:`nmrun.lab.report.tables.against`.
 
     Returns:
         The rows in the tables' order, with p-values corrected for their number by Holm's method

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
 from nmrun.lab.report import names
+from nmrun.lab.report.comparison import Comparison
 from nmrun.lab.report.overall import Overall
 from nmrun.lab.report.style import GREY, INK, LETTERS, Layout, high_enough, legend, looks, of_number
-from nmrun.lab.report.tables import Table
 
 BESIDE = 0.13  # of the distance between two rows, between data sets
 
 
-def draw(rows: Sequence[Overall], tables: Sequence[Table], layout: Layout) -> Figure:
+def draw(comparison: Comparison, layout: Layout) -> Figure:
     """Draw the mean difference of each cell, data sets side by side, and that of all cells with its
     95 % interval.
-
-    Args:
-        rows: as of :func:`nmrun.lab.report.overall.of`.
-        tables: what they were made from, compared with the baseline.
-        layout: sizes, names and axes.
     """
+    tables, rows = comparison.tables, comparison.overall
     keys, every = tables[0].row_keys, list(dict.fromkeys(d for each in rows for d in each.parts))
     own = dict.fromkeys(row for table in tables for row in table.baseline)
     against = ", ".join(" ".join(names.column(keys, row, layout.labels)) for row in own)

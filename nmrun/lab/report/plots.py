@@ -1,19 +1,23 @@
-"""The pictures of a table, by kind."""
+"""The pictures of a comparison, by kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 from matplotlib.figure import Figure
 
-from nmrun.lab.report import curves, points
+from nmrun.errors import ConfigError
+from nmrun.lab.report import curves, overall_picture, points
+from nmrun.lab.report.collect import known, usual_metric
+from nmrun.lab.report.comparison import Query, compare, one_metric
 from nmrun.lab.report.history import History
 from nmrun.lab.report.style import Layout, high_enough, legend, looks
 from nmrun.lab.report.tables import Table
 
 PLAIN = Layout()
+TRAINING = ("curves", "flips", "autoswitch")  # kinds of what was logged
 
 
 @dataclass(frozen=True)
@@ -22,62 +26,111 @@ class Kind:
     what the picture shows.
     """
 
-    draw: Callable[[Table, pd.DataFrame, History, str, Layout], Figure | None]
+    draw: Callable[[Table, History, str, Layout], Figure | None]
     about: str
     nothing: str
 
 
 KINDS = {
     "ratio": Kind(
-        lambda table, _runs, _history, _metric, layout: points.ratio(table, layout),
+        lambda table, _history, _metric, layout: points.ratio(table, layout),
         "The metric against the ratio",
         "no run has finished",
     ),
     "curves": Kind(
-        lambda table, _runs, history, metric, layout: curves.curves(table, history, metric, layout),
+        curves.curves,
         "Learning curves; a vertical line is where STEP begins to learn masks",
         "no finished run has this metric at two steps or more in its metrics.jsonl",
     ),
     "flips": Kind(
-        lambda table, _runs, history, _metric, layout: curves.flips(table, history, layout),
+        lambda table, history, _metric, layout: curves.flips(table, history, layout),
         "Flip rate: the share of mask entries that a step changed (of the masks to be, while a recipe is dense)",
         "no finished run has logged a flip rate (sparse recipes do, in metrics.jsonl)",
     ),
     "autoswitch": Kind(
-        lambda table, _runs, history, _metric, layout: curves.autoswitch(table, history, layout),
+        lambda table, history, _metric, layout: curves.autoswitch(table, history, layout),
         "AutoSwitch: the mean change of Adam's second moment, against the threshold that it has to fall below",
         "no finished run has AutoSwitch's samples (recipe=step with recipe.switch=auto logs them)",
     ),
     "flops": Kind(
-        lambda table, runs, _history, _metric, layout: points.flops(table, runs, layout),
+        lambda table, _history, _metric, layout: points.flops(table, layout),
         "The metric against the FLOPs of training",
         "no finished run has its FLOPs of training on record",
     ),
 }
 
 
-def draw(
-    kind: str,
-    table: Table,
-    runs: pd.DataFrame,
-    logged: str,
-    layout: Layout = PLAIN,
-) -> Figure | None:
+def draw(kind: str, table: Table, logged: str, layout: Layout = PLAIN) -> Figure | None:
     """Draw the picture of a kind.
 
     Args:
         kind: one of ``KINDS``.
-        table: the table.
-        runs: its runs.
         logged: the metric of learning curves, such as ``eval/accuracy``.
-        layout: what the user wants of it.
 
     Returns:
         None where the runs have nothing to show (``KINDS[kind].nothing`` says what).
     """
     with looks():
-        figure = KINDS[kind].draw(table, runs, History(table, runs), logged, layout)
+        figure = KINDS[kind].draw(table, History(table), logged, layout)
         if figure is not None:
             legend(figure)
             high_enough(figure, layout)
     return figure
+
+
+def logged(table: Table) -> str:
+    """A table's metric as ``metrics.jsonl`` has it, of the validation split: ``eval/accuracy``."""
+    split, _, name = table.metric.removeprefix("best/").partition("/")
+    own = split in ("test", "eval")
+    return f"eval/{name if own else usual_metric(table.runs).partition('/')[2]}"
+
+
+def along(x: str | None, kind: str, query: Query) -> tuple[Query, str]:
+    """What a picture is drawn over: of what was logged ``step``, ``epoch`` or ``seconds``; of a
+    ratio any config key, which makes the query's columns.
+
+    Raises:
+        ConfigError: for an ``x`` that this kind of picture has not, and a baseline that it has not.
+    """
+    if kind in TRAINING and x not in (None, *curves.OVER):
+        raise ConfigError(f"--x {x}: {kind} are over {', '.join(curves.OVER)}")
+    if x and kind not in TRAINING:
+        if kind != "ratio" or query.cols:
+            raise ConfigError("--x KEY is for --kind ratio without --cols")
+        query = replace(query, cols=tuple(x.split(",")))
+    if kind == "overall":
+        query = replace(query, overall=True)
+    elif query.baseline:
+        raise ConfigError("--baseline is for --kind overall")
+    return query, (x or "step") if kind in TRAINING else "step"
+
+
+def plot(runs: pd.DataFrame, query: Query, kind: str, layout: Layout = PLAIN) -> list[Figure]:
+    """Draw the runs that a query is about.
+
+    Args:
+        runs: as of :func:`nmrun.lab.report.collect.collect`.
+        query: as :func:`along` gives it. The metric of ``curves`` is one that was logged.
+
+    Returns:
+        A picture for each data set and model that has something of this kind; for ``overall`` one.
+
+    Raises:
+        ConfigError: where the runs have nothing of this kind, and as ``compare``.
+    """
+    if kind == "overall":
+        return [overall_picture.draw(compare(runs, query), layout)]
+    wanted = ",".join(query.metrics) if kind == "curves" else ""
+    if wanted:  # logged while training goes on; the results need not have it
+        query = replace(query, metrics=())
+    one_metric(query)
+    tables = compare(runs, query).tables
+    if wanted:
+        known(
+            wanted, sorted({key for table in tables for key in History(table).logged()}), "metric"
+        )
+    drawn = [draw(kind, table, wanted or logged(table), layout) for table in tables]
+    figures = [figure for figure in drawn if figure is not None]
+    if not figures:
+        raise ConfigError(f"--kind {kind}: {KINDS[kind].nothing}")
+    return figures

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
@@ -165,7 +164,7 @@ def _x_axis(axes: Axes, columns: list[Key], numbers: list[float] | None) -> None
         axes.minorticks_off()
 
 
-def flops(table: Table, runs: pd.DataFrame, layout: Layout) -> Figure | None:
+def flops(table: Table, layout: Layout) -> Figure | None:
     """Draw the mean of the metric, with its standard deviation, against the FLOPs of training
     without the multiplications by zero; one line a row through its columns. Their names stand beside
     the points where they have room, that of a single column below the axis. Rows that cost the same
@@ -173,15 +172,14 @@ def flops(table: Table, runs: pd.DataFrame, layout: Layout) -> Figure | None:
 
     Args:
         table: the table of the metric.
-        runs: those that it was made of.
         layout: sizes, names and axes.
 
     Returns:
         The figure; None where no FLOPs are known.
     """
-    if FLOPS not in runs.columns:
+    if FLOPS not in table.runs.columns:
         return None
-    cost = build(runs, FLOPS, table.row_keys, table.column_keys)
+    cost = build(table.runs, FLOPS, table.row_keys, table.column_keys)
     unit = scale(table.metric)
     figure = Figure(figsize=layout.size(6.2, 3.6), layout="constrained")
     axes = figure.subplots()

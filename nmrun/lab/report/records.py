@@ -6,55 +6,15 @@ import contextlib
 import csv
 import io
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
-from nmrun.lab.report.labels import Key
-from nmrun.lab.report.tables import Table
 
 if TYPE_CHECKING:
     import pandas as pd
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 Lines = list[list[Any]]  # the head, then a line for each cell or run
-
-
-def of_cells(tables: Sequence[Table]) -> Lines:
-    """A line for each cell.
-
-    Columns: what tells the tables apart, the keys of row and column, metric, mean, sd, n, best
-    (0 or 1), without (runs that gave no value), median, the ``seeds`` and their ``values``, and
-    with a baseline the difference to it, its interval, p-value and the smallest that could have
-    been shown. A dense reference is one line, not one for each ratio. None: undefined.
-    """
-    groups = [
-        key
-        for key in ("dataset", "model")
-        if key not in (*tables[0].row_keys, *tables[0].column_keys)
-    ]
-    keys = [*groups, *tables[0].row_keys, *tables[0].column_keys]
-    compared = ["difference", "low", "high", "p", "least"] if tables[0].baseline else []
-    numbers = ["mean", "sd", "n", "best", "without", "median", "seeds", "values"]
-    lines: Lines = [[*keys, "metric", *numbers, *compared]]
-    for table in tables:
-        group = [table.shared[key] for key in groups]
-        for row in table.rows:
-            for own, column in table.own(row):
-                if (row, column) in table.cells:
-                    cell = _of_cell(table, row, column, len(compared))
-                    lines.append([*group, *row, *own, table.metric_of(row, column), *cell])
-    return lines
-
-
-def _of_cell(table: Table, row: Key, column: Key, compared: int) -> list[Any]:
-    cell, gap = table.cells[row, column], table.differences.get((row, column))
-    best, without = int((row, column) in table.best), sum(cell.without.values())
-    seeds, values = list(cell.values), list(cell.values.values())
-    found: list[Any] = [None] * compared
-    if gap is not None:
-        found = [gap.mean, gap.low, gap.high, gap.p, gap.least]
-    return [cell.mean, cell.sd, cell.n, best, without, cell.median, seeds, values, *found]
 
 
 def of_runs(runs: pd.DataFrame) -> Lines:

@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from nmrun.errors import ConfigError
 from nmrun.lab.report import captions, names
 from nmrun.lab.report.labels import Key
 from nmrun.lab.report.tables import Table
@@ -61,6 +62,16 @@ class Layout:
     labels: Mapping[str, str] = field(default_factory=dict)
     ylim: tuple[float, float] | None = None
     x: str = "step"
+
+    def __post_init__(self) -> None:
+        if self.ylim is not None and not self.ylim[0] < self.ylim[1]:
+            raise ConfigError(
+                f"--ylim {self.ylim[0]:g},{self.ylim[1]:g}: write LOW,HIGH, such as 90,100"
+            )
+        for side in ("width", "height"):
+            inches = getattr(self, side)
+            if inches is not None and not 1 <= inches <= 40:
+                raise ConfigError(f"--{side} {inches:g}: inches, from 1 to 40")
 
     def size(self, width: float, height: float, down: int = 1) -> tuple[float, float]:
         """That of a picture which is so large by itself, with so many panels below each other."""

@@ -8,7 +8,7 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
@@ -17,10 +17,11 @@ from nmrun.errors import ConfigError
 from nmrun.lab.report import order, tuned
 from nmrun.lab.report.labels import Key, but_ratio, label
 from nmrun.lab.report.numbers import deviates, places, scale
-from nmrun.lab.report.statistics import Cell, Difference, shown, summarise
+from nmrun.lab.report.statistics import Cell, Difference, grain, holm, paired, shown, summarise
 from nmrun.lab.words.identity import IRRELEVANT, SETTINGS
 from nmrun.lab.words.metric import higher_is_better
 from nmrun.oneshot import METHODS
+from nmrun.registry import did_you_mean
 
 Run = Mapping[Any, Any]  # a row of ``collect``
 
@@ -45,6 +46,7 @@ class Table:
     tuned, if they were, and over what. ``paper``: published figures as they are printed, by row and
     column, and where they stand, ``paper_source``. ``pruned``: which rows were pruned in one shot,
     not trained; ``all``, or nothing. ``digits`` after the point, where the user wants so many.
+    ``runs`` are those that it was made of.
     """
 
     metric: str
@@ -69,6 +71,7 @@ class Table:
     paper_source: str = ""
     pruned: str = ""
     digits: int | None = None
+    runs: pd.DataFrame = field(default_factory=pd.DataFrame, repr=False, compare=False)
 
     @property
     def compared(self) -> tuple[str, list[str]]:
@@ -199,6 +202,7 @@ def build(
         tuned.notes(members),
         pruned="all" if not trained else ", ".join(dict.fromkeys(run["recipe"] for run in pruned)),
         digits=digits,
+        runs=runs,
     )
     table.best.update(_best(table))
     return table
@@ -324,4 +328,85 @@ def _order(keys: Key, labels: Key, metrics: Sequence[str]) -> tuple[tuple[Any, .
     return tuple(
         (0, metrics.index(text), 0, "") if key == "metric" else order.of(text)
         for key, text in zip(keys, labels, strict=True)
+    )
+
+
+# --- against a baseline ---------------------------------------------------------------------------
+
+
+def against(table: Table, baseline: str, test: str = "t") -> Table:
+    """A table with the differences of its rows to a baseline, seed by seed.
+
+    Rows of another data set are not compared.
+
+    Args:
+        baseline: a row by all its labels, or by that of the recipe alone. Then each row is compared
+            with the one of that recipe that agrees with it in all that is not of the recipe.
+
+    Raises:
+        ConfigError: if there is no such row, or if no other row shares a seed with it.
+    """
+    every, rivals = pairs(table, baseline)
+    found: dict[tuple[Key, Key], Difference] = {}
+    across: set[str] = set()
+    for (row, column), own in rivals.items():
+        cell, other = table.cells[row, column], table.cells[own, column]
+        if (gap := paired(cell, other, step(table, row, column), test)) is not None:
+            found[row, column] = gap
+            across |= _unlike(table, row, own)
+    if not found:
+        raise ConfigError(
+            f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed"
+        )
+    differences = holm(found, test)
+    return replace(table, baseline=every, test=test, differences=differences, across=sorted(across))
+
+
+def pairs(table: Table, baseline: str) -> tuple[list[Key], dict[tuple[Key, Key], Key]]:
+    """Find which rows are the baseline, and with which of them each other cell is compared.
+
+    Args:
+        baseline: as of :func:`against`.
+
+    Returns:
+        The rows of the baseline; and by row and column, the one that stands against the cell there.
+
+    Raises:
+        ConfigError: if there is no such row.
+    """
+    names = {" ".join(row): row for row in table.rows}
+    recipe = table.row_keys.index("recipe") if "recipe" in table.row_keys else 0
+    every = (
+        [names[baseline]]
+        if baseline in names
+        else [row for row in table.rows if row[recipe] == baseline]
+    )
+    if not every:
+        raise ConfigError(
+            f"--baseline {baseline}: no such row{did_you_mean(baseline, names)} (there are {', '.join(names)})"
+        )
+    found: dict[tuple[Key, Key], Key] = {}
+    for row, column in table.cells:
+        own = every if baseline in names else [b for b in every if not _unlike(table, row, b)]
+        if not own or row in every or (own[0], column) not in table.cells:
+            continue
+        if not any(key.partition(".")[0] == "dataset" for key in _unlike(table, row, own[0])):
+            found[row, column] = own[0]
+    return every, found
+
+
+def _unlike(table: Table, row: Key, own: Key) -> set[str]:
+    """The keys in which two rows differ, but for those of the recipe."""
+    labels = zip(table.row_keys, row, own, strict=True)
+    return {key for key, a, b in labels if a != b and key.partition(".")[0] != "recipe"}
+
+
+def step(table: Table, row: Key, column: Key) -> float:
+    """The smallest step of a cell's metric that its column shows."""
+    metric = table.metric_of(row, column)
+    return grain(
+        value
+        for (other, place), cell in table.cells.items()
+        if place == column and table.metric_of(other, place) == metric
+        for value in cell.values.values()
     )

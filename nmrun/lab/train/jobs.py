@@ -5,7 +5,6 @@ Imports no torch before a run begins.
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import contextlib
 import functools
@@ -53,7 +52,7 @@ def main(argv: list[str]) -> int:
     if asked.help or asked.hydra_help or asked.shell_completion:
         _hydra(flags, asked.overrides)
         return 0
-    sweeps, looks = checked(asked)
+    sweeps, looks = checked(asked.overrides, asked.multirun, asked.config_dir)
     if asked.cfg or asked.info or not asked.multirun:
         _hydra(flags, sweeps[0])
         return 0 if asked.cfg or asked.info else _exit_status(_outcomes[-1])
@@ -75,21 +74,20 @@ def main(argv: list[str]) -> int:
     return max(status, bad)
 
 
-def checked(asked: argparse.Namespace) -> tuple[list[list[str]], list[precheck.Findings]]:
+def checked(
+    overrides: list[str], multirun: bool, config_dir: str | None = None
+) -> tuple[list[list[str]], list[precheck.Findings]]:
     """The overrides of each sweep that a command line asks for, and what was found there.
 
     Raises:
         ConfigError: with all that is wrong.
     """
-    sweeps = [
-        command_line.own_recipe(words)
-        for words in experiment.expand(asked.overrides, asked.multirun)
-    ]
+    sweeps = [command_line.own_recipe(words) for words in experiment.expand(overrides, multirun)]
     composed: dict[tuple[str, ...], DictConfig] = {}
-    looks = [precheck.look(words, asked.multirun, asked.config_dir, composed) for words in sweeps]
+    looks = [precheck.look(words, multirun, config_dir, composed) for words in sweeps]
     if problems := list(dict.fromkeys(problem for found in looks for problem in found.problems)):
         raise ConfigError(problems)
-    tell([] if asked.multirun else command_line.without_effect(asked.overrides))
+    tell([] if multirun else command_line.without_effect(overrides))
     verbs.no_longer_waiting()  # a launcher's processes would write behind it
     return sweeps, looks
 

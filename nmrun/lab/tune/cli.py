@@ -56,9 +56,8 @@ def main(argv: Sequence[str]) -> int:
     from nmrun.lab.words.sweep import span
 
     given = space.read(options.over)
-    asked = command_line.options(list(options.words))
-    asked.multirun, asked.config_dir = True, options.config_dir
-    sweeps, looks = jobs.checked(asked)
+    words = command_line.options(list(options.words)).overrides
+    sweeps, looks = jobs.checked(words, multirun=True, config_dir=options.config_dir)
     folder = Path(looks[0].output_dir, FOLDER, options.name).absolute()
     cells = plan.cells(folder, sweeps, given, options.config_dir)
     if any(cell.config.dry for cell in cells):

@@ -15,8 +15,8 @@ import pandas as pd
 from nmrun import atomic
 from nmrun.errors import RunError
 from nmrun.lab.report import formats, records, rows
-from nmrun.lab.report.chosen import usual_metric
-from nmrun.lab.report.collect import row
+from nmrun.lab.report.collect import row, usual_metric
+from nmrun.lab.report.comparison import Comparison
 from nmrun.lab.report.labels import label
 from nmrun.lab.report.markdown import table as aligned
 from nmrun.lab.report.tables import build
@@ -157,7 +157,7 @@ def text(outcome: Outcome) -> str:
             pairs = zip(groups, values, strict=True)
             apart_by = [f"{key}={value}" for key, value in pairs if key not in IN_TITLE]
             heading = f"{', '.join(apart_by)}\n\n" if apart_by else ""
-            parts.append(heading + formats.render([table], "markdown"))
+            parts.append(f"{heading}{formats.render(Comparison([table]), 'markdown')!s}")
     head = ["cell", "trials", "mean of three seeds", "settings", "time of tuning"]
     title = "What the trials found"
     parts += [f"{title}\n\n{aligned(head, outcome.found)}\n"] if outcome.found else []

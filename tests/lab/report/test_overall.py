@@ -18,12 +18,12 @@ from verbs import verb
 
 import nmrun
 from nmrun.errors import ConfigError
-from nmrun.lab.report import overall, overall_picture, overall_table
-from nmrun.lab.report.differences import compare
+from nmrun.lab.report import formats, overall, overall_picture
+from nmrun.lab.report.comparison import Comparison
 from nmrun.lab.report.overall import Part, mean
 from nmrun.lab.report.statistics import summarise
 from nmrun.lab.report.style import Layout
-from nmrun.lab.report.tables import Table, build
+from nmrun.lab.report.tables import Table, against, build
 
 Values = dict[str, dict[str, list[float]]]  # by ratio and recipe, one a seed
 
@@ -321,22 +321,22 @@ def test_the_caption_says_what_differs(write: Callable[..., Any], table: Any) ->
 def test_the_caption_says_how_each_data_set_was_tuned() -> None:
     budget = "each cell tuned before by 6 trials (ste), none (sr_ste)"
     tables = [
-        compare(replace(each, tuned=tuned, candidates=candidates), "sr_ste")
+        against(replace(each, tuned=tuned, candidates=candidates), "sr_ste")
         for each, tuned, candidates in (
             (words(), [budget, "all over optimizer.lr"], {}),
             (images(), [], {"3": [("ste",)], "-": [("asp",)]}),
         )
     ]
-    said = overall_table.render(overall.of(tables, "sr_ste"), tables, "markdown", {})
+    said = formats.render(Comparison(tables, overall.of(tables, "sr_ste")), "markdown")
     assert "in test/perplexity, test/accuracy over all" in said
     assert f"{budget} (shakespeare)" in said
     assert "3 (ste), not known how many (asp) (digits)" in said
 
 
 def test_the_picture_has_a_point_for_each_cell_and_the_interval_of_all() -> None:
-    tables = [compare(each, "sr_ste") for each in (words(), images())]
+    tables = [against(each, "sr_ste") for each in (words(), images())]
     rows = overall.of(tables, "sr_ste")
-    (axes,) = overall_picture.draw(rows, tables, Layout(labels={"asp": "Ours"})).axes
+    (axes,) = overall_picture.draw(Comparison(tables, rows), Layout(labels={"asp": "Ours"})).axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["Ours", "STE"]
     drawn = {str(line.get_label()): line for line in axes.get_lines()}
     for data, name in (("shakespeare", "Tiny Shakespeare"), ("digits", "digits")):

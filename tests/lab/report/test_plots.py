@@ -48,7 +48,7 @@ def drawn(
     columns: str = "sparsity",
 ) -> Figure | None:  # fmt: skip
     runs = collect([tmp_path])
-    return plots.draw(kind, build(runs, metric, ["recipe"], [columns], "mean"), runs, logged)
+    return plots.draw(kind, build(runs, metric, ["recipe"], [columns], "mean"), logged)
 
 
 def panels(figure: Figure) -> dict[str, Axes]:
@@ -322,13 +322,13 @@ def test_a_narrow_picture_leaves_its_axes_room(kind: str, write: Any, tmp_path: 
     table = build(runs, "test/accuracy", ["recipe"], ["sparsity"], "mean")
     for width in (2.5, 3.25, 5.0):
         layout = style.Layout(title="A title " * 15, width=width)
-        figure = plots.draw(kind, table, runs, "eval/accuracy", layout)
+        figure = plots.draw(kind, table, "eval/accuracy", layout)
         assert figure is not None
         figure.draw_without_rendering()
         boxes = [axes.get_window_extent() for axes in figure.axes if axes.axison]
         assert min(box.height for box in boxes) / figure.dpi > 1.6
         assert figure.get_figwidth() == width
-    figure = plots.draw(kind, table, runs, "eval/accuracy", style.Layout(width=3.25, height=6.0))
+    figure = plots.draw(kind, table, "eval/accuracy", style.Layout(width=3.25, height=6.0))
     assert figure is not None
     assert tuple(figure.get_size_inches()) == (3.25, 6.0)
 
@@ -359,7 +359,7 @@ def test_metric_against_a_setting(write: Any, tmp_path: Path) -> None:
     write("dense", "dense", 0, 0.99)
     runs = collect([tmp_path])
     table = build(runs, "test/accuracy", ["recipe"], ["recipe.decay"], "mean")
-    figure = plots.draw("ratio", table, runs, "eval/accuracy")
+    figure = plots.draw("ratio", table, "eval/accuracy")
     assert figure is not None
     (axes,) = figure.axes
     (container,) = axes.containers
@@ -399,7 +399,7 @@ def test_curves_over_epochs_and_seconds(write: Any, tmp_path: Path) -> None:
     runs = collect([tmp_path])
     table = build(runs, "test/accuracy", ["recipe"], ["sparsity"], "mean")
     for x, expected in (("epoch", [0.5, 1.0, 1.5, 2.0]), ("seconds", [2.0, 3.0, 4.0, 9.0])):
-        figure = plots.draw("curves", table, runs, "eval/accuracy", style.Layout(x=x))
+        figure = plots.draw("curves", table, "eval/accuracy", style.Layout(x=x))
         assert figure is not None
         (axes,) = figure.axes
         assert line(axes, "STE")[0] == pytest.approx(expected)

@@ -24,7 +24,7 @@ from nmrun.lab.tune import comparison, outcome, plan, progress
 from nmrun.lab.tune.cli import main
 from nmrun.lab.tune.progress import Progress
 from nmrun.lab.tune.study import Study, Trial, ended
-from nmrun.lab.words import command_line, schema
+from nmrun.lab.words import schema
 from nmrun.lab.words.composing import composed, composing
 from nmrun.lab.words.identity import run_folder
 from nmrun.ranges import among
@@ -60,9 +60,7 @@ def trials(place: Path = PLACE) -> dict[str, list[Trial]]:
 
 
 def cells_here() -> list[plan.Cell]:
-    asked = command_line.options(SWEEP)
-    asked.multirun = True
-    return plan.cells(PLACE.absolute(), jobs.checked(asked)[0], {})
+    return plan.cells(PLACE.absolute(), jobs.checked(SWEEP, multirun=True)[0], {})
 
 
 @pytest.fixture(scope="module")

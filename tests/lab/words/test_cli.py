@@ -24,7 +24,7 @@ from verbs import verb
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab import cli, verbs
 from nmrun.lab.train import jobs
-from nmrun.lab.words import command_line, source
+from nmrun.lab.words import source
 
 HEAVY = ("torch", "wandb", "pandas", "sklearn", "fairseq", "matplotlib")
 PROBE = f"""
@@ -434,7 +434,7 @@ def test_nothing_stays_on_the_line_where_a_launcher_s_processes_write(
     with verbs.ends_quietly():
         verbs.waiting("checking the settings")
         assert shown.lines() == ["checking the settings ..."]
-        jobs.checked(command_line.options(["-m", "seed=0,1"]))
+        jobs.checked(["seed=0,1"], multirun=True)
         assert shown.lines() == [""]
         assert shown.screen.cursor.x == 0
 
