@@ -44,6 +44,8 @@ class STEP(Recipe):
         second_moment: ``frozen`` at the switch, or ``live``: Adam goes on as it was, so that phase
             two is STE after a dense start (what the freezing is worth).
         decay: SR-STE's lambda in phase two (the paper: 0).
+        lr_factor: of the learning rates in phase two (the paper: 1); what trains best in a sparse phase
+            is often larger than what a dense one stands.
     """
 
     name: ClassVar[str] = "step"
@@ -59,6 +61,7 @@ class STEP(Recipe):
     bias_correction: Annotated[bool, FLAG] = True
     second_moment: Annotated[str, one_of("frozen", "live")] = "frozen"
     decay: Annotated[float, number(0)] = 0.0
+    lr_factor: Annotated[float, number(0, open_low=True)] = 1.0
 
     def begin(self, pattern: Pattern, total_steps: int | None) -> None:
         super().begin(pattern, total_steps)
@@ -69,6 +72,7 @@ class STEP(Recipe):
         # rules fire after t_max
         self.dense_steps = max(1, self.switching.last + int(self.switching.automatic))
         self.dense_forward = True
+        self._rates: list[Any] = []  # the groups' own, while a step takes place at others
 
     def attach(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
         adam = optim.freezable(optimizer, "step")
@@ -93,8 +97,19 @@ class STEP(Recipe):
     ) -> None:
         if self.dense_forward and self.switching.automatic:
             self.switching.observe(weights, optim.freezable(optimizer, "step"))
+        self._give_rates_back(optimizer)  # where the last step failed half-way
+        if not self.dense_forward and self.lr_factor != 1:
+            self._rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = group["lr"] * self.lr_factor
+
+    def _give_rates_back(self, optimizer: torch.optim.Optimizer) -> None:
+        for group, rate in zip(optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = rate
+        self._rates = []
 
     def after_step(self, weights: Sequence[SparseWeight], optimizer: torch.optim.Optimizer) -> None:
+        self._give_rates_back(optimizer)
         if not self.dense_forward or not (why := self.switching.fires(self.step)):
             return
         adam, params = optim.freezable(optimizer, "step"), [w.parameter for w in weights]
@@ -102,7 +117,8 @@ class STEP(Recipe):
             adam.freeze_second_moment(params, self.eps_mode, self.bias_correction)
         self.dense_forward = False
         does = "freezes" if self.second_moment == "frozen" else "keeps updating"
-        self.say(f"STEP {does} the second moment and learns masks ({why})")
+        rate = "" if self.lr_factor == 1 else f" at {self.lr_factor:g} times the learning rate"
+        self.say(f"STEP {does} the second moment and learns masks{rate} ({why})")
 
     def metrics(self) -> dict[str, float]:
         if self.dense_forward:

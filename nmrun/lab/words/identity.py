@@ -42,7 +42,12 @@ LATER: dict[str, dict[str, Any]] = {
     **{f"model={name}": {"activation": "gelu"} for name in ACTIVATED},
     **{f"model={name}": {"bias": True, "activation": "gelu"} for name in GPTS},
     "recipe=maskllm": {"masks": None},
-    "recipe=step": {"window": "full", "threshold": None, "second_moment": "frozen"},
+    "recipe=step": {
+        "window": "full",
+        "threshold": None,
+        "second_moment": "frozen",
+        "lr_factor": 1.0,
+    },
     "recipe=sdgf_geometric": {"densify": False},
     "recipe=s_ste": {"gamma": 0.0, "fit": "mse", "beta": None, "interval": None},
 }

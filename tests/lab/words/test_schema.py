@@ -96,6 +96,7 @@ VALUES: dict[str, dict[str, tuple[list[Any], list[Any]]]] = {
         "recipe.eps_mode": (["inside", "outside", "floor"], ["in", True, None]),
         "recipe.bias_correction": ([True, False], NO_FLAG),
         "recipe.second_moment": (["frozen", "live"], ["dead", True, None]),
+        "recipe.lr_factor": ([0.5, 4], [0, -1, None]),
         "recipe.decay": ([0.0, 0.1, 2], ["none", -1, None, True, [0.1]]),
     },
     "optimizer=adamw": {"optimizer.decay": (["all", "matrices"], ["norms", True, 0.1])},
