@@ -1,0 +1,151 @@
+"""Draws which_recipe.svg, the change against dense training of every recipe in every comparison,
+from the committed runs. From the checkout's root:
+
+python docs/pictures/which_recipe.py
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import nmrun
+
+DOCS = Path(__file__).parents[1]
+RATIOS = ("2:4", "1:4", "1:8", "1:16")
+RECIPES = {
+    "asp": "ASP",
+    "ste": "STE",
+    "sr_ste": "SR-STE",
+    "step": "STEP",
+    "s_ste": "S-STE",
+    "mdgf_exponential": "MdGf",
+    "sdgf_stepwise": "SdGf",
+}
+MOST = 8.0  # deviations of a run, at which the colours end
+
+
+@dataclass(frozen=True)
+class Task:
+    """Four columns of the picture.
+
+    Attributes:
+        title: what was trained, and how.
+        files: of its runs, below ``docs/results``.
+        unit: of a difference, as the title names it.
+        scale: by what a difference is multiplied; negative where lower is better.
+        optimizer: which of its runs.
+    """
+
+    title: str
+    files: tuple[str, ...]
+    unit: str
+    scale: float
+    optimizer: str = ""
+
+    @property
+    def digits(self) -> int:
+        return 2 if self.scale == -1 else 1
+
+
+TASKS = (
+    Task("images\nAdam", ("images", "images_sdgf"), "points", 100, "adam"),
+    Task("images\nSGD", ("images", "images_sdgf"), "points", 100, "sgd"),
+    Task("small GPT\nShakespeare", ("language", "language_sdgf"), "perplexity", -1),
+    Task("small GPT\nWikiText-2", ("wikitext",), "perplexity", -1),
+    Task("translation\nTransformer", ("translation", "translation_sdgf"), "BLEU", 1),
+    Task("fine-tuning\nencoder", ("finetuning", "finetuning_sdgf"), "points", 100),
+)
+
+
+def cells(task: Task) -> pd.DataFrame:
+    """The differences to dense training, seed by seed, positive where the recipe is better: by
+    recipe and ratio, with the p-value and the deviation of a dense run.
+    """
+    files = [DOCS / "results" / f"{name}.csv" for name in task.files]
+    chosen = [f"optimizer={task.optimizer}"] if task.optimizer else []
+    found = nmrun.table(files, baseline="dense", filter=chosen)
+    spread = found[found.recipe != "dense"].groupby("sparsity").sd.median()
+    found = found[found.recipe.isin(RECIPES)].set_index(["recipe", "sparsity"])
+    found["shown"] = found.difference * task.scale
+    found["deviations"] = [
+        math.copysign(1, task.scale) * row.difference / spread[ratio]
+        for (_, ratio), row in found.iterrows()
+    ]
+    return found
+
+
+def flops(ratio: str) -> dict[str, float]:
+    """The FLOPs of training over the dense ones, at a ratio: means over the tasks."""
+    shares: dict[str, list[float]] = {}
+    for task in TASKS:
+        runs = nmrun.runs([DOCS / "results" / f"{name}.csv" for name in task.files])
+        runs = runs[runs.sparsity == ratio]
+        share = runs["flops/training_arithmetic"] / runs["flops/training_dense"]
+        for recipe, mean in share.groupby(runs.recipe).mean().items():
+            shares.setdefault(str(recipe), []).append(mean)
+    return {recipe: sum(means) / len(means) for recipe, means in shares.items()}
+
+
+def draw(axes: Axes) -> None:
+    for number, task in enumerate(TASKS):
+        found, left = cells(task), number * (len(RATIOS) + 0.4)
+        axes.text(left + 1.5, -1.9, task.title, ha="center", va="bottom", fontsize=8)
+        axes.text(left + 1.5, -1.55, task.unit, ha="center", va="center", fontsize=6.5)
+        for column, ratio in enumerate(RATIOS):
+            axes.text(left + column, -0.85, ratio, ha="center", va="center", fontsize=7)
+            for row, recipe in enumerate(RECIPES):
+                if (recipe, ratio) in found.index:
+                    cell(axes, left + column, row, found.loc[recipe, ratio], task.digits)
+    end = len(TASKS) * (len(RATIOS) + 0.4)
+    for column, (title, texts) in enumerate(prices()):
+        axes.text(end + 1.5 * column, -0.85, title, ha="center", va="bottom", fontsize=6.5)
+        for row, recipe in enumerate(RECIPES):
+            axes.text(end + 1.5 * column, row, texts[recipe], ha="center", va="center", fontsize=7)
+    for row, name in enumerate(RECIPES.values()):
+        axes.text(-0.8, row, name, ha="right", va="center", fontsize=8)
+    axes.set(xlim=(-3.3, end + 2.4), ylim=(len(RECIPES) - 0.4, -3))
+    axes.axis("off")
+
+
+def cell(axes: Axes, x: float, y: float, found: pd.Series, digits: int) -> None:
+    depth = max(-1.0, min(1.0, found.deviations / MOST))
+    colour = matplotlib.colormaps["PuOr"](0.5 + 0.4 * depth)
+    axes.add_patch(matplotlib.patches.Rectangle((x - 0.5, y - 0.5), 1, 1, color=colour, lw=0))
+    ink = "white" if abs(depth) > 0.85 else "#1a1a1a"
+    text = f"{found.shown:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
+    axes.text(x, y, text, ha="center", va="center", fontsize=6.5, color=ink)
+    if found.p < 0.05:
+        axes.plot(x + 0.36, y - 0.32, "o", color=ink, markersize=1.8)
+
+
+def prices() -> Iterator[tuple[str, dict[str, str]]]:
+    """What a recipe costs: FLOPs of training at 1:8, and how many settings the trials searched
+    beside the learning rate.
+    """
+    yield "FLOPs\nat 1:8", {name: f"{share:.2f}" for name, share in flops("1:8").items()}
+    files = [DOCS / "results" / f"{name}.csv" for name in TASKS[0].files]
+    runs = pd.concat([pd.read_csv(file, low_memory=False) for file in files])
+    searched = runs.groupby("recipe")["tuned.over"].first()
+    yield "to\ntune", {name: str(searched[name].count(";")) for name in RECIPES}
+
+
+def main() -> None:
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "which", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
+    ):
+        figure = Figure(figsize=(11, 3.2), layout="constrained")
+        draw(figure.subplots())
+        place = DOCS / "pictures" / "which_recipe.svg"
+        figure.savefig(place, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()
