@@ -3,9 +3,47 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def room_told(path: Path) -> Iterator[None]:
+    """Say in the error of a full disk how much is free where, while a file is written.
+
+    Args:
+        path: the file.
+
+    Raises:
+        OSError: with a number of ``FULL``, the reason as its ``strerror`` and the file, whatever
+            wrote it; other errors stay as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        # safetensors has an error of its own, which ends with "(os error 28)"
+        found = re.search(r"os error (\d+)", str(error))
+        number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
+        if number not in FULL:
+            raise
+        free = shutil.disk_usage(path.parent).free
+        said = f"{os.strerror(number)}, {_size(free)} free in {path.parent}"
+        raise OSError(number, said, str(path)) from None
+
+
+def _size(count: float) -> str:
+    """A number of bytes as people say it: ``12 kB``."""
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
 
 
 @contextlib.contextmanager
@@ -18,21 +56,25 @@ def replaced(path: Path, shared: bool = False) -> Iterator[Path]:
 
     Returns:
         A context with the path to write to, beside the file; it takes the file's name at the end.
+
+    Raises:
+        OSError: of a full disk as :func:`room_told` says it.
     """
     owner = f"{os.getpid()}." if shared else ""
     partial = path.with_name(f"{path.name}.{owner}partial")
-    try:
-        partial.unlink(missing_ok=True)
-        partial.touch()
-        mode = partial.stat().st_mode  # what others may read of a new file here
-        yield partial
-        partial.chmod(mode)  # safetensors gives its files to their owner alone
-        _sync(partial)
-        os.replace(partial, path)
-    except Exception:
-        # a full disk: what could be written is of no use and takes the place of what is
-        partial.unlink(missing_ok=True)
-        raise
+    with room_told(path):
+        try:
+            partial.unlink(missing_ok=True)
+            partial.touch()
+            mode = partial.stat().st_mode  # what others may read of a new file here
+            yield partial
+            partial.chmod(mode)  # safetensors gives its files to their owner alone
+            _sync(partial)
+            os.replace(partial, path)
+        except Exception:
+            # a full disk: what could be written is of no use and takes the place of what is
+            partial.unlink(missing_ok=True)
+            raise
 
 
 def write(path: Path, content: bytes | str, shared: bool = False) -> None:

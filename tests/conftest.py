@@ -42,6 +42,20 @@ def nmrun_cli(tmp_path: Path):
     return call
 
 
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs the right to mount")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
 @pytest.fixture(scope="session")
 def kernel_cache(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where compiled kernels stay for the next module, process and run: their names say what they

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -85,3 +86,26 @@ def test_who_may_read_a_new_file_may_read_weights(tmp_path: Path, umask: int) ->
         os.umask(before)
     modes = {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("plain", "weights")}
     assert modes == {0o666 & ~umask}
+
+
+@pytest.mark.parametrize("writer", ["bytes", "safetensors"])
+def test_a_full_disk_says_where_and_how_much_is_free(small_disk: Path, writer: str) -> None:
+    path = small_disk / "file"
+    atomic.write(path, b"old" * 1000)  # one page of 4 kB
+    with pytest.raises(OSError, match="No space left on device") as told:
+        if writer == "bytes":
+            atomic.write(path, bytes(2_000_000))
+        else:
+            with atomic.replaced(path) as partial:
+                save_file({"weight": torch.zeros(500_000)}, partial)
+    assert told.value.errno == errno.ENOSPC
+    assert told.value.filename == str(path)
+    assert str(told.value.strerror).endswith(f", 1 MB free in {small_disk}")
+    assert path.read_bytes() == b"old" * 1000
+    assert os.listdir(small_disk) == ["file"]
+
+
+def test_other_errors_stay_as_they_are(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="too large") as told, atomic.room_told(tmp_path / "file"):
+        raise OSError(errno.EFBIG, "too large")
+    assert told.value.filename is None

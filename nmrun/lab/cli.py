@@ -14,8 +14,10 @@ import sys
 from collections.abc import Sequence
 
 import nmrun
+from nmrun import atomic
 from nmrun.errors import ConfigError, RunError, leads, refuse
 from nmrun.lab import verbs
+from nmrun.lab.signals import of_interrupt
 from nmrun.registry import find, nearest
 
 GROUPS = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule", "track")
@@ -60,8 +62,14 @@ def main() -> int:
                 return refuse(error.problems)
             except RunError as error:
                 return refuse([" ".join(str(error).split())], 1)
-    except KeyboardInterrupt:  # before or after training, which ends in order by itself
-        return 128 + signal.SIGINT
+            except OSError as error:
+                if error.errno not in atomic.FULL:
+                    raise
+                return refuse([f"{error.filename or 'output'}: {error.strerror}"], 1)
+    except (KeyboardInterrupt, Exception) as error:
+        if not of_interrupt(error):
+            raise
+        return 128 + signal.SIGINT  # before or after training, which ends in order by itself
 
 
 def _main(argv: list[str]) -> int:

@@ -61,6 +61,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         self._process = os.getpid()
+        _at_work.append(self)
         launcher = [LAUNCHERS] if _foreign(signal.getsignal(LAUNCHERS)) else []
         # not in the main thread: whoever runs us there handles signals
         with contextlib.suppress(ValueError):
@@ -69,6 +70,8 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self in _at_work:
+            _at_work.remove(self)
         for number, former in self._former.items():
             signal.signal(number, former)
 
@@ -106,6 +109,31 @@ class Signals:
         elif number == signal.SIGINT or time.monotonic() - self._since > ECHO:
             self.__exit__()
             os.kill(os.getpid(), number)
+
+
+_at_work: list[Signals] = []  # what is entered in this process
+
+
+def end_run(number: int) -> bool:
+    """End this process's run as a first signal would; False where there is none.
+
+    For SIGPIPE, whose handler stays Python's: a broken connection of a logger would end a run.
+    """
+    for signals in _at_work[-1:]:
+        if signals.caught is None:
+            signals._catch(number, None)
+    return bool(_at_work)
+
+
+def of_interrupt(error: BaseException | None) -> bool:
+    """Whether an error is a KeyboardInterrupt, or came of one: clean-up in Hydra and OmegaConf that
+    was cut off raises others in its place.
+    """
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return any(isinstance(each, KeyboardInterrupt) for each in seen)
 
 
 def _foreign(handler: Any) -> bool:

@@ -2,8 +2,8 @@
 
 A verb raises ConfigError for a mistake in the command and RunError for work that failed. The
 command line prints either as one line, ``nmrun: ...``, and exits with status 2 or 1. Where the
-reader of standard output closes it (``nmrun ... | head``), the program ends quietly. Python's
-default for the signal SIGPIPE stays, since otherwise a broken connection to W&B would end a run.
+reader of standard output closes it (``nmrun ... | head``), the program ends quietly, a run once its
+checkpoint is saved. Python's default for the signal SIGPIPE stays, since otherwise a broken connection to W&B would end a run.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from nmrun.errors import ConfigError
+from nmrun.lab.signals import end_run
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,7 +54,7 @@ def agreed(verb: str, question: str) -> bool:
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
-STATUS = 128 + 13  # the status that shells give a program that SIGPIPE ended
+STATUS = 128 + signal.SIGPIPE  # which shells give a program that the signal ended
 
 
 QUIET = 30.0  # seconds
@@ -105,7 +107,8 @@ class _Stream:
             # Python flushes the buffer at exit, which would raise again
             os.dup2(nowhere, self._stream.fileno())
             os.close(nowhere)
-            raise SystemExit(STATUS) from None
+            if not end_run(signal.SIGPIPE):
+                raise SystemExit(STATUS) from None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

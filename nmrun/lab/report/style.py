@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
+from nmrun import atomic
 from nmrun.errors import ConfigError
 from nmrun.lab.report import captions, names
 from nmrun.lab.report.labels import Key
@@ -240,8 +241,10 @@ def _as_written(figure: Figure) -> None:
 def save(figure: Figure, out: Path) -> None:
     """The format follows the suffix of ``out``."""
     _as_written(figure)
+    drawn = io.BytesIO()  # a full disk breaks matplotlib's writing of PDF
     with looks(out.stem):
-        figure.savefig(out)
+        figure.savefig(drawn, format=out.suffix[1:])
+    atomic.write(out, drawn.getvalue(), shared=True)
 
 
 def embedded(figure: Figure, name: str) -> Markup:

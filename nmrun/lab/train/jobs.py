@@ -19,14 +19,16 @@ from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.errors import ConfigError, leads, refuse, tell
 from nmrun.lab import verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import OF_EARLIER, RunFolder
-from nmrun.lab.signals import ends_with
+from nmrun.lab.signals import ends_with, of_interrupt
 from nmrun.lab.words import command_line, experiment, precheck, schema, source, sweep, sweep_end
 from nmrun.lab.words.composing import without_others_configs
 from nmrun.lab.words.identity import run_folder, title
@@ -116,7 +118,13 @@ def _launch(flags: list[str], launches: list[tuple[list[str], int]]) -> int:
 
 def _hydra(flags: list[str], overrides: list[str]) -> None:
     sys.argv[1:] = [*flags, *overrides]  # Hydra wants its options first
-    _job()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # it raises its errors, and prints no traceback
+    try:
+        _job()
+    except (HydraException, OmegaConfBaseException) as error:
+        if of_interrupt(error):
+            raise KeyboardInterrupt from None
+        raise ConfigError(str(error).splitlines()[0]) from None
 
 
 # --- one job --------------------------------------------------------------------------------------
@@ -252,7 +260,11 @@ def one(config: Config, sweep: str | None = None, command: str = "") -> dict[str
     try:
         run = _runner().run
     except (ImportError, OSError, MemoryError) as error:  # with too little memory, say
-        line = f"torch, or what a run needs beside it, cannot be loaded: {error}"
+        first: BaseException = error  # numpy says the reason below forty lines of advice
+        while before := first.__cause__ or first.__context__:
+            first = before
+        why = (str(first).strip().splitlines() or [type(first).__name__])[0]
+        line = f"torch, or what a run needs beside it, cannot be loaded: {why}"
         refuse([line])
         return {"status": "failed", "folder": str(folder), "error": line}
     return run(config, folder, sweep, command)

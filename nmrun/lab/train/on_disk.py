@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from nmrun import atomic
 
 LEAST = 1 << 20  # bytes; a smaller tensor stays in memory
 
@@ -32,10 +35,8 @@ def mapped(tensor: Tensor) -> Tensor:
         return whole.clone()
     stored = whole.untyped_storage()
     with tempfile.NamedTemporaryFile() as file:
-        try:  # a page that finds no room later ends the process
+        with atomic.room_told(Path(file.name)):  # a page without room would end the process
             os.posix_fallocate(file.fileno(), 0, stored.nbytes())
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, tempfile.gettempdir()) from None
         storage: Any = torch.UntypedStorage.from_file(
             file.name, shared=True, nbytes=stored.nbytes()
         )

@@ -17,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors import SafetensorError
 
-from nmrun import ranks
+from nmrun import atomic, ranks
 from nmrun.errors import ConfigError, RunError, refuse
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs import locks
@@ -152,6 +152,8 @@ class _Run:
                 return self._interrupted(signal.SIGTERM)
             line = (str(error).strip().splitlines() or [""])[0]
             told = line if isinstance(error, RunError) else f"{type(error).__name__}: {line}"
+            if isinstance(error, OSError) and error.errno in atomic.FULL:
+                told = f"{error.filename}: {error.strerror}"
             of_machine = isinstance(error, (OSError, MemoryError, SafetensorError))
             return {"status": "failed", "error": told, "of_machine": of_machine}
 

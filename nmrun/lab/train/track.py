@@ -62,7 +62,7 @@ class Tracker:
             self._count(line)
         self.events = _lost(self.mark, mark, damaged)
         atomic.write(path, "".join(lines))
-        self._file = path.open("a")
+        self._path, self._file = path, path.open("a")
         self._say = say
         self._loggers: dict[str, Logger] = {}  # by name; the thread's own
         self._to_say: list[str] = []  # what the thread leaves to the next log() or finish()
@@ -86,8 +86,9 @@ class Tracker:
         }
         row["time"] = round(time.time(), 3)
         line = json.dumps(row) + "\n"
-        self._file.write(line)
-        self._file.flush()
+        with atomic.room_told(self._path):
+            self._file.write(line)
+            self._file.flush()
         self._count(line)
         self._tell(lambda logger: logger.log(row))
 

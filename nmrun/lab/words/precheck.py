@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nmrun.errors import ConfigError
+from nmrun.lab.signals import of_interrupt
 from nmrun.lab.words import command_line, early, plugins, schema, unknown, yaml_files
 from nmrun.lab.words.composing import Done, composed, composing
 from nmrun.lab.words.source import GROUP as RATIO
@@ -72,6 +73,8 @@ def look(
         with composing(config_dir):
             _Look(words, multirun, findings, {} if done is None else done).check_jobs(multirun)
     except (HydraException, OmegaConfBaseException) as error:
+        if of_interrupt(error):
+            raise KeyboardInterrupt from None
         findings.problems.append(str(error).splitlines()[0])
     except yaml.YAMLError as error:  # of a file in config_dir, which it names
         findings.problems.append(yaml_files.unreadable(error))

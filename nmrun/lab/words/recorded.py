@@ -38,7 +38,7 @@ def recorded(looks: list[Findings], command: str, together: list[list[str]]) -> 
                 sweep.begin(folder, jobs, command, output_dir, together)
                 yield folder
         finally:
-            if looks[0].dry:
+            if looks[0].dry or not (folder / sweep.HEAD).exists():  # nothing began on a full disk
                 shutil.rmtree(folder, ignore_errors=True)
                 for place in new:
                     with contextlib.suppress(OSError):  # others are at work there

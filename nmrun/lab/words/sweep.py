@@ -22,9 +22,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from nmrun import atomic
-from nmrun.errors import ConfigError
+from nmrun.errors import ConfigError, tell
 from nmrun.lab.runs import documents, jsonl
 
+HEAD, JOBS = "sweep.json", "jobs.jsonl"
 SWEEP = "NMRUN_SWEEP"  # told to job processes, and to the sweeper: the sweep's folder
 UNTRAINED = (
     "skipped",
@@ -77,7 +78,7 @@ def begin(
         "output_dir": output_dir,
         "sweeps": [list(words) for words in sweeps],
     }
-    atomic.write(folder / "sweep.json", json.dumps(content) + "\n")
+    atomic.write(folder / HEAD, json.dumps(content) + "\n")
 
 
 def add(
@@ -97,8 +98,12 @@ def add(
     keys = ("status", "folder", "error", "metric", "metrics", "plan")
     line = {key: outcome.get(key) for key in keys}
     line |= {"overrides": overrides, "seconds": round(seconds, 3), "ended": time.time()}
-    with (folder / "jobs.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line) + "\n")
+    path = folder / JOBS
+    try:
+        with atomic.room_told(path), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:  # the jobs that follow may have room again
+        tell([f"{error.filename}: {error.strerror}; the end of this job is not noted"])
 
 
 @dataclass(frozen=True)
@@ -149,9 +154,9 @@ def read(folder: Path) -> Record:
     """The record as it stands. What is missing or not whole, as after a kill, is left out."""
     lines: list[dict[str, Any]] = []
     with contextlib.suppress(OSError):
-        lines, _ = jsonl.read(folder / "jobs.jsonl")
+        lines, _ = jsonl.read(folder / JOBS)
     try:
-        head = documents.read_json(folder / "sweep.json")
+        head = documents.read_json(folder / HEAD)
         begun, jobs, words = (
             float(head["begun"]),
             None if head["jobs"] is None else int(head["jobs"]),

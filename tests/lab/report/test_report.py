@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -640,6 +641,20 @@ def test_no_path_and_no_runs(
         capsys.readouterr().err
         == "nmrun: --out x.jpg: the suffix must be one of .png, .svg, .pdf\n"
     )
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_a_picture_on_a_full_disk(write, tmp_path: Path, small_disk: Path, suffix, capsys) -> None:
+    write("ste", "2:4", 0, 0.9)
+    out = small_disk / f"plot{suffix}"
+    out.write_text("old")
+    with contextlib.suppress(OSError):
+        (small_disk / "others").write_bytes(bytes(2_000_000))
+    assert verb("plot", str(tmp_path), "--kind", "ratio", "--out", str(out)) == 2
+    assert capsys.readouterr().err == (
+        f"nmrun: {out}: No space left on device, 0 bytes free in {small_disk}\n"
+    )
+    assert out.read_text() == "old"
 
 
 def test_a_reader_that_stops_early_is_no_error(write, tmp_path: Path) -> None:

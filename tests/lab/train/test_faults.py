@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from nmrun.fast.kernels import cpu_products
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import checkpoint, runner
 from nmrun.lab.train.loop import Loop
+from nmrun.lab.words import sweep
 from nmrun.lab.words.identity import run_folder
 
 
@@ -134,6 +137,42 @@ def test_a_disk_that_is_full_from_some_step_on(
     assert state is not None
     assert state["loop"]["step"] == 6
     assert runner.run(made, run_folder(made))["status"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["recipe=ste", "-m recipe=ste seed=0,1", "prune RUN"])
+def test_commands_on_a_full_disk_end_in_a_line(
+    command: str, small_disk: Path, nmrun_cli: Any
+) -> None:
+    """The line has the folder and what is free there, and the command works with room again."""
+    place = f"output_dir={small_disk}"
+    words = [*command.split(), *TINY, place]
+    if command == "prune RUN":
+        assert nmrun_cli("recipe=dense", *words[2:]).returncode == 0
+        (run,) = (path.parent for path in small_disk.rglob("result.json"))
+        words = ["prune", str(run), "sparsity=2:4", "method=magnitude", "samples=32"]
+    with contextlib.suppress(OSError):
+        (small_disk / "others").write_bytes(bytes(2_000_000))
+    done = nmrun_cli(*words)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr + done.stdout
+    assert re.search(rf"No space left on device, 0 bytes free in {small_disk}", done.stderr)
+    assert not list((small_disk / ".sweeps").glob("*"))
+    (small_disk / "others").unlink()
+    assert nmrun_cli(*words).returncode == 0
+
+
+def test_a_sweep_goes_on_where_the_end_of_a_job_cannot_be_noted(
+    small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep.begin(small_disk, 2, "nmrun -m", "out")
+    with contextlib.suppress(OSError):
+        (small_disk / "others").write_bytes(bytes(2_000_000))
+    sweep.add(small_disk, {"status": "finished"}, ["seed=0"], 1.0)
+    assert "jobs.jsonl: No space left on device" in capsys.readouterr().err
+    (small_disk / "others").unlink()
+    sweep.add(small_disk, {"status": "finished"}, ["seed=1"], 1.0)
+    assert [line["overrides"] for line in sweep.read(small_disk).done] == [["seed=1"]]
 
 
 # --- memory that runs out -------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_a_disk_without_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", full)
     with OnDisk(), pytest.raises(OSError, match="No space left on device") as error:
         nn.Linear(1024, 512)
-    assert error.value.filename == tempfile.gettempdir()
+    assert f"free in {tempfile.gettempdir()}" in str(error.value)
 
 
 BUILD = """

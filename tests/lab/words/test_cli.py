@@ -12,11 +12,15 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import terminal
 from hydra import compose, initialize_config_module
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 from PIL import Image
 from runs import TINY
 from verbs import verb
@@ -437,6 +441,58 @@ def test_nothing_stays_on_the_line_where_a_launcher_s_processes_write(
         jobs.checked(["seed=0,1"], multirun=True)
         assert shown.lines() == [""]
         assert shown.screen.cursor.x == 0
+
+
+@pytest.mark.parametrize("of", [KeyError, OmegaConfBaseException, HydraException])
+@pytest.mark.parametrize("when", ["checked", "run"])
+def test_ctrl_c_while_hydra_composes(
+    when: str, of: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
+) -> None:
+    """Hydra's own clean-up may raise another error in the place of the interrupt."""
+    compose, calls = ConfigLoaderImpl.load_configuration, []
+
+    def cut_off(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        if when == "run" and not checked:
+            return compose(*args, **kwargs)
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise of("'old'")
+
+    looked, checked = jobs.checked, []
+
+    def look(asked: Any) -> Any:
+        found = looked(asked)
+        checked.append(True)
+        return found
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", cut_off)
+    monkeypatch.setattr(jobs, "checked", look)
+    monkeypatch.setattr(sys, "argv", ["nmrun", "recipe=ste"])
+    assert cli.main() == 128 + signal.SIGINT
+    assert calls
+    assert capsys.readouterr().err == ""
+
+
+def test_torch_that_cannot_be_loaded_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
+) -> None:
+    """The reason, which numpy hides below forty lines of advice."""
+
+    def loaded() -> None:
+        try:
+            raise ImportError("libopenblas.so: failed to map segment from shared object")
+        except ImportError as error:
+            raise ImportError("\n\nIMPORTANT: PLEASE READ THIS\n\n" + "advice\n" * 40) from error
+
+    monkeypatch.setattr(jobs, "_runner", loaded)
+    assert jobs.main(["recipe=ste", f"output_dir={tmp_path}"]) == 1
+    assert capsys.readouterr().err == (
+        "nmrun: torch, or what a run needs beside it, cannot be loaded: "
+        "libopenblas.so: failed to map segment from shared object\n"
+    )
 
 
 def test_python_m_nmrun_is_the_command(tmp_path: Path) -> None:

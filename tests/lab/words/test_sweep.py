@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from nmrun.errors import ConfigError
 from nmrun.lab import cli, verbs
 from nmrun.lab.runs import locks
-from nmrun.lab.train import jobs
+from nmrun.lab.train import checkpoint, jobs
 from nmrun.lab.words import experiment, sweep, sweep_end
 from nmrun.lab.words.sweeper import NMSweeper
 
@@ -431,16 +431,23 @@ def test_a_reader_who_leaves_ends_it_quietly(line: str, tmp_path: Path, write) -
 
 @pytest.mark.slow
 def test_a_run_whose_reader_left_goes_on_with_the_same_command(tmp_path: Path, nmrun_cli) -> None:
-    line = "recipe=ste trainer.limit_batches=1 trainer.epochs=30 track=local output_dir=out"
+    line = "recipe=ste trainer.limit_batches=20 trainer.epochs=10 track=local output_dir=out"
     process = started(tmp_path, line)
     assert process.stdout is not None
     with contextlib.closing(process.stdout):
-        while "epoch  2/30" not in process.stdout.readline():
+        while "epoch  2/10" not in process.stdout.readline():
             assert process.poll() is None
     assert process.wait(60) == 128 + 13
     assert process.stderr is not None
     assert process.stderr.read() == ""
-    assert not list(tmp_path.rglob("result.json"))
+    (result,) = tmp_path.rglob("result.json")
+    ended = json.loads(result.read_text())
+    assert (ended["status"], ended["signal"]) == ("interrupted", 13)
+    # what was trained is saved, not the whole epochs alone
+    rows = (result.parent / "metrics.jsonl").read_text().splitlines()
+    state = checkpoint.load(result.parent / "checkpoint.pt")
+    assert state is not None
+    assert json.loads(rows[-1])["step"] <= state["loop"]["step"] < 200
     again = nmrun_cli(*line.split())
     assert again.returncode == 0
     assert "goes on at step" in again.stdout
