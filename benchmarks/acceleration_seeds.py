@@ -24,8 +24,8 @@ import torch
 
 import nmrun
 from nmrun.lab.bench.machine import hardware
-from nmrun.lab.report.markdown import table
-from nmrun.lab.report.statistics import student
+from nmrun.lab.compare.statistics import student
+from nmrun.lab.show.markdown import table
 
 WORDS = (
     *("dataset=shakespeare", "dataset.context=64", "model=gpt_tiny", "model.width=256"),

@@ -25,7 +25,7 @@ import torch
 import nmrun
 from nmrun.lab.bench.machine import hardware
 from nmrun.lab.models.gpt import GPT
-from nmrun.lab.report.markdown import table
+from nmrun.lab.show.markdown import table
 from nmrun.oneshot import METHODS
 
 VOCABULARY, MIB = 50257, 2**20

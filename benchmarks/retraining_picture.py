@@ -14,8 +14,8 @@ from statistics import mean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from nmrun.lab.report.names import written
-from nmrun.lab.report.style import COLOURS, GREY, looks
+from nmrun.lab.compare.names import written
+from nmrun.lab.show.style import COLOURS, GREY, looks
 
 DOCS = Path(__file__).parents[1] / "docs"
 RECIPES = (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from nmrun.lab.report.style import COLOURS, GREY, looks
+from nmrun.lab.show.style import COLOURS, GREY, looks
 
 HERE = Path(__file__).parent / "results"
 OUT = Path(__file__).parents[1] / "docs" / "pictures" / "speed.svg"

@@ -32,7 +32,7 @@ MODULES = [
     "nmrun.lab.data.digits",
     "nmrun.lab.models.mlp",
     "nmrun.lab.models.small_conv",
-    "nmrun.lab.report.tables",
+    "nmrun.lab.compare.tables",
     "nmrun.lab.train.jobs",
     "nmrun.lab.train.loop",
     "nmrun.lab.train.runner",

@@ -22,9 +22,9 @@ from nmrun.registry import find, nearest
 
 GROUPS = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule", "track")
 VERBS = {
-    "table": "nmrun.lab.report.cli.table",
-    "plot": "nmrun.lab.report.cli.plot",
-    "report": "nmrun.lab.report.cli.report",
+    "table": "nmrun.lab.show.cli.table",
+    "plot": "nmrun.lab.show.cli.plot",
+    "report": "nmrun.lab.show.cli.report",
     "sample": "nmrun.lab.api.sample.main",
     "export": "nmrun.lab.export.cli.main",
     "bench": "nmrun.lab.bench.main",

@@ -18,8 +18,8 @@ pytest.importorskip("gymnasium")
 import gymnasium
 
 from examples import rnm_td3
-from nmrun.lab.report import cli as report
-from nmrun.lab.report.collect import collect
+from nmrun.lab.compare.runs import collect
+from nmrun.lab.show import cli as report
 
 STEPS, INTERVAL = 160, 15
 

@@ -10,10 +10,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from nmrun.errors import ConfigError
-from nmrun.lab.report import cli, collect, plots
-from nmrun.lab.report.comparison import Query, compare, keys, lines
-from nmrun.lab.report.frames import of_runs, typed
-from nmrun.lab.report.style import Layout
+from nmrun.lab.compare.comparison import Query, compare, keys, lines
+from nmrun.lab.compare.records import typed
+from nmrun.lab.compare.runs import filtered, read, summary
+from nmrun.lab.show import cli, plots
+from nmrun.lab.show.style import Layout
 from nmrun.lab.verbs import files_of_the_command
 from nmrun.registry import did_you_mean
 
@@ -40,7 +41,7 @@ def runs(path: Paths = "outputs", filter: Sequence[str] | str = ()) -> pd.DataFr
         ConfigError: where there is no run, or the filter leaves none.
     """
     with files_of_the_command():
-        return of_runs(collect.filtered(collect.runs(_texts(path)), _texts(filter)))
+        return summary(filtered(read(_texts(path)), _texts(filter)))
 
 
 def table(
@@ -88,7 +89,7 @@ def table(
         baseline=baseline or "", test=test, overall=overall,
     )  # fmt: skip
     with files_of_the_command():
-        comparison = compare(collect.runs(_texts(path), strict=verify), query, intact=verify)
+        comparison = compare(read(_texts(path), strict=verify), query, intact=verify)
     head, *cells = lines(comparison)
     found = pd.DataFrame(cells, columns=head, dtype=object)
     found = typed(found.loc[:, ~found.columns.duplicated()])  # the metric is a label, too
@@ -144,7 +145,7 @@ def plot(
     query, over = plots.along(x, kind, query)
     layout = Layout(title, width, height, labels or {}, ylim, over)
     with files_of_the_command():
-        drawn = plots.plot(collect.runs(_texts(path)), query, kind, layout)
+        drawn = plots.plot(read(_texts(path)), query, kind, layout)
     if len(drawn) > 1:
         raise ConfigError(
             f"these are {len(drawn)} figures, one for each data set and model; choose one by filter, "

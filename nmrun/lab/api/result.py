@@ -44,7 +44,7 @@ class Result:
         Raises:
             RunError: where there is no such file, or it was changed since the run finished.
         """
-        from nmrun.lab.report.frames import frame
+        from nmrun.lab.compare.records import frame
 
         if not (self.folder / METRICS).is_file():
             raise RunError(
@@ -83,7 +83,7 @@ class Result:
         return "\n".join(["nmrun.Result", *(f"  {name:{width}}  {value}" for name, value in lines)])
 
     def _repr_html_(self) -> str:
-        from nmrun.lab.report.formats import Grid, html_table
+        from nmrun.lab.show.formats import Grid, html_table
 
         lines = [([name], [(value, False)]) for name, value in self._lines()]
         return html_table(Grid(["nmrun.Result"], 1, ["", ""], lines))

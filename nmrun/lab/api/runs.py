@@ -18,8 +18,7 @@ from nmrun.errors import ConfigError, RunError
 from nmrun.lab.api import words
 from nmrun.lab.api.kept import kept
 from nmrun.lab.api.result import Result
-from nmrun.lab.report.collect import collect
-from nmrun.lab.report.frames import of_runs
+from nmrun.lab.compare.runs import collect, summary
 from nmrun.lab.train import jobs
 from nmrun.lab.words import command_line, schema, sweep_end
 from nmrun.lab.words import sweep as record
@@ -114,7 +113,7 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
         if looks[0].dry:
             return found
         raise RunError("no run of this sweep has a result")
-    return of_runs(found)
+    return summary(found)
 
 
 def jobs_of(

@@ -18,7 +18,7 @@ from nmrun.errors import ConfigError
 from nmrun.fast import acceleration
 from nmrun.lab.bench.machine import hardware, machine_line
 from nmrun.lab.bench.timing import Row
-from nmrun.lab.report.markdown import table
+from nmrun.lab.show.markdown import table
 
 T = TypeVar("T")
 

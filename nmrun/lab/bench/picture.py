@@ -31,7 +31,7 @@ def draw(
     """
     from matplotlib import pyplot  # a second that a benchmark without a picture need not wait for
 
-    from nmrun.lab.report import style
+    from nmrun.lab.show import style
 
     panels = list(dict.fromkeys(row[panel] for row in rows))
     lines, places = (

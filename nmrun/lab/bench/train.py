@@ -24,7 +24,7 @@ from nmrun.lab.bench.networks import each, random_text
 from nmrun.lab.bench.options import TRAINED, TRAINING_ARMS
 from nmrun.lab.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
 from nmrun.lab.keys.config import Config
-from nmrun.lab.report.markdown import table
+from nmrun.lab.show.markdown import table
 from nmrun.lab.train.build import autocast, build
 from nmrun.lab.train.flops import peak_flops
 from nmrun.lab.train.steps import Steps

@@ -1,1 +1,1 @@
-"""From run folders to tables and plots. Reads ``result.json`` alone."""
+"""Verbs that look into run folders: ``nmrun status``, ``compare`` and ``rm``."""

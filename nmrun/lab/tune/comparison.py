@@ -16,8 +16,8 @@ from nmrun import atomic
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.api.kept import kept
 from nmrun.lab.api.runs import raise_interrupt
+from nmrun.lab.compare import names
 from nmrun.lab.keys.config import Config
-from nmrun.lab.report import names
 from nmrun.lab.runs import documents, locks
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.train import jobs

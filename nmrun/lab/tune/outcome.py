@@ -14,13 +14,14 @@ import pandas as pd
 
 from nmrun import atomic
 from nmrun.errors import RunError
-from nmrun.lab.report import formats, records, rows
-from nmrun.lab.report.collect import row, usual_metric
-from nmrun.lab.report.comparison import Comparison
-from nmrun.lab.report.labels import label
-from nmrun.lab.report.markdown import table as aligned
-from nmrun.lab.report.tables import build
+from nmrun.lab.compare import records
+from nmrun.lab.compare.comparison import Comparison
+from nmrun.lab.compare.names import label
+from nmrun.lab.compare.runs import row, to_csv, usual_metric
+from nmrun.lab.compare.tables import build
 from nmrun.lab.runs.run_folder import RunFolder
+from nmrun.lab.show import formats
+from nmrun.lab.show.markdown import table as aligned
 from nmrun.lab.tune import space
 from nmrun.lab.tune.comparison import configs, said, shown, study_of
 from nmrun.lab.tune.plan import Cell
@@ -38,7 +39,7 @@ class Outcome:
     """What is there of a comparison.
 
     Attributes:
-        runs: a row for each run of a seed, as of :func:`nmrun.lab.report.collect.collect`, with
+        runs: a row for each run of a seed, as of :func:`nmrun.lab.compare.runs.collect`, with
             ``tuned.*``: the cell, how it was tuned, and the seconds of that.
         trials: a row for each run of the tuning.
         found: for each cell its name, the number of trials, the winner's mean and settings, and how
@@ -112,8 +113,8 @@ def write(folder: Path, outcome: Outcome) -> None:
     two have of other cells stays there.
     """
     for name, new, key in (
-        (RUNS, rows.written(outcome.runs), CELL),
-        (TRIALS, rows.written(outcome.trials), "cell"),
+        (RUNS, to_csv(outcome.runs), CELL),
+        (TRIALS, to_csv(outcome.trials), "cell"),
     ):
         with_others = _others(folder / name, new, key, {cell.name for cell in outcome.cells})
         atomic.write(folder / name, with_others, shared=True)

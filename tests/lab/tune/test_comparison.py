@@ -17,7 +17,7 @@ from runs import TINY
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.api.reports import table
-from nmrun.lab.report.collect import collect
+from nmrun.lab.compare.runs import collect
 from nmrun.lab.runs import locks
 from nmrun.lab.train import jobs, last_files
 from nmrun.lab.tune import comparison, outcome, plan, progress

@@ -17,9 +17,9 @@ from verbs import verb
 
 from nmrun.errors import ConfigError
 from nmrun.lab import cli
-from nmrun.lab.report import cli as report
-from nmrun.lab.report.experiments import KINDS
 from nmrun.lab.runs.run_folder import weights_in
+from nmrun.lab.show import cli as report
+from nmrun.lab.show.experiments import KINDS
 from nmrun.lab.train.schedules import scheduled
 from nmrun.lab.words import experiment, identity, plugins, precheck, recipe_fields, schema, source
 from nmrun.lab.words.composing import Done

@@ -1,0 +1,1 @@
+"""Runs compared: read into a DataFrame, folded into tables, tested against a baseline."""

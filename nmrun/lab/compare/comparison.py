@@ -1,0 +1,249 @@
+"""Runs compared: which ones, folded into tables, each row against a baseline.
+
+::
+
+    runs = read(["outputs/digits"])
+    text = render(compare(runs, Query(baseline="dense")), "markdown")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pandas as pd
+
+from nmrun.errors import ConfigError
+from nmrun.lab.compare import overall
+from nmrun.lab.compare.names import Key, label
+from nmrun.lab.compare.records import Lines
+from nmrun.lab.compare.runs import filtered, known, metrics_and_keys, usual_metric, verify
+from nmrun.lab.compare.tables import Run, Table, against, build, settings_apart
+
+GROUPS = ("dataset", "model")  # of which each has a table
+ALL = "all cells"
+PARTS = 12  # tables that settings make; of more they are rows
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is asked of some runs.
+
+    ``rows`` and ``cols`` are config keys (by default ``recipe`` and ``sparsity``), or ``metric``
+    where there are several ``metrics`` (by default that of the task). ``filter`` has conditions
+    ``KEY=VALUE``. In a cell stands ``statistic``: ``mean``, ``median`` or ``best``, with ``digits``
+    after the point, or as many as the deviation leaves. ``baseline`` is the row that others are
+    compared with, by a paired ``test``, ``t`` or ``wilcoxon``; ``overall``: over all cells as well.
+    """
+
+    rows: tuple[str, ...] = ()
+    cols: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+    filter: tuple[str, ...] = ()
+    statistic: str = "mean"
+    digits: int | None = None
+    baseline: str = ""
+    test: str = "t"
+    overall: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.overall:
+            return
+        if not self.baseline:
+            raise ConfigError("--overall compares with a row: name it with --baseline")
+        if self.test != "t":
+            raise ConfigError(
+                f"--overall --test {self.test}: over all cells there is the t-test only"
+            )
+        if "metric" in (*self.rows, *self.cols):
+            raise ConfigError("--overall: one metric at a time, which is no row or column")
+
+    @property
+    def row_keys(self) -> Key:
+        return self.rows or ("recipe",)
+
+    @property
+    def column_keys(self) -> Key:
+        return self.cols or ("sparsity",)
+
+    @property
+    def groups(self) -> list[str]:
+        """What makes tables of their own, where it is no row or column."""
+        keys = (*self.row_keys, *self.column_keys)
+        return [key for key in GROUPS if key not in keys]
+
+
+def keys(given: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Names with commas between, or a sequence of such texts."""
+    text = given if isinstance(given, str) else ",".join(given or ())
+    return tuple(text.split(",")) if text else ()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A table for each data set and model; and where asked for, the rows over all cells."""
+
+    tables: list[Table]
+    overall: list[overall.Overall] = field(default_factory=list)
+
+
+def compare(runs: pd.DataFrame, query: Query, intact: bool = False) -> Comparison:
+    """Compare the runs that a query is about.
+
+    Args:
+        runs: as of :func:`nmrun.lab.compare.runs.read`.
+        intact: refuse runs whose files changed after they finished.
+
+    Raises:
+        ConfigError: for an unknown key, metric, condition or baseline, where no run is left, and
+            where a cell would average over runs that differ in more than their seed.
+        RunError: for changed files.
+    """
+    _check(runs, query)
+    runs = filtered(runs, query.filter)
+    if intact:
+        verify(runs)
+    tables = [
+        build(
+            part,
+            ",".join(query.metrics) or usual_metric(part),
+            query.row_keys,
+            query.column_keys,
+            query.statistic,
+            query.digits,
+        )
+        for part in _grouped(runs, query.groups)
+    ]
+    if query.baseline:
+        tables = [against(table, query.baseline, query.test) for table in tables]
+    return Comparison(tables, overall.of(tables, query.baseline) if query.overall else [])
+
+
+def _check(runs: pd.DataFrame, query: Query) -> None:
+    metrics, settings = metrics_and_keys(runs)
+    both = (*query.row_keys, *query.column_keys)
+    for key in both:
+        known(key, settings, "key")
+    # without a finished run there are no metrics to know, but failures to show
+    if (runs["status"] == "finished").any():
+        for metric in query.metrics:
+            known(metric, metrics, "metric")
+    if len(query.metrics) > 1 and "metric" not in both:
+        raise ConfigError(
+            f"--metric {','.join(query.metrics)}: several metrics need a place: --cols metric, say, with --rows recipe,sparsity"
+        )
+
+
+def one_metric(query: Query) -> None:
+    """Raise ConfigError for several."""
+    if len(query.metrics) > 1:
+        raise ConfigError(f"--metric {','.join(query.metrics)}: one at a time")
+
+
+def _grouped(runs: pd.DataFrame, keys: list[str]) -> list[pd.DataFrame]:
+    return [part for _, part in runs.groupby(keys)] if keys else [runs]
+
+
+# --- for programs ---------------------------------------------------------------------------------
+
+
+def lines(comparison: Comparison) -> Lines:
+    """A line for each cell; of a comparison over all cells one for each row and data set, and one
+    for each row over ``all cells``. None: undefined.
+
+    Columns of a cell: what tells the tables apart, the keys of row and column, metric, mean, sd, n,
+    best (0 or 1), without (runs that gave no value), median, the ``seeds`` and their ``values``, and
+    with a baseline the difference to it, its interval, p-value and the smallest that could have
+    been shown. A dense reference is one line, not one for each ratio.
+
+    Columns of a row: its keys, dataset, cells, better (in how many of them), the difference in
+    standard deviations of a run, its interval, and its degrees of freedom; over all cells the
+    p-value and the smallest difference that could have been shown as well.
+    """
+    return _of_rows(comparison) if comparison.overall else _of_cells(comparison.tables)
+
+
+def _of_cells(tables: Sequence[Table]) -> Lines:
+    both = (*tables[0].row_keys, *tables[0].column_keys)
+    groups = [key for key in GROUPS if key not in both]
+    compared = ["difference", "low", "high", "p", "least"] if tables[0].baseline else []
+    numbers = ["mean", "sd", "n", "best", "without", "median", "seeds", "values"]
+    cells: Lines = [[*groups, *both, "metric", *numbers, *compared]]
+    for table in tables:
+        group = [table.shared[key] for key in groups]
+        for row in table.rows:
+            for labels, column in table.columns_of(row):
+                if (row, column) in table.cells:
+                    values = _of_cell(table, row, column)[: len(numbers) + len(compared)]
+                    cells.append([*group, *row, *labels, table.metric_of(row, column), *values])
+    return cells
+
+
+def _of_cell(table: Table, row: Key, column: Key) -> list[Any]:
+    cell, gap = table.cells[row, column], table.differences.get((row, column))
+    best, without = int((row, column) in table.best), sum(cell.without.values())
+    seeds, values = list(cell.values), list(cell.values.values())
+    compared = [None] * 5 if gap is None else [gap.mean, gap.low, gap.high, gap.p, gap.least]
+    return [cell.mean, cell.sd, cell.n, best, without, cell.median, seeds, values, *compared]
+
+
+def _of_rows(comparison: Comparison) -> Lines:
+    numbers = ["cells", "better", "difference", "low", "high", "p", "least", "freedom"]
+    lines: Lines = [[*comparison.tables[0].row_keys, "dataset", *numbers]]
+    for row in comparison.overall:
+        by_data = [(data, part.means, overall.mean([part])) for data, part in row.parts.items()]
+        for data, means, gap in [*by_data, (ALL, row.means, row.mean)]:
+            counts = len(means), overall.better(means)
+            p, least = (gap.p, gap.least) if data == ALL else (None, None)
+            interval = gap.value, gap.low, gap.high
+            lines.append([*row.row, data, *counts, *interval, p, least, gap.freedom])
+    return lines
+
+
+# --- runs of any settings -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """The table of some runs, and the settings that tell them from the other parts."""
+
+    table: Table
+    settings: dict[str, str]
+
+
+def divide(runs: pd.DataFrame, query: Query) -> list[Part]:
+    """Compare runs of any settings: by data set and model, and by whatever else would be averaged
+    over. Settings of recipes (``recipe.decay``) become rows, all others parts of their own.
+
+    Raises:
+        ConfigError: as :func:`compare`.
+    """
+    runs = filtered(runs, query.filter)
+    for key in (*query.row_keys, *query.column_keys):
+        known(key, list(runs.columns), "key")
+    one_metric(query)
+    parts = []
+    for group in _grouped(runs, query.groups):
+        apart = _apart(group, (*query.row_keys, *query.column_keys))
+        outer = [key for key in apart if key.partition(".")[0] != "recipe"]
+        labels = group[outer].map(label).apply(tuple, axis=1) if outer else None
+        if labels is None or labels.nunique() > PARTS:
+            divided: list[tuple[Key, pd.DataFrame]] = [((), group)]
+            inner = apart
+        else:
+            divided = list(group.groupby(labels, sort=False))
+            inner = [key for key in apart if key not in outer]
+        asked = replace(query, filter=(), rows=(*query.row_keys, *inner))
+        for values, part in divided:
+            settings = dict(zip(outer, map(str, values), strict=False))
+            parts += [Part(table, settings) for table in compare(part, asked).tables]
+    return parts
+
+
+def _apart(runs: pd.DataFrame, keys: Key) -> list[str]:
+    """The settings that differ between runs of one cell."""
+    cells: dict[Key, list[Run]] = {}
+    for run in runs.to_dict("records"):
+        cells.setdefault(tuple(label(run[key]) for key in keys), []).append(run)
+    return list(dict.fromkeys(key for cell in cells.values() for key in settings_apart(cell)))

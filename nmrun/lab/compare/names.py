@@ -1,0 +1,194 @@
+"""What stands for the rows, columns and metrics of a comparison: as a command line has them, as
+papers write them, and in which order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nmrun import ranges
+from nmrun.lab.compare.numbers import printed, unit
+from nmrun.patterns import Pattern, PatternError
+from nmrun.recipes import RECIPES
+
+# the labels of a row or of a column, one for each config key that it stands for
+Key = tuple[str, ...]
+
+BREAK = re.compile(r"\s*\n\s*")
+LONG = 8  # characters of a number
+RECIPE_ORDER = tuple(RECIPES)
+PAPERS = {
+    "asp": "ASP",
+    "ste": "STE",
+    "ste_periodic": "STE, periodic",
+    "sr_ste": "SR-STE",
+    "step": "STEP",
+    "s_ste": "S-STE",
+    "t_sr_ste": "T-SR-STE",
+    "bi_mask": "Bi-Mask",
+    "mdgf_linear": "MdGf-Linear",
+    "mdgf_exponential": "MdGf-Exponential",
+    "sdgf_stepwise": "SdGf-Stepwise",
+    "sdgf_geometric": "SdGf-Geometric",
+    "decay_mask": "decaying mask",
+    "decay_structure": "decaying structure",
+    "lbc": "LBC",
+    "maskllm": "MaskLLM",
+    "slope": "SLoPe",
+    "ast": "AST",
+    "cast": "CAST",
+    "proxsparse": "ProxSparse",
+    "sqft": "SQFT",
+    "adam": "Adam",
+    "adamw": "AdamW",
+    "sgd": "SGD",
+    "cifar10": "CIFAR-10",
+    "cifar100": "CIFAR-100",
+    "fashion_mnist": "Fashion-MNIST",
+    "imagenet": "ImageNet",
+    "glue": "GLUE",
+    "multi30k": "Multi30k",
+    "shakespeare": "Tiny Shakespeare",
+    "wikitext2": "WikiText-2",
+    "wikitext103": "WikiText-103",
+    "resnet18": "ResNet-18",
+    "resnet20": "ResNet-20",
+    "resnet32": "ResNet-32",
+    "resnet34": "ResNet-34",
+    "resnet50": "ResNet-50",
+    "densenet121": "DenseNet-121",
+    "mobilenet_v2": "MobileNetV2",
+    "vgg16_bn": "VGG-16-BN",
+    "deit_tiny": "DeiT-Tiny",
+    "deit_small": "DeiT-Small",
+    "vit_tiny": "ViT-Tiny",
+    "vit_small": "ViT-Small",
+    "vit_base": "ViT-Base",
+    "swin_v2_t": "SwinV2-T",
+    "swin_v2_b": "SwinV2-B",
+    "gpt2": "GPT-2",
+    "gpt2_medium": "GPT-2 Medium",
+    "gpt2_large": "GPT-2 Large",
+    "gpt2_xl": "GPT-2 XL",
+}
+SETTINGS = {
+    "dataset": "data set",
+    "optimizer.lr": "learning rate",
+    "optimizer.betas": "betas",
+    "sparsity": "N:M",
+    "sparsity.overrides": "N:M of single layers",
+    "trainer.budget": "budget",
+    "trainer.distill": "teacher",
+    "trainer.test": "evaluation of the test split",
+}
+SPLITS = {"test": "test", "eval": "validation", "train": "training"}
+METRICS = {
+    "bleu": "BLEU",
+    "f1": "F1",
+    "flops/training_arithmetic": "FLOPs of training, without the multiplications by zero",
+    "flops/training_dense": "FLOPs of dense training",
+    "sparsity/flip_rate": "flip rate",
+    "seconds": "time",
+}
+
+
+# --- as a command line has them -------------------------------------------------------------------
+
+
+def label(value: Any) -> str:
+    """A config value as a command line has it, on one line; ``-`` for a key that the run has not."""
+    return "-" if value != value else BREAK.sub(" ", ranges.shown(value))
+
+
+def short(label: str) -> str:
+    """A label with four digits where it is a long number."""
+    with contextlib.suppress(ValueError):
+        return f"{float(label):.4g}" if len(label) > LONG else label
+    return label
+
+
+def named(key: str, label: str) -> str:
+    """A label that says of what it is, where it is a setting: ``lr=0.001``."""
+    return f"{key.rpartition('.')[2]}={short(label)}" if "." in key else short(label)
+
+
+def words(keys: Key, labels: Key) -> str:
+    """The labels of a row or column, without a dash for what a run has not."""
+    pairs = zip(keys, labels, strict=True)
+    return " ".join(named(key, label) for key, label in pairs if label != "-") or "-"
+
+
+def but_ratio(keys: Key, labels: Key) -> Key:
+    """The labels of a row or column, without that of the ratio."""
+    return tuple(text for key, text in zip(keys, labels, strict=True) if key != "sparsity")
+
+
+def order(text: str) -> tuple[int, float, int, str]:
+    """The place of a label: recipes as the package lists them, then ratios from dense to sparse,
+    numbers by size, other texts by the alphabet.
+    """
+    if text in RECIPE_ORDER:
+        return (0, RECIPE_ORDER.index(text), 0, "")
+    try:
+        pattern = Pattern.parse(text)
+        # densest first; 2:4 before 4:8, and 2:8 before 64:2:8
+        return (1, -pattern.density, pattern.m, f"{pattern.v:06}")
+    except PatternError:
+        pass
+    try:
+        return (2, float(text), 0, "")
+    except ValueError:
+        return (3, 0.0, 0, text)
+
+
+# --- as papers write them -------------------------------------------------------------------------
+
+
+def written(label: str, own: Mapping[str, str] | None = None) -> str:
+    """A label as papers write it, ``SR-STE`` for ``sr_ste``; the user's ``own`` names win."""
+    return {**PAPERS, **(own or {})}.get(label, label)
+
+
+def bare(name: str) -> str:
+    """Words for a metric, without its unit: ``test accuracy``."""
+    best = name.startswith("best/")
+    split, _, rest = name.removeprefix("best/").partition("/")
+    words = METRICS.get(name) or (
+        f"{SPLITS[split]} {METRICS.get(rest, rest.replace('_', ' '))}" if split in SPLITS else name
+    )
+    return words + (" of the best epoch" if best else "")
+
+
+def metric(name: str) -> str:
+    """Words for a metric, with its unit: ``test accuracy (%)``."""
+    its_unit = "" if name.startswith("flops/") else unit(name)
+    return f"{bare(name)} ({its_unit})" if its_unit else bare(name)
+
+
+def valued(name: str, value: float) -> str:
+    """A metric with its value: ``validation accuracy 97.3 %``."""
+    return " ".join(filter(None, [bare(name), printed(value, name), unit(name)]))
+
+
+def setting(key: str) -> str:
+    """Words for a config key: ``learning rate`` for ``optimizer.lr``."""
+    group, dot, leaf = key.partition(".")
+    text = leaf.replace("_", " ")
+    named = f"{group} {text}" if group in ("model", "dataset", "schedule") else text
+    return SETTINGS.get(key, named if dot else key)
+
+
+def column(
+    keys: Sequence[str], labels: Sequence[str], own: Mapping[str, str] | None = None
+) -> list[str]:
+    """The labels of a row or column as papers write them, settings with their names (``lr=0.001``);
+    the user's ``own`` names win.
+    """
+    return [
+        metric(label) if key == "metric" else written(named(key, label), own)
+        for key, label in zip(keys, labels, strict=True)
+        if label != "-"
+    ] or ["-"]

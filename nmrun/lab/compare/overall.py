@@ -1,0 +1,197 @@
+"""One difference to the baseline over all cells of some tables: is a recipe better on the whole?
+
+Perplexities and accuracies have no unit in common, so that of a cell is the standard deviation of a
+run over its seeds there: the median over the rows that are not compared, for a unit that is small
+by chance where the differences are would make them look certain. Every cell counts alike. Runs of
+one data set and one seed see the same batches, at whatever ratio, so they are one observation: the
+test is of the means over such runs, whose spread each data set has for itself (the t-test of Welch
+1947 for a weighted sum of means, with Satterthwaite's degrees of freedom).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from nmrun.errors import ConfigError
+from nmrun.lab.compare.names import Key
+from nmrun.lab.compare.statistics import FEWEST, LEVEL, found_at, step_down
+from nmrun.lab.compare.tables import Table, pairs, step
+from nmrun.lab.words.metric import higher_is_better
+
+
+@dataclass(frozen=True)
+class Part:
+    """A row's cells of one data set.
+
+    Attributes:
+        means: of each cell the mean difference, positive where the row is better.
+        gaps: of each seed that all of them have, the mean difference over them.
+        least: the smallest spread over the seeds that one step of the metrics can tell from 0.
+        apart: whether the units are of other runs than the differences.
+    """
+
+    means: list[float]
+    gaps: list[float]
+    least: float
+    apart: bool = True
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean difference in standard deviations of a run, positive where the row is better.
+
+    ``low`` to ``high`` is its 95 % interval, None where a data set has fewer than two seeds that all
+    of its cells have, and for several cells whose units are of the compared runs; ``p`` is None for
+    fewer than three seeds as well. ``error`` is the standard error, and ``freedom`` its degrees of
+    freedom. ``least`` is the smallest true difference that the test would have found with a
+    probability of 0.8.
+    """
+
+    value: float
+    error: float | None = None
+    freedom: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    least: float | None = None
+
+    @property
+    def significant(self) -> bool:
+        """At the level of 5 %, of the p-value as it stands."""
+        return self.p is not None and self.p < 1 - LEVEL
+
+
+@dataclass(frozen=True)
+class Overall:
+    """A row against the baseline: its ``parts`` by data set, and the mean over all of its cells."""
+
+    row: Key
+    parts: dict[str, Part]
+    mean: Mean
+
+    @property
+    def means(self) -> list[float]:
+        """Of each cell the mean difference."""
+        return [value for part in self.parts.values() for value in part.means]
+
+
+def of(tables: Sequence[Table], baseline: str) -> list[Overall]:
+    """Compare the rows of some tables with a baseline over all cells. The tables, one for each data
+    set and model, have the same keys for rows.
+
+    Returns:
+        The rows in the tables' order, with p-values corrected for their number by Holm's method
+        and ``least`` at the level that it begins with.
+
+    Raises:
+        ConfigError: if a table has no such row, and where no other row shares a seed with it.
+    """
+    gathered: dict[Key, dict[str, list[_Cell]]] = {}
+    for table in tables:
+        for (row, column), rival in pairs(table, baseline)[1].items():
+            if cell := _cell(table, row, column, rival):
+                data = _data_set(table, row, column)
+                gathered.setdefault(row, {}).setdefault(data, []).append(cell)
+    if not gathered:
+        raise ConfigError(f"--baseline {baseline}: no other row has runs of the same seeds")
+    rows = []
+    for row in dict.fromkeys(row for table in tables for row in table.rows if row in gathered):
+        parts = {data: _part(cells) for data, cells in gathered[row].items()}
+        rows.append(Overall(row, parts, mean(list(parts.values()))))
+    return _corrected(rows)
+
+
+def better(means: Sequence[float]) -> int:
+    """In how many cells a row is better than the baseline, by the mean difference of each."""
+    return sum(value > 0 for value in means)
+
+
+def mean(parts: Sequence[Part]) -> Mean:
+    """The mean over data sets, weighed by their cells, with its interval and p-value."""
+    from scipy import stats
+
+    every = [value for part in parts for value in part.means]
+    if any(len(part.gaps) < 2 for part in parts) or not weighed(parts):
+        return Mean(statistics.fmean(every))
+    weights = [len(part.means) / len(every) for part in parts]
+    value = sum(w * statistics.fmean(p.gaps) for w, p in zip(weights, parts, strict=True))
+    squares = [
+        (w * max(statistics.stdev(p.gaps), p.least)) ** 2 / len(p.gaps)
+        for w, p in zip(weights, parts, strict=True)
+    ]
+    if not sum(squares):  # all is equal
+        return Mean(value)
+    of_squares = sum(v**2 / (len(p.gaps) - 1) for v, p in zip(squares, parts, strict=True))
+    error, freedom = math.sqrt(sum(squares)), sum(squares) ** 2 / of_squares
+    half = error * float(stats.t.ppf((1 + LEVEL) / 2, freedom))
+    tested = all(len(part.gaps) >= FEWEST for part in parts)
+    p = 2 * float(stats.t.sf(abs(value) / error, freedom)) if tested else None
+    return Mean(value, error, freedom, value - half, value + half, p)
+
+
+def weighed(parts: Sequence[Part]) -> bool:
+    """Whether the cells' units say nothing of their differences; of one cell the unit is none."""
+    return all(part.apart for part in parts) or sum(len(part.means) for part in parts) == 1
+
+
+@dataclass(frozen=True)
+class _Cell:
+    gaps: dict[object, float]  # in units of the cell, by seed
+    least: float  # one step of the metric in that unit
+    apart: bool = True  # the unit is of other runs
+
+
+def _cell(table: Table, row: Key, column: Key, rival: Key) -> _Cell | None:
+    """A cell against the baseline's; None where they share no seed."""
+    ours, theirs = table.cells[row, column].values, table.cells[rival, column].values
+    common = [seed for seed in ours if seed in theirs]
+    if not common:
+        return None
+    metric = table.metric_of(row, column)
+    deviations = {
+        other: cell.sd
+        for (other, place), cell in table.cells.items()
+        if place == column and table.metric_of(other, place) == metric and cell.sd is not None
+    }
+    others = [sd for other, sd in deviations.items() if other not in (row, rival)]
+    least = step(table, row, column)
+    unit = max(statistics.median(others or deviations.values() or [0.0]), least)
+    sign = 1.0 if higher_is_better(metric) else -1.0
+    if not unit:  # all runs of the column are equal
+        return _Cell(dict.fromkeys(common, 0.0), 0.0)
+    gaps = {seed: sign * (ours[seed] - theirs[seed]) / unit for seed in common}
+    return _Cell(gaps, least / unit, bool(others))
+
+
+def _data_set(table: Table, row: Key, column: Key) -> str:
+    labels = dict(zip(table.row_keys + table.column_keys, row + column, strict=True))
+    return labels.get("dataset", table.shared.get("dataset", ""))
+
+
+def _part(cells: Sequence[_Cell]) -> Part:
+    common = [seed for seed in cells[0].gaps if all(seed in cell.gaps for cell in cells)]
+    gaps = [statistics.fmean(cell.gaps[seed] for cell in cells) for seed in common]
+    least = min(cell.least for cell in cells) / len(cells)
+    means = [statistics.fmean(cell.gaps.values()) for cell in cells]
+    return Part(means, gaps, least, all(cell.apart for cell in cells))
+
+
+def _corrected(rows: list[Overall]) -> list[Overall]:
+    tested = [number for number, each in enumerate(rows) if each.mean.p is not None]
+    if not tested:
+        return rows
+    level = (1 - LEVEL) / len(tested)
+    corrected = step_down(np.array([rows[number].mean.p for number in tested]))
+    rows = list(rows)
+    for number, p in zip(tested, corrected.tolist(), strict=True):
+        one = rows[number].mean
+        assert one.error is not None  # there is a p-value
+        assert one.freedom is not None
+        least = one.error * found_at(one.freedom, level)
+        rows[number] = replace(rows[number], mean=replace(one, p=p, least=least))
+    return rows

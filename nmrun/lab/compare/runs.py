@@ -1,0 +1,357 @@
+"""Runs as a DataFrame: from run folders, W&B and CSV files; those that fit conditions; in short; and
+written as CSV, from which every cell of a table can be computed again.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from nmrun.errors import ConfigError, RunError, tell
+from nmrun.lab.compare import records
+from nmrun.lab.compare.names import label
+from nmrun.lab.report import settings
+from nmrun.lab.runs import documents
+from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, weights_in
+from nmrun.lab.words.identity import GROUPS, completed
+from nmrun.lab.words.schema import flatten
+from nmrun.patterns import written
+from nmrun.registry import did_you_mean
+
+WANDB = "wandb://"
+RATIO = ("sparsity.n", "sparsity.m", "sparsity.v")  # in ``sparsity``
+FIRST = ("dataset", "model", "recipe", "sparsity", "optimizer", "schedule", "seed", "status")
+LAST = ("seconds", "metric", "events", "commit", "id", "folder")
+NEEDED = {"recipe", "sparsity", "seed", "status", "metric", "dataset", "model"}  # in a CSV file
+LOCAL = {"folder", "output_dir", "resume", "force", "dry", "track", "seeds"}  # change no result
+
+
+def read(paths: Sequence[str], strict: bool = False) -> pd.DataFrame:
+    """The runs below some paths, as of :func:`collect`.
+
+    Raises:
+        ConfigError: where there is no such folder, or no run.
+        RunError: for results that were changed, where ``strict``.
+    """
+    for path in paths:
+        if path.startswith(WANDB) or (path.endswith(".csv") and Path(path).is_file()):
+            continue
+        if Path(path).is_file():
+            raise ConfigError(f"{path}: it is a file; name a folder of runs, or a CSV file of them")
+        if not Path(path).is_dir():
+            raise ConfigError(f"{path}: no such folder")
+    collected = collect(paths, strict)
+    if collected.empty:
+        raise ConfigError(f"no run below {', '.join(paths)} (a run's folder holds result.json)")
+    return collected
+
+
+def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
+    """One row for each ``result.json`` at or below ``paths``, once each; empty if there is none. A
+    path may be ``wandb://entity/project``, or a CSV file. What lies in
+    a hidden folder below a path, as the trials of ``nmrun tune`` do, is left out.
+
+    Columns: ``status``, ``id``, ``folder``, ``seconds``, ``commit``, ``metric`` (the task's own),
+    ``seed``, ``events`` (what happened, in words); the config's groups by name (``recipe``,
+    ``model``, ...; ``sparsity`` as ``2:4`` or ``dense``) and every dotted key (``optimizer.lr``;
+    lists as text); the final metrics (``test/accuracy``), those of the best weights under ``best/``
+    (``best/test/accuracy``), and ``flops/...`` of training and inference. What a run does not have
+    is NaN. A file that is not a whole result, or was changed, is left out, and named in a line on
+    standard error. Raises ConfigError where W&B does not give its runs, and RunError for such
+    files where ``strict``.
+    """
+    rows, seen, left_out = [], set(), []
+    for path in paths:
+        if str(path).startswith(WANDB):
+            rows += _from_wandb(str(path).removeprefix(WANDB).strip("/"))
+        elif str(path).endswith(".csv"):
+            rows += from_csv(path)
+    for file in (
+        file
+        for path in paths
+        if not str(path).startswith(WANDB)
+        for file in sorted(Path(path).rglob(RESULT))
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+    ):
+        if file.resolve() in seen:
+            continue
+        seen.add(file.resolve())
+        there = RunFolder(file.parent)
+        try:
+            if there.result:
+                rows.append(row(there.result, there.path))
+                continue
+            why = there.problem
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"it is no whole result ({type(error).__name__}: {error})"
+        left_out.append(f"{file}: {why}")
+    if left_out and strict:
+        raise RunError(f"{'; '.join(left_out)}; {REMEDY}")
+    tell(f"left out: {line}" for line in left_out)
+    # as objects, whole numbers stay whole beside runs without the key
+    return pd.DataFrame(rows, dtype=object)
+
+
+def row(result: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One row of :func:`collect`, of what is in a ``result.json``."""
+    config = completed(result["config"])
+    ratio = written(config["sparsity"])
+    keys = {
+        key: str(value).replace(" ", "") if isinstance(value, list) else value
+        for key, value in flatten(config).items()
+    }
+    return {
+        **keys,
+        **{
+            group: config[group]["name"]
+            for group in ("dataset", "model", "recipe", "optimizer", "schedule")
+        },
+        "sparsity": ratio,
+        **{key: _other_run(keys[key], ratio) for key in ("init", "trainer.distill") if key in keys},
+        "seed": config["seed"],
+        "status": result["status"],
+        "id": result["id"],
+        "folder": str(folder),
+        "seconds": result.get("seconds"),
+        "training_seconds": result.get("training_seconds"),
+        "commit": result.get("environment", {}).get("commit"),
+        "metric": result.get("metric"),
+        "events": "; ".join(result.get("events", ())),
+        **result["metrics"]["final"],
+        **{f"best/{key}": value for key, value in result["metrics"]["best"].items()},
+        **{f"flops/{key}": value for key, value in result.get("flops", {}).items()},
+    }
+
+
+def _other_run(folder: str | None, ratio: str) -> str | None:
+    """What a run of this ratio took from another: its recipe, and its ratio where that is neither
+    the same nor dense. Seed by seed the folder differs.
+    """
+    run, name = weights_in(folder or "")  # <recipe>/<ratio>/<run>
+    file = "" if name == FINAL else Path(name).stem
+    place = run.path.parts[-3:-1]
+    if len(place) < 2:
+        return folder
+    recipe, own = place[0], place[1].replace("of", ":")
+    words = (recipe, "" if own in (ratio, "dense") else own, file and f"({file})")
+    return " ".join(word for word in words if word)
+
+
+# --- elsewhere ------------------------------------------------------------------------------------
+
+
+def _from_wandb(project: str) -> list[dict[str, Any]]:
+    """The runs of ``entity/project`` that nmrun logged; others are left out, and counted in a line
+    on standard error.
+    """
+    import wandb
+
+    rows, others = [], 0
+    try:
+        for run in wandb.Api(timeout=60).runs(project):
+            try:
+                summary, config = (documents.plain(_plain(p)) for p in (run.summary, run.config))
+                known = {**_nested(summary), "config": config, "id": run.id}
+                rows.append(row(known, Path(run.url)))
+            except (KeyError, TypeError, AttributeError, ValueError):
+                others += 1
+    except Exception as error:
+        raise ConfigError(
+            f"{WANDB}{project}: {(str(error).strip().splitlines() or [type(error).__name__])[0]}"
+        ) from None
+    if others:
+        print(
+            f"nmrun: {WANDB}{project}: {others} runs left out, not of nmrun or not ended",
+            file=sys.stderr,
+        )
+    return rows
+
+
+def _nested(summary: dict[str, Any]) -> dict[str, Any]:
+    """A flat summary as ``result.json`` has it; runs of earlier versions are so already."""
+    if "metrics" in summary:
+        return summary
+    best = {k.removeprefix("best/"): v for k, v in summary.items() if k.startswith("best/")}
+    flops = {k.removeprefix("flops/"): v for k, v in summary.items() if k.startswith("flops/")}
+    final = {k: v for k, v in summary.items() if k.startswith(("test/", "eval/"))}
+    told = {key: value for key, value in summary.items() if "/" not in key}
+    return {
+        **told,
+        "metrics": {"final": final, "best": best},
+        "flops": flops,
+        "environment": {"commit": summary.get("commit")},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """W&B's own mappings as dictionaries, without what it adds (``_step``, ``_runtime``)."""
+    if hasattr(value, "items"):
+        return {key: _plain(item) for key, item in value.items() if not str(key).startswith("_")}
+    return value
+
+
+def from_csv(path: str | Path) -> list[dict[str, Any]]:
+    """Read what :func:`to_csv` wrote, as rows of :func:`collect` with the keys that came since;
+    ``folder`` is the file's line. Raises ConfigError where it is no such file.
+    """
+    try:
+        with Path(path).open(encoding="utf-8", newline="") as file:
+            head, *lines = ([documents.neutral(text) for text in line] for line in csv.reader(file))
+    except (OSError, ValueError, csv.Error) as error:
+        raise ConfigError(f"{path}: no file of runs: {error}") from None
+    if missing := sorted(NEEDED - set(head)):
+        raise ConfigError(f"{path}: no file of runs: it has no column {missing[0]}")
+    wrong = [number for number, line in enumerate(lines, 2) if len(line) != len(head)]
+    if wrong:
+        raise ConfigError(f"{path}, line {wrong[0]}: {len(head)} values are needed")
+    return [
+        _completed({name: _value(text) for name, text in zip(head, line, strict=True)})
+        | {"folder": f"{path}:{number}"}
+        for number, line in enumerate(lines, 2)
+    ]
+
+
+def _completed(run: dict[str, Any]) -> dict[str, Any]:
+    known = {name: value for name, value in run.items() if value == value}
+    config: dict[str, Any] = {}
+    for name, value in known.items():
+        group, dot, key = name.partition(".")
+        if dot:
+            config.setdefault(group, {})[key] = value
+    return {**run, **flatten(completed(config)), **known}
+
+
+def _value(text: str) -> Any:
+    if text in ("", "null", "true", "false"):
+        return {"": math.nan, "null": None, "true": True, "false": False}[text]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text[1:] if text[:1] == "'" and text[1:].startswith(records.FORMULA) else text
+
+
+def to_csv(runs: pd.DataFrame) -> str:
+    """Write runs: values as on a command line, what a run does not have empty. What changes no
+    result is left out: where the folders are, how the runs were tracked.
+    """
+    columns = [column for column in runs.columns if column.partition(".")[0] not in LOCAL]
+    lines = [[_text(run[column]) for column in columns] for run in runs.to_dict("records")]
+    return str(records.written([columns, *lines], "csv"))
+
+
+def _text(value: Any) -> str:
+    return "" if isinstance(value, float) and math.isnan(value) else label(value)
+
+
+# --- what is in them ------------------------------------------------------------------------------
+
+
+def metrics_and_keys(runs: pd.DataFrame) -> tuple[list[str], list[str]]:
+    """The metrics that runs have, and the keys of their settings and of what else there is."""
+    metrics = [column for column in runs.columns if "/" in column] + ["seconds"]
+    return metrics, [column for column in runs.columns if column not in metrics]
+
+
+def known(name: str, names: Sequence[str], what: str) -> None:
+    """Raise ConfigError for a name that the runs have not; ``what`` is ``key`` or ``metric``."""
+    if name not in names:
+        by_leaf = [n for n in names if n.rpartition(".")[2] == name]
+        hint = f"; did you mean {' or '.join(by_leaf)}?" if by_leaf else did_you_mean(name, names)
+        family = [n for n in names if n.partition(".")[0] == name.partition(".")[0]] or [
+            n for n in names if "." not in n
+        ]
+        raise ConfigError(
+            f"no {what} {name!r} in these runs{hint} (there are {', '.join(sorted(family))})"
+        )
+
+
+def usual_metric(runs: pd.DataFrame) -> str:
+    """The metric of the task of runs of one data set: on the test split, or on the validation split
+    where there is no other. Runs that did not finish do not say which it is.
+    """
+    own = runs["metric"].dropna()
+    name = own.iloc[0] if len(own) else "accuracy"
+    tested = f"test/{name}" in runs and runs[f"test/{name}"].notna().any()
+    return f"eval/{name}" if len(own) and not tested and f"eval/{name}" in runs else f"test/{name}"
+
+
+def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:
+    """The runs that fit all conditions: ``KEY=VALUE`` each, or several values with commas between.
+
+    A run without such a key stays: an STE run has no ``recipe.switch`` to differ in, and dense
+    training, the reference, has no ratio.
+
+    Raises:
+        ConfigError: for a condition that is not ``KEY=VALUE``, an unknown key, or a value that no
+            run has that is left.
+    """
+    for condition in conditions:
+        if "=" not in condition:
+            raise ConfigError(
+                f"--filter {condition}: write KEY=VALUE, such as optimizer.lr=0.001 (folders come before --filter)"
+            )
+        key, values = settings.alternatives(condition)
+        known(key, metrics_and_keys(runs)[1], "key")
+        labels = runs[key].map(label)
+        fitting = set[str]()
+        for value in values:
+            same = {t for t in set(labels) if settings.same(t, value.replace(" ", ""))}
+            if not same:
+                there = ", ".join(sorted(set(labels) - {"-"}))
+                raise ConfigError(f"--filter {key}={value} leaves no run; {key} is {there}")
+            fitting |= same
+        without = labels == "-" if key not in ("sparsity", *RATIO) else runs["sparsity"] == "dense"
+        runs = runs[labels.isin(fitting) | without]
+    return runs
+
+
+def verify(runs: pd.DataFrame) -> None:
+    """Compare the files of the finished runs with the hashes in their results. Runs of before there
+    were hashes pass, and are counted in a line on standard error.
+
+    Raises:
+        ConfigError: for runs in W&B, which have no files here.
+        RunError: for files that are missing or were changed, all of them.
+    """
+    wrong, unsealed = [], 0
+    for folder in map(Path, runs["folder"][runs["status"] == "finished"]):
+        if not folder.is_dir():
+            raise ConfigError(f"--verify: {folder} is no folder here, so there is nothing to check")
+        there = RunFolder(folder)  # read anew
+        broken = there.broken(contents=True)
+        wrong += [f"{folder / name}: {problem}" for name, problem in broken.items()]
+        unsealed += there.is_finished and not there.is_sealed
+    if wrong:
+        raise RunError(f"{'; '.join(wrong)}; {REMEDY}")
+    if unsealed:
+        told = "finished by an earlier nmrun, which kept no hashes; not verified"
+        print(f"nmrun: runs {told}: {unsealed}", file=sys.stderr)
+
+
+def summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Runs in short: the columns of ``FIRST``, the settings that differ, the metrics, then the
+    columns of ``LAST``, with types. ``attrs["shared"]`` has the settings that do not differ.
+    """
+    keys = [
+        key
+        for key in runs.columns
+        if key.partition(".")[0] in GROUPS
+        and "." in key
+        and not key.endswith(".name")
+        and key not in RATIO
+    ]
+    values = {key: runs[key][runs[key].map(label) != "-"] for key in keys}
+    differing = [key for key in keys if values[key].map(label).nunique() > 1]
+    metrics = [key for key in runs.columns if "/" in key]
+    last = [key for key in LAST if key in runs]  # files of earlier versions have no events
+    short = records.typed(runs[[*FIRST, *differing, *metrics, *last]])
+    short.attrs["shared"] = {key: values[key].iloc[0] for key in keys if key not in differing}
+    return short

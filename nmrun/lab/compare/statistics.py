@@ -1,0 +1,238 @@
+"""A cell of a table: what several seeds say together, and whether two cells differ."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Place = TypeVar("Place")
+Floats = NDArray[np.float64]
+LEVEL = 0.95
+POWER = 0.8
+FEWEST = 3  # pairs, for a test
+EXACT = 2**16  # sign patterns at most that a test goes through; of more it draws as many
+DIGITS = 12  # beyond these, values differ by rounding
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Mean and median over ``n`` runs (None for no run), sample standard deviation (None for fewer
+    than two), the runs' ``values`` by seed (by anything that pairs runs), and how many runs gave no
+    value, by reason.
+    """
+
+    mean: float | None
+    sd: float | None
+    n: int
+    without: dict[str, int]
+    median: float | None = None
+    values: dict[object, float] = field(default_factory=dict)
+
+    def counted(self) -> str:
+        """How many runs have a value, and how many have none, by reason: ``3, 2 failed``."""
+        others = [f"{count} {reason}" for reason, count in self.without.items()]
+        return ", ".join([*[str(self.n)] * bool(self.n), *others])
+
+
+def summarise(
+    values: Sequence[float] | Mapping[object, float], without: Sequence[str] = ()
+) -> Cell:
+    """The cell of several runs: their values by seed or in order, and why each of the others has
+    none. The deviation divides by n - 1.
+    """
+    by_seed: dict[object, float] = dict(
+        values.items() if isinstance(values, Mapping) else enumerate(values)
+    )
+    numbers, n = list(by_seed.values()), len(by_seed)
+    return Cell(
+        mean=statistics.fmean(numbers) if n else None,
+        sd=statistics.stdev(numbers) if n > 1 else None,
+        n=n,
+        without=dict(sorted(Counter(without).items())),
+        median=statistics.median(numbers) if n else None,
+        values=by_seed,
+    )
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean of the differences over ``n`` common seeds.
+
+    ``spread`` is their standard deviation, at least the metric's grain, and ``low`` to ``high`` the
+    95 % interval of Student's t: None where nothing is known of the spread. ``p`` is None for fewer
+    than three seeds. ``least`` is the smallest true difference that the test would have found with
+    a probability of 0.8 (infinite: none); ``holm`` works it out.
+    """
+
+    mean: float
+    n: int
+    spread: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p: float | None = None
+    least: float | None = None
+
+    @property
+    def significant(self) -> bool:
+        """At the level of 5 %, of the p-value as it stands (``holm`` corrects it)."""
+        return self.p is not None and self.p < 1 - LEVEL
+
+
+class Estimate(NamedTuple):
+    """Mean, spread, 95 % interval and p-value, each of shape (...)."""
+
+    mean: Floats
+    spread: Floats
+    low: Floats
+    high: Floats
+    p: Floats
+
+
+def grain(values: Iterable[float]) -> float:
+    """The smallest difference between two unequal values of a metric: for accuracies one test
+    image, or a few where there are few values. 0.0 if all are equal.
+    """
+    steps = np.diff(np.unique(_without_noise(np.array([*values], float))))
+    return float(steps.min()) if len(steps) else 0.0
+
+
+def student(gaps: Floats, grain: float | Floats) -> Estimate:
+    """Student's paired t-test, two-sided, and interval (Student 1908).
+
+    The spread is at least ``grain``: seeds that differ by the same number of test images show that
+    the spread is less than an image, not that there is none.
+
+    Args:
+        gaps: (..., n) differences, n at least 2.
+        grain: smallest step of the metric, or (...) of them.
+    """
+    from scipy import stats
+
+    n = gaps.shape[-1]
+    mean, spread = gaps.mean(-1), np.maximum(gaps.std(-1, ddof=1), grain)
+    error = spread / math.sqrt(n)
+    half = stats.t.ppf((1 + LEVEL) / 2, n - 1) * error
+    with np.errstate(divide="ignore", invalid="ignore"):
+        p = 2 * stats.t.sf(np.abs(mean) / error, n - 1)
+    return Estimate(mean, spread, mean - half, mean + half, np.where(mean == 0, 1.0, p))
+
+
+def paired(ours: Cell, baseline: Cell, grain: float, test: str = "t") -> Difference | None:
+    """The first cell less the second, over the seeds that both have; None where they share none.
+
+    Args:
+        grain: smallest step of the metric, see :func:`grain`.
+        test: ``"t"``, Student's paired test, or ``"wilcoxon"``, the signed-rank test (exact up to
+            n = 16, with ties as well; its p cannot be below 2 / 2^n). Both are two-sided.
+    """
+    common = [seed for seed in ours.values if seed in baseline.values]
+    if not common:
+        return None
+    both = np.array([[cell.values[seed] for seed in common] for cell in (ours, baseline)], float)
+    gaps, n = _without_noise(both[0] - both[1], np.abs(both).max()), len(common)
+    if n == 1:
+        return Difference(float(gaps[0]), n)
+    t = student(gaps, grain)
+    mean, spread = float(t.mean), float(t.spread)
+    p = None if n < FEWEST else float(t.p) if test == "t" else _wilcoxon(gaps)
+    # nothing to judge by but that all is equal
+    if spread <= 10.0**-DIGITS * np.abs(both).max():
+        return Difference(mean, n, p=None if p is None or gaps.any() else 1.0)
+    return Difference(mean, n, spread, float(t.low), float(t.high), p)
+
+
+def _wilcoxon(gaps: Floats) -> float:
+    """Wilcoxon's signed-rank test by all sign patterns; zeros have ranks and no sign (Pratt 1959)."""
+    from scipy import stats
+
+    def signed_ranks(x: Floats, axis: int) -> Any:
+        return (np.sign(x) * stats.rankdata(np.abs(x), axis=axis)).sum(axis)
+
+    return float(
+        stats.permutation_test(
+            (gaps,), signed_ranks, permutation_type="samples", n_resamples=EXACT, random_state=0
+        ).pvalue
+    )
+
+
+def _without_noise(values: Floats, size: float | None = None) -> Floats:
+    """Rounded to twelve digits of the largest (or of ``size``), so that ties are ties."""
+    size = float(np.abs(values).max(initial=0.0) if size is None else size)
+    return values.round(DIGITS - math.ceil(math.log10(size))) if size else values
+
+
+def step_down(p: Floats) -> Floats:
+    """p-values (..., m) corrected for their number m by Holm's step-down method (1979)."""
+    order = p.argsort(-1)
+    scaled = np.take_along_axis(p, order, -1) * np.arange(p.shape[-1], 0, -1)
+    corrected = np.empty_like(p)
+    np.put_along_axis(corrected, order, np.maximum.accumulate(scaled, -1).clip(max=1.0), -1)
+    return corrected
+
+
+def holm(differences: Mapping[Place, Difference], test: str = "t") -> dict[Place, Difference]:
+    """The differences with p-values corrected for their number by Holm's method (1979), and with
+    ``least``, at the level that the correction asks of the smallest p-value: 0.05 over their number.
+    """
+    tested = {place: d for place, d in differences.items() if d.p is not None}
+    if not tested:
+        return dict(differences)
+    corrected = step_down(np.array([d.p for d in tested.values()]))
+    level = (1 - LEVEL) / len(tested)
+    judged = dict(differences)
+    for (place, d), p in zip(tested.items(), corrected.tolist(), strict=True):
+        least = None
+        if d.spread is not None:
+            never = test == "wilcoxon" and 2.0 ** (1 - d.n) >= level
+            least = math.inf if never else d.spread * detectable(d.n, level)
+        judged[place] = replace(d, p=p, least=least)
+    return judged
+
+
+def detectable(n: int, level: float) -> float:
+    """The mean difference that a two-sided paired t-test of ``n`` pairs finds with a probability of
+    0.8, in standard deviations of the differences.
+    """
+    return found_at(n - 1, level) / math.sqrt(n)
+
+
+@functools.cache
+def found_at(freedom: float, level: float) -> float:
+    """The mean that a two-sided t-test finds with a probability of 0.8, in true standard errors.
+
+    The noncentral t as a mean over the sample deviation's quantiles: scipy's own fails far out.
+    """
+    from scipy import optimize, stats
+
+    critical = stats.t.ppf(1 - level / 2, freedom)
+    shares = (np.arange(10_000) + 0.5) / 10_000
+    bars = critical * np.sqrt(stats.chi2.ppf(shares, freedom) / freedom)
+
+    def power(shift: float) -> float:
+        return float((stats.norm.sf(bars - shift) + stats.norm.cdf(-bars - shift)).mean())
+
+    return float(optimize.brentq(lambda x: power(x) - POWER, 0.0, 4 * critical + 10))
+
+
+def seeds_for_half(n: int, level: float) -> int:
+    """The fewest pairs with which a difference half as large is found as with ``n``."""
+    half = detectable(n, level) / 2
+    # four times as many halve the error of the mean, and leave the deviation better known
+    more = range(n, 4 * n + 1)
+    return more[bisect.bisect_left(more, -half, key=lambda pairs: -detectable(pairs, level))]
+
+
+def shown(cell: Cell, statistic: str, higher_is_better: bool) -> float | None:
+    """A cell's ``mean``, ``median`` or ``best``."""
+    if statistic == "best":
+        return (max if higher_is_better else min)(cell.values.values(), default=None)
+    return cell.median if statistic == "median" else cell.mean

@@ -1,0 +1,426 @@
+"""The comparison: runs folded into cells, one row a recipe, one column a ratio. ``formats`` writes
+it down.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pandas as pd
+
+from nmrun.errors import ConfigError
+from nmrun.lab.compare import names
+from nmrun.lab.compare.names import Key, but_ratio, label
+from nmrun.lab.compare.numbers import deviates, places, scale
+from nmrun.lab.compare.statistics import Cell, Difference, grain, holm, paired, shown, summarise
+from nmrun.lab.words.identity import IRRELEVANT, SETTINGS
+from nmrun.lab.words.metric import higher_is_better
+from nmrun.oneshot import METHODS
+from nmrun.registry import did_you_mean
+
+Run = Mapping[Any, Any]  # a row of ``collect``
+Place = tuple[Key, Key]  # row and column
+
+SAMPLES = "recipe.samples"  # of a calibration
+TRAINING = ("optimizer", "schedule", "trainer")
+APART = ("dataset", "model", "sparsity", "metric")  # recipes that differ in one are no rivals
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells by (row, column).
+
+    ``best`` are the best cells of each comparison, see ``compared``; ``stands`` says of a row
+    without a ratio, by its own column (``dense``), in which columns its cell stands: those that
+    differ in the ratio alone; ``shared`` what all runs have in common; ``differing`` the settings
+    that are not the same in all cells, though no row or column names them; ``commits`` the versions
+    of the code; ``candidates``, where the metric is of the best weights and their number differs,
+    the rows by the number of epochs that those were chosen from. ``differences`` to the rows
+    ``baseline`` in the same column, their p-values corrected for their number; ``across`` are the
+    keys of rows in which some are compared with a baseline of another value. ``statistic``: what
+    stands in a cell, ``mean``, ``median`` or ``best``. ``tuned``: by how many trials the rows were
+    tuned, if they were, and over what. ``paper``: published figures as they are printed, by row and
+    column, and where they stand, ``paper_source``. ``pruned``: which rows were pruned in one shot,
+    not trained; ``all``, or nothing. ``digits`` after the point, where the user wants so many.
+    ``runs`` are those that it was made of.
+    """
+
+    metric: str
+    statistic: str
+    row_keys: Key
+    column_keys: Key
+    rows: list[Key]
+    columns: list[Key]
+    cells: dict[Place, Cell]
+    best: set[Place]
+    stands: dict[Place, list[Key]]
+    shared: dict[str, str]
+    differing: list[str]
+    commits: list[str]
+    candidates: dict[str, list[Key]] = field(default_factory=dict)
+    tuned: list[str] = field(default_factory=list)
+    baseline: list[Key] = field(default_factory=list)
+    test: str = ""
+    differences: dict[Place, Difference] = field(default_factory=dict)
+    across: list[str] = field(default_factory=list)
+    paper: dict[str, dict[str, str]] = field(default_factory=dict)
+    paper_source: str = ""
+    pruned: str = ""
+    digits: int | None = None
+    runs: pd.DataFrame = field(default_factory=pd.DataFrame, repr=False, compare=False)
+
+    @property
+    def compared(self) -> tuple[str, list[str]]:
+        """What is compared for ``best``: the cells of a ``column``, or of a ``row`` where recipes
+        stand side by side; and the keys of that axis in which they have to agree.
+        """
+        recipes_are_columns = "recipe" in self.column_keys and "recipe" not in self.row_keys
+        keys = self.column_keys if recipes_are_columns else self.row_keys
+        apart = APART if "recipe" in keys else ("metric",)
+        return "row" if recipes_are_columns else "column", [key for key in keys if key in apart]
+
+    @property
+    def references(self) -> set[Key]:
+        """The rows without a ratio."""
+        return {row for row, _ in self.stands}
+
+    def digits_of(self, value: float, metric: str, spread: float | None) -> int | None:
+        """How many digits after the point a value and its standard deviation have, both in the
+        metric's own unit; None: as a value without spread.
+        """
+        if self.digits is not None and not metric.startswith("flops/"):
+            return self.digits
+        return places(value, metric, spread) if deviates(value, spread) else None
+
+    def columns_of(self, row: Key) -> list[tuple[Key, Key]]:
+        """The columns that a row has runs in, each with one that shows their cell."""
+        if row not in self.references:
+            return [(column, column) for column in self.columns]
+        return [(column, shown[0]) for (r, column), shown in self.stands.items() if r == row]
+
+    def metric_of(self, row: Key, column: Key) -> str:
+        """The metric of a cell: where rows or columns are metrics, its own."""
+        labels = dict(zip(self.row_keys + self.column_keys, row + column, strict=True))
+        return labels.get("metric", self.metric)
+
+
+def build(
+    runs: pd.DataFrame,
+    metric: str,
+    row_keys: Sequence[str],
+    column_keys: Sequence[str],
+    statistic: str = "mean",
+    digits: int | None = None,
+) -> Table:
+    """Fold runs of one data set and model into a table. Columns go from dense to sparse, recipes in
+    nmrun's order, metrics as in ``metric`` (several with commas between, where a key is
+    ``metric``), other labels by size or alphabet.
+
+    Raises:
+        ConfigError: where a cell would average over runs that differ in more than their seed,
+            naming the keys, or would count a seed twice.
+    """
+    rows, columns = tuple(row_keys), tuple(column_keys)
+    members: dict[Place, list[Run]] = {}
+    every = metric.split(",") if "metric" in (*rows, *columns) else [metric]
+    for run in ({**run, "metric": each} for run in runs.to_dict("records") for each in every):
+        place = (tuple(label(run[k]) for k in rows), tuple(label(run[k]) for k in columns))
+        members.setdefault(place, []).append(run)
+    for (row, column), group in members.items():
+        _check_alike(group, f"{' '.join(row)} at {' '.join(column)}", rows, columns)
+
+    cells = {place: _cell(group) for place, group in members.items()}
+    stands = _stands(members, columns)
+    for (row, column), shown_in in stands.items():
+        dense = cells.pop((row, column))
+        cells |= {(row, other): dense for other in shown_in}
+    column_labels = sorted(
+        {column for _, column in cells}, key=lambda column: _order(columns, column, every)
+    )
+    row_labels = sorted({row for row, _ in cells}, key=lambda row: _order(rows, row, every))
+
+    everything = [run for group in members.values() for run in group]
+    named = {"recipe", "sparsity", *rows, *columns}
+    pruned = [run for run in everything if run["recipe"] in METHODS]
+    trained = [run for run in everything if run["recipe"] not in METHODS]
+
+    def labels(key: str) -> set[str]:
+        # what was pruned without training has no learning rate, whatever its config says
+        of_training = key.partition(".")[0] in TRAINING
+        having = trained if of_training else pruned if key == SAMPLES else everything
+        return {label(run.get(key, math.nan)) for run in having}
+
+    keys = sorted({key for run in everything for key in run} - {"seed"})
+    shared = {key: values.pop() for key in keys if len(values := labels(key)) == 1}
+    differing = [
+        key
+        for key in settings_apart(everything)
+        if key not in named and key.partition(".")[0] not in named and len(labels(key)) > 1
+    ]
+    commits = sorted({label(run["commit"])[:7] for run in everything if run.get("commit")})
+    table = Table(
+        metric,
+        statistic,
+        rows,
+        columns,
+        row_labels,
+        column_labels,
+        cells,
+        set(),
+        stands,
+        shared,
+        differing,
+        commits,
+        _candidates(members) if "best/" in metric else {},
+        _tuned(members),
+        pruned="all" if not trained else ", ".join(dict.fromkeys(run["recipe"] for run in pruned)),
+        digits=digits,
+        runs=runs,
+    )
+    table.best.update(_best(table))
+    return table
+
+
+def _stands(places: Collection[Place], keys: Key) -> dict[Place, list[Key]]:
+    """Of rows without a ratio, where some have one: see ``Table``."""
+    if "sparsity" not in keys:
+        return {}
+    ratio = keys.index("sparsity")
+    sparse = {row for row, column in places if column[ratio] != "dense"}
+    columns = sorted({column for row, column in places if row in sparse})
+    return {
+        (row, column): [c for c in columns if but_ratio(keys, c) == but_ratio(keys, column)]
+        or [column]
+        for row, column in places
+        if sparse and row not in sparse
+    }
+
+
+def _cell(group: Sequence[Run]) -> Cell:
+    values: dict[object, float] = {}
+    without = []
+    for run in group:
+        value = run.get(run["metric"])
+        if run["status"] != "finished":
+            without.append(run["status"])
+        elif value is None or math.isinf(value):  # null: it was not finite
+            without.append("failed")
+        elif value != value:
+            without.append("without a value")
+        else:
+            values[run["seed"]] = float(value)
+    return summarise(values, without)
+
+
+def _check_alike(group: Sequence[Run], place: str, rows: Key, columns: Key) -> None:
+    differing = settings_apart(group)
+    if differing:
+        combinations = Counter(tuple(label(run[key]) for key in differing) for run in group)
+        common = combinations.most_common(1)[0][0]
+        choice = " ".join(
+            shlex.quote(f"{key}={value}")
+            for key, value in zip(differing, common, strict=True)
+            if value != "-"
+        )
+        raise ConfigError(
+            f"{place} would average over runs that differ in {', '.join(differing)}; "
+            f"tell them apart with --rows {','.join([*rows, *differing])}"
+            + (f", or choose with --filter {choice}" if choice else "")
+        )
+    seed, count = Counter(run["seed"] for run in group).most_common(1)[0]
+    if count > 1:
+        folders = ", ".join(str(run["folder"]) for run in group if run["seed"] == seed)
+        raise ConfigError(
+            f"{place} would count seed {seed} {count} times: {folders}; name the folders of one set of runs only"
+        )
+
+
+def settings_apart(runs: Sequence[Run]) -> list[str]:
+    """The settings that change a result (all that a run's identity covers, but for the seed) and
+    are not the same in all runs.
+    """
+    keys = [
+        key
+        for key in dict.fromkeys(k for run in runs for k in run)
+        for group, _, name in [str(key).partition(".")]
+        if group in SETTINGS and group != "seed" and name not in IRRELEVANT.get(group, ())
+    ]
+    apart = [key for key in keys if len({label(run[key]) for run in runs}) > 1]
+    # `recipe` says it for `recipe.switch`
+    return [key for key in apart if "." not in key or key.partition(".")[0] not in apart]
+
+
+def _candidates(members: Mapping[Place, Sequence[Run]]) -> dict[str, list[Key]]:
+    """The rows by the number of epochs that their best weights were chosen from; empty where it is
+    the same for all.
+    """
+    by_number: dict[str, list[Key]] = {}
+    for (row, _), group in members.items():
+        for run in (run for run in group if run["status"] == "finished"):
+            rows = by_number.setdefault(label(run.get("best/candidates", math.nan)), [])
+            if row not in rows:
+                rows.append(row)
+    return dict(sorted(by_number.items())) if len(by_number) > 1 else {}
+
+
+def _best(table: Table) -> list[Place]:
+    """All cells that tie at the printed precision; none where there is nothing to compare."""
+    axis, agree = table.compared
+    keys = table.row_keys if axis == "column" else table.column_keys
+    rivals: dict[Place, dict[Place, float]] = {}
+    for (row, column), cell in table.cells.items():
+        metric = table.metric_of(row, column)
+        value = shown(cell, table.statistic, higher_is_better(metric))
+        # of what was logged neither way is better
+        if value is None or row in table.references or metric.startswith(("mean/", "positive/")):
+            continue
+        along, across = (row, column) if axis == "column" else (column, row)
+        same = tuple(text for key, text in zip(keys, along, strict=True) if key in agree)
+        rivals.setdefault((across, same), {})[row, column] = value
+    return [place for values in rivals.values() for place in _ties(table, values)]
+
+
+def _ties(table: Table, values: Mapping[Place, float]) -> list[Place]:
+    if len(values) < 2:
+        return []
+    metric = table.metric_of(*next(iter(values)))
+    top = (max if higher_is_better(metric) else min)(values, key=values.__getitem__)
+
+    def digits(place: Place) -> int:
+        spread = table.cells[place].sd if table.statistic == "mean" else None
+        at = table.digits_of(values[place], metric, spread)
+        return places(values[place], metric) if at is None else at
+
+    def ties(place: Place) -> bool:
+        at = min(digits(place), digits(top))
+        return round(scale(metric) * values[place], at) == round(scale(metric) * values[top], at)
+
+    return list(filter(ties, values))
+
+
+def _order(keys: Key, labels: Key, metrics: Sequence[str]) -> tuple[tuple[Any, ...], ...]:
+    return tuple(
+        (0, metrics.index(text), 0, "") if key == "metric" else names.order(text)
+        for key, text in zip(keys, labels, strict=True)
+    )
+
+
+# --- how its runs were tuned ----------------------------------------------------------------------
+
+
+def _tuned(members: Mapping[Place, Sequence[Run]]) -> list[str]:
+    """By how many trials of ``nmrun tune`` each row was tuned, and over which settings; nothing where
+    no run was.
+    """
+    by_trials: dict[str, list[str]] = {}  # names of rows
+    by_spaces: dict[str, list[str]] = {}
+    for (row, _), runs in members.items():
+        for run in runs:
+            tuned = isinstance(run.get("tuned.over"), str)
+            for rows, how in (
+                (by_trials, _trials(run) if tuned else "none"),
+                (by_spaces, _spaces(run["tuned.over"]) if tuned else ""),
+            ):
+                if (name := " ".join(row)) not in rows.setdefault(how, []):
+                    rows[how].append(name)
+    if set(by_trials) <= {"none"}:
+        return []
+    trials = [f"{how} ({', '.join(rows)})" for how, rows in by_trials.items()]
+    each = next(iter(by_trials)) if len(by_trials) == 1 else ", ".join(trials)
+    spaces = {text: text.split("; ") if text else [] for text in by_spaces}
+    common = [
+        s for s in next(iter(spaces.values())) if all(s in other for other in spaces.values())
+    ]
+    over = [f"all over {', '.join(common)}"] * bool(common) + [
+        f"{', '.join(by_spaces[text])} over {' and '.join(rest)}"
+        for text, searched in spaces.items()
+        if (rest := [space for space in searched if space not in common])
+    ]
+    return [f"each cell tuned before by {each}", *(["; ".join(over)] * bool(over))]
+
+
+def _trials(run: Run) -> str:
+    by = names.bare(run["tuned.by"])
+    return f"{run['tuned.trials']} trials by {by}, the best two with three seeds"
+
+
+def _spaces(over: str) -> str:
+    """Search spaces with words for their keys."""
+    spaces = (each.partition(" ") for each in over.split("; "))
+    return "; ".join(f"{names.setting(key)} {search}" for key, _, search in spaces)
+
+
+# --- against a baseline ---------------------------------------------------------------------------
+
+
+def against(table: Table, baseline: str, test: str = "t") -> Table:
+    """A table with the differences of its rows to a baseline, seed by seed.
+
+    Rows of another data set are not compared.
+
+    Args:
+        baseline: a row by all its labels, or by that of the recipe alone. Then each row is compared
+            with the one of that recipe that agrees with it in all that is not of the recipe.
+
+    Raises:
+        ConfigError: if there is no such row, or if no other row shares a seed with it.
+    """
+    every, rivals = pairs(table, baseline)
+    differences: dict[Place, Difference] = {}
+    across: set[str] = set()
+    for (row, column), rival in rivals.items():
+        cell, other = table.cells[row, column], table.cells[rival, column]
+        if (gap := paired(cell, other, step(table, row, column), test)) is not None:
+            differences[row, column] = gap
+            across |= _unlike(table, row, rival)
+    if not differences:
+        raise ConfigError(
+            f"--baseline {baseline}: no other row has runs of the same seeds; the test pairs runs by their seed"
+        )
+    corrected = holm(differences, test)
+    return replace(table, baseline=every, test=test, differences=corrected, across=sorted(across))
+
+
+def pairs(table: Table, baseline: str) -> tuple[list[Key], dict[Place, Key]]:
+    """The rows of a baseline, and by place the one of them that a cell is compared with. Raises
+    ConfigError if there is no such row.
+    """
+    by_name = {" ".join(row): row for row in table.rows}
+    recipe = table.row_keys.index("recipe") if "recipe" in table.row_keys else 0
+    every = [row for row in table.rows if row[recipe] == baseline]
+    if one := by_name.get(baseline):
+        every = [one]
+    if not every:
+        raise ConfigError(
+            f"--baseline {baseline}: no such row{did_you_mean(baseline, by_name)} (there are {', '.join(by_name)})"
+        )
+    rivals: dict[Place, Key] = {}
+    for row, column in table.cells:
+        like = every if one else [other for other in every if not _unlike(table, row, other)]
+        if not like or row in every or (like[0], column) not in table.cells:
+            continue
+        if not any(key.partition(".")[0] == "dataset" for key in _unlike(table, row, like[0])):
+            rivals[row, column] = like[0]
+    return every, rivals
+
+
+def _unlike(table: Table, row: Key, other: Key) -> set[str]:
+    """The keys in which two rows differ, but for those of the recipe."""
+    labels = zip(table.row_keys, row, other, strict=True)
+    return {key for key, a, b in labels if a != b and key.partition(".")[0] != "recipe"}
+
+
+def step(table: Table, row: Key, column: Key) -> float:
+    """The smallest step of a cell's metric that its column shows."""
+    metric = table.metric_of(row, column)
+    return grain(
+        value
+        for (other, place), cell in table.cells.items()
+        if place == column and table.metric_of(other, place) == metric
+        for value in cell.values.values()
+    )

@@ -1,0 +1,1 @@
+"""Comparisons shown: tables to be read, pictures, the pages of ``nmrun report``."""

@@ -1,0 +1,293 @@
+"""What stands above a table, in two lines: what the numbers are, and how they were compared. A
+third line says what to beware of in this table, where there is something; :func:`method` has the
+rest.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
+from nmrun.lab.compare import names, overall
+from nmrun.lab.compare.names import words
+from nmrun.lab.compare.numbers import places, printed, unit
+from nmrun.lab.compare.overall import Overall
+from nmrun.lab.compare.statistics import FEWEST, Difference, seeds_for_half
+from nmrun.lab.compare.tables import Table
+from nmrun.lab.report import settings
+from nmrun.lab.words import reference
+
+SPLITS = {"test": "on the test split", "eval": "on the validation split"}
+STAR = "*: p < 0.05"
+NOTHING_SHOWN = "so few seeds could not have shown any difference, however large"
+TESTS = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}
+STATISTICS = {"mean": "mean +- standard deviation", "median": "median", "best": "best"}
+
+
+def title(table: Table, own: Mapping[str, str] | None = None) -> str:
+    """What all runs of the table have in common, in short: the model and the data set, each with the
+    settings that are not its config's own; the optimizer and the epochs or steps of those that
+    trained, and what those that were pruned in one shot saw.
+
+    Args:
+        table: the table.
+        own: names that the user gave; None: names as they are in configs.
+    """
+    has = dict(table.shared)
+    if own is not None:
+        groups = (key for key in ("model", "dataset", "optimizer") if key in has)
+        has |= {key: names.written(has[key], own) for key in groups}
+    where = " on ".join(
+        has[key] + _other_than(key, table.shared) for key in ("model", "dataset") if key in has
+    )
+    rate = f"learning rate {has['optimizer.lr']}" if "optimizer.lr" in has else ""
+    by_steps = has.get("trainer.steps", "null") != "null"
+    key, word = ("trainer.steps", "step") if by_steps else ("trainer.epochs", "epoch")
+    count = has.get(key, "")
+    length = count and f"{count} {word}{'s' * (count != '1')}"
+    return ", ".join(filter(None, [where, has.get("optimizer"), rate, length, _pruned(table)]))
+
+
+def _pruned(table: Table) -> str:
+    """What was pruned in one shot, by which calibration data; nothing where all runs trained."""
+    if not table.pruned:
+        return ""
+    samples = table.shared.get("recipe.samples", "")
+    what = "" if table.pruned == "all" else f"{table.pruned} "
+    return f"{what}pruned in one shot with {f'{samples} ' * bool(samples)}calibration samples"
+
+
+def _other_than(group: str, shared: Mapping[str, str]) -> str:
+    """The settings of a model or data set that are not those of its config, in brackets."""
+    options = [each for each in reference.options(group) if each.name == shared[group]]
+    other = [
+        f"{key.name.partition('.')[2]}={shared[key.name]}"
+        for option in options
+        for key in option.keys
+        # lists of layers are long, and what another key decides is said by that
+        if key.name in shared
+        and not key.default.startswith(("[", "${"))
+        and not settings.same(shared[key.name], key.default)
+    ]
+    return f" ({', '.join(other)})" if other else ""
+
+
+def caption(table: Table) -> list[str]:
+    """Of the values."""
+    split, slash, name = table.metric.removeprefix("best/").partition("/")
+    best = table.metric.startswith("best/")
+    weights = "best weights by validation" if best else "last weights"
+    if "metric" in (*table.row_keys, *table.column_keys):
+        what = table.metric.replace(",", ", ")
+    elif slash:
+        what = f"{name} {SPLITS.get(split, f'({split})')}{_in(table.metric)}, {weights}"
+    else:
+        what = f"{split}{_in(table.metric)}"
+    line = f"{what}; {STATISTICS[table.statistic]} (number of seeds)"
+    line += f"; bold: {bold(table)}" if table.best else ""
+    return [*filter(None, [title(table), line]), *_beware(table)]
+
+
+def bold(table: Table) -> str:
+    """What bold print marks: ``best sparse recipe of each column``; dense training is no rival."""
+    axis, agree = table.compared
+    keys = table.column_keys if axis == "row" else table.row_keys
+    who = "sparse " * bool(table.references) + ("recipe" if "recipe" in keys else "setting")
+    return f"best {who} of each {' and '.join([axis, *map(names.setting, agree)])}"
+
+
+def comparison(table: Table) -> list[str]:
+    """Of the differences."""
+    gaps = list(table.differences.values())
+    tested = [gap for gap in gaps if gap.p is not None]
+    several = "metric" in (*table.row_keys, *table.column_keys)
+    units = (
+        (" (accuracies in percentage points)" if "accuracy" in table.metric else "")
+        if several
+        else _in(table.metric, difference=True)
+    )
+    whom = ", ".join(words(table.row_keys, row) for row in table.baseline)
+    first = f"Difference to {whom}{units}, seed by seed, with its 95 % interval"
+    notes = [f"{first}{' and p-value' * bool(tested)} (number of seeds)"]
+    few = ["no test for fewer than three seeds"] * any(gap.n < FEWEST for gap in gaps)
+    if not tested:
+        return [*notes, "no test: fewer than three seeds", *_line(across(table))]
+    star = f" ({STAR})" if any(gap.significant for gap in gaps) else ""
+    least = smallest(table, ends=False)
+    shown = f"these seeds show a difference of {least} four times in five (median)"
+    count = f"{len(tested)} comparison{'s' * (len(tested) != 1)}"
+    line = [f"{TESTS[table.test]}, Holm's correction for {count}{star}", *few]
+    line += [shown if least else NOTHING_SHOWN]
+    return [*notes, "; ".join(line), *_line(across(table))]
+
+
+def method(table: Table) -> str:
+    """How the numbers of the table come about, for who wants to know: sentences."""
+    said = []
+    if table.best:
+        said.append("Recipes that equal the best at the digits shown are bold as well")
+    if any(len(columns) > 1 for columns in table.stands.values()):
+        others = [names.setting(key) for key in table.column_keys if key != "sparsity"]
+        its = f" of its {' and '.join(others)}" if others else ""
+        said.append(f"Dense training has no ratio and stands in every column{its}")
+    said += table.tuned[1:]
+    if len(table.commits) > 1:
+        said.append(f"The versions of the code are {', '.join(table.commits)}")
+    if table.baseline:
+        gaps = list(table.differences.values())
+        said.append(
+            "Differences are over the seeds that both have; each interval is Student's, by itself, "
+            "with a spread of at least one step of the metric"
+        )
+        said += ["No interval for one seed"] if any(gap.n == 1 for gap in gaps) else []
+        if tests := sum(gap.p is not None for gap in gaps):
+            said += [f"Tests are two-sided, and Holm's method begins with the level 0.05/{tests}"]
+            said += _least(table, tests)
+    return ". ".join(text[:1].upper() + text[1:] for text in said) + "." * bool(said)
+
+
+def _beware(table: Table) -> list[str]:
+    """One line of what to know before the values are compared, if there is something."""
+    notes = selection(table)
+    notes += [f"(paper): {table.paper_source}"] if table.paper else []
+    versions = len(table.commits)
+    notes += [f"made by {versions} versions of the code"] * (versions > 1)
+    return _line(unlike(table) + notes)
+
+
+def _line(notes: list[str]) -> list[str]:
+    return ["; ".join(notes)] if notes else []
+
+
+def selection(table: Table) -> list[str]:
+    """By what the runs were chosen: the best weights of each, and its settings."""
+    split, _, _ = table.metric.removeprefix("best/").partition("/")
+    best, tuned = table.metric.startswith("best/"), bool(table.tuned)
+    several = "metric" in (*table.row_keys, *table.column_keys)
+    own = [*["weights"] * best, *["settings"] * tuned] * (split == "eval" and not several)
+    notes = [f"these {' and '.join(own)} were chosen by this very split"] * bool(own)
+    if table.candidates:
+        notes.append(f"the best weights are of epochs with N:M weights: {_chosen_from(table)}")
+    return notes + table.tuned[:1]
+
+
+def unlike(table: Table) -> list[str]:
+    """The settings that no row or column names and that are not the same in all cells."""
+    keys = ", ".join(map(names.setting, table.differing))
+    return [f"not the same in all cells: {keys}"] if keys else []
+
+
+def across(table: Table) -> list[str]:
+    """In what rows differ from the baseline that they are compared with."""
+    keys = ", ".join(map(names.setting, table.across))
+    return [f"compared across different {keys}"] if keys else []
+
+
+def smallest(table: Table, ends: bool = True) -> str:
+    """The smallest difference that could have been shown in each metric, median over the cells;
+    empty where none could have been, however large.
+
+    Args:
+        table: with differences.
+        ends: give the range as well.
+    """
+    by_metric: dict[str, list[Difference]] = {}
+    for place, gap in table.differences.items():
+        if gap.least is not None:
+            by_metric.setdefault(table.metric_of(*place), []).append(gap)
+    found = []
+    for metric, gaps in by_metric.items():
+        finite = sorted(gap.least for gap in gaps if gap.least is not None and gap.least < math.inf)
+        if not finite:
+            return ""
+
+        def text(value: float, name: str = metric) -> str:
+            return printed(value, name, places(value, name, value / 5))  # two digits
+
+        of = f" in {metric}" if len(by_metric) > 1 else ""
+        rest = f" ({text(finite[0])} to {text(finite[-1])})" if ends and len(finite) > 1 else ""
+        found.append(f"{text(statistics.median(finite))}{rest}{of}")
+    return ", ".join(found)
+
+
+def _least(table: Table, tests: int) -> list[str]:
+    if not (found := smallest(table)):
+        return []
+    by = "" if table.test == "t" else " (reckoned for the t-test)"
+    counts = {gap.n for gap in table.differences.values() if gap.least is not None}
+    more = (
+        []
+        if len(counts) > 1
+        else [f"half of it would take {seeds_for_half(n, 0.05 / tests)} seeds" for n in counts]
+    )
+    return [
+        "The smallest difference that these seeds would have shown at that level with a probability "
+        f"of 0.8 is{by}, median (and range) over the cells, {'; '.join([found, *more])}"
+    ]
+
+
+def _chosen_from(table: Table) -> str:
+    return ", ".join(
+        f"{'not known how many' if number == '-' else number} "
+        f"({', '.join(words(table.row_keys, row) for row in rows)})"
+        for number, rows in table.candidates.items()
+    )
+
+
+def _in(metric: str, difference: bool = False) -> str:
+    name = unit(metric, difference)
+    return f" in {name}" if name else ""
+
+
+# --- over all cells -------------------------------------------------------------------------------
+
+
+def over_all_cells(
+    rows: Sequence[Overall], tables: Sequence[Table], apart: Sequence[str]
+) -> list[str]:
+    """Of the rows over all cells; ``apart`` are the data sets that have a column."""
+    baseline = ", ".join(dict.fromkeys(" ".join(row) for t in tables for row in t.baseline))
+    metrics = ", ".join(dict.fromkeys(table.metric for table in tables))
+    first = (
+        f"Difference to {baseline} in {metrics} over all cells together, better is positive, in standard deviations "
+        "of a run over its seeds, with 95 % intervals" + " (number of cells)" * bool(apart)
+    )
+    notes = []
+    if least := sorted(each.mean.least for each in rows if each.mean.least is not None):
+        count, middle = len(least), statistics.median(least)
+        size = printed(middle, "", places(middle, "", middle / 5))
+        star = f" ({STAR})" if any(each.mean.significant for each in rows) else ""
+        notes += [
+            f"Welch's t-test, Holm's correction for {count} comparison{'s' * (count != 1)}{star}",
+            f"these seeds show a difference of {size} four times in five (median)",
+        ]
+    notes += _without(rows)
+    beware = ["not all rows have the same cells"] * (len({len(each.means) for each in rows}) > 1)
+    beware += _conditions(tables)
+    return [first, *("; ".join(line) for line in (notes, beware) if line)]
+
+
+def _without(rows: Sequence[Overall]) -> list[str]:
+    """Why rows have no interval or no test."""
+    every = [list(each.parts.values()) for each in rows]
+    fewest = min(len(part.gaps) for parts in every for part in parts)
+    notes = ["no test for fewer than three seeds of a data set"] if fewest < FEWEST else []
+    notes += ["no interval for fewer than two"] if fewest < 2 else []
+    if not all(map(overall.weighed, every)):
+        notes.append(
+            "no interval and no test where a column has no row but the two compared: the deviations have to be of other runs"
+        )
+    return notes
+
+
+def _conditions(tables: Sequence[Table]) -> list[str]:
+    """What to know of the runs when comparing them, and of which data sets."""
+    found: dict[str, list[str]] = {}
+    for table in tables:
+        for note in [*selection(table), *across(table), *unlike(table)]:
+            found.setdefault(note, []).append(table.shared.get("dataset", ""))
+    return [
+        note if len(data) == len(tables) else f"{note} ({', '.join(dict.fromkeys(data))})"
+        for note, data in found.items()
+    ]

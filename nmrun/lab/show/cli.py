@@ -1,0 +1,335 @@
+"""``nmrun table``, ``nmrun plot`` and ``nmrun report``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nmrun.errors import ConfigError
+from nmrun.lab.verbs import Parser, files_of_the_command
+
+if TYPE_CHECKING:
+    from nmrun.lab.compare.comparison import Query
+
+TESTS = ("t", "wilcoxon")
+OUTPUTS = "outputs"  # where runs are by default
+RECORDS = ("csv", "json", "parquet")  # for programs
+FORMATS = ("markdown", "latex", "html", *RECORDS)
+BY_SUFFIX = {".md": "markdown", ".tex": "latex", ".htm": "html"}  # and those that are its name
+SUFFIXES = (".png", ".svg", ".pdf")
+KINDS = ("ratio", "curves", "flips", "autoswitch", "flops", "overall")
+
+
+def table(argv: Sequence[str]) -> int:
+    """``nmrun table [PATH...]``: print or write the comparison of the runs below the paths; returns
+    the exit status.
+    """
+    parser = _parser("table", "Compare the runs below PATH: mean +- standard deviation over seeds.")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="default that of the suffix of --out, else markdown; csv, json and parquet have a line a cell",
+    )
+    parser.add_argument(
+        "--runs",
+        action="store_true",
+        help="a line a run instead, as csv (default), json or parquet",
+    )
+    _labels(parser, "names in LaTeX")
+    parser.add_argument(
+        "--show",
+        default="mean",
+        choices=("mean", "median", "best"),
+        help="what stands in a cell (default mean, with deviation)",
+    )
+    parser.add_argument(
+        "--digits", type=int, metavar="N", help="after the point (default: as the deviation begins)"
+    )
+    parser.add_argument(
+        "--method", action="store_true", help="say below each table how its numbers come about"
+    )
+    _comparison(parser, "such as dense")
+    parser.add_argument(
+        "--overall", action="store_true", help="one difference a row, over all cells"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write to FILE instead of the terminal"
+    )
+    parser.add_argument(
+        "--experiment",
+        metavar="NAMES",
+        help="the runs, rows, columns and published figures of these experiments (by commas, or all); the words that are no options "
+        "are overrides then, the same as for the sweep; several as HTML are one page with all figures",
+    )
+    parser.add_argument(
+        "--scale", default="small", help="of the experiments: smoke, small (default) or paper"
+    )
+    parser.add_argument(
+        "--figures", type=Path, metavar="DIR", help="write the experiments' figures there, as PNG"
+    )
+    parser.add_argument(
+        "--verify", action="store_true", help="refuse runs whose files changed after they finished"
+    )
+    with files_of_the_command():
+        options = parser.parse_args(argv)
+        if options.digits is not None and not 0 <= options.digits <= 12:
+            raise ConfigError(f"--digits {options.digits}: a whole number, 0 to 12")
+        if options.experiment:
+            return _experiments(options)
+        _write(_content(options), options.out)
+    return 0
+
+
+def _format(options: argparse.Namespace) -> str:
+    """The format that is asked for."""
+    suffix = "" if options.out is None else options.out.suffix.lower()
+    by_suffix = BY_SUFFIX.get(suffix, suffix.removeprefix("."))
+    otherwise = "csv" if options.runs else "markdown"
+    style = str(options.format or (by_suffix if by_suffix in FORMATS else otherwise))
+    if options.runs and style not in RECORDS:
+        raise ConfigError(f"--runs --format {style}: a line a run is {', '.join(RECORDS)}")
+    if style == "parquet" and options.out is None:
+        raise ConfigError("--format parquet: name a file with --out")
+    return style
+
+
+def _content(options: argparse.Namespace) -> str | bytes:
+    from nmrun.lab.compare import records
+    from nmrun.lab.compare.runs import filtered, read, summary, verify
+
+    style = _format(options)
+    if options.runs:
+        runs = filtered(read(_paths(options), options.verify), options.filter)
+        if options.verify:
+            verify(runs)
+        return records.written(records.of_frame(summary(runs)), style)
+    query = _query(options, overall=options.overall)
+    from nmrun.lab.compare.comparison import compare
+    from nmrun.lab.show.formats import render
+
+    runs = read(_paths(options), strict=options.verify)
+    comparison = compare(runs, query, intact=options.verify)
+    return render(comparison, style, _names(options.labels), options.method)
+
+
+def _query(options: argparse.Namespace, **more: Any) -> Query:
+    """What the words ask for; a verb has not all of the options."""
+    from nmrun.lab.compare.comparison import Query, keys
+
+    words = vars(options)
+    return Query(
+        rows=keys(options.rows),
+        cols=keys(options.cols),
+        metrics=keys(options.metric),
+        filter=tuple(options.filter),
+        statistic=words.get("show", "mean"),
+        digits=words.get("digits"),
+        baseline=options.baseline or "",
+        test=words.get("test", "t"),
+        **more,
+    )
+
+
+def _names(text: str | None) -> dict[str, str]:
+    """The user's names for labels: ``step=Ours,dense=Dense``."""
+    pairs = [part.partition("=") for part in (text or "").split(",") if part]
+    for name, equals, _ in pairs:
+        if not equals:
+            raise ConfigError(f"--labels {name}: write NAME=TEXT, such as sr_ste=SR-STE")
+    return {name: written for name, _, written in pairs}
+
+
+def _limits(text: str | None) -> tuple[float, float] | None:
+    """The ends of an axis: ``90,100``."""
+    if not text:
+        return None
+    try:
+        ends = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--ylim {text}: write LOW,HIGH") from None
+    if len(ends) != 2:
+        raise ConfigError(f"--ylim {text}: write LOW,HIGH, such as 90,100")
+    return ends[0], ends[1]
+
+
+def _write(content: str | bytes, out: Path | None) -> None:
+    """To a file, whose name is printed, or to the terminal."""
+    if out is None:
+        _print(str(content))
+    else:
+        out.write_bytes(content.encode() if isinstance(content, str) else content)
+        sys.stdout.write(f"{out}\n")
+
+
+def plot(argv: Sequence[str]) -> int:
+    """``nmrun plot [PATH...]``: draw the same runs; returns the exit status."""
+    parser = _parser("plot", "Draw the runs below PATH, one line a recipe.")
+    parser.add_argument(
+        "--kind", default="ratio", choices=KINDS, help="default ratio: the metric against N:M"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="PNG, SVG or PDF by suffix (default PATH/plot.png, PATH/KIND.png)",
+    )
+    parser.add_argument(
+        "--title", help="above it (default: what all runs have in common; '': none)"
+    )
+    parser.add_argument(
+        "--width",
+        type=float,
+        metavar="INCHES",
+        help="3.25 for a column of two; fonts keep their size",
+    )
+    parser.add_argument(
+        "--height", type=float, metavar="INCHES", help="default: as --width, and what the axes need"
+    )
+    _labels(parser, "names in the picture")
+    parser.add_argument("--baseline", metavar="ROW", help="of --kind overall, such as dense")
+    parser.add_argument("--ylim", metavar="LOW,HIGH", help="of the y axis, such as 90,100")
+    parser.add_argument(
+        "--x",
+        help="a config key to draw the metric against, such as recipe.decay; of curves step (default), epoch or seconds",
+    )
+    with files_of_the_command():
+        options = parser.parse_args(argv)
+        paths = _paths(options)
+        name = "plot.png" if options.kind == "ratio" else f"{options.kind}.png"
+        out = options.out or Path(paths[0] if Path(paths[0]).is_dir() else ".", name)
+        if out.suffix not in SUFFIXES:
+            raise ConfigError(f"--out {out}: the suffix must be one of {', '.join(SUFFIXES)}")
+        from nmrun.lab.compare.runs import read
+        from nmrun.lab.show import plots
+        from nmrun.lab.show.style import Layout, save
+
+        query, over = plots.along(options.x, options.kind, _query(options))
+        layout = Layout(
+            title=options.title,
+            width=options.width,
+            height=options.height,
+            labels=_names(options.labels),
+            ylim=_limits(options.ylim),
+            x=over,
+        )
+        drawn = plots.plot(read(paths), query, options.kind, layout)
+        for i, figure in enumerate(drawn):
+            target = out if len(drawn) == 1 else out.with_stem(f"{out.stem}-{i + 1}")
+            save(figure, target)
+            sys.stdout.write(f"{target}\n")
+    return 0
+
+
+def report(argv: Sequence[str]) -> int:
+    """``nmrun report [PATH...] [--to FILE]``: tables, pictures, failures, configs and environments on
+    one page; returns the exit status.
+    """
+    parser = _parser(
+        "report",
+        "Write all that there is to know of the runs below PATH into one HTML file that needs no other.",
+    )
+    parser.add_argument("--to", type=Path, metavar="FILE", help="default PATH/report.html")
+    _comparison(parser, "default dense, where it is there")
+    with files_of_the_command():
+        options = parser.parse_args(argv)
+        paths = _paths(options)
+        if any(path.startswith("wandb://") for path in paths):
+            raise ConfigError(
+                "a report needs run folders: curves, errors and environments are not in W&B"
+            )
+        from nmrun.lab.compare.comparison import divide
+        from nmrun.lab.compare.runs import read
+        from nmrun.lab.show import page
+
+        target = options.to or Path(paths[0], "report.html")
+        query = _query(options)
+        parts = divide(read(paths), replace(query, baseline=""))
+        page.write(paths, parts, target, query.baseline, query.test)
+        sys.stdout.write(f"{target}\n")
+    return 0
+
+
+def _parser(verb: str, description: str) -> Parser:
+    parser = Parser(prog=f"nmrun {verb}", description=description)
+    parser.add_argument(
+        "paths",
+        nargs="*",
+        metavar="PATH",
+        help=f"folders with runs in them (default {OUTPUTS}), or wandb://entity/project",
+    )
+    parser.add_argument(
+        "--rows", metavar="KEYS", help="config keys, such as recipe,optimizer.lr (default recipe)"
+    )
+    parser.add_argument("--cols", metavar="KEYS", help="likewise (default sparsity)")
+    parser.add_argument(
+        "--metric",
+        help="default that of the task, such as test/accuracy; best/... is of the best weights; several by commas with --cols metric",
+    )
+    parser.add_argument(
+        "--filter",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="leave out runs where KEY has another value; several by commas: recipe=ste,sr_ste",
+    )
+    return parser
+
+
+def _paths(options: argparse.Namespace) -> list[str]:
+    return options.paths or [OUTPUTS]
+
+
+def _comparison(parser: Parser, which: str) -> None:
+    parser.add_argument(
+        "--baseline",
+        metavar="ROW",
+        help=f"compare every row with this one, seed by seed ({which})",
+    )
+    parser.add_argument(
+        "--test", default="t", choices=TESTS, help="paired test of the comparison (default t)"
+    )
+
+
+def _labels(parser: Parser, what: str) -> None:
+    parser.add_argument(
+        "--labels",
+        metavar="NAME=TEXT,...",
+        help=f"{what}, such as step=Ours (default: as papers write them)",
+    )
+
+
+def _experiments(options: argparse.Namespace) -> int:
+    from nmrun.lab.show import experiments
+    from nmrun.lab.words import experiment
+
+    every, style = experiment.chosen(options.experiment), _format(options)
+    if options.runs or options.overall or style == "parquet":
+        raise ConfigError("--experiment: --runs, --overall and --format parquet are for folders")
+    if style in RECORDS and len(every) > 1:
+        raise ConfigError(f"--format {style} --experiment {options.experiment}: one at a time")
+    sections = experiments.sections(
+        every, options.scale, options.paths, _query(options), options.verify
+    )
+    text = experiments.render(sections, style, options.method)
+    files = experiments.draw(sections, options.figures) if options.figures else []
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+    _write(text, options.out)
+    sys.stdout.write("".join(f"{file}\n" for file in files))
+    return 0
+
+
+def _print(text: str) -> None:
+    """With hyphens for minus signs where the terminal has none."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        from nmrun.lab.compare.numbers import MINUS
+
+        text = text.replace(MINUS, "-")
+    sys.stdout.write(text)

@@ -1,0 +1,234 @@
+"""Tables and figures of an experiment: of exactly the runs that its sweep consists of, those that
+are missing included.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from nmrun.errors import ConfigError, tell
+from nmrun.lab.compare.comparison import Comparison, Query, compare, keys
+from nmrun.lab.compare.runs import row, verify
+from nmrun.lab.compare.tables import Table, against
+from nmrun.lab.runs.run_folder import RESULT, RunFolder
+from nmrun.lab.show import curves, formats, html, plots, style
+from nmrun.lab.words.experiment import Experiment, configs
+from nmrun.lab.words.identity import run_folder
+
+KINDS = {
+    "mean": lambda values: sum(values) / len(values),
+    "positive": lambda values: sum(value > 0 for value in values) / len(values),
+}
+
+
+class Unfinished(ConfigError):
+    """An experiment of which there is nothing to show yet."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """An experiment as it is reported: its tables, and those that its pictures are of."""
+
+    asked: Experiment
+    scale: str
+    tables: list[Table]
+    drawn: list[Table]
+
+
+def sections(
+    every: Sequence[Experiment],
+    scale: str,
+    overrides: Sequence[str],
+    query: Query,
+    intact: bool = False,
+) -> list[Section]:
+    """Report experiments. One of several of which there is nothing to show yet is left out, and
+    that is said.
+
+    Args:
+        overrides: win over those of the experiments.
+        query: its keys, metrics and baseline win over an experiment's own.
+        intact: refuse runs whose files changed after they finished.
+
+    Raises:
+        ConfigError: where there is nothing to show of any of them.
+    """
+    shown = []
+    for asked in every:
+        own = replace(
+            query,
+            rows=query.rows or keys(asked.rows),
+            cols=query.cols or keys(asked.cols),
+            metrics=query.metrics or keys(asked.metric),
+        )
+        try:
+            collected = runs(asked, scale, overrides, own.metrics)
+        except Unfinished as error:
+            if len(every) == 1:
+                raise
+            print(f"nmrun: left out: {error}", file=sys.stderr)
+            continue
+        if intact:
+            verify(collected)
+        shown.append(_section(asked, scale, own, collected))
+    if not shown:
+        raise ConfigError(f"no run of any of these experiments is finished at scale={scale}")
+    return shown
+
+
+def _section(asked: Experiment, scale: str, query: Query, collected: pd.DataFrame) -> Section:
+    rows, cols = (
+        tuple(key for key in each if key in collected.columns) for each in (query.rows, query.cols)
+    )
+    query = replace(query, rows=rows, cols=cols)
+    tables = [with_paper(table, asked) for table in compare(collected, query).tables]
+    if asked.baseline and not query.baseline:
+        tables = [compared(table, asked.baseline, query.test) for table in tables]
+    of_pictures = replace(query, statistic="mean", digits=None, baseline="")
+    if "metric" in cols:  # pictures are of one metric, and tell ratios apart
+        of_pictures = replace(of_pictures, cols=("sparsity",), metrics=query.metrics[:1])
+    return Section(asked, scale, tables, compare(collected, of_pictures).tables)
+
+
+def runs(
+    asked: Experiment, scale: str, overrides: Sequence[str] = (), metrics: Sequence[str] = ()
+) -> pd.DataFrame:
+    """Collect the runs of an experiment, as ``nmrun.lab.compare.runs.collect`` does of folders.
+
+    A run that has no result yet has the status ``missing``. Beside a run's own metrics there is
+    ``test/score``, the one of the task, where tasks differ in it.
+
+    Args:
+        asked: the experiment.
+        scale: one of its scales.
+        overrides: win over those of the experiment.
+        metrics: of what was logged in training: ``mean/<key>`` over all values, and
+            ``positive/<key>``, the share of those above 0.
+
+    Returns:
+        One row for each run.
+
+    Raises:
+        Unfinished: if no run is finished.
+    """
+    rows = []
+    for config in configs(asked, scale, overrides):
+        folder = run_folder(config)
+        there = RunFolder(folder)
+        if there.problem:
+            tell([f"{folder / RESULT} left out: {there.problem}"])
+        missing: dict[str, Any] = {
+            "status": "damaged" if there.problem else "missing",
+            "id": "",
+            "config": config.plain,
+            "metrics": {"final": {}, "best": {}},
+        }
+        found = row(there.result or missing, folder)
+        if found["status"] == "finished":
+            found["test/score"] = found.get(f"test/{found['metric']}")
+            found |= {key: value for key in metrics if (value := _logged(folder, key)) is not None}
+        rows.append(found)
+    table = pd.DataFrame(rows, dtype=object)
+    if not (table["status"] == "finished").any():
+        command = " ".join([f"nmrun -m experiment={asked.name} scale={scale}", *overrides])
+        raise Unfinished(
+            f"experiment={asked.name} scale={scale}: none of its {len(table)} runs is finished; {command} makes them"
+        )
+    return table
+
+
+def _logged(folder: Path, metric: str) -> float | None:
+    kind, _, key = metric.partition("/")
+    if kind not in KINDS:
+        return None
+    values = [line[key] for line in curves.rows(str(folder)) if line.get(key) is not None]
+    return KINDS[kind](values) if values else None
+
+
+def with_paper(table: Table, asked: Experiment) -> Table:
+    """The table with the published figures beside ours."""
+    return replace(table, paper=asked.paper, paper_source=asked.paper_source)
+
+
+def compared(table: Table, baseline: str, test: str) -> Table:
+    """With differences to the experiment's baseline, unless too little is finished for that."""
+    with contextlib.suppress(ConfigError):
+        return against(table, baseline, test)
+    return table
+
+
+def render(sections: Sequence[Section], style_: str, method: bool = False) -> str:
+    """Write title, source, note and tables of each.
+
+    Args:
+        sections: the experiments.
+        style_: ``markdown``, ``latex``, ``html`` (one page with the pictures in it), or ``csv``
+            and ``json`` (the tables alone).
+        method: as of :func:`nmrun.lab.show.formats.render`.
+    """
+    if style_ in ("csv", "json"):
+        return str(formats.render(Comparison(sections[0].tables), style_))
+    if style_ == "html":
+        body = Markup("").join(map(_html, sections))
+        return html.document("page.html", title="nmrun: experiments", body=body)
+    mark = "%" if style_ == "latex" else "#"
+    heads = [f"{mark} {s.asked.title} ({s.asked.source}), scale {s.scale}\n" for s in sections]
+    notes = [
+        f"{'% ' if style_ == 'latex' else ''}{s.asked.note}\n\n" if s.asked.note else ""
+        for s in sections
+    ]
+    return "\n".join(
+        f"{h}{n}{formats.render(Comparison(s.tables), style_, method=method)!s}"
+        for h, n, s in zip(heads, notes, sections, strict=True)
+    )
+
+
+def draw(sections: Sequence[Section], folder: Path) -> list[Path]:
+    """Write the pictures as PNG, by the name of experiment, scale and kind.
+
+    Args:
+        sections: the experiments.
+        folder: made if needed.
+
+    Returns:
+        The files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for section in sections:
+        for i, (kind, figure) in enumerate(_figures(section), 1):
+            files.append(folder / f"{section.asked.name}-{section.scale}-{i}-{kind}.png")
+            style.save(figure, files[-1])
+    return files
+
+
+def _figures(section: Section) -> Iterator[tuple[str, Figure]]:
+    """Each picture with its kind; those for which nothing was logged are left out."""
+    for said in section.asked.figures:
+        kind, _, key = said.partition(" ")
+        for table in section.drawn:
+            figure = plots.draw(kind, table, key)
+            if figure is not None:
+                yield kind, figure
+
+
+def _html(section: Section) -> Markup:
+    return html.filled(
+        "experiment.html",
+        asked=section.asked,
+        scale=section.scale,
+        tables=[formats.html_table(g) for table in section.tables for g in formats.grids(table)],
+        pictures=[
+            style.embedded(figure, f"{section.asked.name}-{i}-{kind}")
+            for i, (kind, figure) in enumerate(_figures(section), 1)
+        ],
+    )

@@ -1,0 +1,190 @@
+"""``nmrun report``: one HTML file with all that there is to know of some runs; it needs no server
+and no other file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pandas as pd
+from markupsafe import Markup
+
+from nmrun import atomic
+from nmrun.errors import ConfigError
+from nmrun.lab.compare import numbers
+from nmrun.lab.compare.comparison import Part
+from nmrun.lab.compare.names import label, short
+from nmrun.lab.compare.tables import against
+from nmrun.lab.report import status
+from nmrun.lab.runs.run_folder import RunFolder
+from nmrun.lab.show import captions, formats, html, plots, points, style
+from nmrun.lab.show.formats import Grid, Line
+
+MOST = 200  # lines of a list; what is more is counted
+# keys without a dot that are part of a config
+NUMBERS = ("sparsity.n", "sparsity.m", "sparsity.v")  # in ``sparsity``
+OWN = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule")
+
+
+def write(
+    paths: Sequence[str], parts: Sequence[Part], target: Path, baseline: str, test: str
+) -> None:
+    """Write the report of the runs below ``paths``, whole or not at all.
+
+    Args:
+        paths: as they were typed.
+        parts: what is compared.
+        target: the file.
+        baseline: the row that others are compared with; empty: dense, where there is such a row.
+        test: ``t`` or ``wilcoxon``.
+
+    Raises:
+        ConfigError: for a baseline that no part has.
+        OSError: where ``target`` cannot be written.
+    """
+    runs = pd.concat([part.table.runs for part in parts])
+    states = [run for path in paths for run in status.runs(Path(path))]
+    counts = Counter(run.state for run in states)
+    order = [*status.STATES, *sorted(set(counts) - set(status.STATES))]
+    differing, common = _settings(runs)
+    environments, versions = _environments(runs)
+    text = html.document(
+        "report.html",
+        title=f"nmrun: {', '.join(paths)}",
+        heading=", ".join(paths),
+        made=time.strftime("%Y-%m-%d %H:%M"),
+        counted=", ".join(f"{counts[state]} {state}" for state in order if counts[state]),
+        command=shlex.join(["nmrun", *sys.argv[1:]]),
+        sections=_sections(parts, baseline, test),
+        unfinished=[run for run in states if run.state != "finished"],
+        run_keys=[*differing, "status"],
+        run_metric=", ".join(dict.fromkeys(numbers.labelled(part.table.metric) for part in parts)),
+        runs=_runs(parts, differing, target),
+        configurations=_combinations(runs, [key for key in differing if key != "seed"]),
+        common=formats.html_table(
+            Grid([], 1, ["key", "value"], [([key], [(value, False)]) for key, value in common])
+        ),
+        common_count=len(common),
+        environments=environments,
+        versions=versions,
+        most=MOST,
+    )
+    atomic.write(target, text, shared=True)
+
+
+def _sections(parts: Sequence[Part], baseline: str, test: str) -> list[dict[str, Any]]:
+    """Title, tables and pictures of each part."""
+    found, refused = [], []
+    for number, part in enumerate(parts, 1):
+        table = part.table
+        try:
+            table = against(table, baseline or "dense", test)
+        except ConfigError as error:
+            refused.append(error)
+        pictures = []
+        for kind, about in plots.KINDS.items():
+            if kind in ("ratio", "flops") and points.alone(table):
+                continue
+            figure = plots.draw(kind, table, plots.logged(table), style.Layout(title=""))
+            if figure is not None:
+                name = f"part-{number}-{kind}"
+                svg = style.embedded(figure, name)
+                pictures.append(
+                    {"id": name, "svg": svg, "about": f"{about.about}; {style.seeds(table)}"}
+                )
+        tables = [formats.html_table(grid) for grid in formats.grids(table)]
+        found.append({"title": _title(part), "tables": tables, "pictures": pictures})
+    if baseline and len(refused) == len(parts):
+        raise refused[0]
+    return found
+
+
+def _title(part: Part) -> str:
+    settings = [f"{key}={value}" for key, value in part.settings.items() if value != "-"]
+    return "; ".join(filter(None, [captions.title(part.table), ", ".join(settings)]))
+
+
+def _runs(parts: Sequence[Part], keys: Sequence[str], target: Path) -> list[dict[str, Any]]:
+    """Every run with its settings, metric, folder and command."""
+    found = []
+    for part in parts:
+        for run in part.table.runs.to_dict("records"):
+            folder, seconds = Path(run["folder"]), run["seconds"]
+            value = run.get(part.table.metric, math.nan)
+            with contextlib.suppress(ValueError):  # another drive
+                folder = Path(os.path.relpath(folder, target.parent))
+            found.append(
+                {
+                    "labels": [*(short(label(run[key])) for key in keys), run["status"]],
+                    "value": "-" if pd.isna(value) else numbers.printed(value, part.table.metric),
+                    "seconds": "-" if pd.isna(seconds) else f"{seconds:.1f}",
+                    "link": quote(f"{folder.as_posix()}/"),
+                    "name": run["id"],
+                    "command": status.command(RunFolder(run["folder"])),
+                }
+            )
+    return found
+
+
+def _settings(runs: pd.DataFrame) -> tuple[list[str], list[tuple[str, str]]]:
+    """The keys that differ, recipe and ratio first, and those that do not, with their value."""
+    dotted = [
+        key
+        for key in runs.columns
+        if "." in key and "/" not in key and not key.endswith(".name") and key not in NUMBERS
+    ]
+    labels = runs[[*(key for key in OWN if key in runs), *dotted, "seed"]].map(label)
+    keys = [str(key) for key in labels]
+    same = [key for key in keys if labels[key].nunique() == 1]
+    return [key for key in keys if key not in same], [(key, labels[key].iloc[0]) for key in same]
+
+
+def _combinations(runs: pd.DataFrame, differing: Sequence[str]) -> Markup:
+    """A line for each combination of settings, with its seeds."""
+    labels = runs[[*differing, "seed"]].map(label)
+    seeds: dict[tuple[str, ...], set[str]] = {}
+    for *values, seed in labels.itertuples(index=False, name=None):
+        seeds.setdefault(tuple(values), set()).add(seed)
+    lines: list[Line] = [
+        (
+            [short(value) for value in values],
+            [(", ".join(sorted(of, key=lambda seed: (len(seed), seed))), False)],
+        )
+        for values, of in seeds.items()
+    ]
+    caption = f"{len(lines)} combinations" + (
+        f", of which {MOST} are shown" if len(lines) > MOST else ""
+    )
+    return formats.html_table(Grid([caption], len(differing), [*differing, "seeds"], lines[:MOST]))
+
+
+def _environments(runs: pd.DataFrame) -> tuple[Markup, int]:
+    """What the runs were made with, each combination once with the number of its runs; and the
+    number of versions of the code.
+    """
+    found: Counter[str] = Counter()
+    for folder in runs["folder"]:
+        made_with = RunFolder(folder).result.get("environment", {})
+        found[json.dumps({key: value for key, value in made_with.items() if key != "command"})] += 1
+    environments = [(json.loads(text), count) for text, count in found.most_common(MOST)]
+    keys = list(dict.fromkeys(key for environment, _ in environments for key in environment))
+    lines: list[Line] = [
+        (
+            ["" if environment.get(key) is None else str(environment[key]) for key in keys],
+            [(str(count), False)],
+        )
+        for environment, count in environments
+    ]
+    commits = {environment.get("commit") for environment, _ in environments}
+    return formats.html_table(Grid([], len(keys), [*keys, "runs"], lines)), len(commits)

@@ -1,0 +1,185 @@
+"""The pictures of a comparison, by kind."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from nmrun.errors import ConfigError
+from nmrun.lab.compare import names
+from nmrun.lab.compare.comparison import Comparison, Query, compare, one_metric
+from nmrun.lab.compare.overall import Overall
+from nmrun.lab.compare.runs import known, usual_metric
+from nmrun.lab.compare.tables import Table
+from nmrun.lab.show import curves, points
+from nmrun.lab.show.curves import History
+from nmrun.lab.show.style import GREY, INK, LETTERS, Layout, high_enough, legend, looks, of_number
+
+BESIDE = 0.13  # of the distance between two rows, between data sets
+PLAIN = Layout()
+TRAINING = ("curves", "flips", "autoswitch")  # kinds of what was logged
+
+
+@dataclass(frozen=True)
+class Kind:
+    """``draw`` gives None where the runs have nothing of this kind; ``nothing`` says so, ``about``
+    what the picture shows.
+    """
+
+    draw: Callable[[Table, History, str, Layout], Figure | None]
+    about: str
+    nothing: str
+
+
+KINDS = {
+    "ratio": Kind(
+        lambda table, _history, _metric, layout: points.ratio(table, layout),
+        "The metric against the ratio",
+        "no run has finished",
+    ),
+    "curves": Kind(
+        curves.curves,
+        "Learning curves; a vertical line is where STEP begins to learn masks",
+        "no finished run has this metric at two steps or more in its metrics.jsonl",
+    ),
+    "flips": Kind(
+        lambda table, history, _metric, layout: curves.flips(table, history, layout),
+        "Flip rate: the share of mask entries that a step changed (of the masks to be, while a recipe is dense)",
+        "no finished run has logged a flip rate (sparse recipes do, in metrics.jsonl)",
+    ),
+    "autoswitch": Kind(
+        lambda table, history, _metric, layout: curves.autoswitch(table, history, layout),
+        "AutoSwitch: the mean change of Adam's second moment, against the threshold that it has to fall below",
+        "no finished run has AutoSwitch's samples (recipe=step with recipe.switch=auto logs them)",
+    ),
+    "flops": Kind(
+        lambda table, _history, _metric, layout: points.flops(table, layout),
+        "The metric against the FLOPs of training",
+        "no finished run has its FLOPs of training on record",
+    ),
+}
+
+
+def draw(kind: str, table: Table, logged: str, layout: Layout = PLAIN) -> Figure | None:
+    """Draw the picture of a kind.
+
+    Args:
+        kind: one of ``KINDS``.
+        logged: the metric of learning curves, such as ``eval/accuracy``.
+
+    Returns:
+        None where the runs have nothing to show (``KINDS[kind].nothing`` says what).
+    """
+    with looks():
+        figure = KINDS[kind].draw(table, History(table), logged, layout)
+        if figure is not None:
+            legend(figure)
+            high_enough(figure, layout)
+    return figure
+
+
+def logged(table: Table) -> str:
+    """A table's metric as ``metrics.jsonl`` has it, of the validation split: ``eval/accuracy``."""
+    split, _, name = table.metric.removeprefix("best/").partition("/")
+    own = split in ("test", "eval")
+    return f"eval/{name if own else usual_metric(table.runs).partition('/')[2]}"
+
+
+def along(x: str | None, kind: str, query: Query) -> tuple[Query, str]:
+    """What a picture is drawn over: of what was logged ``step``, ``epoch`` or ``seconds``; of a
+    ratio any config key, which makes the query's columns.
+
+    Raises:
+        ConfigError: for an ``x`` that this kind of picture has not, and a baseline that it has not.
+    """
+    if kind in TRAINING and x not in (None, *curves.OVER):
+        raise ConfigError(f"--x {x}: {kind} are over {', '.join(curves.OVER)}")
+    if x and kind not in TRAINING:
+        if kind != "ratio" or query.cols:
+            raise ConfigError("--x KEY is for --kind ratio without --cols")
+        query = replace(query, cols=tuple(x.split(",")))
+    if kind == "overall":
+        query = replace(query, overall=True)
+    elif query.baseline:
+        raise ConfigError("--baseline is for --kind overall")
+    return query, (x or "step") if kind in TRAINING else "step"
+
+
+def plot(runs: pd.DataFrame, query: Query, kind: str, layout: Layout = PLAIN) -> list[Figure]:
+    """Draw the runs that a query is about.
+
+    Args:
+        runs: as of :func:`nmrun.lab.compare.runs.read`.
+        query: as :func:`along` gives it. The metric of ``curves`` is one that was logged.
+
+    Returns:
+        A picture for each data set and model that has something of this kind; for ``overall`` one.
+
+    Raises:
+        ConfigError: where the runs have nothing of this kind, and as ``compare``.
+    """
+    if kind == "overall":
+        return [over_all_cells(compare(runs, query), layout)]
+    wanted = ",".join(query.metrics) if kind == "curves" else ""
+    if wanted:  # logged while training goes on; the results need not have it
+        query = replace(query, metrics=())
+    one_metric(query)
+    tables = compare(runs, query).tables
+    if wanted:
+        known(
+            wanted, sorted({key for table in tables for key in History(table).logged()}), "metric"
+        )
+    drawn = [draw(kind, table, wanted or logged(table), layout) for table in tables]
+    figures = [figure for figure in drawn if figure is not None]
+    if not figures:
+        raise ConfigError(f"--kind {kind}: {KINDS[kind].nothing}")
+    return figures
+
+
+def over_all_cells(comparison: Comparison, layout: Layout) -> Figure:
+    """Draw the mean difference of each cell, data sets side by side, and that of all cells with its
+    95 % interval.
+    """
+    tables, rows = comparison.tables, comparison.overall
+    keys, every = tables[0].row_keys, list(dict.fromkeys(d for each in rows for d in each.parts))
+    own = dict.fromkeys(row for table in tables for row in table.baseline)
+    against = ", ".join(" ".join(names.column(keys, row, layout.labels)) for row in own)
+    with looks():
+        figure = Figure(figsize=layout.size(2.6 + 1.05 * len(rows), 3.4), layout="constrained")
+        axes = figure.subplots()
+        axes.axhline(0.0, color=GREY, linestyle="--", linewidth=0.9, zorder=0)
+        for i, data in enumerate(every):
+            points = [
+                (place + BESIDE * (i + 1 - len(every) / 2), value)
+                for place, each in enumerate(rows)
+                if data in each.parts
+                for value in each.parts[data].means
+            ]
+            how = {**of_number(i), "linestyle": "none", "markersize": 4, "alpha": 0.8}
+            axes.plot(*zip(*points, strict=True), label=names.written(data, layout.labels), **how)
+        axes.errorbar(
+            [place - BESIDE * (1 + len(every) / 2) for place in range(len(rows))],
+            [each.mean.value for each in rows],
+            [[_to(each, each.mean.low) for each in rows], [_to(each, each.mean.high) for each in rows]],
+            color=INK, marker="D", markersize=5, linestyle="none", elinewidth=1.6, label="all cells, 95 %",
+        )  # fmt: skip
+        labels = (" ".join(names.column(keys, each.row, layout.labels)) for each in rows)
+        axes.set_xticks(range(len(rows)), ["\n".join(textwrap.wrap(one, 14)) for one in labels])
+        axes.set_ylabel(f"better than {against} by\nstandard deviations of a run")
+        if layout.ylim:
+            axes.set_ylim(layout.ylim)
+        own_title = f"Against {against}, all cells together"
+        if text := own_title if layout.title is None else layout.title:
+            figure.suptitle(textwrap.fill(text, int(LETTERS * figure.get_figwidth())))
+        legend(figure)
+        high_enough(figure, layout)
+    return figure
+
+
+def _to(each: Overall, end: float | None) -> float:
+    """How far the interval's end is from the mean; nothing is drawn where it is not known."""
+    return 0.0 if end is None else abs(end - each.mean.value)

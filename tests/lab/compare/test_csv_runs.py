@@ -1,0 +1,125 @@
+"""Runs as a CSV file: what is written is read again, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pandas as pd
+import pytest
+from verbs import verb
+
+from nmrun.errors import ConfigError
+from nmrun.lab.compare.runs import NEEDED, collect, from_csv, to_csv
+
+RUN = {
+    "recipe": "=step", "sparsity": "1:8", "seed": 3, "status": "finished", "metric": "accuracy", "dataset": "digits", "model": "mlp",
+    "optimizer.lr": 1e-05, "trainer.clip": None, "model.bias": True, "recipe.decay": math.nan, "test/accuracy": 0.1 + 0.2,
+    "model.exclude": "['a,b','c']", "folder": "/somewhere", "output_dir": "/somewhere", "track.name": "local",
+}  # fmt: skip
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    file = tmp_path / "runs.csv"
+    file.write_text(to_csv(pd.DataFrame([RUN], dtype=object)))
+    (read,) = from_csv(file)
+    assert read.pop("folder") == f"{file}:2"
+    assert math.isnan(read.pop("recipe.decay"))
+    gone = ("folder", "output_dir", "track.name", "recipe.decay")
+    assert read.items() >= {key: value for key, value in RUN.items() if key not in gone}.items()
+    later = {key: value for key, value in read.items() if key not in RUN}
+    assert later.items() >= {"optimizer.decay": "all", "trainer.test": True}.items()
+    assert type(read["seed"]) is int
+    assert read["model.bias"] is True
+    assert "\n'=step," in file.read_text()  # no formula
+
+
+def test_a_table_may_be_of_folders_and_files(tmp_path, write):
+    write("ste", "1:8", 0, 0.5)
+    file = tmp_path / "runs.csv"
+    file.write_text(to_csv(pd.DataFrame([RUN], dtype=object)))
+    assert list(collect([tmp_path / "outputs", file])["recipe"]) == ["=step", "ste"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a,b\n1,2\n", "it has no column dataset"),
+        ("", "it has no column|no file of runs"),
+        (",".join(sorted(NEEDED)) + "\n1,2\n", "line 2: 7 values are needed"),
+    ],
+)
+def test_another_file_gets_a_line(tmp_path, text, said):
+    (tmp_path / "runs.csv").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        from_csv(tmp_path / "runs.csv")
+
+
+def test_names_of_a_file_are_no_commands_to_a_terminal(tmp_path, capsys):
+    file, odd = tmp_path / "runs.csv", {**RUN, "recipe": "a\x1b[2J", "model\x9b.x": "\x1b]0;b\x07"}
+    file.write_text(to_csv(pd.DataFrame([odd], dtype=object)))
+    assert verb("table", str(file)) == 0
+    assert verb("table", str(file), "--rows", "model\x9b.x") in (0, 2)
+    out, err = capsys.readouterr()
+    assert "a [2J" in out
+    assert not set("\x1b\x07\x9b") & set(out + err.replace("--rows model\x9b.x", ""))
+
+
+def test_a_file_with_a_zero_gets_a_line(tmp_path):
+    (tmp_path / "runs.csv").write_text("a,\0b\n1,2\n")
+    with pytest.raises(ConfigError, match=r"runs\.csv"):
+        from_csv(tmp_path / "runs.csv")
+
+
+def test_a_line_a_run_as_csv_gives_the_same_table(tmp_path, write, capsys):
+    for seed in (0, 1, 2):
+        write("dense", "dense", seed, 0.9 + seed / 100)
+        write("sr_ste", "1:8", seed, 0.8 + seed / 50, recipe__decay=2e-4)
+        write("step", "1:8", seed, 0.85 + seed / 50, recipe__threshold=None)
+
+    def printed(*words):
+        assert verb("table", *words) == 0
+        return capsys.readouterr().out
+
+    (tmp_path / "runs.csv").write_text(printed(str(tmp_path / "outputs"), "--runs"))
+    asked = ("--baseline", "sr_ste", "--format", "csv")
+    of_folders = printed(str(tmp_path / "outputs"), *asked)
+    assert printed(str(tmp_path / "runs.csv"), *asked) == of_folders
+    assert of_folders.count("\n") == 4
+
+
+def test_files_of_before_and_after_a_key_came_make_one_table(tmp_path, write, capsys):
+    """At the value that stands for how it was; at another they are refused, as elsewhere."""
+
+    def printed(*names):
+        ended = verb("table", *(str(tmp_path / name) for name in names))
+        return ended, capsys.readouterr()
+
+    for seed in (0, 1, 2):
+        write("sr_ste", "1:8", seed, 0.8 + seed / 50, trainer__test=True, recipe__decay=2e-4)
+    runs = collect([tmp_path / "outputs"])
+    before, after = runs[runs.seed == 0].drop(columns="trainer.test"), runs[runs.seed > 0]
+    for name, part in (
+        ("all", runs),
+        ("before", before),
+        ("after", after),
+        ("other", after.assign(**{"trainer.test": False})),
+    ):
+        (tmp_path / f"{name}.csv").write_text(to_csv(part))
+    ended, one = printed("all.csv")
+    assert ended == 0
+    assert "(3)" in one.out
+    assert printed("before.csv", "after.csv") == (ended, one)
+    ended, two = printed("before.csv", "other.csv")
+    assert ended == 2
+    assert "differ in trainer.test" in two.err
+
+
+def test_a_line_a_run_says_what_happened(tmp_path, write, capsys):
+    happened = ["step 20: ASP pruned once, by magnitude", "step 30: all is well"]
+    path = write("asp", "1:8", 0, 0.9) / "result.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "events": happened}))
+    write("dense", "dense", 0, 0.9)
+    assert verb("table", str(tmp_path / "outputs"), "--runs", "--format", "json") == 0
+    runs = {run["recipe"]: run["events"] for run in json.loads(capsys.readouterr().out)}
+    assert runs == {"asp": "; ".join(happened), "dense": ""}

@@ -1,0 +1,378 @@
+"""All cells together: against scipy's tests where they say the same, and by simulation."""
+
+from __future__ import annotations
+
+import csv
+import io
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+from verbs import verb
+
+import nmrun
+from nmrun.errors import ConfigError
+from nmrun.lab.compare import overall
+from nmrun.lab.compare.comparison import Comparison
+from nmrun.lab.compare.overall import Part, mean
+from nmrun.lab.compare.statistics import summarise
+from nmrun.lab.compare.tables import Table, against, build
+from nmrun.lab.show import formats, plots
+from nmrun.lab.show.style import Layout
+
+Values = dict[str, dict[str, list[float]]]  # by ratio and recipe, one a seed
+
+WORDS: Values = {
+    "2:4": {"ste": [7.0, 7.2, 7.1, 7.5], "sr_ste": [6.8, 7.1, 7.0, 7.1], "asp": [6.7, 6.9, 7.3, 7.0]},
+    "1:8": {"ste": [8.0, 8.4, 8.2, 8.1], "sr_ste": [7.8, 8.1, 8.1, 7.6], "asp": [9.0, 9.3, 9.9, 9.1]},
+}  # fmt: skip
+IMAGES: Values = {
+    "2:4": {"ste": [0.911, 0.90, 0.93], "sr_ste": [0.92, 0.93, 0.932], "asp": [0.94, 0.91, 0.95]},
+    "1:8": {"ste": [0.81, 0.835, 0.84], "sr_ste": [0.82, 0.83, 0.86], "asp": [0.80, 0.83, 0.81]},
+}
+
+
+def table_of(values: Values, dataset: str, metric: str) -> Table:
+    lines = [
+        {"dataset": dataset, "model": "mlp", "recipe": recipe, "sparsity": ratio, "seed": seed,
+         "status": "finished", "metric": metric, "folder": f"{recipe}{ratio}{seed}", f"test/{metric}": value}
+        for ratio, recipes in values.items()
+        for recipe, own in recipes.items()
+        for seed, value in enumerate(own)
+        if value == value
+    ]  # fmt: skip
+    return build(pd.DataFrame(lines), f"test/{metric}", ["recipe"], ["sparsity"])
+
+
+def words(values: Values = WORDS) -> Table:
+    return table_of(values, "shakespeare", "perplexity")
+
+
+def images(values: Values = IMAGES) -> Table:
+    return table_of(values, "digits", "accuracy")
+
+
+def together(values: Values, recipe: str, sign: int) -> list[float]:
+    """By seed the mean over the ratios of the difference to SR-STE, in deviations of the third row."""
+    gaps = []
+    for recipes in values.values():
+        (third,) = set(recipes) - {recipe, "sr_ste"}
+        unit = statistics.stdev(recipes[third])
+        pairs = zip(recipes[recipe], recipes["sr_ste"], strict=True)
+        gaps.append([sign * (a - b) / unit for a, b in pairs])
+    return [statistics.fmean(of_seed) for of_seed in zip(*gaps, strict=True)]
+
+
+def of(*tables: Table) -> dict[str, overall.Overall]:
+    return {each.row[0]: each for each in overall.of(tables, "sr_ste")}
+
+
+def test_one_data_set_is_a_t_test_of_means_over_its_cells() -> None:
+    found = of(words())
+    p = {}
+    for recipe in ("asp", "ste"):
+        gaps = together(WORDS, recipe, -1)  # a lower perplexity is better
+        test = stats.ttest_1samp(gaps, 0.0)
+        low, high = test.confidence_interval()
+        one, p[recipe] = found[recipe].mean, test.pvalue
+        assert (one.value, one.low, one.high) == pytest.approx((statistics.fmean(gaps), low, high))
+        assert one.freedom == pytest.approx(3)
+    first, second = sorted(p, key=p.__getitem__)
+    assert found[first].mean.p == pytest.approx(2 * p[first])  # Holm's
+    assert found[second].mean.p == pytest.approx(max(2 * p[first], p[second]))
+    assert [[value > 0 for value in each.means] for each in found.values()] == [
+        [True, False],
+        [False, False],
+    ]
+
+
+def test_two_data_sets_are_welchs_test() -> None:
+    """The mean of two means is half of what Welch's test compares, with one of them negated."""
+    found = of(words(), images())
+    for recipe in ("asp", "ste"):
+        a, b = together(WORDS, recipe, -1), together(IMAGES, recipe, 1)
+        test = stats.ttest_ind(a, [-gap for gap in b], equal_var=False)
+        low, high = test.confidence_interval()
+        one = mean(list(found[recipe].parts.values()))
+        assert (one.value, one.low, one.high) == pytest.approx(
+            ((statistics.fmean(a) + statistics.fmean(b)) / 2, low / 2, high / 2)
+        )
+        assert one.p == pytest.approx(test.pvalue)
+        assert one.freedom == pytest.approx(test.df)
+        assert list(found[recipe].parts) == ["shakespeare", "digits"]
+
+
+def test_every_cell_counts_alike() -> None:
+    small = {"2:4": IMAGES["2:4"]}
+    found = of(words(), images(small))
+    a, b = together(WORDS, "asp", -1), together(small, "asp", 1)
+    wanted = (2 * statistics.fmean(a) + statistics.fmean(b)) / 3
+    assert found["asp"].mean.value == pytest.approx(wanted)
+
+
+def test_a_recipe_that_fails_with_one_seed_changes_no_unit() -> None:
+    two = {"step": [7.0, 7.3, 7.1, 7.2], "s_ste": [7.0, 7.4, 7.0, 6.9]}
+    five = {ratio: {**own, **two} for ratio, own in WORDS.items()}
+    failed = {ratio: {**own, "asp": [*own["asp"][:3], 5e3]} for ratio, own in five.items()}
+    # of three other rows the median deviation is the middle one: S-STE's here, before and after
+    calm = {ratio: {**own, "asp": [6.0, 7.0, 8.0, 9.0]} for ratio, own in five.items()}
+    value = statistics.fmean(
+        (statistics.fmean(own["sr_ste"]) - statistics.fmean(own["ste"])) / statistics.stdev(two["s_ste"])
+        for own in five.values()
+    )  # fmt: skip
+    for values in (failed, calm):
+        assert of(words(values))["ste"].mean.value == pytest.approx(value)
+    assert of(words(failed))["asp"].mean.value < -1000
+
+
+def test_the_compared_rows_alone_give_no_unit_for_several_cells() -> None:
+    alone = {ratio: {name: own[name] for name in ("ste", "sr_ste")} for ratio, own in WORDS.items()}
+    several = of(words(alone))["ste"].mean
+    assert (several.low, several.p) == (None, None)
+    assert several.value < 0
+    one = {"2:4": alone["2:4"]}  # of which the unit cancels
+    test = stats.ttest_rel(one["2:4"]["sr_ste"], one["2:4"]["ste"])
+    assert of(words(one))["ste"].mean.p == pytest.approx(test.pvalue)
+
+
+def test_three_seeds_of_each_data_set_for_a_test() -> None:
+    two = {ratio: {name: v[:2] for name, v in own.items()} for ratio, own in IMAGES.items()}
+    found = of(words(), images(two))["ste"].mean
+    assert found.low is not None
+    assert found.p is None
+    assert of(words(), images())["ste"].mean.p is not None
+
+
+def test_equal_differences_are_a_step_apart_at_least() -> None:
+    """Seeds that differ by the same number of images show that the spread is below one."""
+    tied = {"2:4": {"ste": [0.91, 0.92, 0.93], "sr_ste": [0.90, 0.91, 0.92]}}
+    one = of(images(tied))["ste"].mean
+    wanted = stats.t.sf(np.sqrt(3), 2) * 2  # the mean is one step, and so is the spread
+    assert one.p == pytest.approx(wanted)
+    # runs that do not vary are one step apart, and over two ratios half a step can be told from none
+    still = {
+        "ste": [0.91, 0.91, 0.91],
+        "sr_ste": [0.90, 0.90, 0.90],
+        "asp": [0.90, 0.91, 0.90],
+    }
+    one = of(images({"2:4": still, "1:8": still}))["ste"].mean
+    assert one.value == pytest.approx(1.0)
+    assert one.p == pytest.approx(stats.t.sf(2 * np.sqrt(3), 2) * 2 * 2)  # of two rows
+    same = {"2:4": {"ste": [0.9, 0.9, 0.9], "sr_ste": [0.9, 0.9, 0.9]}}
+    nothing = of(images(same))["ste"].mean
+    assert (nothing.value, nothing.low, nothing.p) == (0.0, None, None)
+
+
+def test_seeds_that_every_cell_has() -> None:
+    nan = float("nan")
+    holes = {"2:4": {**WORDS["2:4"], "asp": [nan, 6.9, 7.3, 7.0]}, "1:8": WORDS["1:8"]}
+    found = of(words(holes))
+    assert [len(found[recipe].parts["shakespeare"].gaps) for recipe in ("asp", "ste")] == [3, 4]
+    apart = {
+        "2:4": {"ste": [7.0, nan], "sr_ste": [7.0, 7.1]},
+        "1:8": {"ste": [nan, 8.0], "sr_ste": [8.0, 8.1]},
+    }
+    one = of(words(apart))["ste"].mean  # two cells that cannot be put together seed by seed
+    assert (one.value, one.low, one.p) == (pytest.approx(0.1 / 2 / 0.1), None, None)
+    strangers = {"2:4": {"ste": [7.0, nan], "sr_ste": [nan, 7.1]}}
+    with pytest.raises(ConfigError, match="no other row has runs of the same seeds"):
+        of(words(strangers))
+
+
+@pytest.mark.parametrize("n", [2, 3, 5, 10])
+def test_means_over_data_sets_of_unlike_spreads_cover_and_err_as_they_say(n: int) -> None:
+    """And of unlike numbers of cells, two thousand times."""
+    rng, cells, spreads = np.random.default_rng(n), [4, 4, 1, 1], [1.0, 0.3, 2.0, 0.7]
+    every = [spread * rng.standard_normal((2_000, n)) for spread in spreads]
+    covered = rejected = 0
+    for gaps in zip(*every, strict=True):
+        one = mean([Part([0.0] * c, list(own), 0.0) for c, own in zip(cells, gaps, strict=True)])
+        assert one.low is not None
+        assert one.high is not None
+        covered += one.low <= 0.0 <= one.high
+        rejected += one.p is not None and one.p < 0.05
+    # with two seeds the approximation errs on the safe side
+    assert 0.93 < covered / 2_000 < (0.99 if n == 2 else 0.97)
+    assert rejected / 2_000 < 0.07
+
+
+def drawn(rng: np.random.Generator, dataset: str, columns: int, rows: int, n: int) -> Table:
+    """Recipes that do not differ: the runs of a seed have something in common, each column a spread
+    of its own, and the baseline is the first.
+    """
+    names, ratios = [f"r{k}" for k in range(rows)], [(f"1:{2 << k}",) for k in range(columns)]
+    common, spreads = rng.standard_normal(n), np.exp(rng.standard_normal(columns))
+    cells = {
+        ((name,), ratio): summarise(list(spread * (common + rng.standard_normal(n))))
+        for ratio, spread in zip(ratios, spreads, strict=True)
+        for name in names
+    }
+    keys, shared = [(name,) for name in names], {"dataset": dataset}
+    return Table(
+        "test/perplexity", "mean", ("recipe",), ("sparsity",), keys, ratios, cells, set(), set(),
+        shared, [], [],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("rows", "n"), [(3, 2), (3, 3), (3, 5), (7, 3), (7, 5)])
+def test_intervals_cover_and_tests_err_as_they_say(
+    rows: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From runs to the corrected p-values, with three data sets of unlike numbers of cells."""
+    monkeypatch.setattr(overall, "found_at", lambda *_: 1.0)  # takes most of the time
+    rng, tries = np.random.default_rng(10 * rows + n), 1200 // (rows - 1)
+    covered, rejected = 0, 0
+    for _ in range(tries):
+        tables = [
+            drawn(rng, data, cells, rows, n) for data, cells in (("a", 5), ("b", 1), ("c", 2))
+        ]
+        found = [each.mean for each in overall.of(tables, "r0")]
+        covered += sum(one.low <= 0 <= one.high for one in found if one.low is not None)
+        rejected += any(one.significant for one in found)
+        assert all((one.p is None) == (n < 3) for one in found)
+    # rows are compared with the same runs, so their errors come together; with two seeds the
+    # approximation errs on the safe side
+    assert 0.92 < covered / tries / (rows - 1) < (0.99 if n == 2 else 0.98)
+    assert rejected / tries < 0.08
+
+
+def test_the_smallest_difference_is_found_four_times_in_five() -> None:
+    rng = np.random.default_rng(0)
+    spreads, found, tries = [1.0, 0.5], 0, 2_000
+    # what it would be with the true spreads; each sample says its own
+    error = np.hypot(*spreads) / 2 / np.sqrt(5)
+    freedom = sum(s**2 for s in spreads) ** 2 / sum(s**4 / 4 for s in spreads)
+    true = error * overall.found_at(freedom, 0.05)
+    for _ in range(tries):
+        parts = [Part([0.0], list(true + s * rng.standard_normal(5)), 0.0) for s in spreads]
+        p = mean(parts).p
+        found += p is not None and p < 0.05
+    assert 0.77 < found / tries < 0.83
+
+
+@pytest.fixture
+def runs(write: Callable[..., Any]) -> None:
+    for ratio in ("2:4", "1:8"):
+        for recipe, own in IMAGES[ratio].items():
+            for seed, value in enumerate(own):
+                write(recipe, ratio, seed, value)
+
+
+def test_on_the_command_line_and_from_python(runs: None, table: Any, tmp_path: Path) -> None:
+    status, said, _ = table("--baseline", "sr_ste", "--overall")
+    gaps = together(IMAGES, "asp", 1)
+    assert status == 0
+    head, _rule, asp, ste = [line for line in said.splitlines() if line[:1] == "|"]
+    assert [cell.strip() for cell in head.split("|")[1:-1]] == ["recipe", "all cells", "better in"]
+    assert (
+        asp.split("|")[2]
+        .strip()
+        .startswith(f"{statistics.fmean(gaps):+.1f} [".replace("-", "\N{MINUS SIGN}"))
+    )
+    assert [line.split("|")[3].strip() for line in (asp, ste)] == ["1 of 2", "0 of 2"]
+    assert "Holm's correction for 2 comparisons" in said
+    assert "not the same" not in said
+    assert "no test" not in said
+
+    status, said, _ = table("--baseline", "sr_ste", "--overall", "--format", "csv")
+    lines = list(csv.DictReader(io.StringIO(said)))
+    assert [(line["recipe"], line["dataset"]) for line in lines] == [
+        ("asp", "digits"), ("asp", "all cells"), ("ste", "digits"), ("ste", "all cells"),
+    ]  # fmt: skip
+    assert float(lines[1]["difference"]) == pytest.approx(statistics.fmean(gaps))
+    assert lines[0]["p"] == ""
+
+    frame = nmrun.table(tmp_path / "outputs", baseline="sr_ste", overall=True)
+    whole = frame.set_index(["recipe", "dataset"]).loc[("asp", "all cells")]
+    assert (whole["cells"], whole["better"]) == (2, 1)
+    assert whole["difference"] == pytest.approx(statistics.fmean(gaps))
+
+    assert (
+        r"\begin{tabular}{lcc}"
+        in table("--baseline", "sr_ste", "--overall", "--format", "latex")[1]
+    )
+    assert "<table>" in table("--baseline", "sr_ste", "--overall", "--format", "html")[1]
+
+
+def test_the_caption_says_what_differs(write: Callable[..., Any], table: Any) -> None:
+    for seed in range(2):
+        write("sr_ste", "2:4", seed, 0.9 + seed / 100)
+        write("ste", "2:4", seed, 0.8, trainer__epochs=24)
+        for ratio in ("2:4", "1:8"):
+            write("asp", ratio, seed, 0.8 + seed / 50)
+    _, said, _ = table("--baseline", "sr_ste", "--overall")
+    assert "in test/accuracy" in said
+    assert "not the same in all cells: epochs" in said
+    assert "no test for fewer than three seeds of a data set" in said
+    assert "no interval for" not in said
+    for seed in range(2):
+        write("sr_ste", "1:8", seed, 0.9 + seed / 100)
+    _, said, _ = table("--baseline", "sr_ste", "--overall")
+    assert "no row but the two compared" in said
+    write("step", "2:4", 0, 0.9)
+    assert "no interval for fewer than two" in table("--baseline", "sr_ste", "--overall")[1]
+
+
+def test_the_caption_says_how_each_data_set_was_tuned() -> None:
+    budget = "each cell tuned before by 6 trials (ste), none (sr_ste)"
+    tables = [
+        against(replace(each, tuned=tuned, candidates=candidates), "sr_ste")
+        for each, tuned, candidates in (
+            (words(), [budget, "all over optimizer.lr"], {}),
+            (images(), [], {"3": [("ste",)], "-": [("asp",)]}),
+        )
+    ]
+    said = formats.render(Comparison(tables, overall.of(tables, "sr_ste")), "markdown")
+    assert "in test/perplexity, test/accuracy over all" in said
+    assert f"{budget} (shakespeare)" in said
+    assert "3 (ste), not known how many (asp) (digits)" in said
+
+
+def test_the_picture_has_a_point_for_each_cell_and_the_interval_of_all() -> None:
+    tables = [against(each, "sr_ste") for each in (words(), images())]
+    rows = overall.of(tables, "sr_ste")
+    (axes,) = plots.over_all_cells(Comparison(tables, rows), Layout(labels={"asp": "Ours"})).axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["Ours", "STE"]
+    drawn = {str(line.get_label()): line for line in axes.get_lines()}
+    for data, name in (("shakespeare", "Tiny Shakespeare"), ("digits", "digits")):
+        points = list(zip(*map(list, drawn[name].get_data()), strict=True))
+        for place, each in enumerate(rows):
+            own = [y for x, y in points if round(x) == place]
+            assert own == each.parts[data].means
+    (bars,) = axes.containers
+    ends = [tuple(segment[:, 1]) for segment in bars[2][0].get_segments()]
+    assert ends == [pytest.approx((each.mean.low, each.mean.high)) for each in rows]
+
+
+def test_the_picture_on_the_command_line(runs: None, tmp_path: Path, capsys: Any) -> None:
+    folder, out = str(tmp_path / "outputs"), str(tmp_path / "all.svg")
+    asked = ("plot", folder, "--kind", "overall", "--out", out)
+    assert verb(*asked, "--baseline", "sr_ste") == 0
+    assert "better than SR-STE by" in Path(out).read_text()
+    capsys.readouterr()
+    assert verb(*asked) == 2
+    assert "name it with --baseline" in capsys.readouterr().err
+    assert verb("plot", folder, "--baseline", "sr_ste") == 2
+    assert "--baseline is for --kind overall" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (("--overall",), "--overall compares with a row: name it with --baseline"),
+        (("--overall", "--baseline", "sr_ste", "--test", "wilcoxon"), "the t-test only"),
+        (("--overall", "--baseline", "sr_ste", "--rows", "recipe,metric"), "no row or column"),
+        (("--overall", "--baseline", "srste"), "no such row; did you mean sr_ste?"),
+    ],
+)
+def test_mistakes(words: tuple[str, ...], complaint: str, runs: None, table: Any) -> None:
+    status, said, wrong = table(*words)
+    assert (status, said) == (2, "")
+    assert complaint in wrong
+    assert wrong.count("\n") == 1

@@ -1,0 +1,499 @@
+"""Differences between recipes: pairing by seed, tests, intervals, corrections; and where runs come
+from besides folders.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import math
+import re
+import statistics
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+from test_tables import cells
+from verbs import verb
+
+from nmrun.lab.compare.runs import collect
+from nmrun.lab.compare.statistics import (
+    Difference,
+    detectable,
+    grain,
+    holm,
+    paired,
+    seeds_for_half,
+    step_down,
+    student,
+    summarise,
+)
+from nmrun.lab.train import result as logged
+
+OURS = {0: 0.97, 1: 0.96, 2: 0.99, 3: 0.95, 7: 0.5}
+BASE = {0: 0.95, 1: 0.95, 2: 0.96, 3: 0.96, 9: 0.1}
+GAPS = [0.02, 0.01, 0.03, -0.01]
+IMAGES = 359  # of the digits' test split
+M = "\N{MINUS SIGN}"
+
+
+def t_test(gaps: list[float]) -> float:
+    """Two-sided, from the definition."""
+    t = statistics.fmean(gaps) / (statistics.stdev(gaps) / math.sqrt(len(gaps)))
+    return float(2 * stats.t.sf(abs(t), len(gaps) - 1))
+
+
+def wilcoxon(gaps: list[float]) -> float:
+    """Two-sided, by all sign patterns; equal sizes share the mean of their ranks."""
+    sizes = sorted(map(abs, gaps))
+    ranks = [sizes.index(abs(g)) + (sizes.count(abs(g)) + 1) / 2 for g in gaps]
+    observed = sum(r * ((g > 0) - (g < 0)) for r, g in zip(ranks, gaps, strict=True))
+    sums = [
+        sum(r * s * (g != 0) for r, s, g in zip(ranks, signs, gaps, strict=True))
+        for signs in itertools.product([-1, 1], repeat=len(gaps))
+    ]
+    return sum(abs(s) >= abs(observed) for s in sums) / len(sums)
+
+
+def gap(gaps: list[float], grain: float = 0.0, test: str = "t") -> Difference:
+    found = paired(summarise(gaps), summarise([0.0] * len(gaps)), grain, test)
+    assert found is not None
+    return found
+
+
+def test_pairs_are_those_of_common_seeds() -> None:
+    found = paired(summarise(OURS), summarise(BASE), 0.0)
+    assert found is not None
+    assert (found.n, found.mean) == (4, pytest.approx(0.0125))
+    assert found.p == pytest.approx(t_test(GAPS))
+    assert found.p == pytest.approx(
+        stats.ttest_rel([0.97, 0.96, 0.99, 0.95], [0.95, 0.95, 0.96, 0.96]).pvalue
+    )
+    by_rank = paired(summarise(OURS), summarise(BASE), 0.0, "wilcoxon")
+    assert by_rank is not None
+    assert by_rank.p == pytest.approx(wilcoxon(GAPS))
+    assert paired(summarise({0: 0.5}), summarise({1: 0.4}), 0.0) is None
+
+
+def test_the_interval_is_students() -> None:
+    found = gap(GAPS)
+    interval = stats.ttest_1samp(GAPS, 0.0).confidence_interval(0.95)
+    assert (found.low, found.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
+    # Student's t with one degree of freedom is Cauchy's: tan(0.475 pi)
+    assert gap([1.0, 3.0]).high == pytest.approx(2.0 + math.tan(0.475 * math.pi))
+
+
+def test_no_test_below_three_pairs() -> None:
+    assert gap([0.1]) == Difference(pytest.approx(0.1), 1)
+    two = gap([0.1, 0.2])
+    assert (two.p, two.n) == (None, 2)
+    assert two.low < 0.15 < two.high
+    assert gap([0.1, 0.2, 0.3]).p == pytest.approx(t_test([0.1, 0.2, 0.3]))
+
+
+def test_equal_differences_are_judged_by_the_grain() -> None:
+    """With two degrees of freedom the tail is in closed form: 1 - t / sqrt(t^2 + 2)."""
+    step = 1 / IMAGES
+    for images in (1, 2, 8):
+        t = images * math.sqrt(3)
+        tied = gap([-images * step] * 3, step)
+        assert tied.p == pytest.approx(1 - t / math.sqrt(t * t + 2))
+        half = 4.302652729911275 * step / math.sqrt(3)
+        assert (tied.low, tied.high) == (
+            pytest.approx(-images * step - half),
+            pytest.approx(-images * step + half),
+        )
+    near = gap([-8 * step, -8 * step, -8 * step - 1e-9], step)
+    assert near.p == pytest.approx(gap([-8 * step] * 3, step).p, rel=1e-6)
+    same = gap([0.0, 0.0, 0.0], step)
+    assert (same.p, same.mean) == (1.0, 0.0)
+    assert same.low == -same.high < 0
+    assert gap([0.0, 0.0, 0.0]) == Difference(0.0, 3, p=1.0)  # and nothing is known of the spread
+    assert gap([0.1, 0.1, 0.1]).p is None
+
+
+def test_the_grain_is_the_smallest_step() -> None:
+    values = [round(IMAGES * share) / IMAGES for share in (0.95, 0.97, 0.953, 0.99)]
+    values += [values[0] + 1 / IMAGES, values[0] + 1e-16, values[1]]
+    assert grain(values) == pytest.approx(1 / IMAGES)
+    assert grain([0.5, 0.5]) == grain([]) == 0.0
+    assert grain([3e11, 3e11 + 2e5]) == pytest.approx(2e5)
+
+
+@pytest.mark.parametrize(
+    "gaps",
+    [
+        [1, 1, 1, 1, -2],
+        [1, 1, 1, 1, 1],
+        [1, 1, -1, 2],
+        [0, 0, 1, 2, 3],
+        [0.3 - 0.1, 0.2, 0.2, 0.4, -0.2],
+        [0, 0, 0],
+    ],
+)
+def test_ranks_with_ties_are_exact(gaps: list[float]) -> None:
+    exact = [round(g, 9) for g in gaps]
+    assert gap(gaps, 0.1, "wilcoxon").p == pytest.approx(wilcoxon(exact))
+
+
+def test_ties_of_large_values_are_ties() -> None:
+    """Differences of 0.1 between values up to a million differ by the rounding of the values."""
+    exact = [1, 1, 1, 1, -2]
+    base = [1e6, 2e6 / 3, 1e6 / 7, 31.7, 5e5 + 1 / 3]
+    ours = [b + 0.1 * g for b, g in zip(base, exact, strict=True)]
+    assert len({abs(a - b) for a, b in zip(ours, base, strict=True)}) > 2
+    found = paired(summarise(ours), summarise(base), 0.1, "wilcoxon")
+    assert found is not None
+    assert found.p == pytest.approx(wilcoxon(exact))
+
+
+def test_holm_by_hand() -> None:
+    ps = {"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005, "e": None}
+    found = holm({key: Difference(0.0, 3, p=p) for key, p in ps.items()})
+    assert {key: gap.p for key, gap in found.items()} == {
+        "d": pytest.approx(0.02), "a": pytest.approx(0.03), "c": pytest.approx(0.06), "b": pytest.approx(0.06), "e": None,
+    }  # fmt: skip
+
+
+# --- what the test can see ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "size"), [(15, 0.778), (34, 0.495), (10, 0.996), (27, 0.560)])
+def test_the_smallest_difference_is_that_of_the_tables(n: int, size: float) -> None:
+    """Sizes at which n pairs have a power of 0.8 at 0.05, two-sided: 34 for 0.5 and 15 for 0.8 are
+    Cohen's (1988, chapter 2, for one sample), the rest by G*Power.
+    """
+    assert detectable(n, 0.05) == pytest.approx(size, abs=2e-3)
+
+
+def test_the_documents_table_of_smallest_differences() -> None:
+    text = Path(__file__, "../../../../docs/statistics.md").resolve().read_text()
+    head, rows = (
+        text.split("| seeds |")[1].splitlines()[0],
+        re.findall(r"^\| (\d+) \|(.*)\|$", text, re.M),
+    )
+    tests = [int(number) for number in re.findall(r"\d+", head)]
+    assert (len(rows), len(tests)) == (3, 4)
+    for n, sizes in rows:
+        found = [f"{detectable(int(n), 0.05 / m):.2g}" for m in tests]
+        assert [f"{float(size):.2g}" for size in sizes.split("|")] == found
+
+
+@pytest.mark.parametrize(("n", "tests"), [(3, 1), (3, 24), (5, 84), (10, 18)])
+def test_the_smallest_difference_is_found_four_times_in_five(n: int, tests: int) -> None:
+    level = 0.05 / tests
+    gaps = np.random.default_rng(n).normal(detectable(n, level), 1.0, (40_000, n))
+    p = stats.ttest_1samp(gaps, 0.0, axis=1).pvalue
+    assert (p < level).mean() == pytest.approx(0.8, abs=0.01)
+
+
+@pytest.mark.parametrize(("n", "tests"), [(3, 1), (5, 6)])
+def test_half_as_large_a_difference_takes_so_many_seeds(n: int, tests: int) -> None:
+    level, more = 0.05 / tests, seeds_for_half(n, 0.05 / tests)
+    draw = np.random.default_rng(n)
+
+    def found(pairs: int) -> float:
+        gaps = draw.normal(detectable(n, level) / 2, 1.0, (100_000, pairs))
+        return float((stats.ttest_1samp(gaps, 0.0, axis=1).pvalue < level).mean())
+
+    assert found(more) > 0.795
+    assert found(more - 1) < 0.8
+
+
+def test_holm_works_out_what_could_have_been_shown() -> None:
+    gaps = {key: Difference(0.0, n, 0.5, p=0.2) for key, n in (("a", 3), ("b", 5))}
+    found = holm(gaps | {"c": Difference(0.0, 2, 0.5)})
+    assert found["a"].least == pytest.approx(0.5 * detectable(3, 0.025))
+    assert found["b"].least == pytest.approx(0.5 * detectable(5, 0.025))
+    assert found["c"].least is None
+    # five signs have a p of 2 / 32 at best, six one of 2 / 64
+    ranks = holm({n: Difference(0.0, n, 0.5, p=1.0) for n in (5, 6)}, "wilcoxon")
+    assert [gap.least for gap in ranks.values()] == [math.inf, math.inf]
+    alone = holm({6: Difference(0.0, 6, 0.5, p=1.0)}, "wilcoxon")
+    assert alone[6].least == pytest.approx(0.5 * detectable(6, 0.05))
+
+
+# --- simulations: what intervals and p-values say is so ---------------------------------------------
+
+
+@pytest.mark.parametrize("n", range(2, 11))
+def test_intervals_cover_what_they_say(n: int) -> None:
+    gaps = np.random.default_rng(n).normal(0.3, 1.0, (20_000, n))
+    found = student(gaps, 0.0)
+    covered = (found.low <= 0.3) & (found.high >= 0.3)
+    assert covered.mean() == pytest.approx(0.95, abs=0.02)
+
+
+def accuracies(share: float, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Of runs that are right about each test image with probability ``share``."""
+    return np.random.default_rng(seed).binomial(IMAGES, share, shape) / IMAGES
+
+
+@pytest.mark.parametrize("share", [0.9, 0.985, 0.998])
+@pytest.mark.parametrize("n", range(2, 11))
+def test_intervals_cover_no_less_where_accuracies_tie(n: int, share: float) -> None:
+    """The least spread makes them wider where an image is much of the spread, and only there."""
+    ours, base = (accuracies(share, (20_000, n), seed) for seed in (n, 100 + n))
+    found = student(ours - base, 1 / IMAGES)
+    covered = ((found.low <= 0) & (found.high >= 0)).mean()
+    assert covered > 0.93
+    if share == 0.9 and n > 2:
+        assert covered < 0.97
+
+
+@pytest.mark.parametrize(
+    ("n", "share", "one_baseline"),
+    [
+        # by default the ends, where ties are rarest and most common
+        pytest.param(n, share, one, marks=() if n != 5 and share != 0.985 else pytest.mark.minutes)
+        for n in (3, 5, 10)
+        for share in (0.9, 0.985, 0.998)
+        for one in (True, False)
+    ],
+)
+def test_a_table_without_differences_has_a_significant_one_in_one_of_twenty(
+    n: int, share: float, one_baseline: bool
+) -> None:
+    """The family-wise error of 18 cells: columns of their own, with a baseline each, or a column
+    with one baseline, in which the step of the metric is looked for.
+    """
+    ours = accuracies(share, (10_000, 18, n), n)
+    base = accuracies(share, (10_000, 1 if one_baseline else 18, n), 100 + n)
+    step: Any = 1 / IMAGES
+    if one_baseline:
+        columns = np.concatenate([ours, base], 1).reshape(len(ours), -1)
+        step = np.array([[grain(column)] for column in columns])
+        assert np.median(step) == pytest.approx(1 / IMAGES)
+    p = step_down(student(ours - base, step).p)
+    assert p.min() > 0
+    # 5 %, and twice the standard error of 10,000 tables
+    assert (p < 0.05).any(1).mean() <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / 10_000)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def some_runs(write) -> None:
+    for seed, base in enumerate([0.95, 0.95, 0.96, 0.96]):
+        write("dense", "dense", seed, base)
+        write("ste", "1:8", seed, base - 0.02 - 0.001 * seed)
+        write("step", "1:8", seed, base - GAPS[seed])
+        write("step", "2:4", seed, base)
+
+
+def test_a_table_of_differences(write, table) -> None:
+    some_runs(write)
+    status, out, err = table("--baseline", "dense")
+    assert (status, err) == (0, "")
+    first, second = out.split("\n\nDifference")[0], "Difference" + out.split("Difference", 1)[1]
+    assert set(cells(first)) == {"dense", "ste", "step"}
+    found = cells(second)
+    assert set(found) == {"ste", "step"}
+    # -2.15, and 3.182 times a spread of 0.129 over the root of four: 0.2054
+    assert found["ste"]["1:8"].startswith(f"{M}2.15 [{M}2.36, {M}1.94] p")
+    assert found["ste"]["1:8"].endswith("* (4)")
+    assert found["ste"]["2:4"] == "-"
+    # equal runs, in a column whose smallest step is 1 %: 3.182 over the root of four
+    assert found["step"]["2:4"] == f"0.0 [{M}1.6, +1.6] p=1 (4)"
+    raw = t_test([-g for g in GAPS])  # the second smallest of three p-values: times two
+    assert f"p={min(1, 2 * raw):.2g} (4)" in found["step"]["1:8"]
+    what, how = second.splitlines()[:2]
+    assert what.startswith("Difference to dense in percentage points, seed by seed, with its 95 %")
+    assert "paired t-test, Holm's correction for 3 comparisons (*: p < 0.05)" in how
+    least = 100 * 0.01 * detectable(4, 0.05 / 3)
+    # the middle one, whose spread is the step of 1 %
+    assert f"these seeds show a difference of {least:.1f} four times in five (median)" in how
+    assert "no test" not in how
+    told = table("--baseline", "dense", "--method")[1].splitlines()[-1]
+    assert "the level 0.05/3" in told
+    assert f"; half of it would take {seeds_for_half(4, 0.05 / 3)} seeds" in told
+    assert "Wilcoxon" in table("--baseline", "dense", "--test", "wilcoxon")[1]
+    assert table("--baseline", "dense", "--format", "latex")[1].isascii()
+    page = table("--baseline", "dense", "--format", "html")[1]
+    assert page.isascii()
+    assert "&minus;2.15" in page
+    exact = list(csv.DictReader(table("--baseline", "dense", "--format", "csv")[1].splitlines()))
+    one = next(row for row in exact if (row["recipe"], row["sparsity"]) == ("ste", "1:8"))
+    assert float(one["difference"]) == pytest.approx(-0.0215)
+    assert one["difference"].startswith("-")
+    assert float(one["least"]) > 0
+
+
+def test_ties_are_not_significant(write, table) -> None:
+    """Three times one test image less, in a table of several columns."""
+    for seed, right in enumerate((354, 355, 353)):
+        write("dense", "dense", seed, right / IMAGES)
+        for ratio in ("2:4", "1:4", "1:8"):
+            write("ste", ratio, seed, (right - 1) / IMAGES)
+    out = cells(table("--baseline", "dense")[1].split("Difference", 1)[1])
+    assert {cell.strip("*") for cell in out["ste"].values()} == {
+        f"{M}0.28 [{M}0.97, +0.41] p=0.68 (3)"
+    }
+
+
+def test_the_caption_says_what_few_seeds_leave_out(write, table) -> None:
+    for seed in range(2):
+        write("dense", "dense", seed, 0.9 + seed / 100)
+        write("ste", "2:4", seed, 0.8)
+    write("asp", "2:4", 0, 0.7)
+    out = table("--baseline", "dense")[1].split("Difference", 1)[1]
+    assert cells(out)["asp"]["2:4"] == f"{M}20.0 (1)"
+    assert " p" not in cells(out)["ste"]["2:4"]
+    caption = " ".join(out.splitlines()[:2])
+    assert "no test: fewer than three seeds" in caption
+    assert "Holm" not in caption
+    assert "four times in five" not in caption
+    assert "No interval for one seed" in table("--baseline", "dense", "--method")[1]
+
+
+def test_few_signs_can_show_nothing(write, table) -> None:
+    for seed in range(5):
+        write("dense", "dense", seed, 0.9 + seed / 100)
+        write("ste", "2:4", seed, 0.5)
+    out = table("--baseline", "dense", "--test", "wilcoxon")[1]
+    assert "could not have shown any difference" in out
+    assert cells(out.split("Difference", 1)[1])["ste"]["2:4"].endswith("p=0.062 (5)")
+
+
+def test_other_data_and_other_budgets(write, table) -> None:
+    for seed in range(3):
+        write("dense", "dense", seed, 0.9 + seed / 100)
+        write("ste", "2:4", seed, 0.8 + seed / 100, trainer__epochs=24)
+        write("ste", "2:4", seed, 0.7 + seed / 100, dataset__name="other")
+    rows = ("--rows", "recipe,trainer.epochs,dataset", "--baseline", "dense 12 digits")
+    out = table(*rows)[1].split("Difference", 1)[1]
+    lines = [line for line in out.splitlines() if line.startswith("| ste")]
+    assert [("p" in line, "24" in line) for line in lines] == [(False, False), (True, True)]
+    assert "compared across different epochs" in out
+    told = table("--filter", "dataset=digits", "--baseline", "dense")[1]
+    assert "not the same in all cells: epochs" in told
+
+
+def test_how_many_epochs_the_best_is_of(write, table) -> None:
+    for recipe, number in (("ste", 6), ("asp", 4), ("lbc", 4)):
+        path = write(recipe, "2:4", 0, 0.9) / "result.json"
+        result = json.loads(path.read_text())
+        result["metrics"]["best"]["candidates"] = number
+        path.write_text(json.dumps(result))
+    best = ("--metric", "best/test/accuracy")
+    assert "of epochs with N:M weights: 4 (asp, lbc), 6 (ste)" in table(*best)[1]
+    assert "epochs with N:M" not in table()[1]
+    assert "epochs with N:M" not in table(*best, "--filter", "recipe=ste")[1]
+    write("maskllm", "2:4", 0, 0.9)  # of an older version
+    assert "not known how many (maskllm)" in table(*best)[1]
+
+
+def test_a_terminal_without_a_minus_sign(write, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    some_runs(write)
+    buffer = io.BytesIO()
+    monkeypatch.setattr(
+        sys, "stdout", io.TextIOWrapper(buffer, encoding="ascii", write_through=True)
+    )
+    assert verb("table", str(tmp_path / "outputs"), "--baseline", "dense") == 0
+    assert b"| -2.15 [-2.36, -1.94] p" in buffer.getvalue()
+
+
+def test_a_recipe_as_the_baseline(write, table) -> None:
+    some_runs(write)
+    out = table("--baseline", "step")[1].split("Difference", 1)[1]
+    assert cells(out)["dense"]["1:8"].startswith("+1.2 [")
+    assert cells(out)["ste"]["2:4"] == "-"
+
+
+def test_mistaken_baselines(write, table) -> None:
+    write("ste", "1:8", 0, 0.9)
+    write("asp", "1:8", 1, 0.9)
+    assert table("--baseline", "sted")[::2] == (
+        2,
+        "nmrun: --baseline sted: no such row; did you mean ste? (there are asp, ste)\n",
+    )
+    status, _, err = table("--baseline", "ste")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "no other row has runs of the same seeds" in err
+
+
+def test_median_and_best(write, table) -> None:
+    for seed, value in enumerate([0.9, 0.95, 0.97]):
+        write("ste", "2:4", seed, value, loss=1 - value)
+    assert cells(table("--show", "median")[1])["ste"]["2:4"] == "95.0 (3)"
+    assert cells(table("--show", "best")[1])["ste"]["2:4"] == "97.0 (3)"
+    assert cells(table("--show", "best", "--metric", "test/loss")[1])["ste"]["2:4"] == "0.03 (3)"
+
+
+def test_several_metrics_side_by_side(write, table) -> None:
+    write("ste", "2:4", 0, 0.9, loss=0.5)
+    write("asp", "2:4", 0, 0.8, loss=0.25)
+    out = cells(table("--metric", "test/accuracy,test/loss,seconds", "--cols", "metric")[1])
+    assert out == {
+        "asp": {
+            "seconds": "**2.5 (1)**",
+            "test/accuracy in %": "80.0 (1)",
+            "test/loss": "**0.25 (1)**",
+        },
+        "ste": {
+            "seconds": "**2.5 (1)**",
+            "test/accuracy in %": "**90.0 (1)**",
+            "test/loss": "0.5 (1)",
+        },
+    }
+    status, _, err = table("--metric", "test/accuracy,test/loss")
+    assert status == 2
+    assert "--cols metric" in err
+
+
+def test_versions_of_the_code_are_told(write, table) -> None:
+    write("ste", "2:4", 0, 0.9)
+    assert "versions of the code" not in table()[1]
+    path = write("ste", "2:4", 1, 0.9) / "result.json"
+    path.write_text(path.read_text().replace('"abc"', '"0123456789"'))
+    assert "made by 2 versions of the code" in table()[1]
+    assert "The versions of the code are 0123456, abc" in table("--method")[1]
+
+
+# --- Weights & Biases -----------------------------------------------------------------------------
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, runs: object) -> None:
+    def listed(project: str) -> object:
+        if isinstance(runs, Exception):
+            raise runs
+        assert project == "me/sparse"
+        return runs
+
+    monkeypatch.setitem(
+        sys.modules, "wandb", SimpleNamespace(Api=lambda timeout: SimpleNamespace(runs=listed))
+    )
+
+
+def test_runs_from_wandb_are_those_of_the_folders(
+    write,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    result = json.loads((write("ste", "2:4", 3, 0.9) / "result.json").read_text())
+    summary = logged.summary(result) | {"_step": 9, "_wandb": {"x": 1}}
+    ours = SimpleNamespace(
+        config=result["config"],
+        summary=summary,
+        id=result["id"],
+        url="https://wandb.ai/me/sparse/runs/1",
+    )
+    other = SimpleNamespace(config={"lr": 1}, summary={}, id="x", url="u")
+    pretend(monkeypatch, [ours, other])
+    there, here = collect(["wandb://me/sparse"]), collect([tmp_path / "outputs"])
+    assert there.drop(columns="folder").to_dict("records") == here.drop(columns="folder").to_dict(
+        "records"
+    )
+    assert "1 runs left out" in capsys.readouterr().err
+
+
+def test_wandb_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, table) -> None:
+    pretend(monkeypatch, ConnectionError("no route\nmore"))
+    assert verb("table", "wandb://me/sparse") == 2

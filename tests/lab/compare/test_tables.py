@@ -1,0 +1,672 @@
+"""Run folders written by hand, with numbers whose means and deviations can be worked out on paper."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import os
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from verbs import verb
+
+from nmrun.lab.compare.runs import collect
+from nmrun.lab.compare.statistics import summarise
+from nmrun.lab.show import cli
+from nmrun.lab.words.metric import higher_is_better
+
+
+def cells(markdown: str) -> dict[str, dict[str, str]]:
+    """A Markdown table as {row: {column: cell}}."""
+    lines = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in markdown.splitlines()
+        if line.startswith("| ")
+    ]
+    return {line[0]: dict(zip(lines[0][1:], line[1:], strict=True)) for line in lines[1:]}
+
+
+def comparison(write) -> None:
+    """STEP: mean 98, deviation 1 (n = 3). STE: mean 97, deviation sqrt(2) (n = 2). SR-STE: a single
+    run. Dense: mean 99, deviation 0.5.
+    """
+    for seed, (step, dense) in enumerate([(0.97, 0.985), (0.98, 0.99), (0.99, 0.995)]):
+        write("step", "1:8", seed, step, recipe__switch="auto")
+        write("dense", "dense", seed, dense)
+    write("ste", "1:8", 0, 0.96)
+    write("ste", "1:8", 1, 0.98)
+    write("sr_ste", "1:8", 0, 0.9, recipe__decay=2e-4)
+    write("ste", "2:4", 0, 0.985)
+
+
+# --- collect and statistics -----------------------------------------------------------------------
+
+
+def test_a_run_is_a_row(write, tmp_path: Path) -> None:
+    folder = write("step", "2:8", 3, 0.9, recipe__switch="auto", optimizer__lr=0.01)
+    runs = collect([tmp_path])
+    assert len(runs) == 1
+    expected = {
+        "recipe": "step", "sparsity": "2:8", "model": "small_conv", "dataset": "digits", "optimizer": "adam", "seed": 3,
+        "optimizer.lr": 0.01, "recipe.switch": "auto", "model.channels": "[32,64]", "trainer.clip": None, "trainer.epochs": 12,
+        "test/accuracy": 0.9, "best/test/accuracy": 0.905, "status": "finished", "id": folder.name, "folder": str(folder),
+        "seconds": 2.5, "commit": "abc",
+    }  # fmt: skip
+    assert {key: runs[key][0] for key in expected} == expected
+
+
+def test_any_depth_and_each_run_once(
+    write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = write("ste", "2:4", 0, 0.9)
+    write("dense", "dense", 0, 0.9)
+    write("dense", "dense", 1, 0.9)
+    monkeypatch.chdir(tmp_path)
+    assert len(collect([one])) == 1
+    assert len(collect(["outputs/digits/small_conv/dense"])) == 2
+    assert sorted(collect(["outputs", tmp_path / "outputs", one])["sparsity"]) == [
+        "2:4",
+        "dense",
+        "dense",
+    ]
+    assert collect([tmp_path / "outputs/digits/small_conv/ste/1of8"]).empty
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"status": "fini',
+        "[]",
+        "null",
+        "{}",
+        '{"status": "finished", "id": "a", "config": {}}',
+        "\xff",
+    ],
+)
+def test_a_damaged_file_is_named_and_left_out(write, table, tmp_path: Path, content: str) -> None:
+    write("ste", "2:4", 0, 0.9)
+    bad = write("ste", "2:4", 1, 0.5) / "result.json"
+    bad.write_bytes(content.encode("latin-1"))
+    status, out, err = table()
+    assert status == 0
+    assert cells(out) == {"ste": {"2:4": "90.0 (1)"}}
+    assert err.count("\n") == 1
+    assert str(bad) in err
+
+
+def test_the_deviation_is_that_of_a_sample() -> None:
+    # squared distances from 5 add up to 32
+    cell = summarise([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0])
+    assert (cell.mean, cell.n) == (5.0, 8)
+    assert cell.sd == pytest.approx((32 / 7) ** 0.5, rel=1e-12)
+    assert (summarise([3.0]).mean, summarise([3.0]).sd) == (3.0, None)
+    nothing = summarise([], ["failed", "interrupted", "failed"])
+    assert (nothing.mean, nothing.sd, nothing.n, nothing.without) == (
+        None,
+        None,
+        0,
+        {"failed": 2, "interrupted": 1},
+    )
+
+
+def test_the_direction_follows_the_name() -> None:
+    assert all(map(higher_is_better, ["test/accuracy", "best/test/bleu", "eval/f1"]))
+    assert not any(
+        map(
+            higher_is_better,
+            ["test/loss", "test/perplexity", "seconds", "eval/error_rate", "test/NLL"],
+        )
+    )
+
+
+# --- what the table says --------------------------------------------------------------------------
+
+
+def test_mean_deviation_n_best_and_the_dense_reference(write, table) -> None:
+    comparison(write)
+    status, out, err = table()
+    assert (status, err) == (0, "")
+    assert cells(out) == {
+        "dense": {"2:4": "99.0 +- 0.5 (3)", "1:8": "99.0 +- 0.5 (3)"},
+        "ste": {"2:4": "98.5 (1)", "1:8": "97.0 +- 1.4 (2)"},
+        "sr_ste": {"2:4": "-", "1:8": "90.0 (1)"},
+        "step": {"2:4": "-", "1:8": "**98.0 +- 1.0 (3)**"},
+    }
+    what, how, blank, *lines = out.splitlines()
+    assert what == "small_conv on digits, adam, learning rate 0.001, 12 epochs"
+    assert "accuracy on the test split in %" in how
+    assert "bold: best sparse recipe of each column" in how
+    assert not blank
+    assert len({len(line) for line in lines}) == 1, "aligned in a terminal"
+    assert out.isascii()
+
+
+def test_one_epoch_is_no_epochs(write, table) -> None:
+    write("ste", "2:4", 0, 0.9, trainer__epochs=1)
+    assert table()[1].splitlines()[0].endswith(", 1 epoch")
+
+
+def test_best_weights_and_other_metrics(write, table) -> None:
+    for seed, loss in enumerate([0.1, 0.2, 0.3, 0.6]):  # mean 0.3; squared distances add up to 0.14
+        write("ste", "2:4", seed, 0.9, loss=loss)
+    write("asp", "2:4", 0, 0.9, loss=12345.6)
+    assert cells(table("--metric", "test/loss")[1]) == {
+        "asp": {"2:4": "12346 (1)"},
+        "ste": {"2:4": "**0.3 +- 0.2 (4)**"},
+    }
+    assert cells(table("--metric", "best/test/accuracy")[1])["asp"]["2:4"] == "**90.5 (1)**"
+    assert cells(table("--metric", "seconds")[1])["asp"]["2:4"] == "**2.5 (1)**"
+
+
+def test_order_of_rows_and_columns(write, table) -> None:
+    recipes = ["zeta", "s_ste", "step", "alpha", "sr_ste", "ste", "asp"]
+    ratios = ["1:16", "2:8", "4:8", "2:4", "3:4", "1:4", "10:16"]
+    for recipe in recipes:
+        for ratio in ratios:
+            write(recipe, ratio, 0, 0.9)
+    write("dense", "dense", 0, 0.9)
+    found = cells(table()[1])
+    assert list(found) == ["dense", "asp", "ste", "sr_ste", "step", "s_ste", "alpha", "zeta"]
+    assert list(found["ste"]) == ["3:4", "10:16", "2:4", "4:8", "1:4", "2:8", "1:16"]
+
+
+def test_numbers_sort_as_numbers(write, table) -> None:
+    for lr in (0.01, 1e-05, 0.1, 10.0, 2.0):
+        write("ste", "2:4", 0, 0.9, optimizer__lr=lr)
+    assert list(cells(table("--rows", "optimizer.lr")[1])) == [
+        "1e-05",
+        "0.01",
+        "0.1",
+        "2.0",
+        "10.0",
+    ]
+
+
+def test_ties_at_the_printed_precision_are_all_marked(write, table) -> None:
+    write("ste", "2:4", 0, 0.98123)
+    write("step", "2:4", 0, 0.98149)
+    write("asp", "2:4", 0, 0.98049)
+    write("dense", "dense", 0, 0.99)
+    found = {row: cell["2:4"] for row, cell in cells(table()[1]).items()}
+    assert found == {
+        "dense": "99.0 (1)",
+        "asp": "98.0 (1)",
+        "ste": "**98.1 (1)**",
+        "step": "**98.1 (1)**",
+    }
+
+
+def test_runs_without_a_value_are_told(write, table) -> None:
+    write("ste", "2:4", 0, 0.9)
+    write("ste", "2:4", 1, status="failed")
+    write("ste", "2:4", 2)  # finished, but with another version that had no such metric
+    write("step", "2:4", 0, status="failed")
+    write("step", "2:4", 1, status="failed")
+    write("step", "2:4", 2, status="interrupted")
+    assert cells(table()[1]) == {
+        "ste": {"2:4": "90.0 (1, 1 failed, 1 without a value)"},
+        "step": {"2:4": "2 failed, 1 interrupted"},
+    }
+
+
+def test_nothing_but_failures_is_a_table_too(write, table) -> None:
+    write("ste", "2:4", 0, status="failed")
+    write("dense", "dense", 0, status="interrupted")
+    status, out, _ = table()
+    assert (status, cells(out)) == (
+        0,
+        {"dense": {"2:4": "1 interrupted"}, "ste": {"2:4": "1 failed"}},
+    )
+
+
+def test_dense_alone(write, table) -> None:
+    write("dense", "dense", 0, 0.99)
+    out = table()[1]
+    assert cells(out) == {"dense": {"dense": "99.0 (1)"}}
+    assert "every column" not in out
+
+
+def test_rows_and_columns_of_any_keys(write, table) -> None:
+    for lr in (0.1, 0.01):
+        write("ste", "2:4", 0, 0.9 + lr / 10, optimizer__lr=lr)
+        write("dense", "dense", 0, 0.95 + lr / 10, optimizer__lr=lr)
+    lines = [
+        [c.strip() for c in line.strip("|").split("|")]
+        for line in table("--rows", "recipe,optimizer.lr")[1].splitlines()
+        if line.startswith("| ")
+    ][1:]
+    assert lines == [
+        ["dense", "0.01", "95.1 (1)"], ["dense", "0.1", "96.0 (1)"], ["ste", "0.01", "90.1 (1)"], ["ste", "0.1", "**91.0 (1)**"],
+    ]  # fmt: skip
+    turned = cells(table("--rows", "sparsity", "--cols", "recipe,optimizer.lr")[1])
+    assert turned["2:4"] == {
+        "dense lr=0.01": "-",
+        "dense lr=0.1": "-",
+        "ste lr=0.01": "90.1 (1)",
+        "ste lr=0.1": "**91.0 (1)**",
+    }
+    # dense and sparse runs share a row: dense is then a column
+    by_rate = cells(table("--rows", "optimizer.lr")[1])
+    assert by_rate == {
+        "0.01": {"dense": "95.1 (1)", "2:4": "90.1 (1)"},
+        "0.1": {"dense": "**96.0 (1)**", "2:4": "**91.0 (1)**"},
+    }
+
+
+def test_one_table_for_each_model_and_data_set(write, table) -> None:
+    write("ste", "2:4", 0, 0.9)
+    write("ste", "2:4", 0, 0.8, model__name="mlp")
+    out = table()[1]
+    assert [line.split(",")[0] for line in out.splitlines() if " on digits" in line] == [
+        "mlp on digits",
+        "small_conv on digits",
+    ]
+    assert "80.0 (1)" in out
+    assert "90.0 (1)" in out
+    assert cells(table("--rows", "model")[1]) == {
+        "mlp": {"2:4": "80.0 (1)"},
+        "small_conv": {"2:4": "**90.0 (1)**"},
+    }
+
+
+# --- what is not averaged -------------------------------------------------------------------------
+
+
+def test_runs_that_differ_in_more_than_the_seed_are_not_averaged(write, table) -> None:
+    for seed in (0, 1):
+        write("ste", "2:4", seed, 0.9)
+        write("asp", "2:4", seed, 0.8, recipe__prune_at=0.5)
+    write("ste", "2:4", 2, 0.1, trainer__epochs=1, trainer__limit_batches=3)
+    status, out, err = table()
+    assert (status, out) == (2, "")
+    assert err.startswith(
+        "nmrun: ste at 2:4 would average over runs that differ in trainer.epochs, trainer.limit_batches;"
+    )
+    assert "--rows recipe,trainer.epochs,trainer.limit_batches" in err
+    assert err.count("\n") == 1
+    choice = err.split("--filter ")[1].split()
+    assert choice == ["trainer.epochs=12"]
+    assert cells(table("--filter", *choice)[1]) == {
+        "asp": {"2:4": "80.0 +- 0.0 (2)"},
+        "ste": {"2:4": "**90.0 +- 0.0 (2)**"},
+    }
+    assert table("--rows", "recipe,trainer.epochs")[1].count("\n| ") == 1 + 3
+
+
+def test_a_recipes_own_setting_is_a_difference_but_another_recipes_is_not(write, table) -> None:
+    write("step", "2:4", 0, 0.9, recipe__switch="auto")
+    write("step", "2:4", 1, 0.9, recipe__switch=0.3)
+    write("ste", "2:4", 0, 0.8)
+    assert "differ in recipe.switch;" in table()[2]
+    chosen = cells(table("--filter", "recipe.switch=auto")[1])
+    assert chosen == {"ste": {"2:4": "80.0 (1)"}, "step": {"2:4": "**90.0 (1)**"}}
+    mixed = table("--rows", "optimizer.lr")[2]
+    assert "differ in recipe;" in mixed, "the recipe says it: its settings need no mention"
+
+
+def test_what_does_not_change_a_result_is_no_difference(write, table) -> None:
+    write("ste", "2:4", 0, 0.9, trainer__device="cuda", track__name="wandb")
+    write("ste", "2:4", 1, 0.9)
+    assert table()[:1] == (0,)
+
+
+def test_runs_that_begin_with_others_of_a_kind_are_averaged(write, table) -> None:
+    """Seed by seed another network: what it was is what counts."""
+    for seed in (0, 1):
+        dense = write("dense", "dense", seed, 0.95)
+        for ratio in ("2:4", "1:4"):
+            pruned = write("wanda", ratio, seed, 0.7, init=str(dense))
+            write("asp", ratio, seed, 0.9, init=str(dense), trainer__distill="start")
+            write("asp", ratio, seed, 0.8, init=str(pruned), trainer__distill=str(dense))
+        write("asp", "1:8", seed, 0.6, init=str(pruned))  # of another ratio
+        write("dense", "dense", seed, 0.6, init=f"{pruned}/dense.safetensors")
+    out = table("--rows", "recipe,init,trainer.distill", "--format", "csv")[1]
+    found = {
+        (line["recipe"], line["init"], line["trainer.distill"], line["sparsity"]): line["n"]
+        for line in csv.DictReader(out.splitlines())
+    }
+    rows = [("wanda", "dense", "null"), ("asp", "dense", "start"), ("asp", "wanda", "dense")]
+    assert found == {
+        ("dense", "null", "null", "dense"): "2",
+        **{(*row, ratio): "2" for row in rows for ratio in ("2:4", "1:4")},
+        ("asp", "wanda 1:4", "null", "1:8"): "2",
+        ("dense", "wanda 1:4 (dense)", "null", "dense"): "2",
+    }
+
+
+def test_cells_of_other_settings_are_mentioned(write, table) -> None:
+    write("ste", "2:4", 0, 0.9, trainer__epochs=24)
+    write("asp", "2:4", 0, 0.9)
+    what, _, beware = table()[1].splitlines()[:3]
+    assert beware == "not the same in all cells: epochs"
+    assert "epoch" not in what
+
+
+def test_a_seed_counts_once(write, table) -> None:
+    first = write("ste", "2:4", 0, 0.9)
+    second = write("ste", "2:4", 0, 0.9, root="copied")
+    status, out, err = table(paths=("outputs", "copied"))
+    assert (status, out) == (2, "")
+    assert "seed 0 2 times" in err
+    assert str(first) in err
+    assert str(second) in err
+
+
+def test_filters(write, table) -> None:
+    write("ste", "2:4", 0, 0.9, optimizer__lr=0.001)
+    write("ste", "2:4", 1, 0.8, optimizer__lr=0.01)
+    write("asp", "1:4", 0, 0.7, optimizer__lr=0.01)
+    assert cells(table("--filter", "optimizer.lr=1e-3")[1]) == {"ste": {"2:4": "90.0 (1)"}}
+    assert cells(table("--filter", "optimizer.lr=0.01", "sparsity=1:4")[1]) == {
+        "asp": {"1:4": "70.0 (1)"}
+    }
+    assert cells(
+        table("--filter", "optimizer.lr=0.01", "--filter", "trainer.clip=null", "recipe=ste")[1]
+    ) == {"ste": {"2:4": "80.0 (1)"}}
+    write("sr_ste", "2:4", 1, 0.6, optimizer__lr=0.01)
+    assert cells(table("--filter", "recipe=sr_ste,ste", "optimizer.lr=0.01")[1]) == {
+        "ste": {"2:4": "**80.0 (1)**"}, "sr_ste": {"2:4": "60.0 (1)"},
+    }  # fmt: skip
+    assert table("--filter", "optimizer.lr=5,0.01")[2].startswith(
+        "nmrun: --filter optimizer.lr=5 leaves no run"
+    )
+    assert table("--filter", "optimizer.lr=5")[::2] == (
+        2, "nmrun: --filter optimizer.lr=5 leaves no run; optimizer.lr is 0.001, 0.01\n",
+    )  # fmt: skip
+    assert "write KEY=VALUE" in table("--filter", "optimizer.lr")[2]
+
+
+@pytest.mark.parametrize(
+    ("depths", "said"),
+    [
+        ((8, 8), "resnet20 (depth=8) on cifar10 (train_size=5000), adam"),
+        ((20, 20), "resnet20 on cifar10 (train_size=5000), adam"),
+        ((8, 20), "resnet20 on cifar10 (train_size=5000), adam"),
+    ],
+)
+def test_the_caption_names_what_is_not_the_config_s_own(
+    depths: tuple[int, int], said: str, write, table
+) -> None:
+    for recipe, depth in zip(("ste", "sr_ste"), depths, strict=True):
+        model = {"name": "resnet20", "depth": depth, "exclude": ["conv1"]}
+        data = {"name": "cifar10", "train_size": 5000, "val_size": None, "flip": True}
+        write(recipe, "2:4", 0, 0.9, model=model, dataset=data)
+    assert table()[1].startswith(said)
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def test_csv_is_long_and_exact(write, table, tmp_path: Path) -> None:
+    comparison(write)
+    write("ste", "1:8", 2, status="failed")
+    write("ste", "2:4", 0, 0.25, model__name="mlp")
+    target = tmp_path / "table.csv"
+    assert table("--format", "csv", "--out", str(target))[1] == f"{target}\n"
+    rows = list(csv.DictReader(target.open()))
+    assert list(rows[0]) == [
+        *("dataset", "model", "recipe", "sparsity", "metric", "mean", "sd", "n", "best"),
+        *("without", "median", "seeds", "values"),
+    ]
+    by_cell = {(row["model"], row["recipe"], row["sparsity"]): row for row in rows}
+    assert len(by_cell) == len(rows) == 6
+    ste, step = by_cell["small_conv", "ste", "1:8"], by_cell["small_conv", "step", "1:8"]
+    assert float(ste["mean"]) == pytest.approx(0.97, rel=1e-12)
+    assert float(ste["sd"]) == pytest.approx(0.02 / 2**0.5, rel=1e-12)
+    assert [ste[key] for key in ("n", "best", "without")] == ["2", "0", "1"]
+    assert [step[key] for key in ("metric", "n", "best", "without")] == [
+        "test/accuracy",
+        "3",
+        "1",
+        "0",
+    ]
+    assert by_cell["small_conv", "dense", "dense"]["n"] == "3"
+    assert (step["seeds"], step["values"]) == ("0 1 2", "0.97 0.98 0.99")
+    assert [by_cell["mlp", "ste", "2:4"][key] for key in ("mean", "sd", "n", "best")] == [
+        "0.25",
+        "",
+        "1",
+        "0",
+    ]
+
+
+def test_the_best_recipe_is_bold_wherever_recipes_stand(write, table) -> None:
+    for recipe, at24, at18 in (("ste", 0.9, 0.7), ("step", 0.8, 0.75)):
+        write(recipe, "2:4", 0, at24, loss=1 - at24)
+        write(recipe, "1:8", 0, at18, loss=1 - at18)
+    bold = {("ste", "2:4"), ("step", "1:8")}
+    rows = cells(table()[1])
+    turned = cells(table("--rows", "sparsity", "--cols", "recipe")[1])
+    found = {(r, c) for r in rows for c, text in rows[r].items() if text.startswith("**")}
+    assert found == bold
+    assert {(c, r) for r in turned for c, text in turned[r].items() if "**" in text} == bold
+    lines = table(
+        "--rows", "recipe,sparsity", "--cols", "metric", "--metric", "test/loss,test/accuracy"
+    )[1].splitlines()
+    split = [[c.strip() for c in line.strip("|").split("|")] for line in lines if "|" in line]
+    assert split[0] == ["recipe", "sparsity", "test/loss", "test/accuracy in %"], "as asked for"
+    assert {tuple(line[:2]) for line in split[2:] if "**" in line[2]} == bold
+    assert {tuple(line[:2]) for line in split[2:] if "**" in line[3]} == bold
+
+
+def test_dense_stays_under_a_filter_of_the_ratio(write, table) -> None:
+    comparison(write)
+    found = cells(table("--filter", "sparsity=1:8")[1])
+    assert list(found) == ["dense", "ste", "sr_ste", "step"]
+    assert found["dense"] == {"1:8": "99.0 +- 0.5 (3)"}
+    assert list(cells(table("--filter", "recipe=ste")[1])) == ["ste"]
+
+
+def test_long_numbers_are_short_and_settings_say_their_key(write, table) -> None:
+    write("ste", "2:4", 0, 0.9, optimizer__lr=6.263703785921783e-05)
+    assert cells(table("--cols", "sparsity,optimizer.lr")[1]) == {
+        "ste": {"2:4 lr=6.264e-05": "90.0 (1)"}
+    }
+    exact = table("--rows", "optimizer.lr", "--format", "csv")[1]
+    assert "6.263703785921783e-05" in exact
+
+
+@pytest.mark.parametrize("style", ["csv", "json", "parquet"])
+def test_a_line_a_run(write, table, tmp_path: Path, style: str) -> None:
+    comparison(write)
+    write("=1+1", "2:4", 7, status="failed")
+    target = tmp_path / f"runs.{style}"
+    if style == "parquet":
+        pytest.importorskip("pyarrow", reason="needs nmrun[parquet]")
+    assert table("--runs", "--out", str(target))[:2] == (0, f"{target}\n")
+    read = {"csv": pd.read_csv, "json": pd.read_json, "parquet": pd.read_parquet}[style]
+    runs = read(target)
+    assert len(runs) == 11
+    step = runs[runs["recipe"] == "step"].sort_values("seed")
+    assert step["test/accuracy"].tolist() == [0.97, 0.98, 0.99]
+    failed = runs[runs["status"] == "failed"]
+    assert failed["recipe"].tolist() == ["'=1+1" if style == "csv" else "=1+1"]
+    assert failed["test/accuracy"].isna().all()
+
+
+def test_formats_that_do_not_fit(write, table) -> None:
+    write("ste", "2:4", 0, 0.9)
+    assert (
+        "--runs --format latex: a line a run is csv, json, parquet"
+        in (table("--runs", "--format", "latex")[2])
+    )
+    assert "name a file with --out" in table("--format", "parquet")[2]
+    assert "--labels step: write NAME=TEXT" in table("--labels", "step")[2]
+
+
+def test_json_has_the_values_of_the_seeds(write, table) -> None:
+    comparison(write)
+    cells_ = {(c["recipe"], c["sparsity"]): c for c in json.loads(table("--format", "json")[1])}
+    assert cells_["step", "1:8"]["values"] == [0.97, 0.98, 0.99]
+    assert cells_["step", "1:8"]["seeds"] == [0, 1, 2]
+    assert cells_["sr_ste", "1:8"]["sd"] is None
+
+
+def test_html_is_one_page_of_all_tables(write, table) -> None:
+    comparison(write)
+    write("a<b>", "2:4", 0, 0.25, model__name="mlp")
+    text = table("--format", "html")[1]
+    assert text.startswith("<!doctype html>")
+    assert text.isascii()
+    page = Page()
+    page.feed(text)
+    assert page.open == []
+    assert (text.count("<html"), text.count("<table>")) == (1, 2)
+    assert page.rows[:2] == [["recipe", "2:4"], ["a<b>", "25.0 (1)"]]
+    assert page.rows[2:] == [
+        ["recipe", "2:4", "1:8"],
+        ["dense", "99.0 ± 0.5 (3)", "99.0 ± 0.5 (3)"],
+        ["ste", "98.5 (1)", "97.0 ± 1.4 (2)"],
+        ["sr_ste", "-", "90.0 (1)"],
+        ["step", "-", "98.0 ± 1.0 (3)"],
+    ]
+    assert page.bold == ["98.0 ± 1.0 (3)"]
+
+
+class Page(HTMLParser):
+    """The cells of all tables; ``open`` holds the tags that were never closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.rows: list[list[str]] = []
+        self.bold: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "td" in self.open or "th" in self.open:
+            self.rows[-1].append(data)
+        if "b" in self.open:
+            self.bold.append(data)
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("suffix", "start"), [(".png", b"\x89PNG\r\n\x1a\n"), (".svg", b"<?xml"), (".pdf", b"%PDF")]
+)
+def test_plot_by_suffix(
+    write, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str, start: bytes
+) -> None:
+    comparison(write)
+    write("asp", "1:8", 0, status="failed")
+    target = tmp_path / f"picture{suffix}"
+    assert cli.plot([str(tmp_path / "outputs"), "--out", str(target)]) == 0
+    assert capsys.readouterr().out == f"{target}\n"
+    assert target.read_bytes().startswith(start)
+    assert target.stat().st_size > 5000
+
+
+def test_plots_of_two_models_go_below_the_path(
+    write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("ste", "2:4", 0, 0.9)
+    write("dense", "dense", 0, 0.9, model__name="mlp")
+    assert cli.plot([str(tmp_path / "outputs")]) == 0
+    assert capsys.readouterr().out.split() == [
+        str(tmp_path / "outputs" / f"plot-{i}.png") for i in (1, 2)
+    ]
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--metric", "test/acuracy"],
+            [
+                "test/acuracy",
+                "did you mean test/accuracy?",
+                "best/test/accuracy, seconds, test/accuracy",
+            ],
+        ),
+        (["--rows", "recipe,optimizer.lrr"], ["'optimizer.lrr'", "did you mean optimizer.lr?"]),
+        (["--rows", "lr"], ["'lr'", "did you mean optimizer.lr?"]),
+        (["--cols", "sparsty"], ["did you mean sparsity?", "recipe, "]),
+        (["--filter", "sed=0"], ["did you mean seed?"]),
+        (
+            ["--format", "markdwon"],
+            ["'markdwon'", "'markdown', 'latex', 'html', 'csv', 'json', 'parquet'"],
+        ),
+        (["--out", "/nowhere/at/all.md"], ["/nowhere/at/all.md: No such file or directory"]),
+        (["--nonsense"], ["--nonsense"]),
+    ],
+)
+def test_mistakes_get_one_line(write, table, arguments: list[str], said: list[str]) -> None:
+    write("ste", "2:4", 0, 0.9)
+    status, out, err = table(*arguments)
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("nmrun: ")
+    assert all(part in err for part in said), err
+
+
+@pytest.mark.parametrize("verb_", ["table", "plot", "report"])
+def test_without_a_path_it_is_the_folder_of_runs(
+    verb_, write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    write("ste", "2:4", 0, 0.9)
+    monkeypatch.chdir(tmp_path)
+    assert verb(verb_) == 0
+    made = {"plot": "plot.png", "report": "report.html"}
+    assert verb_ == "table" or Path("outputs", made[verb_]).is_file()
+
+
+def test_no_path_and_no_runs(
+    table, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, _, err = table()
+    assert (status, err) == (2, f"nmrun: {tmp_path / 'outputs'}: no such folder\n")
+    (tmp_path / "outputs").mkdir()
+    assert table()[2].startswith(f"nmrun: no run below {tmp_path / 'outputs'}")
+    monkeypatch.chdir(tmp_path / "outputs")
+    assert table(paths=())[::2] == (2, "nmrun: outputs: no such folder\n")
+    assert verb("plot", str(tmp_path / "outputs"), "--out", "x.jpg") == 2
+    assert (
+        capsys.readouterr().err
+        == "nmrun: --out x.jpg: the suffix must be one of .png, .svg, .pdf\n"
+    )
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_a_picture_on_a_full_disk(write, tmp_path: Path, small_disk: Path, suffix, capsys) -> None:
+    write("ste", "2:4", 0, 0.9)
+    out = small_disk / f"plot{suffix}"
+    out.write_text("old")
+    with contextlib.suppress(OSError):
+        (small_disk / "others").write_bytes(bytes(2_000_000))
+    assert verb("plot", str(tmp_path), "--kind", "ratio", "--out", str(out)) == 2
+    assert capsys.readouterr().err == (
+        f"nmrun: {out}: No space left on device, 0 bytes free in {small_disk}\n"
+    )
+    assert out.read_text() == "old"
+
+
+def test_a_reader_that_stops_early_is_no_error(write, tmp_path: Path) -> None:
+    write("ste", "2:4", 0, 0.9)
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "nmrun", "table", str(tmp_path)]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_the_command_line_of_tables_imports_no_pandas() -> None:
+    code = "import sys; from nmrun.lab.show import cli; sys.exit('pandas' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

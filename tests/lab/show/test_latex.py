@@ -1,0 +1,215 @@
+"""Tables for papers: what stands in them, and that LaTeX makes a column of them."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import statistics
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from nmrun.lab.compare.statistics import detectable
+
+PDFLATEX = pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex")
+
+
+def comparison(write, ratios: tuple[str, ...] = ("2:4", "1:8"), seeds: int = 3) -> None:
+    """STEP is the better by ten points at every ratio, dense by twenty."""
+    for seed in range(seeds):
+        for ratio in ratios:
+            write("step", ratio, seed, 0.9 + 0.01 * seed)
+            write("sr_ste", ratio, seed, 0.8 + 0.013 * seed)
+        write("dense", "dense", seed, 0.95)
+
+
+def body(text: str) -> list[list[str]]:
+    """The cells between the first and the last rule."""
+    inside = text.split(r"\toprule")[1].split(r"\bottomrule")[0]
+    return [
+        [cell.strip() for cell in line.removesuffix(r"\\").split(" & ")]
+        for line in inside.splitlines()
+        if " & " in line
+    ]
+
+
+def caption(text: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith(r"\caption{"))
+
+
+def test_cells_names_caption_and_label(write, table) -> None:
+    comparison(write)
+    write("ste", "1:8", 0, 0.7)
+    text = table("--format", "latex")[1]
+    assert body(text) == [
+        ["Recipe", "2:4", "1:8"],
+        ["dense", r"$95.0_{\pm 0.0}$", r"$95.0_{\pm 0.0}$"],
+        ["STE", "--", "$70.0$ (1)"],
+        ["SR-STE", r"$81.3_{\pm 1.3}$", r"$81.3_{\pm 1.3}$"],
+        ["STEP", r"$\mathbf{91.0}_{\pm 1.0}$", r"$\mathbf{91.0}_{\pm 1.0}$"],
+    ]
+    assert r"Test accuracy (\%): small\_conv on digits" in caption(text)
+    assert "over 3 seeds" in caption(text)
+    assert r"\label{tab:digits-small-conv-test-accuracy}" in text
+    assert text.count(r"\begin{tabular}") == 1
+    assert text.startswith("% needs \\usepackage{booktabs}")
+
+
+def test_names_with_empty_lines_stay_on_one(write, table) -> None:
+    write("ste", "1:8", 0, 0.7, dataset={"name": "dig\n\nits"}, optimizer__lr="a\n\nb")
+    text = table("--format", "latex", "--rows", "recipe,optimizer.lr")[1]
+    assert "on dig its" in caption(text)
+    assert "a b" in body(text)[1][1]
+    assert "\n\n" not in text.strip()
+    assert "\n\n" not in table("--rows", "recipe,optimizer.lr")[1].split("| ", 1)[1].strip()
+
+
+def test_a_baseline_makes_stars_and_no_second_table(write, table) -> None:
+    comparison(write, seeds=5)
+    text = table("--format", "latex", "--baseline", "dense")[1]
+    assert text.count(r"\begin{tabular}") == 1
+    found = {line[0]: line[1] for line in body(text)[1:]}
+    # differences of 13 to 20 points (sd 2.1) and of 1 to 5 (sd 1.6): p < 1e-3 and p about 0.05 x 2
+    assert found["SR-STE"].endswith("^{*}$")
+    assert not found["dense"].endswith("^{*}$")
+    assert "differs from dense (paired t-test, Holm's correction" in caption(text)
+    assert "95 % interval" in text.split(r"\begin{table}")[0], "as a comment"
+
+
+def test_the_caption_says_what_decides_what_the_stars_are_worth(write, table) -> None:
+    comparison(write, seeds=5)
+    same = table("--format", "latex", "--baseline", "sr_ste")[1]
+    # dense less SR-STE has 1.3 times the seeds' deviation; that of STEP is below a step of 1 point
+    spread = statistics.median([1.3 * statistics.stdev(range(5)), 1.0])
+    least = spread * detectable(5, 0.05 / 4)
+    above, _, own = same.partition(r"\begin{table}")
+    assert f"these seeds show a difference of {least:.1f} four times in five" in above
+    for seed in range(5):
+        write("ste", "2:4", seed, 0.7, trainer__epochs=24)
+    other = caption(table("--format", "latex", "--baseline", "sr_ste")[1])
+    assert "Not the same in all cells: epochs" in other
+    assert "$^{*}$: differs from" in own
+
+
+def test_the_caption_says_that_there_is_no_test(write, table) -> None:
+    comparison(write, seeds=2)
+    text = table("--format", "latex", "--baseline", "dense")[1]
+    assert "Fewer than three seeds: no test" in caption(text)
+    assert "differs from" not in caption(text)
+
+
+def test_stars_have_a_legend_where_one_is_there(write, table) -> None:
+    for seed in range(5):
+        write("ste", "2:4", seed, 0.9 + 0.01 * seed)
+        write("sr_ste", "2:4", seed, 0.9 + 0.01 * (4 - seed))
+    text = table("--format", "latex", "--baseline", "ste")[1]
+    assert "*" not in text.split(r"\begin{table}")[1]
+    assert "No difference to STE is significant (paired t-test, Holm's correction" in caption(text)
+
+
+def test_digits_are_as_many_as_asked_for(write, table) -> None:
+    """A deviation of 1.2 and one of 20 would end at other digits."""
+    for seed in range(3):
+        write("ste", "2:4", seed, 0.9 + 0.012 * seed)
+        write("sr_ste", "2:4", seed, 0.5 + 0.2 * seed)
+    found = body(table("--format", "latex", "--digits", "1")[1])
+    assert [line[1] for line in found[1:]] == [r"$\mathbf{91.2}_{\pm 1.2}$", r"$70.0_{\pm 20.0}$"]
+    assert "| **91.20 +- 1.20 (3)** |" in table("--digits", "2")[1]
+    assert table("--digits", "13")[::2] == (2, "nmrun: --digits 13: a whole number, 0 to 12\n")
+
+
+def test_own_names_are_escaped(write, table) -> None:
+    comparison(write)
+    write("odd_#", "2:4", 0, 0.5)
+    text = table("--format", "latex", "--labels", "step=Ours & more,dense=Dense_1")[1]
+    assert [line[0] for line in body(text)] == [
+        *("Recipe", r"Dense\_1", "SR-STE", r"Ours \& more", r"odd\_\#")
+    ]
+
+
+def test_minus_signs_and_powers_are_formulas(write, table) -> None:
+    for seed, loss in enumerate((-0.5, -0.7)):
+        write("ste", "2:4", seed, 0.9, loss=loss)
+        write("asp", "2:4", seed, 0.9, loss=2.5e12)
+    text = table("--format", "latex", "--metric", "test/loss")[1]
+    found = {line[0]: line[1] for line in body(text)[1:]}
+    assert found["STE"] == r"$\mathbf{-0.60}_{\pm 0.14}$"
+    assert found["ASP"] == r"$2.500\times 10^{12}_{\pm 0}$"
+
+
+def compiled(text: str, tmp_path: Path, document: str = "[twocolumn]{article}") -> str:
+    """The log of LaTeX."""
+    (tmp_path / "t.tex").write_text(
+        rf"\documentclass{document}\usepackage{{booktabs}}\columnsep=12pt\textwidth=480pt"
+        rf"\begin{{document}}{text}\ref{{{re.search(r'tab:[a-z0-9-]+', text)[0]}}}\end{{document}}"
+    )
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "t.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-2000:]
+    return done.stdout
+
+
+@PDFLATEX
+@pytest.mark.parametrize(
+    "ratios", [("2:4", "1:4", "1:8", "1:16"), ("2:4", "1:4", "4:8", "2:8", "1:8", "1:16", "1:32")]
+)
+def test_it_fits_the_column(write, table, tmp_path: Path, ratios: tuple[str, ...]) -> None:
+    comparison(write, ratios, seeds=5)
+    text = table("--format", "latex", "--baseline", "dense")[1]
+    wide = len(ratios) > 5
+    assert (r"\begin{table*}" in text) == wide
+    log = compiled(text, tmp_path)
+    assert "Overfull" not in log
+    # what the tabular itself takes
+    tabular = text[text.index(r"\begin{tabular}") : text.index(r"\end{tabular}")] + r"\end{tabular}"
+    size = r"\footnotesize\setlength{\tabcolsep}{3pt}"
+    measured = rf"\setbox0\hbox{{{size}{tabular}}}\typeout{{width \the\wd0}}\label{{tab:x}}"
+    width = float(re.search(r"width ([\d.]+)pt", compiled(measured, tmp_path))[1])
+    assert (width > 234) == wide
+
+
+@PDFLATEX
+def test_odd_names_compile(write, table, tmp_path: Path) -> None:
+    comparison(write)
+    write("odd_#$%&~^\\{}<|>", "1:8", 0, 0.9)
+    text = table("--format", "latex", "--rows", "recipe,model.channels")[1]
+    text += table("--format", "latex", "--rows", "model.channels,recipe")[1]
+    compiled(text, tmp_path)
+
+
+def two_optimizers(write) -> None:
+    """Two ratios under Adam, one under SGD, and a dense run under each."""
+    for seed in range(3):
+        for optimizer, ratios in {"adam": ("2:4", "1:8"), "sgd": ("2:4",)}.items():
+            write("dense", "dense", seed, 0.9 + 0.01 * seed, optimizer__name=optimizer)
+            for ratio in ratios:
+                write("ste", ratio, seed, 0.8 + 0.01 * seed, optimizer__name=optimizer)
+
+
+def test_columns_of_two_keys_stand_below_one_label(write, table) -> None:
+    two_optimizers(write)
+    text = table("--format", "latex", "--cols", "optimizer,sparsity", "--labels", "adam=Ours")[1]
+    assert r" & \multicolumn{2}{c}{Ours} & \multicolumn{1}{c}{SGD} \\" in text.splitlines()
+    assert r"\cmidrule(lr){2-3} \cmidrule(lr){4-4}" in text.splitlines()
+    assert body(text)[1:] == [
+        ["Recipe", "2:4", "1:8", "2:4"],
+        ["dense", *[r"$91.0_{\pm 1.0}$"] * 3],
+        ["STE", *[r"$81.0_{\pm 1.0}$"] * 3],
+    ]
+
+
+def test_columns_that_no_label_joins_have_one_line(write, table) -> None:
+    two_optimizers(write)
+    words = ("--cols", "optimizer,sparsity", "--filter", "sparsity=2:4")
+    text = table("--format", "latex", *words)[1]
+    assert body(text)[0] == ["Recipe", "Adam, 2:4", "SGD, 2:4"]
+    assert "multicolumn" not in text
+
+
+@PDFLATEX
+def test_columns_of_two_keys_compile(write, table, tmp_path: Path) -> None:
+    two_optimizers(write)
+    for rows in ("recipe", "recipe,model"):
+        text = table("--format", "latex", "--cols", "optimizer,sparsity", "--rows", rows)[1]
+        assert "Overfull" not in compiled(text, tmp_path)
