@@ -36,11 +36,11 @@ from torchvision.datasets import ImageFolder
 from nmrun.lab import models
 from nmrun.lab.bench.machine import hardware
 from nmrun.lab.data.local import data_folder
-from nmrun.lab.tasks.fairseq_import import fairseq
 from nmrun.lab.train.build import build
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words import schema, source
+from nmrun.papers.translation.fairseq_import import fairseq
 
 SHORTEST = 2.0  # seconds of a stretch
 COMMON = ("recipe=dense", "track=local", "trainer.device=cpu", "trainer.epochs=1000")

@@ -20,17 +20,17 @@ from torch.nn import functional
 from nmrun import ranks
 from nmrun.errors import RunError
 from nmrun.lab import models
-from nmrun.lab.data.copy_reverse import Vocabulary
 from nmrun.lab.tasks.base import Task
 from nmrun.lab.tasks.image_stream import _Files
 from nmrun.lab.tasks.language import LanguageModelling
 from nmrun.lab.tasks.pairs import Words
-from nmrun.lab.tasks.sentences import Corpus
 from nmrun.lab.tasks.text_classification import TextClassification
-from nmrun.lab.tasks.translation import Translation
 from nmrun.lab.tasks.vision import Classification
 from nmrun.lab.train import runner
 from nmrun.lab.words.identity import run_folder
+from nmrun.papers.translation.copy_reverse import Vocabulary
+from nmrun.papers.translation.sentences import Corpus
+from nmrun.papers.translation.task import Translation
 
 RUN = ("trainer.epochs=1", "trainer.log_every=1")
 STREAM = ("dataset=imagenet", "dataset.path=some", "dataset.resolution=8", "dataset.val_size=6", "dataset.workers=0",

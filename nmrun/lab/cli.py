@@ -18,7 +18,7 @@ from nmrun import atomic
 from nmrun.errors import ConfigError, RunError, leads, refuse
 from nmrun.lab import verbs
 from nmrun.lab.signals import of_interrupt
-from nmrun.registry import find, nearest
+from nmrun.registry import find, installed, nearest
 
 GROUPS = ("recipe", "sparsity", "dataset", "model", "optimizer", "schedule", "track")
 VERBS = {
@@ -31,7 +31,6 @@ VERBS = {
     "prune": "nmrun.lab.train.pruning.main",
     "ratios": "nmrun.lab.train.ratios.main",
     "tune": "nmrun.lab.tune.cli.main",
-    "prepare": "nmrun.lab.data.cli.prepare",
     "status": "nmrun.lab.report.status.main",
     "compare": "nmrun.lab.report.compare.main",
     "rerun": "nmrun.lab.api.rerun.main",
@@ -90,7 +89,7 @@ def _main(argv: list[str]) -> int:
     if "query=" in "".join(argv[1:2]) and argv[0] in ("-sc", "--shell-completion"):
         _complete_verbs()
     if argv and _is_verb(argv[0], argv[1:]):
-        return int(find("verb", argv[0], VERBS)(argv[1:]))
+        return _run(argv[0], argv[1:])
     if argv == ["--version"]:
         print(f"nmrun {nmrun.__version__}")
         return 0
@@ -100,11 +99,21 @@ def _main(argv: list[str]) -> int:
     return jobs.main(argv)
 
 
+def all_verbs() -> dict[str, str]:
+    """The dotted path of each verb, those of installed packages too: of papers here, for one."""
+    theirs = installed("nmrun.verbs").items()
+    return {**{name: point.value.replace(":", ".") for name, point in theirs}, **VERBS}
+
+
+def _run(verb: str, words: Sequence[str]) -> int:
+    return int(find("verb", verb, VERBS if verb in VERBS else all_verbs())(words))
+
+
 def _complete_verbs() -> None:
     """Print the verbs that the first word may become; Hydra prints keys and options after them."""
     words = os.environ.get("COMP_LINE", "").split(" ")
     if len(words) == 2 and "=" not in words[1]:
-        print(" ".join(verb for verb in VERBS if verb.startswith(words[1])))
+        print(" ".join(verb for verb in all_verbs() if verb.startswith(words[1])))
 
 
 def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
@@ -115,11 +124,14 @@ def _is_verb(word: str, following: Sequence[str] = ()) -> bool:
     """
     if word in VERBS or "=" in word or word[:1] in "-~+":
         return word in VERBS
-    meant = word.replace(":", "=", 1) if ":" in word else nearest(word, VERBS)
+    there = all_verbs()
+    if word in there:
+        return True
+    meant = word.replace(":", "=", 1) if ":" in word else nearest(word, there)
     if word in GROUPS and following:
         meant = f"{word}={following[0]}"
     hint = f"; did you mean {meant}?" if meant else ""
-    known = f"{', '.join(VERBS)}; a run takes group=option and key=value"
+    known = f"{', '.join(there)}; a run takes group=option and key=value"
     raise ConfigError(f"{word}: no such verb{hint} (there are {known})")
 
 
@@ -132,8 +144,8 @@ def _topic(word: str) -> str:
 def explain(argv: list[str]) -> int:
     """``nmrun help TOPIC``; returns the exit status."""
     asked = _help_parser().parse_intermixed_args(argv)
-    if asked.topic and asked.topic[0] in VERBS:
-        return int(find("verb", asked.topic[0], VERBS)(["--help"]))
+    if asked.topic and asked.topic[0] in all_verbs():
+        return _run(asked.topic[0], ["--help"])
     if not asked.topic:
         from nmrun.lab.words import help
 

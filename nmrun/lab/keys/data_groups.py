@@ -12,19 +12,19 @@ from nmrun.ranges import FLAG, TEXT, number, whole
 Keys = TypeVar("Keys", bound=Group)
 SHARE = number(0, 0.5, open_low=True)
 # what a data set has, and a model takes
-IMAGES, TEXTS = "images", "texts with labels"
-RUNNING_TEXT, PAIRS = "running text", "pairs of sentences"
-QUESTIONS, ANSWERED = "questions on texts", "texts with answers"
+IMAGES, TEXTS, RUNNING_TEXT = "images", "texts with labels", "running text"
 
 
 @dataclass(frozen=True)
 class Dataset(Named):
     """A data set. ``data`` is what is in it; ``within``, what is in the folder ``dataset.path`` in
-    NMRUN_DATA or anywhere, empty where the data set has no such key.
+    NMRUN_DATA or anywhere, empty where the data set has no such key; ``places``, the keys that name
+    another file or folder.
     """
 
     data: ClassVar[str] = IMAGES
     within: ClassVar[str] = ""
+    places: ClassVar[tuple[str, ...]] = ()
 
     def as_kind(self, kind: type[Keys]) -> Keys:
         """The keys of ``kind``, which a data set of the user's own may have as well.
@@ -115,19 +115,3 @@ class Encoded(Group):
     max_length: Annotated[int, whole(8)]
     tokenizer: Annotated[str, TEXT]
     vocabulary: Annotated[int, whole(4)]
-
-
-@dataclass(frozen=True)
-class Translated(Group):
-    """Batches and beam search of translation."""
-
-    max_tokens: Annotated[int, whole(1)]
-    beam: Annotated[int, whole(1)]
-    length_penalty: Annotated[float, number(0)]
-
-
-@dataclass(frozen=True)
-class Windowed(Encoded):
-    """Questions on texts, which are cut into windows."""
-
-    stride: Annotated[int, whole(0)]

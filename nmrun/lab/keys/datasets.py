@@ -8,10 +8,6 @@ from typing import Annotated, Any, ClassVar
 
 from nmrun.lab.keys import reader
 from nmrun.lab.keys.data_groups import (
-    ANSWERED,
-    PAIRS,
-    QUESTIONS,
-    SHARE,
     TEXTS,
     Augmented,
     Dataset,
@@ -20,20 +16,17 @@ from nmrun.lab.keys.data_groups import (
     OwnDataset,
     Seeded,
     Subset,
-    Translated,
-    Windowed,
 )
 from nmrun.lab.keys.installed import Kinds
 from nmrun.lab.keys.long_texts import (
     HubText,
     Shakespeare,
     StdlibText,
-    Strided,
     TextFiles,
     TokenBin,
     WikiText,
 )
-from nmrun.ranges import FLAG, OPTIONAL_TEXT, PATH, TEXT, number, one_of, whole
+from nmrun.ranges import PATH, number, one_of, whole
 
 CLASSES = "a folder of images for each class, or train and val with such"
 
@@ -94,75 +87,6 @@ class Glue(Encoded, Seeded, Dataset):
     limit: Annotated[int | None, whole(1, optional=True)]
 
 
-@dataclass(frozen=True)
-class GlueText(Glue):
-    """A task of GLUE as text to text."""
-
-    data: ClassVar[str] = ANSWERED
-
-
-@dataclass(frozen=True)
-class GeneratedQuestions(Windowed, Seeded, Dataset):
-    """Generated questions."""
-
-    data: ClassVar[str] = QUESTIONS
-
-    size: Annotated[int, whole(1)]
-
-
-@dataclass(frozen=True)
-class Squad(Windowed, Seeded, Dataset):
-    """SQuAD."""
-
-    data: ClassVar[str] = QUESTIONS
-
-    version: Annotated[str, one_of("v1.1", "v2.0")]
-    held_out: Annotated[float, SHARE]
-    limit: Annotated[int | None, whole(1, optional=True)]
-
-
-@dataclass(frozen=True)
-class CopyReverse(Translated, Seeded, Dataset):
-    """Generated sentences to be copied or reversed."""
-
-    data: ClassVar[str] = PAIRS
-
-    version: Annotated[int, whole(2, 2)]
-    size: Annotated[int, whole(1)]
-    val_size: Annotated[int, whole(1)]
-    test_size: Annotated[int, whole(1)]
-    words: Annotated[int, whole(1)]
-    longest: Annotated[int, whole(2)]
-
-
-@dataclass(frozen=True)
-class Multi30k(Translated, Dataset):
-    """Multi30k."""
-
-    data: ClassVar[str] = PAIRS
-
-    source: Annotated[str, TEXT]
-    target: Annotated[str, TEXT]
-    test: Annotated[str, TEXT]
-    vocabulary: Annotated[int, whole(4)]
-
-
-@dataclass(frozen=True)
-class Fairseq(Translated, Dataset):
-    """A folder of fairseq-preprocess."""
-
-    data: ClassVar[str] = PAIRS
-
-    path: Annotated[str, PATH]
-    source: Annotated[str | None, OPTIONAL_TEXT]
-    target: Annotated[str | None, OPTIONAL_TEXT]
-    train: Annotated[str, PATH]
-    val: Annotated[str | None, OPTIONAL_TEXT]
-    test: Annotated[str | None, OPTIONAL_TEXT]
-    subwords: Annotated[str, one_of("none", "sentencepiece", "subword_nmt")]
-    moses: Annotated[bool, FLAG]
-
-
 OWN: dict[str, type[Dataset]] = {
     "digits": Digits,
     **dict.fromkeys(("cifar10", "cifar100", "fashion_mnist"), Images),
@@ -170,21 +94,14 @@ OWN: dict[str, type[Dataset]] = {
     "imagenet": ImageNet,
     "generated_text": GeneratedText,
     "glue": Glue,
-    "glue_text": GlueText,
-    "generated_questions": GeneratedQuestions,
-    "squad": Squad,
     "stdlib_text": StdlibText,
     "text": TextFiles,
     "hub_text": HubText,
     "shakespeare": Shakespeare,
     **dict.fromkeys(("wikitext2", "wikitext103"), WikiText),
     "token_bin": TokenBin,
-    "copy_reverse": CopyReverse,
-    "multi30k": Multi30k,
-    "fairseq": Fairseq,
 }
 DATASETS = Kinds("dataset", OWN)
-LONG_TEXTS = tuple(name for name, kind in OWN.items() if issubclass(kind, Strided))
 
 
 def read(plain: Mapping[str, Any]) -> Dataset:

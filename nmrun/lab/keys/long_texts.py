@@ -45,6 +45,7 @@ class TextFiles(Strided, Fractions, Tokenized, Dataset):
     """Any text files."""
 
     data: ClassVar[str] = RUNNING_TEXT
+    places: ClassVar[tuple[str, ...]] = ("train", "val", "test")
 
     train: Annotated[str, PATH]
     val: Annotated[str | None, OPTIONAL_TEXT]
@@ -71,6 +72,7 @@ class TokenBin(Strided, Context, Dataset):
     """Files of tokens."""
 
     data: ClassVar[str] = RUNNING_TEXT
+    places: ClassVar[tuple[str, ...]] = ("folder",)
 
     folder: Annotated[str, PATH]
     vocabulary: Annotated[int, whole(4)]

@@ -8,10 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from nmrun.lab.keys import reader
 from nmrun.lab.keys.data_groups import (
-    ANSWERED,
     IMAGES,
-    PAIRS,
-    QUESTIONS,
     RUNNING_TEXT,
     TEXTS,
 )
@@ -30,11 +27,13 @@ class Model(Named):
     """What all models have: the modules that may be sparse.
 
     ``decays`` is which parameters its literature lets decay, for ``optimizer.decay=null``;
-    ``data`` is what it takes, as data sets say it.
+    ``data`` is what it takes, as data sets say it; ``trained``, whether it can come trained to the
+    last layer.
     """
 
     decays: ClassVar[str] = "all"
     data: ClassVar[str] = IMAGES
+    trained: ClassVar[bool] = False
 
     include: Annotated[list[str] | None, EXPRESSIONS]
     exclude: Annotated[list[str] | None, EXPRESSIONS]
@@ -102,6 +101,7 @@ class Timm(Model):
     """A network of timm."""
 
     decays: ClassVar[str] = "matrices"  # timm's own training, for all networks
+    trained: ClassVar[bool] = True
 
     name_in_timm: Annotated[str, TEXT]
     options: Annotated[dict[str, Any] | None, ARGUMENTS]
@@ -142,13 +142,6 @@ class GPTClassifier(GPT):
 
 
 @dataclass(frozen=True)
-class GPTReader(GPTClassifier):
-    """GPT-2's architecture with a head for answers."""
-
-    data: ClassVar[str] = QUESTIONS
-
-
-@dataclass(frozen=True)
 class ViT(Activated):
     """Vision Transformers."""
 
@@ -164,15 +157,9 @@ class Causal(Model):
 
     decays: ClassVar[str] = "matrices"  # BERT's code, and the Trainer of transformers
     data: ClassVar[str] = RUNNING_TEXT
+    trained: ClassVar[bool] = True
 
     pretrained: Annotated[str, TEXT]
-
-
-@dataclass(frozen=True)
-class T5(Causal):
-    """A T5 of Hugging Face."""
-
-    data: ClassVar[str] = ANSWERED
 
 
 @dataclass(frozen=True)
@@ -187,21 +174,9 @@ class Encoder(Pretrained):
     """An encoder of Hugging Face with a new head."""
 
     data: ClassVar[str] = TEXTS
+    trained: ClassVar[bool] = False
 
     pooling: Annotated[str, one_of("cls", "mean", "similarity")]
-
-
-@dataclass(frozen=True)
-class FairseqTransformer(Transformer):
-    """fairseq's Transformer."""
-
-    decays: ClassVar[str] = "all"  # as fairseq-train
-    data: ClassVar[str] = PAIRS
-
-    ffn: Annotated[int, whole(1)]
-    attention_dropout: Annotated[float, FRACTION]
-    activation_dropout: Annotated[float, FRACTION]
-    share_embeddings: Annotated[str, one_of("auto", "none", "decoder", "all")]
 
 
 VISION = [
@@ -225,15 +200,11 @@ OWN: dict[str, type[Model]] = {
     "text_encoder": Activated,
     **dict.fromkeys(GPTS, GPT),
     "gpt_classifier": GPTClassifier,
-    "gpt_reader": GPTReader,
     "hf_encoder": Encoder,
     "hf_gpt2": Pretrained,
     "hf_causal": Causal,
-    "hf_t5": T5,
-    **{f"fairseq_transformer{size}": FairseqTransformer for size in ("", "_iwslt", "_base")},
 }
 MODELS = Kinds("model", OWN)
-ACTIVATED = [name for name, kind in OWN.items() if issubclass(kind, Activated)]
 
 
 def read(plain: Mapping[str, Any]) -> Model:

@@ -40,14 +40,8 @@ MODELS = {
         ("gpt_tiny", "gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl"), "nmrun.lab.models.gpt.build"
     ),
     "gpt_classifier": "nmrun.lab.models.gpt_heads.classifier",
-    "gpt_reader": "nmrun.lab.models.gpt_heads.reader",
     "hf_gpt2": "nmrun.lab.models.hf_gpt2.build",
-    "hf_t5": "nmrun.lab.models.hf_t5.build",
     "hf_causal": "nmrun.lab.models.hf_causal.build",
-    **{
-        f"fairseq_transformer{size}": "nmrun.lab.models.fairseq_transformer.build"
-        for size in ("", "_iwslt", "_base")
-    },
 }
 
 

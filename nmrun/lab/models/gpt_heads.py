@@ -57,13 +57,6 @@ class GPTClassifier(Headed):
         return self.head(self.states(tokens)[torch.arange(len(last), device=last.device), last])
 
 
-class GPTReader(Headed):
-    """Questions with their texts to logits (B, T, 2): where the answer begins and where it ends."""
-
-    def forward(self, tokens: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
-        return self.head(self.states(tokens))
-
-
 def classifier(
     vocabulary: int,
     max_length: int,
@@ -88,40 +81,18 @@ def classifier(
     Raises:
         ConfigError: where the data have more positions or tokens.
     """
-    known = _known(vocabulary, max_length, context, embeddings)
+    known = embedded(vocabulary, max_length, context, embeddings)
     return GPTClassifier(
         known, context, layers, heads, width, dropout, bias, activation, classes, head_bias=False
     )
 
 
-def reader(
-    vocabulary: int,
-    max_length: int,
-    layers: int,
-    heads: int,
-    width: int,
-    dropout: float,
-    bias: bool,
-    context: int,
-    embeddings: int | None,
-    activation: str = "gelu",
-) -> GPTReader:
-    """Build a reader; its head has a bias, as in transformers.
-
-    Args:
-        vocabulary, max_length, layers, heads, width, dropout, bias, context, embeddings,
-            activation: as of :func:`classifier`.
+def embedded(vocabulary: int, max_length: int, context: int, embeddings: int | None) -> int:
+    """How many tokens a network embeds: ``embeddings``, or those of the data.
 
     Raises:
-        ConfigError: as there.
+        ConfigError: where the data have more positions or tokens than the network.
     """
-    known = _known(vocabulary, max_length, context, embeddings)
-    return GPTReader(
-        known, context, layers, heads, width, dropout, bias, activation, 2, head_bias=True
-    )
-
-
-def _known(vocabulary: int, max_length: int, context: int, embeddings: int | None) -> int:
     if max_length > context:
         raise ConfigError(
             f"dataset.max_length={max_length}: the network has model.context={context} positions"

@@ -23,9 +23,6 @@ DATASETS = {
     "imagenet": "nmrun.lab.data.imagenet.build",
     "generated_text": "nmrun.lab.data.generated_text.build",
     "glue": "nmrun.lab.data.glue.build",
-    "glue_text": "nmrun.lab.data.glue_text.build",
-    "generated_questions": "nmrun.lab.data.generated_questions.build",
-    "squad": "nmrun.lab.data.squad.build",
     "stdlib_text": "nmrun.lab.data.stdlib_text.build",
     "text": "nmrun.lab.data.text.build",
     "hub_text": "nmrun.lab.data.hub_text.build",
@@ -33,9 +30,6 @@ DATASETS = {
     "wikitext2": "nmrun.lab.data.wikitext.build",
     "wikitext103": "nmrun.lab.data.wikitext.build",
     "token_bin": "nmrun.lab.data.token_bin.build",
-    "copy_reverse": "nmrun.lab.data.copy_reverse.build",
-    "multi30k": "nmrun.lab.data.multi30k.build",
-    "fairseq": "nmrun.lab.data.translation.build",
 }
 
 

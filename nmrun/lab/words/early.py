@@ -19,8 +19,6 @@ from nmrun.patterns import Pattern
 
 # Images to train with, before any are put aside.
 MOST = {"digits": 1797, "cifar10": 50_000, "cifar100": 50_000, "fashion_mnist": 60_000}
-# The keys of data sets that name a file or folder.
-PATHS = {"text": ("train", "val", "test"), "token_bin": ("folder",), "fairseq": ("path",)}
 # The layers of the networks whose names are known without building: inputs, 0 where they depend on
 # the data.
 LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, int]]] = {
@@ -28,12 +26,6 @@ LAYERS: dict[str, Callable[[dict[str, Any]], dict[str, int]]] = {
     "small_conv_bn": lambda model: _layers(model["channels"]),
     "mlp": lambda model: _layers(model["hidden"]),
 }
-TRAINED = (
-    "hf_gpt2",
-    "hf_causal",
-    "hf_t5",
-    "timm",
-)  # the models that can come trained to the last layer
 # The package and the extra of nmrun that a logger needs.
 LOGGERS = {"tensorboard": "tensorboard", "mlflow": "mlflow"}
 DEVICES = ("/dev/nvidia[0-9]*", "/dev/dxg", "/dev/kfd", "/dev/nvmap")  # CUDA, WSL, ROCm, Jetson
@@ -100,8 +92,8 @@ def _no_teacher(plain: dict[str, Any], here: bool) -> Iterator[str]:
     if teacher is None:
         return
     if teacher == "start":
-        trained = plain["init"] is not None or "_target_" in model or model["name"] in TRAINED
-        if not trained:
+        trained = "_target_" in model or models.MODELS[model["name"]].trained
+        if plain["init"] is None and not trained:
             yield (
                 f"trainer.distill=start: model={model['name']} begins with random weights in its "
                 "head or everywhere, which teach nothing; take the folder of a finished run"
@@ -150,17 +142,17 @@ def _too_few(dataset: dict[str, Any], trainer: dict[str, Any]) -> Iterator[str]:
 
 
 def _no_files(dataset: dict[str, Any]) -> Iterator[str]:
-    name = dataset["name"]
-    for key in PATHS.get(name, ()):
+    kind = datasets.DATASETS[dataset["name"]]
+    for key in kind.places:
         if dataset[key] is not None and not Path(dataset[key]).expanduser().exists():
             yield f"dataset.{key}={dataset[key]}: there is no such file or folder"
-    if within := datasets.DATASETS[name].within:
+    if kind.within:
         from nmrun.lab.data import local  # numpy
 
         if not any(place.exists() for place in local.places(dataset["path"])):
             yield (
                 f"dataset.path={dataset['path']}: there is no such folder, neither in "
-                f"{local.data_folder()} (NMRUN_DATA) nor here; it has {within}"
+                f"{local.data_folder()} (NMRUN_DATA) nor here; it has {kind.within}"
             )
 
 

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from nmrun.lab.keys.config import Config
-from nmrun.lab.keys.datasets import LONG_TEXTS
-from nmrun.lab.keys.models import ACTIVATED, GPTS
+from nmrun.lab.keys.datasets import DATASETS
+from nmrun.lab.keys.groups import Group
+from nmrun.lab.keys.long_texts import Strided
+from nmrun.lab.keys.models import GPTS, MODELS, Activated
 from nmrun.lab.runs.run_folder import FINAL, RunFolder, weights_in
 from nmrun.oneshot import METHODS
 
@@ -37,10 +40,8 @@ LATER: dict[str, dict[str, Any]] = {
         **{"distill": None, "distill_weight": 0.67, "distill_temperature": 2.0},
         **{"activations": None, "activations_dense_start": 0.0, "activations_dense_end": 0.0},
     },
-    **{f"dataset={name}": {"stride": None} for name in LONG_TEXTS},
     **{f"schedule={name}": {"cycles": 1} for name in ("constant", "cosine", "linear")},
-    **{f"model={name}": {"activation": "gelu"} for name in ACTIVATED},
-    **{f"model={name}": {"bias": True, "activation": "gelu"} for name in GPTS},
+    **{f"model={name}": {"bias": True} for name in GPTS},
     "recipe=maskllm": {"masks": None},
     "recipe=step": {
         "window": "full",
@@ -51,6 +52,12 @@ LATER: dict[str, dict[str, Any]] = {
     "recipe=sdgf_geometric": {"densify": False},
     "recipe=s_ste": {"gamma": 0.0, "fit": "mse", "beta": None, "interval": None},
 }
+# the same of all data sets and models with the keys of a class
+LATER_KEYS: dict[type[Group], dict[str, Any]] = {
+    Strided: {"stride": None},
+    Activated: {"activation": "gelu"},
+}
+KINDS: dict[str, Mapping[str, type[Group]]] = {"dataset": DATASETS, "model": MODELS}
 # keys that change nothing while another is null
 DEPENDENT = {
     "distill": {"distill_weight", "distill_temperature"},
@@ -126,7 +133,12 @@ def completed(plain: dict[str, Any]) -> dict[str, Any]:
 def _later(group: str, value: dict[str, Any]) -> dict[str, Any]:
     if "_target_" in value:  # the user's own, whose keys are no business of ours
         return {}
-    return {**LATER.get(group, {}), **LATER.get(f"{group}={value.get('name')}", {})}
+    name = str(value.get("name"))
+    kind = KINDS.get(group, {}).get(name, object)
+    later = {**LATER.get(group, {}), **LATER.get(f"{group}={name}", {})}
+    for keys, values in LATER_KEYS.items():
+        later |= values if issubclass(kind, keys) else {}
+    return later
 
 
 def run_folder(config: Config) -> Path:

@@ -94,7 +94,7 @@ def _composed(overrides: list[Override], config_dir: str | None) -> Config:
         composed = compose("nmrun", words)
     config = schema.check(composed)
     model = config.model
-    loads = isinstance(model, OwnModel) or model.name in early.TRAINED
+    loads = isinstance(model, OwnModel) or model.trained
     if isinstance(model, Timm):
         loads = bool((model.options or {}).get("pretrained"))
     if config.init is None and not loads:

@@ -16,20 +16,20 @@ from runs import config
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
 from nmrun.lab.data import (
-    copy_reverse,
     digits,
-    generated_questions,
     generated_text,
     glue,
     images,
-    squad,
     stdlib_text,
 )
-from nmrun.lab.keys.datasets import DATASETS, CopyReverse
-from nmrun.lab.tasks.answers import Question
+from nmrun.lab.keys.datasets import DATASETS
 from nmrun.lab.words.identity import identity
 from nmrun.papers.detection import generated_shapes
 from nmrun.papers.flow import generated_motion
+from nmrun.papers.reading import generated_questions, squad
+from nmrun.papers.reading.answers import Question
+from nmrun.papers.translation import copy_reverse
+from nmrun.papers.translation.keys import CopyReverse
 
 Splits = dict[str, list[Any]]
 RANDOM = np.random.default_rng(0)

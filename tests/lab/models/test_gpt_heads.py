@@ -18,6 +18,7 @@ from nmrun.lab.models import gpt_heads
 from nmrun.lab.models.gpt import GPT
 from nmrun.lab.train import flops, runner, start
 from nmrun.lab.words.identity import run_folder
+from nmrun.papers.reading import gpt_reader
 
 SIZE: dict[str, Any] = {"layers": 2, "heads": 2, "width": 8, "dropout": 0.0, "bias": True}
 NETWORK = ("model.layers=2", "model.heads=4", "model.width=64", "model.context=64")
@@ -35,7 +36,7 @@ def test_heads_see_what_the_language_model_sees() -> None:
     torch.manual_seed(0)
     language = GPT(19, 12, 2, 2, 8)
     classifier = gpt_heads.classifier(19, 9, 3, **SIZE, context=12, embeddings=None)
-    reader = gpt_heads.reader(19, 9, **SIZE, context=12, embeddings=None)
+    reader = gpt_reader.build(19, 9, **SIZE, context=12, embeddings=None)
     body = {k: v for k, v in language.state_dict().items() if not k.startswith("lm_head")}
     for model in (classifier, reader):
         lost = model.load_state_dict(body, strict=False)
@@ -58,7 +59,7 @@ def test_heads_see_what_the_language_model_sees() -> None:
 
 def test_more_positions_or_tokens_than_the_network_has() -> None:
     with pytest.raises(ConfigError, match=r"dataset.max_length=16: .* model.context=12 positions"):
-        gpt_heads.reader(19, 16, **SIZE, context=12, embeddings=None)
+        gpt_reader.build(19, 16, **SIZE, context=12, embeddings=None)
     with pytest.raises(ConfigError, match=r"model\.embeddings=18: the data have 19 tokens"):
         gpt_heads.classifier(19, 8, 2, **SIZE, context=12, embeddings=18)
     padded = gpt_heads.classifier(19, 8, 2, **SIZE, context=12, embeddings=32)

@@ -24,8 +24,8 @@ from nmrun.lab.tasks import augment
 from nmrun.lab.tasks.augment import Augment
 from nmrun.lab.tasks.base import Adopted, Task, turns
 from nmrun.lab.tasks.image_stream import ImageStream, _Files
-from nmrun.lab.tasks.sentences import Corpus
 from nmrun.lab.tasks.vision import Classification
+from nmrun.papers.translation.sentences import Corpus
 
 WORLD = 4
 ALL = Augment(crop_padding=1, flip=True, randaugment=2, erasing=0.5)

@@ -14,19 +14,15 @@ import bad_inputs
 import pytest
 
 from nmrun.lab import models
-from nmrun.lab.keys.data_groups import (
-    ANSWERED,
-    IMAGES,
-    PAIRS,
-    QUESTIONS,
-    RUNNING_TEXT,
-    TEXTS,
-)
+from nmrun.lab.keys.data_groups import IMAGES, RUNNING_TEXT, TEXTS
 from nmrun.lab.keys.installed import builder
 from nmrun.lab.keys.models import MODELS
 from nmrun.lab.words import early
 from nmrun.papers.detection.keys import INSTANCES
 from nmrun.papers.flow.keys import FRAMES
+from nmrun.papers.reading.keys import QUESTIONS
+from nmrun.papers.text_to_text.keys import ANSWERED
+from nmrun.papers.translation.keys import PAIRS
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,12 @@ from torch.nn import functional
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.data_groups import Encoded, Windowed
-from nmrun.lab.tasks.answers import Question, scores
+from nmrun.lab.keys.data_groups import Encoded
 from nmrun.lab.tasks.base import Batch, Tally, Task, chunks, drawn, limited, turns, watched
 from nmrun.lab.tasks.pairs import Tokenizer, tokenizer
-from nmrun.lab.tasks.windows import NOWHERE, Window, windows
+from nmrun.papers.reading.answers import Question, scores
+from nmrun.papers.reading.keys import Windowed
+from nmrun.papers.reading.windows import NOWHERE, Window, windows
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config

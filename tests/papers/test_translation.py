@@ -23,16 +23,16 @@ from torch import nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab import models, tasks
-from nmrun.lab.data import cli, prepare
-from nmrun.lab.data.copy_reverse import Vocabulary
-from nmrun.lab.data.translation import detokenizer
-from nmrun.lab.tasks.fairseq_import import fairseq
-from nmrun.lab.tasks.sentences import Corpus
-from nmrun.lab.tasks.translation import Translation, corpus_bleu
 from nmrun.lab.train import runner
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.train.schedules import inverse_sqrt_factor
 from nmrun.lab.words.identity import run_folder
+from nmrun.papers.translation import cli, prepare
+from nmrun.papers.translation.copy_reverse import Vocabulary
+from nmrun.papers.translation.fairseq_folder import detokenizer
+from nmrun.papers.translation.fairseq_import import fairseq
+from nmrun.papers.translation.sentences import Corpus
+from nmrun.papers.translation.task import Translation, corpus_bleu
 
 pytest.importorskip("sacrebleu", reason="needs nmrun[translation]")
 SMALL = ("model.width=16", "model.ffn=16", "model.layers=1", "model.heads=2")
@@ -565,7 +565,7 @@ def test_prepared_text_comes_back_and_only_once_is_prepared(
             for row in range(len(corpus))
         ] == lines
     assert task.source == task.target
-    monkeypatch.setattr("nmrun.lab.data.multi30k.prepare", None)
+    monkeypatch.setattr("nmrun.papers.translation.multi30k.prepare", None)
     assert len(built(tmp_path, *wanted).splits["train"][0]) == 4
     monkeypatch.setenv("NMRUN_DATA", str(tmp_path / "elsewhere"))
     with pytest.raises(

@@ -15,11 +15,18 @@ from torch.nn import functional
 
 from nmrun import ranks
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.data_groups import Translated
 from nmrun.lab.tasks.base import Batch, Tally, limited, picked, turns, watched
 from nmrun.lab.tasks.categorical import Categorical
-from nmrun.lab.tasks.fairseq_import import fairseq
-from nmrun.lab.tasks.sentences import Dictionary, Pair, Rows, bucketed, check, shuffled_within
+from nmrun.papers.translation.fairseq_import import fairseq
+from nmrun.papers.translation.keys import Translated
+from nmrun.papers.translation.sentences import (
+    Dictionary,
+    Pair,
+    Rows,
+    bucketed,
+    check,
+    shuffled_within,
+)
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config

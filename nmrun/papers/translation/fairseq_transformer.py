@@ -6,11 +6,11 @@ from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from nmrun.errors import ConfigError
-from nmrun.lab.tasks.fairseq_import import fairseq
+from nmrun.papers.translation.fairseq_import import fairseq
 
 if TYPE_CHECKING:
-    from nmrun.lab.models.fairseq_modules import Transformer
-    from nmrun.lab.tasks.sentences import Dictionary
+    from nmrun.papers.translation.fairseq_modules import Transformer
+    from nmrun.papers.translation.sentences import Dictionary
 
 
 def build(
@@ -48,7 +48,7 @@ def build(
         raise ConfigError(
             "model.share_embeddings=all needs one dictionary for both languages; decoder shares those of the target"
         )
-    modules = fairseq("nmrun.lab.models.fairseq_modules")
+    modules = fairseq("nmrun.papers.translation.fairseq_modules")
     config = modules.TransformerConfig.from_namespace(
         Namespace(
             **{f"{side}_{key}": value for side in ("encoder", "decoder") for key, value in [

@@ -13,10 +13,10 @@ import torch
 
 from nmrun.errors import ConfigError
 from nmrun.lab.data.local import cache_folder, data_folder
-from nmrun.lab.data.prepare import Files, beside, prepare
-from nmrun.lab.data.translation import load
-from nmrun.lab.keys.datasets import Multi30k
-from nmrun.lab.tasks.translation import Translation
+from nmrun.papers.translation.fairseq_folder import load
+from nmrun.papers.translation.keys import Multi30k
+from nmrun.papers.translation.prepare import Files, beside, prepare
+from nmrun.papers.translation.task import Translation
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.datasets import Fairseq
-from nmrun.lab.tasks.fairseq_import import fairseq
-from nmrun.lab.tasks.sentences import Corpus, Dictionary, check
-from nmrun.lab.tasks.translation import Translation
+from nmrun.papers.translation.fairseq_import import fairseq
+from nmrun.papers.translation.keys import Fairseq
+from nmrun.papers.translation.sentences import Corpus, Dictionary, check
+from nmrun.papers.translation.task import Translation
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config

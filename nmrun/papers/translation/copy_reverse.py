@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from nmrun.errors import ConfigError
-from nmrun.lab.keys.datasets import CopyReverse
-from nmrun.lab.tasks.sentences import Corpus
-from nmrun.lab.tasks.translation import Translation
+from nmrun.papers.translation.keys import CopyReverse
+from nmrun.papers.translation.sentences import Corpus
+from nmrun.papers.translation.task import Translation
 
 if TYPE_CHECKING:
     from nmrun.lab.keys.config import Config
@@ -24,7 +24,7 @@ SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]  # with the numbers that fairseq giv
 
 
 class Vocabulary:
-    """A fixed list of words as a dictionary; see :class:`nmrun.lab.tasks.sentences.Dictionary`."""
+    """A fixed list of words as a dictionary; see :class:`nmrun.papers.translation.sentences.Dictionary`."""
 
     def __init__(self, words: list[str]) -> None:
         self.symbols = [*SPECIAL, *words]

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from glue_files import FILES, write
 from runs import config
-from test_glue import FILES, write
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
-from nmrun.lab.data import glue, glue_text
-from nmrun.lab.tasks.text_to_text import NOTHING, TextToText
+from nmrun.lab.data import glue
 from nmrun.lab.train import build, flops, runner, start
 from nmrun.lab.words.identity import run_folder
+from nmrun.papers.text_to_text import glue_text
+from nmrun.papers.text_to_text.task import NOTHING, TextToText
 
 transformers = pytest.importorskip("transformers", reason="needs nmrun[transformers]")
 

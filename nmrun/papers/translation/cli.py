@@ -56,9 +56,9 @@ def prepare(argv: list[str]) -> int:
             )
     if asked.to.exists():
         raise ConfigError(f"--to {asked.to}: it is there already")
-    from nmrun.lab.data.multi30k import files  # torch
-    from nmrun.lab.data.prepare import beside
-    from nmrun.lab.data.prepare import prepare as prepare_texts
+    from nmrun.papers.translation.multi30k import files  # torch
+    from nmrun.papers.translation.prepare import beside
+    from nmrun.papers.translation.prepare import prepare as prepare_texts
 
     if asked.corpus == "multi30k":
         texts = files(languages, "test_2016_flickr")

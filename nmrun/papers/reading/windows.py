@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nmrun.errors import ConfigError
-from nmrun.lab.tasks.answers import Question
 from nmrun.lab.tasks.pairs import Pretrained, Tokenizer, Words
+from nmrun.papers.reading.answers import Question
 
 NOWHERE = -1  # where a token of the question stands in the text
 

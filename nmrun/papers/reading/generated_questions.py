@@ -10,14 +10,14 @@ import random
 from functools import cache
 from typing import TYPE_CHECKING
 
-from nmrun.lab.keys.datasets import GeneratedQuestions
-from nmrun.lab.tasks.answers import Question
+from nmrun.papers.reading.answers import Question
+from nmrun.papers.reading.keys import GeneratedQuestions
 
 if TYPE_CHECKING:
     import torch
 
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.tasks.reading import Reading
+    from nmrun.papers.reading.task import Reading
 
 PEOPLE = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Ida")
 FACTS = {
@@ -53,7 +53,7 @@ def load(size: int = 2000, split_seed: int = 0) -> dict[str, list[Question]]:
 
 def build(config: Config, device: torch.device) -> Reading:
     """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says."""
-    from nmrun.lab.tasks.reading import Reading
+    from nmrun.papers.reading.task import Reading
 
     options = config.dataset.as_kind(GeneratedQuestions)
     return Reading.of(config, load(options.size, options.split_seed), device)

@@ -4,7 +4,7 @@ fairseq asks a batch whether it has padding and goes one way or the other. That 
 breaks a compiled graph, and cannot be done where only shapes are known. Here padding is always
 masked in the source, and never in the target, where it comes after the words and none of them looks
 that far. The results at real tokens are the same, and so are all names of parameters. Beam search
-goes fairseq's own way. Import this module by ``nmrun.lab.tasks.fairseq_import``.
+goes fairseq's own way. Import this module by ``nmrun.papers.translation.fairseq_import``.
 """
 
 from __future__ import annotations

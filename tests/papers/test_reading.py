@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from nmrun.errors import ConfigError
 from nmrun.lab import tasks
-from nmrun.lab.data import generated_questions, squad
-from nmrun.lab.tasks.answers import Question, exact, f1, normal, scores
 from nmrun.lab.tasks.pairs import Words
-from nmrun.lab.tasks.reading import LONGEST, Reading, best_spans
-from nmrun.lab.tasks.windows import NOWHERE, windows
 from nmrun.lab.train import flops, runner
 from nmrun.lab.words.identity import run_folder
+from nmrun.papers.reading import generated_questions, squad
+from nmrun.papers.reading.answers import Question, exact, f1, normal, scores
+from nmrun.papers.reading.task import LONGEST, Reading, best_spans
+from nmrun.papers.reading.windows import NOWHERE, windows
 
 TEXT = "Rosa Parks was born in Tuskegee, Alabama, in 1913. She refused to give up her seat in 1955."
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from nmrun.lab.keys.config import Config
     from nmrun.lab.tasks.pairs import Text
-    from nmrun.lab.tasks.text_to_text import TextToText
+    from nmrun.papers.text_to_text.task import TextToText
 
 # the names of a task's texts, and its answers in the order of classes
 WORDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -39,7 +39,7 @@ def asked(task: str, text: Text) -> Text:
 
 def build(config: Config, device: torch.device) -> TextToText:
     """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says."""
-    from nmrun.lab.tasks.text_to_text import TextToText
+    from nmrun.papers.text_to_text.task import TextToText
 
     options = config.dataset.as_kind(Glue)
     splits = {

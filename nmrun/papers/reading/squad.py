@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from nmrun.errors import ConfigError
 from nmrun.lab.data import local
-from nmrun.lab.keys.datasets import Squad
-from nmrun.lab.tasks.answers import Question
+from nmrun.papers.reading.answers import Question
+from nmrun.papers.reading.keys import Squad
 
 if TYPE_CHECKING:
     import torch
 
     from nmrun.lab.keys.config import Config
-    from nmrun.lab.tasks.reading import Reading
+    from nmrun.papers.reading.task import Reading
 
 HOW = "put SQuAD's JSON files there (rajpurkar.github.io/SQuAD-explorer)"
 
@@ -64,7 +64,7 @@ def load(
 
 def build(config: Config, device: torch.device) -> Reading:
     """Build the task of the config's ``dataset`` group, as :func:`nmrun.lab.tasks.build` says."""
-    from nmrun.lab.tasks.reading import Reading
+    from nmrun.papers.reading.task import Reading
 
     options = config.dataset.as_kind(Squad)
     splits = load(options.version, options.held_out, options.split_seed, options.limit)

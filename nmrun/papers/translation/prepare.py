@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from nmrun.errors import ConfigError
-from nmrun.lab.tasks.fairseq_import import fairseq
+from nmrun.papers.translation.fairseq_import import fairseq
 
 Files = dict[str, tuple[Path, Path]]
 
