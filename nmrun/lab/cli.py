@@ -101,8 +101,10 @@ def _main(argv: list[str]) -> int:
 
 def all_verbs() -> dict[str, str]:
     """The dotted path of each verb, those of installed packages too: of papers here, for one."""
-    theirs = installed("nmrun.verbs").items()
-    return {**{name: point.value.replace(":", ".") for name, point in theirs}, **VERBS}
+    theirs = {
+        name: point.value.replace(":", ".") for name, point in installed("nmrun.verbs").items()
+    }
+    return VERBS | theirs | VERBS
 
 
 def _run(verb: str, words: Sequence[str]) -> int:
