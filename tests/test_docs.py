@@ -221,29 +221,7 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in plain.strip("|").split("|")]
 
 
-LANGUAGE = str(ROOT / "docs/results/language.csv")
 ONE_SHOT = str(ROOT / "docs/results/one_shot.csv")
-
-
-def test_the_readme_s_table_is_computed_from_its_runs(capsys):
-    """Its means, and its stars: those of the table of differences to SR-STE."""
-    lines = printed(capsys, LANGUAGE, "--baseline", "sr_ste")
-    means: dict[str, list[str]] = {}
-    differs: dict[str, list[bool]] = {"sr_ste": [False] * 4}
-    for line in lines:
-        recipe, *values = cells(line)
-        if "+-" in line:
-            means[recipe] = values
-        elif " p" in line:
-            differs[recipe] = ["*" in cell for cell in line.strip("|").split("|")[1:]]
-    shown = figures("README.md")
-    assert len(shown) == 7
-    names = {"exponential MdGf": "mdgf_exponential"}
-    for line in shown:
-        name, *said = cells(line)
-        recipe = names.get(name, name.lower().replace("-", "_"))
-        assert [cell.rstrip("*") for cell in said] == means[recipe]
-        assert [cell.endswith("*") for cell in said] == differs[recipe]
 
 
 def test_the_page_on_one_shot_pruning_is_computed_from_its_runs(capsys):

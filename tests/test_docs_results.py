@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -48,6 +50,31 @@ def test_tables_are_what_the_page_s_commands_print(page, capsys):
     shown = [line for line in text.splitlines() if re.match(r"\|.*(\+-|p[=<\\])", line)]
     assert len(shown) > 10
     assert set(shown) <= set(printed)
+
+
+def test_the_picture_of_which_recipe_is_of_the_runs():
+    spec = importlib.util.spec_from_file_location("picture", ROOT / "docs/pictures/which_recipe.py")
+    picture = importlib.util.module_from_spec(spec)
+    sys.modules["picture"] = picture  # dataclasses look there
+    spec.loader.exec_module(picture)
+    images, text = picture.cells(picture.TASKS[1]), picture.cells(picture.TASKS[2])
+    for file, recipe, ratio, shown in (
+        ("images", "s_ste", "1:8", images),
+        ("images_sdgf", "sdgf_stepwise", "1:16", images),
+        ("language", "step", "1:4", text),
+    ):
+        runs = pd.read_csv(RESULTS / f"{file}.csv", low_memory=False)
+        dense = pd.read_csv(RESULTS / f"{file.removesuffix('_sdgf')}.csv", low_memory=False)
+        metric, scale = ("test/accuracy", 100) if shown is images else ("test/perplexity", -1)
+        runs, dense = (
+            each[each["optimizer.name"] == ("sgd" if shown is images else "adam")].set_index("seed")
+            for each in (runs, dense)
+        )
+        ours = runs[(runs.recipe == recipe) & (runs.sparsity == ratio)][metric]
+        change = scale * (ours - dense[dense.recipe == "dense"][metric])
+        assert len(change) == 5
+        found = shown.loc[recipe, ratio]
+        assert found.shown == pytest.approx(change.mean())
 
 
 @pytest.mark.parametrize("files", [*TUNED, *SDGF])
