@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from nmrun.errors import ConfigError
@@ -114,30 +115,27 @@ class _Stream:
         return getattr(self._stream, name)
 
 
-class _Prefixed(_Stream):
-    def __init__(self, stream: Any, prefix: str) -> None:
-        super().__init__(stream)
-        self._prefix, self._at_start = prefix, True
-
-    def write(self, text: str) -> int:
-        for line in text.splitlines(keepends=True):
-            super().write((self._prefix if self._at_start else "") + line)
-            self._at_start = line.endswith("\n")
-        return len(text)
-
-    def isatty(self) -> bool:
-        """No: others write between the lines."""
-        return False
-
-
 @contextlib.contextmanager
-def prefixed(prefix: str) -> Iterator[None]:
-    """Begin each line of the output with a text, while the context is entered."""
-    with (
-        contextlib.redirect_stdout(_Prefixed(sys.stdout, prefix)),
-        contextlib.redirect_stderr(_Prefixed(sys.stderr, prefix)),
-    ):
-        yield
+def logged(path: Path) -> Iterator[None]:
+    """Write standard output and error to a file while entered, also what is written past Python. If
+    it cannot be opened, they are lost.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    try:
+        log = path.open("a", encoding="utf-8", errors="replace", buffering=1)
+    except OSError:
+        log = open(os.devnull, "w")  # noqa: SIM115  # closed below
+    before = {number: os.dup(number) for number in (1, 2)}
+    try:
+        with log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+            for number in before:
+                os.dup2(log.fileno(), number)
+            yield
+    finally:
+        for number, kept in before.items():
+            os.dup2(kept, number)
+            os.close(kept)
 
 
 @contextlib.contextmanager

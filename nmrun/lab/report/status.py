@@ -5,7 +5,6 @@ to repeat what did not finish.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from typing import Any
 
 from nmrun.errors import ConfigError
 from nmrun.lab.report import settings
-from nmrun.lab.runs import jsonl, locks
+from nmrun.lab.runs import jsonl, locks, position
 from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder
 from nmrun.lab.verbs import Parser
 from nmrun.lab.words import sweep
@@ -203,38 +202,13 @@ def _row(run: Run, path: Path) -> dict[str, str]:
 
 
 def _progress(folder: Path, running: bool) -> dict[str, str]:
-    """How far a run is, by ``metrics.jsonl``: its epoch or step, the last evaluation, the time left."""
-    rows = jsonl.newest_first(folder / METRICS)
-    last = next((row for row in rows if type(row.get("step")) is int), None)
-    if last is None:
+    """How far a run is: its epoch or step, the last evaluation, the time left."""
+    now = position.of(folder, RunFolder(folder).config.get("trainer", {}))
+    if now is None:
         return {}
-    trainer = RunFolder(folder).config.get("trainer", {})
-    epochs, total, step, epoch = trainer.get("epochs"), trainer.get("steps"), *_place(last)
-    known = type(epochs) is int and not trainer.get("budget")
-    found = {"step": f"{step}/{total}" if type(total) is int else str(step)}
-    if type(total) is not int and epoch:
-        found["epoch"] = f"{epoch}/{epochs}" if known else str(epoch)
-    for row in itertools.chain([last], rows):
-        names = [key for key in row if key.startswith("eval/") and type(row[key]) in (int, float)]
-        if not names:
-            continue
-        name = next((key for key in names if key != "eval/loss"), names[0])
-        found["validation"] = f"{name.removeprefix('eval/')} {row[name]:.4f}"
-        done, of = _place(row)
-        # evaluations by epochs are at an epoch's end, which says how many steps it has
-        if known and type(total) is not int and of and type(trainer.get("eval_every")) is int:
-            total = epochs * done // of
-        break
-    speed = last.get("steps_per_second")
-    if running and isinstance(total, int) and isinstance(speed, int | float) and speed > 0:
-        found["left"] = sweep.span(max(total - step, 0) / speed)
-    return found
-
-
-def _place(row: dict[str, Any]) -> tuple[int, int]:
-    """The step and the epoch of a row; 0 where it does not say."""
-    step, epoch = (row.get(key) for key in ("step", "epoch"))
-    return (step if type(step) is int else 0), (epoch if type(epoch) is int else 0)
+    left = sweep.span(now.left) if running and now.left is not None else ""
+    told = {"step": now.steps, "epoch": now.epoch, "validation": now.validation, "left": left}
+    return {key: value for key, value in told.items() if value}
 
 
 def main(argv: list[str]) -> int:

@@ -14,6 +14,8 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import BrokenExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,9 @@ from nmrun.errors import ConfigError, leads, refuse, tell
 from nmrun.lab import verbs
 from nmrun.lab.keys.config import Config
 from nmrun.lab.runs.run_folder import OF_EARLIER, RunFolder
-from nmrun.lab.signals import ends_with, of_interrupt
+from nmrun.lab.signals import of_interrupt
+from nmrun.lab.train import workers
+from nmrun.lab.train.sweep_table import SweepTable
 from nmrun.lab.words import command_line, experiment, precheck, schema, source, sweep, sweep_end
 from nmrun.lab.words.composing import without_others_configs
 from nmrun.lab.words.identity import run_folder, title
@@ -36,7 +40,6 @@ from nmrun.lab.words.recorded import recorded
 from nmrun.lab.words.sweep import make_folder
 
 BEFORE = "NMRUN_BEFORE"  # tells job processes how many jobs were launched before this launch
-SWEEPER = "NMRUN_SWEEPER"  # tells job processes which process launched the sweep
 # Ends of runs, the one that matters most last.
 MATTERS = ("planned", "skipped", "finished", "running", "failed", "refused", "interrupted")
 
@@ -64,10 +67,13 @@ def main(argv: list[str]) -> int:
     counts = [found.jobs for found in looks]
     together = sweeps if _one_launch(sweeps) else []
     with recorded(looks, shlex.join(["nmrun", *argv]), together) as folder:
-        os.environ[sweep.SWEEP], os.environ[SWEEPER] = str(folder), str(os.getpid())
-        status = _launch(
-            flags, [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True))
-        )
+        os.environ[sweep.SWEEP], os.environ[workers.SWEEPER] = str(folder), str(os.getpid())
+        launches = [(sweeps[0], 0)] if together else list(zip(sweeps, counts, strict=True))
+        others = {found.launcher for found in looks} - {"basic"}
+        if others:
+            status = _launch_beside(folder, others, flags, launches)
+        else:
+            status = _launch(flags, launches)
         if not leads():
             return status
         lines, bad = sweep.summary(folder)
@@ -116,6 +122,22 @@ def _launch(flags: list[str], launches: list[tuple[list[str], int]]) -> int:
     return 0
 
 
+def _launch_beside(
+    folder: Path, launchers: set[str], flags: list[str], launches: list[tuple[list[str], int]]
+) -> int:
+    """Likewise, by launchers that run jobs side by side, while their table is shown."""
+    with (
+        workers.Sweeper(folder, waits="joblib" in launchers) as sweeper,
+        SweepTable(folder, lambda: sweeper.catch(signal.SIGPIPE)),
+    ):
+        try:
+            status = _launch(flags, launches)
+        except BrokenExecutor:
+            status = 1
+            workers.note_killed(folder)
+    return status if sweeper.caught is None else 128 + sweeper.caught
+
+
 def _hydra(flags: list[str], overrides: list[str]) -> None:
     sys.argv[1:] = [*flags, *overrides]  # Hydra wants its options first
     os.environ["HYDRA_FULL_ERROR"] = "1"  # it raises its errors, and prints no traceback
@@ -135,33 +157,57 @@ _outcomes: list[dict[str, Any]] = []
 @hydra.main(config_path="pkg://nmrun.conf", config_name="nmrun", version_base="1.3")
 def _job(composed: DictConfig) -> None:
     job = HydraConfig.get()
-    _end_with_sweep()
+    workers.end_with_sweep()
     folder = Path(os.environ[sweep.SWEEP]) if job.mode == RunMode.MULTIRUN else None
     overrides = [sweep.typed(word) for word in job.overrides.task]
     with verbs.ends_quietly(), without_others_configs():  # jobs may run in other processes
         if folder:
             number = int(os.environ[BEFORE]) + job.job.num + 1
             command = command_line.of_job(job, overrides)
-            outcome = of_sweep(folder, number, composed, overrides, command)
+            of = of_sweep if sweep.is_own(folder) else _beside
+            outcome = of(folder, number, composed, overrides, command)
         else:
             outcome = _outcomes_of(composed, None, command_line.of_job(job, overrides))
     _outcomes.append(outcome)
-    _end_with_sweep()
+    workers.end_with_sweep()
     if folder and leads() and outcome["status"] == "interrupted":
         raise SystemExit(_exit_status(outcome))
 
 
-def _end_with_sweep() -> None:
-    """End a worker whose sweep's process has ended: it takes no other job, nor waits for one."""
-    sweeper = int(os.environ.get(SWEEPER, 0))
-    if ends_with(sweeper) and os.getppid() != sweeper:
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(128 + signal.SIGTERM)
+def _beside(
+    folder: Path, number: int, composed: DictConfig, overrides: list[str], command: str
+) -> dict[str, Any]:
+    """Run a job as :func:`of_sweep` does, beside others: what it says goes to a log."""
+
+    def begins(run: Path) -> None:
+        sweep.begins(folder, number, overrides, run, workers.launched_this())
+        if sweep.read(folder).signal is not None:
+            raise KeyboardInterrupt
+
+    interrupted = {"status": "interrupted", "signal": int(signal.SIGTERM)}
+    began = time.monotonic()
+    with workers.ends_by_signal():
+        try:
+            if sweep.read(folder).signal is not None:
+                outcome = interrupted  # and the job is not reached
+            else:
+                with verbs.logged(sweep.log_of(folder, number)):
+                    outcome = of_sweep(folder, number, composed, overrides, command, begins)
+        except KeyboardInterrupt:
+            outcome = interrupted
+            sweep.add(folder, outcome, overrides, time.monotonic() - began, number)
+    if outcome["status"] == "interrupted":
+        workers.wait_for_others(folder)
+    return outcome
 
 
 def of_sweep(
-    folder: Path, number: int, composed: DictConfig, overrides: list[str], command: str
+    folder: Path,
+    number: int,
+    composed: DictConfig,
+    overrides: list[str],
+    command: str,
+    begins: Callable[[Path], None] = lambda run: None,
 ) -> dict[str, Any]:
     """Run the ``number``-th job of the sweep that is recorded in ``folder``.
 
@@ -171,6 +217,7 @@ def of_sweep(
         composed: the job's config.
         overrides: the job's, as they are typed.
         command: what asks for this job alone.
+        begins: is called with the folder of each run of the job that begins.
 
     Returns:
         The outcome, as of :func:`nmrun.lab.train.runner.run`, with the status ``refused`` for a
@@ -182,29 +229,36 @@ def of_sweep(
         verbs.waiting(head)  # a list of all follows at the end
     else:
         print(head, flush=True)
-    beside = sweep.prefix(folder, number)
-    with verbs.prefixed(beside) if beside else contextlib.nullcontext():
-        outcome = _outcomes_of(composed, folder.name, command)
+    outcome = _outcomes_of(composed, folder.name, command, begins)
     if leads():
-        sweep.add(folder, outcome, overrides, time.monotonic() - began)
+        sweep.add(folder, outcome, overrides, time.monotonic() - began, number)
     return outcome
 
 
-def _outcomes_of(composed: DictConfig, sweep: str | None, command: str = "") -> dict[str, Any]:
+def _outcomes_of(
+    composed: DictConfig,
+    sweep: str | None,
+    command: str = "",
+    begins: Callable[[Path], None] = lambda run: None,
+) -> dict[str, Any]:
     """A job is one run, or one for each of ``seeds``: the outcome that matters most."""
     seeds = composed.get("seeds")
     found = []
     for seed in [composed.seed] if seeds is None else seeds:
         composed.seed = seed
-        found.append(_outcome(composed, sweep, command))
+        found.append(_outcome(composed, sweep, command, begins))
         if found[-1]["status"] == "interrupted":
             break
     return max(found, key=lambda one: MATTERS.index(one["status"]))
 
 
-def _outcome(composed: DictConfig, sweep: str | None, command: str) -> dict[str, Any]:
+def _outcome(
+    composed: DictConfig, sweep: str | None, command: str, begins: Callable[[Path], None]
+) -> dict[str, Any]:
     try:
-        return one(schema.check(composed), sweep, command)
+        config = schema.check(composed)
+        begins(run_folder(config))
+        return one(config, sweep, command)
     except ConfigError as error:
         refuse(error.problems)
         return {"status": "refused", "folder": None, "error": "; ".join(error.problems)}

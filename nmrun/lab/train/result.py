@@ -15,6 +15,7 @@ from nmrun.lab.train import environment
 from nmrun.lab.train.console import Console
 from nmrun.lab.train.loop import Loop
 from nmrun.lab.words.identity import identity
+from nmrun.lab.words.metric import by_split
 
 
 def of_outcome(
@@ -122,15 +123,9 @@ def say(result: dict[str, Any], folder: Path, console: Console, loop: Loop | Non
         layers = sparsity["layers"]
         held = sum(layer["holds"] for layer in layers)
         pattern = f"; {sparsity['pattern']} holds in {held} of {len(layers)} layers"
-        told = f"{_both(final, metric)}{pattern if layers else ''}"
+        told = f"{by_split(final, metric)}{pattern if layers else ''}"
         console.say(f"  {metric}: {told}; {result['seconds']:.1f} s", style="bold green")
         if best:
             word = "epoch" if isinstance(result["config"]["trainer"]["eval_every"], int) else "step"
-            console.detail(f"  best {word} by validation, {best[word]}: {_both(best, metric)}")
+            console.detail(f"  best {word} by validation, {best[word]}: {by_split(best, metric)}")
         console.say(f"  {folder}")
-
-
-def _both(metrics: dict[str, float], metric: str) -> str:
-    splits = {"test": "test", "validation": "eval"}
-    found = {word: metrics.get(f"{split}/{metric}") for word, split in splits.items()}
-    return ", ".join(f"{word} {value:.4f}" for word, value in found.items() if value is not None)

@@ -38,12 +38,14 @@ class Findings:
         jobs: the number of jobs.
         output_dir: the output folder.
         dry: whether the jobs are only planned.
+        launcher: which runs the jobs; ``basic`` is this process itself.
     """
 
     problems: list[str] = field(default_factory=list)
     jobs: int = 1
     output_dir: str = ""
     dry: bool = False
+    launcher: str = "basic"
 
 
 def look(
@@ -114,7 +116,7 @@ class _Look:
         if missing:  # then what is said to it is left out
             left_out = (*plugins.WORDS, "hydra/sweeper", "hydra.sweeper")
             self.for_hydra = [w for w in self.for_hydra if not w.startswith(left_out)]
-        self.here = launcher in plugins.HERE
+        findings.launcher, self.here = launcher, launcher in plugins.HERE
         search_path = [word for word in self.for_hydra if word.startswith("hydra.searchpath")]
         # the loader would copy all its sources for each group that it is asked for
         _, repository = loader._parse_overrides_and_create_caching_repo(None, search_path)

@@ -1,5 +1,6 @@
 """The record of a sweep, ``<output_dir>/.sweeps/<time>-<process>/``: what was asked for in
-``sweep.json``, each job's end in ``jobs.jsonl``.
+``sweep.json``, each run's beginning and each job's end in ``jobs.jsonl``; and, where jobs run side by
+side, what each says in ``job3.log``.
 
 Other processes read it while the sweep runs, and jobs may run in several processes at once.
 """
@@ -81,11 +82,28 @@ def begin(
     atomic.write(folder / HEAD, json.dumps(content) + "\n")
 
 
+def begins(
+    folder: Path, number: int, overrides: list[str], run: Path, launched: bool = True
+) -> None:
+    """Note that a run of a job begins in this process.
+
+    Args:
+        folder: the sweep's record.
+        number: of the job, from 1.
+        overrides: of the job.
+        run: the run's folder.
+        launched: whether the sweep's process has started this one; else it may be on another host.
+    """
+    line = {"job": number, "overrides": overrides, "folder": str(run), "begun": time.time()}
+    _note(folder, {**line, "process": os.getpid() if launched else 0}, "beginning of a run")
+
+
 def add(
     folder: Path,
     outcome: dict[str, Any],
     overrides: list[str],
     seconds: float,
+    number: int | None = None,
 ) -> None:
     """Note the end of a job.
 
@@ -94,21 +112,38 @@ def add(
         outcome: of the run.
         overrides: of the job.
         seconds: that it took.
+        number: of the job, from 1, where it began with a note.
     """
     keys = ("status", "folder", "error", "metric", "metrics", "plan")
     line = {key: outcome.get(key) for key in keys}
     line |= {"overrides": overrides, "seconds": round(seconds, 3), "ended": time.time()}
+    _note(folder, line | {"job": number}, "end of this job")
+
+
+def note_signal(folder: Path, number: int) -> None:
+    """Note that a signal ends the sweep: no job begins any more."""
+    _note(folder, {"signal": number}, "signal")
+
+
+def _note(folder: Path, line: dict[str, Any], what: str) -> None:
     path = folder / JOBS
     try:
         with atomic.room_told(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     except OSError as error:  # the jobs that follow may have room again
-        tell([f"{error.filename}: {error.strerror}; the end of this job is not noted"])
+        tell([f"{error.filename}: {error.strerror}; the {what} is not noted"])
 
 
 @dataclass(frozen=True)
 class Record:
-    """What there is to read of a sweep; ``done`` has a line for each job that has ended."""
+    """What there is to read of a sweep.
+
+    Attributes:
+        done: a line for each job that has ended.
+        running: by number of the job the line of its last run that began, for those that have not
+            ended; where a worker was killed, they have not either.
+        signal: what ended the sweep.
+    """
 
     begun: float | None
     jobs: int | None
@@ -116,11 +151,27 @@ class Record:
     output_dir: str
     sweeps: list[list[str]]
     done: list[dict[str, Any]]
+    running: dict[int, dict[str, Any]]
+    signal: int | None
+
+    @property
+    def at_work(self) -> set[int]:
+        """The processes of the jobs that run, which the sweep's has started."""
+        return {line["process"] for line in self.running.values()} - {0}
 
     def counts(self) -> dict[str, int]:
         """Ended jobs by status, in the order of what went well to what did not."""
         found = Counter(line["status"] for line in self.done)
-        order = ("finished", "skipped", "planned", "running", "interrupted", "failed", "refused")
+        order = (
+            "finished",
+            "skipped",
+            "planned",
+            "running",
+            "interrupted",
+            "failed",
+            "refused",
+            "killed",
+        )
         return {status: found[status] for status in order if found[status]}
 
     def elapsed(self, running: bool) -> float | None:
@@ -165,13 +216,18 @@ def read(folder: Path) -> Record:
         sweeps = [[str(word) for word in each] for each in head.get("sweeps", [])]
     except (OSError, ValueError, KeyError, TypeError):
         begun, jobs, words, sweeps = None, None, ("", ""), []
-    return Record(
-        begun,
-        jobs,
-        *words,
-        sweeps,
-        [{"overrides": [], **line} for line in lines if _is_end(line)],
-    )
+    done = [{"job": None, "overrides": [], **line} for line in lines if _is_end(line)]
+    runs = {line["job"]: line for line in lines if _is_beginning(line)}
+    running = {job: runs[job] for job in sorted(runs.keys() - {line["job"] for line in done})}
+    caught = next((line["signal"] for line in lines if type(line.get("signal")) is int), None)
+    return Record(begun, jobs, *words, sweeps, done, running, caught)
+
+
+def _is_beginning(line: dict[str, Any]) -> bool:
+    """Whether a line is one that :func:`begins` writes."""
+    numbers, words = (line.get("job"), line.get("process")), line.get("overrides")
+    texts = [line.get("folder"), *words] if isinstance(words, list) else [None]
+    return all(type(n) is int for n in numbers) and all(isinstance(text, str) for text in texts)
 
 
 def _is_end(line: dict[str, Any]) -> bool:
@@ -199,26 +255,39 @@ def title(folder: Path, number: int, overrides: list[str]) -> str:
     record = read(folder)
     left = record.left()
     ahead = "" if left is None else f" ({span(left)} left)"
+    return f"{name(record, {'job': number, 'overrides': overrides})}{ahead}"
+
+
+def name(record: Record, line: dict[str, Any]) -> str:
+    """Make a job's name, ``[3/24] recipe=step seed=0``, with the overrides in which jobs differ.
+
+    Args:
+        record: of the sweep.
+        line: the job's.
+    """
     each = [{_bare(word) for word in words} for words in record.sweeps]
     common = set.intersection(*each) if each else set()
-    told = [word for word in overrides if _bare(word) not in common] or overrides
-    return f"{_of(record, number)} {' '.join(told) or 'the defaults'}{ahead}"
+    told = [word for word in line["overrides"] if _bare(word) not in common] or line["overrides"]
+    return f"[{line['job']}/{record.jobs or '?'}] {' '.join(told) or 'the defaults'}"
 
 
 def _bare(word: str) -> str:
     return word.replace("\\", "").replace("'", "")
 
 
-def prefix(folder: Path, number: int) -> str:
-    """What the lines of a job begin with where several run at a time: ``[3/24] ``; empty where the
-    sweep's own process runs it, as then they come one after the other.
+def log_of(folder: Path, number: int) -> Path:
+    """Where the output of a job goes that runs beside others.
+
+    Args:
+        folder: the sweep's record.
+        number: of the job, from 1.
     """
-    own = re.search(rf"-{os.getpid()}(-|$)", folder.name)
-    return "" if own else f"{_of(read(folder), number)} "
+    return folder / f"job{number}.log"
 
 
-def _of(record: Record, number: int) -> str:
-    return f"[{number}/{record.jobs or '?'}]"
+def is_own(folder: Path) -> bool:
+    """Whether this very process has begun the record, and no launcher's worker is it."""
+    return re.search(rf"-{os.getpid()}(-|$)", folder.name) is not None
 
 
 def summary(folder: Path) -> tuple[str, int]:

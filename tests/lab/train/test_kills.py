@@ -92,32 +92,52 @@ def test_a_command_that_fails_is_told(tmp_path: Path) -> None:
     importlib.util.find_spec("hydra_plugins") is None,
     reason="needs nmrun[launchers]",
 )
-def test_workers_of_a_sweep_end_with_it(tmp_path: Path) -> None:
-    """SIGTERM to the sweep's process alone: each worker saves its run, and none takes another job."""
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["Ctrl-C", "SIGTERM", "SIGKILL", "a worker's SIGKILL"])
+def test_workers_of_a_sweep_end_with_it(tmp_path: Path, ends: str) -> None:
+    """Each saves its run, none takes another job, and the sweep's process ends after them."""
     command = [
         *(sys.executable, "-m", "nmrun", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"),
         *("recipe=ste", "sparsity=2:4", "seed=0,1,2,3", "trainer.epochs=500", "track=local"),
         *("trainer.threads=1", "trainer.log_every=1"),
     ]
-    with subprocess.Popen(
-        command,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as sweep:
+    with (
+        (tmp_path / "said").open("w") as said,
+        subprocess.Popen(
+            command, cwd=tmp_path, stdout=said, stderr=said, start_new_session=True
+        ) as sweep,
+    ):
         try:
-            until(lambda: len(rows_of(tmp_path)) == 2 and min(rows_of(tmp_path).values()) > 2)
-            sweep.terminate()
-            sweep.wait(30)
-            until(lambda: len(list(tmp_path.rglob("result.json"))) == 2)
+            until(lambda: len(rows_of(tmp_path)) == 2 and min(rows_of(tmp_path).values()) > 40)
+            if ends == "Ctrl-C":
+                os.killpg(sweep.pid, signal.SIGINT)
+            elif ends == "a worker's SIGKILL":
+                (jobs,) = tmp_path.rglob("jobs.jsonl")
+                os.kill(json.loads(jobs.read_text().splitlines()[0])["process"], signal.SIGKILL)
+            else:
+                sweep.send_signal(signal.SIGTERM if ends == "SIGTERM" else signal.SIGKILL)
+            status = sweep.wait(60)
+            if ends == "SIGKILL":  # nobody is left to wait for them
+                until(lambda: len(list(tmp_path.rglob("result.json"))) == 2)
             until(lambda: not group_is_alive(sweep.pid))
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(sweep.pid, signal.SIGKILL)
+    assert status == {"Ctrl-C": 130, "SIGTERM": 143, "SIGKILL": -9, "a worker's SIGKILL": 1}[ends]
+    assert len(list(tmp_path.rglob("config.yaml"))) == 2, "a worker took another job"
+    told = (tmp_path / "said").read_text()
+    assert "Traceback" not in told
+    if ends == "a worker's SIGKILL":
+        assert "a worker was killed" in told
+        assert "[1/4] seed=0: killed" in told or "[1/4] recipe=ste seed=0: killed" in told
+        return
     results = [json.loads(path.read_text()) for path in tmp_path.rglob("result.json")]
     assert [result["status"] for result in results] == ["interrupted"] * 2
-    assert len(list(tmp_path.rglob("config.yaml"))) == 2, "a worker took another job"
+    for run in {path.parent for path in tmp_path.rglob("result.json")}:
+        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+        state = checkpoint.load(run / "checkpoint.pt")
+        assert state is not None
+        assert state["loop"]["step"] == last, "what was trained is not all saved"
 
 
 def rows_of(place: Path) -> dict[Path, int]:

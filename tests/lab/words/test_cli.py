@@ -462,8 +462,8 @@ def test_ctrl_c_while_hydra_composes(
 
     looked, checked = jobs.checked, []
 
-    def look(asked: Any) -> Any:
-        found = looked(asked)
+    def look(*args: Any) -> Any:
+        found = looked(*args)
         checked.append(True)
         return found
 

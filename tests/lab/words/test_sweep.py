@@ -563,23 +563,6 @@ def test_a_sweep_ends_with_the_command_for_its_table(tmp_path: Path) -> None:
     assert ended(tmp_path / "b", jobs) == ["  nmrun table out/digits --rows recipe,optimizer.lr"]
 
 
-def test_lines_of_jobs_side_by_side_begin_with_the_job(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = tmp_path / f"20260101-000000-{os.getpid() + 1}"
-    own = tmp_path / f"20260101-000000-{os.getpid()}-2"
-    for folder in (other, own):
-        folder.mkdir()
-        sweep.begin(folder, 4, "nmrun -m", "out")
-    assert sweep.prefix(own, 2) == ""
-    assert sweep.prefix(other, 2) == "[2/4] "
-    with verbs.prefixed("[2/4] "):
-        assert not sys.stdout.isatty()
-        print("one\ntwo", end="")
-        print(" and a half\n\nthree")
-    assert capsys.readouterr().out == "[2/4] one\n[2/4] two and a half\n[2/4] \n[2/4] three\n"
-
-
 def test_a_job_s_line_has_what_tells_it_from_others(tmp_path):
     """Words that all sweeps of the command have alike are said by the command."""
     sweeps = [

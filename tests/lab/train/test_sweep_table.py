@@ -1,0 +1,134 @@
+"""A sweep whose jobs run side by side: its record, its table on a terminal, and its plain lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from terminal import Terminal
+
+from nmrun.lab import verbs
+from nmrun.lab.train import sweep_table
+from nmrun.lab.train.sweep_table import SweepTable
+from nmrun.lab.words import sweep
+
+SWEEPS = [["recipe=step,sr_ste", "seed=0,1", "sparsity=2:4", "trainer.epochs=12"]]
+RUN = {"status": "finished", "metric": "accuracy"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A record with one job that has finished, one that failed, and two that run."""
+    monkeypatch.setattr(sweep_table, "PAUSE", 60.0)
+    place = tmp_path / "record"
+    place.mkdir()
+    sweep.begin(place, 6, "nmrun -m", "out", SWEEPS)
+    for number, seed, recipe in (
+        (1, 0, "step"),
+        (2, 1, "step"),
+        (3, 0, "sr_ste"),
+        (4, 1, "sr_ste"),
+    ):
+        run = tmp_path / f"run{number}"
+        run.mkdir()
+        sweep.begins(place, number, words(recipe, seed), run)
+    config = {"trainer": {"epochs": 12, "eval_every": 1, "steps": None, "budget": None}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    rows: list[dict[str, Any]] = [
+        {"step": 20, "epoch": 1, "eval/accuracy": 0.25, "sparsity/density": 1.0},
+        {"step": 40, "epoch": 2, "eval/accuracy": 0.5, "eval/loss": 1.0, "sparsity/density": 0.5},
+        {"step": 50, "epoch": 3, "steps_per_second": 10.0},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    final = {"final": {"test/accuracy": 0.9, "eval/accuracy": 0.875}}
+    sweep.add(place, RUN | {"metrics": final}, words("step", 0), 90.0, 1)
+    sweep.add(place, {"status": "failed", "error": "the loss is nan"}, words("step", 1), 2.0, 2)
+    return place
+
+
+def words(recipe: str, seed: int) -> list[str]:
+    return [f"recipe={recipe}", f"seed={seed}", "sparsity=2:4", "trainer.epochs=12"]
+
+
+def lines_of(folder: Path) -> list[str]:
+    return [
+        "[1/6] recipe=step seed=0: finished, accuracy test 0.9000, validation 0.8750; 2 min",
+        f"[2/6] recipe=step seed=1: failed: the loss is nan; {folder}/job2.log",
+    ]
+
+
+def test_the_record_says_who_is_at_work(folder: Path) -> None:
+    record = sweep.read(folder)
+    assert list(record.running) == [3, 4]
+    assert record.at_work == {os.getpid()}
+    assert record.signal is None
+    assert len(record.done) == 2
+    sweep.begins(folder, 5, words("asp", 0), Path("elsewhere"), launched=False)
+    sweep.note_signal(folder, 15)
+    with (folder / "jobs.jsonl").open("a") as file:
+        file.write('{"job": 6, "process": "x", "folder": 3, "overrides": [null]}\n{"job": 6, "pro')
+    record = sweep.read(folder)
+    assert list(record.running) == [3, 4, 5]
+    assert record.at_work == {os.getpid()}, "a process of another host has a number of that"
+    assert record.signal == 15
+
+
+def test_plain_lines_where_there_is_no_terminal(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with SweepTable(folder, lambda: None):
+        pass
+    assert capsys.readouterr().out.splitlines() == lines_of(folder)
+
+
+@pytest.mark.parametrize("width", [30, 80, 120])
+def test_one_table_on_a_terminal(width: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Terminal(monkeypatch, width)
+    monkeypatch.setattr(sys, "stdout", shown)
+    with SweepTable(folder, lambda: None) as table:
+        while not table.is_drawn:
+            pass
+        lines = [line.split() for line in shown.lines()]
+        assert max(map(len, shown.lines())) <= width
+        if width >= 80:
+            at = lines.index(["job", "phase", "epoch", "metric", "left"])
+            job = ["[4/6]", "recipe=sr_ste", "seed=1"]
+            assert lines[at + 1] == ["[3/6]", "recipe=sr_ste", "seed=0", "begins"]
+            # 20 steps an epoch, so 190 steps are left, 10 a second
+            assert lines[at + 2] == [*job, "sparse", "3/12", "accuracy", "0.5000", "19", "s"]
+            assert lines[at + 3][:7] == ["2", "of", "6", "jobs", "done,", "1", "failed,"]
+    # the table has gone, the lines stay
+    assert "".join("".join(shown.lines()).split()) == "".join("".join(lines_of(folder)).split())
+
+
+def test_a_reader_who_leaves_ends_the_sweep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    left: list[bool] = []
+    with os.fdopen(writing, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with verbs.ends_quietly(), SweepTable(folder, lambda: left.append(True)):
+            pass
+    assert left == [True]
+
+
+def test_what_a_job_says_goes_to_its_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Also what is written past Python's streams."""
+    log = sweep.log_of(tmp_path, 3)
+    with verbs.logged(log):
+        assert not sys.stdout.isatty()
+        print("one")
+        os.write(1, b"two\n")
+        os.system("echo three >&2")
+        print("four", file=sys.stderr)
+    print("five")
+    assert log.read_text() == "one\ntwo\nthree\nfour\n"
+    assert capfd.readouterr() == ("five\n", "")
+    with verbs.logged(tmp_path / "nowhere" / "log"):
+        print("six")
+    assert capfd.readouterr() == ("", "")
