@@ -233,7 +233,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{options.path}: no such folder")
     if options.watch:
         return _watch(options.path, most)
-    found = _lines(options.path, most)
+    found = _lines(options.path, sweeps(options.path), runs(options.path), most)
     if not found:
         raise ConfigError(f"{options.path}: no runs in it")
     print(json.dumps(_plain(options.path), indent=2) if options.json else "\n".join(found))
@@ -264,11 +264,12 @@ def _counts(found: list[Run]) -> dict[str, int]:
     return {state: count[state] for state in STATES if count[state]}
 
 
-def _lines(path: Path, most: int | None) -> list[str]:
+def _lines(
+    path: Path, last: list[tuple[Path, bool]], found: list[Run], most: int | None
+) -> list[str]:
     """Sweeps, counts, the runs, and how to repeat those that did not finish; empty where there are
     no runs. Those that run come first, then the unfinished, then the latest.
     """
-    last, found = sweeps(path), runs(path)
     if not last and not found:
         return []
     lines = [line for folder, running in last for line in said(folder, running)]
@@ -276,8 +277,7 @@ def _lines(path: Path, most: int | None) -> list[str]:
     lines.append(f"runs in {path}: {counts or 'none yet'}")
     if not found:
         return lines
-    found.sort(key=_rank)
-    told = found[:most]
+    told = sorted(found, key=_rank)[:most]
     lines += _table(told, path)
     if more := len(found) - len(told):
         lines.append(f"and {more} more: nmrun status --all {shlex.quote(str(path))}")
@@ -303,8 +303,10 @@ def _watch(path: Path, most: int | None) -> int:
 
     with Live(console=Console(), auto_refresh=False) as shown:
         while True:
-            shown.update(Text("\n".join(_lines(path, most)) or "no runs yet"), refresh=True)
-            at_work = any(run.state == "running" for run in runs(path))
-            if not at_work and not any(running for _, running in sweeps(path)):
+            last, found = sweeps(path), runs(path)
+            text = "\n".join(_lines(path, last, found, most)) or "no runs yet"
+            shown.update(Text(text), refresh=True)
+            at_work = any(run.state == "running" for run in found)
+            if not at_work and not any(running for _, running in last):
                 return 0
             time.sleep(PAUSE)

@@ -65,9 +65,12 @@ def held(folder: Path) -> bool:
     """Whether a live process holds the folder; asking disturbs neither it nor one that is about to
     take the lock.
     """
-    for path in (folder / NAME, _stand_in(folder)):
+    for place in (
+        _beside_files,
+        _stand_in,
+    ):  # where the first is missing, the second is never asked
         try:
-            handle = os.open(path, os.O_RDONLY)
+            handle = os.open(place(folder), os.O_RDONLY)
         except OSError:
             return False
         try:
@@ -135,6 +138,10 @@ def _is(handle: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(handle), path.stat())
     except OSError:
         return False
+
+
+def _beside_files(folder: Path) -> Path:
+    return folder / NAME
 
 
 def _stand_in(folder: Path) -> Path:

@@ -214,11 +214,15 @@ class RunFolder:
             return {}, f"it is damaged: {error}", False
         if problem := _misshapen(found):
             return {}, problem, False
-        if found.keys() & {"files", "sha256"}:
+        if found.keys() & {"files", "sha256"} and found.get("sha256") != _own(found):
             raw = json.loads(data.decode())  # its texts as they were hashed
             if raw.get("sha256") != _own(raw):
                 return {}, CHANGED, False
-        name = NAME.fullmatch(self.path.resolve().name)
+        own = self.path.name
+        # to follow links takes a look at each folder above
+        if not NAME.fullmatch(own) or self.path.is_symlink():
+            own = self.path.resolve().name
+        name = NAME.fullmatch(own)
         if name and found.get("id", name[1]) != name[1]:
             return {}, f"it is of another run, whose id is {found['id']}", True
         return found, "", False
@@ -263,7 +267,7 @@ def sealed(result: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     paths = (folder / name for name in SEALED)
     files = {p.name: {"bytes": p.stat().st_size, "sha256": _of(p)} for p in paths if p.exists()}
     bound = {**result, "files": files}
-    return {**bound, "sha256": _own(bound)}
+    return {**bound, "sha256": _own(json.loads(json.dumps(bound)))}
 
 
 def _of(path: Path) -> str:
@@ -272,8 +276,12 @@ def _of(path: Path) -> str:
 
 
 def _own(result: Mapping[str, Any]) -> str:
-    """Of the result without its own hash, as JSON with sorted keys and no spaces added."""
-    plain = json.loads(json.dumps({k: v for k, v in result.items() if k != "sha256"}))
+    """Of the result without its own hash, as JSON with sorted keys and no spaces added.
+
+    Args:
+        result: as JSON gives it back.
+    """
+    plain = {key: value for key, value in result.items() if key != "sha256"}
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
