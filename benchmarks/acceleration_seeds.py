@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import nmrun
-from nmrun.lab.bench.machine import hardware
+from nmrun.lab.bench.harness import hardware
 from nmrun.lab.compare.statistics import student
 from nmrun.lab.show.markdown import table
 

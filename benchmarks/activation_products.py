@@ -24,8 +24,8 @@ from torch.nn import functional
 
 from nmrun.fast.kernels import cpu_products
 from nmrun.fast.kernels.cpu_products import PackedMatrix
-from nmrun.lab.bench.gemm_cpu import clock_of, onednn
-from nmrun.lab.bench.timing import rounds, speedup
+from nmrun.lab.bench.gemm_cpu import onednn
+from nmrun.lab.bench.harness import cpu_clock, rounds, speedup
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a .md file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    clock = clock_of(torch.device("cpu"))
+    clock = cpu_clock()
     table = [
         f"{TOKENS} tokens, {WIDTH} to {FEATURES} to {WIDTH}, {options.threads} thread"
         f"{'s' * (options.threads > 1)}, float32: how many times as fast as the dense layer, median",

@@ -17,9 +17,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from nmrun.lab.bench.configs import composed
-from nmrun.lab.bench.gemm_cpu import clock_of
-from nmrun.lab.bench.timing import rounds, speedup
+from nmrun.lab.bench.harness import cpu_clock, rounds, speedup
+from nmrun.lab.bench.networks import composed
 from nmrun.lab.train import build
 from nmrun.lab.train.steps import Steps
 
@@ -71,7 +70,7 @@ def main() -> None:
         found = rounds(
             {name: step for name, (_, step) in arms.items()},
             options.rounds,
-            clock_of(torch.device("cpu")),
+            cpu_clock(),
         )
         row = speedup(found["auto"], found["packed"])
         print(

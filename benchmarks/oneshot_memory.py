@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 import nmrun
-from nmrun.lab.bench.machine import hardware
+from nmrun.lab.bench.harness import hardware
 from nmrun.lab.models.gpt import GPT
 from nmrun.lab.show.markdown import table
 from nmrun.oneshot import METHODS

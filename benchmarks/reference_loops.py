@@ -34,7 +34,7 @@ from torchvision import transforms
 from torchvision.datasets import ImageFolder
 
 from nmrun.lab import models
-from nmrun.lab.bench.machine import hardware
+from nmrun.lab.bench.harness import hardware
 from nmrun.lab.data.local import data_folder
 from nmrun.lab.train.build import build
 from nmrun.lab.train.console import Console

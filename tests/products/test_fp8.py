@@ -23,7 +23,7 @@ from nmrun.fast.acceleration import accelerate
 from nmrun.fast.kernels import cusparselt
 from nmrun.fast.linear24 import Packed
 from nmrun.lab import bench
-from nmrun.lab.bench import output
+from nmrun.lab.bench import harness
 from nmrun.lab.train import build, plan
 
 
@@ -258,14 +258,13 @@ def test_the_benchmark_is_against_dense_products_of_fp8(
     assert {path.name for path in tmp_path.glob("gemm*")} == {
         "gemm_fp8_cpu.md",
         "gemm_fp8_cpu.json",
-        "gemm_fp8_cpu.png",
     }
 
 
 def test_the_benchmark_refuses_a_gpu_without_fp8(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(output, "begin", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(harness, "device_of", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     assert verb("bench", "gemm", "--fp8") == 2
     assert capsys.readouterr().err == "nmrun: --fp8: this GPU has no products of FP8 numbers\n"

@@ -2,7 +2,7 @@
 machine at hand.
 
 Each benchmark is a module of this package with a ``main(options, argv)`` of its own; without WHAT
-it is ``recipes``. ``nmrun.lab.bench.options`` has their options.
+it is ``recipes``. ``options`` has their options, ``harness`` what they share.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KINDS = {
     "recipes": "a training step under each recipe over the dense one, on the CPU (the default)",
     "masks": "finding masks and projecting, against a copy of the same memory",
     "update": "an optimizer step with the recipe's part in one pass, and apart, against fused AdamW",
-    "gemm": "2:4 products against dense ones, by shape and tokens (GPU)",
+    "gemm": "products with a sparse weight against dense ones, by shape and tokens: 2:4 on a GPU, N:M on a CPU",
     "layer": "forward and backward of one linear layer: dense, masked, by 2:4 products",
     "train": "whole training steps: dense, masked, accelerated, and a bare loop",
     "infer": "forward passes of whole networks, dense and packed: 2:4 on a GPU, N:M on a CPU",

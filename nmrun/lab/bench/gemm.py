@@ -12,9 +12,8 @@ one that is wrong is shown as wrong and not timed. On a CPU, see ``nmrun.lab.ben
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,9 +21,9 @@ from torch.nn import functional
 
 from nmrun.errors import ConfigError
 from nmrun.fast import acceleration, backends24
-from nmrun.lab.bench import gemm_cpu, output, picture
+from nmrun.lab.bench import gemm_cpu, harness
+from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, rounds, speedup
 from nmrun.lab.bench.options import CPU_RATIOS, GEMM_SHAPES, GEMM_TOKENS, shape
-from nmrun.lab.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
 from nmrun.products import simulated
 
 DTYPE = torch.bfloat16
@@ -113,104 +112,57 @@ def measure(
     return sorted(rows, key=lambda row: order.index(row["path"]))
 
 
-def cell(row: Row) -> str:
-    """Milliseconds of dense products, of others how many times as fast they are."""
-    return (
-        f"{row['ms']:.3g} ms, {row['tflops']:.3g} TFLOP/s"
-        if row["path"] == "dense"
-        else output.spread(row, "speedup")
-    )
+def page(rows: list[Row], fp8: bool, count: int) -> str:
+    """A table for each path, dense first."""
+    kind = "bfloat16 rounded to FP8" if fp8 else "bfloat16"
+    parts = [
+        f"Products with a 2:4 weight, {kind}: how many times as fast as the dense product of the same size, median [quartiles] of paired"
+        f" rounds, n = {count}. TFLOP/s of the dense one."
+    ]
+
+    def cell(row: Row) -> str:
+        if row["path"] == "dense":
+            return f"{row['ms']:.3g} ms, {row['tflops']:.3g} TFLOP/s"
+        return harness.spread(row, "speedup")
+
+    for name in ("dense", *backends24.candidates(fp8)):
+        if some := [row for row in rows if row["path"] == name]:
+            wrong = {row.get("wrong") for row in some}
+            text = harness.grid(some, "shape", "tokens", cell)
+            if len(wrong) == 1 and wrong != {None}:
+                text = f"{wrong.pop()}, at all sizes"
+            parts.append(f"{name}:\n\n{text}")
+    return "\n\n".join(parts)
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run ``nmrun bench gemm``.
 
-    Args:
-        options: as of ``nmrun.lab.bench.options.parse``.
-        argv: the words that they were read from, for the record.
-
-    Returns:
-        The exit status.
+    Raises:
+        ConfigError: where there are no such products.
     """
-    device = output.begin(options)
-    output.needs_products(device)
+    device = harness.device_of(options)
+    harness.needs_products(device)
     on_cpu = not acceleration.is_24(device)
-    where = "cpu" if on_cpu else "cuda"
-    shapes = options.shapes or map(shape, GEMM_SHAPES[where])
-    tokens_of = options.tokens or GEMM_TOKENS[where]
-    both = [
-        pair for narrow, wide in shapes for pair in dict.fromkeys(((narrow, wide), (wide, narrow)))
-    ]
-    if on_cpu:
-        if options.fp8:
-            raise ConfigError("--fp8: there are no products of FP8 numbers on a CPU")
-        return _on_cpu(options, argv, both, tokens_of, device)
+    if options.fp8 and on_cpu:
+        raise ConfigError("--fp8: there are no products of FP8 numbers on a CPU")
     if options.fp8 and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigError("--fp8: this GPU has no products of FP8 numbers")
-
-    def report(rows: list[Row]) -> None:
-        kind = "bfloat16 rounded to FP8" if options.fp8 else "bfloat16"
-        title = (
-            f"Products with a 2:4 weight, {kind}: how many times as fast as the dense product of the same size, median [quartiles] of paired"
-            f" rounds, n = {options.rounds}. TFLOP/s of the dense one."
-        )
-        parts = []
-        for name in ("dense", *backends24.candidates(options.fp8)):
-            some = [row for row in rows if row["path"] == name]
-            if not some:
-                continue
-            reasons = list(dict.fromkeys(row.get("wrong") for row in some))
-            text = (
-                output.grid(some, "shape", "tokens", cell)
-                if len(reasons) > 1 or not reasons[0]
-                else f"{reasons[0]}, at all sizes"
-            )
-            parts.append(f"{name}:\n\n{text}")
-
-        def draw(out: Path) -> None:
-            shown = [row for row in rows if row["path"] != "dense" and "speedup" in row]
-            if shown:
-                picture.draw(
-                    out,
-                    shown,
-                    "shape",
-                    "path",
-                    "tokens",
-                    "speedup",
-                    ("tokens", "times as fast as dense"),
-                    1.0,
-                )
-
-        variant = "_fp8" if options.fp8 else ""
-        text = "\n\n".join([title, *parts])
-        output.finish("gemm", text, rows, argv, device, options.out, draw, variant)
-
-    clock = Clock(device)
-    with output.reported(report) as rows:
-        for inputs, outputs in both:
-            output.note(f"{inputs} to {outputs}")
-            for tokens in tokens_of:
-                rows += measure(inputs, outputs, tokens, options.rounds, clock, device, options.fp8)
-    return 0
-
-
-def _on_cpu(
-    options: argparse.Namespace,
-    argv: Sequence[str],
-    shapes: Sequence[tuple[int, int]],
-    tokens_of: Sequence[int],
-    device: torch.device,
-) -> int:
+    where, count = "cpu" if on_cpu else "cuda", options.rounds
     ratios = [str(p) for p in options.sparsity or CPU_RATIOS]
+    clock = harness.cpu_clock() if on_cpu else Clock(device)
 
-    def report(rows: list[Row]) -> None:
-        text = gemm_cpu.report(rows, options.rounds)
-        output.finish("gemm", text, rows, argv, device, options.out)
+    def cases() -> Iterator[list[Row]]:
+        for narrow, wide in options.shapes or map(shape, GEMM_SHAPES[where]):
+            for inputs, outputs in dict.fromkeys(((narrow, wide), (wide, narrow))):
+                for tokens in options.tokens or GEMM_TOKENS[where]:
+                    harness.note(f"{inputs} to {outputs}, {tokens} tokens")
+                    if on_cpu:
+                        yield gemm_cpu.measure(inputs, outputs, tokens, ratios, count, clock)
+                    else:
+                        yield measure(inputs, outputs, tokens, count, clock, device, options.fp8)
 
-    with output.reported(report) as rows:
-        for inputs, outputs in shapes:
-            for tokens in tokens_of:
-                output.note(f"{inputs} to {outputs}, {tokens} tokens")
-                clock = gemm_cpu.clock_of(device)
-                rows += gemm_cpu.measure(inputs, outputs, tokens, ratios, options.rounds, clock)
+    report = gemm_cpu.page if on_cpu else partial(page, fp8=options.fp8, count=count)
+    variant = "_fp8" if options.fp8 else ""
+    harness.run("gemm", cases(), report, options, argv, device, variant)
     return 0

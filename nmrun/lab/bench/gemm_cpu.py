@@ -10,7 +10,6 @@ one thread the clock is the thread's CPU time, with more the wall's.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -19,10 +18,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from nmrun.fast import dense_cpu, linear_cpu
-from nmrun.fast.kernels import cpu_products
-from nmrun.lab.bench import output
-from nmrun.lab.bench.timing import Clock, Row, fault, rounds, speedup
+from nmrun.fast import backends24, dense_cpu, linear_cpu
+from nmrun.lab.bench import harness
+from nmrun.lab.bench.harness import Clock, Row, ratios, rounds, speedup
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
 
@@ -34,20 +32,6 @@ WHAT = {
 LIBRARIES = ("torch", "oneDNN")
 
 
-class ThreadClock(Clock):
-    """Milliseconds of CPU time of this thread: what a busy machine does not disturb."""
-
-    def __call__(self, call: Callable[[], object]) -> float:
-        began = time.thread_time()
-        call()
-        return 1e3 * (time.thread_time() - began)
-
-
-def clock_of(device: torch.device) -> Clock:
-    """The clock for as many threads as torch has."""
-    return ThreadClock(device) if torch.get_num_threads() == 1 else Clock(device)
-
-
 def onednn(x: Tensor, weight: Tensor) -> Tensor:
     """``x W^T`` by oneDNN."""
     product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
@@ -55,14 +39,14 @@ def onednn(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def measure(
-    inputs: int, outputs: int, tokens: int, ratios: Sequence[str], count: int, clock: Clock
+    inputs: int, outputs: int, tokens: int, patterns: Sequence[str], count: int, clock: Clock
 ) -> list[Row]:
     """Measure all products of one layer.
 
     Args:
         inputs, outputs: of the layer.
         tokens: rows of the other operand.
-        ratios: such as ``2:4``.
+        patterns: such as ``2:4``.
         count: rounds.
         clock: what measures.
 
@@ -89,7 +73,7 @@ def measure(
     }
     wrong: dict[str, str] = {}
     gradient = _gradient(x, dz, count, clock)
-    for ratio in ratios:
+    for ratio in patterns:
         weight = hard_threshold(full, Pattern.parse(ratio), 1).contiguous()
         packed = linear_cpu.Packed((outputs, inputs), torch.float32, Pattern.parse(ratio))
         packed.write(weight, None)
@@ -113,7 +97,7 @@ def measure(
         arms[f"{ratio} forward"] = z
         arms[f"{ratio} step"] = partial(step, gradient)
         arms[f"{ratio} masked"] = partial(step, "sampled")
-        if found := fault(z, functional.linear(x, weight)):
+        if found := backends24.fault(z, functional.linear(x, weight)):
             wrong[ratio] = found
     with torch.no_grad():
         times = rounds(arms, count, clock)
@@ -125,9 +109,9 @@ def measure(
         better = min(bases, key=lambda name: statistics.median(bases[name]))
         for name, taken in bases.items():
             rows.append({**about, "what": what, "arm": name, **speedup(taken, bases[better])})
-        for ratio in ratios:
+        for ratio in patterns:
             taken, arm = times[f"{ratio} {what}"], {"arm": ratio, "dense": better}
-            over = {f"over_{name}": statistics.median(speedup_of(taken, bases[name]))
+            over = {f"over_{name}": statistics.median(ratios(bases[name], taken))
                     for name in LIBRARIES}  # fmt: skip
             figures = {"wrong": wrong[ratio]} if ratio in wrong else speedup(taken, bases[better])
             rows.append({**about, "what": what, **arm, **over, **figures})
@@ -143,29 +127,17 @@ def _gradient(x: Tensor, dz: Tensor, count: int, clock: Clock) -> str:
     return min(ways, key=lambda how: statistics.median(times[how]))
 
 
-def speedup_of(times: Sequence[float], base: Sequence[float]) -> list[float]:
-    """How many times as fast, round by round."""
-    return [b / t for b, t in zip(base, times, strict=True)]
-
-
-def report(rows: Sequence[Row], count: int) -> str:
-    """Make the tables.
-
-    Args:
-        rows: of :func:`measure`, of all sizes.
-        count: their rounds.
-    """
-    clock = "CPU time of the thread" if torch.get_num_threads() == 1 else "wall time"
+def page(rows: Sequence[Row]) -> str:
+    """A table for each of :data:`WHAT`."""
     parts = [
         "A linear layer's products with an N:M weight on the CPU, float32: how many times as fast "
-        f"as the better dense product, median [quartiles] of paired rounds, n = {count}, {clock}. "
+        "as the better dense product, median [quartiles] of paired rounds, "
+        f"n = {max(row.get('n', 0) for row in rows)}, {harness.cpu_clock_name()}. "
         "Dense columns: milliseconds of what torch calls, and of oneDNN."
     ]
 
     def cell(row: Row) -> str:
-        if "wrong" in row:
-            return str(row["wrong"])
-        return f"{row['ms']:.3g} ms" if row["arm"] in LIBRARIES else output.spread(row, "speedup")
+        return harness.speed(row, row["arm"] if row["arm"] in LIBRARIES else "")
 
     for what, title in WHAT.items():
         some = [
@@ -173,12 +145,6 @@ def report(rows: Sequence[Row], count: int) -> str:
             for row in rows
             if row["what"] == what
         ]
-        parts.append(
-            f"{title} (tokens, inputs to outputs):\n\n{output.grid(some, 'size', 'arm', cell)}"
-        )
+        text = harness.grid(some, "size", "arm", cell)
+        parts.append(f"{title} (tokens, inputs to outputs):\n\n{text}")
     return "\n\n".join(parts)
-
-
-def available() -> str:
-    """Why there is nothing to measure; empty if there is."""
-    return "" if cpu_products.available() else "no C compiler works here"

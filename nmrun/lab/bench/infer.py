@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from nmrun.fast import backends24
 from nmrun.fast.packed_linear import Linear24
 from nmrun.lab import models
-from nmrun.lab.bench import gemm, output
-from nmrun.lab.bench.configs import composed
-from nmrun.lab.bench.networks import each, random_text
-from nmrun.lab.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
+from nmrun.lab.bench import gemm, harness
+from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, rounds, speedup
+from nmrun.lab.bench.networks import composed, each, random_text
 from nmrun.lab.keys.long_texts import TokenBin
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import hard_threshold
@@ -184,52 +183,36 @@ def example(inputs: Row, batch: int, device: torch.device) -> Tensor:
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench infer``.
+    """Run ``nmrun bench infer`` where there are 2:4 products."""
+    device = harness.device_of(options)
+    harness.needs_products(device)
+    compiled, count = options.compile, options.rounds
 
-    Args:
-        options: as of ``nmrun.lab.bench.options.parse``.
-        argv: the words that they were read from, for the record.
+    def cases() -> Iterator[list[Row]]:
+        paths, wrong = right_paths(device)
+        yield wrong
+        yield from each(
+            options.models,
+            lambda words: measure(
+                [*words, *options.overrides], paths, options.batches, compiled, count, device
+            ),
+        )
 
-    Returns:
-        The exit status.
-    """
-    device = output.begin(options)
-    output.needs_products(device)
-
-    def report(rows: list[Row]) -> None:
+    def page(rows: list[Row]) -> str:
         title = (
             "Forward passes in evaluation, bfloat16: milliseconds of dense ones, and how many times as fast those with 2:4 layers are, median"
-            f" [quartiles] of paired rounds, n = {options.rounds}. Compiled: {'yes' if options.compile else 'no'}."
+            f" [quartiles] of paired rounds, n = {count}. Compiled: {'yes' if compiled else 'no'}."
         )
 
         def cell(row: Row) -> str:
-            return (
-                f"{row['ms']:.4g} ms"
-                if row["arm"] == "dense"
-                else f"{output.spread(row, 'speedup')}, {row['layers']} layers 2:4"
-            )
+            layers = "" if row["arm"] == "dense" else f", {row['layers']} layers 2:4"
+            return harness.speed(row) + layers
 
         shown = [
             {**row, "batch": f"{row['model']}, {row['batch']}"} for row in rows if "batch" in row
         ]
         unused = [f"{row['arm']}: {row['wrong']}" for row in rows if "batch" not in row]
-        text = "\n\n".join([title, output.grid(shown, "batch", "arm", cell), *unused])
-        output.finish("infer", text, rows, argv, device, options.out)
+        return "\n\n".join([title, harness.grid(shown, "batch", "arm", cell), *unused])
 
-    with output.reported(report) as rows:
-        paths, wrong = right_paths(device)
-        rows += wrong
-        rows.extend(
-            each(
-                options.models,
-                lambda words: measure(
-                    [*words, *options.overrides],
-                    paths,
-                    options.batches,
-                    options.compile,
-                    options.rounds,
-                    device,
-                ),
-            )
-        )
+    harness.run("infer", cases(), page, options, argv, device)
     return 0

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +21,8 @@ from torch import Tensor, nn
 from nmrun.errors import ConfigError
 from nmrun.fast.deploy import deploy
 from nmrun.fast.sites import ConvolutionSite, install, sites, watch
-from nmrun.lab.bench import output
-from nmrun.lab.bench.timing import Clock, Row, rounds, speedup
+from nmrun.lab.bench import harness
+from nmrun.lab.bench.harness import Row, rounds, speedup
 from nmrun.patterns import Pattern
 from nmrun.sparsity.masks import nm_mask
 
@@ -183,7 +182,7 @@ def measure(name: str, pattern: Pattern, tokens: int, count: int) -> list[Row]:
         if not torch.allclose(made(x), expected, rtol=1e-3, atol=1e-3):
             wrong[arm] = "WRONG results"
     calls: dict[str, Callable[[], object]] = {arm: partial(net, x) for arm, net in arms.items()}
-    times = rounds(calls, count, cpu_time if torch.get_num_threads() == 1 else Clock(x.device))
+    times = rounds(calls, count, harness.cpu_clock())
     best = min(("torch", "onednn"), key=lambda arm: sum(times[arm]))
     rows = []
     for arm, taken in times.items():
@@ -208,60 +207,44 @@ def held_bytes(model: nn.Module) -> int:
     return sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
 
 
-def cpu_time(call: Callable[[], object]) -> float:
-    """Milliseconds that this thread was at work."""
-    began = time.thread_time()
-    call()
-    return 1e3 * (time.thread_time() - began)
-
-
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench infer`` on a CPU.
-
-    Args:
-        options: as of ``nmrun.lab.bench.options.parse``.
-        argv: the words that they were read from, for the record.
-
-    Returns:
-        The exit status.
-    """
-    device = output.begin(options)
+    """Run ``nmrun bench infer`` on a CPU."""
+    device = harness.device_of(options)
     before = torch.get_num_threads()
     torch.set_num_threads(options.threads or before)
+    threads = torch.get_num_threads()
 
-    def report(rows: list[Row]) -> None:
-        clock = "CPU time" if torch.get_num_threads() == 1 else "wall time"
-        threads = torch.get_num_threads()
+    def cases() -> Iterator[list[Row]]:
+        for name in options.models:
+            for pattern in options.patterns:
+                for tokens in options.tokens:
+                    harness.note(f"{name}, {pattern}, {tokens} {_unit(name)}")
+                    yield measure(name, pattern, tokens, options.rounds)
+
+    def page(rows: list[Row]) -> str:
         title = (
             "Forward passes, float32, N:M in all layers: milliseconds, and how many times as fast as dense, median [quartiles] of paired"
-            f" rounds, n = {options.rounds}; {clock}, {threads} threads. Packed: over torch; over the better dense; bytes of the model over dense."
+            f" rounds, n = {options.rounds}; {harness.cpu_clock_name()}, {threads} threads. Packed: over torch; over the better dense;"
+            " bytes of the model over dense."
         )
-        size = {
-            (r["model"], r["pattern"], r["tokens"]): r["bytes"] for r in rows if r["arm"] == "torch"
-        }
-
-        def cell(row: Row) -> str:
-            if row["arm"] != "packed":
-                return f"{row['ms']:.4g} ms"
-            share = row["bytes"] / size[row["model"], row["pattern"], row["tokens"]]
-            over = (output.spread(row, key) for key in ("speedup", "speedup_over_best"))
-            return f"{row['ms']:.4g} ms; {'; '.join(over)}; {share:.0%}"
-
         shown = [
             {**r, "network": f"{r['model']} {r['pattern']}, {r['tokens']} {_unit(r['model'])}"}
             for r in rows
         ]
-        text = f"{title}\n\n{output.grid(shown, 'network', 'arm', cell)}"
-        variant = f"_{threads}_threads"
-        output.finish("infer", text, rows, argv, device, options.out, variant=variant)
+        size = {row["network"]: row["bytes"] for row in shown if row["arm"] == "torch"}
+
+        def cell(row: Row) -> str:
+            if row["arm"] != "packed":
+                return f"{row['ms']:.4g} ms"
+            over = (harness.spread(row, key) for key in ("speedup", "speedup_over_best"))
+            return (
+                f"{row['ms']:.4g} ms; {'; '.join(over)}; {row['bytes'] / size[row['network']]:.0%}"
+            )
+
+        return f"{title}\n\n{harness.grid(shown, 'network', 'arm', cell)}"
 
     try:
-        with output.reported(report) as rows:
-            for name in options.models:
-                for pattern in options.patterns:
-                    for tokens in options.tokens:
-                        output.note(f"{name}, {pattern}, {tokens} {_unit(name)}")
-                        rows += measure(name, pattern, tokens, options.rounds)
+        harness.run("infer", cases(), page, options, argv, device, f"_{threads}_threads")
     finally:
         torch.set_num_threads(before)
     return 0

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +24,9 @@ from torch import nn
 from nmrun import optim
 from nmrun.errors import ConfigError
 from nmrun.fast import acceleration
-from nmrun.lab.bench import output, picture
+from nmrun.lab.bench import harness
+from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, rounds, speedup
 from nmrun.lab.bench.options import LAYER_SHAPES, LAYER_TOKENS, shape
-from nmrun.lab.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
 from nmrun.step.sparsify import sparsify
 
 # name: recipe, its options, and whether it goes by 2:4 products where there are such
@@ -131,56 +130,27 @@ def measure(
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench layer``.
-
-    Args:
-        options: as of ``nmrun.lab.bench.options.parse``.
-        argv: the words that they were read from, for the record.
-
-    Returns:
-        The exit status.
-    """
-    device = output.begin(options)
+    """Run ``nmrun bench layer``."""
+    device = harness.device_of(options)
     tokens = options.tokens or LAYER_TOKENS[device.type]
 
-    def report(rows: list[Row]) -> None:
-        shown = [{**row, "size": f"{row['shape']}, x{row['accumulate']}"} for row in rows]
-        products = acceleration.is_24(device) and not acceleration.obstacle(device)
-        title = (
-            f"Forward and backward of a linear layer, {tokens} tokens a micro-batch (xN: N of them share a projection): how many times as fast as"
-            f" dense, median [quartiles] of paired rounds, n = {options.rounds}. "
-            + (
-                "bfloat16."
-                if products
-                else "float32, all masks in dense products: there are no sparse tensor cores here."
-            )
-        )
-
-        def cell(row: Row) -> str:
-            return f"{row['ms']:.3g} ms" if row["arm"] == "dense" else output.spread(row, "speedup")
-
-        def draw(out: Path) -> None:
-            lines = [row for row in shown if row["arm"] != "dense" and "speedup" in row]
-            for row in lines:
-                row["title"] = f"micro-batches a step: {row['accumulate']}"
-            if lines:
-                picture.draw(
-                    out,
-                    lines,
-                    "title",
-                    "arm",
-                    "shape",
-                    "speedup",
-                    ("layer", "times as fast as dense"),
-                    1.0,
-                )
-
-        text = output.grid(shown, "size", "arm", cell)
-        output.finish("layer", f"{title}\n\n{text}", rows, argv, device, options.out, draw)
-
-    with output.reported(report) as rows:
+    def cases() -> Iterator[list[Row]]:
         for inputs, outputs in options.shapes or map(shape, LAYER_SHAPES[device.type]):
             for accumulate in options.accumulate:
-                output.note(f"{inputs} to {outputs}, micro-batches: {accumulate}")
-                rows += measure(inputs, outputs, tokens, accumulate, options.rounds, device)
+                harness.note(f"{inputs} to {outputs}, micro-batches: {accumulate}")
+                yield measure(inputs, outputs, tokens, accumulate, options.rounds, device)
+
+    def page(rows: list[Row]) -> str:
+        products = acceleration.is_24(device) and not acceleration.obstacle(device)
+        numbers = "bfloat16."
+        if not products:
+            numbers = "float32, all masks in dense products: there are no sparse tensor cores here."
+        title = (
+            f"Forward and backward of a linear layer, {tokens} tokens a micro-batch (xN: N of them share a projection): how many times as fast as"
+            f" dense, median [quartiles] of paired rounds, n = {options.rounds}. {numbers}"
+        )
+        shown = [{**row, "size": f"{row['shape']}, x{row['accumulate']}"} for row in rows]
+        return f"{title}\n\n{harness.grid(shown, 'size', 'arm', harness.speed)}"
+
+    harness.run("layer", cases(), page, options, argv, device)
     return 0

@@ -12,18 +12,17 @@ and the kept energy that training logs.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from nmrun.kernels import projection
-from nmrun.lab.bench import output, picture
-from nmrun.lab.bench.arms import argsort_mask
+from nmrun.lab.bench import harness
+from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, quartiles, ratios, rounds
 from nmrun.lab.bench.options import COLUMNS
-from nmrun.lab.bench.timing import NO_MEMORY, Clock, Row, quartiles, rounds
+from nmrun.lab.bench.recipes import argsort_mask
 from nmrun.patterns import Pattern
 from nmrun.sparsity import metrics, nm_mask, plain
 
@@ -124,72 +123,51 @@ def measure(
         times = rounds(calls, count, Clock(device), warm_up=1)
     except torch.OutOfMemoryError:
         return [{**about, "arm": name, "wrong": NO_MEMORY} for name in ("copy", "clone", *arms)]
-    rows = []
+    rows: list[Row] = []
     for name, taken in times.items():
         rate = [2 * weight.nbytes / 1e6 / ms for ms in taken]
         base = times["clone" if name in FUNCTIONS or name == "clone" else "copy"]
-        copies = [ms / one for ms, one in zip(taken, base, strict=True)]
-        figures = (
-            quartiles("ms", taken) | quartiles("gb_per_second", rate) | quartiles("copies", copies)
-        )
+        copies = quartiles("copies", ratios(taken, base))
+        figures = quartiles("ms", taken) | quartiles("gb_per_second", rate) | copies
         rows.append({**about, "arm": name, "n": count, **figures})
     return rows
 
 
 def _cell(row: Row, unit: str) -> str:
     """Multiples of the table's first column, and the figure behind them."""
-    copies = "1" if row["arm"] == "clone" else output.spread(row, "copies")
+    copies = "1" if row["arm"] == "clone" else harness.spread(row, "copies")
     return f"{copies}, {row[unit]:.3g} {'GB/s' if unit == 'gb_per_second' else 'ms'}"
 
 
+def page(rows: list[Row]) -> str:
+    """A table for each size, of what writes into a tensor and of what makes one."""
+    parts = [
+        "Finding an N:M mask and projecting, median [quartiles] of paired rounds: multiples of a copy into a tensor that is there, and"
+        " the memory traffic of one read and one write in GB/s; below, for what makes new tensors, multiples of torch.clone."
+        f" {rows[0]['dtype']}, n = {max(row.get('n', 0) for row in rows)}."
+    ]
+    for millions in dict.fromkeys(row["millions"] for row in rows):
+        parts.append(f"{millions:g} million weights")
+        for first, names, unit in (("copy", ARMS, "gb_per_second"), ("clone", FUNCTIONS, "ms")):
+            some = [
+                {**row, "N:M": row["pattern"]}
+                for row in rows
+                if row["millions"] == millions and row["arm"] in (first, *names)
+            ]
+            if {row["arm"] for row in some} > {first}:
+                parts.append(harness.grid(some, "N:M", "arm", partial(_cell, unit=unit)))
+    return "\n\n".join(parts)
+
+
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench masks``.
+    """Run ``nmrun bench masks``."""
+    device, dtype = harness.device_of(options), getattr(torch, options.dtype)
 
-    Args:
-        options: as of ``nmrun.lab.bench.options.parse``.
-        argv: the words that they were read from, for the record.
-
-    Returns:
-        The exit status.
-    """
-    device = output.begin(options)
-
-    def report(rows: list[Row]) -> None:
-        title = (
-            "Finding an N:M mask and projecting, median [quartiles] of paired rounds: multiples of a copy into a tensor that is there, and"
-            " the memory traffic of one read and one write in GB/s; below, for what makes new tensors, multiples of torch.clone."
-            f" {options.dtype}, n = {options.rounds}."
-        )
-        into = ["copy", *(name for name in options.arms if name in ARMS)]
-        making = ["clone", *(name for name in options.arms if name in FUNCTIONS)]
-        parts = []
-        for millions in dict.fromkeys(row["millions"] for row in rows):
-            parts.append(f"{millions:g} million weights")
-            for names, unit in ((into, "gb_per_second"), (making, "ms")):
-                some = [
-                    {**row, "N:M": row["pattern"]}
-                    for row in rows
-                    if row["millions"] == millions and row["arm"] in names
-                ]
-                if some and len(names) > 1:
-                    parts.append(output.grid(some, "N:M", "arm", partial(_cell, unit=unit)))
-        drawn = [
-            {**row, "size": f"{row['millions']:g} million weights"}
-            for row in rows
-            if row["arm"] in (into[1:] or making[1:])
-        ]
-        labels = ("N:M", "multiples of a copy's time")
-
-        def draw(out: Path) -> None:
-            picture.draw(out, drawn, "size", "arm", "pattern", "copies", labels, 1.0)
-
-        text = "\n\n".join([title, *parts])
-        output.finish("masks", text, rows, argv, device, options.out, draw)
-
-    with output.reported(report) as rows:
+    def cases() -> Iterator[list[Row]]:
         for millions in options.weights:
             for one in options.patterns:
-                output.note(f"{one}, {millions:g} million weights")
-                dtype = getattr(torch, options.dtype)
-                rows += measure(one, millions, options.arms, dtype, options.rounds, device)
+                harness.note(f"{one}, {millions:g} million weights")
+                yield measure(one, millions, options.arms, dtype, options.rounds, device)
+
+    harness.run("masks", cases(), page, options, argv, device)
     return 0

@@ -1,52 +1,140 @@
-"""Whole steps and forward passes of networks, on random data."""
+"""The networks that ``nmrun bench train`` and ``infer`` measure, as overrides, and their random data."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
+from hydra import compose
 from hydra.errors import HydraException
 
 from nmrun.errors import ConfigError
-from nmrun.lab.bench import output
-from nmrun.lab.bench.configs import NETWORKS
-from nmrun.lab.bench.timing import Row
 from nmrun.lab.keys.config import Config
-from nmrun.lab.tasks.vision import Classification
+from nmrun.lab.words import schema, source
+from nmrun.lab.words.composing import composing
+
+if TYPE_CHECKING:  # a mistake in the options is answered without torch
+    import torch
+
+    from nmrun.lab.bench.harness import Row
+    from nmrun.lab.tasks.vision import Classification
+
+VOCABULARY = 50304
+GPT = ("dataset=token_bin", f"dataset.vocabulary={VOCABULARY}")
+IMAGES = ("dataset=digits", "+dataset._target_=nmrun.lab.bench.networks.random_images")
+VIT = ("model=vit_base", "model.heads=16")
+NETWORKS: dict[str, tuple[str, ...]] = {
+    "gpt_tiny": (
+        *GPT,
+        "dataset.vocabulary=256",
+        "dataset.context=64",
+        "model=gpt_tiny",
+        "trainer.batch_size=16",
+    ),
+    "gpt_512": (
+        *GPT,
+        "dataset.vocabulary=256",
+        "dataset.context=128",
+        "model=gpt2",
+        "model.layers=6",
+        "model.width=512",
+        "model.heads=8",
+        "trainer.batch_size=8",
+    ),
+    "gpt2": (*GPT, "model=gpt2", "trainer.batch_size=16"),
+    "gpt2_medium": (*GPT, "model=gpt2_medium", "trainer.batch_size=16"),
+    "gpt2_large": (*GPT, "model=gpt2_large", "trainer.batch_size=16"),
+    # two blocks as wide as those of language models of 7 thousand million parameters
+    "gpt_4096": (
+        *GPT,
+        "dataset.vocabulary=8192",
+        "dataset.context=2048",
+        "model=gpt2",
+        "model.layers=2",
+        "model.width=4096",
+        "model.heads=32",
+        "trainer.batch_size=4",
+    ),
+    "vit_small_32": (
+        *IMAGES,
+        "+dataset.side=32",
+        "model=vit_tiny",
+        "model.layers=2",
+        "trainer.batch_size=16",
+    ),
+    "vit_large": (
+        *IMAGES,
+        "+dataset.side=224",
+        *VIT,
+        "model.layers=24",
+        "model.width=1024",
+        "trainer.batch_size=64",
+    ),
+    "vit_huge": (
+        *IMAGES,
+        "+dataset.side=224",
+        *VIT,
+        "model.layers=32",
+        "model.width=1280",
+        "model.patch=14",
+        "trainer.batch_size=64",
+    ),
+    "resnet18": (*IMAGES, "+dataset.side=32", "model=resnet18", "trainer.batch_size=512"),
+}
+COMMON = ("optimizer=adamw", "trainer.epochs=1000000", "track=local", "trainer.clip=1")
+
+
+def overrides(folder: Path, words: Sequence[str]) -> list[str]:
+    """All overrides of a run that is measured, its own ``words`` among them; ``folder`` has its data
+    and results.
+    """
+    data = [f"dataset.folder={folder}"] if "dataset=token_bin" in words else []
+    return [*COMMON, *words, *data, f"output_dir={folder}"]
+
+
+def composed(folder: Path, words: Sequence[str]) -> Config:
+    """The config of a run of these overrides, whose data and results are in ``folder``.
+
+    Raises:
+        ConfigError: for overrides that are mistaken.
+    """
+    source.register()
+    with composing():
+        return schema.check(compose("nmrun", overrides(folder, words)))
 
 
 def random_images(config: Config, device: torch.device) -> Classification:
-    """Make a data set for ``dataset._target_``: random images, enough for a few batches.
-
-    Args:
-        config: ``dataset.side`` is the pixels of a side. There are 1,000 classes.
-        device: where the images are.
+    """A data set for ``dataset._target_``: random images of ``dataset.side`` pixels a side in 1,000
+    classes, enough for a few batches.
     """
+    import torch
+
+    from nmrun.lab.tasks.vision import Classification
+
     side, count = config.dataset.values()["side"], 4 * config.trainer.batch_size
     images = torch.randint(256, (count, 3, side, side), dtype=torch.uint8, device=device)
     labels = torch.randint(1000, (count,), device=device)
-    return Classification.of(
-        config, dict.fromkeys(("train", "val", "test"), (images, labels)), 1000, device
-    )
+    splits = dict.fromkeys(("train", "val", "test"), (images, labels))
+    return Classification.of(config, splits, 1000, device)
 
 
 def random_text(folder: Path) -> None:
     """Files for ``dataset=token_bin`` of a million random tokens, below 256 so that each vocabulary
     has them.
     """
+    import numpy as np
+
     for name in ("train", "val"):
-        np.random.default_rng(0).integers(256, size=1 << 20).astype(np.uint16).tofile(
-            folder / f"{name}.bin"
-        )
+        tokens = np.random.default_rng(0).integers(256, size=1 << 20)
+        tokens.astype(np.uint16).tofile(folder / f"{name}.bin")
 
 
 def each(
-    names: Sequence[str], measure: Callable[[tuple[str, ...]], Iterable[Row]]
-) -> Iterator[Row]:
-    """Measure some networks, one after the other.
+    names: Sequence[str], measure: Callable[[tuple[str, ...]], list[Row]]
+) -> Iterator[list[Row]]:
+    """The rows of some networks, one after the other.
 
     Args:
         names: keys of ``NETWORKS``.
@@ -55,11 +143,14 @@ def each(
     Raises:
         ConfigError: for overrides that are mistaken.
     """
+    import torch
+
+    from nmrun.lab.bench import harness
+
     for name in names:
-        output.note(name)
+        harness.note(name)
         try:
-            for row in measure(NETWORKS[name]):
-                yield {"model": name, **row}
+            yield [{"model": name, **row} for row in measure(NETWORKS[name])]
         except (ConfigError, HydraException) as error:
             raise ConfigError(str(error).splitlines()[0]) from None
         torch.compiler.reset()  # the compiler keeps what it compiled, up to a limit

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 from nmrun.errors import ConfigError
-from nmrun.lab.bench.configs import NETWORKS, overrides
+from nmrun.lab.bench import KINDS
+from nmrun.lab.bench.networks import NETWORKS, overrides
 from nmrun.lab.verbs import Parser
 from nmrun.lab.words import precheck, source
 from nmrun.lab.words.early import no_gpu
 from nmrun.patterns import Pattern, PatternError
 
 COLUMNS = 4096  # inputs of the layer of masks; the number of weights decides on the outputs
-# of recipes: arms.WORKLOADS and arms.ARMS
+# of recipes: recipes.WORKLOADS and recipes.ARMS
 WORKLOADS = ("small_conv", "resnet18", "transformer", "tiny")
 RECIPES = (
     "dense_again", "asp", "ste", "sr_ste", "step_phase_one", "step_phase_two", "s_ste", "mdgf_linear", "mdgf_exponential",
@@ -166,15 +165,11 @@ def shape(text: str) -> tuple[int, int]:
 # --- the parsers ----------------------------------------------------------------------------------
 
 
-def _parser(name: str, rounds: int, module: str = "") -> Parser:
-    """What all benchmarks take: rounds, device and where the results go. The first paragraph of the
-    module's docstring is shown.
-    """
-    spec = importlib.util.find_spec(f"nmrun.lab.bench.{module or name}")
-    assert spec is not None
-    assert spec.origin is not None
-    about = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
-    made = Parser(prog=f"nmrun bench {name}", description=about.split("\n\n")[0].replace("``", ""))
+def _parser(name: str, rounds: int) -> Parser:
+    """What all benchmarks take: rounds, device and where the results go."""
+    made = Parser(
+        prog=f"nmrun bench {name}", description=KINDS[name][:1].upper() + KINDS[name][1:] + "."
+    )
     add = made.add_argument
     add("--rounds", type=positive, default=rounds, help=f"measurements of each (default: {rounds})")
     add("--out", type=Path, metavar="DIR", help="write the results there, as .md and .json")
@@ -272,7 +267,7 @@ def _infer() -> Parser:
 
 
 def _infer_cpu() -> Parser:
-    made = _parser("infer", 12, "infer_cpu")
+    made = _parser("infer", 12)
     _several(made, "--models", INFERRED["cpu"], choices=CPU_NETWORKS)
     _several(made, "--patterns", [*map(pattern, CPU_RATIOS)], type=pattern, metavar="N:M")
     told = (

@@ -2,51 +2,181 @@
 training, on this machine's CPU.
 
 A step is forward, backward and optimizer step, with the memory layout and the kernel for the update
-that runs have. All arms live in one process, start from the same weights and see the same batch; a
-round runs every arm once in a shuffled order, and a ratio is an arm's time over the dense time of
-the same round, so that a machine that grows slower or faster meanwhile does not favour anyone.
+that runs have. All arms live in one process, start from the same weights and see the same batch. A
+ratio is an arm's time over the dense time of the same round.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import gc
-import json
 import math
-import random
-import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from nmrun import optim
 from nmrun.errors import ConfigError
-from nmrun.lab.bench import output
-from nmrun.lab.bench.arms import ARMS, WORKLOADS, Attach
-from nmrun.lab.bench.machine import hardware
+from nmrun.lab.bench import harness
+from nmrun.lab.bench.harness import Clock, Row
+from nmrun.lab.models import small_conv, torchvision_models
 from nmrun.lab.train.build import fuse, lay_out
 from nmrun.patterns import Pattern
+from nmrun.sparsity.select import select
+from nmrun.step.sparsify import sparsify
 
 DEVICE = torch.device("cpu")
-SHORTEST = (
-    0.05  # seconds a measurement takes at least: several steps of a small model, one of a large one
-)
-WARM_UP = 3  # rounds that are not counted: caches, oneDNN's first calls, the switch of STEP and ASP
+# milliseconds that a measurement takes at least: several steps of a small model, one of a large one
+SHORTEST = 50
+WARM_UP = 3  # steps that are not counted: caches, oneDNN's first calls, the switch of STEP and ASP
+DECAY = 2e-4  # of SR-STE, as its paper has it
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, its input shape (batch first) and the layers that stay dense in every arm."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    exclude: tuple[str, ...] = ()
+
+
+def transformer() -> nn.Module:
+    """Six Transformer encoder layers of width 512, feed-forward width 2048, 8 heads."""
+    layer = nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+
+
+def tiny() -> nn.Module:
+    """A perceptron to try the benchmark itself with."""
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+
+
+WORKLOADS = {
+    "small_conv": Workload(
+        lambda: small_conv.build((1, 8, 8), 10), (64, 1, 8, 8), ("stem", "head")
+    ),
+    "resnet18": Workload(
+        lambda: torchvision_models.build("resnet18", (3, 32, 32), 10),
+        (32, 3, 32, 32),
+        ("conv1", "fc"),
+    ),
+    "transformer": Workload(transformer, (8, 128, 512)),
+    "tiny": Workload(tiny, (8, 32)),
+}
+
+
+def argsort_mask(weight: Tensor, n: int, m: int) -> Tensor:
+    """A mask by sorting each group, as the official code of SR-STE and STEP finds it.
+
+    Args:
+        weight: (out, in) or (out, in, kh, kw); groups run along dimension 1.
+
+    Returns:
+        1 for kept and 0 for pruned, in the weight's dtype and shape.
+    """
+    inputs_last = weight.detach().abs().movedim(1, -1)
+    groups = inputs_last.reshape(-1, m)
+    pruned = torch.argsort(groups, dim=1)[:, : m - n]
+    return torch.ones_like(groups).scatter_(1, pruned, 0).reshape(inputs_last.shape).movedim(-1, 1)
+
+
+class ArgsortSRSTE(torch.autograd.Function):
+    """SR-STE as its official code has it: the mask by argsort in every forward pass, the decay in
+    the backward pass.
+
+    After ``Sparse_NHWC`` of github.com/aojunzz/NM-sparsity at a557d6b, for linear layers and
+    convolutions.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, n: int, m: int, decay: float) -> Tensor:
+        mask = argsort_mask(weight, n, m)
+        ctx.save_for_backward(weight)
+        ctx.mask, ctx.decay = mask, decay
+        return weight * mask
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (weight,) = ctx.saved_tensors
+        return grads[0] + ctx.decay * (1 - ctx.mask) * weight, None, None, None
+
+
+class ArgsortInForward(nn.Module):
+    """The parametrization that puts :class:`ArgsortSRSTE` in front of a weight."""
+
+    def __init__(self, pattern: Pattern) -> None:
+        super().__init__()
+        self.pattern = pattern
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return ArgsortSRSTE.apply(weight, self.pattern.n, self.pattern.m, DECAY)
+
+
+Attach = Callable[[nn.Module, torch.optim.Optimizer, Pattern, Sequence[str]], Any]
+
+
+def _recipe(name: str, **arguments: Any) -> Attach:
+    return lambda model, optimizer, pattern, exclude: sparsify(
+        model, optimizer, name, pattern, exclude=exclude, **arguments
+    )
+
+
+def _argsort(
+    model: nn.Module, optimizer: torch.optim.Optimizer, pattern: Pattern, exclude: Sequence[str]
+) -> None:
+    chosen_ones, _ = select(model, pattern, exclude=exclude)
+    if not chosen_ones:
+        raise ConfigError(f"no weight of this model can be {pattern} sparse")
+    for chosen in chosen_ones:
+        parametrize.register_parametrization(
+            chosen.module, chosen.attribute, ArgsortInForward(pattern)
+        )
+
+
+# what is done to a model after it was built; all arms have the same optimizer
+ARMS: dict[str, Attach] = {
+    "dense_again": lambda *_: (
+        None
+    ),  # nothing: shows how far the ratio of two equal arms strays from one
+    "asp": _recipe("asp", prune_at=0.0),
+    "ste": _recipe("ste"),
+    "sr_ste": _recipe("sr_ste"),
+    "step_phase_one": _recipe(
+        "step", total_steps=10**9, t_max=1.0
+    ),  # samples the variance change, never switches
+    "step_phase_two": _recipe("step", total_steps=2, switch=0.5),  # switches after the first step
+    "s_ste": _recipe("s_ste"),
+    "mdgf_linear": _recipe("mdgf_linear", total_steps=10**9, dense=0.0),  # the middle phase
+    "mdgf_exponential": _recipe("mdgf_exponential", total_steps=10**9, dense=0.0),
+    "sdgf_stepwise": _recipe("sdgf_stepwise", total_steps=10**9, dense=0.0),
+    "sdgf_geometric": _recipe("sdgf_geometric", total_steps=10**9, dense=0.0, frames=2),
+    "decay_mask": _recipe("decay_mask", total_steps=10**9, dense=0.0),
+    "t_sr_ste": _recipe("t_sr_ste", interval=10**9),  # between two searches for masks
+    "t_sr_ste_search": _recipe(
+        "t_sr_ste", interval=1
+    ),  # with a search in every step; by default it is one of 40
+    "bi_mask": _recipe("bi_mask", interval=10**9),  # likewise, one of 100
+    "bi_mask_search": _recipe("bi_mask", interval=1),
+    "lbc": _recipe("lbc", total_steps=10**9),  # while candidates are left
+    "maskllm": _recipe("maskllm", total_steps=10**9, dense=0.0),  # while masks are learned
+    "slope": _recipe("slope"),
+    "ast": _recipe("ast", total_steps=10**9),  # with a search for masks in one of ten steps
+    "cast": _recipe("cast", total_steps=10**9),  # likewise
+    "proxsparse": _recipe("proxsparse", total_steps=10**9, dense=0.0),  # while masks are learned
+    "sqft": _recipe("sqft"),
+    "sr_ste_argsort": _argsort,
+}
 
 
 class Arm:
-    """One copy of the model with its optimizer, and the training step that is timed.
-
-    Args:
-        model: it is copied.
-        attach: makes the copy sparse, and gives its optimizer.
-        pattern: of the weights.
-        exclude: modules that stay dense.
+    """A copy of the model with its optimizer, made sparse by ``attach``. Calling it trains it by some
+    steps; modules of ``exclude`` stay dense.
     """
 
     def __init__(
@@ -57,40 +187,15 @@ class Arm:
         self.handle = attach(self.model, self.optimizer, pattern, exclude)
         fuse(self.optimizer, DEVICE)
 
-    def seconds(self, batch: Tensor, steps: int) -> float:
-        """Measure the seconds of a step.
-
-        Args:
-            batch: the input.
-            steps: how many the mean is over.
-        """
-        start = time.perf_counter()
+    def __call__(self, batch: Tensor, steps: int) -> None:
         for _ in range(steps):
             self.model(batch).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return (time.perf_counter() - start) / steps
-
-
-@dataclass(frozen=True)
-class Row:
-    """One arm's time over dense: quartiles of ``n`` per-round ratios, and the median milliseconds
-    of its step.
-    """
-
-    model: str
-    pattern: str
-    recipe: str
-    ratio: float
-    q1: float
-    q3: float
-    n: int
-    ms: float
-    dense_ms: float
 
 
 def measure(
-    name: str, pattern: Pattern, recipes: Sequence[str], rounds: int, left_out: list[str]
+    name: str, pattern: Pattern, recipes: Sequence[str], count: int, left_out: list[str]
 ) -> list[Row]:
     """Measure recipes against dense training, in one process.
 
@@ -98,7 +203,7 @@ def measure(
         name: of a workload.
         pattern: of the weights.
         recipes: keys of ``ARMS``.
-        rounds: ratios of each recipe.
+        count: rounds.
         left_out: gets a line for each reason why recipes cannot train this model at this pattern.
 
     Returns:
@@ -121,86 +226,57 @@ def measure(
     recipes = [recipe for recipe in recipes if recipe in arms]
     if cannot and set(recipes) <= {"dense_again"}:
         return []
+    clock = Clock(DEVICE)
     for _ in range(WARM_UP):
-        once = [arm.seconds(batch, 1) for arm in arms.values()]
+        once = [clock(partial(arm, batch, 1)) for arm in arms.values()]
     steps = math.ceil(SHORTEST / min(once))
-    shuffled = random.Random(0)
-    times: dict[str, list[float]] = {arm: [] for arm in arms}
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        for _ in range(rounds):
-            for arm in shuffled.sample(list(arms), len(arms)):
-                times[arm].append(arms[arm].seconds(batch, steps))
-            gc.collect()
-    finally:
-        if collecting:
-            gc.enable()
-    dense = times["dense"]
-    rows = []
-    for recipe in recipes:
-        ratios = [t / d for t, d in zip(times[recipe], dense, strict=True)]
-        q1, middle, q3 = (
-            statistics.quantiles(ratios, n=4, method="inclusive") if rounds > 1 else ratios * 3
-        )
-        ms, dense_ms = 1e3 * statistics.median(times[recipe]), 1e3 * statistics.median(dense)
-        rows.append(Row(name, str(pattern), recipe, middle, q1, q3, rounds, ms, dense_ms))
-    return rows
-
-
-def markdown(rows: Sequence[Row], machine: dict[str, Any]) -> str:
-    """Make the table of ratios, recipes down and model with pattern across.
-
-    Args:
-        rows: of :func:`measure`.
-        machine: of :func:`nmrun.lab.bench.machine.hardware`.
-    """
-    columns = list(dict.fromkeys((row.model, row.pattern) for row in rows))
-    cells = {(row.recipe, row.model, row.pattern): row for row in rows}
-    lines = [
-        "Time of a training step over the dense step: median [quartiles] of per-round ratios.",
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, torch {machine['torch']}, "
-        f"n = {rows[0].n} rounds, float32, AdamW.",
-        "",
-        "| recipe | " + " | ".join(f"{model} {pattern}" for model, pattern in columns) + " |",
-        "|---|" + "---|" * len(columns),
-    ]
-    dense = {(row.model, row.pattern): row.dense_ms for row in rows}
-    lines.append("| dense | " + " | ".join(f"{dense[column]:.3g} ms" for column in columns) + " |")
-    for recipe in dict.fromkeys(row.recipe for row in rows):
-        ratios = [cells.get((recipe, *column)) for column in columns]
-        shown = (f"{r.ratio:.3f} [{r.q1:.3f}, {r.q3:.3f}]" if r else "" for r in ratios)
-        lines.append(f"| {recipe} | {' | '.join(shown)} |")
-    return "\n".join(lines)
+    several = {recipe: partial(arm, batch, steps) for recipe, arm in arms.items()}
+    times = harness.rounds(several, count, clock, warm_up=0)
+    times = {recipe: [ms / steps for ms in taken] for recipe, taken in times.items()}
+    dense, about = times["dense"], {"model": name, "pattern": str(pattern)}
+    return [
+        {
+            **about, "recipe": recipe, "n": count, **harness.quartiles("ms", times[recipe]), **harness.quartiles("dense_ms", dense),
+            **harness.quartiles("ratio", harness.ratios(times[recipe], dense)),
+        }
+        for recipe in recipes
+    ]  # fmt: skip
 
 
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Measure, print the table, and with ``--out`` write it as Markdown and JSON.
+    """Run ``nmrun bench recipes``.
 
-    Args:
-        options: as of ``nmrun.lab.bench.options.parse``.
-        argv: the words that they were read from, for the record.
-
-    Returns:
-        The exit status.
+    Raises:
+        ConfigError: where no model can have any of the patterns.
     """
     left_out: list[str] = []
 
-    def report(rows: Sequence[Row]) -> None:
-        machine = hardware()
-        page = "\n\n".join([markdown(rows, machine), *left_out])
-        print(page)
-        if options.out:
-            (options.out / "recipe_overhead.md").write_text(page + "\n")
-            record = {"hardware": machine, "rows": [asdict(row) for row in rows]}
-            (options.out / "recipe_overhead.json").write_text(json.dumps(record, indent=2) + "\n")
-
-    with output.reported(report) as rows:
+    def cases() -> Iterator[list[Row]]:
         for name in options.models:
             for pattern in options.patterns:
-                output.note(f"{name} {pattern}")
-                rows += measure(name, pattern, options.recipes, options.rounds, left_out)
-                gc.collect()
-    if not rows:
+                harness.note(f"{name} {pattern}")
+                yield measure(name, pattern, options.recipes, options.rounds, left_out)
+
+    def page(rows: list[Row]) -> str:
+        title = (
+            "Time of a training step over the dense step, float32, AdamW: median [quartiles] of paired"
+            f" rounds, n = {options.rounds}."
+        )
+        shown = [{**row, "step of": f"{row['model']} {row['pattern']}"} for row in rows]
+        dense = {row["step of"]: row for row in shown}.values()
+        lines = [{**row, "recipe": "dense"} for row in dense] + shown
+        text = harness.grid(
+            lines,
+            "recipe",
+            "step of",
+            lambda row: (
+                f"{row['dense_ms']:.3g} ms"
+                if row["recipe"] == "dense"
+                else harness.spread(row, "ratio")
+            ),
+        )
+        return "\n\n".join([title, text, *left_out])
+
+    if not harness.run("recipes", cases(), page, options, argv, DEVICE):
         raise ConfigError(left_out)
     return 0

@@ -18,11 +18,10 @@ from pathlib import Path
 
 import torch
 
-from nmrun.lab.bench import output
-from nmrun.lab.bench.configs import composed
-from nmrun.lab.bench.networks import each, random_text
+from nmrun.lab.bench import harness
+from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, rounds, speedup
+from nmrun.lab.bench.networks import composed, each, random_text
 from nmrun.lab.bench.options import TRAINED, TRAINING_ARMS
-from nmrun.lab.bench.timing import NO_MEMORY, Clock, Row, rounds, speedup
 from nmrun.lab.keys.config import Config
 from nmrun.lab.show.markdown import table
 from nmrun.lab.train.build import autocast, build
@@ -34,15 +33,7 @@ Prepared = tuple[Callable[[], None], Row]
 
 
 def ours(config: Config, steps: int) -> Prepared:
-    """Prepare a stretch of nmrun's training.
-
-    Args:
-        config: of the run.
-        steps: of the stretch.
-
-    Returns:
-        The stretch, and what there is to say of it.
-    """
+    """A stretch of nmrun's training, and what there is to say of it."""
     loop = Steps(config, parts := build(config))
     loop.model.train()
     items = sum(loop.task.sizes(0, 0, 1))
@@ -65,15 +56,7 @@ def ours(config: Config, steps: int) -> Prepared:
 
 
 def bare(config: Config, steps: int) -> Prepared:
-    """Prepare a stretch of a loop of a few lines.
-
-    Args:
-        config: of the run.
-        steps: of the stretch.
-
-    Returns:
-        The stretch, and what there is to say of it.
-    """
+    """A stretch of a loop of a few lines, and what there is to say of it."""
     parts = build(config)
     model, task, accumulate = parts.model.train(), parts.task, config.trainer.accumulate
     forward = torch.compile(model, fullgraph=True) if config.trainer.compile else model
@@ -152,67 +135,51 @@ def measure(
     return rows
 
 
+HEAD = (
+    "model",
+    "N:M",
+    "arm",
+    "ms a step",
+    "times as fast",
+    "items/s",
+    "MFU",
+    "layers by N:M products",
+)
+
+
+def line(row: Row) -> list[str]:
+    """A row of the table."""
+    if "wrong" in row:
+        return [row["model"], "", row["arm"], row["wrong"], "", "", "", ""]
+    return [
+        *(row["model"], row["sparsity"], row["arm"]),
+        *(f"{row['ms']:.4g}", harness.spread(row, "speedup"), f"{row['items_per_second']:,.0f}"),
+        *(f"{row['mfu']:.1%}" if "mfu" in row else "", row.get("layers", "")),
+    ]
+
+
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Run ``nmrun bench train``.
-
-    Args:
-        options: as of ``nmrun.lab.bench.options.parse``.
-        argv: the words that they were read from, for the record.
-
-    Returns:
-        The exit status.
-    """
-    device = output.begin(options)
+    """Run ``nmrun bench train``."""
+    device = harness.device_of(options)
     compiled = device.type == "cuda" if options.compile is None else options.compile
     arms = options.arms or [arm for arm in TRAINING_ARMS if arm != "torch" or device.type == "cpu"]
     own = [f"trainer.compile={compiled}", f"trainer.device={device.type}", *options.overrides]
 
-    def report(rows: list[Row]) -> None:
+    def of_network(words: Sequence[str]) -> list[Row]:
+        how = (options.steps, options.rounds, device)
+        return [
+            row
+            for ratio in options.sparsity
+            for row in measure([*words, *own], options.recipe, ratio, arms, *how)
+        ]
+
+    def page(rows: list[Row]) -> str:
         title = (
             f"Training steps, {options.recipe}: milliseconds, and how many times as fast as dense, median [quartiles] of paired stretches"
             f" of {options.steps} steps, n = {options.rounds}; items are tokens or images. Compiled: {'yes' if compiled else 'no'}."
         )
-        lines = []
-        for row in rows:
-            if "wrong" in row:
-                lines.append([row["model"], "", row["arm"], row["wrong"], "", "", "", ""])
-                continue
-            mfu = f"{row['mfu']:.1%}" if "mfu" in row else ""
-            figures = [
-                f"{row['ms']:.4g}",
-                output.spread(row, "speedup"),
-                f"{row['items_per_second']:,.0f}",
-                mfu,
-                row.get("layers", ""),
-            ]
-            lines.append([row["model"], row["sparsity"], row["arm"], *figures])
-        text = table(
-            [
-                "model",
-                "N:M",
-                "arm",
-                "ms a step",
-                "times as fast",
-                "items/s",
-                "MFU",
-                "layers by N:M products",
-            ],
-            lines,
-        )
-        output.finish("train", f"{title}\n\n{text}", rows, argv, device, options.out)
+        return f"{title}\n\n{table(HEAD, [line(row) for row in rows])}"
 
-    with output.reported(report) as rows:
-        rows.extend(
-            each(
-                options.models or TRAINED[device.type],
-                lambda words: (
-                    row
-                    for ratio in options.sparsity
-                    for row in measure(
-                        *([*words, *own], options.recipe, ratio, arms),
-                        *(options.steps, options.rounds, device),
-                    )
-                ),
-            )
-        )
+    networks = each(options.models or TRAINED[device.type], of_network)
+    harness.run("train", networks, page, options, argv, device)
     return 0

@@ -11,7 +11,7 @@ are in memory.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,9 @@ from torch import nn
 
 from nmrun import optim
 from nmrun.errors import ConfigError
-from nmrun.lab.bench import output
-from nmrun.lab.bench.arms import ARMS
-from nmrun.lab.bench.timing import NO_MEMORY, Clock, Row, quartiles, rounds
+from nmrun.lab.bench import harness
+from nmrun.lab.bench.harness import NO_MEMORY, Clock, Row, quartiles, ratios, rounds
+from nmrun.lab.bench.recipes import ARMS
 from nmrun.patterns import Pattern
 
 SHAPE = (3072, 768)  # of a weight: GPT-2's feed-forward layers
@@ -86,7 +86,7 @@ def measure(
     return [
         {
             **about, "arm": arm, "n": count, **quartiles("ms", times[arm]), **quartiles("dense_ms", times["dense"]),
-            **quartiles("ratio", [t / d for t, d in zip(times[arm], times["dense"], strict=True)]),
+            **quartiles("ratio", ratios(times[arm], times["dense"])),
         }
         for arm in ("one pass", "apart")
     ]  # fmt: skip
@@ -95,35 +95,31 @@ def measure(
 def main(options: argparse.Namespace, argv: Sequence[str]) -> int:
     """Run ``nmrun bench update``.
 
-    Args:
-        options: as of ``nmrun.lab.bench.options.parse``.
-        argv: the words that they were read from, for the record.
-
-    Returns:
-        The exit status.
+    Raises:
+        ConfigError: where no pattern divides the inputs.
     """
-    device = output.begin(options)
+    device = harness.device_of(options)
     left_out: list[str] = []
 
-    def report(rows: list[Row]) -> None:
+    def cases() -> Iterator[list[Row]]:
+        for one in options.patterns:
+            for recipe in options.recipes:
+                harness.note(f"{recipe} {one}")
+                try:
+                    yield measure(recipe, one, options.weights, options.rounds, device)
+                except ValueError as error:  # a pattern that does not divide the inputs
+                    left_out.append(f"{one} without {recipe}: {error}")
+
+    def page(rows: list[Row]) -> str:
         dense = next((row["dense_ms"] for row in rows if "dense_ms" in row), float("nan"))
         title = (
             f"An optimizer step of {options.weights:g} million weights, float32, in multiples of torch's fused AdamW ({dense:.3g} ms): median"
             f" [quartiles] of paired rounds, n = {options.rounds}."
         )
         shown = [{**row, "arm": f"{row['pattern']} {row['arm']}"} for row in rows]
-        text = output.grid(shown, "recipe", "arm", lambda row: output.spread(row, "ratio"))
-        page = "\n\n".join([title, text, *left_out])
-        output.finish("update", page, rows, argv, device, options.out)
+        text = harness.grid(shown, "recipe", "arm", lambda row: harness.spread(row, "ratio"))
+        return "\n\n".join([title, text, *left_out])
 
-    with output.reported(report) as rows:
-        for one in options.patterns:
-            for recipe in options.recipes:
-                output.note(f"{recipe} {one}")
-                try:
-                    rows += measure(recipe, one, options.weights, options.rounds, device)
-                except ValueError as error:  # a pattern that does not divide the inputs
-                    left_out.append(f"{one} without {recipe}: {error}")
-    if not rows:
+    if not harness.run("update", cases(), page, options, argv, device):
         raise ConfigError(left_out)
     return 0

@@ -1,0 +1,297 @@
+"""What all benchmarks share: clocks, rounds in which the arms take turns, what these sum up to, on what
+machine it was, and how it is printed and written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import platform
+import random
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nmrun.errors import ConfigError
+from nmrun.fast import acceleration
+from nmrun.fast.kernels.cusparselt_library import loaded_cusparselt
+from nmrun.lab.show.markdown import table
+
+# bytes that are written between two measurements on a GPU: more than any L2, and time for the host
+# to get ahead
+FLUSHED = 1 << 29
+NO_MEMORY = "out of memory"
+# of nvidia-smi's query
+ON_GPU = {"power": "power.limit", "clock": "clocks.max.sm", "driver": "driver_version"}
+Row = dict[str, Any]
+Machine = dict[str, Any]
+
+# --- the machine ----------------------------------------------------------------------------------
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    """The device that was asked for.
+
+    Raises:
+        ConfigError: for one that is not there.
+    """
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no CUDA device here")
+    return torch.device("cuda" if options.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def needs_products(device: torch.device) -> None:
+    """Raise ConfigError where this device has no 2:4 products."""
+    if why := acceleration.obstacle(device):
+        raise ConfigError(f"{why}: there are no 2:4 products to measure")
+
+
+def hardware(device: torch.device | str = "cpu") -> Machine:
+    """Where the numbers come from, as plain data: what is needed to compare them with others."""
+    device, cpu = torch.device(device), platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    about: Machine = {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+    if device.type == "cuda":
+        library, gpu = loaded_cusparselt(), torch.cuda.get_device_properties(device)
+        try:
+            triton = version("triton")
+        except PackageNotFoundError:
+            triton = None
+        about |= {
+            "gpu": gpu.name,
+            "compute_capability": f"{gpu.major}.{gpu.minor}",
+            "memory_gib": round(gpu.total_memory / 2**30),
+            "cuda": torch.version.cuda,
+            "cusparselt": ".".join(map(str, library[0])) if library else None,
+            "triton": triton,
+            **_asked_of_driver(gpu),
+        }
+    return about
+
+
+def _asked_of_driver(gpu: Any) -> Machine:
+    if not (tool := shutil.which("nvidia-smi")):
+        return {}
+    asked = f"--query-gpu={','.join(ON_GPU.values())}"
+    words = [tool, asked, "--format=csv,noheader", f"--id=GPU-{gpu.uuid}"]
+    try:
+        said = subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(ON_GPU, (value.strip() for value in said.split(",")), strict=False))
+
+
+def machine_line(machine: Machine) -> str:
+    """One line of it for the reader."""
+    if "gpu" in machine:
+        more = ", ".join(str(machine[key]) for key in ("power", "clock") if key in machine)
+        return f"{machine['gpu']} ({more}), torch {machine['torch']}, CUDA {machine['cuda']}, cuSPARSELt {machine['cusparselt']}"
+    return f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, load {machine['load']}, torch {machine['torch']}"
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Milliseconds of a call on a device: on a GPU between two events, on a CPU by the wall.
+
+    Args:
+        device: the device.
+        flush: on a GPU, write to other memory before, which empties its L2 cache.
+    """
+
+    def __init__(self, device: torch.device, flush: bool = True) -> None:
+        self.gpu = device.type == "cuda"
+        self.now = time.perf_counter
+        self.other = (
+            torch.empty(FLUSHED, dtype=torch.int8, device=device) if self.gpu and flush else None
+        )
+
+    def __call__(self, call: Callable[[], object]) -> float:
+        if not self.gpu:
+            began = self.now()
+            call()
+            return 1e3 * (self.now() - began)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if self.other is not None:
+            self.other.zero_()
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end))
+
+
+def cpu_clock() -> Clock:
+    """The clock of a CPU: with one thread its CPU time, which a busy machine does not disturb."""
+    clock = Clock(torch.device("cpu"))
+    if torch.get_num_threads() == 1:
+        clock.now = time.thread_time
+    return clock
+
+
+def cpu_clock_name() -> str:
+    return "CPU time" if torch.get_num_threads() == 1 else "wall time"
+
+
+def rounds(
+    arms: Mapping[str, Callable[[], object]],
+    count: int,
+    clock: Callable[[Callable[[], object]], float],
+    warm_up: int = 2,
+) -> dict[str, list[float]]:
+    """Time arms in turns: a round runs every arm once, in an order shuffled anew, so that a machine
+    that grows slower or faster meanwhile favours none.
+
+    Args:
+        arms: what is timed, by name.
+        count: rounds.
+        clock: gives the milliseconds of a call.
+        warm_up: rounds before, which do not count.
+
+    Returns:
+        The milliseconds of each arm, round by round.
+    """
+    shuffled, times = random.Random(0), {name: list[float]() for name in arms}
+    for _ in range(warm_up):
+        for call in arms.values():
+            clock(call)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(count):
+            for name in shuffled.sample(list(arms), len(arms)):
+                times[name].append(clock(arms[name]))
+            gc.collect()
+    finally:
+        if collecting:
+            gc.enable()
+    return times
+
+
+def quartiles(name: str, values: Sequence[float]) -> Row:
+    """A median by its ``name`` and its quartiles by ``name_q1`` and ``name_q3``."""
+    q1, median, q3 = (
+        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
+    )
+    return {name: median, f"{name}_q1": q1, f"{name}_q3": q3}
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """Quotients of paired rounds."""
+    return [a / b for a, b in zip(over, under, strict=True)]
+
+
+def speedup(times: Sequence[float], base: Sequence[float]) -> Row:
+    """Milliseconds, and how many times as fast as ``base`` in the same rounds."""
+    return {
+        "n": len(times),
+        **quartiles("ms", times),
+        **quartiles("speedup", ratios(base, times)),
+    }
+
+
+# --- what is printed and written ------------------------------------------------------------------
+
+
+def note(text: str) -> None:
+    print(f"measuring {text} ...", file=sys.stderr, flush=True)
+
+
+def spread(row: Row, name: str) -> str:
+    """A median and its quartiles: ``1.32 [1.30, 1.35]``."""
+    middle, q1, q3 = (f"{row[key]:#.3g}".rstrip(".") for key in (name, f"{name}_q1", f"{name}_q3"))
+    return f"{middle} [{q1}, {q3}]"
+
+
+def speed(row: Row, base: str = "dense") -> str:
+    """Milliseconds of the arm ``base``, of others how many times as fast they are."""
+    return f"{row['ms']:.3g} ms" if row["arm"] == base else spread(row, "speedup")
+
+
+def grid(rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]) -> str:
+    """A table in Markdown: a line for each value of the key ``down``, a column for each of ``across``.
+    A row that has ``wrong`` says that.
+    """
+    columns = list(dict.fromkeys(row[across] for row in rows))
+    cells = {
+        (row[down], row[across]): row["wrong"] if row.get("wrong") else cell(row) for row in rows
+    }
+    lines = [
+        [str(d), *(cells.get((d, a), "") for a in columns)]
+        for d in dict.fromkeys(row[down] for row in rows)
+    ]
+    return table([down, *map(str, columns)], lines)
+
+
+def run(
+    name: str,
+    cases: Iterable[list[Row]],
+    page: Callable[[list[Row]], str],
+    options: argparse.Namespace,
+    argv: Sequence[str],
+    device: torch.device,
+    variant: str = "",
+) -> list[Row]:
+    """Measure case by case, then print the page and with ``--out`` write it as .md and .json; what is
+    there is reported also where an error or Ctrl-C is the end.
+
+    Args:
+        name: of the benchmark.
+        cases: the rows of each, which are measured as they are asked for.
+        page: what is printed of the rows.
+        options: has ``out``.
+        argv: the command's words, for the record.
+        device: where it is measured.
+        variant: follows the name in the files' names.
+
+    Returns:
+        The rows.
+    """
+    rows: list[Row] = []
+    try:
+        for some in cases:
+            rows += some
+    finally:
+        if rows:
+            machine, command = hardware(device), shlex.join(["nmrun", "bench", name, *argv])
+            text = f"{page(rows)}\n\n{machine_line(machine)}\n\n    {command}"
+            print(text)
+            if options.out:
+                stem = f"{name}{variant}_{'gpu' if device.type == 'cuda' else 'cpu'}"
+                about = {"benchmark": name, "command": command, "hardware": machine}
+                record = {**about, "rows": [_plain(row) for row in rows]}
+                (options.out / f"{stem}.md").write_text(text + "\n")
+                (options.out / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
+    return rows
+
+
+def _plain(row: Row) -> Row:
+    return {
+        key: float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
+        for key, value in row.items()
+    }
