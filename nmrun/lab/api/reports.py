@@ -91,13 +91,13 @@ def table(
     with files_of_the_command():
         comparison = compare(read(_texts(path), strict=verify), query, intact=verify)
     head, *cells = lines(comparison)
-    found = pd.DataFrame(cells, columns=head, dtype=object)
-    found = typed(found.loc[:, ~found.columns.duplicated()])  # the metric is a label, too
+    frame = pd.DataFrame(cells, columns=head, dtype=object)
+    frame = typed(frame.loc[:, ~frame.columns.duplicated()])  # the metric is a label, too
     labels = head[: head.index("cells" if overall else "mean")]
     for key in map(str, labels):  # texts, those of numbers too
         with contextlib.suppress(ValueError):
-            found[key] = pd.to_numeric(found[key])
-    return found if overall else found.astype({"best": bool})
+            frame[key] = pd.to_numeric(frame[key])
+    return frame if overall else frame.astype({"best": bool})
 
 
 def plot(

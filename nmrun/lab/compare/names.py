@@ -100,7 +100,8 @@ METRICS = {
 
 def label(value: Any) -> str:
     """A config value as a command line has it, on one line; ``-`` for a key that the run has not."""
-    return "-" if value != value else BREAK.sub(" ", ranges.shown(value))
+    text = "-" if value != value else ranges.shown(value)
+    return BREAK.sub(" ", text) if "\n" in text else text
 
 
 def short(label: str) -> str:
@@ -147,9 +148,9 @@ def order(text: str) -> tuple[int, float, int, str]:
 # --- as papers write them -------------------------------------------------------------------------
 
 
-def written(label: str, own: Mapping[str, str] | None = None) -> str:
-    """A label as papers write it, ``SR-STE`` for ``sr_ste``; the user's ``own`` names win."""
-    return {**PAPERS, **(own or {})}.get(label, label)
+def written(label: str, aliases: Mapping[str, str] | None = None) -> str:
+    """A label as papers write it, ``SR-STE`` for ``sr_ste``; the user's ``aliases`` win."""
+    return {**PAPERS, **(aliases or {})}.get(label, label)
 
 
 def bare(name: str) -> str:
@@ -182,13 +183,13 @@ def setting(key: str) -> str:
 
 
 def column(
-    keys: Sequence[str], labels: Sequence[str], own: Mapping[str, str] | None = None
+    keys: Sequence[str], labels: Sequence[str], aliases: Mapping[str, str] | None = None
 ) -> list[str]:
     """The labels of a row or column as papers write them, settings with their names (``lr=0.001``);
-    the user's ``own`` names win.
+    the user's ``aliases`` win.
     """
     return [
-        metric(label) if key == "metric" else written(named(key, label), own)
+        metric(label) if key == "metric" else written(named(key, label), aliases)
         for key, label in zip(keys, labels, strict=True)
         if label != "-"
     ] or ["-"]

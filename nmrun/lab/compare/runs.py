@@ -54,8 +54,8 @@ def read(paths: Sequence[str], strict: bool = False) -> pd.DataFrame:
 
 def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
     """One row for each ``result.json`` at or below ``paths``, once each; empty if there is none. A
-    path may be ``wandb://entity/project``, or a CSV file. What lies in
-    a hidden folder below a path, as the trials of ``nmrun tune`` do, is left out.
+    path may be ``wandb://entity/project``, or a CSV file. What lies in a hidden folder below a path,
+    as the trials of ``nmrun tune`` do, is left out.
 
     Columns: ``status``, ``id``, ``folder``, ``seconds``, ``commit``, ``metric`` (the task's own),
     ``seed``, ``events`` (what happened, in words); the config's groups by name (``recipe``,
@@ -66,22 +66,18 @@ def collect(paths: Sequence[str | Path], strict: bool = False) -> pd.DataFrame:
     standard error. Raises ConfigError where W&B does not give its runs, and RunError for such
     files where ``strict``.
     """
-    rows, seen, left_out = [], set(), []
+    rows, left_out = [], []
+    files: dict[Path, Path] = {}  # by their place, whatever links lead there
     for path in paths:
         if str(path).startswith(WANDB):
             rows += _from_wandb(str(path).removeprefix(WANDB).strip("/"))
-        elif str(path).endswith(".csv"):
-            rows += from_csv(path)
-    for file in (
-        file
-        for path in paths
-        if not str(path).startswith(WANDB)
-        for file in sorted(Path(path).rglob(RESULT))
-        if not any(part.startswith(".") for part in file.relative_to(path).parts)
-    ):
-        if file.resolve() in seen:
             continue
-        seen.add(file.resolve())
+        if str(path).endswith(".csv"):
+            rows += from_csv(path)
+        for file in sorted(Path(path).rglob(RESULT)):
+            if not any(part.startswith(".") for part in file.relative_to(path).parts):
+                files.setdefault(file.resolve(), file)
+    for file in files.values():
         there = RunFolder(file.parent)
         try:
             if there.result:
@@ -138,8 +134,8 @@ def _other_run(folder: str | None, ratio: str) -> str | None:
     place = run.path.parts[-3:-1]
     if len(place) < 2:
         return folder
-    recipe, own = place[0], place[1].replace("of", ":")
-    words = (recipe, "" if own in (ratio, "dense") else own, file and f"({file})")
+    recipe, other = place[0], place[1].replace("of", ":")
+    words = (recipe, "" if other in (ratio, "dense") else other, file and f"({file})")
     return " ".join(word for word in words if word)
 
 
@@ -277,10 +273,12 @@ def usual_metric(runs: pd.DataFrame) -> str:
     """The metric of the task of runs of one data set: on the test split, or on the validation split
     where there is no other. Runs that did not finish do not say which it is.
     """
-    own = runs["metric"].dropna()
-    name = own.iloc[0] if len(own) else "accuracy"
+    names = runs["metric"].dropna()
+    name = names.iloc[0] if len(names) else "accuracy"
     tested = f"test/{name}" in runs and runs[f"test/{name}"].notna().any()
-    return f"eval/{name}" if len(own) and not tested and f"eval/{name}" in runs else f"test/{name}"
+    return (
+        f"eval/{name}" if len(names) and not tested and f"eval/{name}" in runs else f"test/{name}"
+    )
 
 
 def filtered(runs: pd.DataFrame, conditions: Sequence[str]) -> pd.DataFrame:

@@ -25,19 +25,16 @@ TESTS = {"t": "paired t-test", "wilcoxon": "Wilcoxon's signed-rank test"}
 STATISTICS = {"mean": "mean +- standard deviation", "median": "median", "best": "best"}
 
 
-def title(table: Table, own: Mapping[str, str] | None = None) -> str:
+def title(table: Table, aliases: Mapping[str, str] | None = None) -> str:
     """What all runs of the table have in common, in short: the model and the data set, each with the
     settings that are not its config's own; the optimizer and the epochs or steps of those that
-    trained, and what those that were pruned in one shot saw.
-
-    Args:
-        table: the table.
-        own: names that the user gave; None: names as they are in configs.
+    trained, and what those that were pruned in one shot saw. Names are those of papers and the
+    user's ``aliases``; None: as they are in configs.
     """
     has = dict(table.shared)
-    if own is not None:
+    if aliases is not None:
         groups = (key for key in ("model", "dataset", "optimizer") if key in has)
-        has |= {key: names.written(has[key], own) for key in groups}
+        has |= {key: names.written(has[key], aliases) for key in groups}
     where = " on ".join(
         has[key] + _other_than(key, table.shared) for key in ("model", "dataset") if key in has
     )
@@ -78,7 +75,7 @@ def caption(table: Table) -> list[str]:
     split, slash, name = table.metric.removeprefix("best/").partition("/")
     best = table.metric.startswith("best/")
     weights = "best weights by validation" if best else "last weights"
-    if "metric" in (*table.row_keys, *table.column_keys):
+    if table.several_metrics:
         what = table.metric.replace(",", ", ")
     elif slash:
         what = f"{name} {SPLITS.get(split, f'({split})')}{_in(table.metric)}, {weights}"
@@ -101,7 +98,7 @@ def comparison(table: Table) -> list[str]:
     """Of the differences."""
     gaps = list(table.differences.values())
     tested = [gap for gap in gaps if gap.p is not None]
-    several = "metric" in (*table.row_keys, *table.column_keys)
+    several = table.several_metrics
     units = (
         (" (accuracies in percentage points)" if "accuracy" in table.metric else "")
         if several
@@ -124,27 +121,29 @@ def comparison(table: Table) -> list[str]:
 
 def method(table: Table) -> str:
     """How the numbers of the table come about, for who wants to know: sentences."""
-    said = []
+    sentences = []
     if table.best:
-        said.append("Recipes that equal the best at the digits shown are bold as well")
+        sentences.append("Recipes that equal the best at the digits shown are bold as well")
     if any(len(columns) > 1 for columns in table.stands.values()):
         others = [names.setting(key) for key in table.column_keys if key != "sparsity"]
         its = f" of its {' and '.join(others)}" if others else ""
-        said.append(f"Dense training has no ratio and stands in every column{its}")
-    said += table.tuned[1:]
+        sentences.append(f"Dense training has no ratio and stands in every column{its}")
+    sentences += table.tuned[1:]
     if len(table.commits) > 1:
-        said.append(f"The versions of the code are {', '.join(table.commits)}")
+        sentences.append(f"The versions of the code are {', '.join(table.commits)}")
     if table.baseline:
         gaps = list(table.differences.values())
-        said.append(
+        sentences.append(
             "Differences are over the seeds that both have; each interval is Student's, by itself, "
             "with a spread of at least one step of the metric"
         )
-        said += ["No interval for one seed"] if any(gap.n == 1 for gap in gaps) else []
+        sentences += ["No interval for one seed"] if any(gap.n == 1 for gap in gaps) else []
         if tests := sum(gap.p is not None for gap in gaps):
-            said += [f"Tests are two-sided, and Holm's method begins with the level 0.05/{tests}"]
-            said += _least(table, tests)
-    return ". ".join(text[:1].upper() + text[1:] for text in said) + "." * bool(said)
+            sentences += [
+                f"Tests are two-sided, and Holm's method begins with the level 0.05/{tests}"
+            ]
+            sentences += _least(table, tests)
+    return ". ".join(text[:1].upper() + text[1:] for text in sentences) + "." * bool(sentences)
 
 
 def _beware(table: Table) -> list[str]:
@@ -164,9 +163,9 @@ def selection(table: Table) -> list[str]:
     """By what the runs were chosen: the best weights of each, and its settings."""
     split, _, _ = table.metric.removeprefix("best/").partition("/")
     best, tuned = table.metric.startswith("best/"), bool(table.tuned)
-    several = "metric" in (*table.row_keys, *table.column_keys)
-    own = [*["weights"] * best, *["settings"] * tuned] * (split == "eval" and not several)
-    notes = [f"these {' and '.join(own)} were chosen by this very split"] * bool(own)
+    several = table.several_metrics
+    chosen = [*["weights"] * best, *["settings"] * tuned] * (split == "eval" and not several)
+    notes = [f"these {' and '.join(chosen)} were chosen by this very split"] * bool(chosen)
     if table.candidates:
         notes.append(f"the best weights are of epochs with N:M weights: {_chosen_from(table)}")
     return notes + table.tuned[:1]
@@ -185,18 +184,14 @@ def across(table: Table) -> list[str]:
 
 
 def smallest(table: Table, ends: bool = True) -> str:
-    """The smallest difference that could have been shown in each metric, median over the cells;
-    empty where none could have been, however large.
-
-    Args:
-        table: with differences.
-        ends: give the range as well.
+    """The smallest difference that could have been shown in each metric, median over the cells, and
+    with ``ends`` the range; empty where none could have been, however large.
     """
     by_metric: dict[str, list[Difference]] = {}
     for place, gap in table.differences.items():
         if gap.least is not None:
             by_metric.setdefault(table.metric_of(*place), []).append(gap)
-    found = []
+    texts = []
     for metric, gaps in by_metric.items():
         finite = sorted(gap.least for gap in gaps if gap.least is not None and gap.least < math.inf)
         if not finite:
@@ -207,12 +202,12 @@ def smallest(table: Table, ends: bool = True) -> str:
 
         of = f" in {metric}" if len(by_metric) > 1 else ""
         rest = f" ({text(finite[0])} to {text(finite[-1])})" if ends and len(finite) > 1 else ""
-        found.append(f"{text(statistics.median(finite))}{rest}{of}")
-    return ", ".join(found)
+        texts.append(f"{text(statistics.median(finite))}{rest}{of}")
+    return ", ".join(texts)
 
 
 def _least(table: Table, tests: int) -> list[str]:
-    if not (found := smallest(table)):
+    if not (difference := smallest(table)):
         return []
     by = "" if table.test == "t" else " (reckoned for the t-test)"
     counts = {gap.n for gap in table.differences.values() if gap.least is not None}
@@ -223,7 +218,7 @@ def _least(table: Table, tests: int) -> list[str]:
     )
     return [
         "The smallest difference that these seeds would have shown at that level with a probability "
-        f"of 0.8 is{by}, median (and range) over the cells, {'; '.join([found, *more])}"
+        f"of 0.8 is{by}, median (and range) over the cells, {'; '.join([difference, *more])}"
     ]
 
 
@@ -283,11 +278,11 @@ def _without(rows: Sequence[Overall]) -> list[str]:
 
 def _conditions(tables: Sequence[Table]) -> list[str]:
     """What to know of the runs when comparing them, and of which data sets."""
-    found: dict[str, list[str]] = {}
+    by_note: dict[str, list[str]] = {}
     for table in tables:
         for note in [*selection(table), *across(table), *unlike(table)]:
-            found.setdefault(note, []).append(table.shared.get("dataset", ""))
+            by_note.setdefault(note, []).append(table.shared.get("dataset", ""))
     return [
         note if len(data) == len(tables) else f"{note} ({', '.join(dict.fromkeys(data))})"
-        for note, data in found.items()
+        for note, data in by_note.items()
     ]

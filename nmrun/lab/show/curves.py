@@ -104,7 +104,7 @@ class History:
             return None
         # Seeds log at the same steps, unless trainer.log_every differed
         steps = min((steps for steps, _, _ in series), key=len)
-        values = np.stack([np.interp(steps, own, logged) for own, logged, _ in series])
+        values = np.stack([np.interp(steps, at, logged) for at, logged, _ in series])
         places = np.mean([over(steps) for _, _, over in series], axis=0)
         sd = values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(steps))
         return Curve(places, values.mean(0), sd, values.min(0), values.max(0), len(values))
@@ -164,17 +164,14 @@ def curves(table: Table, history: History, metric: str, layout: Layout) -> Figur
 
     Args:
         table: whose rows are lines and whose columns are panels.
-        history: what its runs logged.
-        metric: the logged key.
-        layout: sizes, names and axes.
 
     Returns:
         The figure; None where no run logged the metric at two steps or more.
     """
-    found = _over_training(table, history, metric, scale(metric), layout)
-    if found is None:
+    panelled = _over_training(table, history, metric, scale(metric), layout)
+    if panelled is None:
         return None
-    figure, every, drawn = found
+    figure, every, drawn = panelled
     low = min(float(curve.mean[curve.x >= 0.1 * curve.x[-1]].min()) for curve in drawn)
     # where training begins is of no interest: the axis begins where the curves are after a tenth
     if scale(metric) == 100.0 and not layout.ylim:
@@ -185,31 +182,26 @@ def curves(table: Table, history: History, metric: str, layout: Layout) -> Figur
 def flips(table: Table, history: History, layout: Layout) -> Figure | None:
     """Draw the flip rate over training, in percent of the mask entries.
 
-    Args:
-        table, history, layout: as of :func:`curves`.
-
     Returns:
         The figure; None where no run logged the rate.
     """
-    found = _over_training(table, history, FLIPS, 100.0, layout)
-    if found is None:
+    panelled = _over_training(table, history, FLIPS, 100.0, layout)
+    if panelled is None:
         return None
-    axes = found[1][0]
+    figure, every, _ = panelled
+    axes = every[0]
     # masks that change all at once, now and then, beside ones that change bit by bit: linear up to
     # 1 %
     if axes.get_ylim()[1] > 5.0:
         axes.set_yscale("symlog", linthresh=1.0, linscale=1.5)
         axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylim(bottom=0.0)
-    return _labelled(*found[:2], table, "flip rate (% of the mask)", layout)
+    return _labelled(figure, every, table, "flip rate (% of the mask)", layout)
 
 
 def autoswitch(table: Table, history: History, layout: Layout) -> Figure | None:
     """Draw the samples of AutoSwitch, the mean of its window and the threshold (if it is Adam's
     eps); shaded is where the window may decide (t_min to t_max).
-
-    Args:
-        table, history, layout: as of :func:`curves`.
 
     Returns:
         The figure; None where no run logged samples.

@@ -64,14 +64,14 @@ def sections(
     """
     shown = []
     for asked in every:
-        own = replace(
+        theirs = replace(
             query,
             rows=query.rows or keys(asked.rows),
             cols=query.cols or keys(asked.cols),
             metrics=query.metrics or keys(asked.metric),
         )
         try:
-            collected = runs(asked, scale, overrides, own.metrics)
+            collected = runs(asked, scale, overrides, theirs.metrics)
         except Unfinished as error:
             if len(every) == 1:
                 raise
@@ -79,7 +79,7 @@ def sections(
             continue
         if intact:
             verify(collected)
-        shown.append(_section(asked, scale, own, collected))
+        shown.append(_section(asked, scale, theirs, collected))
     if not shown:
         raise ConfigError(f"no run of any of these experiments is finished at scale={scale}")
     return shown
@@ -108,8 +108,6 @@ def runs(
     ``test/score``, the one of the task, where tasks differ in it.
 
     Args:
-        asked: the experiment.
-        scale: one of its scales.
         overrides: win over those of the experiment.
         metrics: of what was logged in training: ``mean/<key>`` over all values, and
             ``positive/<key>``, the share of those above 0.
@@ -132,11 +130,11 @@ def runs(
             "config": config.plain,
             "metrics": {"final": {}, "best": {}},
         }
-        found = row(there.result or missing, folder)
-        if found["status"] == "finished":
-            found["test/score"] = found.get(f"test/{found['metric']}")
-            found |= {key: value for key in metrics if (value := _logged(folder, key)) is not None}
-        rows.append(found)
+        run = row(there.result or missing, folder)
+        if run["status"] == "finished":
+            run["test/score"] = run.get(f"test/{run['metric']}")
+            run |= {key: value for key in metrics if (value := _logged(folder, key)) is not None}
+        rows.append(run)
     table = pd.DataFrame(rows, dtype=object)
     if not (table["status"] == "finished").any():
         command = " ".join([f"nmrun -m experiment={asked.name} scale={scale}", *overrides])
@@ -170,10 +168,8 @@ def render(sections: Sequence[Section], style_: str, method: bool = False) -> st
     """Write title, source, note and tables of each.
 
     Args:
-        sections: the experiments.
         style_: ``markdown``, ``latex``, ``html`` (one page with the pictures in it), or ``csv``
             and ``json`` (the tables alone).
-        method: as of :func:`nmrun.lab.show.formats.render`.
     """
     if style_ in ("csv", "json"):
         return str(formats.render(Comparison(sections[0].tables), style_))
@@ -196,11 +192,7 @@ def draw(sections: Sequence[Section], folder: Path) -> list[Path]:
     """Write the pictures as PNG, by the name of experiment, scale and kind.
 
     Args:
-        sections: the experiments.
         folder: made if needed.
-
-    Returns:
-        The files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = []
@@ -213,8 +205,8 @@ def draw(sections: Sequence[Section], folder: Path) -> list[Path]:
 
 def _figures(section: Section) -> Iterator[tuple[str, Figure]]:
     """Each picture with its kind; those for which nothing was logged are left out."""
-    for said in section.asked.figures:
-        kind, _, key = said.partition(" ")
+    for figure_of in section.asked.figures:
+        kind, _, key = figure_of.partition(" ")
         for table in section.drawn:
             figure = plots.draw(kind, table, key)
             if figure is not None:

@@ -133,10 +133,10 @@ def _with_paper(table: Table, lines: list[Line]) -> list[Line]:
             (table.paper[name].get(column, "-"), False) for column in columns
         ]
 
-    found = []
+    with_paper = []
     for name, line in zip(rows, lines, strict=True):
-        found += [line, published(name)] if name in table.paper else [line]
-    return found + [published(name) for name in table.paper if name not in rows]
+        with_paper += [line, published(name)] if name in table.paper else [line]
+    return with_paper + [published(name) for name in table.paper if name not in rows]
 
 
 def markdown(grid: Grid, method: bool = False) -> str:
@@ -160,7 +160,6 @@ def text(table: Table, row: Key, column: Key) -> str:
     are over; beside it what gave no value, as in ``98.7 +- 0.3 (3, 2 failed)``.
 
     Args:
-        table: the table.
         row, column: the cell's place; one without runs is ``-``.
     """
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
@@ -223,18 +222,20 @@ def _part(each: Overall, data: str) -> str:
     return f"{_mean(mean([part]))} ({len(part.means)})"
 
 
-def _mean(found: Mean) -> str:
-    return interval(found.value, found.low, found.high, "", found.error)
+def _mean(gap: Mean) -> str:
+    return interval(gap.value, gap.low, gap.high, "", gap.error)
 
 
-def _latex(drawn: Grid, labels: Mapping[str, str] | None) -> str:
+def _latex(drawn: Grid, aliases: Mapping[str, str] | None) -> str:
     def cell(text: str) -> str:
         return escape(text).replace("*", "$^{*}$")
 
     def label(text: str) -> str:
-        return escape(names.written(text, labels))
+        return escape(names.written(text, aliases))
 
     head = [label({"recipe": "Recipe"}.get(text, text)) for text in drawn.head]
-    body = [[*map(label, own), *(cell(text) for text, _ in cells)] for own, cells in drawn.lines]
+    body = [
+        [*map(label, labels), *(cell(text) for text, _ in cells)] for labels, cells in drawn.lines
+    ]
     caption = escape(". ".join(line[:1].upper() + line[1:] for line in drawn.caption))
     return environment([drawn.method], f"{caption}.", "overall", [head, *body], drawn.keys)

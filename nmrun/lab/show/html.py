@@ -29,7 +29,6 @@ def filled(template: str, **values: Any) -> Markup:
     """A template with its values.
 
     Args:
-        template: a file of ``templates``.
         values: texts are escaped, :class:`markupsafe.Markup` is not.
 
     Returns:

@@ -24,31 +24,27 @@ LETTER, SMALL, BETWEEN = 4.3, 3.4, 6.0  # points, in \footnotesize: a digit, one
 HEAD = "% needs \\usepackage{booktabs}"
 
 
-def latex(table: Table, own: Mapping[str, str] | None = None) -> str:
+def latex(table: Table, aliases: Mapping[str, str] | None = None) -> str:
     """One ``table`` environment, or ``table*`` where it is too wide for a column of two.
 
     A cell is the mean, with the standard deviation as its index. The number of seeds stands in the
     caption, and in a cell where it is another one. With a baseline a star marks what differs from
     it; the differences themselves are in the other formats. What else is to be known when
     comparing stands above, as a comment.
-
-    Args:
-        table: the table.
-        own: the user's names for labels.
     """
     n = _usual(table)
-    above, columns = _columns(table, own)
+    above, columns = _columns(table, aliases)
     head = [*map(_heading, table.row_keys), *columns]
-    said = captions.caption(table)
-    said += [*captions.comparison(table)] if table.baseline else []
-    said += filter(None, [captions.method(table)])
-    rows, keys = _lines(table, n, own), len(table.row_keys)
-    rules, caption = len(table.references), _caption(table, n, own)
-    return environment(said, caption, _name(table), [head, *rows], keys, rules, above)
+    comments = captions.caption(table)
+    comments += [*captions.comparison(table)] if table.baseline else []
+    comments += filter(None, [captions.method(table)])
+    rows, keys = _lines(table, n, aliases), len(table.row_keys)
+    rules, caption = len(table.references), _caption(table, n, aliases)
+    return environment(comments, caption, _name(table), [head, *rows], keys, rules, above)
 
 
 def environment(
-    said: Sequence[str],
+    comments: Sequence[str],
     caption: str,
     name: str,
     lines: Sequence[Sequence[str]],
@@ -59,7 +55,7 @@ def environment(
     """Write one ``table`` environment, or ``table*`` where it is too wide for a column of two.
 
     Args:
-        said: what stands above, as comments.
+        comments: what stands above.
         caption: as LaTeX.
         name: for ``\\ref``.
         lines: the head, then the rows; all cells as LaTeX.
@@ -71,7 +67,7 @@ def environment(
     return "\n".join(
         [
             HEAD,
-            *(f"% {' '.join(text.split())}" for text in said),
+            *(f"% {' '.join(text.split())}" for text in comments),
             rf"\begin{{table{star}}}",
             r"\centering\footnotesize\setlength{\tabcolsep}{3pt}\setlength{\belowcaptionskip}{4pt}",
             rf"\caption{{{caption}}}",
@@ -95,30 +91,30 @@ def escape(text: str) -> str:
     return "".join(SPECIAL.get(c, c) for c in text)
 
 
-def _lines(table: Table, n: int, own: Mapping[str, str] | None) -> list[list[str]]:
+def _lines(table: Table, n: int, aliases: Mapping[str, str] | None) -> list[list[str]]:
     """The rows, published figures below those that they are to be compared with, or at the end."""
 
     def published(name: str) -> list[str]:
-        labels = [escape(names.written(label, own)) for label in name.split()]
+        labels = [escape(names.written(label, aliases)) for label in name.split()]
         labels[-1] += " (published)"
         values = (table.paper[name].get(" ".join(column), "-") for column in table.columns)
         return [*labels, *("--" if value == "-" else _math(value) for value in values)]
 
-    found = []
+    lines = []
     for row in table.rows:
-        labels = [escape(names.written(short(label), own)) for label in row]
-        found.append([*labels, *(_cell(table, row, column, n) for column in table.columns)])
-        found += [published(" ".join(row))] if " ".join(row) in table.paper else []
+        labels = [escape(names.written(short(label), aliases)) for label in row]
+        lines.append([*labels, *(_cell(table, row, column, n) for column in table.columns)])
+        lines += [published(" ".join(row))] if " ".join(row) in table.paper else []
     ours = {" ".join(row) for row in table.rows}
-    return found + [published(name) for name in table.paper if name not in ours]
+    return lines + [published(name) for name in table.paper if name not in ours]
 
 
 def _ruled(lines: Sequence[Sequence[str]], references: int) -> list[str]:
     """The rows, with a rule below the references, which come first."""
-    found = [" & ".join(line) + r" \\" for line in lines]
-    if 0 < references < len(found):
-        found.insert(references, r"\midrule")
-    return found
+    rows = [" & ".join(line) + r" \\" for line in lines]
+    if 0 < references < len(rows):
+        rows.insert(references, r"\midrule")
+    return rows
 
 
 def _cell(table: Table, row: Key, column: Key, n: int) -> str:
@@ -154,12 +150,12 @@ def _heading(key: str) -> str:
     return escape({"recipe": "Recipe", "sparsity": "N:M", "metric": "Metric"}.get(key, key))
 
 
-def _columns(table: Table, own: Mapping[str, str] | None) -> tuple[list[str], list[str]]:
+def _columns(table: Table, aliases: Mapping[str, str] | None) -> tuple[list[str], list[str]]:
     """The lines above the head, one for each key of columns but the last, and the head's columns.
     There are none above where they would join no columns.
     """
     keys, columns = table.column_keys, table.columns
-    flat = [escape(", ".join(names.column(keys, column, own))) for column in columns]
+    flat = [escape(", ".join(names.column(keys, column, aliases))) for column in columns]
     if len({column[:-1] for column in columns}) == len(columns):
         return [], flat
     above = []
@@ -167,12 +163,12 @@ def _columns(table: Table, own: Mapping[str, str] | None) -> tuple[list[str], li
         cells, rules, first = [""] * len(table.row_keys), [], len(table.row_keys) + 1
         for labels, group in itertools.groupby(columns, key=lambda column: column[:level]):
             wide = len(list(group))
-            text = escape(*names.column(keys[level - 1 : level], labels[-1:], own))
+            text = escape(*names.column(keys[level - 1 : level], labels[-1:], aliases))
             cells.append(rf"\multicolumn{{{wide}}}{{c}}{{{text}}}")
             rules.append(rf"\cmidrule(lr){{{first}-{first + wide - 1}}}")
             first += wide
         above += [" & ".join(cells) + r" \\", " ".join(rules)]
-    return above, [escape(*names.column(keys[-1:], column[-1:], own)) for column in columns]
+    return above, [escape(*names.column(keys[-1:], column[-1:], aliases)) for column in columns]
 
 
 def _usual(table: Table) -> int:
@@ -181,17 +177,17 @@ def _usual(table: Table) -> int:
     return counts.most_common(1)[0][0] if counts else 0
 
 
-def _caption(table: Table, n: int, own: Mapping[str, str] | None) -> str:
-    several = "metric" in (*table.row_keys, *table.column_keys)
+def _caption(table: Table, n: int, aliases: Mapping[str, str] | None) -> str:
+    several = table.several_metrics
     what = "" if several else names.metric(table.metric)
-    where = captions.title(table, own or {})
+    where = captions.title(table, aliases or {})
     first = escape(": ".join(filter(None, [f"{what[:1].upper()}{what[1:]}", where])))
     statistic = {"mean": "mean and standard deviation", "median": "median", "best": "best"}
     notes = [f"{first}; {statistic[table.statistic]} over {n} seed{'s' * (n != 1)}"]
     notes += [captions.bold(table).capitalize() + " in bold"] if table.best else []
     if table.baseline:
         gaps = table.differences.values()
-        whom = escape(", ".join({names.written(row[0], own) for row in table.baseline}))
+        whom = escape(", ".join({names.written(row[0], aliases) for row in table.baseline}))
         test = f"({captions.TESTS[table.test]}, Holm's correction, $p < 0.05$)"
         if any(gap.significant for gap in gaps):
             notes.append(f"$^{{*}}$: differs from {whom} {test}")

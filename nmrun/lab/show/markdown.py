@@ -7,12 +7,7 @@ from collections.abc import Sequence
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Write the head, a rule and the lines, with aligned columns.
-
-    Args:
-        head: the names of the columns.
-        lines: as many cells each.
-    """
+    """Write the head, a rule and the lines, with aligned columns."""
     cells = [[plain(cell) for cell in line] for line in (head, *lines)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     padded = [

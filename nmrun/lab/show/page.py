@@ -43,11 +43,7 @@ def write(
     """Write the report of the runs below ``paths``, whole or not at all.
 
     Args:
-        paths: as they were typed.
-        parts: what is compared.
-        target: the file.
         baseline: the row that others are compared with; empty: dense, where there is such a row.
-        test: ``t`` or ``wilcoxon``.
 
     Raises:
         ConfigError: for a baseline that no part has.
@@ -85,7 +81,7 @@ def write(
 
 def _sections(parts: Sequence[Part], baseline: str, test: str) -> list[dict[str, Any]]:
     """Title, tables and pictures of each part."""
-    found, refused = [], []
+    sections, refused = [], []
     for number, part in enumerate(parts, 1):
         table = part.table
         try:
@@ -104,10 +100,10 @@ def _sections(parts: Sequence[Part], baseline: str, test: str) -> list[dict[str,
                     {"id": name, "svg": svg, "about": f"{about.about}; {style.seeds(table)}"}
                 )
         tables = [formats.html_table(grid) for grid in formats.grids(table)]
-        found.append({"title": _title(part), "tables": tables, "pictures": pictures})
+        sections.append({"title": _title(part), "tables": tables, "pictures": pictures})
     if baseline and len(refused) == len(parts):
         raise refused[0]
-    return found
+    return sections
 
 
 def _title(part: Part) -> str:
@@ -117,14 +113,14 @@ def _title(part: Part) -> str:
 
 def _runs(parts: Sequence[Part], keys: Sequence[str], target: Path) -> list[dict[str, Any]]:
     """Every run with its settings, metric, folder and command."""
-    found = []
+    rows = []
     for part in parts:
         for run in part.table.runs.to_dict("records"):
             folder, seconds = Path(run["folder"]), run["seconds"]
             value = run.get(part.table.metric, math.nan)
             with contextlib.suppress(ValueError):  # another drive
                 folder = Path(os.path.relpath(folder, target.parent))
-            found.append(
+            rows.append(
                 {
                     "labels": [*(short(label(run[key])) for key in keys), run["status"]],
                     "value": "-" if pd.isna(value) else numbers.printed(value, part.table.metric),
@@ -134,7 +130,7 @@ def _runs(parts: Sequence[Part], keys: Sequence[str], target: Path) -> list[dict
                     "command": status.command(RunFolder(run["folder"])),
                 }
             )
-    return found
+    return rows
 
 
 def _settings(runs: pd.DataFrame) -> tuple[list[str], list[tuple[str, str]]]:
@@ -173,11 +169,13 @@ def _environments(runs: pd.DataFrame) -> tuple[Markup, int]:
     """What the runs were made with, each combination once with the number of its runs; and the
     number of versions of the code.
     """
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for folder in runs["folder"]:
         made_with = RunFolder(folder).result.get("environment", {})
-        found[json.dumps({key: value for key, value in made_with.items() if key != "command"})] += 1
-    environments = [(json.loads(text), count) for text, count in found.most_common(MOST)]
+        counts[
+            json.dumps({key: value for key, value in made_with.items() if key != "command"})
+        ] += 1
+    environments = [(json.loads(text), count) for text, count in counts.most_common(MOST)]
     keys = list(dict.fromkeys(key for environment, _ in environments for key in environment))
     lines: list[Line] = [
         (

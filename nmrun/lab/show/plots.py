@@ -85,8 +85,8 @@ def draw(kind: str, table: Table, logged: str, layout: Layout = PLAIN) -> Figure
 def logged(table: Table) -> str:
     """A table's metric as ``metrics.jsonl`` has it, of the validation split: ``eval/accuracy``."""
     split, _, name = table.metric.removeprefix("best/").partition("/")
-    own = split in ("test", "eval")
-    return f"eval/{name if own else usual_metric(table.runs).partition('/')[2]}"
+    tasks = split in ("test", "eval")
+    return f"eval/{name if tasks else usual_metric(table.runs).partition('/')[2]}"
 
 
 def along(x: str | None, kind: str, query: Query) -> tuple[Query, str]:
@@ -146,8 +146,8 @@ def over_all_cells(comparison: Comparison, layout: Layout) -> Figure:
     """
     tables, rows = comparison.tables, comparison.overall
     keys, every = tables[0].row_keys, list(dict.fromkeys(d for each in rows for d in each.parts))
-    own = dict.fromkeys(row for table in tables for row in table.baseline)
-    against = ", ".join(" ".join(names.column(keys, row, layout.labels)) for row in own)
+    baseline = dict.fromkeys(row for table in tables for row in table.baseline)
+    against = ", ".join(" ".join(names.column(keys, row, layout.labels)) for row in baseline)
     with looks():
         figure = Figure(figsize=layout.size(2.6 + 1.05 * len(rows), 3.4), layout="constrained")
         axes = figure.subplots()

@@ -35,10 +35,6 @@ def ratio(table: Table, layout: Layout) -> Figure | None:
     ratios, or a setting that is a number. What has no column of its own (dense) is a horizontal
     band. Of more than ``FEW`` rows each has a panel, with the others in grey.
 
-    Args:
-        table: the table.
-        layout: sizes, names and axes.
-
     Returns:
         The figure; None for a table without values.
     """
@@ -64,13 +60,13 @@ def ratio(table: Table, layout: Layout) -> Figure | None:
         size = layout.size(width, 3.4)
         figure = Figure(figsize=size, layout="constrained")
         groups = [(figure.subplots(), [], rows)]
-    for axes, others, own in groups:
+    for axes, others, lines in groups:
         for row in others:
             _errors(axes, table, row, columns, numbers, 0.0, OTHERS)
         # side by side, so that error bars do not cover each other, nor reach the next ratio
-        apart = min(0.06, 0.7 / max(1, len(own))) if numbers is None else 0.0
-        for i, row in enumerate(own):
-            shift = apart * (i - (len(own) - 1) / 2)
+        apart = min(0.06, 0.7 / max(1, len(lines))) if numbers is None else 0.0
+        for i, row in enumerate(lines):
+            shift = apart * (i - (len(lines) - 1) / 2)
             told = {"label": label(table, row, layout)} if not others else {}
             how = {**look(table, row), **(REFERENCE if row in table.references else {})}
             _errors(axes, table, row, columns, numbers, shift, {**how, **told})
@@ -112,12 +108,12 @@ def _errors(
     """A row as a line with error bars."""
     unit = scale(table.metric)
     places = numbers or list(range(len(columns)))
-    found = [
+    points = [
         (column, x + shift, unit * cell.mean, unit * (math.nan if cell.sd is None else cell.sd))
         for x, column in zip(places, columns, strict=True)
         if (cell := table.cells.get((row, column))) is not None and cell.mean is not None
     ]
-    at, means, deviations = _broken(table, found)
+    at, means, deviations = _broken(table, points)
     axes.errorbar(
         at,
         means,
@@ -127,13 +123,13 @@ def _errors(
     )
 
 
-def _broken(table: Table, found: Sequence[Point]) -> tuple[list[float], list[float], list[float]]:
+def _broken(table: Table, points: Sequence[Point]) -> tuple[list[float], list[float], list[float]]:
     """The numbers of points, with a gap between columns that differ in more than the ratio."""
     keys, before = table.column_keys, None
     x: list[float] = []
     y: list[float] = []
     sd: list[float] = []
-    for column, *point in found:
+    for column, *point in points:
         beside = but_ratio(keys, column) if "sparsity" in keys else None
         gap = [math.nan] if x and beside != before else []
         for numbers, value in zip((x, y, sd), point, strict=True):
@@ -170,10 +166,6 @@ def flops(table: Table, layout: Layout) -> Figure | None:
     the points where they have room, that of a single column below the axis. Rows that cost the same
     stand side by side, so that their error bars can be told apart.
 
-    Args:
-        table: the table of the metric.
-        layout: sizes, names and axes.
-
     Returns:
         The figure; None where no FLOPs are known.
     """
@@ -192,18 +184,18 @@ def flops(table: Table, layout: Layout) -> Figure | None:
         }
     )
     for row in table.rows:
-        found = [
+        points = [
             (column, spent.mean, unit * cell.mean, unit * (math.nan if cell.sd is None else cell.sd))
             for _, column in table.columns_of(row)
             if (cell := table.cells.get((row, column))) is not None and cell.mean is not None
             and (spent := cost.cells.get((row, column))) is not None and spent.mean is not None
         ]  # fmt: skip
-        if not found:
+        if not points:
             continue
         how = look(table, row)
         if row in table.references:
             how |= REFERENCE
-        at, means, deviations = _broken(table, found)
+        at, means, deviations = _broken(table, points)
         drawn = axes.errorbar(
             at, means, deviations, label=label(table, row, layout), **how, elinewidth=0.9
         )
@@ -212,9 +204,9 @@ def flops(table: Table, layout: Layout) -> Figure | None:
             part.set_transform(axes.transData + beside)
         if row not in table.references and len(table.columns) > 1:
             named += [
-                (" ".join(column), x, y, aside[row], how["color"]) for column, x, y, _ in found
+                (" ".join(column), x, y, aside[row], how["color"]) for column, x, y, _ in points
             ]
-        costs += [x for _, x, _, _ in found]
+        costs += [x for _, x, _, _ in points]
     if not costs:
         return None
     # within a decade a logarithmic axis has hardly a number, or too many
@@ -234,7 +226,7 @@ def flops(table: Table, layout: Layout) -> Figure | None:
 
 def _aside(costs: dict[Key, list[float]]) -> dict[Key, float]:
     """How many points to the right each row is drawn: rows of the same costs stand side by side."""
-    alike = {row: [r for r, c in costs.items() if c == own] for row, own in costs.items()}
+    alike = {row: [r for r, c in costs.items() if c == spent] for row, spent in costs.items()}
     return {row: BESIDE * (rows.index(row) - (len(rows) - 1) / 2) for row, rows in alike.items()}
 
 

@@ -114,13 +114,7 @@ def of_number(i: int) -> dict[str, Any]:
 
 
 def label(table: Table, row: Key, layout: Layout) -> str:
-    """Name a row, and how many of its runs the picture does not show.
-
-    Args:
-        table: the table.
-        row: a row of it.
-        layout: with the names of rows.
-    """
+    """Name a row, and how many of its runs the picture does not show."""
     cells = {
         id(cell): cell for (r, _), cell in table.cells.items() if r == row
     }.values()  # a reference is one cell in all columns
@@ -140,8 +134,8 @@ def seeds(table: Table) -> str:
 
 def title(figure: Figure, table: Table, layout: Layout) -> None:
     """Above the picture: the user's, or what all runs have in common and the number of seeds."""
-    own = f"{captions.title(table, layout.labels)}; mean and sd of {seeds(table)}"
-    text = own.removeprefix("; ") if layout.title is None else layout.title
+    usual = f"{captions.title(table, layout.labels)}; mean and sd of {seeds(table)}"
+    text = usual.removeprefix("; ") if layout.title is None else layout.title
     if text:
         figure.suptitle(textwrap.fill(text, int(LETTERS * figure.get_figwidth())))
 
@@ -156,10 +150,6 @@ def panel_name(table: Table, column: Key, layout: Layout) -> str:
 
 def panels(headings: list[str], layout: Layout) -> tuple[Figure, list[Axes]]:
     """Lay out a panel for each heading, side by side, with common axes.
-
-    Args:
-        headings: the titles of the panels.
-        layout: with the size.
 
     Returns:
         The figure, and the axes in the order of the headings.
@@ -182,13 +172,13 @@ def panels(headings: list[str], layout: Layout) -> tuple[Figure, list[Axes]]:
 
 def legend(figure: Figure) -> None:
     """One legend for all panels: beside them, or below where the picture is narrow."""
-    found = {
+    handles = {
         text: handle
         for axes in figure.axes
         for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     # what marks a place (STEP's switch) comes last
-    entries = dict(sorted(found.items(), key=lambda entry: _is_mark(entry[1])))
+    entries = dict(sorted(handles.items(), key=lambda entry: _is_mark(entry[1])))
     if not entries:
         return
     width, height = figure.get_size_inches()
@@ -252,7 +242,6 @@ def embedded(figure: Figure, name: str) -> Markup:
     """The picture as an ``svg`` element of a page: its ink is the colour of the page's text.
 
     Args:
-        figure: the picture.
         name: what it shows, for those who cannot see it; another one for each picture of a page.
     """
     _as_written(figure)
@@ -263,5 +252,5 @@ def embedded(figure: Figure, name: str) -> Markup:
     # inside of HTML an svg element needs no namespaces
     text = re.sub(r'<metadata>.*?</metadata>|\sxmlns(:\w+)?="[^"]*"', "", text, flags=re.DOTALL)
     text = text[text.index("<svg") :].replace(INK, "currentColor")
-    said = html.escape(name)
-    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{said}"', 1))
+    label = html.escape(name)
+    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1))

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
             if seconds is None
             else [f"  about {span(seconds)}, as long as such runs took before"]
         )
-        print("\n".join([*plan.said(cells, options.trials), *about, f"  {folder}"]))
+        print("\n".join([*plan.summary(cells, options.trials), *about, f"  {folder}"]))
         return 0
     with files_of_the_command():
         for cell in cells:

@@ -74,11 +74,6 @@ def check(cell: Cell) -> None:
 def run(cell: Cell, trials: int, say: Say) -> bool:
     """Do a cell's trials and its seeds, as far as they are not done.
 
-    Args:
-        cell: the cell.
-        trials: the number of its trials.
-        say: prints a line.
-
     Returns:
         Whether the cell is done; False where another process is at work on it.
 
@@ -103,19 +98,19 @@ def run(cell: Cell, trials: int, say: Say) -> bool:
             best = next(iter(study_of(cell).ranked(trials)), None)
             say(
                 f"{cell.name}  trial {number + 1}/{trials}  {shown(params)}  "
-                f"{said(done)}, best {said(best)}  {done.seconds:.0f} s"
+                f"{in_words(done)}, best {in_words(best)}  {done.seconds:.0f} s"
             )
         for params, seed in study.to_repeat(trials):
             done = _tried(cell, params, seed)
             say(
-                f"{cell.name}  seed {seed} of tuning  {shown(params)}  {said(done)}  "
+                f"{cell.name}  seed {seed} of tuning  {shown(params)}  {in_words(done)}  "
                 f"{done.seconds:.0f} s"
             )
         for words in _reported(cell, trials):
             config = _composed(cell, words)
             if RunFolder(run_folder(config)).finished() is None:
                 done = of_result(_done(cell, config, words), cell.searched)
-                say(f"{cell.name}  seed {config.seed}  {said(done)}  {done.seconds:.0f} s")
+                say(f"{cell.name}  seed {config.seed}  {in_words(done)}  {done.seconds:.0f} s")
     return True
 
 
@@ -163,10 +158,10 @@ def _tried(cell: Cell, params: Mapping[str, Any], seed: int) -> Trial:
     from nmrun.lab.train import checkpoint  # after the run, since it imports torch
 
     checkpoint.remove(run_folder(config))
-    found = study_of(cell).run(params, seed)
-    if found is None:
+    trial = study_of(cell).run(params, seed)
+    if trial is None:
         raise RunError(f"{run_folder(config)}: {outcome.get('error', 'it left no result')}")
-    return found
+    return trial
 
 
 def _done(cell: Cell, config: Config, words: Sequence[str]) -> dict[str, Any]:
@@ -184,7 +179,7 @@ def _done(cell: Cell, config: Config, words: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def said(trial: Trial | None) -> str:
+def in_words(trial: Trial | None) -> str:
     """The value of a trial in words: ``validation accuracy 97.3 %``."""
     if trial is None or trial.value is None:
         return "failed"

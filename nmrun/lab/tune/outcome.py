@@ -23,7 +23,7 @@ from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.show import formats
 from nmrun.lab.show.markdown import table as aligned
 from nmrun.lab.tune import space
-from nmrun.lab.tune.comparison import configs, said, shown, study_of
+from nmrun.lab.tune.comparison import configs, in_words, shown, study_of
 from nmrun.lab.tune.plan import Cell
 from nmrun.lab.words.identity import run_folder
 from nmrun.lab.words.sweep import span
@@ -42,16 +42,15 @@ class Outcome:
         runs: a row for each run of a seed, as of :func:`nmrun.lab.compare.runs.collect`, with
             ``tuned.*``: the cell, how it was tuned, and the seconds of that.
         trials: a row for each run of the tuning.
-        found: for each cell its name, the number of trials, the winner's mean and settings, and how
+        tuning: for each cell its name, the number of trials, the winner's mean and settings, and how
             long the tuning took.
         edges: a line for each end of a range at which best settings lie.
         failed: the names of cells without a good trial, and the folders of failed runs.
-        cells: the cells.
     """
 
     runs: pd.DataFrame
     trials: pd.DataFrame
-    found: list[list[str]]
+    tuning: list[list[str]]
     edges: list[str]
     failed: list[str]
     cells: Sequence[Cell]
@@ -61,12 +60,11 @@ def of(cells: Sequence[Cell], trials: int) -> Outcome:
     """Collect what a comparison's cells have.
 
     Args:
-        cells: the cells.
         trials: the number of trials of each that count.
     """
     runs: list[dict[str, Any]] = []
     tried: list[dict[str, Any]] = []
-    found: list[list[str]] = []
+    tuning: list[list[str]] = []
     failed = []
     edges: dict[tuple[str, Search, str], list[str]] = {}
     for cell in cells:
@@ -80,11 +78,11 @@ def of(cells: Sequence[Cell], trials: int) -> Outcome:
             "tuned.seconds": seconds,
         }
         for run in [*done, *study.repeats()]:
-            own = {key: getattr(run, key) for key in ("seed", "value", "seconds")}
-            tried.append({"cell": cell.name, **own, **run.params})
+            values = {key: getattr(run, key) for key in ("seed", "value", "seconds")}
+            tried.append({"cell": cell.name, **values, **run.params})
         if done:
             settings = shown(best.params) if best else ""
-            found.append([cell.name, str(len(done)), said(best), settings, span(seconds)])
+            tuning.append([cell.name, str(len(done)), in_words(best), settings, span(seconds)])
         for key, value in best.params.items() if best else ():
             if end := space.at_edge(value, cell.searched[key]):
                 edges.setdefault((key, cell.searched[key], end), []).append(cell.name)
@@ -97,14 +95,14 @@ def of(cells: Sequence[Cell], trials: int) -> Outcome:
             elif result.get("status") == "failed":
                 failed.append(str(folder))
     of_seeds, of_trials = pd.DataFrame(runs, dtype=object), pd.DataFrame(tried, dtype=object)
-    return Outcome(of_seeds, of_trials, found, _edges(edges), failed, cells)
+    return Outcome(of_seeds, of_trials, tuning, _edges(edges), failed, cells)
 
 
-def _edges(found: Mapping[tuple[str, Search, str], Sequence[str]]) -> list[str]:
+def _edges(edges: Mapping[tuple[str, Search, str], Sequence[str]]) -> list[str]:
     return [
         f"best at the {end} end of {key} {search}: {', '.join(names)}; under another name, look further "
         f"with --over {shlex.quote(f'{key}={space.wider(search, end)}')}"
-        for (key, search, end), names in found.items()
+        for (key, search, end), names in edges.items()
     ]
 
 
@@ -147,21 +145,21 @@ def text(outcome: Outcome) -> str:
     """
     parts = []
     apart = list(dict.fromkeys(key for cell in outcome.cells for key in cell.apart))
-    own = [key for key in apart if key.partition(".")[0] == "recipe"]
+    rows = [key for key in apart if key.partition(".")[0] == "recipe"]
     if len(outcome.runs):
         # a frame of runs has `optimizer` for `optimizer.name`
-        others = [key.removesuffix(".name") for key in apart if key not in own]
+        others = [key.removesuffix(".name") for key in apart if key not in rows]
         groups = list(dict.fromkeys([*IN_TITLE, *others]))
         labels = outcome.runs[groups].map(label).apply(tuple, axis=1)
         for values, part in outcome.runs.groupby(labels):
-            table = build(part, usual_metric(part), ["recipe", *own], ["sparsity"])
+            table = build(part, usual_metric(part), ["recipe", *rows], ["sparsity"])
             pairs = zip(groups, values, strict=True)
             apart_by = [f"{key}={value}" for key, value in pairs if key not in IN_TITLE]
             heading = f"{', '.join(apart_by)}\n\n" if apart_by else ""
             parts.append(f"{heading}{formats.render(Comparison([table]), 'markdown')!s}")
     head = ["cell", "trials", "mean of three seeds", "settings", "time of tuning"]
     title = "What the trials found"
-    parts += [f"{title}\n\n{aligned(head, outcome.found)}\n"] if outcome.found else []
+    parts += [f"{title}\n\n{aligned(head, outcome.tuning)}\n"] if outcome.tuning else []
     parts += ["\n".join([*outcome.edges, ""])] if outcome.edges else []
     parts += [f"failed: {', '.join(outcome.failed)}\n"] if outcome.failed else []
     return "\n".join(parts)

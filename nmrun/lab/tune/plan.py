@@ -57,8 +57,6 @@ def cells(
     """List the cells of a comparison.
 
     Args:
-        folder: that of the comparison.
-        sweeps: the overrides of each sweep.
         given: search spaces by key, which win over the recipes' own.
         config_dir: a folder of more configs.
 
@@ -69,28 +67,30 @@ def cells(
         ConfigError: for a key of ``given`` that no cell has, for several values of a key that is
             searched, and for seeds that tuning uses.
     """
-    found: dict[str, tuple[list[str], Config, list[int]]] = {}
+    by_identity: dict[str, tuple[list[str], Config, list[int]]] = {}
     for words, job in jobs_of(sweeps, config_dir):
         seeds = [job.seed] if job.seeds is None else list(job.seeds)
         job.seed, job.seeds = SEED, None
         config = schema.check(job)
         bare = [word for word in words if zipped.key(word) not in ("seed", "seeds")]
-        known = found.setdefault(identity(config), (bare, config, []))[2]
+        known = by_identity.setdefault(identity(config), (bare, config, []))[2]
         known += [seed for seed in seeds if seed not in known]
-    unknown = [key for key in given if not any(space.has(c, key) for _, c, _ in found.values())]
+    unknown = [
+        key for key in given if not any(space.has(c, key) for _, c, _ in by_identity.values())
+    ]
     if unknown:
         raise ConfigError(f"--over {unknown[0]}: no run of this comparison has the key")
-    reported = {seed for _, _, seeds in found.values() for seed in seeds}
+    reported = {seed for _, _, seeds in by_identity.values() for seed in seeds}
     if taken := sorted(reported & {SEED, *AGAIN}):
         raise ConfigError(f"seed={taken[0]}: the seeds {SEED} to {AGAIN[-1]} are those of tuning")
-    apart = _apart([config for _, config, _ in found.values()])
+    apart = _apart([config for _, config, _ in by_identity.values()])
     made: dict[object, Cell] = {}
-    for (words, config, own), swept in zip(found.values(), apart, strict=True):
+    for (words, config, seeds), swept in zip(by_identity.values(), apart, strict=True):
         searched = space.of(config, given)
         name = " ".join(filter(None, [*_named(config), *swept.values()]))
         place = "".join(c if c.isalnum() or c in "._" else "-" for c in name)
         other = {key: value for key, value in swept.items() if key not in searched}
-        cell = Cell(name, words, config, own, folder / place, searched, other, config_dir)
+        cell = Cell(name, words, config, seeds, folder / place, searched, other, config_dir)
         if made.setdefault((*_named(config), *other.items()), cell) is not cell:
             key = next(key for key in swept if key in searched)
             raise ConfigError(
@@ -108,34 +108,32 @@ def _apart(configs: Sequence[Config]) -> list[dict[str, str]]:
     recipe are such keys where they alone tell its cells apart.
     """
     flats = [schema.flatten(config.plain) for config in configs]
-    said = ("recipe.", "sparsity.")
-    common = _differing([{k: v for k, v in f.items() if not k.startswith(said)} for f in flats])
-    found = [{key: str(flat[key]) for key in common if key in flat} for flat in flats]
+    told_by_name = ("recipe.", "sparsity.")
+    common = _differing(
+        [{k: v for k, v in f.items() if not k.startswith(told_by_name)} for f in flats]
+    )
+    apart = [{key: str(flat[key]) for key in common if key in flat} for flat in flats]
     alike: dict[object, list[int]] = {}
-    for number, (config, own) in enumerate(zip(configs, found, strict=True)):
-        alike.setdefault((*_named(config), *own.items()), []).append(number)
+    for number, (config, values) in enumerate(zip(configs, apart, strict=True)):
+        alike.setdefault((*_named(config), *values.items()), []).append(number)
     for several in alike.values():
         more = _differing([flats[k] for k in several])
         for k in several:
-            found[k] |= {key: str(flats[k].get(key)) for key in more}
-    return found
+            apart[k] |= {key: str(flats[k].get(key)) for key in more}
+    return apart
 
 
 def _differing(flats: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys whose values differ; of a group whose option differs, that alone."""
     keys = dict.fromkeys(key for flat in flats for key in flat)
-    found = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
-    named = {key.partition(".")[0] for key in found if key.endswith(".name")}
-    return [key for key in found if key.partition(".")[0] not in named or key.endswith(".name")]
+    differing = [key for key in keys if len({repr(flat.get(key)) for flat in flats}) > 1]
+    named = {key.partition(".")[0] for key in differing if key.endswith(".name")}
+    return [key for key in differing if key.partition(".")[0] not in named or key.endswith(".name")]
 
 
-def said(cells: Sequence[Cell], trials: int) -> list[str]:
-    """Say what a comparison is going to do: the cells, what is searched in each and in which range,
+def summary(cells: Sequence[Cell], trials: int) -> list[str]:
+    """What a comparison is going to do: the cells, what is searched in each and in which range,
     and the number of runs.
-
-    Args:
-        cells: the cells.
-        trials: of each.
     """
     width = max(len(cell.name) for cell in cells)
     lines = []
@@ -151,12 +149,7 @@ def said(cells: Sequence[Cell], trials: int) -> list[str]:
 
 
 def total(cells: Sequence[Cell], trials: int) -> int:
-    """Count the runs of a comparison, where no trial fails.
-
-    Args:
-        cells: the cells.
-        trials: of each.
-    """
+    """Count the runs of a comparison, where no trial fails."""
     return sum(trials + _repeats(trials) + len(cell.seeds) for cell in cells)
 
 

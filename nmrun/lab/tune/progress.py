@@ -16,12 +16,7 @@ from nmrun.lab.words.sweep import span
 
 
 class Progress:
-    """Counts what is ahead of a comparison, from now on.
-
-    Args:
-        cells: of the comparison.
-        trials: of each.
-    """
+    """Counts what is ahead of a comparison, from now on."""
 
     def __init__(self, cells: Sequence[Cell], trials: int) -> None:
         self.open, self.trials, self.total = list(cells), trials, total(cells, trials)
@@ -46,12 +41,7 @@ class Progress:
 
 
 def ahead(cell: Cell, trials: int) -> int:
-    """Count the runs of a cell that have not ended: trials, repeats of the best, seeds.
-
-    Args:
-        cell: the cell.
-        trials: the number of its trials.
-    """
+    """Count the runs of a cell that have not ended: trials, repeats of the best, seeds."""
     study = study_of(cell)
     done = len(study.trials())
     if done < trials:
@@ -67,10 +57,6 @@ def expected(cells: Sequence[Cell], trials: int) -> float | None:
     """Add up the seconds that the runs ahead will take, by the runs that there are: of the same
     recipe, ratio, network, data and training. A cell without such runs takes what others do.
 
-    Args:
-        cells: of a comparison.
-        trials: of each.
-
     Returns:
         The seconds of one run after the other; None where no run has been measured.
     """
@@ -78,7 +64,7 @@ def expected(cells: Sequence[Cell], trials: int) -> float | None:
     if not (known := [seconds for each in took for seconds in each]):
         return None
     pairs = zip(cells, took, strict=True)
-    return sum(ahead(cell, trials) * statistics.fmean(own or known) for cell, own in pairs)
+    return sum(ahead(cell, trials) * statistics.fmean(seconds or known) for cell, seconds in pairs)
 
 
 def _took(cell: Cell) -> list[float]:

@@ -29,7 +29,6 @@ def of(config: Config, given: Space) -> Space:
     """The search space of a run.
 
     Args:
-        config: the run's config.
         given: search spaces by key, which win over those that the recipe declares.
 
     Returns:
@@ -38,9 +37,11 @@ def of(config: Config, given: Space) -> Space:
     """
     rate = config.optimizer.lr
     path = config.recipe.target or RECIPES[config.recipe.name]
-    own = {f"recipe.{key}": field.search for key, field in fields(path).items() if field.search}
-    found = {RATE: log(rate / AROUND, rate * AROUND), **own}
-    return found | {key: search for key, search in given.items() if has(config, key)}
+    declared = {
+        f"recipe.{key}": field.search for key, field in fields(path).items() if field.search
+    }
+    searched = {RATE: log(rate / AROUND, rate * AROUND), **declared}
+    return searched | {key: search for key, search in given.items() if has(config, key)}
 
 
 def has(config: Config, key: str) -> bool:
@@ -63,7 +64,7 @@ def read(words: Sequence[str]) -> Space:
         ConfigError: for words that say no interval and no list of values.
     """
     overrides, problems = command_line.parsed(words)
-    found: dict[str, Search] = {}
+    spaces: dict[str, Search] = {}
     for override in overrides:
         value = override.value()
         if isinstance(value, IntervalSweep):
@@ -71,9 +72,9 @@ def read(words: Sequence[str]) -> Space:
             logarithmic = "log" in value.tags
             if ends[0] >= ends[1] or (logarithmic and ends[0] <= 0):
                 problems.append(f"--over {override.input_line}: no such interval")
-            found[override.key_or_group] = (log if logarithmic else between)(*ends)
+            spaces[override.key_or_group] = (log if logarithmic else between)(*ends)
         elif isinstance(value, ChoiceSweep):
-            found[override.key_or_group] = among(*command_line.values(override, []))
+            spaces[override.key_or_group] = among(*command_line.values(override, []))
         else:
             problems.append(
                 f"--over {override.input_line}: it takes an interval or several values, as in "
@@ -81,7 +82,7 @@ def read(words: Sequence[str]) -> Space:
             )
     if problems:
         raise ConfigError(problems)
-    return found
+    return spaces
 
 
 def words(params: Mapping[str, Any]) -> list[str]:
@@ -107,7 +108,6 @@ def wider(search: Search, end: str) -> str:
     known how far a setting may go.
 
     Args:
-        search: a range.
         end: ``lower`` or ``upper``.
     """
     if not search.log:

@@ -48,21 +48,17 @@ class Trial:
 def ended(folder: Path, space: Mapping[str, Search]) -> list[Trial]:
     """List the runs of a cell's tuning that ended, and whose results are as they were written.
 
-    Args:
-        folder: of the cell.
-        space: the search spaces by key.
-
     Raises:
         ConfigError: where a run has no metric of a validation split.
     """
-    found = []
+    trials = []
     for file in sorted((folder / RUNS).glob("*/*/*/*/*/result.json")):
         there = RunFolder(file.parent)
         result = {} if there.broken() else there.result
         if result and result.get("status") in ENDED and not result.get("of_machine"):
             with contextlib.suppress(KeyError, TypeError, AttributeError):  # written by hand
-                found.append(of_result(result, space))
-    return found
+                trials.append(of_result(result, space))
+    return trials
 
 
 def of_result(result: Mapping[str, Any], space: Mapping[str, Search]) -> Trial:
@@ -70,7 +66,6 @@ def of_result(result: Mapping[str, Any], space: Mapping[str, Search]) -> Trial:
 
     Args:
         result: what is in its ``result.json``; a run that did not finish has no value.
-        space: the search spaces by key.
 
     Raises:
         ConfigError: where it has no metric of a validation split.
@@ -90,7 +85,6 @@ class Study:
 
     Args:
         folder: where ``trials.jsonl`` is.
-        space: the search spaces by key.
         defaults: the settings that the first trial has, by key.
         runs: those of the tuning that ended, as of :func:`ended`.
     """
@@ -108,23 +102,23 @@ class Study:
         """What ``trials.jsonl`` lists, up to its first damaged line; and that line's number."""
         lines, damaged = jsonl.read(self.folder / TRIALS)
         whole_lines = lines[: damaged[0] - 1] if damaged else lines
-        found: list[dict[str, Any]] = []
+        listed: list[dict[str, Any]] = []
         for number, line in enumerate(whole_lines, 1):
             params = line.get("params")
             if not isinstance(params, dict) or {*params} != {*self.space}:
-                return found, number
-            found.append(params)
-        return found, damaged[0] if damaged else None
+                return listed, number
+            listed.append(params)
+        return listed, damaged[0] if damaged else None
 
     def trials(self) -> list[Trial]:
         """List the trials in order, up to the first whose run has not ended."""
-        found = []
+        ended = []
         for params in self.settings()[0]:
             run = self.run(params, SEED)
             if run is None:
                 break
-            found.append(run)
-        return found
+            ended.append(run)
+        return ended
 
     def run(self, params: Mapping[str, Any], seed: int) -> Trial | None:
         """Find the run with some settings and a seed; None where it has not ended."""
@@ -156,9 +150,6 @@ class Study:
 
         One lucky seed makes no winner: near the largest learning rate that trains at all, a run
         may go well or badly by its seed.
-
-        Args:
-            count: the number of trials that count.
 
         Returns:
             The trial, with the mean as ``value``; None where every finalist failed with some seed.
@@ -220,8 +211,8 @@ class Study:
                     study.tell(trial, past.value)
             if not done and all(_within(self.defaults[key], s) for key, s in self.space.items()):
                 study.enqueue_trial({key: self.defaults[key] for key in self.space})
-            found = self._suggested(study.ask())
-        return {key: _short(value, self.space[key]) for key, value in found.items()}
+            proposed = self._suggested(study.ask())
+        return {key: _short(value, self.space[key]) for key, value in proposed.items()}
 
     def _suggested(self, trial: Any) -> dict[str, Any]:
         return {
