@@ -1,0 +1,75 @@
+"""Comparison by functions alone, without a command line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nmrun.errors import ConfigError
+from nmrun.lab.compare.comparison import Query, compare, divide
+from nmrun.lab.compare.runs import read
+from nmrun.lab.show.formats import render
+
+STE, DENSE = [0.90, 0.92, 0.94], [0.95, 0.96, 1.00]
+QUERY = Query(baseline="dense")
+
+
+@pytest.fixture
+def outputs(write: Any, tmp_path: Path) -> str:
+    for seed, (ste, dense) in enumerate(zip(STE, DENSE, strict=True)):
+        write("ste", "2:4", seed, ste)
+        write("ste", "2:4", seed, ste - 0.1, optimizer__lr=0.1)
+        write("dense", "dense", seed, dense)
+    return str(tmp_path / "outputs")
+
+
+def test_a_comparison_holds_cells_and_differences(outputs: str) -> None:
+    runs = read([outputs])
+    before = runs.copy(deep=True)
+    query = replace(QUERY, filter=("optimizer.lr=0.001",))
+    (table,) = compare(runs, query).tables
+    place = ("ste",), ("2:4",)
+    assert table.cells[place].mean == pytest.approx(sum(STE) / 3)
+    gap = table.differences[place]
+    assert gap.mean == pytest.approx((sum(STE) - sum(DENSE)) / 3)
+    assert gap.n == 3
+    assert sorted(table.runs["seed"]) == [0, 0, 1, 1, 2, 2]
+    over_all = compare(runs, replace(query, overall=True)).overall
+    assert [row.row for row in over_all] == [("ste",)]
+    assert runs.equals(before), "a frame is read, not written"
+
+
+@pytest.mark.parametrize("style", ["markdown", "latex", "html", "csv", "json"])
+def test_it_is_rendered_as_the_command_prints_it(style: str, outputs: str, table: Any) -> None:
+    query = replace(QUERY, filter=("optimizer.lr=0.001",))
+    words = ("--baseline", "dense", "--filter", "optimizer.lr=0.001", "--format", style)
+    assert render(compare(read([outputs]), query), style) == table(*words)[1]
+
+
+def test_what_would_be_averaged_over_is_divided(outputs: str) -> None:
+    runs = read([outputs])
+    with pytest.raises(ConfigError, match=r"differ in optimizer\.lr"):
+        compare(runs, Query())
+    parts = {part.settings["optimizer.lr"]: part.table for part in divide(runs, Query())}
+    assert {key: table.rows for key, table in parts.items()} == {
+        "0.001": [("dense",), ("ste",)],
+        "0.1": [("ste",)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "name it with --baseline"),
+        ({"baseline": "dense", "test": "wilcoxon"}, "the t-test only"),
+        ({"baseline": "dense", "cols": ("metric",)}, "one metric at a time"),
+    ],
+)
+def test_over_all_cells_is_refused_before_a_run_is_read(
+    settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Query(overall=True, **settings)
