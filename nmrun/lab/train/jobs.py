@@ -134,7 +134,8 @@ def _launch_beside(
             status = _launch(flags, launches)
         except BrokenExecutor:
             status = 1
-            workers.note_killed(folder)
+            if sweeper.caught is None:
+                workers.note_killed(folder)
     return status if sweeper.caught is None else 128 + sweeper.caught
 
 
@@ -186,13 +187,12 @@ def _beside(
 
     interrupted = {"status": "interrupted", "signal": int(signal.SIGTERM)}
     began = time.monotonic()
-    with workers.ends_by_signal():
+    if sweep.read(folder).signal is not None:
+        outcome = interrupted  # and the job is not reached
+    else:
         try:
-            if sweep.read(folder).signal is not None:
-                outcome = interrupted  # and the job is not reached
-            else:
-                with verbs.logged(sweep.log_of(folder, number)):
-                    outcome = of_sweep(folder, number, composed, overrides, command, begins)
+            with workers.ends_by_signal(), verbs.logged(sweep.log_of(folder, number)):
+                outcome = of_sweep(folder, number, composed, overrides, command, begins)
         except KeyboardInterrupt:
             outcome = interrupted
             sweep.add(folder, outcome, overrides, time.monotonic() - began, number)

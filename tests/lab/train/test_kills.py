@@ -123,10 +123,11 @@ def test_workers_of_a_sweep_end_with_it(tmp_path: Path, ends: str) -> None:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(sweep.pid, signal.SIGKILL)
-    assert status == {"Ctrl-C": 130, "SIGTERM": 143, "SIGKILL": -9, "a worker's SIGKILL": 1}[ends]
-    assert len(list(tmp_path.rglob("config.yaml"))) == 2, "a worker took another job"
+    statuses = {"SIGTERM": 143, "SIGKILL": -9, "a worker's SIGKILL": 1}
+    assert status == statuses.get(ends, 130)
     told = (tmp_path / "said").read_text()
     assert "Traceback" not in told
+    assert len(list(tmp_path.rglob("config.yaml"))) == 2, "a worker took another job"
     if ends == "a worker's SIGKILL":
         assert "a worker was killed" in told
         assert "[1/4] seed=0: killed" in told or "[1/4] recipe=ste seed=0: killed" in told
@@ -137,7 +138,8 @@ def test_workers_of_a_sweep_end_with_it(tmp_path: Path, ends: str) -> None:
         last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
         state = checkpoint.load(run / "checkpoint.pt")
         assert state is not None
-        assert state["loop"]["step"] == last, "what was trained is not all saved"
+        # the row of an evaluation that was put off comes later
+        assert state["loop"]["step"] - last in (0, 1), "what was trained is not all saved"
 
 
 def rows_of(place: Path) -> dict[Path, int]:
