@@ -62,11 +62,11 @@ class Result:
             RunError: where the folder holds no finished run, or weights that do not hold their
                 pattern.
         """
-        from nmrun.lab.api.kept import kept
+        from nmrun.lab.api.process import unchanged
         from nmrun.lab.export import finished
 
         try:
-            with kept():  # building draws random numbers
+            with unchanged():  # building draws random numbers
                 run = finished.read(self.folder)
                 # what was asked for here is trusted, and no more
                 asked = consent.code(run.result["config"]) == consent.code(self.config)

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from nmrun.errors import ConfigError, RunError
 from nmrun.lab.api import words
-from nmrun.lab.api.kept import kept
+from nmrun.lab.api.process import unchanged
 from nmrun.lab.api.result import Result
 from nmrun.lab.compare.runs import collect, summary
 from nmrun.lab.train import jobs
@@ -62,7 +62,7 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
     if job.get("seeds") is not None:
         raise ConfigError(f"seeds={list(job.seeds)}: one run has one seed; see nmrun.sweep")
     config = schema.check(job)
-    with kept():
+    with unchanged():
         outcome = jobs.one(config, command=command_line.typed(config_dir, own))
     raise_interrupt(outcome)
     if outcome["status"] not in ("finished", "skipped", "planned"):
@@ -101,7 +101,7 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     sweeps, looks = jobs.checked(typed, multirun=True, config_dir=config_dir)
     command = command_line.typed(config_dir, ["-m", *typed])
     folders = []
-    with kept(), recorded(looks, command, []) as folder:
+    with unchanged(), recorded(looks, command, []) as folder:
         for number, (own, job) in enumerate(jobs_of(sweeps, config_dir), 1):
             folders += _folders(job)
             again = command_line.typed(config_dir, own)

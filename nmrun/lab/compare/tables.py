@@ -113,6 +113,22 @@ class Table:
         labels = dict(zip(self.row_keys + self.column_keys, row + column, strict=True))
         return labels.get("metric", self.metric)
 
+    @property
+    def with_paper(self) -> list[tuple[Key, bool]]:
+        """The rows, and whether they are published figures, see ``published``. These stand below the
+        row of their name; at the end are those that we have no row for.
+        """
+        ours = [" ".join(row) for row in self.rows]
+        lines: list[tuple[Key, bool]] = []
+        for row, name in zip(self.rows, ours, strict=True):
+            lines += [(row, False), *[(tuple(name.split()), True)] * (name in self.paper)]
+        return lines + [(tuple(name.split()), True) for name in self.paper if name not in ours]
+
+    def published(self, row: Key) -> list[str]:
+        """The figures of a row of ``with_paper`` as they are printed; ``-`` for none."""
+        values = self.paper[" ".join(row)]
+        return [values.get(" ".join(column), "-") for column in self.columns]
+
 
 def build(
     runs: pd.DataFrame,

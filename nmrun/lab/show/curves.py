@@ -159,14 +159,8 @@ def rows(folder: str) -> list[dict[str, Any]]:
 
 
 def curves(table: Table, history: History, metric: str, layout: Layout) -> Figure | None:
-    """Draw a metric over training: mean, and a band of one standard deviation over seeds. STEP's
-    switches are vertical lines.
-
-    Args:
-        table: whose rows are lines and whose columns are panels.
-
-    Returns:
-        The figure; None where no run logged the metric at two steps or more.
+    """A logged metric over training: mean, and a band of one standard deviation over seeds; STEP's
+    switches are vertical lines. None where no run logged it at two steps or more.
     """
     panelled = _over_training(table, history, metric, scale(metric), layout)
     if panelled is None:
@@ -180,11 +174,7 @@ def curves(table: Table, history: History, metric: str, layout: Layout) -> Figur
 
 
 def flips(table: Table, history: History, layout: Layout) -> Figure | None:
-    """Draw the flip rate over training, in percent of the mask entries.
-
-    Returns:
-        The figure; None where no run logged the rate.
-    """
+    """The flip rate over training, in percent of the mask entries; None where no run logged it."""
     panelled = _over_training(table, history, FLIPS, 100.0, layout)
     if panelled is None:
         return None
@@ -200,11 +190,8 @@ def flips(table: Table, history: History, layout: Layout) -> Figure | None:
 
 
 def autoswitch(table: Table, history: History, layout: Layout) -> Figure | None:
-    """Draw the samples of AutoSwitch, the mean of its window and the threshold (if it is Adam's
-    eps); shaded is where the window may decide (t_min to t_max).
-
-    Returns:
-        The figure; None where no run logged samples.
+    """The samples of AutoSwitch, the mean of its window and the threshold (if it is Adam's eps);
+    shaded is where the window may decide (t_min to t_max). None where no run logged samples.
     """
     rows, columns = _with(table, history, WINDOW)
     if not columns:

@@ -90,9 +90,12 @@ def _section(asked: Experiment, scale: str, query: Query, collected: pd.DataFram
         tuple(key for key in each if key in collected.columns) for each in (query.rows, query.cols)
     )
     query = replace(query, rows=rows, cols=cols)
-    tables = [with_paper(table, asked) for table in compare(collected, query).tables]
+    tables = compare(collected, query).tables
     if asked.baseline and not query.baseline:
         tables = [compared(table, asked.baseline, query.test) for table in tables]
+    tables = [
+        replace(table, paper=asked.paper, paper_source=asked.paper_source) for table in tables
+    ]
     of_pictures = replace(query, statistic="mean", digits=None, baseline="")
     if "metric" in cols:  # pictures are of one metric, and tell ratios apart
         of_pictures = replace(of_pictures, cols=("sparsity",), metrics=query.metrics[:1])
@@ -102,21 +105,12 @@ def _section(asked: Experiment, scale: str, query: Query, collected: pd.DataFram
 def runs(
     asked: Experiment, scale: str, overrides: Sequence[str] = (), metrics: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """Collect the runs of an experiment, as ``nmrun.lab.compare.runs.collect`` does of folders.
+    """The runs of an experiment, as ``nmrun.lab.compare.runs.collect`` has those of folders.
 
-    A run that has no result yet has the status ``missing``. Beside a run's own metrics there is
-    ``test/score``, the one of the task, where tasks differ in it.
-
-    Args:
-        overrides: win over those of the experiment.
-        metrics: of what was logged in training: ``mean/<key>`` over all values, and
-            ``positive/<key>``, the share of those above 0.
-
-    Returns:
-        One row for each run.
-
-    Raises:
-        Unfinished: if no run is finished.
+    One that has no result yet has the status ``missing``. Beside a run's metrics there are
+    ``test/score``, the task's, and of what was logged in training those of ``metrics``:
+    ``mean/<key>`` over all values, and ``positive/<key>``, the share of those above 0. ``overrides``
+    win over the experiment's. Raises Unfinished if no run is finished.
     """
     rows = []
     for config in configs(asked, scale, overrides):
@@ -152,11 +146,6 @@ def _logged(folder: Path, metric: str) -> float | None:
     return KINDS[kind](values) if values else None
 
 
-def with_paper(table: Table, asked: Experiment) -> Table:
-    """The table with the published figures beside ours."""
-    return replace(table, paper=asked.paper, paper_source=asked.paper_source)
-
-
 def compared(table: Table, baseline: str, test: str) -> Table:
     """With differences to the experiment's baseline, unless too little is finished for that."""
     with contextlib.suppress(ConfigError):
@@ -165,11 +154,8 @@ def compared(table: Table, baseline: str, test: str) -> Table:
 
 
 def render(sections: Sequence[Section], style_: str, method: bool = False) -> str:
-    """Write title, source, note and tables of each.
-
-    Args:
-        style_: ``markdown``, ``latex``, ``html`` (one page with the pictures in it), or ``csv``
-            and ``json`` (the tables alone).
+    """Title, source, note and tables of each, as ``markdown``, ``latex`` or ``html`` (one page with
+    the pictures in it); as ``csv`` and ``json`` the tables alone.
     """
     if style_ in ("csv", "json"):
         return str(formats.render(Comparison(sections[0].tables), style_))
@@ -189,11 +175,7 @@ def render(sections: Sequence[Section], style_: str, method: bool = False) -> st
 
 
 def draw(sections: Sequence[Section], folder: Path) -> list[Path]:
-    """Write the pictures as PNG, by the name of experiment, scale and kind.
-
-    Args:
-        folder: made if needed.
-    """
+    """Write the pictures as PNG, by the name of experiment, scale and kind."""
     folder.mkdir(parents=True, exist_ok=True)
     files = []
     for section in sections:

@@ -85,14 +85,7 @@ def grids(table: Table) -> list[Grid]:
     """The values, and where there is a baseline the differences to it."""
     head = [*table.row_keys, *(words(table.column_keys, column) for column in table.columns)]
     with_units = [*table.row_keys, *(_headed(table, column) for column in table.columns)]
-    lines = [
-        (
-            _labels(table, row, labelled),
-            [(text(table, row, column), (row, column) in table.best) for column in table.columns],
-        )
-        for row in table.rows
-    ]
-    keys, values = len(table.row_keys), _with_paper(table, lines)
+    keys, values = len(table.row_keys), [_values(table, *line) for line in table.with_paper]
     if not table.baseline:
         return [Grid(captions.caption(table), keys, with_units, values, captions.method(table))]
     compared = [
@@ -120,23 +113,13 @@ def _headed(table: Table, column: Key) -> str:
     )
 
 
-def _with_paper(table: Table, lines: list[Line]) -> list[Line]:
-    """Published figures below the row that they are to be compared with; at the end, those that we
-    have no row for.
-    """
-    rows = [" ".join(row) for row in table.rows]
-    columns = [" ".join(column) for column in table.columns]
-
-    def published(name: str) -> Line:
-        labels = name.split()
-        return [*labels[:-1], f"{labels[-1]} (paper)"], [
-            (table.paper[name].get(column, "-"), False) for column in columns
+def _values(table: Table, row: Key, published: bool) -> Line:
+    if published:
+        return [*row[:-1], f"{row[-1]} (paper)"], [
+            (figure, False) for figure in table.published(row)
         ]
-
-    with_paper = []
-    for name, line in zip(rows, lines, strict=True):
-        with_paper += [line, published(name)] if name in table.paper else [line]
-    return with_paper + [published(name) for name in table.paper if name not in rows]
+    cells = [(text(table, row, column), (row, column) in table.best) for column in table.columns]
+    return _labels(table, row, labelled), cells
 
 
 def markdown(grid: Grid, method: bool = False) -> str:
@@ -157,10 +140,8 @@ def html_table(grid: Grid) -> Markup:
 
 def text(table: Table, row: Key, column: Key) -> str:
     """Write a cell as ``98.7 +- 0.3 (3)``: mean, standard deviation and number of the seeds that they
-    are over; beside it what gave no value, as in ``98.7 +- 0.3 (3, 2 failed)``.
-
-    Args:
-        row, column: the cell's place; one without runs is ``-``.
+    are over; beside it what gave no value, as in ``98.7 +- 0.3 (3, 2 failed)``. One without runs is
+    ``-``.
     """
     cell = table.cells.get((row, column), Cell(None, None, 0, {}))
     metric = table.metric_of(row, column)

@@ -26,13 +26,8 @@ def _templates() -> jinja2.Environment:
 
 
 def filled(template: str, **values: Any) -> Markup:
-    """A template with its values.
-
-    Args:
-        values: texts are escaped, :class:`markupsafe.Markup` is not.
-
-    Returns:
-        HTML in ASCII, but for what stands in scripts.
+    """A template with its values, of which texts are escaped and :class:`markupsafe.Markup` is not;
+    ASCII, but for what stands in scripts.
     """
     text = _templates().get_template(template).render(allowed="", **values)
     return Markup(text.replace(MINUS, "&minus;").replace("\N{PLUS-MINUS SIGN}", "&plusmn;"))

@@ -38,8 +38,8 @@ def latex(table: Table, aliases: Mapping[str, str] | None = None) -> str:
     comments = captions.caption(table)
     comments += [*captions.comparison(table)] if table.baseline else []
     comments += filter(None, [captions.method(table)])
-    rows, keys = _lines(table, n, aliases), len(table.row_keys)
-    rules, caption = len(table.references), _caption(table, n, aliases)
+    rows = [_line(table, *line, n, aliases) for line in table.with_paper]
+    keys, rules, caption = len(table.row_keys), len(table.references), _caption(table, n, aliases)
     return environment(comments, caption, _name(table), [head, *rows], keys, rules, above)
 
 
@@ -91,22 +91,15 @@ def escape(text: str) -> str:
     return "".join(SPECIAL.get(c, c) for c in text)
 
 
-def _lines(table: Table, n: int, aliases: Mapping[str, str] | None) -> list[list[str]]:
-    """The rows, published figures below those that they are to be compared with, or at the end."""
-
-    def published(name: str) -> list[str]:
-        labels = [escape(names.written(label, aliases)) for label in name.split()]
-        labels[-1] += " (published)"
-        values = (table.paper[name].get(" ".join(column), "-") for column in table.columns)
-        return [*labels, *("--" if value == "-" else _math(value) for value in values)]
-
-    lines = []
-    for row in table.rows:
+def _line(
+    table: Table, row: Key, published: bool, n: int, aliases: Mapping[str, str] | None
+) -> list[str]:
+    if not published:
         labels = [escape(names.written(short(label), aliases)) for label in row]
-        lines.append([*labels, *(_cell(table, row, column, n) for column in table.columns)])
-        lines += [published(" ".join(row))] if " ".join(row) in table.paper else []
-    ours = {" ".join(row) for row in table.rows}
-    return lines + [published(name) for name in table.paper if name not in ours]
+        return [*labels, *(_cell(table, row, column, n) for column in table.columns)]
+    labels = [escape(names.written(label, aliases)) for label in row]
+    labels[-1] += " (published)"
+    return [*labels, *("--" if text == "-" else _math(text) for text in table.published(row))]
 
 
 def _ruled(lines: Sequence[Sequence[str]], references: int) -> list[str]:

@@ -65,14 +65,8 @@ KINDS = {
 
 
 def draw(kind: str, table: Table, logged: str, layout: Layout = PLAIN) -> Figure | None:
-    """Draw the picture of a kind.
-
-    Args:
-        kind: one of ``KINDS``.
-        logged: the metric of learning curves, such as ``eval/accuracy``.
-
-    Returns:
-        None where the runs have nothing to show (``KINDS[kind].nothing`` says what).
+    """The picture of a kind, learning curves of the metric ``logged``; None where the runs have
+    nothing to show (``KINDS[kind].nothing`` says what).
     """
     with looks():
         figure = KINDS[kind].draw(table, History(table), logged, layout)

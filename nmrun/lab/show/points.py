@@ -31,12 +31,10 @@ PLACES = ((4, 4), (4, -4), (-4, 4), (-4, -4))  # of a name beside its point, in 
 
 
 def ratio(table: Table, layout: Layout) -> Figure | None:
-    """Draw the mean with the standard deviation as error bars, one line a row, against the columns:
+    """The mean with the standard deviation as error bars, one line a row, against the columns:
     ratios, or a setting that is a number. What has no column of its own (dense) is a horizontal
-    band. Of more than ``FEW`` rows each has a panel, with the others in grey.
-
-    Returns:
-        The figure; None for a table without values.
+    band. Of more than ``FEW`` rows each has a panel, with the others in grey. None for a table
+    without values.
     """
     if all(cell.mean is None for cell in table.cells.values()):
         return None
@@ -161,13 +159,10 @@ def _x_axis(axes: Axes, columns: list[Key], numbers: list[float] | None) -> None
 
 
 def flops(table: Table, layout: Layout) -> Figure | None:
-    """Draw the mean of the metric, with its standard deviation, against the FLOPs of training
+    """The mean of the metric, with its standard deviation, against the FLOPs of training
     without the multiplications by zero; one line a row through its columns. Their names stand beside
     the points where they have room, that of a single column below the axis. Rows that cost the same
-    stand side by side, so that their error bars can be told apart.
-
-    Returns:
-        The figure; None where no FLOPs are known.
+    stand side by side, so that their error bars can be told apart. None where no FLOPs are known.
     """
     if FLOPS not in table.runs.columns:
         return None

@@ -84,10 +84,8 @@ class Layout:
 
 @contextlib.contextmanager
 def looks(salt: str = "nmrun") -> Iterator[None]:
-    """Draw and save in ``paper.mplstyle``.
-
-    Args:
-        salt: makes the names inside of an SVG its own, where several stand on one page.
+    """Draw and save in ``paper.mplstyle``; ``salt`` makes the names inside of an SVG its own, where
+    several stand on one page.
     """
     with mpl_style.context(Path(__file__).with_name("paper.mplstyle")):
         matplotlib.rcParams["svg.hashsalt"] = salt
@@ -149,11 +147,7 @@ def panel_name(table: Table, column: Key, layout: Layout) -> str:
 
 
 def panels(headings: list[str], layout: Layout) -> tuple[Figure, list[Axes]]:
-    """Lay out a panel for each heading, side by side, with common axes.
-
-    Returns:
-        The figure, and the axes in the order of the headings.
-    """
+    """A figure with a panel for each heading, side by side, and its axes, which are common."""
     count = len(headings)
     across = 2 if count == 4 else min(ACROSS + (count > ACROSS**2), count)
     down = -(-len(headings) // across)
@@ -239,10 +233,8 @@ def save(figure: Figure, out: Path) -> None:
 
 
 def embedded(figure: Figure, name: str) -> Markup:
-    """The picture as an ``svg`` element of a page: its ink is the colour of the page's text.
-
-    Args:
-        name: what it shows, for those who cannot see it; another one for each picture of a page.
+    """The picture as an ``svg`` element of a page: its ink is the colour of the page's text. Its
+    ``name``, which no other picture of the page has, is for those who cannot see it.
     """
     _as_written(figure)
     drawn = io.StringIO()

@@ -14,7 +14,7 @@ from typing import Any
 
 from nmrun import atomic
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab.api.kept import kept
+from nmrun.lab.api.process import unchanged
 from nmrun.lab.api.runs import raise_interrupt
 from nmrun.lab.compare import names
 from nmrun.lab.keys.config import Config
@@ -166,7 +166,7 @@ def _tried(cell: Cell, params: Mapping[str, Any], seed: int) -> Trial:
 
 def _done(cell: Cell, config: Config, words: Sequence[str]) -> dict[str, Any]:
     """Do a run, whose own lines are in its ``run.log``; its outcome, ``finished`` or ``failed``."""
-    with kept(), contextlib.redirect_stdout(io.StringIO()):
+    with unchanged(), contextlib.redirect_stdout(io.StringIO()):
         outcome = jobs.one(config, command=command_line.typed(cell.config_dir, words))
     raise_interrupt(outcome)
     if outcome.get("of_machine"):

@@ -14,7 +14,7 @@ VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "WANDB_SILENT")
 
 
 @contextlib.contextmanager
-def kept() -> Iterator[None]:
+def unchanged() -> Iterator[None]:
     """Leave a process as it was: its random numbers, torch's threads, determinism and CUDA device,
     and environment variables.
     """
