@@ -31,10 +31,10 @@ VERBS = {
     "prune": "nmrun.lab.train.pruning.main",
     "ratios": "nmrun.lab.train.ratios.main",
     "tune": "nmrun.lab.tune.cli.main",
-    "status": "nmrun.lab.report.status.main",
-    "compare": "nmrun.lab.report.compare.main",
+    "status": "nmrun.lab.folders.status.main",
+    "compare": "nmrun.lab.folders.compare.main",
     "rerun": "nmrun.lab.api.rerun.main",
-    "rm": "nmrun.lab.report.remove.main",
+    "rm": "nmrun.lab.folders.remove.main",
     "doctor": "nmrun.lab.bench.doctor.main",
     "help": "nmrun.lab.cli.explain",
 }

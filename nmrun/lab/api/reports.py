@@ -74,10 +74,9 @@ def table(
     Returns:
         A row for each cell: its labels, ``metric``, ``mean``, ``sd``, ``n``, ``best`` (of those it
         is compared with), ``without`` (runs that gave no value), ``median``, ``seeds`` and their
-        ``values`` (lists); with a baseline
-        ``difference``, its interval ``low`` to ``high``, ``p`` and ``least``, the smallest
-        difference that could have been shown. Metrics are in their own unit: accuracies from 0 to
-        1. With ``overall`` a row for each data set and one for ``all cells``: ``cells``, ``better``
+        ``values`` (lists); with a baseline ``difference``, its interval ``low`` to ``high``, ``p``
+        and ``least``, the smallest difference that could have been shown. Metrics are in their own
+        unit: accuracies from 0 to 1. With ``overall`` a row for each data set and one for ``all cells``: ``cells``, ``better``
         (in how many of them), and ``difference`` in standard deviations of a run.
 
     Raises:

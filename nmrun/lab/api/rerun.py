@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab.report import settings, status
+from nmrun.lab.folders import settings, status
 from nmrun.lab.runs.run_folder import CONFIG, RESULT, RunFolder
 from nmrun.lab.verbs import Parser, agreed
 from nmrun.lab.words import sweep, zipped

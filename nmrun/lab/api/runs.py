@@ -119,14 +119,8 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
 def jobs_of(
     sweeps: list[list[str]], config_dir: str | None
 ) -> Iterator[tuple[list[str], DictConfig]]:
-    """Compose the jobs of sweeps.
-
-    Args:
-        sweeps: the overrides of each, checked.
-        config_dir: a folder of more configs.
-
-    Yields:
-        The overrides of each job as they are typed, and its config.
+    """The overrides of each job of some sweeps, as they are typed, and its config. The sweeps are
+    overrides that were checked.
     """
     done: Done = {}
     for overrides in sweeps:

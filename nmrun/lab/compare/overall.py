@@ -82,11 +82,8 @@ class Overall:
 
 def of(tables: Sequence[Table], baseline: str) -> list[Overall]:
     """Compare the rows of some tables with a baseline over all cells. The tables, one for each data
-    set and model, have the same keys for rows.
-
-    Returns:
-        The rows in the tables' order, with p-values corrected for their number by Holm's method
-        and ``least`` at the level that it begins with.
+    set and model, have the same keys for rows. p-values are corrected for their number by Holm's
+    method, and ``least`` is at the level that it begins with.
 
     Raises:
         ConfigError: if a table has no such row, and where no other row shares a seed with it.

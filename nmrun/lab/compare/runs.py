@@ -16,7 +16,7 @@ import pandas as pd
 from nmrun.errors import ConfigError, RunError, tell
 from nmrun.lab.compare import records
 from nmrun.lab.compare.names import label
-from nmrun.lab.report import settings
+from nmrun.lab.folders import settings
 from nmrun.lab.runs import documents
 from nmrun.lab.runs.run_folder import FINAL, REMEDY, RESULT, RunFolder, weights_in
 from nmrun.lab.words.identity import GROUPS, completed

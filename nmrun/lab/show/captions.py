@@ -15,7 +15,7 @@ from nmrun.lab.compare.numbers import places, printed, unit
 from nmrun.lab.compare.overall import Overall
 from nmrun.lab.compare.statistics import FEWEST, Difference, seeds_for_half
 from nmrun.lab.compare.tables import Table
-from nmrun.lab.report import settings
+from nmrun.lab.folders import settings
 from nmrun.lab.words import reference
 
 SPLITS = {"test": "on the test split", "eval": "on the validation split"}

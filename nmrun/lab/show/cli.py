@@ -243,12 +243,12 @@ def report(argv: Sequence[str]) -> int:
             )
         from nmrun.lab.compare.comparison import divide
         from nmrun.lab.compare.runs import read
-        from nmrun.lab.show import page
+        from nmrun.lab.show import report
 
         target = options.to or Path(paths[0], "report.html")
         query = _query(options)
         parts = divide(read(paths), replace(query, baseline=""))
-        page.write(paths, parts, target, query.baseline, query.test)
+        report.write(paths, parts, target, query.baseline, query.test)
         sys.stdout.write(f"{target}\n")
     return 0
 

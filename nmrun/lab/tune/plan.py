@@ -54,14 +54,8 @@ class Cell:
 def cells(
     folder: Path, sweeps: list[list[str]], given: space.Space, config_dir: str | None = None
 ) -> list[Cell]:
-    """List the cells of a comparison.
-
-    Args:
-        given: search spaces by key, which win over the recipes' own.
-        config_dir: a folder of more configs.
-
-    Returns:
-        The cells in the order of the sweeps; dense runs, which have no ratio, are one cell.
+    """The cells of a comparison in the order of its sweeps; dense runs, which have no ratio, are one.
+    Search spaces that are ``given`` win over the recipes' own.
 
     Raises:
         ConfigError: for a key of ``given`` that no cell has, for several values of a key that is

@@ -54,11 +54,9 @@ def ahead(cell: Cell, trials: int) -> int:
 
 
 def expected(cells: Sequence[Cell], trials: int) -> float | None:
-    """Add up the seconds that the runs ahead will take, by the runs that there are: of the same
-    recipe, ratio, network, data and training. A cell without such runs takes what others do.
-
-    Returns:
-        The seconds of one run after the other; None where no run has been measured.
+    """The seconds that the runs ahead will take, one after the other, by the runs that there are of
+    the same recipe, ratio, network, data and training. A cell without such runs takes what others
+    do. None where no run has been measured.
     """
     took = [_took(cell) for cell in cells]
     if not (known := [seconds for each in took for seconds in each]):

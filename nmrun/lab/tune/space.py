@@ -26,14 +26,8 @@ Space = Mapping[str, Search]
 
 
 def of(config: Config, given: Space) -> Space:
-    """The search space of a run.
-
-    Args:
-        given: search spaces by key, which win over those that the recipe declares.
-
-    Returns:
-        Search spaces by key: that of the learning rate, those of the recipe's hyperparameters that
-        declare one, and those of ``given`` that the config has.
+    """The search spaces of a run by key: that of the learning rate, those that the recipe declares,
+    and those of ``given`` that the config has, which win.
     """
     rate = config.optimizer.lr
     path = config.recipe.target or RECIPES[config.recipe.name]
@@ -51,14 +45,8 @@ def has(config: Config, key: str) -> bool:
 
 
 def read(words: Sequence[str]) -> Space:
-    """Read search spaces.
-
-    Args:
-        words: as Hydra writes sweeps: ``optimizer.lr=tag(log,interval(1e-4,1e-2))``,
-            ``recipe.final=interval(0.1,0.5)`` or ``recipe.switch=auto,0.2,0.5``.
-
-    Returns:
-        The search spaces by key.
+    """Search spaces by key, of words as Hydra writes sweeps:
+    ``optimizer.lr=tag(log,interval(1e-4,1e-2))`` or ``recipe.switch=auto,0.2,0.5``.
 
     Raises:
         ConfigError: for words that say no interval and no list of values.
@@ -104,11 +92,8 @@ def at_edge(value: Any, search: Search) -> str:
 
 
 def wider(search: Search, end: str) -> str:
-    """Write a range that goes on at one end, as ``--over`` takes it; ``...`` where it is not
-    known how far a setting may go.
-
-    Args:
-        end: ``lower`` or ``upper``.
+    """A range that goes on at its ``lower`` or ``upper`` end, as ``--over`` takes it; ``...`` where it
+    is not known how far a setting may go.
     """
     if not search.log:
         return "..."

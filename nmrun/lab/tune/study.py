@@ -62,10 +62,7 @@ def ended(folder: Path, space: Mapping[str, Search]) -> list[Trial]:
 
 
 def of_result(result: Mapping[str, Any], space: Mapping[str, Search]) -> Trial:
-    """Read how a run ended.
-
-    Args:
-        result: what is in its ``result.json``; a run that did not finish has no value.
+    """How a run ended, by its ``result.json``; one that did not finish has no value.
 
     Raises:
         ConfigError: where it has no metric of a validation split.
@@ -146,13 +143,11 @@ class Study:
         return [(params, seed) for params, seed in wanted if self.run(params, seed) is None]
 
     def best(self, count: int) -> Trial | None:
-        """Find the settings whose mean over the tuning seeds is best.
+        """The trial whose mean over the tuning seeds is best, which is its ``value`` then; None where
+        every finalist failed with some seed.
 
         One lucky seed makes no winner: near the largest learning rate that trains at all, a run
         may go well or badly by its seed.
-
-        Returns:
-            The trial, with the mean as ``value``; None where every finalist failed with some seed.
         """
         means = []
         for trial in self.ranked(count)[:FINALISTS]:
@@ -172,14 +167,8 @@ class Study:
         return [run for run in self.runs if run.seed in AGAIN]
 
     def propose(self, count: int) -> dict[str, Any]:
-        """Choose the settings of the next trial: those that are listed, then the defaults, then by
-        Optuna's TPE.
-
-        Args:
-            count: the number of trials in all; half of them are random.
-
-        Returns:
-            The settings by key, numbers with three digits.
+        """The settings of the next of ``count`` trials: those that are listed, then the defaults, then
+        by Optuna's TPE, half of all at random; numbers have three digits.
 
         Raises:
             ConfigError: where Optuna is missing.

@@ -341,7 +341,7 @@ def test_a_verb_that_raises_gets_one_line(
         def fails(argv: list[str], error: Exception = error) -> int:
             raise error
 
-        monkeypatch.setattr("nmrun.lab.report.status.main", fails)
+        monkeypatch.setattr("nmrun.lab.folders.status.main", fails)
         assert verb("status") == status
     assert capsys.readouterr().err == "nmrun: no\nnmrun: never\nnmrun: it broke here\n"
 

@@ -14,7 +14,7 @@ import pytest
 from verbs import verb
 
 from nmrun.lab import cli
-from nmrun.lab.report import status
+from nmrun.lab.folders import status
 from nmrun.lab.runs import locks
 
 

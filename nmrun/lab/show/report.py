@@ -26,7 +26,7 @@ from nmrun.lab.compare import numbers
 from nmrun.lab.compare.comparison import Part
 from nmrun.lab.compare.names import label, short
 from nmrun.lab.compare.tables import against
-from nmrun.lab.report import status
+from nmrun.lab.folders import status
 from nmrun.lab.runs.run_folder import RunFolder
 from nmrun.lab.show import captions, formats, html, plots, points, style
 from nmrun.lab.show.formats import Grid, Line

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nmrun.errors import ConfigError
-from nmrun.lab.report import settings
+from nmrun.lab.folders import settings
 from nmrun.lab.runs import jsonl, locks, position
 from nmrun.lab.runs.run_folder import CONFIG, METRICS, RESULT, RunFolder
 from nmrun.lab.verbs import Parser

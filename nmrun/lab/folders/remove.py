@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab.report import settings, status
+from nmrun.lab.folders import settings, status
 from nmrun.lab.runs import locks
 from nmrun.lab.verbs import Parser, agreed
 from nmrun.registry import did_you_mean

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nmrun.errors import ConfigError, RunError
-from nmrun.lab.report import settings
+from nmrun.lab.folders import settings
 from nmrun.lab.runs.run_folder import RESULT, RunFolder
 from nmrun.lab.verbs import Parser
 

@@ -24,7 +24,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from terminal import Terminal
 
 from nmrun.errors import ConfigError
-from nmrun.lab.report import status
+from nmrun.lab.folders import status
 from nmrun.lab.runs.locks import NAME
 from nmrun.lab.words import sweep
 
