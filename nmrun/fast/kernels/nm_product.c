@@ -1,4 +1,4 @@
-/* Products of float32 matrices with a sparse one, on one thread.
+/* Products of float32 matrices with a sparse one, on one thread. Follows nm_scratch.c in one translation unit.
 
    The sparse matrix is stored row by row within blocks of BLOCK columns: the non-zeros of row r in block b are values[start[b * rows + r]]
    up to values[start[b * rows + r + 1]], and index[] has their columns, counted from the block's first.
@@ -7,7 +7,6 @@
    then one number times that piece. A block of a panel stays in the first-level cache, and no lane waits for another: it is this that
    makes every N:M as fast as its count of non-zeros allows. */
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 #if defined(__AVX512F__)
@@ -191,19 +190,6 @@ static inline __attribute__((always_inline)) void add_tiles(const float *panel, 
   else if (vectors == 2) TILES(2)
   else if (vectors <= MOST / 2) TILES(MOST / 2)
   else TILES(MOST)
-}
-
-/* Memory of this thread that stays; 64 bytes aligned, NULL if there is none. */
-static float *scratch(int64_t floats) {
-  static _Thread_local float *memory = NULL;
-  static _Thread_local int64_t size = 0;
-  if (floats > size) {
-    free(memory);
-    size = floats;
-    memory = aligned_alloc(64, (floats * sizeof(float) + 63) / 64 * 64);
-    if (memory == NULL) size = 0;
-  }
-  return memory;
 }
 
 /* The same where columns are pieces of memory already: x is (columns, all tokens). */

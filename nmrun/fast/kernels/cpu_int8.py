@@ -1,0 +1,189 @@
+"""Products of int8 with an N:M matrix on the CPU, for inference: ``nm_int8.c``, whose layout this is.
+
+Weights are symmetric by row, ``w = scale * q`` with q from -127 to 127. A token is quantised inside
+the product, ``x = s * (q - z)`` with q from 0 to 255:
+
+    s = max(x, 0) / 255 - min(x, 0) / 255,    z = round(-min(x, 0) * (1 / s)),    q = round(x * (1 / s)) + z
+    y = (sum (q - z) w) * s * scale + bias
+
+The sum is exact in 32 bits; all else is float32, in the order written, rounded to the nearest, ties
+to even. So a token has the same bits in whatever batch it comes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from nmrun.kernels import compiled
+from nmrun.kernels.compiled import BEGIN, END, in_parts
+
+TILE = 16  # rows, as in nm_int8.c
+SEGMENT = 64  # columns
+DEEP = SEGMENT // TILE  # non-zeros of a row in a slot
+MOST = 16  # tokens that share a pass over the matrix
+FLAGS = ("-ffp-contract=off", "-fno-math-errno")  # fusing would change bits
+WORTH = 128  # multiplications that cost as much as a weight in another pass, see in_parts
+ROW = (2**31 - 1) // (255 * 127)  # non-zeros that 32 bits can add up
+
+
+@dataclass(frozen=True)
+class Int8Matrix:
+    """A sparse matrix (rows, columns) of int8 in slots of 64 non-zeros, four of each row of a tile.
+
+    Attributes:
+        values: (slots, 64), int8; zeros fill up rows that have fewer non-zeros.
+        index: (slots, 64), uint8: their columns, counted from the segment's first.
+        counts: (tiles, segments), uint8: the slots of each segment of 64 columns.
+        scales: (rows,), float32.
+        rows, columns: the shape.
+        start: int32, (tiles + 1): where a tile's slots begin.
+        sums: int32, (tiles * 16): of the values of a row.
+    """
+
+    values: Tensor
+    index: Tensor
+    counts: Tensor
+    scales: Tensor
+    rows: int
+    columns: int
+    start: Tensor
+    sums: Tensor
+
+    @classmethod
+    def of(
+        cls, values: Tensor, index: Tensor, counts: Tensor, scales: Tensor, rows: int, columns: int
+    ) -> Int8Matrix:
+        """The matrix that these tensors hold.
+
+        Raises:
+            ValueError: for tensors that hold none of this shape.
+        """
+        tiles, segments = -(-rows // TILE), -(-columns // SEGMENT)
+        if counts.shape != (tiles, segments) or counts.dtype != torch.uint8:
+            raise ValueError(f"counts {list(counts.shape)} are not those of {rows} x {columns}")
+        start = torch.zeros(tiles + 1, dtype=torch.int32)
+        start[1:] = counts.sum(1, dtype=torch.int64).cumsum(0)
+        slots = (int(start[-1]), SEGMENT)
+        if values.shape != slots or index.shape != slots or index.dtype != torch.uint8:
+            raise ValueError(f"{list(values.shape)} values where the counts say {list(slots)}")
+        if values.dtype != torch.int8 or scales.shape != (rows,) or scales.dtype != torch.float32:
+            raise ValueError(
+                f"{values.dtype} values with {list(scales.shape)} {scales.dtype} scales"
+            )
+        if bool((index >= SEGMENT).any()):
+            raise ValueError("a column that is not of its segment")
+        most = int(start.diff().max() if tiles else 0) * DEEP
+        if most > ROW:
+            raise ValueError(f"rows of {most} non-zeros: 32 bits add up {ROW}")
+        own = values.view(-1, TILE, DEEP).sum(2, dtype=torch.int32)
+        tile = torch.arange(tiles).repeat_interleave(start.diff())
+        sums = torch.zeros(tiles, TILE, dtype=torch.int32).index_add_(0, tile, own).flatten()
+        values, index, counts = (t.contiguous() for t in (values, index, counts))
+        return cls(values, index, counts, scales.contiguous(), rows, columns, start, sums)
+
+    def dense(self) -> Tensor:
+        """The matrix with its zeros, float32."""
+        tiles, segments = self.counts.shape
+        place = torch.arange(tiles * segments).repeat_interleave(self.counts.flatten().long())
+        column = (place % segments * SEGMENT)[:, None] + self.index.long()
+        row = (place // segments * TILE)[:, None] + torch.arange(SEGMENT) // DEEP
+        held = self.values != 0
+        out = torch.zeros(self.rows, self.columns)
+        out[row[held], column[held]] = self.values[held].float()
+        return out * self.scales[:, None]
+
+
+def obstacle() -> str:
+    """Why there are no int8 products here; empty if there are."""
+    library = _library()
+    if library is None:
+        return "no C compiler works here (cc, gcc, clang or $CC)"
+    return "" if hasattr(library, "nm_int8") else "this processor has no AVX-512 with VNNI and VBMI"
+
+
+def quantised(row: Tensor, value: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Non-zeros as int8, and the scale of each of their rows; the arguments are those of :func:`pack`.
+
+    Raises:
+        ValueError: for values that are not finite.
+    """
+    value = value.float()
+    if not bool(value.isfinite().all()):
+        raise ValueError("int8: the weight has NaN or infinity")
+    most = torch.zeros(rows).scatter_reduce_(0, row, value.abs(), "amax")
+    scales = (most / 127).clamp_min(torch.finfo(torch.float32).tiny)
+    return (value / scales[row]).round().clamp(-127, 127).to(torch.int8), scales
+
+
+def pack(
+    row: Tensor, column: Tensor, value: Tensor, scales: Tensor, rows: int, columns: int
+) -> Int8Matrix:
+    """A matrix from its non-zeros as int8, each (count,), in any order, none twice; and the scales
+    of its rows.
+    """
+    tiles, segments = -(-rows // TILE), -(-columns // SEGMENT)
+    order = (row * columns + column).argsort()
+    row, column, value = row[order], column[order], value[order]
+    run = row * segments + column // SEGMENT
+    filled = torch.bincount(run, minlength=tiles * TILE * segments)
+    rank = torch.arange(len(run)) - (filled.cumsum(0) - filled)[run]
+    # the fullest row counts
+    counts = -(-filled.view(tiles, TILE, segments).amax(1) // DEEP)
+    flat = counts.flatten()
+    first = (flat.cumsum(0) - flat)[row // TILE * segments + column // SEGMENT]
+    at = (first + rank // DEEP) * SEGMENT + row % TILE * DEEP + rank % DEEP
+    slots = int(flat.sum())
+    values = torch.zeros(slots, SEGMENT, dtype=torch.int8)
+    index = torch.zeros(slots, SEGMENT, dtype=torch.uint8)
+    values.view(-1)[at] = value
+    index.view(-1)[at] = (column % SEGMENT).to(torch.uint8)
+    return Int8Matrix.of(values, index, counts.to(torch.uint8), scales, rows, columns)
+
+
+def multiply(x: Tensor, matrix: Int8Matrix, bias: Tensor | None = None) -> Tensor:
+    """``x S^T + bias``.
+
+    Args:
+        x: (tokens, columns), float32.
+        matrix: S.
+        bias: (rows,), float32, or None.
+
+    Returns:
+        (tokens, rows), float32.
+
+    Raises:
+        RuntimeError: for NaN and infinity in x, and where there are no such products.
+    """
+    library = _library()
+    if library is None or not hasattr(library, "nm_int8"):
+        raise RuntimeError(f"int8 products: {obstacle()}")
+    x, (tokens, rows, columns) = x.contiguous(), (len(x), matrix.rows, matrix.columns)
+    out = x.new_empty(tokens, rows)
+    bias = None if bias is None else bias.contiguous()
+    parts = (matrix.values, matrix.index, matrix.counts, matrix.start, matrix.scales, matrix.sums)
+    odd = ctypes.c_int32(0)
+    operands = [x.data_ptr(), out.data_ptr(), 0 if bias is None else bias.data_ptr()]
+    operands += [part.data_ptr() for part in parts]
+    operands += [ctypes.addressof(odd), rows, columns]
+    tiles, work = len(matrix.counts), tokens * matrix.values.numel() // WORTH
+    if -(-tokens // MOST) >= torch.get_num_threads():
+        in_parts(library.nm_int8, (*operands, BEGIN, END, 0, tiles), tokens, work, MOST)
+    else:
+        in_parts(library.nm_int8, (*operands, 0, tokens, BEGIN, END), tiles, work)
+    if odd.value:
+        raise RuntimeError("int8 products: the activations have NaN or infinity")
+    return out
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = compiled.library("nm_int8", ("nm_scratch", "nm_int8"), FLAGS, __package__)
+    if library is not None and hasattr(library, "nm_int8"):
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        library.nm_int8.argtypes = [*[pointer] * 10, *[size] * 6]
+    return library
