@@ -1,8 +1,8 @@
 """A model of which every process holds a part (FSDP2), by the same means as a user's own script.
 
-``fully_shard`` first, then the optimizer over the sharded parameters, then ``nmrun.sparsify``. No
-process ever has the whole model in its memory, and any number of processes can go on with what is
-saved.
+``fully_shard`` first, then the optimizer over the sharded parameters, then ``nmrun.sparsify``. No GPU
+ever holds the whole model: the leader's host does, while it builds it and while it writes the final
+weights. Any number of processes can go on with what is saved.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from nmrun import ranks
 from nmrun.errors import ConfigError
 from nmrun.lab.keys.config import Config
 from nmrun.lab.tasks.base import Task
-from nmrun.lab.train.on_disk import OnDisk, mapped
 from nmrun.lab.train.replicated import Replicated
 from nmrun.recipes.base import Recipe
 
@@ -74,8 +73,7 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
 
     Returns:
         The model, on the meta device or, with the values that it has in a single process, on the
-        CPU, where large tensors are on the disk (``nmrun.lab.train.on_disk``). Random generators are
-        the leader's afterwards.
+        CPU. Random generators are the leader's afterwards.
     """
     before = torch.get_rng_state()
     model = None
@@ -86,8 +84,7 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
         except RuntimeError:  # of an operator that the meta device has not, too
             torch.set_rng_state(before)
     if model is None:
-        with OnDisk():
-            model = make()
+        model = make()
     state = torch.get_rng_state()
     dist.broadcast(state, src=0)
     torch.set_rng_state(state)
@@ -175,15 +172,15 @@ class Sharded(Replicated):
         return {name: ranks.part_like(tensor, own.get(name)) for name, tensor in tensors.items()}
 
     def gathered(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse of :meth:`handed_out`, for a file: the leader gets whole tensors, which are
-        mapped (``nmrun.lab.train.on_disk``), the others none."""
+        """The inverse of :meth:`handed_out`, for a file: the leader gets whole tensors on the CPU, the
+        others none."""
         found = {}
         for name, tensor in tensors.items():
             whole: Any = tensor
             if isinstance(tensor, DTensor):  # on the device: one at a time
                 whole = whole.to(tensor.device_mesh.device_type).full_tensor()
             if ranks.leads():
-                found[name] = mapped(whole.contiguous())
+                found[name] = whole.detach().to("cpu", copy=True).contiguous()
         return found
 
     def final_state_dict(self) -> dict[str, Tensor]:
