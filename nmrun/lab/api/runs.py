@@ -56,19 +56,19 @@ def run(overrides: str | Sequence[str] | None = None, **settings: Any) -> Result
         SystemExit: likewise after another signal.
     """
     typed, config_dir = words.asked(overrides, settings, multirun=False)
-    (own,), _ = jobs.checked(typed, multirun=False, config_dir=config_dir)
+    (one,), _ = jobs.checked(typed, multirun=False, config_dir=config_dir)
     with composing(config_dir):
-        job = compose("nmrun", own)
+        job = compose("nmrun", one)
     if job.get("seeds") is not None:
         raise ConfigError(f"seeds={list(job.seeds)}: one run has one seed; see nmrun.sweep")
     config = schema.check(job)
     with unchanged():
-        outcome = jobs.one(config, command=command_line.typed(config_dir, own))
+        outcome = jobs.one(config, command=command_line.typed(config_dir, one))
     raise_interrupt(outcome)
     if outcome["status"] not in ("finished", "skipped", "planned"):
         raise RunError(" ".join(f"{outcome['error']}: {outcome['folder']}".split()))
-    found = outcome.get("metrics", {"final": {}, "best": {}})
-    metrics = found["final"] | {f"best/{key}": value for key, value in found["best"].items()}
+    ends = outcome.get("metrics", {"final": {}, "best": {}})
+    metrics = ends["final"] | {f"best/{key}": value for key, value in ends["best"].items()}
     folder = Path(outcome["folder"]).absolute()
     return Result(outcome["status"], config.plain, metrics, folder)
 
@@ -102,18 +102,18 @@ def sweep(overrides: str | Sequence[str]) -> pd.DataFrame:
     command = command_line.typed(config_dir, ["-m", *typed])
     folders = []
     with unchanged(), recorded(looks, command, []) as folder:
-        for number, (own, job) in enumerate(jobs_of(sweeps, config_dir), 1):
+        for number, (typed_for_job, job) in enumerate(jobs_of(sweeps, config_dir), 1):
             folders += _folders(job)
-            again = command_line.typed(config_dir, own)
-            outcome = jobs.of_sweep(folder, number, job, own, again)
+            again = command_line.typed(config_dir, typed_for_job)
+            outcome = jobs.of_sweep(folder, number, job, typed_for_job, again)
             raise_interrupt(outcome)
         print("\n".join([*sweep_end.planned(folder), record.summary(folder)[0]]))
-    found = collect(folders)
-    if found.empty:
+    runs = collect(folders)
+    if runs.empty:
         if looks[0].dry:
-            return found
+            return runs
         raise RunError("no run of this sweep has a result")
-    return summary(found)
+    return summary(runs)
 
 
 def jobs_of(
@@ -127,20 +127,20 @@ def jobs_of(
         with composing(config_dir):
             parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
             every = BasicSweeper.split_arguments(parser.parse_overrides(overrides), None)[0]
-        for own in every:
+        for of_job in every:
             with composing(config_dir):
-                job = composed(own, done)
-            yield [record.typed(word) for word in own], job
+                job = composed(of_job, done)
+            yield [record.typed(word) for word in of_job], job
 
 
 def _folders(job: DictConfig) -> list[Path]:
     """The run folders of a job, one for each of its seeds; none of a job that will be refused."""
-    found = []
+    folders = []
     for seed in [job.seed] if job.get("seeds") is None else job.seeds:
         job.seed = seed
         with contextlib.suppress(ConfigError):
-            found.append(run_folder(schema.check(job)))
-    return found
+            folders.append(run_folder(schema.check(job)))
+    return folders
 
 
 def raise_interrupt(outcome: dict[str, Any]) -> None:

@@ -107,16 +107,16 @@ def continued(
     """
     import torch
 
-    random, found = torch.Generator().manual_seed(seed), list(tokens)
+    random, drawn = torch.Generator().manual_seed(seed), list(tokens)
     with torch.no_grad():
         for _ in range(count):
-            logits = model(torch.tensor([found[-window:]]))[0, -1, :known].double()
+            logits = model(torch.tensor([drawn[-window:]]))[0, -1, :known].double()
             if not logits.isfinite().all():
                 raise RunError("the model's logits are not finite")
             if temperature == 0:
-                found.append(int(logits.argmax()))
+                drawn.append(int(logits.argmax()))
                 continue
             best, of = logits.topk(min(top_k or known, known))
             likely = ((best - best[0]) / temperature).softmax(0)
-            found.append(int(of[torch.multinomial(likely, 1, generator=random)]))
-    return found[len(tokens) :]
+            drawn.append(int(of[torch.multinomial(likely, 1, generator=random)]))
+    return drawn[len(tokens) :]

@@ -66,10 +66,10 @@ def lines(folders: Sequence[Path], every: bool = False) -> list[str]:
     return [*(f"[{number}] {folder}" for number, folder in enumerate(folders, 1)), "", *table]
 
 
-def _metrics(found: Sequence[dict[str, float]]) -> list[list[str]]:
+def _metrics(runs: Sequence[dict[str, float]]) -> list[list[str]]:
     rows = []
-    for key in dict.fromkeys(key for metrics in found for key in metrics):
-        values = [metrics.get(key) for metrics in found]
+    for key in dict.fromkeys(key for run in runs for key in run):
+        values = [run.get(key) for run in runs]
         row = [key, *("-" if value is None else f"{value:.6g}" for value in values)]
         if len(values) == 2 and None not in values:
             row.append(f"{values[1] - values[0]:+.4g}")  # type: ignore[operator]

@@ -24,8 +24,8 @@ def of(folder: Path) -> dict[str, str]:
     """
     config = RunFolder(folder).config
     if not config or "sparsity" not in config:
-        said = "there is no such folder" if not folder.is_dir() else "no run is in it"
-        raise ConfigError(f"{folder}: {said}")
+        why = "there is no such folder" if not folder.is_dir() else "no run is in it"
+        raise ConfigError(f"{folder}: {why}")
     named = {key: value.get("name") for key, value in config.items() if isinstance(value, dict)}
     flat = {
         **{key: name for key, name in named.items() if name is not None},
