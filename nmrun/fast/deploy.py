@@ -21,20 +21,25 @@ from nmrun.errors import ConfigError
 from nmrun.fast import backends24, choice24, probe_cpu
 from nmrun.fast.acceleration import Choice
 from nmrun.fast.dense_cpu import FASTER, NAME, OneDNNLinear, available
-from nmrun.fast.kernels import cpu_products
+from nmrun.fast.kernels import cpu_int8, cpu_products
 from nmrun.fast.packed_convolution import PackedConvolution, packed
+from nmrun.fast.packed_int8 import Int8Linear
 from nmrun.fast.packed_linear import Linear24, PackedLinear
 from nmrun.fast.sites import ConvolutionSite, Site, install, sites, watch
 from nmrun.patterns import Pattern
 from nmrun.sparsity.weight import LIVE
 
 SIZES = (*range(2, 17), 32, 64)  # M that are looked for
+INT8 = "int8"
+TOLERANCE = 0.05  # int8 of normal operands is 0.01 off; outliers among the inputs make it more
 NO_COMPILER = "no C compiler works here (cc, gcc, clang or $CC)"
 # makes the packed layer of a weight (outputs, inputs) and its bias
 Path = Callable[[Tensor, Tensor | None], nn.Module]
 
 
-def deploy(model: nn.Module, sample: Any) -> list[Choice]:
+def deploy(
+    model: nn.Module, sample: Any, precision: str | None = None, tolerance: float = TOLERANCE
+) -> list[Choice]:
     """Pack, in place, every weight of a model that is N:M and is computed faster so.
 
     Linear layers, Hugging Face's ``Conv1D`` and the projections of ``nn.MultiheadAttention`` become
@@ -52,25 +57,32 @@ def deploy(model: nn.Module, sample: Any) -> list[Choice]:
         sample: an input as in use: a tensor, a tuple of arguments, a dict of keyword arguments, or
             a function that calls the model (``lambda: model.generate(prompt)``). Layers are timed
             with what they are given in it, calls of several sizes together.
+        precision: ``"int8"`` lets N:M linear layers on the CPU multiply in int8 as well, where that is
+            the fastest (:class:`~nmrun.fast.packed_int8.Int8Linear`); by default all keep theirs.
+        tolerance: how far off the outputs of an int8 layer may be for the tokens of the sample, as
+            a share of their norm; a layer that is further off is not int8.
 
     Returns:
         What each weight got: a path, or None for dense by torch, and the reason, with the times.
 
     Raises:
-        ConfigError: where a weight is still in training, and for a sample of another kind. No
-            layer is changed.
+        ConfigError: where a weight is still in training, for a sample of another kind, and for
+            int8 where this processor has no such products. No layer is changed.
     """
+    _check(model, precision, tolerance)
     for name, parameter in model.named_parameters():
         if LIVE.get(id(parameter)) is parameter:
             raise ConfigError(f"{name} is in training: call finalize() on its handle, then deploy")
     found, left = sites(model)
     held = [site for its in found.values() for site in its]
     model.eval()
-    choices, alike = dict[str, Choice](), dict[Any, list[Site]]()
+    choices, alike, notes = dict[str, Choice](), dict[Any, list[Site]](), dict[str, str]()
     with torch.no_grad():
         watch(model, found, sample)
         for site in held:
             reason, pattern = _try(site)
+            note = _try_int8(site, tolerance) if precision and pattern else ""
+            notes[site.name] = f"; {note}" if note else ""
             choices[site.name] = Choice(site.name, None, reason)
             if site.candidates:
                 alike.setdefault((*site.alike, pattern, tuple(site.candidates)), []).append(site)
@@ -78,11 +90,25 @@ def deploy(model: nn.Module, sample: Any) -> list[Choice]:
             path, told = _fastest(group)
             for site in group:
                 site.layer = None if path is None else site.candidates[path]
-                choices[site.name] = Choice(site.name, path, f"{pattern or 'dense'}, {told}")
+                reason = f"{pattern or 'dense'}, {told}{notes[site.name]}"
+                choices[site.name] = Choice(site.name, path, reason)
         for module, its in found.items():
             if any(site.layer is not None for site in its):
                 install(model, module, its)
     return [*choices.values(), *(Choice(name, None, reason) for name, reason in left.items())]
+
+
+def _check(model: nn.Module, precision: str | None, tolerance: float) -> None:
+    """Raise ConfigError, in one line, for a precision that cannot be had."""
+    if precision not in (None, INT8):
+        raise ConfigError(f"precision={precision!r} is unknown; {INT8!r} and None are allowed")
+    if not 0 <= tolerance <= 1:
+        raise ConfigError(f"tolerance={tolerance} must be from 0 to 1")
+    if precision and (why := cpu_int8.obstacle()):
+        raise ConfigError(f"precision={INT8}: {why}")
+    elsewhere = {t.device.type for t in model.parameters()} - {"cpu"}
+    if precision and elsewhere:
+        raise ConfigError(f"precision={INT8} is for CPUs; the model is on {min(elsewhere)}")
 
 
 def pattern_of(weight: Tensor) -> Pattern | None:
@@ -174,6 +200,25 @@ def _try(site: Site) -> tuple[str, Pattern | None]:
         else:
             site.candidates[name] = layer
     return "; ".join(wrong), pattern
+
+
+def _try_int8(site: Site, tolerance: float) -> str:
+    """Make int8 a candidate of a linear layer where it is near enough; how far off it is, or why
+    there is none."""
+    if isinstance(site, ConvolutionSite) or site.seen is None or site.dtype is None:
+        return ""
+    x = site.seen.to(site.dtype)
+    try:
+        layer = Int8Linear.of(site.weight, site.bias)
+        bias = None if site.bias is None else site.bias.float()
+        exact = site.product(x.float(), site.weight.float(), bias)
+        off = float((layer(x).float() - exact).norm() / exact.norm())
+    except (*backends24.ERRORS, MemoryError) as error:
+        return backends24.first_line(error)
+    if not off <= tolerance:  # NaN
+        return f"{INT8}: outputs {off:.2g} off, more than {tolerance:g}"
+    site.candidates[INT8] = layer
+    return f"{INT8} outputs {off:.2g} off"
 
 
 def _fault(site: Site, layer: nn.Module, shape: tuple[int, ...]) -> str:

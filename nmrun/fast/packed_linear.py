@@ -12,7 +12,7 @@ there is one.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,7 @@ class PackedLinear(nn.Module):
     """``x W^T + bias`` with an N:M weight, float32 or bfloat16, on the CPU.
 
     Args:
-        matrix: W, (out_features, in_features).
+        matrix: W, (out_features, in_features), a :class:`TiledMatrix`.
         bias: (out_features,), or None.
     """
 
@@ -38,8 +38,9 @@ class PackedLinear(nn.Module):
     counts: Tensor
     start: Tensor
     bias: Tensor | None
+    PARTS: ClassVar[tuple[str, ...]] = ("values", "index", "counts")
 
-    def __init__(self, matrix: TiledMatrix, bias: Tensor | None = None) -> None:
+    def __init__(self, matrix: Any, bias: Tensor | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = matrix.columns, matrix.rows
         self._hold(matrix)
@@ -52,22 +53,25 @@ class PackedLinear(nn.Module):
         matrix = cpu_tiles.pack(row, column, weight.detach()[row, column], *weight.shape)
         return cls(matrix, bias)
 
-    def _hold(self, matrix: TiledMatrix) -> None:
-        for name in ("values", "index", "counts"):
+    def _hold(self, matrix: Any) -> None:
+        for name in self.PARTS:
             self.register_buffer(name, getattr(matrix, name))
         self.register_buffer("start", matrix.start, persistent=False)
         self.same = matrix.same
+
+    def _matrix(self, values: Tensor, index: Tensor, counts: Tensor) -> Any:
+        """Raises ValueError: for tensors that hold no matrix of this shape."""
+        shape = (self.out_features, self.in_features)
+        return TiledMatrix.of(values.to(self.values), index, counts, *shape)
 
     def _load_from_state_dict(
         self, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
         missing: list[str], unexpected: list[str], errors: list[str],
     ) -> None:  # fmt: skip
-        parts = [state.get(prefix + name) for name in ("values", "index", "counts")]
+        parts = [state.get(prefix + name) for name in self.PARTS]
         if all(isinstance(part, Tensor) for part in parts):
             try:  # another weight of this shape may have another number of slots
-                values, index, counts = (part.clone() for part in parts)  # type: ignore[union-attr]
-                shape = (self.out_features, self.in_features)
-                self._hold(TiledMatrix.of(values.to(self.values), index, counts, *shape))
+                self._hold(self._matrix(*(part.clone() for part in parts)))  # type: ignore[union-attr]
             except ValueError as error:
                 errors.append(f"{prefix.removesuffix('.')}: {error}")
                 return

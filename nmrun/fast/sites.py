@@ -22,6 +22,7 @@ from nmrun.products.simulated import compute_dtype
 from nmrun.sparsity.layers import forward_class
 
 QUERY, KEY_VALUE, OUT = "in_proj_weight[queries]", "in_proj_weight[keys, values]", "out_proj.weight"
+SEEN = 128  # tokens that are kept, evenly far apart
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Site:
         weight, bias: (outputs, inputs), and (outputs,) or None: views of the model's own.
         shapes: how often inputs of each shape came; a linear layer's are (tokens, inputs).
         dtype: that it computes in.
+        seen: up to SEEN tokens of the first input of a linear layer, None before one came.
         candidates: layers that compute the same, by their path.
         layer: what will stand in its place, None to leave it dense.
     """
@@ -42,6 +44,7 @@ class Site:
     bias: Tensor | None
     shapes: Counter[tuple[int, ...]] = field(default_factory=Counter)
     dtype: torch.dtype | None = None
+    seen: Tensor | None = None
     candidates: dict[str, nn.Module] = field(default_factory=dict)
     layer: nn.Module | None = None
 
@@ -69,6 +72,9 @@ class Site:
         if isinstance(x, Tensor) and x.numel():
             self.shapes[x.numel() // x.shape[-1], x.shape[-1]] += 1
             self.dtype = compute_dtype(x)
+            if self.seen is None:
+                flat = x.detach().reshape(-1, x.shape[-1])
+                self.seen = flat[:: -(-len(flat) // SEEN)].clone()
 
     def about(self, shape: tuple[int, ...]) -> str:
         """An input of this shape in words."""

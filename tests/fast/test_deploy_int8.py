@@ -1,0 +1,165 @@
+"""nmrun.deploy in int8: linear layers that are near enough and faster, and nothing else."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import nmrun
+from nmrun.errors import ConfigError
+from nmrun.fast import deploy as deploying
+from nmrun.fast.kernels import cpu_int8
+from nmrun.fast.packed_int8 import Int8Linear
+from nmrun.fast.packed_linear import PackedLinear
+from nmrun.kernels import compiled
+from nmrun.sparsity import nm_mask
+
+needs_int8 = pytest.mark.skipif(bool(cpu_int8.obstacle()), reason=cpu_int8.obstacle())
+
+
+@pytest.fixture
+def faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """int8 is faster than packed, and that than dense."""
+    took = {"packed": 0.5, "int8": 0.25}
+
+    def milliseconds(arms: Mapping[str, Any], device: torch.device) -> dict[str, float]:
+        return {name: took.get(name, 1.0) for name in arms}
+
+    monkeypatch.setattr(deploying, "milliseconds", milliseconds)
+
+
+def mlp(pattern: str = "1:4") -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(80, 50), nn.ReLU(), nn.Linear(50, 30, bias=False))
+    for layer in (model[0], model[2]):
+        layer.weight.data *= nm_mask(layer.weight.data, pattern, 1, pad=True)
+    return model.eval()
+
+
+def share(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+@needs_int8
+@pytest.mark.usefixtures("faster")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_are_int8(dtype: torch.dtype) -> None:
+    model, x = mlp().to(dtype), torch.randn(3, 5, 80).to(dtype)
+    wanted = model(x).detach()
+    choices = nmrun.deploy(model, x, precision="int8")
+    assert [(c.path, c.is_sparse) for c in choices] == [("int8", True)] * 2
+    assert all("int8 0.25 ms (4.00x); int8 outputs 0.0" in c.reason for c in choices)
+    with torch.no_grad():
+        found = model(x)
+    assert found.dtype == dtype
+    assert 0 < share(found, wanted) < 0.03
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+    assert not list(model.parameters())
+
+
+@needs_int8
+@pytest.mark.usefixtures("faster")
+def test_state_dict_pickle_copy_compile_and_gradient() -> None:
+    model, other, x = mlp(), mlp("1:16"), torch.randn(3, 5, 80)
+    dense = copy.deepcopy(model)
+    for one in (model, other):
+        nmrun.deploy(one, x, precision="int8")
+    with torch.no_grad():
+        wanted = model(x)
+    names = ("values", "index", "counts", "scales")
+    assert set(model.state_dict()) == {f"{i}.{n}" for i in "02" for n in names} | {"0.bias"}
+    reloaded = copy.deepcopy(other)
+    reloaded.load_state_dict(model.state_dict())
+    again = pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        for one in (again, reloaded, torch.compile(model, backend="eager", fullgraph=True)):
+            assert torch.equal(one(x), wanted)
+    wrong = model.state_dict() | {"0.index": torch.full_like(model[0].index, 200)}
+    with pytest.raises(RuntimeError, match=r"0: a column that is not of its segment"):
+        reloaded.load_state_dict(wrong)
+    for i in (0, 2):  # gradients are those of the rounded weight
+        dense[i].weight.data = model[i].dense()
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    model(a).sum().backward()
+    dense(b).sum().backward()
+    assert share(a.grad, b.grad) < 0.2  # a ReLU may see another sign
+    layer = model[0]
+    parts = [getattr(layer, name) for name in (*names, "start", "sums", "bias")]
+    operands = (torch.randn(3, 80, requires_grad=True), *parts, 50, 80)
+    torch.library.opcheck(torch.ops.nmrun.int8_linear.default, operands)
+
+
+@needs_int8
+@pytest.mark.usefixtures("faster")
+def test_a_layer_that_is_too_far_off_stays_float32() -> None:
+    """Outliers among a layer's inputs leave few steps to the rest."""
+    model, x = mlp(), torch.randn(40, 80)
+    model[0].weight.data[:, 0] = 0.0
+    x[:, 0] = 1000.0  # nothing is multiplied with it
+    choices = nmrun.deploy(model, x, precision="int8")
+    assert [c.path for c in choices] == ["packed", "int8"]
+    assert type(model[0]) is PackedLinear
+    assert isinstance(model[2], Int8Linear)
+    assert "off, more than 0.05" in choices[0].reason
+    assert "int8: outputs" in repr(choices[0])
+    strict = mlp()
+    choices = nmrun.deploy(strict, torch.randn(40, 80), precision="int8", tolerance=0.0)
+    assert [c.path for c in choices] == ["packed", "packed"]
+
+
+@needs_int8
+@pytest.mark.usefixtures("faster")
+def test_what_is_not_finite_or_no_linear_layer_is_not_int8() -> None:
+    model, x = mlp(), torch.randn(40, 80)
+    x[3, 3] = float("nan")
+    choices = nmrun.deploy(model, x, precision="int8")
+    assert "int8" not in [c.path for c in choices]
+    torch.manual_seed(0)
+    images = nn.Sequential(nn.Conv2d(16, 16, 3), nn.Flatten(), nn.Linear(64, 8)).eval()
+    for layer in (images[0], images[2]):
+        layer.weight.data *= nm_mask(layer.weight.data, "2:4", 1)
+    choices = nmrun.deploy(images, torch.randn(20, 16, 4, 4), precision="int8")
+    assert [c.path for c in choices] == ["packed", "int8"]
+
+
+@needs_int8
+def test_the_slower_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = {"packed": 0.5, "int8": 0.6}
+    monkeypatch.setattr(
+        deploying, "milliseconds", lambda arms, _: {name: took.get(name, 1.0) for name in arms}
+    )
+    choices = nmrun.deploy(mlp(), torch.randn(40, 80), precision="int8")
+    assert [c.path for c in choices] == ["packed", "packed"]
+
+
+@needs_int8
+def test_a_precision_and_a_tolerance_that_are_none() -> None:
+    model, x = mlp(), torch.randn(3, 80)
+    layers = list(model)
+    for words, said in (
+        ({"precision": "int4"}, r"precision='int4' is unknown; 'int8' and None are allowed"),
+        ({"precision": "int8", "tolerance": -1.0}, r"tolerance=-1.0 must be from 0 to 1"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{said}$"):
+            nmrun.deploy(model, x, **words)
+    assert list(model) == layers
+
+
+def test_without_a_compiler_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "find_compiler", lambda: None)
+    cpu_int8._library.cache_clear()
+    try:
+        model = mlp()
+        layers = list(model)
+        with pytest.raises(ConfigError, match=r"^precision=int8: no C compiler works here .*$"):
+            nmrun.deploy(model, torch.randn(3, 80), precision="int8")
+        assert list(model) == layers
+    finally:
+        cpu_int8._library.cache_clear()
