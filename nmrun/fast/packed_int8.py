@@ -48,8 +48,9 @@ class Int8Linear(PackedLinear):
             self.register_buffer(name, getattr(matrix, name), persistent=False)
 
     def _matrix(self, *parts: Tensor) -> Any:
-        *parts, scales = parts
-        return Int8Matrix.of(*parts, scales.float(), self.out_features, self.in_features)
+        values, index, counts, scales = parts
+        shape = (self.out_features, self.in_features)
+        return Int8Matrix.of(values, index, counts, scales.float(), *shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in_features) to (..., out_features), in the dtype of x.

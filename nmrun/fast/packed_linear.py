@@ -59,8 +59,9 @@ class PackedLinear(nn.Module):
         self.register_buffer("start", matrix.start, persistent=False)
         self.same = matrix.same
 
-    def _matrix(self, values: Tensor, index: Tensor, counts: Tensor) -> Any:
+    def _matrix(self, *parts: Tensor) -> Any:
         """Raises ValueError: for tensors that hold no matrix of this shape."""
+        values, index, counts = parts
         shape = (self.out_features, self.in_features)
         return TiledMatrix.of(values.to(self.values), index, counts, *shape)
 
